@@ -1,0 +1,1 @@
+"""Tensors only: torch in, torch out. Knows no peers."""

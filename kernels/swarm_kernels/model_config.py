@@ -1,0 +1,51 @@
+"""What a decoder looks like, whichever file it came from. Owns the normalised shape of a model; knows no file format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LEAN_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""`model_type`s the lean span runs; SmolLM and SmolLM2 are `llama`. All others take transformers' own layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: `inv_freq` derives from `theta`, `dim` and `scaling` (Hugging Face's `rope_scaling` words)."""
+
+    theta: float = 10000.0
+    scaling: Mapping[str, Any] | None = None  # {"rope_type": "linear" | "llama3" | "yarn" | "dynamic" ..., ...}
+    dim: int | None = None  # rotated dimensions of a head; None: all of them
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only model. `hf` is the Hugging Face config it came from, or an equivalent made from GGUF metadata."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    context_length: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    hf: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lean(self) -> bool:
+        """Whether the lean span covers this model exactly; else the general path runs it."""
+        full_window = self.sliding_window is None or self.sliding_window >= self.context_length
+        return self.model_type in LEAN_ARCHITECTURES and self.hidden_act in ("silu", "swish") and full_window

@@ -1,0 +1,59 @@
+"""Frames: what a message and its body look like as bytes, and how large they may be.
+
+    frame = u32 header length | u32 body length | header (MessagePack of one `messages.AnyMessage`) | body (raw bytes)
+
+Decoding is typed and bounded: a hostile header is refused in microseconds, before anything is allocated for it.
+Knows neither sockets nor what a body means; a hop checks a body's length against its own shapes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import msgspec
+
+from swarm.errors import ProtocolError
+from swarm.messages import AnyMessage
+
+Buffer = bytes | bytearray | memoryview
+
+PREFIX = struct.Struct("<II")
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """The largest frame a peer may send, in bytes. An 8k-token `Open.history` takes 40 kB, 1024 rows of 8192 fp32 32 MiB."""
+
+    header: int = 4 << 20
+    body: int = 64 << 20
+
+
+DEFAULT_LIMITS = FrameLimits()
+
+
+def encode(message: AnyMessage, body: Buffer = b"") -> tuple[bytes, Buffer]:
+    """-> (prefix and header, body), to be written one after the other."""
+    header = _encoder.encode(message)
+    return PREFIX.pack(len(header), len(body)) + header, body
+
+
+def parse_prefix(prefix: Buffer, limits: FrameLimits = DEFAULT_LIMITS) -> tuple[int, int]:
+    """The 8 bytes before a frame -> (header length, body length). Raises ProtocolError beyond `limits`."""
+    header, body = PREFIX.unpack(prefix)
+    if header > limits.header or body > limits.body:
+        raise ProtocolError(
+            f"a frame of {header} + {body} bytes is over the limit of {limits.header} + {limits.body}"
+        )
+    return header, body
+
+
+def decode(header: Buffer) -> AnyMessage:
+    """A header's bytes -> the message. Raises ProtocolError on anything that is not exactly one known message."""
+    try:
+        return _decoder.decode(header)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"not a message of this protocol: {error}") from None

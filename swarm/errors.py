@@ -1,0 +1,152 @@
+"""Every error a user or a caller can meet, in one tree.
+
+    SwarmError                    base; carries a `code` for machines and one sentence for people
+      UsageError                    a wrong flag or argument (exit code 2)
+        InvalidRequest                a prompt, sampling value or limit that cannot be served
+          ContextOverflow               prompt and answer do not fit the model's context
+      ModelError                    a model that cannot be found, read or run
+        ModelNotFound
+        CorruptModel                  truncated, malformed or of the wrong hash
+        UnsupportedModel
+      ResourceError                 this machine cannot do it
+        OutOfMemory                   too little memory for one layer, or no KV pages left
+        DeviceUnavailable             the GPU that was asked for is not there
+        AddressInUse                  the port to listen on is taken
+      PlanError                     a planner's input that has no answer
+        Infeasible
+        NoRoute                       carries `missing`: the layers nobody serves
+      NetworkError                  something between peers
+        PeerUnreachable
+        ConnectionLost                the other side, or the link to it, went away
+        ProtocolError                 a peer sent what the protocol does not allow
+        WrongModel                    a peer serves other weights than ours
+        RemoteError                   a peer refused or failed; carries its code and sentence
+          NodeBusy                      refused for want of capacity; carries `retry_after_s`
+
+What it does not know: how errors are shown. Command lines print `str(error)` and exit with `error.exit_code`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SwarmError(Exception):
+    """Base of all errors raised on purpose. `str(error)` is one sentence that says what to do."""
+
+    code = "error"
+    exit_code = 2
+
+
+class UsageError(SwarmError):
+    """A flag, argument or config value that cannot be right."""
+
+    code = "usage"
+
+
+class InvalidRequest(UsageError):
+    """A generation request that no swarm could serve: empty prompt, negative temperature, ..."""
+
+    code = "invalid_request"
+
+
+class ContextOverflow(InvalidRequest):
+    """The prompt and the answer together are longer than the model's context."""
+
+    code = "context_overflow"
+
+
+class ModelError(SwarmError):
+    code = "model"
+
+
+class ModelNotFound(ModelError):
+    code = "model_not_found"
+
+
+class CorruptModel(ModelError):
+    code = "corrupt_model"
+
+
+class UnsupportedModel(ModelError):
+    code = "unsupported_model"
+
+
+class ResourceError(SwarmError):
+    code = "resource"
+
+
+class OutOfMemory(ResourceError):
+    code = "out_of_memory"
+
+
+class DeviceUnavailable(ResourceError):
+    code = "device_unavailable"
+
+
+class AddressInUse(ResourceError):
+    code = "address_in_use"
+
+
+class PlanError(SwarmError):
+    code = "plan"
+
+
+class Infeasible(PlanError):
+    """No assignment satisfies the constraints; the sentence says which one binds."""
+
+    code = "infeasible"
+
+
+class NoRoute(PlanError):
+    """No chain covers every layer.
+
+    `missing`: half-open layer ranges that no usable node serves.
+    """
+
+    code = "no_route"
+
+    def __init__(self, message: str, missing: Sequence[tuple[int, int]] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class NetworkError(SwarmError):
+    code = "network"
+
+
+class PeerUnreachable(NetworkError):
+    code = "peer_unreachable"
+
+
+class ConnectionLost(NetworkError):
+    code = "connection_lost"
+
+
+class ProtocolError(NetworkError):
+    code = "protocol"
+
+
+class WrongModel(NetworkError):
+    code = "wrong_model"
+
+
+class RemoteError(NetworkError):
+    """A peer answered with an error; `remote_code` is its machine-readable kind."""
+
+    code = "remote"
+
+    def __init__(self, message: str, remote_code: str = "error", peer: str = "") -> None:
+        super().__init__(message)
+        self.remote_code = remote_code
+        self.peer = peer
+
+
+class NodeBusy(RemoteError):
+    """A node is full; try elsewhere, or here again after `retry_after_s` seconds."""
+
+    code = "busy"
+
+    def __init__(self, message: str, peer: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(message, "busy", peer)
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,162 @@
+"""The wire: one msgspec Struct a message. Bodies (hidden states) travel beside them as raw bytes, see `codec`.
+
+Owns the names, fields and size bounds of everything peers say to each other. Knows neither sockets nor tensors.
+
+    client -> hop   Open, Step (to the first hop), Prune, Close, Ping
+    hop -> hop      Step (with a body of hidden states), Ping
+    hop -> client   Opened, Failed, Result (from the tail), Step (an edge the client relays), Pong
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from swarm.types import Sampling
+
+MAX_ROWS = 1024  # new tree nodes in one step
+MAX_SLOTS = 4096  # tree slots of one session
+MAX_TOKENS = 1 << 20  # tokens of one session
+MAX_HISTORY = 1 << 18  # token ids in one `Open`
+MAX_HOPS = 256
+
+SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Peer = Annotated[str, Meta(min_length=1, max_length=128)]
+Text = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
+Parent = Annotated[int, Meta(ge=-1, lt=MAX_SLOTS)]
+Serial = Annotated[int, Meta(ge=0, le=(1 << 53))]
+Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
+Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
+    """Base of all messages; the first element of the array is the tag."""
+
+
+class WireSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`types.Sampling` with the bounds that a stranger must keep."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> WireSampling:
+        return cls(
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty, sampling.seed
+        )
+
+    def to_sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)
+
+
+class Open(Message, frozen=True, tag="open"):
+    """Start a session on one hop. The sender becomes the session's client; only it may prune or close.
+
+    `max_tokens`: KV tokens to reserve a layer. `upstream`: who will send the steps, "" for the client itself.
+    `downstream`: whom to send them on to, "" on the tail. `sampling` and `history` (the tokens so far, for the repetition
+    penalty) go to the tail only.
+    """
+
+    session: SessionId
+    model: Text
+    weight_hash: Text
+    dtype: Annotated[str, Meta(max_length=16)]
+    start: Count
+    end: Count
+    max_tokens: Count
+    upstream: Annotated[str, Meta(max_length=128)] = ""
+    downstream: Annotated[str, Meta(max_length=128)] = ""
+    downstream_addresses: Addresses = []
+    sampling: WireSampling | None = None
+    history: Annotated[list[TokenId], Meta(max_length=MAX_HISTORY)] = []
+
+
+class Opened(Message, frozen=True, tag="opened"):
+    """The hop is ready. `relay`: it cannot reach its downstream; the client must carry that edge."""
+
+    session: SessionId
+    relay: bool = False
+
+
+class Step(Message, frozen=True, tag="step"):
+    """A bit of a tree for one session (design section 4).
+
+    First the tree slots in `commit` move, in order, into the committed pages. Then come the new rows: `line` rows that
+    are committed on arrival, at positions `base + len(commit)` and on, then one row for each of `parents` / `slots`:
+    tree nodes whose parent is a tree slot, or -1 for the last committed token. `tokens` has an id for every row on the
+    first hop and is empty on later hops, where the body holds a `[rows, hidden]` tensor in the session's dtype.
+
+    `base`: committed tokens before this step, checked by every hop. `sample`: the tail draws a token after the last line
+    row (and walks the tree). `trace`: (queue ms, compute ms) of each hop so far.
+    """
+
+    session: SessionId
+    epoch: Serial
+    step: Serial
+    base: Count
+    line: Annotated[int, Meta(ge=0, le=MAX_ROWS)]
+    sample: bool = True
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_ROWS)] = []
+    parents: Annotated[list[Parent], Meta(max_length=MAX_ROWS)] = []
+    slots: Annotated[list[Slot], Meta(max_length=MAX_ROWS)] = []
+    commit: Slots = []
+    trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
+
+    @property
+    def rows(self) -> int:
+        return self.line + len(self.slots)
+
+
+class Result(Message, frozen=True, tag="result"):
+    """From the tail: the tokens that step `step` settled (the accepted slots' tokens and the one drawn after them)."""
+
+    session: SessionId
+    epoch: Serial
+    step: Serial
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_ROWS)] = []
+    accepted: Slots = []
+    trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
+
+
+class Prune(Message, frozen=True, tag="prune"):
+    """Out of band: drop these tree slots, and queued steps of an epoch before `epoch`."""
+
+    session: SessionId
+    epoch: Serial
+    slots: Slots = []
+
+
+class Close(Message, frozen=True, tag="close"):
+    """The client is done with the session; the hop frees its pages."""
+
+    session: SessionId
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """This session cannot go on here. `error` is a code of `swarm.errors`, `detail` a sentence for people."""
+
+    session: SessionId
+    error: Annotated[str, Meta(max_length=64)]
+    detail: Text
+    retry_after_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """Answered at once with the same nonce; half the round trip is ρ."""
+
+    nonce: Serial
+
+
+class Pong(Message, frozen=True, tag="pong"):
+    nonce: Serial
+
+
+AnyMessage = Open | Opened | Step | Result | Prune | Close | Failed | Ping | Pong

@@ -1,0 +1,1 @@
+"""The outside world: identities, carriers, the DHT. No torch, no plan."""

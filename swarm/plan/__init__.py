@@ -1,0 +1,1 @@
+"""Decisions, pure and deterministic: no sockets, clocks, randomness of their own, asyncio or torch."""

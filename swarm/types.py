@@ -1,0 +1,200 @@
+"""The words of design section 3 as frozen dataclasses.
+
+Owns what a span, a hop, a chain, a node's profile and a snapshot of the swarm are. Knows neither the wire (`messages`),
+nor the DHT (`records`), nor how decisions are taken (`plan`).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from swarm.errors import UsageError
+
+PeerId = str
+"""A libp2p peer id in base58; it embeds the peer's Ed25519 public key."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LayerSpan:
+    """The contiguous layers `[start, end)`; `end > start >= 0`."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise UsageError(f"layers {self.start}:{self.end} are not a span; write START:END with START < END")
+
+    @classmethod
+    def parse(cls, text: str) -> LayerSpan:
+        """`"10:20"` -> layers 10..19. Raises UsageError."""
+        match = re.fullmatch(r"\s*(\d{1,6}):(\d{1,6})\s*", text)
+        if match is None:
+            raise UsageError(f"'{text}' is not a span of layers; write START:END, as in 0:10")
+        return cls(int(match[1]), int(match[2]))
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.end}"
+
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, int) and self.start <= layer < self.end
+
+
+class NodeState(enum.StrEnum):
+    """Where a node is in its life. Only SERVING nodes are routed to."""
+
+    JOINING = "joining"  # has measured itself, has not chosen its layers
+    LOADING = "loading"  # has chosen its layers, is reading weights
+    SERVING = "serving"
+    DRAINING = "draining"  # finishes its sessions, takes no new ones
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Milliseconds one layer takes for a batch of `widths[i]` tokens; widths strictly increasing (Ghidorah §III-C)."""
+
+    widths: tuple[int, ...] = (1,)
+    ms: tuple[float, ...] = (1.0,)
+
+    def at(self, width: float) -> float:
+        """Milliseconds a layer at any width: linear between points, proportional beyond the last two."""
+        ws, ms = self.widths, self.ms
+        if width <= ws[0] or len(ws) == 1:
+            return ms[0] if width <= ws[0] else ms[0] * width / ws[0]
+        i = next((k for k in range(1, len(ws)) if width <= ws[k]), len(ws) - 1)
+        slope = (ms[i] - ms[i - 1]) / (ws[i] - ws[i - 1])
+        return ms[i - 1] + slope * (width - ws[i - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProfile:
+    """What one node says of itself, as read from its record. `layer_ms` has one τ per layer of `span`."""
+
+    peer: PeerId
+    name: str
+    state: NodeState
+    dtype: str
+    weight_hash: str
+    layer_capacity: int  # how many layers its memory holds
+    span: LayerSpan | None = None  # None until it has chosen
+    addresses: tuple[str, ...] = ()
+    layer_ms: tuple[float, ...] = ()  # τ, queue included
+    cost: CostCurve = field(default_factory=CostCurve)
+    kv_capacity_tokens: int = 0  # KV tokens each of its layers can hold
+    kv_free_tokens: int = 0
+    sessions: int = 0
+    region: str = ""
+    coordinate: tuple[float, ...] = ()  # network coordinate, ms
+    link_ms: Mapping[PeerId, float] = field(default_factory=dict)  # measured ρ, one way, from this node
+    version: str = ""
+    published_at: float = 0.0  # its clock, seconds since the epoch
+
+    @property
+    def serving(self) -> bool:
+        return self.state is NodeState.SERVING and self.span is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The swarm that serves one model as one reader saw it at one moment. Immutable; sorted by peer id."""
+
+    model: str
+    num_layers: int
+    nodes: tuple[NodeProfile, ...]
+    taken_at: float = 0.0
+    ignored: Mapping[str, int] = field(default_factory=dict)  # why records were left out -> how many
+
+    def serving(self) -> tuple[NodeProfile, ...]:
+        return tuple(n for n in self.nodes if n.serving)
+
+    def node(self, peer: PeerId) -> NodeProfile | None:
+        return next((n for n in self.nodes if n.peer == peer), None)
+
+    def coverage(self) -> list[int]:
+        """Replicas of each layer, `[num_layers]`."""
+        return coverage((n.span for n in self.serving() if n.span), self.num_layers)
+
+    def missing(self) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of layers that no serving node holds."""
+        return missing_ranges(self.coverage())
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Layers `[start, end)` run by one node: all of its span or a part."""
+
+    peer: PeerId
+    start: int
+    end: int
+
+    @property
+    def span(self) -> LayerSpan:
+        return LayerSpan(self.start, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Hops that cover `[0, num_layers)` exactly once, in order, and what a token along it is expected to cost."""
+
+    hops: tuple[Hop, ...]
+    cost_ms: float = 0.0
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        return tuple(h.peer for h in self.hops)
+
+    def __len__(self) -> int:
+        return len(self.hops)
+
+    def __str__(self) -> str:
+        return " -> ".join(f"{h.peer[-6:]}[{h.start}:{h.end}]" for h in self.hops)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tail draws the next token. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def coverage(spans: Iterable[LayerSpan], num_layers: int) -> list[int]:
+    """How many of `spans` hold each layer, `[num_layers]`."""
+    edges = [0] * (num_layers + 1)
+    for span in spans:
+        edges[min(span.start, num_layers)] += 1
+        edges[min(span.end, num_layers)] -= 1
+    counts, running = [], 0
+    for layer in range(num_layers):
+        running += edges[layer]
+        counts.append(running)
+    return counts
+
+
+def missing_ranges(counts: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Half-open runs of zero in `counts`."""
+    ranges: list[tuple[int, int]] = []
+    for layer, count in enumerate(counts):
+        if count:
+            continue
+        if ranges and ranges[-1][1] == layer:
+            ranges[-1] = (ranges[-1][0], layer + 1)
+        else:
+            ranges.append((layer, layer + 1))
+    return tuple(ranges)
