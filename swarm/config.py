@@ -1,0 +1,140 @@
+"""One frozen config for each program, and the only place that reads the environment.
+
+Precedence: command line, then `SWARM_*` environment variables, then the TOML file named by `--config`, then the defaults
+written here. Command-line defaults are read from these classes, so a default has one home.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from platformdirs import PlatformDirs
+
+from swarm.errors import UsageError
+
+DEFAULT_MODEL = "smollm2-135m"
+_dirs = PlatformDirs("swarm", appauthor=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that keep one stranger from costing the others; seconds, bytes and counts."""
+
+    dial_timeout_s: float = 10.0
+    open_timeout_s: float = 15.0
+    step_timeout_s: float = 60.0
+    drain_timeout_s: float = 20.0
+    max_sessions: int = 64
+    max_sessions_per_peer: int = 16
+    max_connections: int = 256
+    max_protocol_errors: int = 8  # from one peer, before its connections are cut
+    batch_tokens: int = 512  # rows of one packed batch
+    record_lifetime_s: float = 12.0  # how long a record outlives its last refresh
+    publish_interval_s: float = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """`swarm-node join`."""
+
+    model: str = DEFAULT_MODEL
+    peers: tuple[str, ...] = ()
+    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    gpu: int | None = None  # None: the CPU
+    layers: str | None = None  # "START:END"; None: the node decides
+    max_memory: int | None = None  # bytes; None: most of what is free
+    dtype: str = "bf16"
+    name: str = ""
+    region: str = ""
+    identity: Path | None = None  # None: a fresh identity that is forgotten at exit
+    threads: int | None = None  # None: chosen by measurement
+    json: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """`SwarmClient` and `swarm-chat`."""
+
+    model: str = DEFAULT_MODEL
+    peers: tuple[str, ...] = ()
+    dtype: str | None = None  # None: whichever the swarm serves
+    strategy: str = "auto"
+    prefill_chunk: int = 256
+    limits: Limits = field(default_factory=Limits)
+
+
+def data_dir() -> Path:
+    """Where models are kept: `SWARM_HOME`, or the user's data directory."""
+    home = os.environ.get("SWARM_HOME")
+    return Path(home) if home else _dirs.user_data_path
+
+
+def state_dir() -> Path:
+    """Where identities, calibrations and the address of the local swarm are kept."""
+    home = os.environ.get("SWARM_HOME")
+    return Path(home) / "state" if home else _dirs.user_state_path
+
+
+_Config = TypeVar("_Config", NodeConfig, ClientConfig)
+
+
+def load(cls: type[_Config], overrides: Mapping[str, Any], file: Path | None = None) -> _Config:
+    """Merge `overrides` (those not None), the environment and a TOML file into a config. Raises UsageError."""
+    known = {f.name: f for f in fields(cls)}
+    merged: dict[str, Any] = {}
+    if file is not None:
+        merged.update(_read_toml(file, set(known)))
+    for name in known:
+        text = os.environ.get(f"SWARM_{name.upper()}")
+        if text:
+            merged[name] = _from_text(name, text)
+    merged.update({k: v for k, v in overrides.items() if v is not None})
+    if isinstance(merged.get("limits"), Mapping):
+        merged["limits"] = _limits(merged["limits"])
+    for name in ("peers", "listen"):
+        if name in merged:
+            value = merged[name]
+            merged[name] = (value,) if isinstance(value, str) else tuple(value)
+    return cls(**merged)
+
+
+def _read_toml(file: Path, known: set[str]) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the config file {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the config file {file} is not TOML: {error}") from None
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise UsageError(f"the config file {file} sets '{unknown[0]}', which is not one of {', '.join(sorted(known))}")
+    return table
+
+
+def _limits(table: Mapping[str, Any]) -> Limits:
+    known = {f.name for f in fields(Limits)}
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise UsageError(f"[limits] sets '{unknown[0]}', which is not one of {', '.join(sorted(known))}")
+    return Limits(**table)
+
+
+def _from_text(name: str, text: str) -> Any:
+    if name in ("peers", "listen"):
+        return tuple(part for part in text.replace(",", " ").split() if part)
+    if name in ("gpu", "max_memory", "threads", "prefill_chunk"):
+        try:
+            return int(text)
+        except ValueError:
+            raise UsageError(f"SWARM_{name.upper()} is '{text}', which is not a whole number") from None
+    if name == "identity":
+        return Path(text)
+    if name == "json":
+        return text.lower() in ("1", "true", "yes")
+    return text
