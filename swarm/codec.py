@@ -21,12 +21,12 @@ Buffer = bytes | bytearray | memoryview
 PREFIX = struct.Struct("<II")
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """The largest frame a peer may send, in bytes. An 8k-token `Open.history` takes 40 kB, 1024 rows of 8192 fp32 32 MiB."""
+    """The largest frame a peer may send, in bytes. 8k tokens of history take 40 kB, 1024 rows of 8192 fp32 32 MiB."""
 
     header: int = 4 << 20
     body: int = 64 << 20

@@ -1,7 +1,7 @@
 """One frozen config for each program, and the only place that reads the environment.
 
-Precedence: command line, then `SWARM_*` environment variables, then the TOML file named by `--config`, then the defaults
-written here. Command-line defaults are read from these classes, so a default has one home.
+Precedence: command line, then `SWARM_*` environment variables, then the TOML file named by `--config`, then the
+defaults written here. Command-line defaults are read from these classes, so a default has one home.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class Open(Message, frozen=True, tag="open"):
     """Start a session on one hop. The sender becomes the session's client; only it may prune or close.
 
     `max_tokens`: KV tokens to reserve a layer. `upstream`: who will send the steps, "" for the client itself.
-    `downstream`: whom to send them on to, "" on the tail. `sampling` and `history` (the tokens so far, for the repetition
-    penalty) go to the tail only.
+    `downstream`: whom to send them on to, "" on the tail. `sampling` and `history` (the tokens so far, for the
+    repetition penalty) go to the tail only.
     """
 
     session: SessionId
@@ -94,8 +94,8 @@ class Step(Message, frozen=True, tag="step"):
     tree nodes whose parent is a tree slot, or -1 for the last committed token. `tokens` has an id for every row on the
     first hop and is empty on later hops, where the body holds a `[rows, hidden]` tensor in the session's dtype.
 
-    `base`: committed tokens before this step, checked by every hop. `sample`: the tail draws a token after the last line
-    row (and walks the tree). `trace`: (queue ms, compute ms) of each hop so far.
+    `base`: committed tokens before this step, checked by every hop. `sample`: the tail draws a token after the last
+    line row (and walks the tree). `trace`: (queue ms, compute ms) of each hop so far.
     """
 
     session: SessionId

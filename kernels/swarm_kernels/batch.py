@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 PAGE = 16
-"""Tokens in one KV page. Keys are stored `[pages, kv_heads, head_dim, PAGE]` (transposed: the scores of a page's tokens are
-computed side by side), values `[pages, kv_heads, PAGE, head_dim]`; one pair of tensors a layer."""
+"""Tokens in one KV page. Keys are stored `[pages, kv_heads, head_dim, PAGE]` (transposed: the scores of a page's tokens
+are computed side by side), values `[pages, kv_heads, PAGE, head_dim]`; one pair of tensors a layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a decoder looks like, whichever file it came from. Owns the normalised shape of a model; knows no file format."""
+"""What a decoder looks like, whichever file it came from. Owns a model's normalised shape; knows no file format."""
 
 from __future__ import annotations
 
