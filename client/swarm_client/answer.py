@@ -1,0 +1,55 @@
+"""What comes back: pieces while it streams, an Answer at the end. Owns these two shapes and their JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.plan.session import FinishReason
+from swarm.types import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that one step settled. `trace`: (queue ms, compute ms) of each hop for that step; `text` may be empty
+    while a character or a possible stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    trace: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished generation. `tokens_per_second` counts from the first token on (the prompt is not in it)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    tokens_per_second: float
+    time_to_first_token_s: float
+    chain: Chain
+    strategy: str
+    seed: int
+    explanation: str
+    repairs: tuple[str, ...] = ()
+    hop_ms: tuple[tuple[float, float], ...] = ()  # mean (queue, compute) of each hop over the decoded tokens
+    network_ms: float = 0.0  # mean of what a token took beyond the hops' own time
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "finish_reason": str(self.finish_reason),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "time_to_first_token_s": round(self.time_to_first_token_s, 4),
+            "chain": [{"peer": h.peer, "start": h.start, "end": h.end} for h in self.chain.hops],
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "explanation": self.explanation,
+            "repairs": list(self.repairs),
+            "hop_ms": [{"queue": round(q, 3), "compute": round(c, 3)} for q, c in self.hop_ms],
+            "network_ms": round(self.network_ms, 3),
+        }

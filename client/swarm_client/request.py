@@ -1,0 +1,82 @@
+"""What a user may ask for, checked before anything is sent. Owns the options of one generation; knows no network."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.errors import InvalidRequest
+from swarm.types import Sampling
+
+ChatMessage = Mapping[str, str]
+"""`{"role": "system" | "user" | "assistant", "content": text}`."""
+
+STRATEGIES = ("auto", "sequential")
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to generate. Temperature 0 is greedy; a `seed` of None draws a fresh one, which the answer reports.
+
+    Raises InvalidRequest when made with values that no swarm could honour.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    strategy: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        _require(
+            math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0,
+            f"temperature is {self.temperature}; it must be from 0 (greedy) to 100",
+        )
+        _require(
+            math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0,
+            f"top_p is {self.top_p}; it must be above 0 and at most 1",
+        )
+        _require(0 <= self.top_k <= 1 << 20, f"top_k is {self.top_k}; it must be 0 (off) or a number of tokens")
+        _require(
+            math.isfinite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100.0,
+            f"repetition_penalty is {self.repetition_penalty}; it must be from 0.01 to 100 (1 is off)",
+        )
+        _require(
+            self.seed is None or 0 <= self.seed < 1 << 63,
+            f"seed is {self.seed}; it must be from 0 to 2**63 - 1",
+        )
+        _require(len(self.stop) <= MAX_STOP_STRINGS, f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS}")
+        _require(
+            all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
+            f"a stop string must have 1 to {MAX_STOP_LENGTH} characters",
+        )
+        _require(
+            self.strategy in STRATEGIES,
+            f"strategy is '{self.strategy}'; this version knows {' and '.join(STRATEGIES)}",
+        )
+
+    def sampling(self) -> Sampling:
+        """The wire's view, with a seed drawn if none was given."""
+        seed = self.seed if self.seed is not None else secrets.randbits(62)
+        return Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, seed)
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raises InvalidRequest unless every message has a role and a content, and one of them says something."""
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        _require(isinstance(role, str) and isinstance(content, str), "a chat message needs a role and a content")
+    _require(any(m["content"].strip() for m in messages), "the prompt is empty; say something")
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise InvalidRequest(sentence)
