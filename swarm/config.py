@@ -27,6 +27,7 @@ class Limits:
 
     dial_timeout_s: float = 10.0
     open_timeout_s: float = 15.0
+    route_timeout_s: float = 5.0  # how long a client waits for layers nobody serves
     step_timeout_s: float = 60.0
     drain_timeout_s: float = 20.0
     max_sessions: int = 64

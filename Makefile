@@ -1,0 +1,46 @@
+# Everything sets itself up in .venv on a machine with Python 3.11+, its headers and a C++ compiler.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup test check demo chat bench bench-kernels bench-plan clean lock
+
+setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
+	@$(BIN)/python -m swarm_kernels.build
+	@$(BIN)/python -m swarm_kernels.builtin
+
+$(STAMP): pyproject.toml requirements.lock
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[dev]'
+	@touch $(STAMP)
+
+check: $(STAMP) ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: setup check ## everything CI runs
+	$(BIN)/pytest
+
+demo: setup ## three node processes split a model and answer a question
+	$(BIN)/python examples/demo.py
+
+chat: setup ## the same swarm, and a terminal to talk to it
+	$(BIN)/python examples/demo.py --chat
+
+bench: setup ## tokens/s, time to first token and memory against transformers
+	$(BIN)/python benchmarks/bench_swarm.py
+
+bench-kernels: setup ## the CPU kernels against torch's, in one run
+	$(BIN)/python benchmarks/bench_kernels.py
+
+bench-plan: setup ## the planner's algorithms at 4 to 4096 nodes
+	$(BIN)/python benchmarks/bench_plan_allocation.py
+	$(BIN)/python benchmarks/bench_plan_routing.py
+
+lock: ## pin what .venv holds now
+	@(echo "# The exact versions that the set-up commands and CI install (Python 3.11+). Refresh: make lock"; \
+	  $(BIN)/pip freeze --exclude-editable | sed 's/^\(torch==[0-9.]*\).*/\1/') > requirements.lock
+
+clean:
+	rm -rf .venv build *.egg-info
