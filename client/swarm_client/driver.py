@@ -24,7 +24,6 @@ from swarm.plan.session import (
     StepSettled,
 )
 from swarm.types import Chain, PeerId
-
 from swarm_client.chain_session import ChainSession, HopFailed
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from swarm.errors import NoRoute
-from swarm.net.carrier import Directory
-from swarm.plan.routing import explain, route_snapshot
 from swarm.records import to_snapshot
-from swarm.types import Chain, PeerId, Snapshot
+
+from swarm.net.carrier import Directory
+from swarm.types import Snapshot
 
 MAX_AGE_S = 1.0
 

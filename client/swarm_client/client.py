@@ -1,0 +1,186 @@
+"""SwarmClient: tokens from a model that none of your machines could hold.
+
+    async with SwarmClient(peers=["/ip4/.../p2p/..."]) as client:
+        async with client.chat_stream([{"role": "user", "content": "Why is the sky blue?"}]) as stream:
+            async for piece in stream:
+                print(piece.text, end="")
+
+Owns the connection to one swarm and one model's tokenizer. `sync.SyncSwarmClient` is the same without async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, TypeVar
+
+from swarm_kernels.loader import ModelSource, open_model
+from swarm_kernels.tokenizer import ChatTokenizer, load_tokenizer
+
+from swarm.config import ClientConfig
+from swarm.errors import UsageError
+from swarm.plan.session import Generation, GenerationPlan
+from swarm.types import Chain, PeerId, Sampling, Snapshot
+from swarm_client.answer import Answer
+from swarm_client.chain_session import ChainSession, SessionSpec
+from swarm_client.driver import Driver
+from swarm_client.generation import TextStream
+from swarm_client.network import Network, connect
+from swarm_client.request import ChatMessage, Options, check_messages
+from swarm_client.stops import StopStrings
+from swarm_client.view import SwarmView
+
+_T = TypeVar("_T")
+
+
+class SwarmClient:
+    """One swarm, one model, any number of generations at once.
+
+    `peers`: multiaddrs of any nodes of the swarm. `network`: a ready-made connection (tests use an in-memory one);
+    by default one is made over the p2p daemon when the context is entered.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        peers: Sequence[str] | None = None,
+        *,
+        config: ClientConfig | None = None,
+        network: Network | None = None,
+        source: ModelSource | None = None,
+    ) -> None:
+        base = config or ClientConfig()
+        self.config = ClientConfig(
+            model=model or base.model,
+            peers=tuple(peers) if peers is not None else base.peers,
+            dtype=base.dtype,
+            strategy=base.strategy,
+            prefill_chunk=base.prefill_chunk,
+            limits=base.limits,
+        )
+        self._given_network = network
+        self._given_source = source
+        self._stack = AsyncExitStack()
+        self._network: Network | None = None
+        self._view: SwarmView | None = None
+        self._source: ModelSource | None = None
+        self._tokenizer: ChatTokenizer | None = None
+
+    async def __aenter__(self) -> SwarmClient:
+        """Raises ModelError, UsageError (no peers), PeerUnreachable."""
+        async with AsyncExitStack() as stack:
+            source, network = await asyncio.gather(self._open_source(), self._open_network(stack))
+            if self._given_source is None:
+                stack.callback(source.close)
+            self._source, self._network = source, network
+            self._tokenizer = load_tokenizer(source)
+            self._view = SwarmView(
+                network.directory, source.name, dtype=self.config.dtype, weight_hash=source.weight_hash
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        return _entered(self._tokenizer)
+
+    async def snapshot(self) -> Snapshot:
+        """The swarm as it is now."""
+        return await _entered(self._view).snapshot()
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> TextStream:
+        """Continue a text, or token ids as they are. Options are those of `request.Options`.
+
+        Raises InvalidRequest and ContextOverflow at once; NoRoute and NetworkError while it is read.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._stream(ids, self._options(options))
+
+    def chat_stream(self, messages: Sequence[ChatMessage], **options: Any) -> TextStream:
+        """Answer a conversation, through the model's own chat template. Raises like `stream`."""
+        check_messages(messages)
+        return self._stream(self.tokenizer.apply_chat_template(messages), self._options(options))
+
+    async def generate(self, prompt: str | Sequence[int], **options: Any) -> Answer:
+        """`stream`, read to its end."""
+        return await self.stream(prompt, **options).read()
+
+    async def chat(self, messages: Sequence[ChatMessage], **options: Any) -> Answer:
+        """`chat_stream`, read to its end."""
+        return await self.chat_stream(messages, **options).read()
+
+    def _options(self, options: Mapping[str, Any]) -> Options:
+        merged = {"strategy": self.config.strategy, **options}
+        if isinstance(merged.get("stop"), str):
+            merged["stop"] = (merged["stop"],)
+        try:
+            return Options(**{k: tuple(v) if k == "stop" else v for k, v in merged.items()})
+        except TypeError as error:
+            raise UsageError(f"not an option of a generation: {error}") from None
+
+    def _stream(self, prompt: Sequence[int], options: Options) -> TextStream:
+        source = _entered(self._source)
+        plan = GenerationPlan.checked(
+            prompt,
+            options.max_new_tokens,
+            eos_ids=self.tokenizer.eos_token_ids,
+            context_length=source.config.context_length,
+            vocab_size=source.config.vocab_size,
+            prefill_chunk=self.config.prefill_chunk,
+        )
+        sampling = options.sampling()
+        generation = Generation(plan)
+
+        async def open_chain(banned: frozenset[PeerId], tokens: tuple[int, ...]) -> ChainSession:
+            return await self._open_chain(banned, tokens, generation.max_tokens, sampling)
+
+        driver = Driver(generation, open_chain, self.config.limits)
+        return TextStream(
+            driver,
+            self.tokenizer.stream_decoder(),
+            StopStrings(options.stop),
+            time.perf_counter,
+            strategy="sequential",
+            seed=sampling.seed,
+            explain=self._explain,
+        )
+
+    async def _open_chain(
+        self, banned: frozenset[PeerId], tokens: tuple[int, ...], max_tokens: int, sampling: Sampling
+    ) -> ChainSession:
+        view, network, source = _entered(self._view), _entered(self._network), _entered(self._source)
+        snapshot = await view.snapshot(fresh=bool(banned))
+        chain = view.route(snapshot, banned)
+        nodes = {n.peer: n for n in snapshot.nodes}
+        first = nodes[chain.hops[0].peer]
+        spec = SessionSpec(source.name, first.weight_hash, first.dtype, max_tokens, sampling)
+        return await ChainSession.open(
+            chain, nodes, spec, tokens, network.pool, network.inboxes, self.config.limits
+        )
+
+    def _explain(self, chain: Chain) -> str:
+        return _entered(self._view).explain(chain)
+
+    async def _open_source(self) -> ModelSource:
+        if self._given_source is not None:
+            return self._given_source
+        return await asyncio.to_thread(open_model, self.config.model)
+
+    async def _open_network(self, stack: AsyncExitStack) -> Network:
+        if self._given_network is not None:
+            return self._given_network
+        return await stack.enter_async_context(connect(self.config.peers, self.config.limits))
+
+
+def _entered(value: _T | None) -> _T:
+    if value is None:
+        raise UsageError("the client is not connected; use it as `async with SwarmClient(...) as client`")
+    return value
