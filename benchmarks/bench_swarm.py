@@ -79,9 +79,7 @@ async def run_swarm(client: SwarmClient, tokens: int) -> tuple[float, float, lis
 async def run_concurrent(client: SwarmClient, tokens: int) -> float:
     """Tokens a second of all clients together, prompts included."""
     begun = time.perf_counter()
-    answers = await asyncio.gather(
-        *(client.generate(prompt(SHORT + i), max_new_tokens=tokens) for i in range(CLIENTS))
-    )
+    answers = await asyncio.gather(*(client.generate(prompt(SHORT + i), max_new_tokens=tokens) for i in range(CLIENTS)))
     return sum(len(a.token_ids) for a in answers) / (time.perf_counter() - begun)
 
 
@@ -114,7 +112,9 @@ async def measure(model: PreTrainedModel, nodes: int, args: argparse.Namespace) 
                 )
         pss = max(tree_pss_mb(pid) for pid in swarm.node_pids)
     medians = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
-    return Figures(nodes, args.dtype, node_pss_mb=pss, serving_after_s=swarm.serving_after_s, tokens_equal=equal, **medians)
+    return Figures(
+        nodes, args.dtype, node_pss_mb=pss, serving_after_s=swarm.serving_after_s, tokens_equal=equal, **medians
+    )
 
 
 def table(figures: list[Figures]) -> str:

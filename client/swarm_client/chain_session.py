@@ -125,9 +125,7 @@ class ChainSession:
             raise
         return self
 
-    async def _open_all(
-        self, nodes: Mapping[PeerId, NodeProfile], spec: SessionSpec, history: Sequence[int]
-    ) -> None:
+    async def _open_all(self, nodes: Mapping[PeerId, NodeProfile], spec: SessionSpec, history: Sequence[int]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for i, hop in enumerate(self.chain.hops):

@@ -162,9 +162,7 @@ class SwarmClient:
         nodes = {n.peer: n for n in snapshot.nodes}
         first = nodes[chain.hops[0].peer]
         spec = SessionSpec(source.name, first.weight_hash, first.dtype, max_tokens, sampling)
-        return await ChainSession.open(
-            chain, nodes, spec, tokens, network.pool, network.inboxes, self.config.limits
-        )
+        return await ChainSession.open(chain, nodes, spec, tokens, network.pool, network.inboxes, self.config.limits)
 
     def _explain(self, chain: Chain) -> str:
         return _entered(self._view).explain(chain)

@@ -1,0 +1,127 @@
+"""The terminal client against a scripted swarm: what each line shows, and that nothing ends the program but /quit."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from swarm.errors import NoRoute
+from swarm.plan.session import FinishReason
+from swarm.types import Chain, Hop
+from swarm_client.answer import Answer, Piece
+from swarm_client.conversation import Conversation
+from swarm_client.repl import Chat, Quit
+
+CHAIN = Chain((Hop("peer-aaaaaa", 0, 3), Hop("peer-bbbbbb", 3, 5)), 12.0)
+
+
+class ScriptedStream:
+    def __init__(self, words: Sequence[str], hang: bool = False) -> None:
+        self.words, self.hang, self.shown = words, hang, 0
+
+    async def __aenter__(self) -> ScriptedStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for i, word in enumerate(self.words):
+            self.shown += 1
+            yield Piece(word, (i,), ((0.1, 2.0), (0.2, 3.0)))
+            if self.hang:
+                await asyncio.sleep(60)
+
+    @property
+    def answer(self) -> Answer:
+        text = "".join(self.words[: self.shown])
+        return Answer(
+            text, tuple(range(self.shown)), (7,), FinishReason.EOS, 10.0, 0.5, CHAIN, "sequential", 3,
+            "the only chain", hop_ms=((0.1, 2.0), (0.2, 3.0)), network_ms=1.5,
+        )  # fmt: skip
+
+
+class ScriptedClient:
+    def __init__(self) -> None:
+        self.asked: list[list[Mapping[str, str]]] = []
+        self.hang = False
+        self.error: Exception | None = None
+
+    def chat_stream(self, messages: list[Mapping[str, str]], **_: Any) -> ScriptedStream:
+        if self.error is not None:
+            raise self.error
+        self.asked.append(messages)
+        return ScriptedStream(["Hello", " there"], self.hang)
+
+
+@pytest.fixture
+def chat() -> SimpleNamespace:
+    out, client = io.StringIO(), ScriptedClient()
+    console = Console(file=out, width=100, highlight=False)
+    talk = Chat(client, Conversation("tiny"), {}, console)  # type: ignore[arg-type]
+    return SimpleNamespace(chat=talk, client=client, out=out)
+
+
+async def test_an_answer_is_streamed_and_remembered(chat: SimpleNamespace) -> None:
+    await chat.chat.handle("hi")
+    assert "Hello there" in chat.out.getvalue()
+    assert "10.0 tokens/s" in chat.out.getvalue()
+    assert "aaaaaa[0:3] -> bbbbbb[3:5]" in chat.out.getvalue()
+    await chat.chat.handle("again")
+    assert [m["content"] for m in chat.client.asked[1]] == ["hi", "Hello there", "again"]
+
+
+async def test_system_reset_save_and_load(chat: SimpleNamespace, tmp_path: Path) -> None:
+    await chat.chat.handle("/system Be brief.")
+    await chat.chat.handle("hi")
+    assert chat.client.asked[0][0] == {"role": "system", "content": "Be brief."}
+    await chat.chat.handle(f"/save {tmp_path / 'talk.json'}")
+    await chat.chat.handle("/reset")
+    assert chat.chat.conversation.turns == []
+    await chat.chat.handle(f"/load {tmp_path / 'talk.json'}")
+    assert chat.chat.conversation.turns == [("user", "hi"), ("assistant", "Hello there")]
+    assert chat.chat.conversation.system == "Be brief."
+
+
+async def test_chain_and_stats_explain_the_last_answer(chat: SimpleNamespace) -> None:
+    await chat.chat.handle("/stats")
+    assert "nothing has been answered yet" in chat.out.getvalue()
+    await chat.chat.handle("hi")
+    await chat.chat.handle("/chain")
+    await chat.chat.handle("/stats")
+    shown = chat.out.getvalue()
+    assert "the only chain" in shown
+    assert "3.00" in shown
+    assert "1.50" in shown
+
+
+async def test_mistakes_are_shown_and_survived(chat: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"model": 3}')
+    chat.client.error = NoRoute("no node serves layers 3:5", ((3, 5),))
+    for line in ("/nonsense", "/load", "/load /no/such/file", f"/load {tmp_path / 'bad.json'}", "hi", ""):
+        await chat.chat.handle(line)
+    shown = chat.out.getvalue()
+    for sentence in ("there is no /nonsense", "needs a file name", "cannot read", "not a saved conversation", "3:5"):
+        assert sentence in shown
+
+
+async def test_cancelling_stops_the_answer_and_keeps_what_was_said(chat: SimpleNamespace) -> None:
+    chat.client.hang = True
+    task = asyncio.create_task(chat.chat.handle("hi"))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await task
+    assert "stopped" in chat.out.getvalue()
+    assert chat.chat.conversation.turns == [("user", "hi"), ("assistant", "Hello")]
+
+
+async def test_quit(chat: SimpleNamespace) -> None:
+    with pytest.raises(Quit):
+        await chat.chat.handle("/quit")
