@@ -54,8 +54,8 @@ def route(
     "bottleneck" is the largest sum of τ in one hop (links carry many steps at once, so they do not bound a
     pipeline), and among chains with that bottleneck the one of the least latency. Ties: fewer hops, then the lower ids.
     `link_ms` is ρ, one way, not necessarily symmetric; a pair that a mapping leaves out is read in the other direction,
-    and costs nothing if that is missing too. `source` names the client in `link_ms`: then the edges client -> first hop and
-    tail -> client count as well.
+    and costs nothing if that is missing too. `source` names the client in `link_ms`: then the edges client -> first hop
+    and tail -> client count as well.
 
     Raises NoRoute with the layers nobody serves, UsageError for a τ or ρ that is no number of ms.
     """
