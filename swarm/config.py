@@ -30,6 +30,7 @@ class Limits:
     route_timeout_s: float = 5.0  # how long a client waits for layers nobody serves
     step_timeout_s: float = 60.0
     drain_timeout_s: float = 20.0
+    session_idle_s: float = 300.0  # a session that sends no step for so long gives its pages back
     max_sessions: int = 64
     max_sessions_per_peer: int = 16
     max_connections: int = 256

@@ -1,0 +1,241 @@
+"""Runs steps of all sessions on one device: packs them into batches, keeps the event loop free while they compute.
+
+Owns when a step runs and how long it waited. What running it means belongs to the Engine; where it runs, to the Device.
+
+The event loop owns all bookkeeping (sessions, pages), the device's thread only tensors: `Engine.prepare` runs on the
+loop between two batches and returns the pure computation, so neither side needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from swarm.codec import Buffer
+from swarm.errors import ResourceError, SwarmError
+from swarm.types import LayerSpan
+from swarm_node.scheduler import StepQueue
+from swarm_node.sessions import Arrival, Session
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step became: hidden rows as raw bytes, or on the tail the tokens it drew."""
+
+    body: Buffer = b""
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """An Output and what it cost; both in milliseconds, the batch's whole computation counted for each of its steps."""
+
+    output: Output
+    queue_ms: float
+    compute_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """One batch as it was measured. `queue_ms`: how long its steps had waited, on average."""
+
+    span: LayerSpan
+    steps: int
+    rows: int
+    queue_ms: float
+    compute_ms: float
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A session's step whose turn has come, waiting for the device."""
+
+    session: Session
+    arrival: Arrival
+    done: asyncio.Future[Outcome]
+    entered: float
+
+    @property
+    def rows(self) -> int:
+        return self.arrival.step.rows
+
+    @property
+    def span(self) -> LayerSpan:
+        return self.session.span
+
+    @property
+    def prefill(self) -> bool:
+        return self.arrival.step.line > 1
+
+    @property
+    def dropped(self) -> bool:
+        return self.done.done()
+
+
+class Engine(Protocol):
+    """The span, its cache and the sampler, as the executor sees them."""
+
+    def prepare(self, works: Sequence[Work]) -> Callable[[], list[Output]]:
+        """Plan a batch of steps with equal spans, at most one of a session; -> the computation, one Output a step.
+
+        Called on the event loop while no computation runs. Raises SwarmError before it has changed anything.
+        """
+        ...
+
+
+class Device(Protocol):
+    """Where computations run, one at a time."""
+
+    def run(self, compute: Callable[[], T]) -> asyncio.Future[T]: ...
+
+    def close(self) -> None:
+        """Called when nothing runs."""
+        ...
+
+
+class ThreadDevice:
+    """One thread that lives as long as the node."""
+
+    def __init__(self, name: str = "swarm-compute") -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    def run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, compute)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class InlineDevice:
+    """Computes in the event loop, `delay_s` after it was asked: deterministic, for a virtual clock."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
+
+    def run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
+        # A task is a future with the computation's own error in it; the executor awaits it before it closes.
+        return asyncio.get_running_loop().create_task(self._run(compute), name="batch")
+
+    async def _run(self, compute: Callable[[], T]) -> T:
+        await asyncio.sleep(self._delay_s)
+        return compute()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class Executor:
+    """`await run(session, arrival)` from any task of the event loop; steps that wait together run together."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        device: Device,
+        batch_tokens: int,
+        observe: Callable[[BatchStats], None] = lambda stats: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine = engine
+        self._device = device
+        self._observe = observe
+        self._clock = clock
+        self._queue: StepQueue[Work] = StepQueue(batch_tokens)
+        self._alone: deque[Work] = deque()  # steps of a batch that was refused: one of them is to blame
+        self._running: asyncio.Future[tuple[list[Output], float]] | None = None
+        self._scheduled = False
+        self._closed = False
+
+    @property
+    def waiting_rows(self) -> int:
+        return self._queue.rows
+
+    async def run(self, session: Session, arrival: Arrival) -> Outcome:
+        """Compute one step. Raises SwarmError. Cancelling it forgets the step, or its result if it runs already."""
+        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._queue.push(Work(session, arrival, done, self._clock()))
+        self._schedule()
+        return await done
+
+    async def close(self) -> None:
+        """Wait for the batch that runs and give the device back. Steps that wait are never answered."""
+        self._closed = True
+        if self._running is not None:
+            await asyncio.wait([self._running])
+        self._device.close()
+
+    def _schedule(self) -> None:
+        """Start a batch after the callbacks that are ready now, so that steps arriving together share it."""
+        if not self._scheduled and self._running is None:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._start)
+
+    def _start(self) -> None:
+        self._scheduled = False
+        batch = self._next_batch()
+        if not batch:
+            return
+        try:
+            compute = self._engine.prepare(batch)
+        except SwarmError as error:
+            if len(batch) == 1:
+                _fail(batch, error)
+            else:
+                self._alone.extend(batch)
+            self._schedule()
+            return
+        started = self._clock()
+        self._running = self._device.run(partial(_timed, compute, self._clock))
+        self._running.add_done_callback(partial(self._finish, batch, started))
+
+    def _next_batch(self) -> list[Work]:
+        if self._closed:
+            return []
+        while self._alone:
+            work = self._alone.popleft()
+            if not work.dropped:
+                return [work]
+        return self._queue.take()
+
+    def _finish(self, batch: list[Work], started: float, running: asyncio.Future[tuple[list[Output], float]]) -> None:
+        self._running = None
+        error = running.exception()
+        if error is not None:
+            if not isinstance(error, SwarmError):
+                logger.error("a batch of %d steps failed", len(batch), exc_info=error)
+                error = ResourceError(f"the device failed: {error}")
+            _fail(batch, error)
+        else:
+            outputs, compute_ms = running.result()
+            self._answer(batch, outputs, started, compute_ms)
+        self._schedule()
+
+    def _answer(self, batch: list[Work], outputs: list[Output], started: float, compute_ms: float) -> None:
+        waits = [(started - work.entered) * 1e3 for work in batch]
+        for work, output, queue_ms in zip(batch, outputs, waits, strict=True):
+            if not work.done.done():
+                work.done.set_result(Outcome(output, queue_ms, compute_ms))
+        rows = sum(work.rows for work in batch)
+        self._observe(BatchStats(batch[0].span, len(batch), rows, sum(waits) / len(waits), compute_ms))
+
+
+def _timed(compute: Callable[[], list[Output]], clock: Callable[[], float]) -> tuple[list[Output], float]:
+    started = clock()
+    outputs = compute()
+    return outputs, (clock() - started) * 1e3
+
+
+def _fail(batch: Sequence[Work], error: SwarmError) -> None:
+    for work in batch:
+        if not work.done.done():
+            work.done.set_exception(error)

@@ -1,0 +1,162 @@
+"""What a hop remembers of one session, and the rules a step of it must keep.
+
+Owns a session's route, its epoch, its count of committed tokens and the tail's token history. Knows neither sockets nor
+tensors: a link is whatever can send a message, and pages belong to the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from swarm.codec import Buffer
+from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
+from swarm.messages import AnyMessage, Open, Prune, Step
+from swarm.types import LayerSpan, PeerId, Sampling
+
+MAX_WAITING_STEPS = 64  # of one session; a client that keeps more in flight is not listening to us
+
+
+class Link(Protocol):
+    """The sending half of a connection."""
+
+    @property
+    def peer(self) -> PeerId: ...
+
+    async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
+        """Raises ConnectionLost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The shapes this hop accepts: hidden size and bytes an element of the session's dtype, and the vocabulary."""
+
+    num_layers: int
+    hidden_size: int
+    element_bytes: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A step as it came in."""
+
+    step: Step
+    body: Buffer
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One session on one hop. `key` names its pages in the engine and is never reused."""
+
+    id: bytes
+    key: int
+    client: Link
+    upstream: PeerId
+    downstream: PeerId  # "" on the tail
+    downstream_addresses: tuple[str, ...]
+    span: LayerSpan
+    rows: Rows
+    max_tokens: int
+    sampling: Sampling
+    history: list[int]
+    next_hop: Link | None = None  # where outputs go; the client itself when it relays this edge
+    epoch: int = 0
+    committed: int = 0
+    closed: bool = False
+    waiting: asyncio.Queue[Arrival] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
+
+    @classmethod
+    def of(cls, message: Open, client: Link, key: int, rows: Rows) -> Session:
+        return cls(
+            id=message.session,
+            key=key,
+            client=client,
+            upstream=message.upstream or client.peer,
+            downstream=message.downstream,
+            downstream_addresses=tuple(message.downstream_addresses),
+            span=LayerSpan(message.start, message.end),
+            rows=rows,
+            max_tokens=message.max_tokens,
+            sampling=message.sampling.to_sampling() if message.sampling else Sampling(),
+            history=list(message.history),
+        )
+
+    @property
+    def first(self) -> bool:
+        """Whether rows arrive as token ids."""
+        return self.span.start == 0
+
+    @property
+    def tail(self) -> bool:
+        """Whether this hop draws the tokens."""
+        return self.span.end == self.rows.num_layers
+
+    def allows(self, sender: PeerId) -> bool:
+        """Whether `sender` may send steps."""
+        return sender in (self.upstream, self.client.peer)
+
+    def arrive(self, sender: PeerId, arrival: Arrival) -> None:
+        """Queue a step of `sender`. Raises ProtocolError when its form is wrong and NodeBusy when too many wait.
+
+        A step of an older epoch is dropped without a word: it was sent before its sender knew.
+        """
+        if not self.allows(sender):
+            raise ProtocolError("a step from a peer that is neither this session's upstream nor its client")
+        check_form(arrival.step, len(memoryview(arrival.body)), self.first, self.rows)
+        if arrival.step.epoch < self.epoch:
+            return
+        self.epoch = arrival.step.epoch
+        try:
+            self.waiting.put_nowait(arrival)
+        except asyncio.QueueFull:
+            raise NodeBusy(f"more than {MAX_WAITING_STEPS} steps of this session wait here", sender) from None
+
+    async def next(self) -> Arrival:
+        """The next step of the current epoch, in order of arrival."""
+        while True:
+            arrival = await self.waiting.get()
+            if arrival.step.epoch >= self.epoch:
+                return arrival
+
+    def admit(self, step: Step) -> None:
+        """Check a step's turn and count what it commits. Raises ProtocolError and ContextOverflow."""
+        if step.base != self.committed:
+            raise ProtocolError(
+                f"step {step.step} begins after {step.base} committed tokens and this hop holds {self.committed}"
+            )
+        after = self.committed + len(step.commit) + step.line
+        if after > self.max_tokens:
+            raise ContextOverflow(f"step {step.step} makes {after} tokens and the session reserved {self.max_tokens}")
+        self.committed = after
+
+    def prune(self, message: Prune) -> None:
+        """Steps of an epoch before the message's are dropped when their turn comes."""
+        self.epoch = max(self.epoch, message.epoch)
+
+    def drew(self, token: int, position: int) -> None:
+        """Remember that the tail drew `token` for `position`, in place of what was drawn there before."""
+        del self.history[position:]
+        self.history.append(token)
+
+
+def check_form(step: Step, body_bytes: int, first: bool, rows: Rows) -> None:
+    """Everything about a step that can be judged without its session's state. Raises ProtocolError."""
+    n = step.rows
+    if n == 0:
+        raise ProtocolError(f"step {step.step} has no rows")
+    if len(step.parents) != len(step.slots):
+        raise ProtocolError(f"step {step.step} has {len(step.parents)} parents for {len(step.slots)} slots")
+    if len(set(step.slots)) != len(step.slots) or len(set(step.commit)) != len(step.commit):
+        raise ProtocolError(f"step {step.step} names a tree slot twice")
+    if first:
+        if body_bytes or len(step.tokens) != n:
+            raise ProtocolError(f"step {step.step} has {len(step.tokens)} token ids for {n} rows on the first hop")
+        if max(step.tokens) >= rows.vocab_size:
+            raise ProtocolError(f"step {step.step} has a token id beyond the vocabulary of {rows.vocab_size}")
+    else:
+        expected = n * rows.hidden_size * rows.element_bytes
+        if step.tokens or body_bytes != expected:
+            raise ProtocolError(f"step {step.step} has a body of {body_bytes} bytes where {n} rows take {expected}")

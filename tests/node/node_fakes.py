@@ -1,0 +1,160 @@
+"""A node's service without tensors: an engine that does arithmetic on bytes, and a rig of services in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from swarm.codec import Buffer
+from swarm.config import Limits
+from swarm.errors import InvalidRequest, NetworkError, OutOfMemory
+from swarm.messages import AnyMessage, Open, Opened, Step
+from swarm.net.carrier import Connection
+from swarm.net.memory import MemoryNetwork
+from swarm.net.pool import ConnectionPool
+from swarm.types import LayerSpan, PeerId
+from swarm_node.executor import Executor, InlineDevice, Output, Work
+from swarm_node.service import Served, Service
+from swarm_node.sessions import Rows
+
+LAYERS = 6
+ROWS = Rows(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200)
+SERVED = Served("toy", "hash", "fp32")
+LIMITS = Limits(max_sessions=4, max_sessions_per_peer=3, max_protocol_errors=3)
+
+
+@dataclass
+class ToyEngine:
+    """A row is one byte; a layer adds one to it (mod 200); the token drawn is what the last line row became."""
+
+    span: LayerSpan
+    rows: Rows = ROWS
+    capacity: int = 1000
+    pages: dict[int, int] = field(default_factory=dict)
+    batches: list[int] = field(default_factory=list)
+    fail: Exception | None = None
+    refuse_key: int | None = None
+
+    def admit(self, key: int, max_tokens: int) -> None:
+        if sum(self.pages.values()) + max_tokens > self.capacity:
+            raise OutOfMemory(f"{max_tokens} tokens do not fit")
+        self.pages[key] = max_tokens
+
+    def release(self, key: int) -> None:
+        self.pages.pop(key, None)
+
+    def prune(self, key: int, slots: Sequence[int]) -> None:
+        assert key in self.pages
+
+    def prepare(self, works: Sequence[Work]) -> Callable[[], list[Output]]:
+        assert len({id(w.session) for w in works}) == len(works)
+        assert len({w.session.span for w in works}) == 1
+        if any(w.session.key == self.refuse_key for w in works):
+            raise InvalidRequest("that step is not allowed")
+        self.batches.append(len(works))
+        return lambda: [self._compute(w) for w in works]
+
+    def _compute(self, work: Work) -> Output:
+        if self.fail is not None:
+            raise self.fail
+        step, session = work.arrival.step, work.session
+        rows = bytes(step.tokens) if session.first else bytes(work.arrival.body)
+        rows = bytes((r + len(session.span)) % 200 for r in rows)
+        if session.tail:
+            return Output(tokens=(rows[step.line - 1],) if step.sample else ())
+        return Output(body=rows)
+
+
+@dataclass
+class ToyClient:
+    """Raw messages to any node; everything that comes back in order of arrival."""
+
+    pool: ConnectionPool
+    inbox: asyncio.Queue[tuple[PeerId, AnyMessage, bytes]]
+    lost: list[PeerId]
+
+    async def send(self, peer: PeerId, message: AnyMessage, body: Buffer = b"") -> None:
+        await (await self.pool.get(peer)).send(message, body)
+
+    async def next(self) -> tuple[PeerId, AnyMessage, bytes]:
+        async with asyncio.timeout(30):
+            return await self.inbox.get()
+
+    async def message(self) -> AnyMessage:
+        return (await self.next())[1]
+
+    async def quiet(self, seconds: float = 1.0) -> bool:
+        """Whether nothing comes for so long."""
+        await asyncio.sleep(seconds)
+        return self.inbox.empty()
+
+    async def open(self, session: bytes, hops: Sequence[tuple[PeerId, int, int]], max_tokens: int = 50) -> None:
+        for i, (peer, start, end) in enumerate(hops):
+            await self.send(peer, open_message(session, hops, i, start, end, max_tokens))
+        for _ in hops:
+            message = await self.message()
+            assert isinstance(message, Opened), message
+
+
+def open_message(
+    session: bytes, hops: Sequence[tuple[PeerId, int, int]], i: int, start: int, end: int, max_tokens: int = 50
+) -> Open:
+    return Open(
+        session=session,
+        model=SERVED.model,
+        weight_hash=SERVED.weight_hash,
+        dtype=SERVED.dtype,
+        start=start,
+        end=end,
+        max_tokens=max_tokens,
+        upstream=hops[i - 1][0] if i else "",
+        downstream=hops[i + 1][0] if i + 1 < len(hops) else "",
+    )
+
+
+def line_step(session: bytes, number: int, base: int, tokens: Sequence[int], sample: bool = True) -> Step:
+    return Step(session, epoch=0, step=number, base=base, line=len(tokens), sample=sample, tokens=list(tokens))
+
+
+@asynccontextmanager
+async def toy_client(network: MemoryNetwork, name: str = "client") -> AsyncIterator[ToyClient]:
+    inbox: asyncio.Queue[tuple[PeerId, AnyMessage, bytes]] = asyncio.Queue()
+    lost: list[PeerId] = []
+
+    async def on_frame(connection: Connection, message: AnyMessage, body: memoryview) -> None:
+        inbox.put_nowait((connection.peer, message, bytes(body)))
+
+    async def on_lost(connection: Connection, error: NetworkError) -> None:
+        lost.append(connection.peer)
+
+    carrier = network.carrier(name)
+    async with ConnectionPool(carrier, on_frame, on_lost, LIMITS) as pool:
+        yield ToyClient(pool, inbox, lost)
+    await carrier.close()
+
+
+@asynccontextmanager
+async def toy_node(
+    network: MemoryNetwork, name: str, span: LayerSpan, delay_s: float = 0.01
+) -> AsyncIterator[tuple[Service, ToyEngine]]:
+    carrier = network.carrier(name)
+    engine = ToyEngine(span)
+    services: list[Service] = []
+
+    async def on_frame(connection: Connection, message: AnyMessage, body: memoryview) -> None:
+        await services[0].on_frame(connection, message, body)
+
+    async def on_lost(connection: Connection, error: NetworkError) -> None:
+        await services[0].on_lost(connection, error)
+
+    async with ConnectionPool(carrier, on_frame, on_lost, LIMITS) as pool, Service(SERVED, pool, LIMITS) as service:
+        services.append(service)
+        loop = asyncio.get_running_loop()
+        executor = Executor(engine, InlineDevice(delay_s), LIMITS.batch_tokens, clock=loop.time)
+        service.begin(engine, executor)
+        await pool.serve()
+        yield service, engine
+    await executor.close()
+    await carrier.close()
