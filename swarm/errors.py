@@ -12,6 +12,7 @@
         OutOfMemory                   too little memory for one layer, or no KV pages left
         DeviceUnavailable             the GPU that was asked for is not there
         AddressInUse                  the port to listen on is taken
+        IdentityError                 the file with this peer's key cannot be read or written
       PlanError                     a planner's input that has no answer
         Infeasible
         NoRoute                       carries `missing`: the layers nobody serves
@@ -86,6 +87,12 @@ class DeviceUnavailable(ResourceError):
 
 class AddressInUse(ResourceError):
     code = "address_in_use"
+
+
+class IdentityError(ResourceError):
+    """The identity file is missing its key, unreadable or unwritable; the sentence names it."""
+
+    code = "identity"
 
 
 class PlanError(SwarmError):

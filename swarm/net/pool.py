@@ -1,0 +1,289 @@
+"""The connections of one peer, shared by all its sessions.
+
+Owns who is connected: at most one outgoing connection a peer, dialled once however many ask; one reader task for every
+connection, dialled or accepted; pings; who has broken the protocol too often. Knows no session and no message but
+`Ping` and `Pong`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from swarm.config import Limits
+from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
+from swarm.messages import AnyMessage, Ping, Pong
+from swarm.net.carrier import Carrier, Connection
+from swarm.net.tasks import TaskScope
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+OnFrame = Callable[[Connection, AnyMessage, memoryview], Awaitable[None]]
+OnLost = Callable[[Connection, NetworkError], Awaitable[None]]
+
+MAX_ACCEPTED_PER_PEER = 4
+MAX_PONGS = 16  # answers a peer may leave unread
+MAX_OFFENDERS = 4096  # peer ids cost nothing, so the memory of their errors is bounded
+KEEPALIVE_S = 5.0
+KEEPALIVE_MISSES = 3
+
+
+class _Link:
+    """A live connection and what the pool keeps about it."""
+
+    def __init__(self, connection: Connection, outgoing: bool) -> None:
+        self.connection = connection
+        self.peer = connection.peer
+        self.outgoing = outgoing
+        self.pings: dict[int, asyncio.Future[float]] = {}  # nonce -> when its pong came, loop time
+        self.pongs = 0  # being sent
+        self.heard = True  # a frame came since the last keepalive tick
+        self.misses = 0  # ticks in silence
+        self.reason: NetworkError | None = None  # why it was closed, if it was from here
+
+    async def close(self, reason: NetworkError) -> None:
+        self.reason = self.reason or reason
+        await self.connection.close()
+
+
+class ConnectionPool:
+    """`get` a connection to a peer, send on it; what comes back is handed to `on_frame`.
+
+    `on_frame(connection, message, body)` is awaited by the connection's reader, one frame at a time and in order. It
+    may take its time (the sender is then slowed down) but must not send on the same connection: hand that to a task.
+    If it raises ProtocolError the connection is closed and the peer charged. `on_lost(connection, error)` is awaited
+    once for every connection that ends, except by `close`.
+
+    `keepalive_s`: a connection silent for four such intervals, pings included, is given up; None never pings.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        on_frame: OnFrame,
+        on_lost: OnLost | None = None,
+        limits: Limits | None = None,
+        keepalive_s: float | None = KEEPALIVE_S,
+    ) -> None:
+        self._carrier = carrier
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._limits = limits or Limits()
+        self._keepalive_s = keepalive_s
+        self._scope = TaskScope(f"pool of {carrier.peer[-6:]}")
+        self._links: dict[Connection, _Link] = {}
+        self._outgoing: dict[PeerId, _Link] = {}
+        self._dialling: dict[PeerId, asyncio.Future[Connection]] = {}
+        self._errors: OrderedDict[PeerId, int] = OrderedDict()
+        self._nonces = itertools.count()
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __len__(self) -> int:
+        """Live connections, both ways."""
+        return len(self._links)
+
+    @property
+    def peer(self) -> PeerId:
+        return self._carrier.peer
+
+    @property
+    def protocol_errors(self) -> dict[PeerId, int]:
+        """How often each peer has broken the protocol."""
+        return dict(self._errors)
+
+    def refuses(self, peer: PeerId) -> bool:
+        return self._errors.get(peer, 0) >= self._limits.max_protocol_errors
+
+    async def serve(self) -> None:
+        """Accept connections from now on. A client, which only dials, does not call this."""
+        await self._carrier.serve(self._accept)
+
+    async def get(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
+        """The connection to `peer`, dialled if there is none. Raises PeerUnreachable."""
+        if (link := self._outgoing.get(peer)) is not None:
+            return link.connection
+        if self._scope.closed:
+            raise PeerUnreachable("this end is shutting down")
+        if self.refuses(peer):
+            raise PeerUnreachable(f"{peer} has broken the protocol {self._errors[peer]} times and is refused")
+        dial = self._dialling.get(peer)
+        if dial is None:
+            dial = self._dialling[peer] = asyncio.get_running_loop().create_future()
+            self._scope.start(self._dial(peer, tuple(addresses), dial), f"to {peer}")
+        return await asyncio.shield(dial)
+
+    async def rtt(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float = 5.0) -> float:
+        """Milliseconds of one round trip to `peer`, dialled if need be. Raises PeerUnreachable, ConnectionLost."""
+        link = self._links.get(await self.get(peer, addresses))
+        if link is None:
+            raise ConnectionLost(f"the connection to {peer} was lost")
+        loop = asyncio.get_running_loop()
+        nonce, answer = next(self._nonces), loop.create_future()
+        link.pings[nonce] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                sent = loop.time()
+                await link.connection.send(Ping(nonce))
+                return float((await answer - sent) * 1e3)
+        except TimeoutError:
+            raise PeerUnreachable(f"{peer} did not answer a ping within {timeout_s:g} s") from None
+        finally:
+            link.pings.pop(nonce, None)
+
+    async def reject(self, connection: Connection, error: ProtocolError) -> None:
+        """Close a connection for something that came over it, and charge its peer, as if `on_frame` had raised."""
+        if (link := self._links.get(connection)) is not None and link.reason is None:
+            await link.close(error)
+            await self._charge(link.peer, error)
+
+    async def drop(self, peer: PeerId, reason: str = "it was given up") -> None:
+        """Close every connection with `peer`; `on_lost` is told `reason`."""
+        for link in [link for link in self._links.values() if link.peer == peer]:
+            await link.close(ConnectionLost(f"the connection to {peer} was closed: {reason}"))
+
+    async def close(self) -> None:
+        """Close every connection and end every task; the carrier stays open. Idempotent."""
+        await self._scope.close()
+
+    # One task for each connection, dialled or accepted.
+
+    async def _dial(self, peer: PeerId, addresses: tuple[str, ...], result: asyncio.Future[Connection]) -> None:
+        """Dial, tell all who wait for it, and read the connection to its end."""
+        failure = PeerUnreachable("this end is shutting down")
+        try:
+            link = self._add(await self._connect(peer, addresses), outgoing=True)
+            self._outgoing[peer] = link
+            result.set_result(link.connection)
+        except PeerUnreachable as error:
+            failure = error
+            return
+        finally:
+            del self._dialling[peer]
+            if not result.done():
+                result.set_exception(failure)
+                result.exception()  # whoever waited may have been cancelled
+        await self._read(link)
+
+    async def _connect(self, peer: PeerId, addresses: tuple[str, ...]) -> Connection:
+        if len(self._links) >= self._limits.max_connections:
+            raise PeerUnreachable(f"{len(self._links)} connections are open already, which is the limit")
+        try:
+            async with asyncio.timeout(self._limits.dial_timeout_s):
+                return await self._carrier.dial(peer, addresses)
+        except TimeoutError:
+            raise PeerUnreachable(f"{peer} did not answer within {self._limits.dial_timeout_s:g} s") from None
+
+    async def _accept(self, connection: Connection) -> None:
+        peer = connection.peer
+        same = sum(1 for link in self._links.values() if link.peer == peer and not link.outgoing)
+        full = same >= MAX_ACCEPTED_PER_PEER or len(self._links) >= self._limits.max_connections
+        if full or self._scope.closed or self.refuses(peer):
+            logger.debug("refused a connection from %s", peer)
+            await connection.close()
+            return
+        reader = self._scope.start(self._read(self._add(connection, outgoing=False)), f"from {peer}")
+        try:
+            await asyncio.wait({reader})
+        finally:
+            reader.cancel()
+
+    def _add(self, connection: Connection, outgoing: bool) -> _Link:
+        link = self._links[connection] = _Link(connection, outgoing)
+        if self._keepalive_s is not None and (self._keeper is None or self._keeper.done()):
+            self._keeper = self._scope.start(self._keep_alive(self._keepalive_s), "keepalive")
+        return link
+
+    def _remove(self, link: _Link) -> None:
+        del self._links[link.connection]
+        if self._outgoing.get(link.peer) is link:
+            del self._outgoing[link.peer]
+        for answer in link.pings.values():
+            if not answer.done():
+                answer.set_exception(ConnectionLost(f"the connection to {link.peer} was lost"))
+                answer.exception()
+
+    async def _read(self, link: _Link) -> None:
+        """Hand on frames until the connection ends, then say so."""
+        error: NetworkError = ConnectionLost(f"the connection to {link.peer} was closed here")
+        try:
+            while True:
+                await self._take(link, *await link.connection.receive())
+        except ProtocolError as fault:
+            error = fault
+            await link.close(fault)
+            await self._charge(link.peer, fault)
+        except ConnectionLost as lost:
+            error = link.reason or lost
+        finally:
+            self._remove(link)
+            await link.connection.close()
+            if self._on_lost is not None and not self._scope.closed:
+                await self._on_lost(link.connection, error)
+
+    async def _take(self, link: _Link, message: AnyMessage, body: memoryview) -> None:
+        link.heard, link.misses = True, 0
+        if isinstance(message, Ping):
+            if link.pongs >= MAX_PONGS:
+                raise ProtocolError("too many pings whose answers are not read")
+            link.pongs += 1
+            self._scope.start(self._pong(link, message.nonce), f"pong to {link.peer}")
+        elif isinstance(message, Pong):
+            answer = link.pings.get(message.nonce)
+            if answer is not None and not answer.done():
+                answer.set_result(asyncio.get_running_loop().time())
+        else:
+            await self._on_frame(link.connection, message, body)
+
+    async def _pong(self, link: _Link, nonce: int) -> None:
+        try:
+            await link.connection.send(Pong(nonce))
+        except ConnectionLost:
+            return  # its reader sees the same
+        finally:
+            link.pongs -= 1
+
+    async def _charge(self, peer: PeerId, error: ProtocolError) -> None:
+        """Count an offence; at the limit, cut all the peer's connections."""
+        count = self._errors.pop(peer, 0) + 1
+        self._errors[peer] = count
+        if len(self._errors) > MAX_OFFENDERS:
+            self._errors.popitem(last=False)
+        logger.info("protocol error %d of %s: %s", count, peer, error)
+        if self.refuses(peer):
+            await self.drop(peer, f"it has broken the protocol {count} times")
+
+    async def _keep_alive(self, interval_s: float) -> None:
+        """Ping what is silent, give up what stays so. Ends with the last connection."""
+        while self._links:
+            await asyncio.sleep(interval_s)
+            for link in list(self._links.values()):
+                if link.heard:
+                    link.heard = False
+                    continue
+                link.misses += 1
+                if link.misses > KEEPALIVE_MISSES:
+                    silence = interval_s * link.misses
+                    await link.close(ConnectionLost(f"nothing came from {link.peer} for {silence:g} s"))
+                else:
+                    self._scope.start(self._probe(link, interval_s), f"probe {link.peer}")
+
+    async def _probe(self, link: _Link, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await link.connection.send(Ping(next(self._nonces)))
+        except (TimeoutError, ConnectionLost):
+            return  # silence is counted by the next tick

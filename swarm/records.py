@@ -1,0 +1,263 @@
+"""What a node says of itself in the DHT: how it is packed, signed, checked and read back.
+
+    record = MessagePack [payload, signature]        payload = MessagePack map of one `NodeRecord`
+
+Owns the schema, its bounds and every reason for which a reader ignores a record; a record is an announcement, never
+state. Knows neither the DHT (`net.directory`), nor keys (signing and verifying are handed in), nor the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from swarm.errors import ProtocolError
+from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
+
+Sign = Callable[[bytes], bytes]
+Verify = Callable[[PeerId, bytes, bytes], bool]
+"""(peer id, data, signature) -> whether the peer's own key made the signature."""
+
+MAX_RECORD = 2048  # bytes, signature included
+MAX_LIFETIME_S = 60.0  # between publication and expiry
+MAX_CLOCK_SKEW_S = 3.0  # how far ahead of ours a peer's clock may be
+MAX_LAYERS = 4096
+MAX_LINKS = 24
+_CONTEXT = b"swarm node record 1\0"  # what a signature is for, so that it is good for nothing else
+
+PeerText = Annotated[str, Meta(min_length=1, max_length=128)]
+Name = Annotated[str, Meta(max_length=64)]
+Milliseconds = Annotated[float, Meta(ge=0.0, le=1e7)]
+Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
+    """The payload. Names are short because 80 records are read every second; unknown fields are for later versions.
+
+    `layer_us`: τ of each layer of the span, queue included, in microseconds; one number if all are alike.
+    """
+
+    peer: PeerText
+    model: Annotated[str, Meta(min_length=1, max_length=128)]
+    hash: Name  # of the weights
+    layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]  # of the whole model
+    state: NodeState
+    dtype: Annotated[str, Meta(max_length=16)]
+    capacity: Layer
+    at: float  # published, seconds since the epoch, by the node's clock
+    until: float  # expires
+    name: Name = ""
+    addrs: Annotated[tuple[Annotated[str, Meta(max_length=160)], ...], Meta(max_length=8)] = ()
+    span: tuple[Layer, Layer] | None = None
+    layer_us: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 33)], ...], Meta(max_length=MAX_LAYERS)] = ()
+    cost_w: Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 16)], ...], Meta(max_length=16)] = ()
+    cost_us: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 33)], ...], Meta(max_length=16)] = ()
+    kv: Tokens = 0
+    kv_free: Tokens = 0
+    sessions: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    region: Name = ""
+    coord: Annotated[tuple[Annotated[float, Meta(ge=-1e6, le=1e6)], ...], Meta(max_length=8)] = ()
+    links: Annotated[dict[PeerText, Milliseconds], Meta(max_length=MAX_LINKS)] = {}
+    version: Annotated[str, Meta(max_length=32)] = ""
+
+
+class _Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    payload: Annotated[bytes, Meta(max_length=MAX_RECORD)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+class InvalidRecord(ProtocolError):
+    """A record that a reader must ignore; `reason` is one of the keys of `Snapshot.ignored`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_signed = msgspec.msgpack.Decoder(_Signed).decode
+_decode_record = msgspec.msgpack.Decoder(NodeRecord).decode
+
+
+def key(model: str) -> str:
+    """The DHT key under which a model's nodes publish, each under its own peer id."""
+    return f"swarm/{model}/nodes"
+
+
+def encode(profile: NodeProfile, model: str, num_layers: int, lifetime_s: float, sign: Sign) -> tuple[bytes, float]:
+    """-> (record bytes, when it expires: `published_at + lifetime_s`).
+
+    A record that would be over MAX_RECORD sheds what readers can do without: first the links beyond the nearest, then
+    the τ of single layers (their mean is sent), then addresses. Raises ProtocolError if even that is too long.
+    """
+    lifetime_s = min(lifetime_s, MAX_LIFETIME_S)
+    record = _from_profile(profile, model, num_layers, lifetime_s)
+    signed = _pack(record, sign)
+    while len(signed) > MAX_RECORD:
+        record = _lighter(record)
+        signed = _pack(record, sign)
+    return signed, record.until
+
+
+def decode(data: bytes, peer: PeerId, model: str, now: float, verify: Verify) -> NodeRecord:
+    """The record under `peer`'s subkey of `model`, if it is all that it should be at `now`. Raises InvalidRecord."""
+    if len(data) > MAX_RECORD:
+        raise InvalidRecord("malformed", f"a record of {len(data)} bytes is over the limit of {MAX_RECORD}")
+    try:
+        signed = _decode_signed(data)
+        record = _decode_record(signed.payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRecord("malformed", f"not a record: {error}") from None
+    if record.peer != peer:
+        raise InvalidRecord("wrong_subkey", f"{peer} published a record of {record.peer}")
+    if record.model != model:
+        raise InvalidRecord("wrong_model", f"a record of model {record.model} under {model}")
+    _check_times(record, now)
+    _check_fields(record)
+    if not verify(peer, _CONTEXT + signed.payload, signed.signature):
+        raise InvalidRecord("bad_signature", f"{peer} did not sign this record")
+    return record
+
+
+def to_snapshot(
+    records: Mapping[PeerId, bytes], model: str, now: float, verify: Verify, num_layers: int | None = None
+) -> Snapshot:
+    """All valid records of a model as one Snapshot, sorted by peer id; the others are counted by reason in `ignored`.
+
+    A model has one depth: `num_layers` if the reader knows it, else what most records say (the smallest, if tied).
+    Records that say otherwise are ignored as `wrong_depth`. Without any record there are `num_layers or 0` layers.
+    """
+    valid: list[NodeRecord] = []
+    ignored: Counter[str] = Counter()
+    for peer in sorted(records):
+        try:
+            valid.append(decode(records[peer], peer, model, now, verify))
+        except InvalidRecord as error:
+            ignored[error.reason] += 1
+    if num_layers is None:
+        votes = Counter(record.layers for record in valid)
+        num_layers = min(votes, key=lambda depth: (-votes[depth], depth), default=0)
+    agreed = [record for record in valid if record.layers == num_layers]
+    if len(agreed) < len(valid):
+        ignored["wrong_depth"] = len(valid) - len(agreed)
+    return Snapshot(model, num_layers, tuple(to_profile(record) for record in agreed), now, dict(ignored))
+
+
+def to_profile(record: NodeRecord) -> NodeProfile:
+    span = LayerSpan(*record.span) if record.span else None
+    layer_ms = tuple(us / 1e3 for us in record.layer_us)
+    if span is not None and len(layer_ms) == 1:
+        layer_ms *= len(span)
+    cost = CostCurve(record.cost_w, tuple(us / 1e3 for us in record.cost_us)) if record.cost_w else CostCurve()
+    return NodeProfile(
+        peer=record.peer,
+        name=record.name,
+        state=record.state,
+        dtype=record.dtype,
+        weight_hash=record.hash,
+        layer_capacity=record.capacity,
+        span=span,
+        addresses=record.addrs,
+        layer_ms=layer_ms,
+        cost=cost,
+        kv_capacity_tokens=record.kv,
+        kv_free_tokens=record.kv_free,
+        sessions=record.sessions,
+        region=record.region,
+        coordinate=record.coord,
+        link_ms=record.links,
+        version=record.version,
+        published_at=record.at,
+    )
+
+
+def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s: float) -> NodeRecord:
+    layer_us = tuple(_microseconds(ms) for ms in profile.layer_ms)
+    if len(set(layer_us)) == 1:
+        layer_us = layer_us[:1]
+    return NodeRecord(
+        peer=profile.peer,
+        model=model,
+        hash=profile.weight_hash,
+        layers=num_layers,
+        state=profile.state,
+        dtype=profile.dtype,
+        capacity=profile.layer_capacity,
+        at=profile.published_at,
+        until=profile.published_at + lifetime_s,
+        name=profile.name[:64],
+        addrs=profile.addresses[:8],
+        span=(profile.span.start, profile.span.end) if profile.span else None,
+        layer_us=layer_us,
+        cost_w=profile.cost.widths,
+        cost_us=tuple(_microseconds(ms) for ms in profile.cost.ms),
+        kv=profile.kv_capacity_tokens,
+        kv_free=profile.kv_free_tokens,
+        sessions=profile.sessions,
+        region=profile.region[:64],
+        coord=tuple(round(x, 2) for x in profile.coordinate),
+        links=_nearest(profile.link_ms, MAX_LINKS),
+        version=profile.version,
+    )
+
+
+def _pack(record: NodeRecord, sign: Sign) -> bytes:
+    payload = _encoder.encode(record)
+    return _encoder.encode(_Signed(payload, sign(_CONTEXT + payload)))
+
+
+def _lighter(record: NodeRecord) -> NodeRecord:
+    changes: dict[str, Any]
+    if len(record.links) > 4:
+        changes = {"links": _nearest(record.links, len(record.links) // 2)}
+    elif len(record.layer_us) > 1:
+        changes = {"layer_us": (round(sum(record.layer_us) / len(record.layer_us)),)}
+    elif len(record.addrs) > 1:
+        changes = {"addrs": record.addrs[:1]}
+    else:
+        raise ProtocolError(f"the record of {record.peer} does not fit into {MAX_RECORD} bytes")
+    return msgspec.structs.replace(record, **changes)
+
+
+def _nearest(link_ms: Mapping[PeerId, float], count: int) -> dict[PeerId, float]:
+    nearest = sorted(link_ms.items(), key=lambda item: (item[1], item[0]))[:count]
+    return {peer: round(ms, 2) for peer, ms in nearest}
+
+
+def _microseconds(ms: float) -> int:
+    return max(0, round(ms * 1e3))
+
+
+def _check_times(record: NodeRecord, now: float) -> None:
+    if not (math.isfinite(record.at) and math.isfinite(record.until)):
+        raise InvalidRecord("malformed", "a record's times are not numbers")
+    if record.until <= now:
+        raise InvalidRecord("late", f"a record expired {now - record.until:.1f} s ago")
+    if record.at > now + MAX_CLOCK_SKEW_S:
+        raise InvalidRecord("from_the_future", f"a record is from {record.at - now:.1f} s ahead; is a clock wrong?")
+    if not 0.0 < record.until - record.at <= MAX_LIFETIME_S:
+        raise InvalidRecord("over_lived", f"a record claims to live {record.until - record.at:.0f} s")
+
+
+def _check_fields(record: NodeRecord) -> None:
+    """What types alone cannot say."""
+    span = record.span
+    if span is not None and not span[0] < span[1] <= record.layers:
+        raise InvalidRecord("malformed", f"layers {span[0]}:{span[1]} of a model of {record.layers}")
+    if span is None and (record.state in (NodeState.SERVING, NodeState.DRAINING) or record.layer_us):
+        raise InvalidRecord("malformed", f"a {record.state} node without layers")
+    if span is not None and len(record.layer_us) not in (0, 1, span[1] - span[0]):
+        raise InvalidRecord("malformed", f"{len(record.layer_us)} layer times for layers {span[0]}:{span[1]}")
+    widths = record.cost_w
+    if len(widths) != len(record.cost_us) or any(a >= b for a, b in itertools.pairwise(widths)):
+        raise InvalidRecord("malformed", "a cost curve whose widths do not increase")
+    numbers = (*record.coord, *record.links.values())
+    if not all(math.isfinite(x) for x in numbers):
+        raise InvalidRecord("malformed", "a coordinate or link that is not a number")
