@@ -1,0 +1,94 @@
+"""Which device and which number format this machine computes with, and how much memory it may use.
+
+Owns the names of dtypes on the wire and on command lines. Knows no model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from swarm.errors import DeviceUnavailable, UsageError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The number formats of weights, keys, values and hidden states on the wire."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """`"bf16"` -> torch.bfloat16. Raises UsageError."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UsageError(f"'{name}' is not a number format; choose one of {', '.join(DTYPES)}") from None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The inverse of `parse_dtype`. Raises UsageError."""
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise UsageError(f"{dtype} is not a number format of this program") from None
+
+
+def choose_device(gpu: int | None) -> torch.device:
+    """The CPU for None, else that GPU. Raises DeviceUnavailable in a sentence that names what is there."""
+    if gpu is None:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceUnavailable(f"GPU {gpu} was asked for, but PyTorch sees none here; leave --gpu out to use the CPU")
+    count = torch.cuda.device_count()
+    if not 0 <= gpu < count:
+        raise DeviceUnavailable(f"GPU {gpu} is not there; this machine has GPUs 0 to {count - 1}")
+    device = torch.device("cuda", gpu)
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise DeviceUnavailable(f"GPU {gpu} cannot be used: {reason}; leave --gpu out to use the CPU") from None
+    return device
+
+
+def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Format of the residual stream inside a span: fp32 on a CPU, where it costs nothing, else the model's own."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that could be used now without swapping: the GPU's free memory, or the machine's within its cgroup."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    available = int(psutil.virtual_memory().available)
+    limit = _cgroup_room()
+    return available if limit is None else min(available, limit)
+
+
+def _cgroup_room() -> int | None:
+    """Bytes left under a container's memory limit; None without one. Page cache counts as room."""
+    for limit_name, usage_name, stat_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (_CGROUP / limit_name).read_text().strip()
+            usage = int((_CGROUP / usage_name).read_text())
+            stat = (_CGROUP / usage_name).with_name("memory.stat").read_text()
+        except (OSError, ValueError):
+            continue
+        if not limit.isdigit():
+            return None
+        cache = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith(f"{stat_key} ")), 0)
+        return max(0, int(limit) - usage + cache)
+    return None
+
+
+def physical_cores() -> int:
+    """Cores this process may use, hyper-threads not counted twice; at least 1."""
+    usable = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
+    physical = psutil.cpu_count(logical=False) or usable or 1
+    return max(1, min(usable or 1, physical))

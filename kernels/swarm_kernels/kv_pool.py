@@ -1,0 +1,97 @@
+"""The physical pages of one span's cache: the tensors, the free list and the reference counts.
+
+Owns memory; knows neither sessions nor trees. A page is the same index in the key and value tensors of every layer.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from swarm.errors import OutOfMemory
+from swarm_kernels.batch import PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token costs: `layers` times a key and a value of `kv_heads * head_dim` elements."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token_per_layer(self) -> int:
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page in all layers."""
+        return PAGE * self.layers * self.bytes_per_token_per_layer
+
+
+class PagePool:
+    """`pages` pages; `k[layer]` is `[pages, G, D, PAGE]`, `v[layer]` is `[pages, G, PAGE, D]`, zero until written.
+
+    On a CPU the tensors are a private anonymous mapping, so a page costs physical memory once it is first written.
+    Raises OutOfMemory when the device cannot hold `pages`.
+    """
+
+    def __init__(self, shape: KvShape, pages: int, device: torch.device) -> None:
+        self.shape = shape
+        self.pages = pages
+        self.refs = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))  # a stack: low pages first, and those just freed again
+        self.k, self.v = _allocate(shape, pages, device)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of address space; what is resident is at most this."""
+        return self.pages * self.shape.bytes_per_page
+
+    def take(self) -> int:
+        """A free page with one reference. Callers count before they take: an empty pool is a bug of ours."""
+        page = self._free.pop()
+        self.refs[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        self.refs[page] += 1
+
+    def drop(self, page: int) -> None:
+        """Give up one reference; the last one frees the page."""
+        self.refs[page] -= 1
+        if self.refs[page] == 0:
+            self._free.append(page)
+
+    def free_pages(self) -> frozenset[int]:
+        return frozenset(self._free)
+
+
+def _allocate(shape: KvShape, pages: int, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    k_size = (pages, shape.kv_heads, shape.head_dim, PAGE)
+    v_size = (pages, shape.kv_heads, PAGE, shape.head_dim)
+    total = pages * shape.bytes_per_page
+    try:
+        flat = _lazy_zeros(total, device)
+    except (OSError, RuntimeError, MemoryError, OverflowError):
+        raise OutOfMemory(
+            f"{total / 2**20:.0f} MiB for keys and values do not fit on {device}; serve fewer layers or fewer tokens"
+        ) from None
+    halves = flat.view(shape.dtype).view(shape.layers, 2, -1)
+    return [layer[0].view(k_size) for layer in halves], [layer[1].view(v_size) for layer in halves]
+
+
+def _lazy_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu" or sys.platform == "win32" or nbytes == 0:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=torch.uint8)

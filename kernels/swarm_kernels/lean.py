@@ -1,0 +1,198 @@
+"""The lean span: Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) on this package's own kernels.
+
+Owns which tensors such a layer is made of. Knows no file format; the arithmetic is in `ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm.errors import CorruptModel, InvalidRequest, OutOfMemory
+from swarm.types import LayerSpan
+from swarm_kernels import ops
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.device import activation_dtype
+from swarm_kernels.kv_cache import KVCache, KvShape
+from swarm_kernels.model_config import ModelConfig
+from swarm_kernels.model_source import ModelSource
+from swarm_kernels.rope import RopeTable
+from swarm_kernels.span import Progress, check_part, check_tokens
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(slots=True)
+class LeanSpan:
+    """See `span.Span`. Use `load`."""
+
+    config: ModelConfig
+    layers: LayerSpan
+    dtype: torch.dtype
+    device: torch.device
+    weights: list[ops.LayerWeights]
+    embedding: torch.Tensor | None  # [vocab, hidden]
+    final_norm: torch.Tensor | None  # [hidden]
+    head: ops.Linear | None  # hidden -> vocab
+    rope: RopeTable
+
+    @classmethod
+    def load(
+        cls, source: ModelSource, layers: LayerSpan, dtype: torch.dtype, device: torch.device, progress: Progress
+    ) -> LeanSpan:
+        """See `span.load_span`."""
+        config = source.config
+        reader = _Reader(source, dtype, device)
+        is_last = layers.end == config.num_layers
+        steps = len(layers) + (layers.start == 0) + is_last
+        try:
+            embedding = reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size) if layers.start == 0 else None
+            done = int(embedding is not None)
+            weights = []
+            for layer in layers:
+                weights.append(_load_layer(reader, config, layer))
+                done += 1
+                progress(done / steps)
+            norm = head = None
+            if is_last:
+                norm = reader.vector(FINAL_NORM, config.hidden_size)
+                head = reader.linear((_head_name(source),), (config.vocab_size,), config.hidden_size, bias=False)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
+        progress(1.0)
+        rope = RopeTable(config.rope, config.head_dim, config.context_length, device)
+        return cls(config, layers, dtype, device, weights, embedding, norm, head, rope)
+
+    @property
+    def is_first(self) -> bool:
+        return self.embedding is not None
+
+    @property
+    def is_last(self) -> bool:
+        return self.head is not None
+
+    @property
+    def kv_bytes_per_token_per_layer(self) -> int:
+        return self._kv_shape().bytes_per_token_per_layer
+
+    @property
+    def layer_bytes(self) -> int:
+        return max(_layer_nbytes(weights) for weights in self.weights)
+
+    @property
+    def edge_bytes(self) -> int:
+        tensors = (self.embedding, self.final_norm, self.head)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def _kv_shape(self) -> KvShape:
+        return KvShape(len(self.layers), self.config.num_kv_heads, self.config.head_dim, self.dtype)
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        return KVCache(self._kv_shape(), max_tokens, self.device)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        if self.embedding is None:
+            raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
+        check_tokens(token_ids, self.config.vocab_size)
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+        return self.embedding.index_select(0, ids).to(activation_dtype(self.dtype, self.device))
+
+    @torch.inference_mode()
+    def forward(
+        self, hidden: torch.Tensor, plan: BatchPlan, cache: KVCache, start: int | None = None, end: int | None = None
+    ) -> torch.Tensor:
+        first, last = check_part(self.layers, start, end)
+        part = slice(first - self.layers.start, last - self.layers.start)
+        hidden = hidden.to(device=self.device, dtype=activation_dtype(self.dtype, self.device))
+        if plan.rows == 0:
+            for k_pages, v_pages in zip(cache.k[part], cache.v[part], strict=True):
+                ops.move_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+            return hidden
+        cos, sin = self.rope.at(plan.positions, cache.top_position)
+        caches = list(zip(cache.k[part], cache.v[part], strict=True))
+        return ops.decoder_layers(hidden, self.weights[part], cos, sin, caches, plan)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.head is None or self.final_norm is None:
+            raise InvalidRequest(f"layers {self.layers} do not hold the head")
+        hidden = hidden.to(device=self.device, dtype=activation_dtype(self.dtype, self.device))
+        return self.head(ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
+
+
+def _head_name(source: ModelSource) -> str:
+    if source.has(HEAD) and not source.config.tie_word_embeddings:
+        return HEAD
+    return EMBEDDING
+
+
+def _load_layer(reader: _Reader, config: ModelConfig, layer: int) -> ops.LayerWeights:
+    prefix = f"model.layers.{layer}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    hidden, dim = config.hidden_size, config.head_dim
+    q, kv = config.num_heads * dim, config.num_kv_heads * dim
+    wide = config.intermediate_size
+    return ops.LayerWeights(
+        attn_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
+        qkv=reader.linear(
+            [f"{attention}.{name}_proj.weight" for name in "qkv"], (q, kv, kv), hidden, config.qkv_bias
+        ),
+        o=reader.linear([f"{attention}.o_proj.weight"], (hidden,), q, config.o_bias),
+        mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+        gate_up=reader.linear(
+            [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (wide, wide), hidden, config.mlp_bias
+        ),
+        down=reader.linear([f"{mlp}.down_proj.weight"], (hidden,), wide, config.mlp_bias),
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=dim,
+        eps=config.rms_norm_eps,
+        scale=dim**-0.5,
+        q_norm=reader.vector(f"{attention}.q_norm.weight", dim) if config.qk_norm else None,
+        k_norm=reader.vector(f"{attention}.k_norm.weight", dim) if config.qk_norm else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Checked reads of one model in the dtype and on the device of a span."""
+
+    source: ModelSource
+    dtype: torch.dtype
+    device: torch.device
+
+    def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        return self._read(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """Norm weights, kept in fp32: they are small, and the kernels compute norms in fp32."""
+        return self._read(name, (size,)).to(device=self.device, dtype=torch.float32)
+
+    def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> ops.Linear:
+        """One packed linear layer from the projections `names`, stacked by output."""
+        parts = [self.matrix(name, count, columns) for name, count in zip(names, rows, strict=True)]
+        biases = [
+            self._read(name.removesuffix("weight") + "bias", (count,)).to(device=self.device, dtype=self.dtype)
+            for name, count in zip(names, rows, strict=True)
+            if bias
+        ]
+        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+        del parts
+        return ops.pack_linear(weight, torch.cat(biases) if biases else None)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.source.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise CorruptModel(f"tensor {name} has shape {tuple(tensor.shape)}, its config says {shape}")
+        return tensor
+
+
+def _layer_nbytes(weights: ops.LayerWeights) -> int:
+    norms = (weights.attn_norm, weights.mlp_norm, weights.q_norm, weights.k_norm)
+    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    return sum(norm.nbytes for norm in norms if norm is not None) + sum(linear.nbytes for linear in linears)

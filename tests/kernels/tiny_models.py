@@ -1,0 +1,123 @@
+"""Small random transformers models, the source a span reads them from, and plain loops that drive spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from swarm.types import LayerSpan
+from swarm_kernels.hf_config import model_config
+from swarm_kernels.kv_cache import KVCache, RowsRequest
+from swarm_kernels.model_config import ModelConfig
+from swarm_kernels.span import Span, load_span
+
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """A random transformers model in fp32. Weights are large enough that attention and positions matter."""
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.5 if "embed" in name else 1.2 / parameter.shape[-1] ** 0.5)
+            elif "norm" in name and name.endswith("weight"):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+class ModelTensors:
+    """A ModelSource over a transformers model in memory."""
+
+    def __init__(self, model: Any) -> None:
+        hf = model.config.to_dict()
+        self.config: ModelConfig = model_config(hf)
+        self._tensors: Mapping[str, torch.Tensor] = model.state_dict()
+        self.read: list[str] = []
+        self.name, self.path, self.weight_hash = "tiny", Path(), "0" * 32
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._tensors))
+
+    def has(self, hf_name: str) -> bool:
+        return hf_name in self._tensors
+
+    def shape(self, hf_name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[hf_name].shape)
+
+    def tensor(self, hf_name: str) -> torch.Tensor:
+        self.read.append(hf_name)
+        return self._tensors[hf_name].clone()
+
+    def nbytes(self, hf_name: str) -> int:
+        return self._tensors[hf_name].nbytes
+
+    def close(self) -> None:
+        pass
+
+
+class Chain:
+    """Spans in one process, each with its cache, run one after another: a swarm without a network."""
+
+    def __init__(self, source: Any, cuts: Sequence[int], dtype: torch.dtype = torch.float32, tokens: int = 1024) -> None:
+        """`cuts`: inner borders, e.g. (2, 5) for spans 0:2, 2:5, 5:end."""
+        edges = (0, *cuts, source.config.num_layers)
+        spans = [LayerSpan(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        self.spans: list[Span] = [load_span(source, layers, dtype) for layers in spans]
+        self.caches: list[KVCache] = [span.new_cache(tokens) for span in self.spans]
+
+    def open(self, session: bytes, max_tokens: int = 200) -> None:
+        for cache in self.caches:
+            cache.open(session, max_tokens)
+
+    def run(self, requests: Sequence[RowsRequest], tokens: Sequence[int]) -> torch.Tensor:
+        """Logits of every row."""
+        hidden = self.spans[0].embed(tokens)
+        for span, cache in zip(self.spans, self.caches, strict=True):
+            hidden = span.forward(hidden.to(span.dtype), cache.plan(requests), cache)
+            cache.check_integrity()
+        return self.spans[-1].logits(hidden)
+
+    def greedy(self, session: bytes, prompt: Sequence[int], count: int, chunks: Sequence[int] = ()) -> list[int]:
+        """`count` greedy tokens after `prompt`, which is prefilled in `chunks`."""
+        self.open(session, len(prompt) + count)
+        done, logits = 0, torch.empty(0)
+        for size in chunks or (len(prompt),):
+            part = prompt[done : done + size]
+            logits = self.run([RowsRequest(session, done, len(part))], part)
+            done += len(part)
+        answer = [int(logits[-1].argmax())]
+        while len(answer) < count:
+            logits = self.run([RowsRequest(session, done)], answer[-1:])
+            answer.append(int(logits[-1].argmax()))
+            done += 1
+        return answer
+
+
+def hf_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers generates, greedily, without stopping early."""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
+    )
+    return out[0, len(prompt) :].tolist()
