@@ -1,0 +1,53 @@
+"""What a tokenizer is made of, whichever files it was read from; `hf_tokenizer` and `gguf_tokenizer` make it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+from swarm.errors import CorruptModel
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """`special`: the named tokens a chat template may write (`bos_token`, `eos_token`, ...)."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None = None
+    special: Mapping[str, str] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def wrap_with(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make `encode` put `bos` before a text and `eos` behind it; None leaves it out."""
+    single = " ".join(([f"{bos}:0"] if bos else []) + ["$A:0"] + ([f"{eos}:0"] if eos else []))
+    named = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=named)
+
+
+def add_tokens(tokenizer: Tokenizer, control: list[str], user_defined: list[str]) -> None:
+    """Match these whole wherever they stand in a text; only control tokens are left out when decoding."""
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control])
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in user_defined])
+
+
+class malformed:  # reads as a statement: `with malformed(file):`
+    """Turns the errors of the `tokenizers` library into CorruptModel.
+
+    The library raises plain `Exception`, so exactly that class is taken and none of its subclasses.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is Exception:
+            raise CorruptModel(f"{self._what} is malformed ({error}); fetch the model again") from None
