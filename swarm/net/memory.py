@@ -23,7 +23,6 @@ from swarm.net.carrier import Handler
 from swarm.net.tasks import TaskScope
 from swarm.types import PeerId
 
-WINDOW = 4 << 20  # bytes sent and not yet read, before a sender waits
 PACKET = 1400  # bytes; loss is a chance per packet
 MIN_RETRANSMIT_S = 0.01
 
@@ -63,7 +62,7 @@ class _Pipe:
     async def put(self, frame: _Frame) -> None:
         """Send one frame; waits while the window is full. Raises ConnectionLost."""
         size = len(frame[0]) + len(frame[1])
-        while not self._finished and self._unread and self._unread + size > WINDOW:
+        while not self._finished and self._unread and self._unread + size > self._network.window:
             await self._changed.wait()
         if self._finished:
             raise ConnectionLost(f"the connection to {self._ends[1]} is closed")
@@ -253,10 +252,18 @@ class MemoryDirectory:
 class MemoryNetwork:
     """The peers, the links between them and the directory they share.
 
-    `clock` is the wall clock that records expire by; `seed` decides every loss.
+    `seed` decides every loss. `clock` is the wall clock that records expire by. `window`: bytes that one direction of a
+    connection takes, sent and not yet read, before its sender waits.
     """
 
-    def __init__(self, seed: int = 0, link: Link | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        link: Link | None = None,
+        clock: Callable[[], float] = time.time,
+        window: int = 4 << 20,
+    ) -> None:
+        self.window = window
         self.sent: Counter[tuple[PeerId, PeerId]] = Counter()  # bytes, by (from, to)
         self.frames: Counter[tuple[PeerId, PeerId]] = Counter()
         self._default = link or Link()

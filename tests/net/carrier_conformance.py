@@ -24,6 +24,18 @@ async def echo(connection: Connection) -> None:
             await connection.send(*await connection.receive())
 
 
+async def drain(connection: Connection) -> None:
+    """Read to the end."""
+    while True:
+        await connection.receive()
+
+
+async def ping_forever(connection: Connection) -> None:
+    while True:
+        await connection.send(Ping(1))
+        await asyncio.sleep(0.01)
+
+
 class Conformance:
     """`pair()` yields (caller, listener): two carriers that can reach each other; the listener keeps to SMALL."""
 
@@ -150,9 +162,7 @@ class Conformance:
             with pytest.raises(ConnectionLost):
                 await waiting
             with pytest.raises(ConnectionLost):
-                for _ in range(1000):  # the other side's end may take a moment to be seen
-                    await near.send(Ping(1))
-                    await asyncio.sleep(0.01)
+                await ping_forever(near)  # the other side's end may take a moment to be seen
 
     async def test_a_sender_that_waits_learns_of_the_end(self) -> None:
         async with self.connected() as (near, far):
@@ -173,8 +183,7 @@ class Conformance:
                 with pytest.raises(ConnectionLost):
                     await far.receive()
                 with pytest.raises(ConnectionLost):
-                    while True:
-                        await near.receive()
+                    await drain(near)
 
     async def test_nobody_there(self) -> None:
         async with self.pair() as (caller, listener):
