@@ -17,9 +17,6 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, TypeVar
 
-from swarm_kernels.loader import ModelSource, open_model
-from swarm_kernels.tokenizer import ChatTokenizer, load_tokenizer
-
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
 from swarm.plan.session import Generation, GenerationPlan
@@ -32,6 +29,8 @@ from swarm_client.network import Network, connect
 from swarm_client.request import ChatMessage, Options, check_messages
 from swarm_client.stops import StopStrings
 from swarm_client.view import SwarmView
+from swarm_kernels.loader import ModelSource, open_model
+from swarm_kernels.tokenizer import ChatTokenizer, load_tokenizer
 
 _T = TypeVar("_T")
 
@@ -78,7 +77,12 @@ class SwarmClient:
             self._source, self._network = source, network
             self._tokenizer = load_tokenizer(source)
             self._view = SwarmView(
-                network.directory, source.name, dtype=self.config.dtype, weight_hash=source.weight_hash
+                network.directory,
+                network.pool,
+                source.name,
+                source.config.num_layers,
+                dtype=self.config.dtype,
+                weight_hash=source.weight_hash,
             )
             self._stack = stack.pop_all()
         return self
@@ -118,11 +122,11 @@ class SwarmClient:
         return await self.chat_stream(messages, **options).read()
 
     def _options(self, options: Mapping[str, Any]) -> Options:
-        merged = {"strategy": self.config.strategy, **options}
-        if isinstance(merged.get("stop"), str):
-            merged["stop"] = (merged["stop"],)
+        merged: dict[str, Any] = {"strategy": self.config.strategy, **options}
+        stop = merged.get("stop", ())
+        merged["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         try:
-            return Options(**{k: tuple(v) if k == "stop" else v for k, v in merged.items()})
+            return Options(**merged)
         except TypeError as error:
             raise UsageError(f"not an option of a generation: {error}") from None
 
@@ -145,7 +149,7 @@ class SwarmClient:
         driver = Driver(generation, open_chain, self.config.limits)
         return TextStream(
             driver,
-            self.tokenizer.stream_decoder(),
+            self.tokenizer.stream(),
             StopStrings(options.stop),
             time.perf_counter,
             strategy="sequential",
@@ -156,9 +160,8 @@ class SwarmClient:
     async def _open_chain(
         self, banned: frozenset[PeerId], tokens: tuple[int, ...], max_tokens: int, sampling: Sampling
     ) -> ChainSession:
-        view, network, source = _entered(self._view), _entered(self._network), _entered(self._source)
-        snapshot = await view.snapshot(fresh=bool(banned))
-        chain = view.route(snapshot, banned)
+        network, source = _entered(self._network), _entered(self._source)
+        chain, snapshot = await _entered(self._view).route(banned)
         nodes = {n.peer: n for n in snapshot.nodes}
         first = nodes[chain.hops[0].peer]
         spec = SessionSpec(source.name, first.weight_hash, first.dtype, max_tokens, sampling)

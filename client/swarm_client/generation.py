@@ -25,7 +25,7 @@ class TextDecoder(Protocol):
 
     def push(self, token: int) -> str: ...
 
-    def flush(self) -> str: ...
+    def finish(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class TextStream:
                             self._driver.generation.handle(StopRequested(self._reason))
                             return
                     case Finish():
-                        rest = self._stops.push(self._decoder.flush()) + self._stops.flush()
+                        rest = self._stops.push(self._decoder.finish()) + self._stops.flush()
                         self._text.append(rest)
                         self._reason = action.reason
                         if rest:

@@ -1,6 +1,6 @@
 """The client's view of the swarm: a fresh Snapshot when one is needed, and the chain it picks.
 
-Owns the snapshot's age and the link times the client measured itself. The choice is `plan.routing`'s.
+Owns the snapshot's age and the link times that this client measured. The choice itself is `plan.routing`'s.
 """
 
 from __future__ import annotations
@@ -9,32 +9,43 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from swarm.records import to_snapshot
-
+from swarm.errors import NetworkError, NoRoute, WrongModel
+from swarm.net import identity
 from swarm.net.carrier import Directory
-from swarm.types import Snapshot
+from swarm.net.pool import ConnectionPool
+from swarm.plan.routing import explain_snapshot, route_snapshot
+from swarm.records import to_snapshot
+from swarm.types import Chain, NodeProfile, PeerId, Snapshot
 
 MAX_AGE_S = 1.0
+LINK_AGE_S = 30.0  # how long a measured link time is believed
+PING_TIMEOUT_S = 0.6  # a node that is slower than this to answer counts as unmeasured
+MAX_PINGED = 32
 
 
 class SwarmView:
-    """`wall_clock` is what records are dated by; tests hand in their own."""
+    """`wall_clock` dates records (seconds since the epoch); tests hand in their own."""
 
     def __init__(
         self,
         directory: Directory,
+        pool: ConnectionPool,
         model: str,
+        num_layers: int,
         *,
         dtype: str | None,
         weight_hash: str,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._directory = directory
+        self._pool = pool
         self._model = model
+        self._num_layers = num_layers
         self._dtype = dtype
         self._weight_hash = weight_hash
         self._wall_clock = wall_clock
         self._snapshot: Snapshot | None = None
+        self._links: dict[PeerId, tuple[float, float]] = {}  # peer -> (when measured, one-way ms)
         self._lock = asyncio.Lock()
 
     async def snapshot(self, *, fresh: bool = False) -> Snapshot:
@@ -42,5 +53,62 @@ class SwarmView:
         async with self._lock:
             now = self._wall_clock()
             if fresh or self._snapshot is None or now - self._snapshot.taken_at > MAX_AGE_S:
-                self._snapshot = to_snapshot(await self._directory.read(self._model), self._model, now)
+                records = await self._directory.read(self._model)
+                self._snapshot = to_snapshot(records, self._model, now, identity.verify, num_layers=self._num_layers)
             return self._snapshot
+
+    async def route(self, banned: frozenset[PeerId] = frozenset()) -> tuple[Chain, Snapshot]:
+        """The quickest chain now, from and back to this client. Raises NoRoute, WrongModel and NetworkError."""
+        snapshot = await self.snapshot(fresh=bool(banned))
+        await self._measure([n for n in snapshot.serving() if n.peer not in banned])
+        try:
+            chain = route_snapshot(
+                snapshot, client_ms=self._client_ms(), banned=banned, dtype=self._dtype, weight_hash=self._weight_hash
+            )
+        except NoRoute as error:
+            raise self._refusal(snapshot, error) from None
+        return chain, snapshot
+
+    def explain(self, chain: Chain) -> str:
+        """Why this chain, in plain words."""
+        if self._snapshot is None or any(self._snapshot.node(p) is None for p in chain.peers):
+            return f"{chain}; a node of it has left the swarm since"
+        return explain_snapshot(chain, self._snapshot, self._client_ms())
+
+    def _refusal(self, snapshot: Snapshot, error: NoRoute) -> NoRoute | WrongModel:
+        """Say what is really missing: nodes at all, nodes with our weights, nodes of our dtype, or layers."""
+        serving = snapshot.serving()
+        if not serving:
+            waiting = len(snapshot.nodes)
+            state = f"; {waiting} are still loading" if waiting else ""
+            return NoRoute(f"no node of this swarm serves the model '{self._model}'{state}", error.missing)
+        same = [n for n in serving if n.weight_hash == self._weight_hash]
+        if not same:
+            return WrongModel(
+                f"{len(serving)} nodes serve '{self._model}' with other weights than yours; "
+                "name the model file they use with --model"
+            )
+        if self._dtype is not None and all(n.dtype != self._dtype for n in same):
+            served = ", ".join(sorted({n.dtype for n in same}))
+            return NoRoute(f"no node serves '{self._model}' in {self._dtype}; there is {served}", error.missing)
+        return error
+
+    def _client_ms(self) -> dict[PeerId, float]:
+        return {peer: ms for peer, (_, ms) in self._links.items()}
+
+    async def _measure(self, nodes: list[NodeProfile]) -> None:
+        """Ping the nodes whose link time is unknown or old, all at once. A node that fails keeps no figure."""
+        now = asyncio.get_running_loop().time()
+        stale = [n for n in nodes if now - self._links.get(n.peer, (-LINK_AGE_S, 0.0))[0] >= LINK_AGE_S][:MAX_PINGED]
+        async with asyncio.TaskGroup() as group:
+            for node in stale:
+                group.create_task(self._ping(node, now))
+
+    async def _ping(self, node: NodeProfile, now: float) -> None:
+        self._links.pop(node.peer, None)
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                rtt = await self._pool.rtt(node.peer, node.addresses)
+        except (TimeoutError, NetworkError):
+            return  # routing falls back to what it assumes of strangers; opening the session will tell
+        self._links[node.peer] = (now, rtt / 2.0)

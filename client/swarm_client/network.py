@@ -1,0 +1,49 @@
+"""The client's connection to a swarm: a carrier, the directory behind it, and a pool of connections.
+
+Owns their making and their end. An in-memory `Network` takes their place in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from swarm.config import Limits
+from swarm.errors import UsageError
+from swarm.net.carrier import Carrier, Directory
+from swarm.net.identity import Identity
+from swarm.net.pool import ConnectionPool
+from swarm_client.chain_session import Inboxes
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    directory: Directory
+    pool: ConnectionPool
+    inboxes: Inboxes
+
+    @classmethod
+    def over(cls, carrier: Carrier, directory: Directory, limits: Limits) -> Network:
+        inboxes = Inboxes()
+        return cls(directory, ConnectionPool(carrier, inboxes.on_frame, inboxes.on_lost, limits), inboxes)
+
+
+@asynccontextmanager
+async def connect(peers: Sequence[str], limits: Limits) -> AsyncIterator[Network]:
+    """Join the swarm of `peers` (multiaddrs) as a client: it dials out, serves nothing and is gone at the end.
+
+    Raises UsageError without peers, PeerUnreachable when none of them answers.
+    """
+    if not peers:
+        raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
+    from swarm.net.daemon_streams import DaemonCarrier
+    from swarm.net.directory import DhtDirectory
+
+    async with (
+        await DaemonCarrier.create(Identity.generate(), initial_peers=peers) as carrier,
+        await DhtDirectory.create(carrier, client_mode=True) as directory,
+    ):
+        network = Network.over(carrier, directory, limits)
+        async with network.pool:
+            yield network
