@@ -4,6 +4,7 @@
       UsageError                    a wrong flag or argument (exit code 2)
         InvalidRequest                a prompt, sampling value or limit that cannot be served
           ContextOverflow               prompt and answer do not fit the model's context
+          Unsupported                   well formed, but this version cannot do it
       ModelError                    a model that cannot be found, read or run
         ModelNotFound
         CorruptModel                  truncated, malformed or of the wrong hash
@@ -55,6 +56,12 @@ class ContextOverflow(InvalidRequest):
     """The prompt and the answer together are longer than the model's context."""
 
     code = "context_overflow"
+
+
+class Unsupported(InvalidRequest):
+    """A well-formed request for something this version cannot do."""
+
+    code = "unsupported"
 
 
 class ModelError(SwarmError):

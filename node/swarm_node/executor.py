@@ -37,6 +37,10 @@ class Output:
     tokens: tuple[int, ...] = ()
 
 
+Compute = Callable[[], Sequence[Output | SwarmError]]
+"""A planned batch, ready to run: one Output a step, or what is wrong with that one step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """An Output and what it cost; both in milliseconds, the batch's whole computation counted for each of its steps."""
@@ -86,12 +90,15 @@ class Work:
 class Engine(Protocol):
     """The span, its cache and the sampler, as the executor sees them."""
 
-    def prepare(self, works: Sequence[Work]) -> Callable[[], list[Output]]:
-        """Plan a batch of steps with equal spans, at most one of a session; -> the computation, one Output a step.
+    def prepare(self, works: Sequence[Work]) -> Compute:
+        """Plan a batch of steps with equal spans, at most one of a session.
 
         Called on the event loop while no computation runs. Raises SwarmError before it has changed anything.
         """
         ...
+
+
+_Timed = tuple[Sequence[Output | SwarmError], float]  # outputs, compute ms
 
 
 class Device(Protocol):
@@ -152,7 +159,7 @@ class Executor:
         self._clock = clock
         self._queue: StepQueue[Work] = StepQueue(batch_tokens)
         self._alone: deque[Work] = deque()  # steps of a batch that was refused: one of them is to blame
-        self._running: asyncio.Future[tuple[list[Output], float]] | None = None
+        self._running: asyncio.Future[_Timed] | None = None
         self._scheduled = False
         self._closed = False
 
@@ -207,7 +214,7 @@ class Executor:
                 return [work]
         return self._queue.take()
 
-    def _finish(self, batch: list[Work], started: float, running: asyncio.Future[tuple[list[Output], float]]) -> None:
+    def _finish(self, batch: list[Work], started: float, running: asyncio.Future[_Timed]) -> None:
         self._running = None
         error = running.exception()
         if error is not None:
@@ -220,16 +227,20 @@ class Executor:
             self._answer(batch, outputs, started, compute_ms)
         self._schedule()
 
-    def _answer(self, batch: list[Work], outputs: list[Output], started: float, compute_ms: float) -> None:
+    def _answer(
+        self, batch: list[Work], outputs: Sequence[Output | SwarmError], started: float, compute_ms: float
+    ) -> None:
         waits = [(started - work.entered) * 1e3 for work in batch]
         for work, output, queue_ms in zip(batch, outputs, waits, strict=True):
-            if not work.done.done():
+            if isinstance(output, SwarmError):
+                _fail([work], output)
+            elif not work.done.done():
                 work.done.set_result(Outcome(output, queue_ms, compute_ms))
         rows = sum(work.rows for work in batch)
         self._observe(BatchStats(batch[0].span, len(batch), rows, sum(waits) / len(waits), compute_ms))
 
 
-def _timed(compute: Callable[[], list[Output]], clock: Callable[[], float]) -> tuple[list[Output], float]:
+def _timed(compute: Compute, clock: Callable[[], float]) -> _Timed:
     started = clock()
     outputs = compute()
     return outputs, (clock() - started) * 1e3

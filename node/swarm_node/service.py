@@ -285,6 +285,8 @@ class Service:
         output = outcome.output
         if session.next_hop is None:
             self.counters.tokens += len(output.tokens)
+            for token in output.tokens:
+                session.drew(token, session.committed)
             result = Result(step.session, step.epoch, step.step, list(output.tokens), trace=trace)
             await session.client.send(result)
             return

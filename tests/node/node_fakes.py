@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import InvalidRequest, NetworkError, OutOfMemory
-from swarm.messages import AnyMessage, Open, Opened, Step
+from swarm.messages import AnyMessage, Open, Opened, Step, WireSampling
 from swarm.net.carrier import Connection
 from swarm.net.memory import MemoryNetwork
 from swarm.net.pool import ConnectionPool
-from swarm.types import LayerSpan, PeerId
+from swarm.types import LayerSpan, PeerId, Sampling
 from swarm_node.executor import Executor, InlineDevice, Output, Work
-from swarm_node.service import Served, Service
+from swarm_node.service import Served, ServedEngine, Service
 from swarm_node.sessions import Rows
 
 LAYERS = 6
@@ -90,22 +90,38 @@ class ToyClient:
         await asyncio.sleep(seconds)
         return self.inbox.empty()
 
-    async def open(self, session: bytes, hops: Sequence[tuple[PeerId, int, int]], max_tokens: int = 50) -> None:
+    async def open(
+        self,
+        session: bytes,
+        hops: Sequence[tuple[PeerId, int, int]],
+        max_tokens: int = 50,
+        sampling: Sampling | None = None,
+        history: Sequence[int] = (),
+    ) -> None:
         for i, (peer, start, end) in enumerate(hops):
-            await self.send(peer, open_message(session, hops, i, start, end, max_tokens))
+            await self.send(peer, open_message(session, hops, i, start, end, max_tokens, sampling, history))
         for _ in hops:
             message = await self.message()
             assert isinstance(message, Opened), message
 
 
 def open_message(
-    session: bytes, hops: Sequence[tuple[PeerId, int, int]], i: int, start: int, end: int, max_tokens: int = 50
+    session: bytes,
+    hops: Sequence[tuple[PeerId, int, int]],
+    i: int,
+    start: int,
+    end: int,
+    max_tokens: int = 50,
+    sampling: Sampling | None = None,
+    history: Sequence[int] = (),
 ) -> Open:
     return Open(
         session=session,
         model=SERVED.model,
         weight_hash=SERVED.weight_hash,
         dtype=SERVED.dtype,
+        sampling=WireSampling.of(sampling) if sampling else None,
+        history=list(history),
         start=start,
         end=end,
         max_tokens=max_tokens,
@@ -136,11 +152,11 @@ async def toy_client(network: MemoryNetwork, name: str = "client") -> AsyncItera
 
 
 @asynccontextmanager
-async def toy_node(
-    network: MemoryNetwork, name: str, span: LayerSpan, delay_s: float = 0.01
-) -> AsyncIterator[tuple[Service, ToyEngine]]:
+async def serving(
+    network: MemoryNetwork, name: str, engine: ServedEngine, served: Served = SERVED, delay_s: float = 0.01
+) -> AsyncIterator[Service]:
+    """A node of the memory network around any engine. A batch takes `delay_s` of the loop's time."""
     carrier = network.carrier(name)
-    engine = ToyEngine(span)
     services: list[Service] = []
 
     async def on_frame(connection: Connection, message: AnyMessage, body: memoryview) -> None:
@@ -149,12 +165,18 @@ async def toy_node(
     async def on_lost(connection: Connection, error: NetworkError) -> None:
         await services[0].on_lost(connection, error)
 
-    async with ConnectionPool(carrier, on_frame, on_lost, LIMITS) as pool, Service(SERVED, pool, LIMITS) as service:
+    async with ConnectionPool(carrier, on_frame, on_lost, LIMITS) as pool, Service(served, pool, LIMITS) as service:
         services.append(service)
-        loop = asyncio.get_running_loop()
-        executor = Executor(engine, InlineDevice(delay_s), LIMITS.batch_tokens, clock=loop.time)
+        executor = Executor(engine, InlineDevice(delay_s), LIMITS.batch_tokens, clock=asyncio.get_running_loop().time)
         service.begin(engine, executor)
         await pool.serve()
-        yield service, engine
+        yield service
     await executor.close()
     await carrier.close()
+
+
+@asynccontextmanager
+async def toy_node(network: MemoryNetwork, name: str, span: LayerSpan) -> AsyncIterator[tuple[Service, ToyEngine]]:
+    engine = ToyEngine(span)
+    async with serving(network, name, engine) as service:
+        yield service, engine

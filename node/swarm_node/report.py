@@ -1,0 +1,103 @@
+"""What the node tells the person or program that started it: one line an event on stdout.
+
+Owns the look of it: words and a progress bar for people, JSON lines for programs. Logs go to stderr instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+class Reporter(Protocol):
+    def event(self, name: str, sentence: str, **fields: Any) -> None:
+        """`sentence` for people; `name` and `fields` for programs."""
+        ...
+
+    def loading(self, share: float) -> None:
+        """Share of the weights read so far, 0 to 1. May be called from another thread."""
+        ...
+
+    def __enter__(self) -> Reporter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class JsonReporter:
+    """`{"event": ..., "seconds": since the start, ...}`, one a line, written at once."""
+
+    def __init__(self, since: float, stream: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._since = since
+        self._stream = stream or sys.stdout
+        self._clock = clock
+        self._loaded = 0.0
+
+    def event(self, name: str, sentence: str, **fields: Any) -> None:
+        seconds = round(self._clock() - self._since, 3)
+        line = json.dumps({"event": name, "seconds": seconds, "message": sentence, **fields})
+        self._stream.write(line + "\n")  # one write: lines of the loading thread do not mix with ours
+        self._stream.flush()
+
+    def loading(self, share: float) -> None:
+        if share >= self._loaded + 0.1 or share >= 1.0 > self._loaded:
+            self._loaded = share
+            self.event("loading", f"{share:.0%} of the weights", fraction=round(share, 3))
+
+    def __enter__(self) -> JsonReporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.flush()
+
+
+class HumanReporter:
+    """Sentences; while weights are read, a progress bar if somebody watches."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def event(self, name: str, sentence: str, **fields: Any) -> None:
+        self._console.print(sentence, markup=False)
+
+    def loading(self, share: float) -> None:
+        if not self._console.is_terminal:
+            return
+        if self._progress is None:
+            columns = (TextColumn("loading weights"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+            self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
+            self._task = self._progress.add_task("loading", total=1.0)
+            self._progress.start()
+        self._progress.update(self._task, completed=share)
+        if share >= 1.0:
+            self._stop()
+
+    def __enter__(self) -> HumanReporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def make(as_json: bool, since: float) -> Reporter:
+    """`since`: when the program started, seconds since the epoch."""
+    return JsonReporter(since) if as_json else HumanReporter()

@@ -1,0 +1,190 @@
+"""Three nodes with a tiny random Llama answer raw messages with the very tokens transformers generates."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from node_fakes import ToyClient, line_step, serving, toy_client
+from tiny_models import ModelTensors, hf_greedy, tiny_model
+from virtual_clock import virtual_time
+
+from swarm.messages import Close, Failed, Result, Step
+from swarm.net.memory import Link, MemoryNetwork
+from swarm.types import LayerSpan, Sampling
+from swarm_kernels.span import load_span
+from swarm_node.engine import SpanEngine
+
+HOPS = [("n0", 0, 2), ("n1", 2, 4), ("n2", 4, 6)]
+A, B = b"a" * 16, b"b" * 16
+
+
+@cache
+def model() -> Any:
+    return tiny_model("llama")
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(131) for _ in range(length)]
+
+
+@asynccontextmanager
+async def swarm(
+    *spans: tuple[str, int, int], dtype: torch.dtype = torch.float32
+) -> AsyncIterator[tuple[ToyClient, list[SpanEngine]]]:
+    source = ModelTensors(model())
+    network = MemoryNetwork(link=Link(delay_s=0.01))
+    async with AsyncExitStack() as stack:
+        engines = []
+        for name, start, end in spans:
+            span = load_span(source, LayerSpan(start, end), dtype)
+            engines.append(SpanEngine(span, span.new_cache(512)))
+            await stack.enter_async_context(serving(network, name, engines[-1]))
+        yield await stack.enter_async_context(toy_client(network)), engines
+
+
+class Generation:
+    """A client that sends a prompt in chunks, then token after token."""
+
+    def __init__(self, client: ToyClient, session: bytes, prompt: Sequence[int], hops: Sequence[tuple[str, int, int]]):
+        self.client, self.session, self.hops = client, session, hops
+        self.known = list(prompt)
+        self.sent = self.steps = 0
+
+    async def open(self, count: int, sampling: Sampling | None = None) -> None:
+        await self.client.open(self.session, self.hops, len(self.known) + count, sampling, self.known)
+
+    async def send(self, chunk: int = 1000) -> bool:
+        """Send the next chunk; -> whether it asks for a token."""
+        part = self.known[self.sent : self.sent + chunk]
+        sample = self.sent + len(part) == len(self.known)
+        await self.client.send(self.hops[0][0], line_step(self.session, self.steps, self.sent, part, sample))
+        self.sent += len(part)
+        self.steps += 1
+        return sample
+
+    async def generate(
+        self, count: int, chunks: Sequence[int] = (1000,), sampling: Sampling | None = None
+    ) -> list[int]:
+        await self.open(count, sampling)
+        prompt = len(self.known)
+        for chunk in (*chunks, 1000):
+            if self.sent < prompt:
+                await self.send(chunk)
+        waiting = self.steps
+        while len(self.known) < prompt + count:
+            result = await self.client.message()
+            assert isinstance(result, Result), result
+            waiting -= 1
+            self.known.extend(result.tokens)
+            if not waiting and len(self.known) < prompt + count:
+                await self.send()
+                waiting += 1
+        for name, _, _ in self.hops:
+            await self.client.send(name, Close(self.session))
+        return self.known[prompt:]
+
+
+@virtual_time
+async def test_three_nodes_say_what_transformers_says() -> None:
+    prompt = prompt_of(40, 1)
+    async with swarm(*HOPS) as (client, engines):
+        tokens = await Generation(client, A, prompt, HOPS).generate(16, chunks=(7, 20))
+        assert tokens == hf_greedy(model(), prompt, 16)
+        await asyncio.sleep(1)
+        for engine in engines:
+            assert len(engine.cache) == 0
+            engine.cache.check_integrity()
+
+
+@virtual_time
+async def test_one_node_alone_is_a_chain_too() -> None:
+    prompt = prompt_of(9, 2)
+    hops = [("solo", 0, 6)]
+    async with swarm(*hops) as (client, _):
+        assert await Generation(client, A, prompt, hops).generate(12) == hf_greedy(model(), prompt, 12)
+
+
+@virtual_time
+async def test_chains_may_use_parts_of_overlapping_spans() -> None:
+    prompt = prompt_of(20, 3)
+    hops = [("x", 0, 3), ("y", 3, 5), ("z", 5, 6)]
+    async with swarm(("x", 0, 4), ("y", 1, 6), ("z", 3, 6)) as (client, _):
+        assert await Generation(client, A, prompt, hops).generate(10) == hf_greedy(model(), prompt, 10)
+
+
+@virtual_time
+async def test_many_sessions_at_once_do_not_touch_each_other() -> None:
+    prompts = {bytes([i]) * 16: prompt_of(5 + 9 * i, 10 + i) for i in range(3)}
+    async with swarm(*HOPS) as (client, _):
+        runs = {s: Generation(client, s, p, HOPS) for s, p in prompts.items()}
+        for run in runs.values():
+            await run.open(8)
+        for run in runs.values():
+            await run.send()
+        answered = 0
+        while answered < 8 * len(runs):
+            result = await client.message()
+            assert isinstance(result, Result)
+            answered += 1
+            run = runs[result.session]
+            run.known.extend(result.tokens)
+            if len(run.known) < len(prompts[result.session]) + 8:
+                await run.send()
+        for session, prompt in prompts.items():
+            assert runs[session].known[len(prompt) :] == hf_greedy(model(), prompt, 8)
+
+
+@virtual_time
+async def test_sampled_tokens_do_not_depend_on_the_chain() -> None:
+    prompt = prompt_of(12, 4)
+    sampling = Sampling(temperature=0.9, top_k=20, repetition_penalty=1.3, seed=7)
+    answers = []
+    for hops in ([("solo", 0, 6)], HOPS):
+        async with swarm(*hops) as (client, _):
+            answers.append(await Generation(client, A, prompt, hops).generate(14, chunks=(5,), sampling=sampling))
+    assert answers[0] == answers[1]
+    assert answers[0] != hf_greedy(model(), prompt, 14)
+
+
+@virtual_time
+async def test_hidden_states_that_are_no_numbers_end_one_session_only() -> None:
+    prompt = prompt_of(6, 5)
+    async with swarm(*HOPS) as (client, _):
+        good, bad = Generation(client, A, prompt, HOPS), Generation(client, B, prompt, HOPS)
+        await good.open(4)
+        await bad.open(4)
+        poison = torch.full((3, 48), float("nan")).numpy().tobytes()
+        await client.send("n2", Step(B, 0, 0, 0, 3), poison)
+        await client.send("n2", Step(A, 0, 0, 0, 6), torch.zeros(6, 48).numpy().tobytes())
+        answers = {m.session: m for m in (await client.message(), await client.message())}  # type: ignore[union-attr]
+        assert isinstance(answers[A], Result)
+        assert isinstance(answers[B], Failed)
+        assert answers[B].error == "model"
+
+
+@virtual_time
+async def test_a_tree_at_the_tail_is_answered_unsupported() -> None:
+    async with swarm(*HOPS) as (client, _):
+        await client.open(A, HOPS, 20)
+        await client.send("n0", Step(A, 0, 0, 0, 1, tokens=[1, 2], parents=[-1], slots=[0]))
+        peer, answer, _ = await client.next()
+        assert isinstance(answer, Failed)
+        assert (peer, answer.error) == ("n2", "unsupported")
+
+
+@virtual_time
+async def test_tree_slots_that_are_not_there_end_the_session() -> None:
+    async with swarm(*HOPS) as (client, engines):
+        await client.open(A, HOPS, 20)
+        await client.send("n0", Step(A, 0, 0, 0, 1, tokens=[1], commit=[3]))
+        peer, answer, _ = await client.next()
+        assert isinstance(answer, Failed)
+        assert (peer, answer.error) == ("n0", "invalid_request")
+        assert len(engines[0].cache) == 0
