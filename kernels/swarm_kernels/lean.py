@@ -5,7 +5,7 @@ Owns which tensors such a layer is made of. Knows no file format; the arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,9 @@ from swarm_kernels.span import Progress, check_part, check_tokens
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+
+Pack = Callable[[torch.Tensor, torch.Tensor | None], ops.Linear]
+"""Prepares a linear layer from its weight and bias."""
 
 
 @dataclass(slots=True)
@@ -54,13 +57,13 @@ class LeanSpan:
             done = int(embedding is not None)
             weights = []
             for layer in layers:
-                weights.append(_load_layer(reader, config, layer))
+                weights.append(_load_layer(reader, config, layer, ops.pack_linear))
                 done += 1
                 progress(done / steps)
             norm = head = None
             if is_last:
                 norm = reader.vector(FINAL_NORM, config.hidden_size)
-                head = reader.linear((_head_name(source),), (config.vocab_size,), config.hidden_size, bias=False)
+                head = ops.pack_linear(reader.matrix(_head_name(source), config.vocab_size, config.hidden_size))
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
         progress(1.0)
@@ -131,23 +134,34 @@ def _head_name(source: ModelSource) -> str:
     return EMBEDDING
 
 
-def _load_layer(reader: _Reader, config: ModelConfig, layer: int) -> ops.LayerWeights:
+def load_layer(
+    source: ModelSource, layer: int, dtype: torch.dtype, device: torch.device, pack: Pack
+) -> ops.LayerWeights:
+    """The weights of one layer, its linear layers prepared by `pack`. Raises CorruptModel."""
+    return _load_layer(_Reader(source, dtype, device), source.config, layer, pack)
+
+
+def _load_layer(reader: _Reader, config: ModelConfig, layer: int, pack: Pack) -> ops.LayerWeights:
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, dim = config.hidden_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     wide = config.intermediate_size
+
+    def linear(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> ops.Linear:
+        return pack(*reader.stacked(names, rows, columns, bias))
+
     return ops.LayerWeights(
         attn_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=reader.linear(
+        qkv=linear(
             [f"{attention}.{name}_proj.weight" for name in "qkv"], (q, kv, kv), hidden, config.qkv_bias
         ),
-        o=reader.linear([f"{attention}.o_proj.weight"], (hidden,), q, config.o_bias),
+        o=linear([f"{attention}.o_proj.weight"], (hidden,), q, config.o_bias),
         mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=reader.linear(
+        gate_up=linear(
             [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (wide, wide), hidden, config.mlp_bias
         ),
-        down=reader.linear([f"{mlp}.down_proj.weight"], (hidden,), wide, config.mlp_bias),
+        down=linear([f"{mlp}.down_proj.weight"], (hidden,), wide, config.mlp_bias),
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=dim,
@@ -173,8 +187,10 @@ class _Reader:
         """Norm weights, kept in fp32: they are small, and the kernels compute norms in fp32."""
         return self._read(name, (size,)).to(device=self.device, dtype=torch.float32)
 
-    def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> ops.Linear:
-        """One packed linear layer from the projections `names`, stacked by output."""
+    def stacked(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The projections `names` stacked by output: weight `[sum(rows), columns]`, bias `[sum(rows)]` or None."""
         parts = [self.matrix(name, count, columns) for name, count in zip(names, rows, strict=True)]
         biases = [
             self._read(name.removesuffix("weight") + "bias", (count,)).to(device=self.device, dtype=self.dtype)
@@ -182,8 +198,7 @@ class _Reader:
             if bias
         ]
         weight = torch.cat(parts) if len(parts) > 1 else parts[0]
-        del parts
-        return ops.pack_linear(weight, torch.cat(biases) if biases else None)
+        return weight, torch.cat(biases) if biases else None
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.source.tensor(name)
