@@ -39,7 +39,8 @@ class SwarmClient:
     """One swarm, one model, any number of generations at once.
 
     `peers`: multiaddrs of any nodes of the swarm. `network`: a ready-made connection (tests use an in-memory one);
-    by default one is made over the p2p daemon when the context is entered.
+    by default one is made over the p2p daemon when the context is entered. `source`, `tokenizer`: an opened model and
+    its tokenizer, to share them between clients or to bring one's own.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SwarmClient:
         config: ClientConfig | None = None,
         network: Network | None = None,
         source: ModelSource | None = None,
+        tokenizer: ChatTokenizer | None = None,
     ) -> None:
         base = config or ClientConfig()
         self.config = ClientConfig(
@@ -66,7 +68,7 @@ class SwarmClient:
         self._network: Network | None = None
         self._view: SwarmView | None = None
         self._source: ModelSource | None = None
-        self._tokenizer: ChatTokenizer | None = None
+        self._tokenizer = tokenizer
 
     async def __aenter__(self) -> SwarmClient:
         """Raises ModelError, UsageError (no peers), PeerUnreachable."""
@@ -75,7 +77,7 @@ class SwarmClient:
             if self._given_source is None:
                 stack.callback(source.close)
             self._source, self._network = source, network
-            self._tokenizer = load_tokenizer(source)
+            self._tokenizer = self._tokenizer or load_tokenizer(source)
             self._view = SwarmView(
                 network.directory,
                 network.pool,
@@ -83,6 +85,7 @@ class SwarmClient:
                 source.config.num_layers,
                 dtype=self.config.dtype,
                 weight_hash=source.weight_hash,
+                wall_clock=network.wall_clock,
             )
             self._stack = stack.pop_all()
         return self

@@ -132,6 +132,11 @@ class TextStream:
         return self.answer
 
     @property
+    def chain(self) -> Chain | None:
+        """The hops in use; None before the first chain is open."""
+        return self._driver.chain
+
+    @property
     def answer(self) -> Answer:
         """Raises RuntimeError before the stream has ended."""
         if self._reason is None:

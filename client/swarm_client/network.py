@@ -5,7 +5,8 @@ Owns their making and their end. An in-memory `Network` takes their place in tes
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -22,11 +23,15 @@ class Network:
     directory: Directory
     pool: ConnectionPool
     inboxes: Inboxes
+    wall_clock: Callable[[], float] = time.time  # what the records of this network are dated by
 
     @classmethod
-    def over(cls, carrier: Carrier, directory: Directory, limits: Limits) -> Network:
+    def over(
+        cls, carrier: Carrier, directory: Directory, limits: Limits, wall_clock: Callable[[], float] = time.time
+    ) -> Network:
         inboxes = Inboxes()
-        return cls(directory, ConnectionPool(carrier, inboxes.on_frame, inboxes.on_lost, limits), inboxes)
+        pool = ConnectionPool(carrier, inboxes.on_frame, inboxes.on_lost, limits)
+        return cls(directory, pool, inboxes, wall_clock)
 
 
 @asynccontextmanager
@@ -37,8 +42,9 @@ async def connect(peers: Sequence[str], limits: Limits) -> AsyncIterator[Network
     """
     if not peers:
         raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
-    from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory
+
+    from swarm.net.daemon_streams import DaemonCarrier
 
     async with (
         await DaemonCarrier.create(Identity.generate(), initial_peers=peers) as carrier,
