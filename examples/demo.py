@@ -53,8 +53,8 @@ def wait_until_ready(local: subprocess.Popen[str]) -> list[str]:
         event = json.loads(line)
         if event["event"] == "ready":
             return list(event["peers"])
-        if event.get("text"):
-            print(event["text"], flush=True)
+        if event.get("message"):
+            print(event["message"], flush=True)
     return []
 
 

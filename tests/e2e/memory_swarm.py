@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -153,4 +154,4 @@ async def memory_swarm(
 def cut(num_layers: int, *borders: int) -> list[LayerSpan]:
     """Spans of `[0, num_layers)` with these inner borders."""
     edges = (0, *borders, num_layers)
-    return [LayerSpan(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [LayerSpan(a, b) for a, b in itertools.pairwise(edges)]
