@@ -173,11 +173,14 @@ class Conformance:
                 await stuck
 
     async def test_a_frame_over_the_limits_ends_the_connection(self) -> None:
-        for message, body in ((Ping(1), bytes(SMALL.body + 1)), (Open(SESSION, "m" * 1000, "h", "", 0, 1, 1), b"")):
+        frames: list[tuple[AnyMessage, bytes]] = [
+            (Ping(1), bytes(SMALL.body + 1)),
+            (Prune(SESSION, 0, list(range(4096))), b""),
+        ]
+        for message, body in frames:
             async with self.connected() as (near, far):
-                if not body:
-                    message = Prune(SESSION, 0, list(range(4096)))
-                await near.send(message, body)
+                with contextlib.suppress(ConnectionLost):  # it may be cut off before all is sent
+                    await near.send(message, body)
                 with pytest.raises(ProtocolError):
                     await far.receive()
                 with pytest.raises(ConnectionLost):

@@ -57,7 +57,8 @@ def test_signatures_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    "peer", ["", "a", "0OIl", "Qm" + "a" * 44, "12D3KooW", "1" * 60, "z" * 64, "é", "x" * 100_000, "12D3KooW" + "z" * 44]
+    "peer",
+    ["", "a", "0OIl", "Qm" + "a" * 44, "12D3KooW", "1" * 60, "z" * 64, "é", "x" * 100_000, "12D3KooW" + "z" * 44],
 )
 def test_what_is_not_an_ed25519_peer_id_is_refused(peer: str) -> None:
     with pytest.raises(ProtocolError):

@@ -1,0 +1,164 @@
+"""The universal carrier: frames in binary streams of hivemind's p2p daemon, encrypted and authenticated by peer id.
+
+Owns the streams of one peer, those it opened and those it accepted. The daemon's process is `p2pd`'s, parsing and
+back-pressure are `frame_stream`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from swarm.codec import DEFAULT_LIMITS, FrameLimits
+from swarm.errors import NetworkError, PeerUnreachable
+from swarm.net.carrier import Connection, Handler
+from swarm.net.frame_stream import FrameStream
+from swarm.net.identity import Identity
+from swarm.net.p2pd import DaemonOptions, P2PDaemon
+from swarm.net.p2pd_control import Control, accepted_peer
+from swarm.net.tasks import TaskScope
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "/swarm/rpc/1"
+MAX_CONNECTIONS = 256
+PREAMBLE_TIMEOUT_S = 5.0
+FLUSH_S = 0.5  # for what is buffered when the carrier closes
+
+
+class DaemonCarrier:
+    """See `carrier.Carrier`. Made by `await DaemonCarrier.start(...)`."""
+
+    def __init__(
+        self, identity: Identity, daemon: P2PDaemon, limits: FrameLimits, max_connections: int, dial_timeout_s: float
+    ) -> None:
+        self._identity = identity
+        self._daemon = daemon
+        self._limits = limits
+        self._max_connections = max_connections
+        self._dial_timeout_s = dial_timeout_s
+        self._handler: Handler | None = None
+        self._server: asyncio.Server | None = None
+        self._streams: set[FrameStream] = set()
+        self._scope = TaskScope("daemon carrier")
+
+    @classmethod
+    async def start(
+        cls,
+        identity: Identity,
+        options: DaemonOptions | None = None,
+        *,
+        limits: FrameLimits = DEFAULT_LIMITS,
+        max_connections: int = MAX_CONNECTIONS,
+        dial_timeout_s: float = 10.0,
+    ) -> DaemonCarrier:
+        """Start a p2p daemon and join `options.peers`. Raises what `P2PDaemon.start` does."""
+        daemon = await P2PDaemon.start(identity, options)
+        return cls(identity, daemon, limits, max_connections, dial_timeout_s)
+
+    @property
+    def peer(self) -> PeerId:
+        return self._identity.peer
+
+    @property
+    def identity(self) -> Identity:
+        return self._identity
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._daemon.addresses
+
+    @property
+    def control(self) -> Control:
+        """For others that share the daemon, such as the directory."""
+        return self._daemon.control
+
+    @property
+    def failed(self) -> asyncio.Event:
+        """Set when the daemon dies by itself: every connection is lost and none can be made."""
+        return self._daemon.failed
+
+    @property
+    def daemon_pid(self) -> int:
+        return self._daemon.pid
+
+    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
+        if self._scope.closed or self.failed.is_set():
+            raise PeerUnreachable("this carrier is closed")
+        if len(self._streams) >= self._max_connections:
+            raise PeerUnreachable(f"{len(self._streams)} connections are open already, which is the limit")
+        try:
+            async with asyncio.timeout(self._dial_timeout_s):
+                if addresses:
+                    await self.control.connect(peer, addresses)
+                stream = await self.control.open_stream(peer, PROTOCOL, self._limits)
+        except TimeoutError:
+            raise PeerUnreachable(f"{peer} did not answer within {self._dial_timeout_s:g} s") from None
+        except PeerUnreachable:
+            raise
+        except NetworkError as error:
+            raise PeerUnreachable(f"cannot reach {peer}: {error}") from None
+        self._adopt(stream)
+        return stream
+
+    async def serve(self, handler: Handler) -> None:
+        self._handler = handler
+        if self._server is None:
+            loop = asyncio.get_running_loop()
+            inbound = self._daemon.inbound
+            self._server = await loop.create_unix_server(
+                lambda: FrameStream(self._limits, preamble=True, on_made=self._made), str(inbound)
+            )
+            await self.control.accept_streams(PROTOCOL, inbound)
+
+    async def close(self) -> None:
+        try:
+            if self._server is not None:
+                self._server.close()
+            await self._scope.close()
+            await self._flush()
+        finally:
+            for stream in list(self._streams):
+                stream.abort()
+            await self._daemon.stop()
+
+    async def _flush(self) -> None:
+        streams = list(self._streams)
+        if not streams:
+            return
+        for stream in streams:
+            await stream.close()
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                for stream in streams:
+                    await stream.closed()
+        except TimeoutError:
+            logger.debug("some peers did not take their last frames")
+
+    def _made(self, stream: FrameStream) -> None:
+        if len(self._streams) >= self._max_connections:
+            stream.abort()
+            return
+        self._adopt(stream)
+        self._scope.start(self._accept(stream), "accepted stream")
+
+    def _adopt(self, stream: FrameStream) -> None:
+        self._streams.add(stream)
+        stream.on_gone(self._streams.discard)
+
+    async def _accept(self, stream: FrameStream) -> None:
+        """Run one accepted stream to its end."""
+        try:
+            async with asyncio.timeout(PREAMBLE_TIMEOUT_S):
+                stream.peer = accepted_peer(await stream.preamble())
+        except (TimeoutError, NetworkError) as error:
+            logger.warning("a stream that the p2p daemon did not introduce: %s", error)
+            stream.abort()
+            return
+        assert self._handler is not None  # streams are accepted only after `serve`
+        try:
+            await self._handler(stream)
+        finally:
+            await stream.close()

@@ -1,0 +1,40 @@
+"""The only place that imports hivemind: it takes seconds, brings torch along, warns and sets up logging of its own.
+
+Owns which parts of hivemind we stand on. Import it only where the p2p daemon or the DHT is really used.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from importlib import resources
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its dependencies' deprecations, nothing a user could act on
+    import hivemind.hivemind_cli
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import P2P, PeerID
+    from hivemind.proto import p2pd_pb2
+    from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
+    from hivemind.utils.serializer import MSGPackSerializer
+
+logging.getLogger("hivemind").setLevel(logging.ERROR)
+
+P2PD = resources.files(hivemind.hivemind_cli).joinpath("p2pd")
+
+__all__ = [
+    "DHTID",
+    "P2P",
+    "P2PD",
+    "DHTNode",
+    "DHTRecord",
+    "DictionaryDHTValue",
+    "HivemindMultiaddr",
+    "MSGPackSerializer",
+    "PeerID",
+    "RecordValidatorBase",
+    "p2pd_pb2",
+]
