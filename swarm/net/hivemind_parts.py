@@ -13,10 +13,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its dependencies' deprecations, nothing a user could act on
     import hivemind.hivemind_cli
     from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
+    from hivemind.dht.protocol import ValidationError as DHTValidationError
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P, PeerID
+    from hivemind.p2p import P2P
     from hivemind.proto import p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
     from hivemind.utils.serializer import MSGPackSerializer
@@ -26,15 +26,14 @@ logging.getLogger("hivemind").setLevel(logging.ERROR)
 P2PD = resources.files(hivemind.hivemind_cli).joinpath("p2pd")
 
 __all__ = [
-    "DHTID",
     "P2P",
     "P2PD",
     "DHTNode",
     "DHTRecord",
+    "DHTValidationError",
     "DictionaryDHTValue",
     "HivemindMultiaddr",
     "MSGPackSerializer",
-    "PeerID",
     "RecordValidatorBase",
     "p2pd_pb2",
 ]

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import psutil
-import pytest
-from carrier_conformance import SMALL, Conformance, drain, echo
+from carrier_conformance import SMALL, Conformance, echo
 
-from swarm.errors import AddressInUse, ConnectionLost, NetworkError, PeerUnreachable, UsageError
 from swarm.messages import Ping
 from swarm.net.carrier import Carrier
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.identity import Identity
-from swarm.net.p2pd import DaemonOptions, P2PDaemon
+from swarm.net.p2pd import DaemonOptions
 
 
 class TestDaemon(Conformance):
