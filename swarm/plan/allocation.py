@@ -1,0 +1,238 @@
+"""Parallax phase 1 (§3.2): how many replicas of the model a pool of nodes forms, and who serves which layers in them.
+
+Owns the score Z(k) = k^alpha / (T_comp + s*(k)/k r_RTT), the regions, and the layout of the chosen replicas. That s*(k)
+is the fewest nodes that form k replicas, and how it is found, is `allocation_stairs`'; shares inside a replica are
+`balance`'s.
+
+Regions. As in the paper, a replica stays within one region: each region has its own s*(k), and the swarm's is their
+best combination. Departure: what is left once every region forms as many replicas as it can is pooled, and further
+replicas across regions compete by the same score, since a swarm whose regions are each too small could serve nothing.
+Nodes of unknown region form a region of their own.
+
+Ties: fewer stages, then lower node ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.errors import Infeasible, UsageError
+from swarm.plan.allocation_bounds import least_stages
+from swarm.plan.allocation_stairs import Staircase
+from swarm.plan.balance import PoolNode, balance, check_pool, lay_out
+from swarm.plan.budget import Budget
+from swarm.types import Hop
+
+DEFAULT_STEPS = 50_000
+_TIE = 1e-9  # scores closer than this, relatively, are equal: `pow` may differ in the last bit between machines
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What the score knows of time: `compute_ms` a replica takes on average (T_comp), `hop_ms` a stage adds (r_RTT).
+
+    `alpha` > 0: above 1 replicas count for more than their number. Raises UsageError.
+    """
+
+    compute_ms: float
+    hop_ms: float
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute_ms", "hop_ms"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"{name} is {value}; it must be a number of milliseconds, zero or more")
+        if self.compute_ms + self.hop_ms <= 0:
+            raise UsageError("compute_ms and hop_ms are both zero; the score needs one of them")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise UsageError(f"alpha is {self.alpha}; it must be a positive number")
+
+    def score(self, replicas: int, stages: int) -> float:
+        """Z(k), for `stages` nodes in all `replicas` together."""
+        return float(replicas**self.alpha / (self.compute_ms + stages / replicas * self.hop_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The replicas of the best k. Each covers `[0, num_layers)` once, in order; no node is in two of them.
+
+    `stages_by_k[k]` nodes form k replicas, at most `gap_by_k[k]` more than the fewest that could; 0 is proven optimal.
+    `score_bound`: no allocation that keeps to the regions scores more. `exact`: nor does any score more than this one.
+    Where it is False the work budget ran out and `replicas` are a greedy plan, within `gap` of the best.
+    """
+
+    replicas: tuple[tuple[Hop, ...], ...]
+    unused: tuple[str, ...]
+    best_k: int
+    score: float
+    score_bound: float
+    stages_by_k: Mapping[int, int]
+    gap_by_k: Mapping[int, int]
+    exact: bool
+
+    @property
+    def gap(self) -> float:
+        """How much more, relatively, the best allocation could score."""
+        return 0.0 if self.exact else self.score_bound / self.score - 1.0
+
+
+def allocate(
+    num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Budget | None = None, rebalance: bool = True
+) -> Allocation:
+    """Choose k and form k replicas of `num_layers` layers. Raises Infeasible if there is no room for one, UsageError.
+
+    `rebalance`: share layers by compute inside each replica; otherwise each node, the largest first, is filled up.
+    Nodes of a replica are in pipeline order, the largest first. Without a `budget` the work is DEFAULT_STEPS.
+    """
+    check_pool(num_layers, nodes)
+    held = sum(node.layer_capacity for node in nodes)
+    if held < num_layers:
+        raise Infeasible(
+            f"{len(nodes)} nodes hold {held} of {num_layers} layers; {num_layers - held} layers of memory are missing"
+        )
+    pools, ladder = _climb(num_layers, nodes, price, Budget(DEFAULT_STEPS) if budget is None else budget)
+    best = _best(ladder, price)
+    stages, split = ladder.found[best]
+    score = price.score(best, stages)
+    score_bound = _score_bound(num_layers, nodes, pools, ladder, price)
+    groups = [group for pool, k in zip(pools, split, strict=False) for group in pool.form(k)]
+    groups.sort(key=lambda group: (len(group), [node.id for node in group]))
+    used = {node.id for group in groups for node in group}
+    return Allocation(
+        replicas=tuple(_spans(num_layers, group, rebalance) for group in groups),
+        unused=tuple(sorted(node.id for node in nodes if node.id not in used)),
+        best_k=best,
+        score=score,
+        score_bound=max(score, score_bound),
+        stages_by_k={k: ladder.found[k][0] for k in sorted(ladder.found) if k},
+        gap_by_k={k: ladder.found[k][0] - ladder.bounds[k] for k in sorted(ladder.found) if k},
+        exact=stages == ladder.bounds[best] and score_bound <= score * (1 + _TIE),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ladder:
+    """`bounds[k]`: nodes that k replicas need at least; `found[k]`: nodes that form them, and k by pool."""
+
+    bounds: list[int]
+    found: dict[int, tuple[int, tuple[int, ...]]]
+
+    def beside(self, other: _Ladder) -> _Ladder:
+        """The best over all ways to split k replicas between two pools."""
+        bounds = [
+            min(self.bounds[i] + other.bounds[k - i] for i in range(max(0, k - other.most), min(k, self.most) + 1))
+            for k in range(self.most + other.most + 1)
+        ]
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for i, (left, left_split) in self.found.items():
+            for j, (right, right_split) in other.found.items():
+                if i + j not in found or left + right < found[i + j][0]:
+                    found[i + j] = left + right, left_split + right_split
+        return _Ladder(bounds, found)
+
+    def below(self, other: _Ladder) -> _Ladder:
+        """All that was found here, and on top of the most replicas of it those of `other`."""
+        top = max(self.found)
+        stages, split = self.found[top]
+        more = {top + k: (stages + above, split + by_pool) for k, (above, by_pool) in other.found.items() if k}
+        bounds = self.bounds[: top + 1] + [self.bounds[top] + bound for bound in other.bounds[1:]]
+        return _Ladder(bounds, self.found | more)
+
+    @property
+    def most(self) -> int:
+        return len(self.bounds) - 1
+
+
+class _Pool:
+    """Nodes that form replicas among themselves."""
+
+    def __init__(self, num_layers: int, nodes: Iterable[PoolNode], budget: Budget) -> None:
+        self._num_layers = num_layers
+        self._nodes = sorted((n for n in nodes if n.layer_capacity), key=lambda n: (-self._capacity(n), n.id))
+        self._stairs = Staircase([self._capacity(node) for node in self._nodes], num_layers, budget)
+
+    def _capacity(self, node: PoolNode) -> int:
+        return min(node.layer_capacity, self._num_layers)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known how many replicas these nodes form at most, and with how many nodes."""
+        return self._stairs.settled(self._stairs.most)
+
+    def sharpen(self, price: Price, budget: Budget) -> None:
+        """Settle s*(k), the most promising k first; hard ones are left until the easy ones are done."""
+        stairs = self._stairs
+        order = sorted(range(1, stairs.most + 1), key=lambda k: (-price.score(k, stairs.bound(k)), k))
+        for deep in (False, True):
+            for k in order:
+                stairs.sharpen(k, budget, deep)
+
+    def ladder(self) -> _Ladder:
+        stairs = self._stairs
+        found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+        for k in range(1, stairs.most + 1):
+            stages = stairs.stages(k)
+            if stages is not None:
+                found[k] = stages, (k,)
+        return _Ladder([0] + [stairs.bound(k) for k in range(1, stairs.most + 1)], found)
+
+    def form(self, k: int) -> list[list[PoolNode]]:
+        """The nodes of k replicas, the largest first in each; among equal capacities lower ids go first."""
+        waiting: dict[int, list[PoolNode]] = {}
+        for node in reversed(self._nodes):
+            waiting.setdefault(self._capacity(node), []).append(node)
+        bins = [sorted(members, reverse=True) for members in self._stairs.bins(k) or []]
+        bins.sort(key=lambda members: (len(members), [-c for c in members]))
+        return [[waiting[c].pop() for c in members] for members in bins]
+
+
+def _climb(
+    num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Budget
+) -> tuple[list[_Pool], _Ladder]:
+    """-> the pools, one a region and one of what they leave over, and what they form together."""
+    regions = sorted({node.region for node in nodes})
+    pools = [_Pool(num_layers, (node for node in nodes if node.region == region), budget) for region in regions]
+    ladder = _Ladder([0], {0: (0, ())})
+    for pool in pools:
+        pool.sharpen(price, budget)
+        ladder = ladder.beside(pool.ladder())
+    if len(pools) > 1:
+        _, split = ladder.found[max(ladder.found)]
+        used = {n.id for pool, k in zip(pools, split, strict=True) for group in pool.form(k) for n in group}
+        leftover = _Pool(num_layers, (node for node in nodes if node.id not in used), budget)
+        leftover.sharpen(price, budget)
+        pools.append(leftover)
+        ladder = ladder.below(leftover.ladder())
+    return pools, ladder
+
+
+def _best(ladder: _Ladder, price: Price) -> int:
+    """The k with the highest score; of equal scores the one with the fewest stages."""
+    scores = {k: price.score(k, stages) for k, (stages, _) in ladder.found.items() if k}
+    enough = max(scores.values()) * (1 - _TIE)
+    return min((ladder.found[k][0], k) for k, score in scores.items() if score >= enough)[1]
+
+
+def _score_bound(
+    num_layers: int, nodes: Sequence[PoolNode], pools: Sequence[_Pool], ladder: _Ladder, price: Price
+) -> float:
+    """No allocation that keeps to the regions scores more."""
+    bounds = ladder.bounds
+    if len(pools) > 1 and not all(pool.settled for pool in pools):
+        # How many replicas the regions form is open, hence also what they leave over: use what holds without regions.
+        capacities = sorted((min(node.layer_capacity, num_layers) for node in nodes), reverse=True)
+        bounds = [0, *least_stages(capacities, num_layers)]
+    return max(price.score(k, stages) for k, stages in enumerate(bounds) if k)
+
+
+def _spans(num_layers: int, group: Sequence[PoolNode], rebalance: bool) -> tuple[Hop, ...]:
+    if rebalance:
+        return balance(num_layers, group).spans
+    shares, left = [], num_layers
+    for node in group:
+        shares.append(min(node.layer_capacity, left))
+        left -= shares[-1]
+    return lay_out(group, shares)

@@ -1,0 +1,131 @@
+"""s*(k), the fewest nodes that form k replicas, for every k at once: bounds proven from below, replicas from above.
+
+Both s*(k) and the prefix that attains it come from one order: with capacities sorted downwards, k replicas need no node
+outside the s*(k) largest (see `allocation_dp`). A first, cheap pass finds replicas for every k, each from the ones
+before; `sharpen` then closes the gaps that are left, by proof or by a better find: the relaxation first, the dynamic
+program where rounding the relaxation settles nothing.
+
+Knows capacities only; nodes, regions and scores are `allocation`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm.plan.allocation_bounds import Dual, least_stages
+from swarm.plan.allocation_dp import decide
+from swarm.plan.allocation_greedy import Bin, extend, form, match_pairs, trim
+from swarm.plan.allocation_lp import dive
+from swarm.plan.budget import Budget
+
+
+class Staircase:
+    """For k = 1..`most`, the largest k not ruled out: `bound(k) <= s*(k) <= stages(k)`."""
+
+    def __init__(self, capacities: Sequence[int], num_layers: int, budget: Budget) -> None:
+        """`capacities`: sorted downwards, each in 1..num_layers."""
+        self._num_layers = num_layers
+        self._whole = sum(1 for c in capacities if c == num_layers)  # nodes that are a replica each
+        self._parts = list(capacities[self._whole :])
+        self._bounds = least_stages(self._parts, num_layers)
+        self._found: list[list[Bin] | None] = [None] * len(self._bounds)
+        self._stages = [0] * len(self._bounds)  # nodes of `_found`
+        self._proofs: list[Dual] = []
+        self._rounded: set[tuple[int, int]] = set()  # (nodes, replicas) that rounding did not settle
+        self._climb(budget)
+
+    @property
+    def most(self) -> int:
+        return self._whole + len(self._bounds)
+
+    def bound(self, k: int) -> int:
+        """A proven lower bound on s*(k)."""
+        return k if k <= self._whole else self._whole + self._bounds[k - self._whole - 1]
+
+    def bins(self, k: int) -> list[Bin] | None:
+        """The capacities of k replicas, or None if none were found for this k."""
+        if k <= self._whole:
+            return [[self._num_layers]] * k
+        found = self._found[k - self._whole - 1]
+        return None if found is None else [[self._num_layers]] * self._whole + found
+
+    def stages(self, k: int) -> int | None:
+        """How many nodes `bins(k)` has."""
+        if k <= self._whole:
+            return k
+        parts = self._stages[k - self._whole - 1]
+        return self._whole + parts if parts else None
+
+    def settled(self, k: int) -> bool:
+        """Whether s*(k) is known."""
+        return self.bound(k) == self.stages(k)
+
+    def sharpen(self, k: int, budget: Budget, deep: bool) -> bool:
+        """Work on s*(k) until it is known, or k is ruled out; False if the budget or the searches give up before.
+
+        `deep`: where rounding the relaxation settles nothing, run the dynamic program.
+        """
+        while k <= self.most and not self.settled(k):
+            if budget.spent:
+                return False
+            row = k - self._whole - 1
+            pairs, rest = match_pairs(self._parts[: self._bounds[row]], self._num_layers)
+            answer = self._decide(rest, row + 1 - len(pairs), budget, deep)
+            if answer is None:
+                return False
+            if isinstance(answer, list):
+                self._keep(row, (pairs + answer)[: row + 1])
+            else:
+                self._raise_bound(row)
+        return True
+
+    def _decide(self, rest: Sequence[int], replicas: int, budget: Budget, deep: bool) -> list[Bin] | bool | None:
+        """`replicas` bins out of `rest`, False if there are none, None if unknown."""
+        if any(proof.replicas(rest) < replicas for proof in reversed(self._proofs)):
+            return False
+        if replicas <= 0:
+            return []
+        if (len(rest), replicas) not in self._rounded:
+            answer = dive(rest, replicas, self._num_layers, budget)
+            if isinstance(answer, Dual):
+                self._proofs.append(answer)
+                return False
+            if answer is not None:
+                return answer
+            self._rounded.add((len(rest), replicas))
+        return decide(rest, replicas, self._num_layers, budget) if deep else None
+
+    def _raise_bound(self, row: int) -> None:
+        """The bound of `row` fails: it and, where needed, those above go up by one; drop what leaves the pool."""
+        self._bounds[row] += 1
+        for above in range(row + 1, len(self._bounds)):
+            if self._bounds[above] > self._bounds[above - 1]:
+                break
+            self._bounds[above] += 1
+        while self._bounds and self._bounds[-1] > len(self._parts):
+            self._bounds.pop()
+            self._found.pop()
+            self._stages.pop()
+
+    def _climb(self, budget: Budget) -> None:
+        """Find replicas for k = 1, 2, ... each in the shortest prefix that the quick ways manage."""
+        bins: list[Bin] = []
+        loads: list[int] = []
+        used = 0
+        for row, bound in enumerate(self._bounds):
+            for end in range(bound, len(self._parts) + 1):
+                grown = extend(bins, loads, self._parts[used:end], self._num_layers, budget) if end > used else None
+                if grown is None and not budget.spent:
+                    formed = form(self._parts[:end], row + 1, self._num_layers, budget)
+                    grown = None if formed is None else (formed, [sum(members) for members in formed])
+                if grown is not None:
+                    break
+            else:
+                return
+            bins, loads = grown
+            used = end
+            self._keep(row, bins if end == bound else trim(bins, self._num_layers))
+
+    def _keep(self, row: int, bins: list[Bin]) -> None:
+        self._found[row] = bins
+        self._stages[row] = sum(map(len, bins))

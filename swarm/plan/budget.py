@@ -1,0 +1,40 @@
+"""How much work a decision may cost before it must settle for what it has.
+
+Counts steps, a step being roughly a microsecond of Python, so that every node that plans from the same snapshot stops
+at the same place and gets the same plan. A caller that would rather keep to wall-clock time hands in a clock; this
+module reads none itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swarm.errors import UsageError
+
+
+class Budget:
+    """`steps` of work, and `ms` milliseconds of `clock` (which returns seconds) if given; the first to run out counts.
+
+    Raises UsageError for a negative limit, or `ms` without a clock.
+    """
+
+    def __init__(self, steps: int, ms: float | None = None, clock: Callable[[], float] | None = None) -> None:
+        if steps < 0 or (ms is not None and not ms >= 0):
+            raise UsageError(f"a budget of {steps} steps and {ms} ms is not one; both must be zero or more")
+        if ms is not None and clock is None:
+            raise UsageError("a budget in milliseconds needs a clock to be measured with")
+        self._steps = steps
+        self._clock = clock
+        self._deadline = clock() + ms / 1000.0 if clock is not None and ms is not None else None
+
+    def spend(self, steps: int = 1) -> bool:
+        """Count `steps` of work; False once the budget is gone."""
+        self._steps -= steps
+        return not self.spent
+
+    @property
+    def spent(self) -> bool:
+        late = self._clock is not None and self._deadline is not None and self._clock() >= self._deadline
+        if late:
+            self._steps = 0
+        return self._steps <= 0
