@@ -8,9 +8,11 @@ from datetime import datetime
 from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from swarm.errors import CorruptModel, InvalidRequest
 
@@ -37,7 +39,15 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special,
             )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             raise InvalidRequest(f"the model's chat template does not take these messages: {error}") from None
 
 
@@ -66,9 +76,38 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    words: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
+    words: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise,
+        "strftime_now": _now,
+        "dict": _make_dict,  # a function, so that a template cannot reach the type behind it
+        "namespace": _PlainNamespace,
+    }
     environment.globals.update(words)
     return environment
+
+
+class _PlainNamespace(Namespace):
+    """Jinja's namespace without underscored names, by which a template could replace its internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`, so that a template may call one of its values that
+        self, *values = args
+        attributes = dict(*values, **kwargs)
+        for name in attributes:
+            _refuse_underscore(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template may not set '{name}'")
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
 
 
 def _raise(message: str) -> None:

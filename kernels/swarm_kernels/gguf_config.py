@@ -17,7 +17,7 @@ MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": 
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "attn_factor"}
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 
 
 def gguf_model_config(header: GgufHeader, rope_factors: tuple[float, ...], where: str) -> ModelConfig:
@@ -28,7 +28,7 @@ def gguf_model_config(header: GgufHeader, rope_factors: tuple[float, ...], where
     arch = header.text("general.architecture")
     if arch not in MODEL_TYPES:
         known = ", ".join(sorted(MODEL_TYPES))
-        raise UnsupportedModel(f"{where} holds a model of architecture '{arch}'; GGUF files of {known} are read")
+        raise UnsupportedModel(f"{where} holds a model of architecture {arch[:40]!r}; GGUF files of {known} are read")
     if header.integer(f"{arch}.expert_count", 0):
         raise UnsupportedModel(f"{where} holds a mixture of experts, which is not read from GGUF; use its safetensors")
     hf = _hf_config(header, arch, where)
@@ -95,8 +95,9 @@ def _kv_heads(header: GgufHeader, arch: str, heads: int) -> int:
 def _rope(header: GgufHeader, arch: str, where: str, hf: dict[str, Any], factors: tuple[float, ...]) -> dict[str, Any]:
     theta = header.number(f"{arch}.rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
-    kind = header.text(f"{arch}.rope.scaling.type", "none")
-    factor = header.number(f"{arch}.rope.scaling.factor") or header.number(f"{arch}.rope.scale_linear")
+    legacy = header.number(f"{arch}.rope.scale_linear")
+    kind = header.text(f"{arch}.rope.scaling.type", "none" if legacy is None else "linear")
+    factor = header.number(f"{arch}.rope.scaling.factor", legacy)
     if factors:
         return rope | _llama3_scaling(factors, float(theta or 10000.0), where)
     if kind == "none" or factor in (None, 1.0):
@@ -104,8 +105,8 @@ def _rope(header: GgufHeader, arch: str, where: str, hf: dict[str, Any], factors
     rope |= {"rope_type": kind, "factor": factor}
     if kind == "linear":
         return rope
-    if kind != "yarn":
-        raise UnsupportedModel(f"{where} scales its rotary embedding by '{kind}', which is not read from GGUF")
+    if kind != "yarn" or header.number(f"{arch}.rope.scaling.attn_factor", 1.0) != 1.0:
+        raise UnsupportedModel(f"{where} scales its rotary embedding by {kind[:40]!r}, which is not read from GGUF")
     original = header.integer(f"{arch}.rope.scaling.original_context_length")
     rope["original_max_position_embeddings"] = original or hf["max_position_embeddings"]
     for name, key in _YARN.items():
@@ -120,7 +121,7 @@ def _llama3_scaling(factors: tuple[float, ...], theta: float, where: str) -> dic
     Every Llama 3.x release uses the same three constants beside the factor; the fit is checked, never assumed.
     """
     low, high, original = 1.0, 4.0, 8192
-    factor = max(factors)
+    factor = round(max(factors), 4)
     for i, given in enumerate(factors):
         wavelength = 2 * math.pi * theta ** (i / len(factors))
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))

@@ -76,7 +76,7 @@ class GgufHeader:
         self._path = file.path
         self._values: dict[str, Any] = {}
         for _ in range(key_count):
-            key = cursor.text(_MAX_NAME)
+            key = cursor.name()
             if key in self._values:
                 raise cursor.corrupt(f"metadata key '{key}' appears twice")
             self._values[key] = cursor.value(cursor.u32())
@@ -198,6 +198,12 @@ class _Cursor:
             raise self.corrupt(f"a text of {length} bytes")
         return self.raw(length).decode("utf-8", "replace")
 
+    def name(self) -> str:
+        name = self.text(_MAX_NAME)
+        if not name.isprintable():
+            raise self.corrupt("a name that cannot be printed")
+        return name
+
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.text(_MAX_TEXT)
@@ -230,7 +236,7 @@ class _Cursor:
 def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
     entries = []
     for _ in range(count):
-        name = cursor.text(_MAX_NAME)
+        name = cursor.name()
         dims = cursor.u32()
         if not 1 <= dims <= _MAX_DIMS:
             raise cursor.corrupt(f"tensor '{name}' has {dims} dimensions")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from swarm.errors import CorruptModel, UnsupportedModel
+from swarm_kernels.decoder_shapes import check_shapes
 from swarm_kernels.gguf_config import gguf_model_config
 from swarm_kernels.gguf_header import GgufHeader, GgufTensor
 from swarm_kernels.gguf_quants import unpack, unpacked_itemsize
@@ -54,7 +54,7 @@ class GgufSource:
                 raise UnsupportedModel(f"{path} is one of {parts} parts; join them by 'llama-gguf-split --merge' first")
             self._tensors = _hf_names(self.header)
             self.config: ModelConfig = gguf_model_config(self.header, self._rope_factors(), str(path))
-            self._check_shapes()
+            check_shapes(self.config, self._tensors, str(path))
             self.weight_hash = fingerprint(
                 self.config,
                 [(name, t.shape, t.dtype, t.nbytes) for name, t in self._tensors.items()],
@@ -103,31 +103,6 @@ class GgufSource:
             raise CorruptModel(f"{self.path}: '{_ROPE_FACTORS}' is not a row of fp32 numbers")
         values: list[float] = self.file.read(tensor.offset, tensor.nbytes).view(np.float32).tolist()
         return tuple(values)
-
-    def _check_shapes(self) -> None:
-        """The tensors a stranger's file must have, in the shapes its own metadata promises."""
-        for name, shape in _promised_shapes(self.config):
-            if self._find(name).shape != shape:
-                found = list(self._tensors[name].shape)
-                raise CorruptModel(f"{self.path}: '{name}' has the shape {found}, its metadata promises {list(shape)}")
-
-
-def _promised_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Lazily, for the metadata may claim any number of layers."""
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
-    yield "model.norm.weight", (c.hidden_size,)
-    for layer in range(c.num_layers):
-        prefix = f"model.layers.{layer}."
-        yield prefix + "input_layernorm.weight", (c.hidden_size,)
-        yield prefix + "post_attention_layernorm.weight", (c.hidden_size,)
-        yield prefix + "self_attn.q_proj.weight", (queries, c.hidden_size)
-        yield prefix + "self_attn.k_proj.weight", (keys, c.hidden_size)
-        yield prefix + "self_attn.v_proj.weight", (keys, c.hidden_size)
-        yield prefix + "self_attn.o_proj.weight", (c.hidden_size, queries)
-        yield prefix + "mlp.gate_proj.weight", (c.intermediate_size, c.hidden_size)
-        yield prefix + "mlp.up_proj.weight", (c.intermediate_size, c.hidden_size)
-        yield prefix + "mlp.down_proj.weight", (c.hidden_size, c.intermediate_size)
 
 
 def _hf_names(header: GgufHeader) -> dict[str, GgufTensor]:

@@ -67,7 +67,7 @@ def read_gguf_tokenizer(header: GgufHeader, where: str) -> TokenizerParts:
     elif model == "llama":
         tokenizer, add_bos = _sentencepiece(header, tokens, where), True
     else:
-        raise UnsupportedModel(f"{where} has a tokenizer of kind '{model}'; gpt2 and llama are read")
+        raise UnsupportedModel(f"{where} has a tokenizer of kind {model[:40]!r}; gpt2 and llama are read")
     control = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
     user_defined = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
     add_tokens(tokenizer, control, user_defined)
@@ -96,7 +96,9 @@ def _byte_level(header: GgufHeader, tokens: list[str], kinds: Sequence[float], w
     """GPT-2's byte-level BPE with the pre-tokenizer the file names."""
     name = header.text("tokenizer.ggml.pre")
     if name not in _PRE_TOKENIZERS:
-        raise UnsupportedModel(f"{where} splits text by the unknown pre-tokenizer '{name}'; use the safetensors model")
+        raise UnsupportedModel(
+            f"{where} splits text by the unknown pre-tokenizer {name[:40]!r}; use the safetensors model"
+        )
     pre = _PRE_TOKENIZERS[name]
     merges = []
     for merge in header.strings("tokenizer.ggml.merges"):

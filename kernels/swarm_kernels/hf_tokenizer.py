@@ -1,4 +1,8 @@
-"""The tokenizer of a Hugging Face folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`."""
+"""The tokenizer of a Hugging Face folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
+
+`tokenizer.json` says all there is about ids, what is put around a text included; as in transformers 5, the flags
+`add_bos_token` and `add_eos_token` beside it are not looked at.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from tokenizers import Tokenizer
 
 from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from swarm_kernels.safetensors_source import read_json
-from swarm_kernels.tokenizer_parts import TokenizerParts, malformed, wrap_with
+from swarm_kernels.tokenizer_parts import TokenizerParts, malformed
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OTHER_KINDS = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "tiktoken.model")
@@ -32,8 +36,6 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
     tokenizer.no_padding()
     settings = read_json(folder / "tokenizer_config.json", required=False)
     special = _named_tokens(settings)
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        _follow_flags(tokenizer, settings, special)
     eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
     return TokenizerParts(tokenizer, _chat_template(folder, settings), special, () if eos is None else (eos,))
 
@@ -47,16 +49,6 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str) and value:
             named[key] = value
     return named
-
-
-def _follow_flags(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Explicit flags beat the post-processor of tokenizer.json, as in transformers."""
-
-    def wanted(flag: str, name: str) -> str | None:
-        token = special.get(name) if settings.get(flag) is True else None
-        return token if token is not None and tokenizer.token_to_id(token) is not None else None
-
-    wrap_with(tokenizer, wanted("add_bos_token", "bos_token"), wanted("add_eos_token", "eos_token"))
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ and GGUF are ever read; no pickle is loaded and no code from a model is run.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -31,18 +32,18 @@ def open_model(spec: str, cache_dir: Path | None = None, *, expected_sha256: str
     """
     if spec in builtin.MODELS:
         return GgufSource(_checked(builtin.ensure(spec, cache_dir), expected_sha256), spec)
-    path = Path(spec).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(spec))
+    if os.path.isfile(path):  # not Path.is_file, which lets "permission denied" and "name too long" through as OSError
         return _open_file(path, expected_sha256)
-    if path.is_dir():
+    if spec and os.path.isdir(path):
         return _open_folder(path, None, expected_sha256)
     if _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
         return _open_folder(_fetch_from_hub(spec, cache_dir), spec, expected_sha256)
     if path.suffix == ".gguf" or "/" in spec or "\\" in spec:
-        raise ModelNotFound(f"there is no model at {spec}")
+        raise ModelNotFound(f"there is no model at {spec[:200]}")
     raise ModelNotFound(
-        f"'{spec}' is no model: give a folder, a .gguf file, a Hugging Face id such as org/name, or a built-in model "
-        f"({', '.join(builtin.MODELS)})"
+        f"'{spec[:200]}' is no model: give a folder, a .gguf file, a Hugging Face id such as org/name, "
+        f"or a built-in model ({', '.join(builtin.MODELS)})"
     )
 
 

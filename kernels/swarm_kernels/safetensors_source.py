@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 
 from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from swarm_kernels.decoder_shapes import check_shapes
 from swarm_kernels.hf_config import model_config
 from swarm_kernels.model_config import ModelConfig
 from swarm_kernels.model_source import ModelFile, fingerprint
@@ -57,6 +58,7 @@ class SafetensorsSource:
                 has_head=self.has("lm_head.weight"),
                 where=str(folder / "config.json"),
             )
+            check_shapes(self.config, self._tensors, str(folder))
             self.weight_hash = fingerprint(
                 self.config,
                 [(name, t.shape, t.dtype, t.nbytes) for name, t in self._tensors.items()],
@@ -102,12 +104,15 @@ class SafetensorsSource:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CorruptModel(f"{index} has no weight_map; fetch it again")
-        shards = {shard: self._open(self._shard(index, shard)) for shard in sorted(set(map(str, weight_map.values())))}
+        weight_map = {name: str(shard) for name, shard in weight_map.items()}
+        shards = {shard: self._open(self._shard(index, shard)) for shard in sorted(set(weight_map.values()))}
         tensors = {}
         for name, shard in weight_map.items():
-            if name not in shards[str(shard)]:
-                raise CorruptModel(f"{index} says '{name}' is in {shard}, but it is not; fetch the model again")
-            tensors[name] = shards[str(shard)][name]
+            if name not in shards[shard]:
+                raise CorruptModel(
+                    f"{index} says {name[:80]!r} is in {shard[:80]!r}, but it is not; fetch the model again"
+                )
+            tensors[name] = shards[shard][name]
         return tensors
 
     def _single_file(self) -> Path:
@@ -126,7 +131,7 @@ class SafetensorsSource:
 
     def _shard(self, index: Path, shard: str) -> Path:
         if not shard.endswith(".safetensors") or Path(shard).name != shard:
-            raise CorruptModel(f"{index} names '{shard}', which is no safetensors file beside it")
+            raise CorruptModel(f"{index} names {shard[:80]!r}, which is no safetensors file beside it")
         path = self.path / shard
         if not path.is_file():
             raise ModelNotFound(f"the shard {shard} is missing from {self.path}; fetch the model again")
@@ -181,14 +186,14 @@ def _read_header(file: ModelFile) -> dict[str, _Tensor]:
 
 
 def _entry(file: ModelFile, name: str, value: Any, data_start: int) -> _Tensor:
-    malformed = CorruptModel(f"{file.path}: the entry of '{name}' is malformed; fetch it again")
-    if not isinstance(value, dict):
+    malformed = CorruptModel(f"{file.path}: the entry of {name[:80]!r} is malformed; fetch it again")
+    if not isinstance(value, dict) or not name.isprintable():
         raise malformed
     dtype, shape, span = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not isinstance(dtype, str) or not _counts(shape) or not _counts(span) or len(span) != 2 or len(shape) > 16:
         raise malformed
     if dtype not in _SIZES:
-        raise UnsupportedModel(f"{file.path}: '{name}' is stored as {dtype[:16]}, which is not read")
+        raise UnsupportedModel(f"{file.path}: '{name}' is stored as {dtype[:16]!r}, which is not read")
     begin, end = span
     if end - begin != math.prod(shape) * _SIZES[dtype]:
         raise malformed
