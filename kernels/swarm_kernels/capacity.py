@@ -15,7 +15,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 def layer_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of one layer's weights. Exact for the lean families; others are counted on transformers' own layer."""
     if not config.lean:
-        from swarm_kernels.general import layer_parameters  # imports transformers, which takes seconds
+        from swarm_kernels.general_load import layer_parameters  # imports transformers, which takes seconds
 
         return layer_parameters(config) * dtype.itemsize
     hidden, dim, wide = config.hidden_size, config.head_dim, config.intermediate_size
