@@ -5,9 +5,11 @@ Owns their making and their end. An in-memory `Network` takes their place in tes
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from swarm.config import Limits
@@ -44,12 +46,17 @@ async def connect(peers: Sequence[str], limits: Limits) -> AsyncIterator[Network
         raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
     from swarm.net.directory import DhtDirectory
 
+    await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # a second in which others can work
     from swarm.net.daemon_streams import DaemonCarrier
+    from swarm.net.directory import DhtDirectory
+    from swarm.net.p2pd import DaemonOptions
 
-    async with (
-        await DaemonCarrier.create(Identity.generate(), initial_peers=peers) as carrier,
-        await DhtDirectory.create(carrier, client_mode=True) as directory,
-    ):
+    async with AsyncExitStack() as stack:
+        options = DaemonOptions(peers=tuple(peers))
+        carrier = await DaemonCarrier.start(Identity.generate(), options, dial_timeout_s=limits.dial_timeout_s)
+        stack.push_async_callback(carrier.close)
+        directory = await DhtDirectory.start(carrier, peers, client=True)
+        stack.push_async_callback(directory.close)
         network = Network.over(carrier, directory, limits)
         async with network.pool:
             yield network
