@@ -13,6 +13,7 @@
         OutOfMemory                   too little memory for one layer, or no KV pages left
         DeviceUnavailable             the GPU that was asked for is not there
         AddressInUse                  the port to listen on is taken
+      KernelError                   tensors or slots that cannot be right, refused before any kernel ran
         IdentityError                 the file with this peer's key cannot be read or written
       PlanError                     a planner's input that has no answer
         Infeasible
@@ -100,6 +101,12 @@ class IdentityError(ResourceError):
     """The identity file is missing its key, unreadable or unwritable; the sentence names it."""
 
     code = "identity"
+
+
+class KernelError(SwarmError):
+    """A kernel was handed tensors, pages or slots that do not fit together."""
+
+    code = "kernel"
 
 
 class PlanError(SwarmError):

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_kernels import reference
+from swarm.errors import KernelError
+from swarm_kernels import compiled, native, reference
 from swarm_kernels.attention import attend, move_slots
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.reference import LayerWeights, Linear, apply_rope, rms_norm
+from swarm_kernels.checks import check_layer, check_plan, check_plan_shapes, check_rope
+from swarm_kernels.native import available, describe, set_threads, use
+from swarm_kernels.reference import LayerWeights, Linear, apply_rope
 
 __all__ = [
     "LayerWeights",
@@ -28,22 +31,8 @@ __all__ = [
     "pack_linear",
     "rms_norm",
     "set_threads",
+    "use",
 ]
-
-
-def available() -> str:
-    """The CPU implementation in use: "avx512", "avx2", "generic" (compiled) or "reference" (plain torch)."""
-    return "reference"
-
-
-def describe() -> str:
-    """`available()` in words, with the reason, for a program to show."""
-    return "plain torch"
-
-
-def set_threads(count: int) -> None:
-    """How many threads an op may use, the caller included."""
-    torch.set_num_threads(count)
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -52,7 +41,20 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     The result maps `x [n, K]` to `[n, N]` of x's dtype; a row's result does not depend on the other rows. Fused
     projections (QKV, gate-up) are concatenated by output before packing. The weight may be dropped afterwards.
     """
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise KernelError(f"a linear layer of shape {tuple(weight.shape)} cannot be packed with this bias")
+    packable = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32)
+    if packable and native.library() is not None:
+        return compiled.pack_linear(weight, bias)
     return reference.pack_linear(weight, bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / rms(x) * weight` over the last dimension, computed in fp32, in x's dtype."""
+    library = native.library() if x.device.type == "cpu" and x.dtype == torch.float32 else None
+    if library is not None:
+        return compiled.rms_norm(library, x, weight, eps)
+    return reference.rms_norm(x, weight, eps)
 
 
 def decoder_layer(
@@ -85,4 +87,15 @@ def decoder_layers(
     Prefer it to a loop: compiled, the stack is one call that holds no GIL from beginning to end, so a busy event loop
     delays a step once instead of once a layer.
     """
+    check_plan_shapes(plan)
+    covered = hidden.device.type == "cpu" and hidden.dtype == torch.float32
+    for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
+        check_layer(hidden, weights, k_pages, v_pages, plan)
+        check_rope(cos, sin, plan.rows, weights.head_dim)
+        covered = covered and compiled.covers_cache(k_pages) and compiled.covers_layer(weights)
+    library = native.library() if covered else None
+    if library is not None and plan.rows and layers:
+        return compiled.decoder_layers(library, hidden, layers, cos, sin, caches, plan)
+    for k_pages, _ in caches:
+        check_plan(plan, k_pages.shape[0])
     return reference.decoder_layers(hidden, layers, cos, sin, caches, plan)

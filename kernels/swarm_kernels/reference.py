@@ -54,7 +54,7 @@ class PlainLinear:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LayerWeights:
     """One Llama-like decoder layer: pre-norm attention with rotary positions, then a gated SiLU MLP.
 
@@ -161,7 +161,7 @@ def _groups(plan: BatchPlan) -> list[_Group]:
     past = plan.past.cpu()
     session = plan.session.cpu()
     groups = []
-    for index in session.unique().tolist():
+    for index in sorted(set(session.tolist())):
         rows = (session == index).nonzero().flatten()
         groups.append(_group(plan, rows.to(plan.past.device), index, int(past[rows].max())))
     _groups_of = (plan, groups)
@@ -249,7 +249,7 @@ def decoder_layer(
     w = weights
     rows = hidden.shape[0]
     packed = w.qkv(rms_norm(hidden, w.attn_norm, w.eps)).view(rows, w.heads + 2 * w.kv_heads, w.head_dim)
-    q, k, v = packed.split((w.heads, w.kv_heads, w.kv_heads), 1)
+    q, k, v = packed[:, : w.heads], packed[:, w.heads : -w.kv_heads], packed[:, -w.kv_heads :]
     if w.q_norm is not None:
         q = rms_norm(q, w.q_norm, w.eps)
     if w.k_norm is not None:

@@ -1,0 +1,125 @@
+"""What every op asks of its tensors before a kernel runs. Knows no implementation.
+
+A wrong shape or slot is a bug of the caller, but one that could write into another session's keys: it is refused as a
+KernelError. Shapes are compared at each call, which costs a microsecond; the slots of a plan are looked at once a plan.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swarm.errors import KernelError
+from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.cpu.binding import PLAN_FAULTS
+from swarm_kernels.reference import LayerWeights
+
+
+def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+    """Keys `[pages, G, D, PAGE]` and values `[pages, G, PAGE, D]` of one dtype, contiguous, on one device."""
+    if k_pages.dim() != 4 or k_pages.shape[3] != PAGE:
+        raise KernelError(f"key pages have shape {tuple(k_pages.shape)}, not [pages, kv heads, head size, {PAGE}]")
+    pages, groups, dim, _ = k_pages.shape
+    if v_pages.shape != (pages, groups, PAGE, dim):
+        raise KernelError(f"value pages have shape {tuple(v_pages.shape)}, not {(pages, groups, PAGE, dim)}")
+    if v_pages.dtype != k_pages.dtype or v_pages.device != k_pages.device:
+        raise KernelError("key and value pages differ in dtype or device")
+    if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+        raise KernelError("key and value pages must be contiguous")
+
+
+def check_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: BatchPlan,
+) -> None:
+    """`q [n, H, D]`, `k` and `v` `[n, G, D]` for the plan's n rows and this cache; H a multiple of G."""
+    check_cache(k_pages, v_pages)
+    _, groups, dim, _ = k_pages.shape
+    if k.shape != (plan.rows, groups, dim) or v.shape != k.shape:
+        raise KernelError(f"keys {tuple(k.shape)} or values {tuple(v.shape)} are not {(plan.rows, groups, dim)}")
+    if q.dim() != 3 or q.shape[0] != plan.rows or q.shape[2] != dim or q.shape[1] % groups:
+        raise KernelError(f"queries have shape {tuple(q.shape)}, which does not fit {tuple(k.shape)} keys")
+    if not q.device == k.device == v.device == k_pages.device:
+        raise KernelError("queries, keys, values and pages are on different devices")
+    check_plan_shapes(plan)
+
+
+def check_layer(
+    hidden: torch.Tensor, weights: LayerWeights, k_pages: torch.Tensor, v_pages: torch.Tensor, plan: BatchPlan
+) -> None:
+    """`hidden [n, width]` for the plan's n rows, and a cache of this layer's heads."""
+    check_cache(k_pages, v_pages)
+    if hidden.shape != (plan.rows, weights.o.out_features):
+        raise KernelError(f"hidden states have shape {tuple(hidden.shape)}, not {(plan.rows, weights.o.out_features)}")
+    if k_pages.shape[1:3] != (weights.kv_heads, weights.head_dim) or weights.heads % weights.kv_heads:
+        raise KernelError(f"pages of shape {tuple(k_pages.shape)} are not of this layer's heads")
+    if hidden.device != k_pages.device:
+        raise KernelError("hidden states and pages are on different devices")
+
+
+def check_rope(cos: torch.Tensor, sin: torch.Tensor, rows: int, head_dim: int) -> None:
+    """`cos` and `sin` `[n, rot]`, rot even and at most the head size."""
+    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != rows or cos.shape[1] % 2 or cos.shape[1] > head_dim:
+        raise KernelError(f"rotary tables have shapes {tuple(cos.shape)} and {tuple(sin.shape)} for {rows} rows")
+
+
+def check_plan_shapes(plan: BatchPlan) -> None:
+    """The plan's tensors agree on the number of rows, sessions and copies."""
+    rows = plan.rows
+    per_row = (plan.session, plan.past, plan.write, plan.tree_mask)
+    if any(tensor.shape[0] != rows for tensor in per_row) or plan.tree_mask.dim() != 2:
+        raise KernelError(f"a plan of {rows} rows has tensors of another length")
+    if plan.pages.dim() != 2 or plan.tree_pages.dim() != 2 or plan.pages.shape[0] != plan.tree_pages.shape[0]:
+        raise KernelError("the page tables of a plan disagree on the number of sessions")
+    if plan.copy_from.shape != plan.copy_to.shape:
+        raise KernelError("a plan copies from and to different numbers of slots")
+
+
+def check_slots(copy_from: torch.Tensor, copy_to: torch.Tensor, pages: int) -> None:
+    """As many sources as targets, all of them slots of a cache of `pages` pages."""
+    if copy_from.shape != copy_to.shape:
+        raise KernelError("there are not as many slots to copy from as to copy to")
+    if copy_from.numel() and bool(_outside(torch.stack((copy_from, copy_to)), pages * PAGE)):
+        raise KernelError(PLAN_FAULTS[16])
+
+
+_checked: tuple[BatchPlan, int] | None = None  # the last: a batch asks once a layer
+
+
+def check_plan(plan: BatchPlan, pages: int) -> None:
+    """The plan's sessions, pages, slots and masks lie within a cache of `pages` pages: `swarm_check_plan` in torch."""
+    global _checked
+    known = _checked
+    if known is not None and known[0] is plan and known[1] == pages:
+        return
+    slots = pages * PAGE
+    tree_slots = plan.tree_pages.shape[1] * PAGE
+    faults = torch.stack((
+        _outside(plan.session, plan.pages.shape[0]),
+        _outside(plan.past, plan.pages.shape[1] * PAGE + 1),
+        _outside(plan.write, slots),
+        _outside(plan.pages, pages),
+        _outside(plan.tree_pages, pages),
+        _beyond(plan.tree_mask, tree_slots),
+        _outside(plan.copy_from, slots) | _outside(plan.copy_to, slots),
+    ))
+    for code, fault in zip(sorted(PLAN_FAULTS), faults.tolist(), strict=True):
+        if fault:
+            raise KernelError(PLAN_FAULTS[code])
+    _checked = (plan, pages)
+
+
+def _outside(values: torch.Tensor, end: int) -> torch.Tensor:
+    return ((values < 0) | (values >= end)).any()
+
+
+def _beyond(mask: torch.Tensor, slots: int) -> torch.Tensor:
+    """Whether any bit of `mask [n, words]` is set at or beyond `slots`."""
+    whole, rest = divmod(slots, 64)
+    late = mask[:, whole + 1 :].any()
+    if rest and whole < mask.shape[1]:
+        return late | (mask[:, whole] >> rest != 0).any()
+    return late | mask[:, whole : whole + 1].any()

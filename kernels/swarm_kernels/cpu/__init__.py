@@ -1,0 +1,1 @@
+"""The CPU kernels: C++ sources and their ctypes binding."""

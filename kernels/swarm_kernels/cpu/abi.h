@@ -1,0 +1,55 @@
+// The C structs Python fills in (cpu/binding.py mirrors them field by field) and the status codes it gets back.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+enum SwarmStatus : int32_t {
+  SWARM_OK = 0,
+  SWARM_NO_MEMORY = 1,
+  SWARM_UNKNOWN_ISA = 2,
+  // Faults of a plan, found by swarm_check_plan before any kernel runs.
+  SWARM_BAD_SESSION = 10,
+  SWARM_BAD_PAST = 11,
+  SWARM_BAD_WRITE = 12,
+  SWARM_BAD_PAGE = 13,
+  SWARM_BAD_TREE_PAGE = 14,
+  SWARM_BAD_TREE_MASK = 15,
+  SWARM_BAD_COPY = 16,
+};
+
+// Weights packed in blocks of 16 outputs, zero-padded: fp32 [out/16][in][16]; bf16 [out/16][in/2][16][2], `in` even.
+struct SwarmLinear {
+  const void* weight;
+  const float* bias;  // [out rounded up to 16] or null
+  int64_t in, out;
+  int32_t bf16, unused;
+};
+
+struct SwarmLayer {
+  SwarmLinear qkv, o, gate_up, down;
+  const float *attn_norm, *mlp_norm;  // [hidden]
+  const float *q_norm, *k_norm;       // [head_dim] or null
+  int64_t heads, kv_heads, head_dim;
+  float eps, scale;
+};
+
+// One layer's pages: keys [pages][groups][dim][PAGE], values [pages][groups][PAGE][dim].
+struct SwarmCache {
+  void *k, *v;
+  int64_t pages, groups, dim;
+  int32_t bf16, unused;
+};
+
+// swarm_kernels.batch.BatchPlan, all arrays contiguous.
+struct SwarmPlan {
+  int64_t rows, sessions, max_pages, max_tree_pages, words, copies;
+  const int64_t* positions;
+  const int32_t *session, *past;
+  const int64_t* write;
+  const int32_t *pages, *tree_pages;
+  const uint64_t* tree_mask;
+  const int64_t *copy_from, *copy_to;
+};
+
+}  // extern "C"

@@ -1,0 +1,191 @@
+// Attention of query rows against paged keys and values, 64 keys at a time, by online softmax. A row's arithmetic is the
+// same whichever rows share its tile: chunks come in order, sums run over k, then over keys, in rising order, and keys a
+// row does not see weigh exactly nothing.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace SWARM_ISA {
+
+using swarm::AttendJob;
+using swarm::CHUNK;
+using swarm::PAGE;
+using swarm::SoftmaxState;
+
+// Rows of a register tile, and pages scored side by side.
+#if defined(__AVX512F__)
+constexpr int QUERY_TILE = 6, PAGES_WIDE = 4, DIMS_WIDE = 64;
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int QUERY_TILE = 6, PAGES_WIDE = 1, DIMS_WIDE = 16;
+#else
+constexpr int QUERY_TILE = 3, PAGES_WIDE = 1, DIMS_WIDE = 16;
+#endif
+constexpr int CHUNK_PAGES = CHUNK / PAGE;
+
+// q [ROWS, dim] x CHUNK_PAGES pages of keys [dim][16] -> scores [ROWS][64].
+template <int ROWS, typename T>
+SWARM_INLINE void score(const float* q, int64_t dim, const T* const* pages, float* scores) {
+  constexpr int N = PAGES_WIDE * VECS;
+  for (int p = 0; p < CHUNK_PAGES; p += PAGES_WIDE) {
+    V acc[ROWS][N];
+    SWARM_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) acc[r][j] = zero();
+    for (int64_t d = 0; d < dim; d++) {
+      V keys[N];
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) keys[j] = load(pages[p + j / VECS] + d * PAGE + (j % VECS) * LANES);
+      SWARM_UNROLL
+      for (int r = 0; r < ROWS; r++)
+        SWARM_UNROLL
+        for (int j = 0; j < N; j++) acc[r][j] += q[r * dim + d] * keys[j];
+    }
+    SWARM_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) store(scores + r * CHUNK + p * PAGE + j * LANES, acc[r][j]);
+  }
+}
+
+// mix [ROWS, WIDTH of dim] = mix * shrink + weights [ROWS][64] x values, over the keys in `seen`.
+template <int ROWS, int WIDTH, typename T>
+SWARM_INLINE void gather(const float* weights, const float* shrink, const T* const* pages, int64_t dim, int64_t d,
+                         uint64_t seen, float* mix) {
+  constexpr int N = WIDTH / LANES;
+  V acc[ROWS][N];
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) acc[r][j] = load(mix + r * dim + d + j * LANES) * shrink[r];
+  for (; seen; seen &= seen - 1) {
+    const int t = __builtin_ctzll(seen);
+    const T* value = pages[t / PAGE] + (t % PAGE) * dim + d;
+    V wide[N];
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) wide[j] = load(value + j * LANES);
+    SWARM_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) acc[r][j] += weights[r * CHUNK + t] * wide[j];
+  }
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) store(mix + r * dim + d + j * LANES, acc[r][j]);
+}
+
+// Lanes whose bit is clear become -infinity.
+SWARM_INLINE V hide(V scores, uint32_t bits) {
+  I lane;
+  SWARM_UNROLL
+  for (int i = 0; i < LANES; i++) lane[i] = 1 << i;
+  return (lane & (int32_t)bits) != 0 ? scores : splat(-INFINITY);
+}
+
+SWARM_INLINE V cap(V scores, float limit) {
+  V twice = scores * (2.0f / limit);
+  twice = twice > 87.0f ? splat(87.0f) : twice;
+  return limit - (2.0f * limit) / (exp(twice) + 1.0f);
+}
+
+// One row's 64 scores -> weights in place; updates its maximum and sum, returns what its mix shrinks by.
+inline float soften(float* scores, uint64_t bits, float softcap, float* running_max, float* running_sum) {
+  constexpr int N = CHUNK / LANES;
+  if (bits == 0) {
+    for (int j = 0; j < N; j++) store(scores + j * LANES, zero());
+    return 1.0f;
+  }
+  V s[N], top = splat(-INFINITY), total = zero();
+  SWARM_UNROLL
+  for (int j = 0; j < N; j++) {
+    s[j] = load(scores + j * LANES);
+    if (softcap != 0) s[j] = cap(s[j], softcap);
+    if (~bits) s[j] = hide(s[j], (uint32_t)(bits >> (j * LANES)));
+    top = max(s[j], top);
+  }
+  const float before = *running_max, peak = largest(top), now = peak > before ? peak : before;
+  SWARM_UNROLL
+  for (int j = 0; j < N; j++) {
+    s[j] = exp(s[j] - now);
+    store(scores + j * LANES, s[j]);
+    total += s[j];
+  }
+  const float shrink = before == -INFINITY ? 0.0f : exp(splat(before - now))[0];
+  *running_max = now;
+  *running_sum = *running_sum * shrink + sum(total);
+  return shrink;
+}
+
+// Which of a chunk's 64 keys query row i sees.
+SWARM_INLINE uint64_t visible(const AttendJob& job, int64_t i, int64_t chunk) {
+  const int64_t row = i / job.share;
+  if (job.mask) return job.mask[row * job.words + chunk];
+  const int64_t from = job.first[row] - chunk * CHUNK, to = job.past[row] - chunk * CHUNK;
+  if (to <= 0 || from >= CHUNK) return 0;
+  const uint64_t below = to >= CHUNK ? ~0ull : (1ull << to) - 1;
+  return from <= 0 ? below : below & (~0ull << from);
+}
+
+template <int ROWS, typename T>
+void attend_tile(const AttendJob& job, int64_t i, int64_t chunk, const T* const* k_pages, const T* const* v_pages,
+                 const SoftmaxState& state) {
+  uint64_t bits[ROWS], seen = 0;
+  for (int r = 0; r < ROWS; r++) seen |= bits[r] = visible(job, i + r, chunk);
+  if (!seen) return;
+  alignas(64) float weights[ROWS * CHUNK];
+  float shrink[ROWS];
+  score<ROWS>(job.q + i * job.dim, job.dim, k_pages, weights);
+  for (int r = 0; r < ROWS; r++)
+    shrink[r] = soften(weights + r * CHUNK, bits[r], job.softcap, state.max + i + r, state.sum + i + r);
+  float* mix = state.mix + i * job.dim;
+  int64_t d = 0;
+  for (; d + DIMS_WIDE <= job.dim; d += DIMS_WIDE)
+    gather<ROWS, DIMS_WIDE>(weights, shrink, v_pages, job.dim, d, seen, mix);
+  for (; d < job.dim; d += BLOCK) gather<ROWS, BLOCK>(weights, shrink, v_pages, job.dim, d, seen, mix);
+}
+
+template <typename T, int ROWS = QUERY_TILE>
+SWARM_INLINE void attend_rows(const AttendJob& job, int64_t i, int64_t rows, int64_t chunk, const T* const* k_pages,
+                              const T* const* v_pages, const SoftmaxState& state) {
+  if (rows == ROWS) return attend_tile<ROWS>(job, i, chunk, k_pages, v_pages, state);
+  if constexpr (ROWS > 1) attend_rows<T, ROWS - 1>(job, i, rows, chunk, k_pages, v_pages, state);
+}
+
+template <typename T>
+void attend_of(const AttendJob& job, int64_t begin, int64_t end, const SoftmaxState& state) {
+  for (int64_t chunk = begin; chunk < end; chunk++) {
+    const T *k_pages[CHUNK_PAGES], *v_pages[CHUNK_PAGES];
+    for (int64_t p = 0; p < CHUNK_PAGES; p++) {
+      const int64_t at = chunk * CHUNK_PAGES + p;
+      const int64_t page = job.table[at < job.table_pages ? at : job.table_pages - 1];  // past the end: never visible
+      k_pages[p] = static_cast<const T*>(job.k) + page * job.page_stride;
+      v_pages[p] = static_cast<const T*>(job.v) + page * job.page_stride;
+    }
+    for (int64_t i = 0; i < job.m; i += QUERY_TILE)
+      attend_rows<T>(job, i, job.m - i < QUERY_TILE ? job.m - i : QUERY_TILE, chunk, k_pages, v_pages, state);
+  }
+}
+
+// Runs the softmax of all rows over chunks [begin, end) of 64 keys, from an empty state.
+inline void attend(const AttendJob& job, int64_t begin, int64_t end, const SoftmaxState& state) {
+  for (int64_t i = 0; i < job.m; i++) state.max[i] = -INFINITY, state.sum[i] = 0.0f;
+  std::memset(state.mix, 0, sizeof(float) * job.m * job.dim);
+  job.bf16 ? attend_of<uint16_t>(job, begin, end, state) : attend_of<float>(job, begin, end, state);
+}
+
+// Adds the part's softmax to `into`: both are rescaled to the larger maximum (Ghidorah, section III-B).
+inline void merge(int64_t m, int64_t dim, const SoftmaxState& into, const SoftmaxState& part) {
+  for (int64_t i = 0; i < m; i++) {
+    if (part.max[i] == -INFINITY) continue;
+    const float peak = into.max[i] > part.max[i] ? into.max[i] : part.max[i];
+    const float old = into.max[i] == -INFINITY ? 0.0f : exp(splat(into.max[i] - peak))[0];
+    const float add = exp(splat(part.max[i] - peak))[0];
+    into.max[i] = peak;
+    into.sum[i] = into.sum[i] * old + part.sum[i] * add;
+    for (int64_t d = 0; d < dim; d += LANES)
+      store(into.mix + i * dim + d, load(into.mix + i * dim + d) * old + load(part.mix + i * dim + d) * add);
+  }
+}
+
+}  // namespace SWARM_ISA

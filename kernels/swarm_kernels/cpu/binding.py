@@ -1,0 +1,111 @@
+"""The C interface of the compiled kernels (cpu/abi.h, cpu/api.cpp) as ctypes sees it. Knows no torch."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+OK, NO_MEMORY, UNKNOWN_ISA = 0, 1, 2
+
+PLAN_FAULTS = {
+    10: "a row's session is not in the page table",
+    11: "a row's past is longer than its session's pages",
+    12: "a row is written to a slot beyond the cache",
+    13: "a committed page is beyond the cache",
+    14: "a tree page is beyond the cache",
+    15: "a row's tree mask reaches beyond its session's tree pages",
+    16: "a slot to copy is beyond the cache",
+}
+"""Statuses of `swarm_check_plan` in words."""
+
+
+class Linear(ctypes.Structure):
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("bf16", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        ("qkv", Linear),
+        ("o", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("attn_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("eps", c_float),
+        ("scale", c_float),
+    ]
+
+
+class Cache(ctypes.Structure):
+    _fields_ = [
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("pages", c_int64),
+        ("groups", c_int64),
+        ("dim", c_int64),
+        ("bf16", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class Plan(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_int64),
+        ("sessions", c_int64),
+        ("max_pages", c_int64),
+        ("max_tree_pages", c_int64),
+        ("words", c_int64),
+        ("copies", c_int64),
+        ("positions", c_void_p),
+        ("session", c_void_p),
+        ("past", c_void_p),
+        ("write", c_void_p),
+        ("pages", c_void_p),
+        ("tree_pages", c_void_p),
+        ("tree_mask", c_void_p),
+        ("copy_from", c_void_p),
+        ("copy_to", c_void_p),
+    ]
+
+
+_SIGNATURES = {
+    "swarm_isa": (c_char_p, []),
+    "swarm_use_isa": (c_int32, [c_char_p]),
+    "swarm_set_threads": (None, [c_int32]),
+    "swarm_advise_huge": (None, [c_void_p, c_int64]),
+    "swarm_check_plan": (c_int32, [POINTER(Plan), c_int64]),
+    "swarm_linear": (c_int32, [POINTER(Linear), c_void_p, c_int64, c_void_p]),
+    "swarm_rms_norm": (c_int32, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p]),
+    "swarm_move_slots": (c_int32, [POINTER(Cache), c_void_p, c_void_p, c_int64]),
+    "swarm_attend": (
+        c_int32,
+        [c_void_p, c_void_p, c_void_p, c_int64, POINTER(Cache), POINTER(Plan), c_float, c_int64, c_float, c_void_p],
+    ),
+    "swarm_layers": (
+        c_int32,
+        [POINTER(POINTER(Layer)), POINTER(Cache), c_int64, POINTER(Plan), c_void_p, c_void_p, c_int64, c_void_p],
+    ),
+}
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library with its signatures declared; calls through it do not hold the GIL. Raises OSError."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library

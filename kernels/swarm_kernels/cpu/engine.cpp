@@ -1,0 +1,129 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace swarm {
+namespace {
+
+constexpr int64_t ROWS_A_GROUP = 8;   // tiles of a linear's item: what passes while its weights stay in the cache
+constexpr int64_t ITEMS_A_THREAD = 8;  // enough for a late thread to be helped out
+constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 16;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+void Scratch::Free::operator()(float* p) const { std::free(p); }
+
+float* Scratch::take(int64_t count) {
+  count = ceil_div(count, 16) * 16;  // cache lines
+  while (current_ < chunks_.size() && used_ + count > chunks_[current_].size) current_++, used_ = 0;
+  if (current_ == chunks_.size()) {
+    const int64_t size = std::max<int64_t>(count, 1 << 18);
+    void* memory = std::aligned_alloc(64, size * sizeof(float));
+    if (!memory) throw std::bad_alloc();
+    chunks_.push_back({std::unique_ptr<float[], Free>(static_cast<float*>(memory)), size});
+  }
+  float* taken = chunks_[current_].memory.get() + used_;
+  used_ += count;
+  return taken;
+}
+
+void Scratch::reset() {
+  current_ = 0;
+  used_ = 0;
+}
+
+void Engine::prepare(const KernelTable& table, int threads) {
+  table_ = &table;
+  if (threads != pool_->threads()) pool_ = std::make_unique<Pool>(threads);
+  scratch_.reset();
+}
+
+// The rows as a linear's tiles, normed on the way if asked.
+const float* Engine::tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm) {
+  if (rows == 1 && !norm) return x;
+  float* tiles = scratch_.take(rows * in);
+  if (rows == 1) {
+    table_->scale_row(x, in, table_->inverse_rms(x, in, norm->eps), norm->weight, tiles);
+    return tiles;
+  }
+  pool_->run(ceil_div(rows, tile_rows), [&](int64_t tile, int) {
+    const int64_t row = tile * tile_rows, count = std::min(tile_rows, rows - row);
+    float scale[64];
+    if (norm)
+      for (int64_t r = 0; r < count; r++) scale[r] = table_->inverse_rms(x + (row + r) * in, in, norm->eps);
+    table_->fill_tile(x + row * in, in, count, tile_rows, in, scale, norm ? norm->weight : nullptr, tiles + row * in);
+  });
+  return tiles;
+}
+
+void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
+                      LinearJob::Epilogue epilogue, float* y, int64_t ldy) {
+  const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile));
+  LinearJob job;
+  job.x = tiles_of(x, rows, weights.in, tile_rows, norm);
+  job.rows = rows, job.tile_rows = tile_rows, job.in = weights.in;
+  job.weight = weights.weight, job.bias = weights.bias, job.bf16 = weights.bf16 != 0;
+  job.out = weights.out, job.epilogue = epilogue, job.y = y, job.ldy = ldy;
+
+  const int64_t tiles = ceil_div(rows, tile_rows);
+  const int64_t blocks = ceil_div(weights.out, 16) / (epilogue == LinearJob::GATE_UP ? 2 : 1);
+  const int64_t row_groups = ceil_div(tiles, ROWS_A_GROUP);
+  int64_t width = blocks / (ITEMS_A_THREAD * pool_->threads());
+  width = std::clamp(width / 2 * 2, MIN_BLOCKS, MAX_BLOCKS);
+  const int64_t items = ceil_div(blocks, width) * row_groups;
+  pool_->run(items, [&](int64_t item, int) {
+    item = items - 1 - item;  // rising addresses
+    const int64_t column = item / row_groups * width, tile = item % row_groups * ROWS_A_GROUP;
+    table_->linear(job, tile, std::min(tile + ROWS_A_GROUP, tiles), column, std::min(column + width, blocks));
+  });
+}
+
+void Engine::linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y) {
+  multiply(weights, x, rows, nullptr, LinearJob::STORE, y, weights.out);
+}
+
+void Engine::rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {
+  for (int64_t r = 0; r < rows; r++, x += in, y += in)
+    table_->scale_row(x, in, table_->inverse_rms(x, in, eps), weight, y);
+}
+
+void Engine::rotate(const SwarmLayer& layer, const float* cos, const float* sin, int64_t rot, int64_t rows, float* qkv) {
+  const int64_t turned = layer.heads + layer.kv_heads, dim = layer.head_dim;
+  const int64_t ld = (turned + layer.kv_heads) * dim;
+  pool_->run(ceil_div(rows, 4), [&](int64_t item, int) {
+    for (int64_t r = item * 4; r < std::min(rows, item * 4 + 4); r++)
+      for (int64_t h = 0; h < turned; h++) {
+        float* head = qkv + r * ld + h * dim;
+        if (const float* norm = h < layer.heads ? layer.q_norm : layer.k_norm)
+          table_->scale_row(head, dim, table_->inverse_rms(head, dim, layer.eps), norm, head);
+        table_->rope(head, rot, cos + r * rot, sin + r * rot);
+      }
+  });
+}
+
+void Engine::layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const float* cos,
+                   const float* sin, int64_t rot, float* hidden) {
+  const int64_t rows = plan.rows, width = layer.o.out, dim = layer.head_dim;
+  const int64_t ld = layer.qkv.out, middle = layer.gate_up.out / 2;
+  float* qkv = scratch_.take(rows * ld);
+  float* mixed = scratch_.take(rows * layer.heads * dim);
+  float* gated = scratch_.take(rows * middle);
+  const Norm attn_norm{layer.attn_norm, layer.eps}, mlp_norm{layer.mlp_norm, layer.eps};
+
+  multiply(layer.qkv, hidden, rows, &attn_norm, LinearJob::STORE, qkv, ld);
+  rotate(layer, cos, sin, rot, rows, qkv);
+  const float* k = qkv + layer.heads * dim;
+  const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, layer.heads};
+  append(cache, plan, heads);
+  attend(cache, plan, heads, layer.scale, 0, 0.0f, mixed);
+  multiply(layer.o, mixed, rows, nullptr, LinearJob::ADD, hidden, width);
+  multiply(layer.gate_up, hidden, rows, &mlp_norm, LinearJob::GATE_UP, gated, middle);
+  multiply(layer.down, gated, rows, nullptr, LinearJob::ADD, hidden, width);
+}
+
+}  // namespace swarm

@@ -1,0 +1,16 @@
+// Compiled once for each instruction set; the flags decide which one this is.
+#include "attention.h"
+#include "linear.h"
+#include "rowwise.h"
+
+namespace SWARM_ISA {
+
+#define SWARM_NAME_OF(x) #x
+#define SWARM_NAME(x) SWARM_NAME_OF(x)
+
+extern const swarm::KernelTable table;
+const swarm::KernelTable table = {
+    SWARM_NAME(SWARM_ISA), ROW_TILE, fill_tile, linear, inverse_rms, scale_row, rope, write_kv, attend, merge,
+};
+
+}  // namespace SWARM_ISA

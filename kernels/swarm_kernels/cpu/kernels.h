@@ -1,0 +1,61 @@
+// What every instruction set implements: serial pieces of work that the engine spreads over threads.
+#pragma once
+#include <cstdint>
+
+namespace swarm {
+
+constexpr int64_t PAGE = 16;     // tokens in a KV page (batch.py)
+constexpr int64_t CHUNK = 64;    // keys scored at a time: 4 pages, one word of a tree mask
+constexpr int64_t MAX_DIM = 256;
+
+// Activations are handed to a linear in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
+// k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile.
+struct LinearJob {
+  enum Epilogue { STORE, ADD, GATE_UP };
+  const float* x;
+  int64_t rows, tile_rows, in;
+  const void* weight;
+  const float* bias;
+  bool bf16;
+  int64_t out;  // of the weights; with GATE_UP the result has out / 2 columns
+  Epilogue epilogue;  // y = v; y += v; y = silu(gate) * up
+  float* y;
+  int64_t ldy;
+};
+
+// Query rows of one session against one KV head. Query row i belongs to batch row i / share.
+struct AttendJob {
+  const float* q;  // [m, dim], times the scale
+  int64_t m, share, dim;
+  const void *k, *v;  // this head in page 0
+  int64_t page_stride;  // elements
+  bool bf16;
+  float softcap;  // 0: none
+  const int32_t* table;
+  int64_t table_pages;
+  const int64_t *first, *past;  // dense: batch row r sees keys [first[r], past[r])
+  const uint64_t* mask;         // sparse: its bits start at mask + r * words; null: dense
+  int64_t words;
+};
+
+// Running softmax of query rows: maximum, sum and weighted values.
+struct SoftmaxState {
+  float *max, *sum, *mix;  // [m], [m], [m, dim]
+};
+
+struct KernelTable {
+  const char* name;
+  int64_t row_tile;  // most rows of a linear's tile
+  // x [rows, in] with row stride ldx -> tile; scale[r] * norm[k] multiply where norm is not null
+  void (*fill_tile)(const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in, const float* scale,
+                    const float* norm, float* tile);
+  void (*linear)(const LinearJob&, int64_t tile_begin, int64_t tile_end, int64_t block_begin, int64_t block_end);
+  float (*inverse_rms)(const float* x, int64_t in, float eps);
+  void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);
+  void (*rope)(float* head, int64_t rot, const float* cos, const float* sin);
+  void (*write_kv)(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_page, void* v_page);
+  void (*attend)(const AttendJob&, int64_t chunk_begin, int64_t chunk_end, const SoftmaxState&);
+  void (*merge)(int64_t m, int64_t dim, const SoftmaxState& into, const SoftmaxState& part);
+};
+
+}  // namespace swarm

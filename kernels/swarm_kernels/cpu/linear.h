@@ -1,0 +1,150 @@
+// y = x W^T for packed weights. A result is one chain of fused multiply-adds over k in rising order, whatever the tile it
+// is computed in: so a row's result is bit for bit the same alone and among others.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace SWARM_ISA {
+
+// Registers: ROWS x blocks x VECS accumulators; 32 vector registers with AVX-512 and NEON, 16 otherwise.
+#if defined(__AVX512F__)
+constexpr int ROW_TILE = 12, WIDE = 2;
+#elif defined(__aarch64__)
+constexpr int ROW_TILE = 6, WIDE = 1;
+#elif defined(__AVX2__)
+constexpr int ROW_TILE = 6, WIDE = 1;
+#else
+constexpr int ROW_TILE = 3, WIDE = 1;
+#endif
+
+// [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16].
+template <int ROWS, int BLOCKS>
+void multiply(const float* x, int64_t tile_rows, int64_t in, const uint16_t* w, int64_t stride, float* c) {
+  constexpr int N = BLOCKS * VECS;
+  V acc[ROWS][N];
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) acc[r][j] = zero();
+  for (int64_t k = 0; k < in; k += 2, w += 2 * BLOCK, x += 2 * tile_rows) {
+    V lo[N], hi[N];
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) {
+      U pair = load_words(w + (j / VECS) * stride + (j % VECS) * 2 * LANES);
+      lo[j] = low_half(pair);
+      hi[j] = high_half(pair);
+    }
+    SWARM_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) acc[r][j] += x[r] * lo[j];
+    SWARM_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) acc[r][j] += x[tile_rows + r] * hi[j];
+  }
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
+}
+
+template <int ROWS, int BLOCKS>
+void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int64_t stride, float* c) {
+  constexpr int N = BLOCKS * VECS;
+  V acc[ROWS][N];
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) acc[r][j] = zero();
+  for (int64_t k = 0; k < in; k++, w += BLOCK, x += tile_rows) {
+    V wide[N];
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) wide[j] = load(w + (j / VECS) * stride + (j % VECS) * LANES);
+    SWARM_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) acc[r][j] += x[r] * wide[j];
+  }
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
+}
+
+template <typename W>
+using Multiply = void (*)(const float*, int64_t, int64_t, const W*, int64_t, float*);
+
+// multiply<rows, BLOCKS> for a number of rows known at run time.
+template <typename W, int BLOCKS, int ROWS = ROW_TILE>
+SWARM_INLINE Multiply<W> multiply_for(int64_t rows) {
+  if constexpr (ROWS == 1)
+    return static_cast<Multiply<W>>(multiply<1, BLOCKS>);
+  else
+    return rows == ROWS ? static_cast<Multiply<W>>(multiply<ROWS, BLOCKS>) : multiply_for<W, BLOCKS, ROWS - 1>(rows);
+}
+
+// Adds the bias to `blocks` blocks of c and puts them into y by the job's epilogue (not GATE_UP).
+inline void finish(const swarm::LinearJob& job, int64_t row, int64_t rows, int64_t block, int64_t blocks, const float* c) {
+  const int64_t width = blocks * BLOCK, column = block * BLOCK;
+  const int64_t columns = job.out - column < width ? job.out - column : width;
+  for (int64_t r = 0; r < rows; r++) {
+    const float* from = c + r * width;
+    float* to = job.y + (row + r) * job.ldy + column;
+    for (int64_t j = 0; j < columns; j++) {
+      float value = job.bias ? from[j] + job.bias[column + j] : from[j];
+      to[j] = job.epilogue == swarm::LinearJob::ADD ? to[j] + value : value;
+    }
+  }
+}
+
+// `gate` and `up` are [rows] of 16 sums, `ld` apart.
+inline void finish_gated(const swarm::LinearJob& job, int64_t row, int64_t rows, int64_t block, int64_t up_block,
+                         const float* gate, const float* up, int64_t ld) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int j = 0; j < BLOCK; j += LANES) {
+      V g = load(gate + r * ld + j), u = load(up + r * ld + j);
+      if (job.bias) {
+        g += load(job.bias + block * BLOCK + j);
+        u += load(job.bias + up_block * BLOCK + j);
+      }
+      store(job.y + (row + r) * job.ldy + block * BLOCK + j, g * sigmoid(g) * u);
+    }
+}
+
+template <typename W>
+void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
+  const W* weight = static_cast<const W*>(job.weight);
+  const int64_t size = job.in * BLOCK, half = job.out / 2 / BLOCK;
+  float c[ROW_TILE * 2 * BLOCK];
+  for (int64_t t = tile_begin; t < tile_end; t++) {
+    const int64_t row = t * job.tile_rows;
+    const int64_t rows = job.rows - row < job.tile_rows ? job.rows - row : job.tile_rows;
+    const float* x = job.x + row * job.in;
+    const Multiply<W> one = multiply_for<W, 1>(rows), wide = multiply_for<W, WIDE>(rows);
+    int64_t b = begin;
+    if (job.epilogue == swarm::LinearJob::GATE_UP) {
+      for (; b < end; b++) {
+        float* up = WIDE == 2 ? c + BLOCK : c + ROW_TILE * BLOCK;
+        wide(x, job.tile_rows, job.in, weight + b * size, half * size, c);
+        if (WIDE == 1) one(x, job.tile_rows, job.in, weight + (b + half) * size, 0, up);
+        finish_gated(job, row, rows, b, b + half, c, up, WIDE * BLOCK);
+      }
+    }
+    for (; b + WIDE <= end; b += WIDE) {
+      wide(x, job.tile_rows, job.in, weight + b * size, size, c);
+      finish(job, row, rows, b, WIDE, c);
+    }
+    for (; b < end; b++) {
+      one(x, job.tile_rows, job.in, weight + b * size, size, c);
+      finish(job, row, rows, b, 1, c);
+    }
+  }
+}
+
+inline void linear(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
+  job.bf16 ? linear_of<uint16_t>(job, tile_begin, tile_end, begin, end)
+           : linear_of<float>(job, tile_begin, tile_end, begin, end);
+}
+
+}  // namespace SWARM_ISA

@@ -1,0 +1,102 @@
+// A vector of floats as wide as the instruction set this file is compiled for. GCC/Clang vector extensions only, so one
+// source serves AVX-512, AVX2, SSE2 and NEON.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define SWARM_ISA avx512
+#define SWARM_LANES 16
+#elif defined(__AVX2__)
+#define SWARM_ISA avx2
+#define SWARM_LANES 8
+#else
+#define SWARM_ISA generic
+#define SWARM_LANES 4
+#endif
+
+#if defined(__clang__)
+#define SWARM_UNROLL _Pragma("unroll")
+#else
+#define SWARM_UNROLL _Pragma("GCC unroll 64")
+#endif
+#define SWARM_INLINE inline __attribute__((always_inline))
+
+namespace SWARM_ISA {
+
+constexpr int LANES = SWARM_LANES;
+constexpr int BLOCK = 16;            // outputs of a weight block, tokens of a KV page
+constexpr int VECS = BLOCK / LANES;  // vectors in a block
+
+typedef float V __attribute__((vector_size(4 * LANES)));
+typedef int32_t I __attribute__((vector_size(4 * LANES)));
+typedef uint32_t U __attribute__((vector_size(4 * LANES)));
+typedef uint16_t H __attribute__((vector_size(2 * LANES)));
+
+SWARM_INLINE V load(const float* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+SWARM_INLINE U load_words(const void* p) {
+  U v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+SWARM_INLINE void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+SWARM_INLINE V zero() { return V{}; }
+SWARM_INLINE V splat(float x) { return V{} + x; }
+SWARM_INLINE V max(V a, V b) { return a > b ? a : b; }
+
+// bf16 is the upper half of an fp32.
+SWARM_INLINE V low_half(U pair) { return (V)(pair << 16); }
+SWARM_INLINE V high_half(U pair) { return (V)(pair & 0xffff0000u); }
+SWARM_INLINE V load(const uint16_t* p) {
+  H h;
+  std::memcpy(&h, p, sizeof h);
+  return (V)(__builtin_convertvector(h, U) << 16);
+}
+SWARM_INLINE uint16_t to_bf16(float x) {  // round to nearest even; NaN stays NaN
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40);
+  return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+
+// Lanes are added in a fixed order, so sums do not depend on anything but the instruction set.
+SWARM_INLINE float sum(V v) {
+  float s = 0;
+  SWARM_UNROLL
+  for (int i = 0; i < LANES; i++) s += v[i];
+  return s;
+}
+SWARM_INLINE float largest(V v) {
+  float s = v[0];
+  SWARM_UNROLL
+  for (int i = 1; i < LANES; i++) s = v[i] > s ? v[i] : s;
+  return s;
+}
+
+// e^x for x <= 88, 0 below -87 (Cephes' polynomial, about 2 ulp); NaN stays NaN.
+SWARM_INLINE V exp(V x) {
+  V clamped = x < -87.0f ? splat(-87.0f) : x;
+  const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the mantissa
+  V n = (clamped * 1.44269504088896f + round) - round;
+  V f = clamped - n * 0.693359375f;
+  f = f + n * 2.12194440e-4f;
+  V p = f * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * (f * f) + (f + 1.0f);
+  V power = (V)((__builtin_convertvector(n, I) + 127) << 23);
+  return x < -87.0f ? zero() : p * power;
+}
+SWARM_INLINE V sigmoid(V x) {
+  V clamped = x < -87.0f ? splat(-87.0f) : x;
+  return 1.0f / (1.0f + exp(-clamped));
+}
+
+}  // namespace SWARM_ISA

@@ -1,0 +1,100 @@
+"""Random batches for the kernels: sessions with committed pages and trees, packed into one plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from swarm_kernels.batch import PAGE, BatchPlan
+
+NONE = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One session's share of a batch: `line` rows appended to `committed` keys, or a tree given by its parents
+    (-1: the committed end; parents come first), of which the first `old` slots were written by earlier batches."""
+
+    committed: int
+    line: int = 0
+    tree: tuple[int, ...] = ()
+    old: int = 0
+
+
+def chain(length: int) -> tuple[int, ...]:
+    return tuple(range(-1, length - 1))
+
+
+def star(length: int) -> tuple[int, ...]:
+    return (-1,) * length
+
+
+def random_tree(length: int, generator: torch.Generator) -> tuple[int, ...]:
+    return tuple(int(torch.randint(-1, i, (1,), generator=generator)) if i else -1 for i in range(length))
+
+
+def tree_mask(parents: tuple[int, ...], words: int) -> torch.Tensor:
+    """`[slots, words]`: each slot sees itself and its ancestors."""
+    bits = torch.zeros(len(parents), words * 64, dtype=torch.bool)
+    for slot, parent in enumerate(parents):
+        if parent >= 0:
+            bits[slot] |= bits[parent]
+        bits[slot, slot] = True
+    weights = torch.tensor([1 << i if i < 63 else -(1 << 63) for i in range(64)], dtype=torch.int64)
+    return (bits.view(len(parents), words, 64).long() * weights).sum(-1)
+
+
+def make_plan(parts: list[Part], generator: torch.Generator) -> tuple[BatchPlan, int]:
+    """The plan of a batch and the number of pages its cache needs; pages are dealt out in random order."""
+    needed = [(-(-(p.committed + p.line) // PAGE), -(-len(p.tree) // PAGE)) for p in parts]
+    total = sum(a + b for a, b in needed) + 1
+    deck = (torch.randperm(total - 1, generator=generator) + 1).tolist()  # page 0 belongs to nobody
+    pages = torch.zeros(len(parts), max(a for a, _ in needed), dtype=torch.int32)
+    tree_pages = torch.zeros(len(parts), max(b for _, b in needed), dtype=torch.int32)
+    words = -(-max(len(p.tree) for p in parts) // 64)
+    rows: list[tuple[int, int, int, int]] = []
+    masks = []
+    for s, (part, (dense, sparse)) in enumerate(zip(parts, needed, strict=True)):
+        for column in range(dense):
+            pages[s, column] = deck.pop()
+        for column in range(sparse):
+            tree_pages[s, column] = deck.pop()
+        for i in range(part.committed, part.committed + part.line):
+            rows.append((i, s, i + 1, int(pages[s, i // PAGE]) * PAGE + i % PAGE))
+            masks.append(torch.zeros(words, dtype=torch.int64))
+        mask = tree_mask(part.tree, words) if part.tree else None
+        for slot in range(part.old, len(part.tree)):
+            assert mask is not None
+            depth = sum(bin(int(w) & (1 << 64) - 1).count("1") for w in mask[slot])
+            flat = int(tree_pages[s, slot // PAGE]) * PAGE + slot % PAGE
+            rows.append((part.committed + depth - 1, s, part.committed, flat))
+            masks.append(mask[slot])
+    positions, session, past, write = (torch.tensor(column) for column in zip(*rows, strict=True))
+    plan = BatchPlan(
+        positions, session.int(), past.int(), write, pages, tree_pages, torch.stack(masks), NONE, NONE
+    )
+    return plan, total
+
+
+def take_rows(plan: BatchPlan, rows: list[int]) -> BatchPlan:
+    """The same batch with only some of its rows."""
+    return BatchPlan(
+        plan.positions[rows],
+        plan.session[rows],
+        plan.past[rows],
+        plan.write[rows],
+        plan.pages,
+        plan.tree_pages,
+        plan.tree_mask[rows],
+        plan.copy_from,
+        plan.copy_to,
+    )
+
+
+def random_pages(
+    pages: int, groups: int, dim: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k = torch.randn(pages, groups, dim, PAGE, generator=generator).to(dtype)
+    v = torch.randn(pages, groups, PAGE, dim, generator=generator).to(dtype)
+    return k, v
