@@ -44,8 +44,6 @@ async def connect(peers: Sequence[str], limits: Limits) -> AsyncIterator[Network
     """
     if not peers:
         raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
-    from swarm.net.directory import DhtDirectory
-
     await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # a second in which others can work
     from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory

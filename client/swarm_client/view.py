@@ -108,6 +108,7 @@ class SwarmView:
         self._links.pop(node.peer, None)
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
+                await self._pool.rtt(node.peer, node.addresses)  # the first one also pays for the dial
                 rtt = await self._pool.rtt(node.peer, node.addresses)
         except (TimeoutError, NetworkError):
             return  # routing falls back to what it assumes of strangers; opening the session will tell
