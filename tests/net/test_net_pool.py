@@ -53,7 +53,7 @@ async def two(
 
 @virtual_time
 async def test_sessions_share_one_connection_dialled_once() -> None:
-    network, client, node = await two(Link(delay_s=0.1))
+    _network, client, node = await two(Link(delay_s=0.1))
     connections = await asyncio.gather(*(client.pool.get("node", ()) for _ in range(20)))
     assert len(set(connections)) == 1
     assert await client.pool.get("node") is connections[0]
@@ -161,7 +161,7 @@ async def test_what_a_service_finds_out_later_is_charged_too() -> None:
 
 @virtual_time
 async def test_connections_are_bounded() -> None:
-    network, client, node = await two(limits=Limits(max_connections=6))
+    network, _client, node = await two(limits=Limits(max_connections=6))
     greedy = network.carrier("greedy")
     opened = [await greedy.dial("node") for _ in range(MAX_ACCEPTED_PER_PEER + 1)]
     with pytest.raises(ConnectionLost):
@@ -207,7 +207,7 @@ async def test_silence_ends_a_connection_but_idleness_does_not() -> None:
 
 @virtual_time
 async def test_unexpected_pongs_are_ignored() -> None:
-    _, client, node = await two()
+    _, client, _node = await two()
     await (await client.pool.get("node")).send(Pong(12345))
     assert await client.pool.rtt("node") == 0.0
 
