@@ -46,7 +46,7 @@ void Engine::prepare(const KernelTable& table, int threads) {
 // The rows as a linear's tiles, normed on the way if asked.
 const float* Engine::tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm) {
   if (rows == 1 && !norm) return x;
-  float* tiles = scratch_.take(rows * in);
+  float* tiles = scratch_.take(ceil_div(rows, tile_rows) * tile_rows * in);
   if (rows == 1) {
     table_->scale_row(x, in, table_->inverse_rms(x, in, norm->eps), norm->weight, tiles);
     return tiles;
