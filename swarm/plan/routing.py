@@ -1,43 +1,40 @@
-"""Parallax phase 2 (§3.3): the cheapest chain through the layer DAG, and why it is the cheapest.
+"""Parallax phase 2 (§3.3): the best chain through the layer DAG of a swarm, and why it is the best.
 
-Owns what a chain costs and which one a client should take. Knows neither where profiles come from (`records`,
-`net.directory`) nor how a session runs along a chain (`plan.session`).
+Owns which nodes may be chained together, what is assumed of a link nobody measured, and the explanation. The dynamic
+program is `routing_dp`, chains without repeats `routing_search`, pipelines `routing_bottleneck`, the way round a lost
+node `repair`. Knows neither where profiles come from (`records`, `net.directory`) nor how a session runs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-from swarm.errors import NoRoute
-from swarm.types import Chain, Hop, LayerSpan, NodeProfile, PeerId, Snapshot, coverage, missing_ranges
+import numpy as np
 
-Objective = Literal["latency", "bottleneck"]
-Links = Callable[[str, str], float] | Mapping[str, Mapping[str, float]]
+from swarm.errors import NoRoute, UsageError
+from swarm.plan.routing_graph import Floats, Graph, Links, Objective, RouteNode, link_matrix, links, no_route_sentence
+from swarm.types import Chain, NodeProfile, PeerId, Snapshot, coverage, missing_ranges
+
+__all__ = [
+    "CLIENT",
+    "DEFAULT_LINK_MS",
+    "Links",
+    "Objective",
+    "RouteNode",
+    "RouteTable",
+    "explain",
+    "explain_snapshot",
+    "links",
+    "profile_nodes",
+    "route",
+    "route_snapshot",
+    "snapshot_links",
+]
 
 DEFAULT_LINK_MS = 50.0  # between two peers of which nothing is known; half a transcontinental round trip
-
-
-@dataclass(frozen=True, slots=True)
-class RouteNode:
-    """A node as phase 2 sees it: layers `[start, end)` and τ in ms, queue included.
-
-    `layer_ms`: one number for all layers, or one per layer of the span (or of the model, indexed by layer).
-    """
-
-    id: str
-    start: int
-    end: int
-    layer_ms: float | Sequence[float]
-
-    def tau(self, layer: int) -> float:
-        """τ of one layer of the span, ms."""
-        if isinstance(self.layer_ms, int | float):
-            return float(self.layer_ms)
-        local = len(self.layer_ms) == self.end - self.start
-        return float(self.layer_ms[layer - self.start if local else layer])
+CLIENT = ""
+"""The client's name in `snapshot_links`; no peer id is empty."""
 
 
 def route(
@@ -47,75 +44,37 @@ def route(
     objective: Objective = "latency",
     banned: Collection[str] = frozenset(),
     source: str | None = None,
+    *,
+    revisits: bool = True,
 ) -> Chain:
     """The best chain over `[0, num_layers)`.
 
     Cost of a chain, ms: "latency" is the sum of τ over every layer of every hop plus ρ between consecutive hops;
     "bottleneck" is the largest sum of τ in one hop (links carry many steps at once, so they do not bound a
-    pipeline), and among chains with that bottleneck the one of the least latency. Ties: fewer hops, then the lower ids.
-    `link_ms` is ρ, one way, not necessarily symmetric; a pair that a mapping leaves out is read in the other direction,
-    and costs nothing if that is missing too. `source` names the client in `link_ms`: then the edges client -> first hop
-    and tail -> client count as well.
+    pipeline), and among chains with that bottleneck the one of the least latency. Ties: fewer hops, then the lower ids
+    hop by hop, then the longer first hops. Costs are compared to the nanosecond.
 
-    Raises NoRoute with the layers nobody serves, UsageError for a τ or ρ that is no number of ms.
+    `link_ms` is ρ, one way, not necessarily symmetric, infinite for no link; a pair that a mapping leaves out is read
+    in the other direction, and costs nothing if that is missing too. `source` names the client in `link_ms`: then the
+    edges client -> first hop and tail -> client count as well. `revisits`: whether a chain may come back to a node it
+    has left, as the layer DAG allows; a chain for a session may not (`RouteTable`), a pipeline never does.
+
+    O(L R²) for R nodes a layer. Raises NoRoute with the layers nobody serves, UsageError for a span, τ or ρ that is
+    none.
     """
-    usable = sorted((n for n in nodes if n.id not in banned), key=lambda n: n.id)
-    missing = missing_ranges(coverage((LayerSpan(n.start, n.end) for n in usable), num_layers))
-    if missing:
-        raise NoRoute(no_route_sentence(missing, num_layers), missing)
+    usable = [n for n in nodes if n.id not in banned]
+    ids = [n.id for n in usable]
+    if len(set(ids)) < len(ids):
+        twice = next(peer for peer in ids if ids.count(peer) > 1)
+        raise UsageError(f"node {twice} is listed twice; give each node an id of its own")
+    _check_coverage(usable, num_layers)
+    graph = Graph(usable, num_layers, link_matrix(ids, link_ms))
+    if source is None:
+        return graph.best(objective, revisits=revisits)
     rho = links(link_ms)
-    limit = math.inf
-    if objective == "bottleneck":
-        limit = _least_bottleneck(usable, num_layers)
-    best: dict[tuple[int, str], tuple[float, int, tuple[Hop, ...]]] = {}  # (layer, node): cost to go, hops, the hops
-    for start in reversed(range(num_layers)):
-        for node in usable:
-            if not node.start <= start < node.end:
-                continue
-            spent = 0.0
-            options: list[tuple[float, int, tuple[Hop, ...]]] = []
-            for end in range(start + 1, min(node.end, num_layers) + 1):
-                spent += node.tau(end - 1)
-                if spent > limit:
-                    break
-                hop = Hop(node.id, start, end)
-                if end == num_layers:
-                    options.append((spent + (rho(node.id, source) if source is not None else 0.0), 1, (hop,)))
-                    continue
-                for other in usable:
-                    tail = best.get((end, other.id))
-                    if tail is not None and other.id != node.id:
-                        options.append((spent + rho(node.id, other.id) + tail[0], tail[1] + 1, (hop, *tail[2])))
-            if options:
-                best[start, node.id] = min(options, key=_order)
-    starts = [
-        (best[0, n.id][0] + (rho(source, n.id) if source is not None else 0.0), *best[0, n.id][1:])
-        for n in usable
-        if (0, n.id) in best
-    ]
-    if not starts:
-        raise NoRoute("the nodes hold every layer, but no usable links join them into a chain")
-    cost, _, hops = min(starts, key=_order)
-    if objective == "bottleneck":
-        cost = limit
-    return Chain(hops, cost)
-
-
-def _order(option: tuple[float, int, tuple[Hop, ...]]) -> tuple[float, int, tuple[str, ...], tuple[int, ...]]:
-    cost, hops, path = option
-    return round(cost, 6), hops, tuple(h.peer for h in path), tuple(-h.end for h in path)
-
-
-def _least_bottleneck(nodes: Sequence[RouteNode], num_layers: int) -> float:
-    reach = [0.0] + [math.inf] * num_layers  # least bottleneck of a cover of [0, layer)
-    for start in range(num_layers):
-        for node in nodes:
-            if node.start <= start < node.end:
-                spent = 0.0
-                for end in range(start + 1, min(node.end, num_layers) + 1):
-                    spent += node.tau(end - 1)
-                    reach[end] = min(reach[end], max(reach[start], spent))
-    return reach[num_layers]
+    entry = np.array([rho(source, peer) for peer in graph.ids])
+    leave = np.array([rho(peer, source) for peer in graph.ids])
+    return graph.best(objective, entry, leave, revisits=revisits)
 
 
 def route_snapshot(
@@ -128,60 +87,97 @@ def route_snapshot(
     weight_hash: str | None = None,
     min_free_tokens: int = 0,
 ) -> Chain:
-    """The best chain over the serving nodes of `snapshot`.
+    """`RouteTable(snapshot, ...).route(...)`: for one route from a snapshot. Raises NoRoute."""
+    table = RouteTable(snapshot, dtype=dtype, weight_hash=weight_hash, min_free_tokens=min_free_tokens)
+    return table.route(client_ms=client_ms, banned=banned, objective=objective)
 
-    A chain never mixes weight hashes or dtypes; among the groups that can answer (restricted by `dtype` and
-    `weight_hash` if given) the cheapest wins. `client_ms`: ρ between this client and the nodes it has measured, one
-    way; given, the edges to the first hop and from the tail count. `min_free_tokens`: leave out nodes that say they
-    have less KV room than that. Raises NoRoute.
+
+class RouteTable:
+    """The routes of one snapshot: what all of them need, computed once.
+
+    A chain never mixes weight hashes or dtypes and visits no peer twice. Left out: nodes that are not serving, that
+    say they have less than `min_free_tokens` of KV room, or whose times are no times.
     """
-    groups: dict[tuple[str, str], list[NodeProfile]] = {}
-    for node in snapshot.serving():
-        if dtype not in (None, node.dtype) or weight_hash not in (None, node.weight_hash) or node.peer in banned:
-            continue
-        if node.kv_capacity_tokens and node.kv_free_tokens < min_free_tokens:
-            continue
-        groups.setdefault((node.weight_hash, node.dtype), []).append(node)
-    rho = snapshot_links(snapshot, client_ms)
-    chains: list[Chain] = []
-    refusals: list[NoRoute] = []
-    for _, members in sorted(groups.items()):
-        try:
-            source = CLIENT if client_ms is not None else None
-            chains.append(route(profile_nodes(members), snapshot.num_layers, rho, objective, source=source))
-        except NoRoute as error:
-            refusals.append(error)
-    if chains:
-        return min(chains, key=lambda c: (round(c.cost_ms, 6), len(c), c.peers))
-    if refusals:
-        raise min(refusals, key=lambda e: sum(end - start for start, end in e.missing))
-    whole = ((0, snapshot.num_layers),)
-    raise NoRoute(no_route_sentence(whole, snapshot.num_layers), whole)
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        dtype: str | None = None,
+        weight_hash: str | None = None,
+        min_free_tokens: int = 0,
+    ) -> None:
+        self.snapshot = snapshot
+        self._fitting = [
+            n
+            for n in snapshot.serving()
+            if dtype in (None, n.dtype) and weight_hash in (None, n.weight_hash) and _sane(n, snapshot.num_layers)
+        ]
+        groups: dict[tuple[str, str], list[NodeProfile]] = {}
+        for node in self._fitting:
+            if not node.kv_capacity_tokens or node.kv_free_tokens >= min_free_tokens:
+                groups.setdefault((node.weight_hash, node.dtype), []).append(node)
+        self.graphs = {
+            key: Graph(profile_nodes(group), snapshot.num_layers, snapshot_rho(group))
+            for key, group in sorted(groups.items())
+        }
+
+    def route(
+        self,
+        *,
+        client_ms: Mapping[PeerId, float] | None = None,
+        banned: Collection[PeerId] = frozenset(),
+        objective: Objective = "latency",
+    ) -> Chain:
+        """The best chain of the best group of nodes with the same weights and dtype.
+
+        `client_ms`: ρ between this client and the nodes it has measured, one way; given, the edges to the first hop and
+        from the tail count, `DEFAULT_LINK_MS` for nodes not in it. Raises NoRoute.
+        """
+        chains: list[Chain] = []
+        refusals: list[NoRoute] = []
+        for graph in self.graphs.values():
+            edges = client_edges(graph, client_ms)
+            try:
+                chains.append(graph.best(objective, edges, edges, banned))
+            except NoRoute as error:
+                refusals.append(error)
+        if chains:
+            return min(chains, key=lambda chain: (round(chain.cost_ms, 6), len(chain), chain.peers))
+        raise self._refusal(refusals)
+
+    def _refusal(self, refusals: Sequence[NoRoute]) -> NoRoute:
+        """The refusal of the group that came closest, in words that say what would help."""
+        num_layers = self.snapshot.num_layers
+        held = missing_ranges(coverage((n.span for n in self._fitting if n.span), num_layers))
+        if held or not self._fitting:
+            return NoRoute(no_route_sentence(held, num_layers), held)
+        closest = min(refusals, key=lambda e: sum(b - a for a, b in e.missing), default=None)
+        if closest is not None and not closest.missing:
+            return closest
+        missing = closest.missing if closest else ((0, num_layers),)
+        ranges = ", ".join(f"{a}:{b}" for a, b in missing)
+        mixed = len({(n.weight_hash, n.dtype) for n in self._fitting}) > 1
+        others = ", or run other weights or another dtype than the rest" if mixed else ""
+        return NoRoute(
+            f"the nodes that serve layers {ranges} of {num_layers} are full or have just failed{others};"
+            " try again in a moment, or start another with: swarm-node join",
+            missing,
+        )
 
 
-CLIENT = ""
-"""The client's name in `snapshot_links`; no peer id is empty."""
+def _check_coverage(nodes: Iterable[RouteNode], num_layers: int) -> None:
+    missing = missing_ranges(coverage((n.span(num_layers) for n in nodes), num_layers))
+    if missing:
+        raise NoRoute(no_route_sentence(missing, num_layers), missing)
 
 
-def snapshot_links(
-    snapshot: Snapshot, client_ms: Mapping[PeerId, float] | None = None
-) -> Callable[[PeerId, PeerId], float]:
-    """ρ in ms: measured by the sender, else estimated from network coordinates, else `DEFAULT_LINK_MS`."""
-    nodes = {n.peer: n for n in snapshot.nodes}
-    from_client = client_ms or {}
-
-    def rho(a: PeerId, b: PeerId) -> float:
-        if CLIENT in (a, b):
-            return from_client.get(b or a, DEFAULT_LINK_MS)
-        here, there = nodes[a], nodes[b]
-        measured = here.link_ms.get(b)
-        if measured is not None:
-            return measured
-        if here.coordinate and len(here.coordinate) == len(there.coordinate):
-            return math.dist(here.coordinate, there.coordinate)
-        return DEFAULT_LINK_MS
-
-    return rho
+def _sane(node: NodeProfile, num_layers: int) -> bool:
+    return (
+        node.span is not None
+        and node.span.end <= num_layers
+        and all(0.0 <= ms < math.inf for ms in (*node.layer_ms, node.cost.at(1)))
+    )
 
 
 def profile_nodes(profiles: Iterable[NodeProfile]) -> list[RouteNode]:
@@ -193,22 +189,66 @@ def profile_nodes(profiles: Iterable[NodeProfile]) -> list[RouteNode]:
     ]
 
 
-def links(link_ms: Links) -> Callable[[str, str], float]:
-    """ρ as a function; see `route` for pairs that a mapping leaves out."""
-    if not isinstance(link_ms, Mapping):
-        return link_ms
-    table = link_ms
+# Links ---------------------------------------------------------------------------------------------------------------
 
-    def rho(a: str, b: str) -> float:
-        return table.get(a, {}).get(b, table.get(b, {}).get(a, 0.0))
+
+def snapshot_rho(profiles: Sequence[NodeProfile]) -> Floats:
+    """ρ between all pairs in ms, `[N, N]` by (from, to).
+
+    Measured by the sender, else measured by the receiver, else estimated from network coordinates, else
+    `DEFAULT_LINK_MS`. What is no number of ms counts as not measured.
+    """
+    place = {p.peer: i for i, p in enumerate(profiles)}
+    rho = np.full((len(profiles), len(profiles)), np.nan)
+    for i, profile in enumerate(profiles):
+        known = [(place[peer], ms) for peer, ms in profile.link_ms.items() if peer in place]
+        if known:
+            columns, values = zip(*known, strict=True)
+            rho[i, list(columns)] = values
+    rho[~((rho >= 0) & (rho < np.inf))] = np.nan
+    rho = np.where(np.isnan(rho), rho.T, rho)
+    rho = np.where(np.isnan(rho), _distances(profiles), rho)
+    return np.where(np.isnan(rho), DEFAULT_LINK_MS, rho)
+
+
+def _distances(profiles: Sequence[NodeProfile]) -> Floats:
+    """Euclidean distances of network coordinates, NaN between spaces of different dimension, `[N, N]`."""
+    result = np.full((len(profiles), len(profiles)), np.nan)
+    for dimensions in sorted({len(p.coordinate) for p in profiles} - {0}):
+        rows = np.array([i for i, p in enumerate(profiles) if len(p.coordinate) == dimensions])
+        points = np.array([profiles[i].coordinate for i in rows], np.float64)
+        rows, points = rows[np.isfinite(points).all(axis=1)], points[np.isfinite(points).all(axis=1)]
+        squares = np.zeros((len(rows), len(rows)))
+        for axis in points.T:
+            squares += (axis[:, None] - axis) ** 2
+        result[np.ix_(rows, rows)] = np.sqrt(squares)
+    return result
+
+
+def snapshot_links(
+    snapshot: Snapshot, client_ms: Mapping[PeerId, float] | None = None
+) -> Callable[[PeerId, PeerId], float]:
+    """ρ in ms as `RouteTable` sees it, with `CLIENT` as one more peer."""
+    from_client = client_ms or {}
+    place = {n.peer: i for i, n in enumerate(snapshot.nodes)}
+    table = snapshot_rho(snapshot.nodes)
+
+    def rho(a: PeerId, b: PeerId) -> float:
+        if CLIENT in (a, b):
+            return from_client.get(b or a, DEFAULT_LINK_MS)
+        return float(table[place[a], place[b]])
 
     return rho
 
 
-def no_route_sentence(missing: Iterable[tuple[int, int]], num_layers: int) -> str:
-    """Which layers keep an answer from being possible, for people."""
-    ranges = ", ".join(f"{a}:{b}" for a, b in missing)
-    return f"no node serves layers {ranges} of {num_layers}; wait for one to join, or start one with: swarm-node join"
+def client_edges(graph: Graph, client_ms: Mapping[PeerId, float] | None) -> Floats | None:
+    """ρ between the client and each row of `graph`, ms, `[R]`; None if they do not count."""
+    if client_ms is None:
+        return None
+    return np.array([client_ms.get(peer, DEFAULT_LINK_MS) for peer in graph.ids])
+
+
+# Explanations --------------------------------------------------------------------------------------------------------
 
 
 def explain(

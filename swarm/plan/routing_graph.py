@@ -1,0 +1,206 @@
+"""What phase 2 is told about nodes and links, as arrays: ms on the outside, the integers of `routing_dp` inside.
+
+Owns `RouteNode`, how a missing ρ is filled in, and the way from ms to ticks and back to a `Chain`. Knows neither
+snapshots nor groups of nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm.errors import NoRoute, UsageError
+from swarm.plan.routing_bottleneck import best_pipeline
+from swarm.plan.routing_dp import HOP, MAX_LAYERS, NEVER, TICK, Dag, Ints, Path
+from swarm.plan.routing_search import WORTH_A_SHORTLIST, Floors, best_simple, cheapest, floors, repeats, work
+from swarm.types import Chain, Hop, LayerSpan, coverage, missing_ranges
+
+Objective = Literal["latency", "bottleneck"]
+Links = Callable[[str, str], float] | Mapping[str, Mapping[str, float]]
+Floats = NDArray[np.float64]
+
+NANOSECONDS = 1e6  # ticks a millisecond
+MOST_TICKS = 1 << 38  # of all layers and links of one chain; edges to the client come on top
+
+
+@dataclass(frozen=True, slots=True)
+class RouteNode:
+    """A node as phase 2 sees it: layers `[start, end)` and τ in ms, queue included.
+
+    `layer_ms`: one number for all layers, or one per layer of the span (or of the model, indexed by layer).
+    """
+
+    id: str
+    start: int
+    end: int
+    layer_ms: float | Sequence[float]
+
+    def tau(self, layer: int) -> float:
+        """τ of one layer of the span, ms."""
+        if isinstance(self.layer_ms, int | float):
+            return float(self.layer_ms)
+        local = len(self.layer_ms) == self.end - self.start
+        return float(self.layer_ms[layer - self.start if local else layer])
+
+    def span(self, num_layers: int) -> LayerSpan:
+        """Raises UsageError if it is no span of the model."""
+        if not 0 <= self.start < self.end <= num_layers:
+            raise UsageError(f"node {self.id} serves {self.start}:{self.end}, which is no span of {num_layers} layers")
+        return LayerSpan(self.start, self.end)
+
+    def taus(self, num_layers: int) -> Sequence[float] | float:
+        """τ of the layers of the span, ms. Raises UsageError for a list that does not fit it."""
+        if isinstance(self.layer_ms, int | float):
+            return float(self.layer_ms)
+        if len(self.layer_ms) == self.end - self.start:
+            return self.layer_ms
+        if len(self.layer_ms) == num_layers:
+            return self.layer_ms[self.start : self.end]
+        raise UsageError(
+            f"node {self.id} gives {len(self.layer_ms)} layer times; give one, or one for each of its"
+            f" {self.end - self.start} layers"
+        )
+
+
+def links(link_ms: Links) -> Callable[[str, str], float]:
+    """ρ in ms as a function. A pair that a mapping leaves out is read the other way round, else costs nothing."""
+    if not isinstance(link_ms, Mapping):
+        return link_ms
+    table = link_ms
+    return lambda a, b: table.get(a, {}).get(b, table.get(b, {}).get(a, 0.0))
+
+
+def link_matrix(ids: Sequence[str], link_ms: Links) -> Floats:
+    """ρ between all pairs, ms, `[N, N]` by (from, to)."""
+    rho = np.full((len(ids), len(ids)), np.nan)
+    if isinstance(link_ms, Mapping):
+        place = {peer: i for i, peer in enumerate(ids)}
+        for peer, i in place.items():
+            for other, ms in link_ms.get(peer, {}).items():
+                if other in place:
+                    rho[i, place[other]] = ms
+        rho = np.where(np.isnan(rho), rho.T, rho)
+        return np.where(np.isnan(rho), 0.0, rho)
+    for i, a in enumerate(ids):
+        for j, b in enumerate(ids):
+            rho[i, j] = link_ms(a, b) if i != j else 0.0
+    return rho
+
+
+class Graph:
+    """Nodes that may be chained together, and what their layers and links cost.
+
+    `ids`: node of each row, in row order (by first layer, last layer, id), `[R]`. `tau_ms`: `[L, R]`, infinite where a
+    row does not hold the layer. `rho_ms`: `[R, R]`, infinite where there is no link.
+    """
+
+    def __init__(self, nodes: Sequence[RouteNode], num_layers: int, rho_ms: Floats) -> None:
+        """`rho_ms`: in the order of `nodes`. Raises UsageError for what is no number of ms."""
+        if not 1 <= num_layers <= MAX_LAYERS:
+            raise UsageError(f"a model of {num_layers} layers cannot be routed; 1 to {MAX_LAYERS} are possible")
+        order = sorted(range(len(nodes)), key=lambda i: (nodes[i].start, nodes[i].end, nodes[i].id))
+        self.nodes = [nodes[i] for i in order]
+        self.ids = tuple(n.id for n in self.nodes)
+        self.num_layers = num_layers
+        self.tau_ms = np.full((num_layers, len(nodes)), np.inf)
+        for row, node in enumerate(self.nodes):
+            span = node.span(num_layers)
+            self.tau_ms[span.start : span.end, row] = node.taus(num_layers)
+        self.rho_ms = rho_ms[np.ix_(order, order)].astype(np.float64)
+        self._check()
+        rank = {peer: i for i, peer in enumerate(sorted(set(self.ids)))}
+        self.owner = np.array([rank[peer] for peer in self.ids], np.int64)
+        self.ticks_per_ms = NANOSECONDS / max(1.0, self._longest_ms() * NANOSECONDS / MOST_TICKS)
+        rho = self.ticks(self.rho_ms) + HOP
+        rho[(self.owner[:, None] == self.owner) | np.isinf(self.rho_ms)] = NEVER
+        self.dag = Dag(self.owner, self.ticks(self.tau_ms), rho)
+        self._floors: Floors | None = None
+
+    def _check(self) -> None:
+        held = np.array([[n.start, n.end] for n in self.nodes], np.int64).reshape(-1, 2)
+        layers = np.arange(self.num_layers)[:, None]
+        inside = (layers >= held[:, 0]) & (layers < held[:, 1])
+        wrong = (inside & ~((self.tau_ms >= 0) & np.isfinite(self.tau_ms))).any(axis=0)
+        if wrong.any():
+            node = self.nodes[int(wrong.argmax())]
+            raise UsageError(f"a layer of node {node.id} takes {node.layer_ms} ms; a time is a number from 0 up")
+        if not (self.rho_ms >= 0).all():
+            i, j = (int(k) for k in np.argwhere(~(self.rho_ms >= 0))[0])
+            raise UsageError(f"the link {self.ids[i]} -> {self.ids[j]} takes {self.rho_ms[i, j]} ms; use 0 or more")
+
+    def _longest_ms(self) -> float:
+        tau = np.where(np.isfinite(self.tau_ms), self.tau_ms, 0.0).max(axis=1, initial=0.0)
+        rho = np.where(np.isfinite(self.rho_ms), self.rho_ms, 0.0).max(initial=0.0)
+        return float(tau.sum() + self.num_layers * rho)
+
+    def ticks(self, ms: Floats) -> Ints:
+        """ms -> cost, NEVER for infinite; exact to the nanosecond unless a chain could take minutes."""
+        scaled = np.minimum(np.where(np.isfinite(ms), ms, 0.0) * self.ticks_per_ms, MOST_TICKS)
+        return np.where(np.isfinite(ms), np.rint(scaled).astype(np.int64) * TICK, NEVER)
+
+    def best(
+        self,
+        objective: Objective = "latency",
+        entry_ms: Floats | None = None,
+        exit_ms: Floats | None = None,
+        banned: Collection[str] = frozenset(),
+        revisits: bool = False,
+    ) -> Chain:
+        """The best chain; `entry_ms`, `exit_ms`: ρ from and to the client, `[R]`. Raises NoRoute."""
+        rows = np.flatnonzero([peer not in banned for peer in self.ids]) if banned else np.arange(len(self.ids))
+        self.check_coverage(rows)
+        dag = self.dag.take(rows) if banned else self.dag
+        entry_ms = np.zeros(len(self.ids)) if entry_ms is None else entry_ms
+        exit_ms = np.zeros(len(self.ids)) if exit_ms is None else exit_ms
+        entries, exits = self.ticks(entry_ms[rows]), self.ticks(exit_ms[rows])
+        bounds = self._bounds()
+        path = _solve(dag, entries, exits, objective, revisits, bounds and bounds.among(rows))
+        if path is None:
+            raise NoRoute("every layer is held, but no links join the nodes that hold them into a chain")
+        return self.chain(path, rows, objective, entry_ms, exit_ms)
+
+    def check_coverage(self, rows: Ints) -> None:
+        spans = (LayerSpan(self.nodes[r].start, self.nodes[r].end) for r in rows)
+        missing = missing_ranges(coverage(spans, self.num_layers))
+        if missing:
+            raise NoRoute(no_route_sentence(missing, self.num_layers), missing)
+
+    def chain(self, path: Path, rows: Ints, objective: Objective, entry_ms: Floats, exit_ms: Floats) -> Chain:
+        """A path over `rows` as a Chain, with its cost in ms."""
+        visits = [(int(rows[v.row]), v.start, v.end) for v in path.visits]
+        runs = [math.fsum(self.tau_ms[start:end, row]) for row, start, end in visits]
+        hops = tuple(Hop(self.ids[row], start, end) for row, start, end in visits)
+        if objective == "bottleneck":
+            return Chain(hops, max(runs))
+        hand_overs = [float(self.rho_ms[a[0], b[0]]) for a, b in itertools.pairwise(visits)]
+        edges = (float(entry_ms[visits[0][0]]), float(exit_ms[visits[-1][0]]))
+        return Chain(hops, math.fsum((*runs, *hand_overs, *edges)))
+
+    def _bounds(self) -> Floors | None:
+        if self._floors is None and work(self.dag) >= WORTH_A_SHORTLIST:
+            self._floors = floors(self.dag)
+        return self._floors
+
+
+def _solve(
+    dag: Dag, entries: Ints, exits: Ints, objective: Objective, revisits: bool, bounds: Floors | None
+) -> Path | None:
+    if objective == "bottleneck":
+        found = best_pipeline(dag, entries, exits, bounds)
+        return found[1] if found else None
+    path = cheapest(dag, entries, exits, bounds)
+    if path is None or revisits or not repeats(path):
+        return path
+    return best_simple(dag, entries, exits, first=path)
+
+
+def no_route_sentence(missing: Sequence[tuple[int, int]], num_layers: int) -> str:
+    """Which layers keep an answer from being possible, for people."""
+    ranges = ", ".join(f"{a}:{b}" for a, b in missing)
+    return f"no node serves layers {ranges} of {num_layers}; wait for one to join, or start one with: swarm-node join"
