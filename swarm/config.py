@@ -7,12 +7,14 @@ defaults written here. Command-line defaults are read from these classes, so a d
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from platformdirs import PlatformDirs
 
 from swarm.errors import UsageError
@@ -54,6 +56,8 @@ class NodeConfig:
     name: str = ""
     region: str = ""
     identity: Path | None = None  # None: a fresh identity that is forgotten at exit
+    wait_s: float = 0.0  # keep trying for so long to reach `peers`
+    share: int = 1  # take at most one `share`-th of the model, for several nodes on one machine
     threads: int | None = None  # None: chosen by measurement
     json: bool = False
     limits: Limits = field(default_factory=Limits)
@@ -102,8 +106,30 @@ def load(cls: type[_Config], overrides: Mapping[str, Any], file: Path | None = N
     for name in ("peers", "listen"):
         if name in merged:
             value = merged[name]
-            merged[name] = (value,) if isinstance(value, str) else tuple(value)
-    return cls(**merged)
+            merged[name] = (value,) if isinstance(value, str) else value
+    if isinstance(merged.get("max_memory"), str):
+        merged["max_memory"] = parse_bytes(merged["max_memory"])
+    try:
+        return msgspec.convert(merged, cls, dec_hook=_to_path)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"a setting has the wrong type: {error}") from None
+
+
+def parse_bytes(text: str) -> int:
+    """`"6GB"`, `"512 MiB"` or `"1000000"` -> bytes. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if match is None or (match[3] and not match[2]):
+        raise UsageError(f"'{text}' is not an amount of memory; write it as in 6GB, 512MiB or 1000000")
+    size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
+    if size < 1:
+        raise UsageError(f"'{text}' is no memory at all")
+    return int(size)
+
+
+def _to_path(kind: type[Any], value: Any) -> Any:
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise msgspec.ValidationError(f"{value!r} is not a {kind.__name__}")
 
 
 def _read_toml(file: Path, known: set[str]) -> dict[str, Any]:
@@ -130,13 +156,13 @@ def _limits(table: Mapping[str, Any]) -> Limits:
 def _from_text(name: str, text: str) -> Any:
     if name in ("peers", "listen"):
         return tuple(part for part in text.replace(",", " ").split() if part)
-    if name in ("gpu", "max_memory", "threads", "prefill_chunk"):
+    if name == "max_memory":
+        return parse_bytes(text)
+    if name in ("gpu", "threads", "prefill_chunk", "share", "wait_s"):
         try:
-            return int(text)
+            return float(text) if name == "wait_s" else int(text)
         except ValueError:
-            raise UsageError(f"SWARM_{name.upper()} is '{text}', which is not a whole number") from None
-    if name == "identity":
-        return Path(text)
+            raise UsageError(f"SWARM_{name.upper()} is '{text}', which is not a number") from None
     if name == "json":
         return text.lower() in ("1", "true", "yes")
     return text

@@ -52,10 +52,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """One batch as it was measured. `queue_ms`: how long its steps had waited, on average."""
+    """One batch as it was measured. `queue_ms`: how long its decoding steps had waited, on average; 0 without any."""
 
     span: LayerSpan
     steps: int
+    decode_steps: int
     rows: int
     queue_ms: float
     compute_ms: float
@@ -236,8 +237,10 @@ class Executor:
                 _fail([work], output)
             elif not work.done.done():
                 work.done.set_result(Outcome(output, queue_ms, compute_ms))
+        decode = [wait for work, wait in zip(batch, waits, strict=True) if not work.prefill]
         rows = sum(work.rows for work in batch)
-        self._observe(BatchStats(batch[0].span, len(batch), rows, sum(waits) / len(waits), compute_ms))
+        queue_ms = sum(decode) / max(1, len(decode))
+        self._observe(BatchStats(batch[0].span, len(batch), len(decode), rows, queue_ms, compute_ms))
 
 
 def _timed(compute: Compute, clock: Callable[[], float]) -> _Timed:

@@ -1,0 +1,226 @@
+"""`swarm-node`: join a swarm, start a private one on this machine, look at one.
+
+Owns flags and exit codes. Heavy imports wait until a command needs them, so that `--help` and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+import uvloop
+
+from swarm.config import DEFAULT_MODEL, NodeConfig, load, parse_bytes
+from swarm.errors import SwarmError, UsageError
+
+STARTED = psutil.Process().create_time()  # what "serving after" is counted from, imports included
+DEFAULTS = NodeConfig()
+
+app = typer.Typer(
+    name="swarm-node",
+    help="Lend this machine to a swarm that serves a language model together.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[
+    str | None, typer.Option(help=f"A folder, a .gguf file, a Hugging Face id or a built-in name. [{DEFAULT_MODEL}]")
+]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option("--peer", metavar="MADDR", help="A node of the swarm to join; repeatable. None: begin a new swarm."),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON lines instead of sentences.")]
+Dtype = Annotated[str | None, typer.Option(help=f"bf16, fp16 or fp32; a chain has one. [{DEFAULTS.dtype}]")]
+MaxMemory = Annotated[
+    str | None, typer.Option(metavar="BYTES", help="For weights, keys and values, as in 6GB. [most of what is free]")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with. [measured]")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to stderr.")]
+
+
+@app.command()
+def join(
+    gpu: Annotated[int | None, typer.Option(min=0, metavar="N", help="Compute on GPU N.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU, which is the default.")] = False,
+    model: Model = None,
+    peer: Peers = None,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MADDR", help=f"Where to be reached; repeatable. [{DEFAULTS.listen[0]}]"),
+    ] = None,
+    layers: Annotated[str | None, typer.Option(metavar="A:B", help="Serve layers A to B-1. [the node decides]")] = None,
+    max_memory: MaxMemory = None,
+    dtype: Dtype = None,
+    name: Annotated[str | None, typer.Option(help="How others see this node.")] = None,
+    region: Annotated[str | None, typer.Option(help="Where it stands, as in eu-west.")] = None,
+    identity: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep the peer id in this file. [a new one each time]")
+    ] = None,
+    threads: Threads = None,
+    wait: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Keep trying to reach the peers for so long. [0]")
+    ] = None,
+    share: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Take at most an N-th of the model and of the memory. [1]")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with any of these settings.")] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Lend this machine: measure it, join, take the layers the swarm needs most and serve them until Ctrl-C."""
+    with _Errors(as_json):
+        if gpu is not None and cpu:
+            raise UsageError("--gpu and --cpu exclude each other")
+        overrides = {
+            "gpu": gpu,
+            "model": model,
+            "peers": tuple(peer) if peer else None,
+            "listen": tuple(listen) if listen else None,
+            "layers": layers,
+            "max_memory": parse_bytes(max_memory) if max_memory else None,
+            "dtype": dtype,
+            "name": name,
+            "region": region,
+            "identity": identity,
+            "threads": threads,
+            "wait_s": wait,
+            "share": share,
+            "json": as_json or None,
+        }
+        settings = load(NodeConfig, overrides, config)
+        if cpu:
+            settings = dataclasses.replace(settings, gpu=None)
+        _log(verbose)
+        _run(lambda stop: _join(settings, stop))
+
+
+@app.command()
+def local(
+    nodes: Annotated[int | None, typer.Option(min=1, max=64, help="How many node processes. [3]")] = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar="A:B,C:D", help="Each node's layers, one span a node. [the nodes decide]")
+    ] = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    max_memory: MaxMemory = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Start a private swarm of several node processes on 127.0.0.1 and say how to talk to it."""
+    from swarm_node.local import LocalOptions, run
+
+    with _Errors(as_json):
+        flags = {"--dtype": dtype, "--max-memory": max_memory, "--threads": threads}
+        passed_on = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+        passed_on += ["--verbose"] if verbose else []
+        chosen = model or os.environ.get("SWARM_MODEL") or DEFAULT_MODEL
+        options = LocalOptions.checked(nodes, layers, chosen, passed_on, as_json, verbose)
+        _log(verbose)
+        _run(lambda stop: run(options, stop))
+
+
+@app.command()
+def status(peer: Peers = None, model: Model = None, as_json: Json = False, verbose: Verbose = False) -> None:
+    """Show a swarm: who serves what, load, coverage of each layer, missing layers."""
+    with _Errors(as_json):
+        _log(verbose)
+        from swarm_node.status import show
+
+        _run(lambda stop: show(tuple(peer or ()), model, as_json))
+
+
+async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
+    from swarm_node import daemon, report
+
+    with report.make(config.json, STARTED) as reporter:
+        await daemon.join(config, reporter, stop)
+
+
+def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run to the end, or until SIGINT or SIGTERM asks to stop; a second one ends what is left at once."""
+
+    async def supervised() -> None:
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_signal() -> None:
+            if stop.is_set():
+                task.cancel()
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        await main(stop)
+
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    try:
+        runner.run(supervised())
+    except asyncio.CancelledError:
+        raise typer.Exit(130) from None
+
+
+class _Errors:
+    """Turns a SwarmError into one sentence on stderr (and one JSON line on stdout) and its exit code.
+
+    Ends the process there and then: a download or a measurement in some thread must not hold up the exit.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            _leave(0)
+        if isinstance(error, typer.Exit):
+            _leave(error.exit_code)
+        if isinstance(error, SwarmError):
+            if self._as_json:
+                sys.stdout.write(json.dumps({"event": "error", "error": error.code, "message": str(error)}) + "\n")
+            sys.stderr.write(f"swarm-node: {error}\n")
+            _leave(error.exit_code)
+
+
+def _leave(code: int) -> None:
+    """Exit now, and take along what is still running on our behalf, such as a download."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _log(verbose: bool) -> None:
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if not verbose:
+        logging.getLogger("swarm.net").setLevel(logging.ERROR)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

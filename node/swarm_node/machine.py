@@ -1,0 +1,51 @@
+"""What this node computes with: the open model, the device, the number format, and how much of it there is.
+
+Owns the order in which these are found out, so that the cheapest mistake is reported first. Knows no network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from swarm.config import NodeConfig, state_dir
+from swarm_kernels.device import available_memory, choose_device, parse_dtype
+from swarm_kernels.loader import open_model
+from swarm_kernels.model_source import ModelSource
+from swarm_node.capacity import Weights
+from swarm_node.profiler import Calibration, calibrate
+
+MEMORY_SHARE = 0.8  # of what is free, unless --max-memory says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    source: ModelSource
+    device: torch.device
+    dtype: torch.dtype
+    calibration: Calibration
+    weights: Weights
+    budget: int  # bytes for weights, keys and values
+    capacity: int  # layers
+
+    @property
+    def num_layers(self) -> int:
+        return self.source.config.num_layers
+
+
+def measure(config: NodeConfig) -> Machine:
+    """Open the model and find out what this machine can do with it. Raises SwarmError."""
+    device = choose_device(config.gpu)
+    dtype = parse_dtype(config.dtype)
+    source = open_model(config.model)
+    try:
+        weights = Weights.of(source, dtype.itemsize)
+        budget = config.max_memory or int(MEMORY_SHARE * available_memory(device) / config.share)
+        share = -(-weights.num_layers // config.share)
+        capacity = min(weights.capacity(budget), share)
+        calibration = calibrate(source, dtype, device, config.threads, state_dir() / "calibration")
+    except BaseException:
+        source.close()
+        raise
+    return Machine(source, device, dtype, calibration, weights, budget, capacity)

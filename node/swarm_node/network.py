@@ -1,0 +1,108 @@
+"""This node's end of the network: a carrier and the directory behind it, over the p2p daemon or in memory.
+
+Owns how they are made, and the question put to the peers we were told of: do you serve the same model?
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from swarm.config import NodeConfig
+from swarm.errors import NetworkError, PeerUnreachable, WrongModel
+from swarm.messages import Close, Failed, Open
+from swarm.net.carrier import Carrier, Directory
+from swarm.net.identity import Identity
+from swarm.records import Sign
+from swarm.types import PeerId
+from swarm_node.service import Served
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.3
+ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """`failed` is set when the network is lost for good."""
+
+    carrier: Carrier
+    directory: Directory
+    sign: Sign
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+Connect = Callable[[NodeConfig], AbstractAsyncContextManager[Network]]
+
+
+@asynccontextmanager
+async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
+    """Start a p2p daemon, join the DHT of `config.peers` or begin a new one.
+
+    Raises UsageError, IdentityError, AddressInUse, PeerUnreachable, NetworkError.
+    """
+    await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # a second in which others can work
+    from swarm.net.daemon_streams import DaemonCarrier
+    from swarm.net.directory import DhtDirectory
+    from swarm.net.p2pd import DaemonOptions
+
+    identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
+    options = DaemonOptions(listen=config.listen, peers=config.peers)
+    async with AsyncExitStack() as stack:
+        deadline = asyncio.get_running_loop().time() + config.wait_s
+        while True:
+            try:
+                async with AsyncExitStack() as attempt:
+                    carrier = await DaemonCarrier.start(identity, options)
+                    attempt.push_async_callback(carrier.close)
+                    directory = await DhtDirectory.start(carrier, config.peers)
+                    attempt.push_async_callback(directory.close)
+                    stack.push_async_exit(attempt.pop_all())
+                break
+            except PeerUnreachable:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+                await asyncio.sleep(RETRY_S)
+        yield Network(carrier, directory, identity.sign, carrier.failed)
+
+
+async def check_peers(carrier: Carrier, peers: Sequence[str], served: Served) -> None:
+    """Ask each of `peers` (multiaddrs) whether it serves what we do. Raises WrongModel with its own words.
+
+    A peer that takes no sessions (a client, a node of another kind) is none of our business.
+    """
+    for address in peers:
+        peer = address.rpartition("/p2p/")[2]
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = await _ask(carrier, peer, address, served)
+        except (NetworkError, TimeoutError) as error:
+            logger.info("%s does not say what it serves: %s", address, error)
+            continue
+        if answer is not None and answer.error == WrongModel.code:
+            raise WrongModel(f"the peer {address} does not serve what you ask for: {answer.detail}")
+
+
+async def _ask(carrier: Carrier, peer: PeerId, address: str, served: Served) -> Failed | None:
+    """Open a session on no layers at all: every node refuses it, and says first if it is the model."""
+    session = os.urandom(16)
+    connection = await carrier.dial(peer, (address,))
+    try:
+        await connection.send(
+            Open(session, served.model, served.weight_hash, served.dtype, start=0, end=0, max_tokens=0)
+        )
+        while True:
+            message, _ = await connection.receive()
+            if isinstance(message, Failed) and message.session == session:
+                return message
+    finally:
+        with contextlib.suppress(NetworkError):
+            await connection.send(Close(session))
+        await connection.close()

@@ -1,0 +1,130 @@
+"""What this machine can do: measured once for each model and remembered, then corrected by what live batches take.
+
+Owns the calibration files and τ. How a span is timed is `swarm_kernels.calibrate`'s; what τ is for, routing's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+import swarm
+from swarm.types import CostCurve, LayerSpan
+from swarm_kernels import ops
+from swarm_kernels.calibrate import choose_threads, measure_cost
+from swarm_kernels.device import physical_cores
+from swarm_kernels.model_source import ModelSource
+from swarm_kernels.span import load_span
+from swarm_node.executor import BatchStats
+
+logger = logging.getLogger(__name__)
+
+PROBE_LAYERS = 2
+THREADS_BUDGET_S = 0.5
+COST_BUDGET_S = 0.7
+MEMORY = 0.9  # weight of what was measured before, in τ
+CALM_S = 10.0  # without work, τ falls back to the idle machine's within a few of these
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`cost`: ms a layer against rows of a batch, at `threads` threads."""
+
+    threads: int
+    cost: CostCurve
+
+
+def calibrate(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None, folder: Path
+) -> Calibration:
+    """Measure a few layers of the model on this device, or recall what was measured before; sets the thread count.
+
+    One process of a machine measures at a time: two at once would measure each other. Raises ModelError, OutOfMemory.
+    """
+    file = folder / f"{_key(source, dtype, device, threads)}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock")):
+        found = _recall(file)
+        if found is None:
+            found = _measure(source, dtype, device, threads)
+            _remember(file, found)
+    _set_threads(found.threads)
+    return found
+
+
+def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> Calibration:
+    begun = time.perf_counter()
+    num_layers = source.config.num_layers
+    start = 1 if num_layers > PROBE_LAYERS + 1 else 0  # inner layers bring neither embedding nor head
+    probe = load_span(source, LayerSpan(start, min(start + PROBE_LAYERS, num_layers)), dtype, device)
+    _set_threads(threads or physical_cores())
+    chosen = threads or (choose_threads(probe, budget_s=THREADS_BUDGET_S) if device.type == "cpu" else 1)
+    _set_threads(chosen)
+    cost = measure_cost(probe, budget_s=COST_BUDGET_S)
+    logger.info("calibrated in %.1f s: %d threads, %.3f ms a layer", time.perf_counter() - begun, chosen, cost.at(1))
+    return Calibration(chosen, cost)
+
+
+def _set_threads(count: int) -> None:
+    torch.set_num_threads(count)
+    ops.set_threads(count)
+
+
+def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> str:
+    """Everything the measurement depends on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {physical_cores()} {ops.describe()}"
+    facts = (source.weight_hash, str(dtype), name, threads, torch.__version__, swarm.__version__)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+
+
+def _recall(file: Path) -> Calibration | None:
+    try:
+        stored = json.loads(file.read_bytes())
+        cost = CostCurve(tuple(map(int, stored["widths"])), tuple(map(float, stored["ms"])))
+        calibration = Calibration(int(stored["threads"]), cost)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    sound = len(cost.widths) == len(cost.ms) > 0 and all(0 < ms < math.inf for ms in cost.ms)
+    return calibration if sound and calibration.threads > 0 else None
+
+
+def _remember(file: Path, calibration: Calibration) -> None:
+    cost = calibration.cost
+    content = json.dumps({"threads": calibration.threads, "widths": cost.widths, "ms": cost.ms})
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(content)
+    os.replace(temporary, file)
+
+
+class LayerTime:
+    """τ: what a decoding step waits and computes, in ms a layer. Prefill counts by the delay it causes."""
+
+    def __init__(self, idle_ms: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`idle_ms`: the calibration's time of a layer for one row."""
+        self._idle_ms = idle_ms
+        self._clock = clock
+        self._ms = idle_ms
+        self._at = clock()
+
+    def observe(self, stats: BatchStats) -> None:
+        if stats.decode_steps:
+            measured = (stats.queue_ms + stats.compute_ms) / len(stats.span)
+            self._ms = MEMORY * self.ms + (1 - MEMORY) * measured
+            self._at = self._clock()
+
+    @property
+    def ms(self) -> float:
+        """The recent average, fading to the idle machine's."""
+        return self._idle_ms + (self._ms - self._idle_ms) * math.exp((self._at - self._clock()) / CALM_S)

@@ -1,0 +1,134 @@
+"""`swarm-node status`: who serves what, how busy they are, and which layers nobody holds.
+
+Owns the look of it. Reads the directory as a client does and serves nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from swarm.config import DEFAULT_MODEL, state_dir
+from swarm.errors import UsageError
+from swarm.net.identity import Identity, verify
+from swarm.records import to_snapshot
+from swarm.types import NodeProfile, Snapshot
+
+
+async def show(peers: tuple[str, ...], model: str | None, as_json: bool) -> None:
+    """Print the swarm of `model` that `peers` belong to. Raises UsageError, PeerUnreachable, NetworkError."""
+    if not peers:
+        peers, local_model = _local()
+        model = model or local_model
+    snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL))
+    if as_json:
+        sys.stdout.write(json.dumps(to_json(snapshot)) + "\n")
+    else:
+        Console(highlight=False).print(*to_text(snapshot), sep="\n", markup=False)
+
+
+def to_json(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "model": snapshot.model,
+        "num_layers": snapshot.num_layers,
+        "nodes": [_node_json(node) for node in snapshot.nodes],
+        "coverage": snapshot.coverage(),
+        "missing": [list(gap) for gap in snapshot.missing()],
+        "ignored": dict(snapshot.ignored),
+    }
+
+
+def to_text(snapshot: Snapshot) -> list[Table | str]:
+    """A table of nodes, then one line on coverage."""
+    if not snapshot.nodes:
+        return [f"No node of {snapshot.model} is known to these peers."]
+    table = Table(title=f"{snapshot.model}, {snapshot.num_layers} layers", title_justify="left")
+    for column in ("peer", "name", "state", "layers", "ms/layer", "sessions", "KV free", "dtype", "region"):
+        table.add_column(column)
+    for node in snapshot.nodes:
+        table.add_row(
+            node.peer[-8:],
+            node.name,
+            str(node.state),
+            str(node.span or "-"),
+            f"{sum(node.layer_ms) / len(node.layer_ms):.3f}" if node.layer_ms else "-",
+            str(node.sessions),
+            f"{node.kv_free_tokens}/{node.kv_capacity_tokens}",
+            node.dtype,
+            node.region,
+        )
+    missing = snapshot.missing()
+    if missing:
+        verdict = "Nobody serves layers " + ", ".join(f"{a}:{b}" for a, b in missing) + "."
+    else:
+        verdict = f"Every layer is served, by {min(snapshot.coverage())} or more nodes."
+    ignored = [f"{count} records ignored: {reason}" for reason, count in sorted(snapshot.ignored.items())]
+    return [table, verdict, *ignored]
+
+
+def _node_json(node: NodeProfile) -> dict[str, Any]:
+    return {
+        "peer": node.peer,
+        "name": node.name,
+        "state": str(node.state),
+        "start": node.span.start if node.span else None,
+        "end": node.span.end if node.span else None,
+        "layer_ms": [round(ms, 4) for ms in node.layer_ms],
+        "layer_capacity": node.layer_capacity,
+        "kv_capacity_tokens": node.kv_capacity_tokens,
+        "kv_free_tokens": node.kv_free_tokens,
+        "sessions": node.sessions,
+        "dtype": node.dtype,
+        "weight_hash": node.weight_hash,
+        "region": node.region,
+        "addresses": list(node.addresses),
+        "link_ms": dict(node.link_ms),
+        "version": node.version,
+    }
+
+
+def _local() -> tuple[tuple[str, ...], str]:
+    """The swarm that `swarm-node local` runs here."""
+    try:
+        local = json.loads((state_dir() / "local.json").read_text(encoding="utf-8"))
+        return tuple(str(p) for p in local["peers"]), str(local["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(
+            "no swarm to look at: give --peer MULTIADDR, or start one here with `swarm-node local --nodes 3`"
+        ) from None
+
+
+def _name_of(spec: str) -> str:
+    """What a model is called in the directory. A file or folder says; any other name is one already."""
+    if not Path(spec).expanduser().exists():
+        return spec
+    from swarm_kernels.loader import open_model
+
+    source = open_model(spec)
+    try:
+        return source.name
+    finally:
+        source.close()
+
+
+async def _read(peers: tuple[str, ...], model: str) -> Snapshot:
+    from swarm.net.daemon_streams import DaemonCarrier
+    from swarm.net.directory import DhtDirectory
+    from swarm.net.p2pd import DaemonOptions
+
+    carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers))
+    try:
+        directory = await DhtDirectory.start(carrier, peers, client=True)
+        try:
+            return to_snapshot(await directory.read(model), model, time.time(), verify)
+        finally:
+            await directory.close()
+    finally:
+        await carrier.close()
