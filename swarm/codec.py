@@ -34,6 +34,9 @@ class FrameLimits:
 
 DEFAULT_LIMITS = FrameLimits()
 
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises on hostile bytes; text that is not UTF-8 is not among its own errors."""
+
 
 def encode(message: AnyMessage, body: Buffer = b"") -> tuple[bytes, Buffer]:
     """-> (prefix and header, body), to be written one after the other."""
@@ -55,5 +58,5 @@ def decode(header: Buffer) -> AnyMessage:
     """A header's bytes -> the message. Raises ProtocolError on anything that is not exactly one known message."""
     try:
         return _decoder.decode(header)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"not a message of this protocol: {error}") from None

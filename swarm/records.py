@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from swarm.codec import UNDECODABLE
 from swarm.errors import ProtocolError
 from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
 
@@ -113,7 +114,7 @@ def decode(data: bytes, peer: PeerId, model: str, now: float, verify: Verify) ->
     try:
         signed = _decode_signed(data)
         record = _decode_record(signed.payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise InvalidRecord("malformed", f"not a record: {error}") from None
     if record.peer != peer:
         raise InvalidRecord("wrong_subkey", f"{peer} published a record of {record.peer}")

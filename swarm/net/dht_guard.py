@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from swarm.codec import UNDECODABLE
 from swarm.errors import ProtocolError
 from swarm.net.hivemind_parts import DHTNode, DHTRecord, DictionaryDHTValue, MSGPackSerializer, RecordValidatorBase
 from swarm.net.identity import Identity, verify
@@ -51,7 +52,7 @@ class OwnedSubkeys(RecordValidatorBase):  # type: ignore[misc]  # hivemind is un
             return False
         try:
             peer = _decode_subkey(record.subkey)
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             return False
         value, signature = record.value[:-SIGNATURE], record.value[-SIGNATURE:]
         return verify(peer, _signed(record, value), signature)
@@ -79,7 +80,7 @@ class StrictSerializer(MSGPackSerializer):  # type: ignore[misc]
             if value.code != _DICTIONARY_CODE:
                 raise ProtocolError(f"a DHT value of unknown kind {value.code}")
             _, latest, entries = _decode_dictionary(value.data)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise ProtocolError(f"not a DHT value: {error}") from None
         with DictionaryDHTValue().freeze() as dictionary:
             for subkey, data, expires_at in entries:

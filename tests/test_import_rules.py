@@ -1,0 +1,102 @@
+"""Imports run one way (docs: design, rooms). Read from the source, so that a lazy import counts as well."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = {
+    "swarm": ROOT / "swarm",
+    "swarm_kernels": ROOT / "kernels" / "swarm_kernels",
+    "swarm_node": ROOT / "node" / "swarm_node",
+    "swarm_client": ROOT / "client" / "swarm_client",
+}
+OURS = ("swarm", "swarm_kernels", "swarm_node", "swarm_client")
+HEAVY = ("torch", "transformers", "triton")
+
+MAY_IMPORT = {
+    "swarm": ("swarm",),
+    "swarm_kernels": ("swarm", "swarm_kernels"),
+    "swarm_node": ("swarm", "swarm_kernels", "swarm_node"),
+    "swarm_client": ("swarm", "swarm_kernels", "swarm_client"),
+}
+NOT_IN_PLAN = (*HEAVY, "asyncio", "time", "random", "socket", "threading", "secrets", "datetime", "numpy.random")
+HIVEMIND_IMPORTER = "swarm.net.hivemind_parts"
+HIVEMIND_USERS = {
+    "swarm.net.p2pd",
+    "swarm.net.p2pd_control",
+    "swarm.net.dht_guard",
+    "swarm.net.directory",
+}
+
+
+def modules() -> Iterator[tuple[str, str, Path]]:
+    """(room, dotted name, file) of every module."""
+    for room, folder in ROOMS.items():
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            yield room, ".".join((room, *parts)).removesuffix(".__init__"), file
+
+
+def imports(file: Path, name: str) -> set[str]:
+    """Dotted names of all modules that a file imports, anywhere in it."""
+    found: set[str] = set()
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            found.add(module)
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def within(module: str, *tops: str) -> bool:
+    return any(module == top or module.startswith(top + ".") for top in tops)
+
+
+ALL = [pytest.param(*module, id=module[1]) for module in modules()]
+
+
+@pytest.mark.parametrize(("room", "name", "file"), ALL)
+def test_imports_run_downwards(room: str, name: str, file: Path) -> None:
+    imported = imports(file, name)
+    for module in imported:
+        if within(module, *OURS):
+            assert within(module, *MAY_IMPORT[room]), f"{name} imports {module}"
+    if room == "swarm":
+        assert not [m for m in imported if within(m, *HEAVY)], f"{name} must not need torch"
+    if room == "swarm" and not within(name, "swarm.plan", "swarm.net"):
+        assert not [m for m in imported if within(m, "swarm.plan", "swarm.net")], f"{name} imports a room"
+    if within(name, "swarm.net"):
+        assert not [m for m in imported if within(m, "swarm.plan")], f"{name} imports the planner"
+    if room == "swarm_kernels":
+        allowed = [m for m in imported if within(m, "swarm") and not within(m, "swarm.types", "swarm.errors")]
+        assert not [m for m in allowed if m not in ("swarm", "swarm.config") and not within(m, "swarm.config")]
+
+
+@pytest.mark.parametrize(("room", "name", "file"), [m for m in ALL if within(str(m.values[1]), "swarm.plan")])
+def test_the_planner_is_pure(room: str, name: str, file: Path) -> None:
+    impure = [m for m in imports(file, name) if within(m, *NOT_IN_PLAN) or within(m, "swarm.net")]
+    assert not impure, f"{name} imports {impure}"
+
+
+@pytest.mark.parametrize(("room", "name", "file"), ALL)
+def test_hivemind_is_imported_in_one_place(room: str, name: str, file: Path) -> None:
+    imported = imports(file, name)
+    if name != HIVEMIND_IMPORTER:
+        assert not [m for m in imported if within(m, "hivemind")], f"import hivemind by way of {HIVEMIND_IMPORTER}"
+    if any(within(m, HIVEMIND_IMPORTER) for m in imported):
+        assert name in HIVEMIND_USERS
+
+
+def test_the_rules_see_what_they_should() -> None:
+    names = {name for _, name, _ in modules()}
+    assert {"swarm", "swarm.codec", "swarm.plan", "swarm.net.pool", "swarm_kernels", "swarm_node"} <= names
+    assert "swarm.errors.ProtocolError" in imports(ROOT / "swarm" / "codec.py", "swarm.codec")
