@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
 
 import psutil
-from carrier_conformance import SMALL, Conformance, echo
+import pytest
+from carrier_conformance import SMALL, Conformance, drain, echo
 
+from swarm.errors import AddressInUse, ConnectionLost, PeerUnreachable, SwarmError, UsageError
 from swarm.messages import Ping
 from swarm.net.carrier import Carrier
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.identity import Identity
 from swarm.net.p2pd import DaemonOptions
+
+NOBODY = Identity.from_seed(bytes(32)).peer
+
+
+@pytest.fixture(autouse=True)
+def no_child_left() -> Iterator[None]:
+    before = set(psutil.Process().children())
+    yield
+    assert not set(psutil.Process().children()) - before
 
 
 class TestDaemon(Conformance):
@@ -22,27 +39,141 @@ class TestDaemon(Conformance):
         caller, listener = await asyncio.gather(
             DaemonCarrier.start(Identity.generate()), DaemonCarrier.start(Identity.generate(), limits=SMALL)
         )
-        children = [caller.daemon_pid, listener.daemon_pid]
         try:
             yield caller, listener
         finally:
             await asyncio.gather(caller.close(), listener.close())
-        assert not any(psutil.pid_exists(pid) for pid in children)
 
 
-@contextlib.contextmanager
-def no_child_left() -> AsyncIterator[None]:
-    before = {child.pid for child in psutil.Process().children()}
-    yield
-    left = [child for child in psutil.Process().children() if child.pid not in before]
-    assert not left
+@contextlib.asynccontextmanager
+async def running(options: DaemonOptions | None = None, **kwargs: object) -> AsyncIterator[DaemonCarrier]:
+    carrier = await DaemonCarrier.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
+    try:
+        yield carrier
+    finally:
+        await carrier.close()
 
 
 async def test_join_and_dial_by_id_alone() -> None:
-    first = await DaemonCarrier.start(Identity.generate())
-    await first.serve(echo)
-    second = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=first.addresses))
-    connection = await second.dial(first.peer)
-    await connection.send(Ping(1))
-    assert (await connection.receive())[0] == Ping(1)
-    await asyncio.gather(first.close(), second.close())
+    async with running() as first, running(DaemonOptions(peers=first.addresses)) as second:
+        await first.serve(echo)
+        connection = await second.dial(first.peer)
+        await connection.send(Ping(1))
+        assert (await connection.receive())[0] == Ping(1)
+        with pytest.raises(PeerUnreachable):
+            await second.dial(NOBODY)
+        with pytest.raises(PeerUnreachable):
+            await second.dial(NOBODY, ["/ip4/127.0.0.1/tcp/1", "rubbish", ""])
+        with pytest.raises(PeerUnreachable):
+            await second.dial("not a peer id")
+        with pytest.raises(PeerUnreachable):
+            await second.dial(second.peer)
+
+
+async def test_a_listener_that_does_not_serve_yet() -> None:
+    async with running() as first, running() as second:
+        with pytest.raises(PeerUnreachable):
+            await second.dial(first.peer, first.addresses)
+
+
+async def test_connections_are_bounded() -> None:
+    async with running(max_connections=2) as listener, running(max_connections=3) as caller:
+        await listener.serve(echo)
+        opened = [await caller.dial(listener.peer, listener.addresses) for _ in range(3)]
+        with pytest.raises(PeerUnreachable, match="limit"):
+            await caller.dial(listener.peer, listener.addresses)
+        with pytest.raises(ConnectionLost):
+            await drain(opened[2])
+        await opened[0].close()
+        await opened[1].send(Ping(1))
+        assert (await opened[1].receive())[0] == Ping(1)
+
+
+async def test_a_busy_port() -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        for extra in ((), ("/ip4/127.0.0.1/tcp/0",)):
+            with pytest.raises(AddressInUse, match=str(port)):
+                await DaemonCarrier.start(Identity.generate(), DaemonOptions((f"/ip4/127.0.0.1/tcp/{port}", *extra)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        (DaemonOptions(("rubbish",)), UsageError, "rubbish"),
+        (DaemonOptions(()), UsageError, "listen"),
+        (DaemonOptions(("/ip4/127.0.0.1/tcp/99999",)), UsageError, "99999"),
+        (DaemonOptions(("/ip4/203.0.113.1/tcp/0",)), UsageError, "no such address"),
+        (DaemonOptions(peers=("/ip4/127.0.0.1/tcp/1",)), UsageError, "/p2p/"),
+        (DaemonOptions(peers=(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}",)), PeerUnreachable, "none of the peers"),
+    ],
+)
+async def test_options_that_cannot_work(options: DaemonOptions, error: type[SwarmError], says: str) -> None:
+    with pytest.raises(error, match=says):
+        await DaemonCarrier.start(Identity.generate(), options)
+
+
+async def test_the_death_of_the_daemon_is_noticed() -> None:
+    async with running() as listener, running() as caller:
+        await listener.serve(echo)
+        connection = await caller.dial(listener.peer, listener.addresses)
+        os.kill(listener.daemon_pid, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            await listener.failed.wait()
+            with pytest.raises(ConnectionLost):
+                await drain(connection)
+        assert not caller.failed.is_set()
+        with pytest.raises(PeerUnreachable):
+            await listener.dial(caller.peer, caller.addresses)
+
+
+async def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing_behind() -> None:
+    for delay in (0.0, 0.01, 0.05, 0.1, 0.2, 0.3):
+        starting = asyncio.create_task(DaemonCarrier.start(Identity.generate()))
+        await asyncio.sleep(delay)
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await (await starting).close()  # it was quicker than we
+        assert not psutil.Process().children()
+
+
+async def test_a_close_that_is_cancelled_still_ends_the_daemon() -> None:
+    for turns in range(4):
+        carrier = await DaemonCarrier.start(Identity.generate())
+        await carrier.serve(echo)
+        closing = asyncio.create_task(carrier.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await closing
+        if not turns:  # cancelled before its first line
+            await carrier.close()
+        assert not psutil.Process().children()
+
+
+_ORPHAN_MAKER = """
+import asyncio
+from swarm.net.daemon_streams import DaemonCarrier
+from swarm.net.identity import Identity
+
+async def main():
+    carrier = await DaemonCarrier.start(Identity.generate())
+    print(carrier.daemon_pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_the_daemon_does_not_outlive_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", _ORPHAN_MAKER], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
