@@ -16,7 +16,7 @@ Bin = list[int]
 """The capacities of one replica's nodes."""
 
 _EXTEND_TRIES = 6  # re-splits, twice, to make room for one more replica before starting over
-_REPAIR_TRIES = 4  # re-splits a replica, on average, before a start is given up
+_REPAIR_TRIES = 40  # re-splits before a start is given up
 _SPLIT_STEPS = 5  # what one costs
 
 
@@ -44,11 +44,10 @@ def form(capacities: Sequence[int], replicas: int, num_layers: int, budget: Budg
     left = replicas - len(pairs)
     if left <= 0:
         return pairs[:replicas]
-    for start in (longest_first, even_counts):
-        budget.spend(len(rest) // 4)
-        bins = start(rest, left)
-        if repair(bins, [sum(members) for members in bins], num_layers, budget, _REPAIR_TRIES * left + 16):
-            return pairs + bins
+    budget.spend(len(rest) // 4)
+    bins = longest_first(rest, left)
+    if repair(bins, [sum(members) for members in bins], num_layers, budget, _REPAIR_TRIES):
+        return pairs + bins
     return None
 
 
@@ -61,15 +60,6 @@ def longest_first(capacities: Sequence[int], replicas: int) -> list[Bin]:
         bins[least % replicas].append(capacity)
         heapq.heapreplace(heap, least + capacity * replicas)
     return bins
-
-
-def even_counts(capacities: Sequence[int], replicas: int) -> list[Bin]:
-    """Longest first, but bins differ by one node at most and those with one more take the smallest capacities."""
-    each, longer = divmod(len(capacities), replicas)
-    cut = each * (replicas - longer)
-    return longest_first(capacities[:cut], replicas - longer) + (
-        longest_first(capacities[cut:], longer) if longer else []
-    )
 
 
 def repair(bins: list[Bin], loads: list[int], num_layers: int, budget: Budget, tries: int) -> bool:

@@ -11,7 +11,7 @@ the same path; a proof is given only after it has been checked in whole numbers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,8 +27,9 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 _TINY = 1e-9
 _CLEAR = 1e-6  # how far below k the float bound must be before it is worth proving in whole numbers
-_PRICE = 1 << 20  # whole-number prices are in units of this fraction of a replica
-_PIVOT_STEPS = 100
+_PRICE = 1 << 40  # whole-number prices are in units of this fraction of a replica
+_REMEMBERED = 512  # patterns
+_PIVOT_STEPS, _PATTERN_STEPS = 50, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,45 +40,56 @@ class Mixture:
     amounts: tuple[float, ...]
 
 
-def relax(capacities: Sequence[int], replicas: int, num_layers: int, budget: Budget) -> Dual | Mixture | None:
-    """A dual that proves that `capacities` cannot form `replicas`, or fractions that can; None when out of budget.
+class Relaxation:
+    """Relaxations of pools for one number of layers. Remembers patterns: asking those costs a tenth of finding one."""
 
-    A pool whose fractional best is short of `replicas` by less than rounding can resolve also gets its fractions.
-    """
-    simplex = _Simplex(capacities, num_layers)
-    while simplex.value() < replicas - _TINY:
-        if not budget.spend(_PIVOT_STEPS):
-            return None
-        entering = simplex.entering(replicas)
-        if isinstance(entering, Dual):
-            return entering
-        if entering is None or not simplex.pivot(*entering):
-            break
-    return simplex.mixture()
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._seen: set[tuple[int, ...]] = set()
+        self._patterns: Ints = np.zeros((0, num_layers + 1), dtype=np.int64)  # counts by capacity
 
+    def learn(self, patterns: Iterable[Sequence[int]]) -> None:
+        """Replicas found elsewhere, or in a pool much like the next one."""
+        new = {tuple(sorted(pattern)) for pattern in patterns} - self._seen
+        self._seen |= new
+        counts = np.zeros((len(new), self._num_layers + 1), dtype=np.int64)
+        for row, pattern in zip(counts, sorted(new), strict=True):
+            for capacity in pattern:
+                row[capacity] += 1
+        self._patterns = np.concatenate([self._patterns, counts])[-_REMEMBERED:]
 
-def dive(capacities: Sequence[int], replicas: int, num_layers: int, budget: Budget) -> list[Bin] | Dual | None:
-    """`replicas` bins found by rounding the relaxation again and again, a proof that there are none, or None.
+    def dive(self, capacities: Sequence[int], replicas: int, budget: Budget) -> list[Bin] | Dual | None:
+        """`replicas` bins found by rounding the relaxation again and again, a proof that there are none, or None.
 
-    `capacities`: what `match_pairs` leaves, sorted downwards.
-    """
-    fixed: list[Bin] = []
-    rest = Counter(capacities)
-    while rest:
-        answer = relax(sorted(rest.elements(), reverse=True), replicas - len(fixed), num_layers, budget)
-        if not isinstance(answer, Mixture):
-            return None if fixed else answer
-        taken = _whole_parts(answer, rest, replicas - len(fixed))
-        fixed += taken
-        found = _finish(fixed, sorted(rest.elements(), reverse=True), replicas, num_layers, budget)
-        if found is not None:
-            return found
-        if not taken:
-            largest = answer.patterns[max(range(len(answer.amounts)), key=answer.amounts.__getitem__)]
-            if not _take(largest, rest):
-                return None
-            fixed.append(list(largest))
-    return None
+        `capacities`: what `match_pairs` leaves, sorted downwards.
+        """
+        fixed: list[Bin] = []
+        rest = Counter(capacities)
+        while rest:
+            answer = self._solve(sorted(rest.elements(), reverse=True), replicas - len(fixed), budget)
+            if not isinstance(answer, Mixture):
+                return None if fixed else answer
+            self.learn(answer.patterns)
+            taken = _whole_parts(answer, rest, replicas - len(fixed))
+            fixed += taken
+            found = _finish(fixed, sorted(rest.elements(), reverse=True), replicas, self._num_layers, budget)
+            if found is not None:
+                return found
+            if not taken:
+                largest = answer.patterns[max(range(len(answer.amounts)), key=answer.amounts.__getitem__)]
+                if not _take(largest, rest):
+                    return None
+                fixed.append(list(largest))
+        return None
+
+    def best_dual(self, capacities: Sequence[int], budget: Budget) -> Dual | None:
+        """The dual that leaves the least room above the replicas that `capacities` form; None when out of budget."""
+        simplex = _Simplex(capacities, self._num_layers, self._patterns)
+        return simplex.dual() if simplex.run(None, budget) is not None else None
+
+    def _solve(self, capacities: Sequence[int], replicas: int, budget: Budget) -> Dual | Mixture | None:
+        """A dual that rules out `replicas`, or fractions that form them, as far as rounding can tell; or None."""
+        return _Simplex(capacities, self._num_layers, self._patterns).run(replicas, budget)
 
 
 def _whole_parts(answer: Mixture, rest: Counter[int], most: int) -> list[Bin]:
@@ -116,63 +128,97 @@ def _finish(fixed: list[Bin], rest: list[int], replicas: int, num_layers: int, b
     return bins if repair(bins, [sum(members) for members in bins], num_layers, budget, 4 * replicas + 16) else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """`rows[i]` nodes of the i-th capacity: a replica, of value 1, or one node left out of all, of value 0."""
+
+    value: float
+    rows: Mapping[int, int]
+
+
 class _Simplex:
     """Revised simplex for: maximise sum(y), patterns @ y <= counts, y >= 0. One row a distinct capacity."""
 
-    def __init__(self, capacities: Sequence[int], num_layers: int) -> None:
+    def __init__(self, capacities: Sequence[int], num_layers: int, patterns: Ints) -> None:
         counts = Counter(capacities)
         self._sizes = sorted(counts, reverse=True)
         self._counts = [counts[c] for c in self._sizes]
         sizes = np.array(self._sizes, dtype=np.int64)
         self._left_after: Ints = np.maximum(np.arange(num_layers + 1)[:, None] - sizes, 0)  # [L + 1, rows]
         alone = -(-num_layers // sizes)  # the first basis: patterns of one capacity each
-        self._basis: list[dict[int, int] | None] = [{row: int(number)} for row, number in enumerate(alone)]
+        self._basis = [_Column(1.0, {row: int(number)}) for row, number in enumerate(alone)]
         self._inverse: Floats = np.diag(1.0 / alone)
         self._amounts: Floats = np.array(self._counts, dtype=np.float64) / alone
         self._prices: Floats = 1.0 / alone
+        absent = np.ones(num_layers + 1, dtype=bool)
+        absent[sizes] = False
+        self._known: Ints = patterns[~patterns[:, absent].any(axis=1)][:, sizes]  # [patterns, rows]
+
+    def run(self, replicas: int | None, budget: Budget) -> Dual | Mixture | None:
+        """Improve until `replicas` are formed or ruled out, or the solution is the best; None when out of budget."""
+        while replicas is None or self.value() < replicas - _TINY:
+            if not budget.spend(_PIVOT_STEPS):
+                return None
+            column = self._slack() or self._known_pattern()
+            if column is None:
+                if not budget.spend(_PATTERN_STEPS):
+                    return None
+                prices = np.maximum(self._prices, 0.0)
+                costs, choice = cover_costs(prices, self._left_after)
+                proof = None if replicas is None else self._proof(float(costs[-1]), replicas)
+                if proof is not None:
+                    return proof
+                if costs[-1] >= 1 - _TINY:
+                    break
+                column = _Column(1.0, self._pattern(choice))
+            if not self._pivot(column):
+                break
+        return self.mixture()
 
     def value(self) -> float:
-        """Replicas of the current solution; slack columns (None) count for nothing."""
+        """Replicas of the current solution."""
         amounts: list[float] = self._amounts.tolist()
-        return sum(amount for amount, column in zip(amounts, self._basis, strict=True) if column is not None)
+        return sum(amount * column.value for amount, column in zip(amounts, self._basis, strict=True))
 
     def mixture(self) -> Mixture:
         chosen = [
-            (tuple(self._sizes[row] for row in sorted(column) for _ in range(column[row])), amount)
+            (tuple(self._sizes[row] for row in sorted(column.rows) for _ in range(column.rows[row])), amount)
             for amount, column in zip(self._amounts.tolist(), self._basis, strict=True)
-            if column is not None and amount > _TINY
+            if column.value and amount > _TINY
         ]
         return Mixture(tuple(pattern for pattern, _ in chosen), tuple(amount for _, amount in chosen))
 
-    def entering(self, replicas: int) -> tuple[dict[int, int] | None, int] | Dual | None:
-        """The column to bring in, as (pattern, 0) or (None, row of a slack); a proof against `replicas`; or None."""
+    def _slack(self) -> _Column | None:
+        """A row whose price is negative is better left slack."""
         row = int(self._prices.argmin())
-        if self._prices[row] < -_TINY:
-            return None, row
-        prices = np.maximum(self._prices, 0.0)
-        costs, choice = cover_costs(prices, self._left_after)
-        proof = self._proof(prices, float(costs[-1]), replicas)
-        if proof is not None:
-            return proof
-        return None if costs[-1] >= 1 - _TINY else (self._pattern(choice), 0)
+        return _Column(0.0, {row: 1}) if self._prices[row] < -_TINY else None
 
-    def pivot(self, pattern: dict[int, int] | None, row: int) -> bool:
+    def _known_pattern(self) -> _Column | None:
+        """The most underpriced known pattern, if one clearly is. In whole numbers, lest the order of sums matter."""
+        if not len(self._known):
+            return None
+        costs = (self._known * (self._prices * _PRICE).astype(np.int64)).sum(axis=1)
+        cheapest = int(costs.argmin())
+        if costs[cheapest] >= (1 - _CLEAR) * _PRICE:
+            return None
+        return _Column(1.0, {row: number for row, number in enumerate(self._known[cheapest].tolist()) if number})
+
+    def _pivot(self, column: _Column) -> bool:
         """Bring a column into the basis; False if no column can leave, which only rounding can cause."""
-        column = pattern if pattern is not None else {row: 1}
         direction = np.zeros(len(self._sizes))
-        gain = 0.0 if pattern is None else 1.0
-        for i, number in column.items():
-            direction += self._inverse[:, i] * number
-            gain -= float(self._prices[i]) * number
+        gain = column.value
+        for row, number in column.rows.items():
+            direction += self._inverse[:, row] * number
+            gain -= float(self._prices[row]) * number
         ratios = np.full(len(self._sizes), np.inf)
         np.divide(self._amounts, direction, out=ratios, where=direction > _TINY)
         leaving = int(ratios.argmin())
-        if np.isinf(ratios[leaving]):
-            return False
         amount = float(ratios[leaving])
+        if amount == np.inf:
+            return False
         self._amounts = np.maximum(self._amounts - amount * direction, 0.0)
         self._amounts[leaving] = amount
-        self._basis[leaving] = pattern
+        self._basis[leaving] = column
         pivot_row = self._inverse[leaving] / direction[leaving]
         self._prices = self._prices + gain * pivot_row
         direction[leaving] = 0.0
@@ -190,20 +236,23 @@ class _Simplex:
             layers = int(self._left_after[layers, row])
         return pattern
 
-    def _proof(self, prices: Floats, cheapest: float, replicas: int) -> Dual | None:
+    def _proof(self, cheapest: float, replicas: int) -> Dual | None:
         """The prices as a dual, if in whole numbers they rule out `replicas`; `cheapest` is the price of a replica."""
-        worth = sum(count * price for count, price in zip(self._counts, prices.tolist(), strict=True))
+        worth = sum(n * max(price, 0.0) for n, price in zip(self._counts, self._prices.tolist(), strict=True))
         if worth >= (replicas - _CLEAR) * cheapest:
             return None
-        whole = np.floor(prices * _PRICE).astype(np.int64)
+        dual = self.dual()
+        weight = sum(n * dual.weights[c] for n, c in zip(self._counts, self._sizes, strict=True))
+        return dual if weight < replicas * dual.total else None
+
+    def dual(self) -> Dual:
+        """The prices in whole numbers. A capacity not in the pool weighs as the next larger one, or as a replica."""
+        whole = np.floor(np.maximum(self._prices, 0.0) * _PRICE).astype(np.int64)
         total = int(cover_costs(whole, self._left_after)[0][-1])
         known = dict(zip(self._sizes, whole.tolist(), strict=True))
-        if total <= 0 or sum(map(int.__mul__, self._counts, known.values())) // total >= replicas:
-            return None
-        # A capacity that is not in the pool weighs as much as the next larger one, or a whole replica.
         weights = [total] * len(self._left_after)
         for capacity in range(self._sizes[0], -1, -1):
-            weights[capacity] = known.get(capacity, weights[capacity + 1] if capacity < self._sizes[0] else total)
+            weights[capacity] = known.get(capacity, weights[min(capacity + 1, len(weights) - 1)])
         return Dual(tuple(weights), total)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from swarm.plan.allocation_bounds import Dual, least_stages
 from swarm.plan.allocation_dp import decide
 from swarm.plan.allocation_greedy import Bin, extend, form, match_pairs, trim
-from swarm.plan.allocation_lp import dive
+from swarm.plan.allocation_lp import Relaxation
 from swarm.plan.budget import Budget
 
 
@@ -31,6 +31,7 @@ class Staircase:
         self._found: list[list[Bin] | None] = [None] * len(self._bounds)
         self._stages = [0] * len(self._bounds)  # nodes of `_found`
         self._proofs: list[Dual] = []
+        self._relaxation = Relaxation(num_layers)
         self._rounded: set[tuple[int, int]] = set()  # (nodes, replicas) that rounding did not settle
         self._climb(budget)
 
@@ -70,6 +71,7 @@ class Staircase:
                 return False
             row = k - self._whole - 1
             pairs, rest = match_pairs(self._parts[: self._bounds[row]], self._num_layers)
+            self._relaxation.learn(self._found[row] or ())
             answer = self._decide(rest, row + 1 - len(pairs), budget, deep)
             if answer is None:
                 return False
@@ -86,14 +88,17 @@ class Staircase:
         if replicas <= 0:
             return []
         if (len(rest), replicas) not in self._rounded:
-            answer = dive(rest, replicas, self._num_layers, budget)
+            answer = self._relaxation.dive(rest, replicas, budget)
             if isinstance(answer, Dual):
                 self._proofs.append(answer)
                 return False
             if answer is not None:
                 return answer
             self._rounded.add((len(rest), replicas))
-        return decide(rest, replicas, self._num_layers, budget) if deep else None
+        if not deep:
+            return None
+        dual = self._relaxation.best_dual(rest, budget)
+        return None if dual is None else decide(rest, replicas, self._num_layers, budget, [dual])
 
     def _raise_bound(self, row: int) -> None:
         """The bound of `row` fails: it and, where needed, those above go up by one; drop what leaves the pool."""
@@ -111,11 +116,11 @@ class Staircase:
         """Find replicas for k = 1, 2, ... each in the shortest prefix that the quick ways manage."""
         bins: list[Bin] = []
         loads: list[int] = []
-        used = 0
+        used, tight = 0, True  # gaps come in runs: after one, leave starting afresh to `sharpen`
         for row, bound in enumerate(self._bounds):
             for end in range(bound, len(self._parts) + 1):
                 grown = extend(bins, loads, self._parts[used:end], self._num_layers, budget) if end > used else None
-                if grown is None and not budget.spent:
+                if grown is None and tight and not budget.spent:
                     formed = form(self._parts[:end], row + 1, self._num_layers, budget)
                     grown = None if formed is None else (formed, [sum(members) for members in formed])
                 if grown is not None:
@@ -123,7 +128,7 @@ class Staircase:
             else:
                 return
             bins, loads = grown
-            used = end
+            used, tight = end, end == bound
             self._keep(row, bins if end == bound else trim(bins, self._num_layers))
 
     def _keep(self, row: int, bins: list[Bin]) -> None:

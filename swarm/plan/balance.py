@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from swarm.errors import Infeasible, UsageError
 from swarm.types import Hop
@@ -98,8 +97,7 @@ def _fill(num_layers: int, nodes: Sequence[PoolNode]) -> tuple[list[int], float]
             return shares, _ratio(left * unit, speed)
         left -= sum(shares[i] for i in still_open) - sum(shares[i] for i in below)
         still_open = below
-    full = max(Fraction(node.layer_capacity) / Fraction(node.compute) for node in nodes)
-    return shares, _ratio(full.numerator, full.denominator)
+    return shares, max(node.layer_capacity / node.compute for node in nodes)
 
 
 def _largest_remainder(
