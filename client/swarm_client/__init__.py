@@ -1,9 +1,33 @@
-"""Talk to a swarm: `SwarmClient`, its synchronous face and the terminal client. Never imports the node."""
+"""Talk to a swarm: `SwarmClient`, its synchronous face and the terminal client. Never imports the node.
 
-from swarm_client.answer import Answer, Piece
-from swarm_client.client import SwarmClient
-from swarm_client.generation import TextStream
-from swarm_client.request import Options
-from swarm_client.sync import SyncSwarmClient
+The names below are imported when first used: `swarm-chat --help` should not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swarm_client.answer import Answer, Piece
+    from swarm_client.client import SwarmClient
+    from swarm_client.generation import TextStream
+    from swarm_client.request import Options
+    from swarm_client.sync import SyncSwarmClient
+
+_HOMES = {
+    "Answer": "answer",
+    "Options": "request",
+    "Piece": "answer",
+    "SwarmClient": "client",
+    "SyncSwarmClient": "sync",
+    "TextStream": "generation",
+}
 
 __all__ = ["Answer", "Options", "Piece", "SwarmClient", "SyncSwarmClient", "TextStream"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,10 @@ def run(
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Use only nodes of this dtype.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of these settings.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: one JSON object on stdout.")] = False,
 ) -> None:
+    logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:
         settings = load(
             ClientConfig,
@@ -86,11 +89,13 @@ def run(
 async def answer_once(settings: ClientConfig, prompt: str, request: Request) -> None:
     """Print the answer as it comes, or with --json one object at the end."""
     from swarm_client.client import SwarmClient
-    from swarm_client.request import Options
+    from swarm_client.request import Options, check_messages
 
-    Options(**request.options, strategy=settings.strategy)  # a wrong flag is told before anything is loaded or dialled
+    # What is wrong with the request is told before anything is loaded or dialled.
+    Options(**request.options, strategy=settings.strategy)
     messages = [{"role": "system", "content": request.system}] if request.system else []
     messages.append({"role": "user", "content": prompt})
+    check_messages(messages)
     async with (
         SwarmClient(config=settings) as client,
         client.chat_stream(messages, **request.options) as stream,

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
+from swarm.net.daemon_options import DaemonOptions
 from swarm.plan.session import Generation, GenerationPlan
 from swarm.types import Chain, PeerId, Sampling, Snapshot
 from swarm_client.answer import Answer
@@ -73,9 +74,15 @@ class SwarmClient:
     async def __aenter__(self) -> SwarmClient:
         """Raises ModelError, UsageError (no peers), PeerUnreachable."""
         async with AsyncExitStack() as stack:
-            source, network = await asyncio.gather(self._open_source(), self._open_network(stack))
-            if self._given_source is None:
+            options = self._daemon_options() if self._given_network is None else None
+            source = self._given_source
+            if source is None:
+                source = await asyncio.to_thread(open_model, self.config.model)
                 stack.callback(source.close)
+            network = self._given_network
+            if network is None:
+                assert options is not None
+                network = await stack.enter_async_context(connect(options, self.config.limits))
             self._source, self._network = source, network
             self._tokenizer = self._tokenizer or load_tokenizer(source)
             self._view = SwarmView(
@@ -173,15 +180,10 @@ class SwarmClient:
     def _explain(self, chain: Chain) -> str:
         return _entered(self._view).explain(chain)
 
-    async def _open_source(self) -> ModelSource:
-        if self._given_source is not None:
-            return self._given_source
-        return await asyncio.to_thread(open_model, self.config.model)
-
-    async def _open_network(self, stack: AsyncExitStack) -> Network:
-        if self._given_network is not None:
-            return self._given_network
-        return await stack.enter_async_context(connect(self.config.peers, self.config.limits))
+    def _daemon_options(self) -> DaemonOptions:
+        if not self.config.peers:
+            raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
+        return DaemonOptions(peers=self.config.peers)
 
 
 def _entered(value: _T | None) -> _T:

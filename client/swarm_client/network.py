@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from swarm.config import Limits
-from swarm.errors import UsageError
 from swarm.net.carrier import Carrier, Directory
+from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
 from swarm.net.pool import ConnectionPool
 from swarm_client.chain_session import Inboxes
@@ -37,23 +37,19 @@ class Network:
 
 
 @asynccontextmanager
-async def connect(peers: Sequence[str], limits: Limits) -> AsyncIterator[Network]:
-    """Join the swarm of `peers` (multiaddrs) as a client: it dials out, serves nothing and is gone at the end.
+async def connect(options: DaemonOptions, limits: Limits) -> AsyncIterator[Network]:
+    """Join the swarm of `options.peers` as a client: it dials out, serves nothing and is gone at the end.
 
-    Raises UsageError without peers, PeerUnreachable when none of them answers.
+    Raises PeerUnreachable when none of them answers.
     """
-    if not peers:
-        raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
     await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # a second in which others can work
     from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory
-    from swarm.net.p2pd import DaemonOptions
 
     async with AsyncExitStack() as stack:
-        options = DaemonOptions(peers=tuple(peers))
         carrier = await DaemonCarrier.start(Identity.generate(), options, dial_timeout_s=limits.dial_timeout_s)
         stack.push_async_callback(carrier.close)
-        directory = await DhtDirectory.start(carrier, peers, client=True)
+        directory = await DhtDirectory.start(carrier, options.peers, client=True)
         stack.push_async_callback(directory.close)
         network = Network.over(carrier, directory, limits)
         async with network.pool:

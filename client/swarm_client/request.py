@@ -74,7 +74,8 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     for message in messages:
         role, content = message.get("role"), message.get("content")
         _require(isinstance(role, str) and isinstance(content, str), "a chat message needs a role and a content")
-    _require(any(m["content"].strip() for m in messages), "the prompt is empty; say something")
+    said = any(m["role"] == "user" and m["content"].strip() for m in messages)
+    _require(said, "the prompt is empty; say something")
 
 
 def _require(holds: bool, sentence: str) -> None:

@@ -49,9 +49,9 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
     Raises UsageError, IdentityError, AddressInUse, PeerUnreachable, NetworkError.
     """
     await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # a second in which others can work
+    from swarm.net.daemon_options import DaemonOptions
     from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory
-    from swarm.net.p2pd import DaemonOptions
 
     identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
     options = DaemonOptions(listen=config.listen, peers=config.peers)

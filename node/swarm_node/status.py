@@ -119,9 +119,9 @@ def _name_of(spec: str) -> str:
 
 
 async def _read(peers: tuple[str, ...], model: str) -> Snapshot:
+    from swarm.net.daemon_options import DaemonOptions
     from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory
-    from swarm.net.p2pd import DaemonOptions
 
     carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers))
     try:

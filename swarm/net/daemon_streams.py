@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.errors import NetworkError, PeerUnreachable
 from swarm.net.carrier import Connection, Handler
+from swarm.net.daemon_options import DaemonOptions
 from swarm.net.frame_stream import FrameStream
 from swarm.net.identity import Identity
-from swarm.net.p2pd import DaemonOptions, P2PDaemon
+from swarm.net.p2pd import P2PDaemon
 from swarm.net.p2pd_control import Control, accepted_peer
 from swarm.net.tasks import TaskScope
 from swarm.types import PeerId

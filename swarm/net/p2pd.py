@@ -17,12 +17,10 @@ import shutil
 import subprocess
 import tempfile
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 
-from multiaddr import Multiaddr
-
 from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, UsageError
+from swarm.net.daemon_options import DaemonOptions
 from swarm.net.frame_stream import FrameStream
 from swarm.net.hivemind_parts import P2PD
 from swarm.net.identity import Identity
@@ -33,15 +31,6 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0  # joining a swarm whose first peers do not answer takes long
 STOP_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonOptions:
-    """Multiaddrs: where to listen, whom to join (each ends in `/p2p/<peer id>`), what to announce instead."""
-
-    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    peers: tuple[str, ...] = ()
-    announce: tuple[str, ...] = ()
 
 
 class P2PDaemon:
@@ -67,7 +56,6 @@ class P2PDaemon:
     async def start(cls, identity: Identity, options: DaemonOptions | None = None) -> P2PDaemon:
         """Raises UsageError, AddressInUse, PeerUnreachable (of `peers`, none answered), NetworkError."""
         options = options or DaemonOptions()
-        _check(options)
         self = cls(identity, options)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -182,19 +170,6 @@ class P2PDaemon:
                 logger.error("the p2p daemon has died: %s", self.reason)
             self._ended.set()
             self._ready.set()
-
-
-def _check(options: DaemonOptions) -> None:
-    for flag, addresses in (("listen", options.listen), ("announce", options.announce), ("peers", options.peers)):
-        for text in addresses:
-            try:
-                names = [protocol.name for protocol in Multiaddr(text).protocols()]
-            except ValueError as error:
-                raise UsageError(f"'{text}' is not a multiaddr: {error}") from None
-            if flag == "peers" and (not names or names[-1] != "p2p"):
-                raise UsageError(f"'{text}' does not say which peer it is; it must end in /p2p/<peer id>")
-    if not options.listen:
-        raise UsageError("no address to listen on; /ip4/0.0.0.0/tcp/0 is any port on all networks")
 
 
 def _start_error(said: str, options: DaemonOptions) -> NetworkError | AddressInUse | UsageError:

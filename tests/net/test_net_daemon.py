@@ -19,9 +19,9 @@ from carrier_conformance import SMALL, Conformance, drain, echo
 from swarm.errors import AddressInUse, ConnectionLost, PeerUnreachable, SwarmError, UsageError
 from swarm.messages import Ping
 from swarm.net.carrier import Carrier
+from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.identity import Identity
-from swarm.net.p2pd import DaemonOptions
 
 NOBODY = Identity.from_seed(bytes(32)).peer
 

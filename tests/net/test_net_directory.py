@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 
+import msgpack
+import psutil
+import pytest
+
+from swarm.errors import NetworkError, PeerUnreachable, ProtocolError
+from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
+from swarm.net.dht_guard import OwnedSubkeys, StrictSerializer
 from swarm.net.directory import DhtDirectory
+from swarm.net.hivemind_parts import DHTRecord, DictionaryDHTValue, MSGPackSerializer
 from swarm.net.identity import Identity
-from swarm.net.p2pd import DaemonOptions
+from swarm.records import MAX_LIFETIME_S, key
 
 Member = tuple[DaemonCarrier, DhtDirectory]
 
@@ -26,6 +37,7 @@ async def swarm(size: int, clients: int = 0) -> AsyncIterator[list[Member]]:
             stack.push_async_callback(directory.close)
             members.append((carrier, directory))
         yield members
+    assert not psutil.Process().children()
 
 
 async def test_three_nodes_and_a_client_see_one_map() -> None:
@@ -47,3 +59,131 @@ async def test_three_nodes_and_a_client_see_one_map() -> None:
         await directory.publish(b"back", "m", soon)
         assert (await client.read("m"))[carrier.peer] == b"back"
         assert await client.read("another model") == {}
+
+
+async def test_records_expire_and_their_lifetime_is_capped() -> None:
+    async with swarm(2) as ((_, one), (_, two)):
+        await one.publish(b"short", "m", time.time() + 0.5)
+        assert list((await two.read("m")).values()) == [b"short"]
+        await asyncio.sleep(0.6)
+        assert await two.read("m") == {}
+        await one.publish(b"long", "m", time.time() + 1e9)
+        found = await two._node.get(key("m"), latest=True)
+        assert found.expiration_time <= time.time() + MAX_LIFETIME_S
+        with pytest.raises(NetworkError, match="limit"):
+            await one.publish(bytes(3000), "m", time.time() + 5)
+
+
+class Liar(OwnedSubkeys):
+    """A validator that lets its own node store anything, signed with its own key."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        return True
+
+
+class Replayer(Liar):
+    """Attaches whatever signature it has seen."""
+
+    signature = b""
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        return bytes(record.value) + self.signature
+
+
+async def test_strangers_cannot_write_under_another_peers_subkey() -> None:
+    async with swarm(3) as ((victim, one), (_, two), (attacker, lair)):
+        await one.publish(b"truth", "m", time.time() + 10)
+        await lair.publish(b"attacker", "m", time.time() + 10)
+        honest = {victim.peer: b"truth", attacker.peer: b"attacker"}
+        node = lair._node
+        stored = (await two._node.get(key("m"), latest=True)).value[victim.peer]
+        raw = two._node.protocol.storage.get(_key_id()).value.get(victim.peer)
+
+        async def attack(value: bytes, expires_at: float, subkey: str | None) -> None:
+            await node.store(key("m"), value, expires_at, subkey=subkey, exclude_self=True)
+            for directory in (one, two):
+                assert await directory.read("m") == honest
+
+        node.protocol.record_validator = Liar(attacker.identity, time.time)
+        await attack(b"forged", time.time() + 20, victim.peer)
+        await attack(b"a value for the whole key", time.time() + 20, None)
+        await attack(b"immortal", time.time() + 1e6, attacker.peer)
+        await attack(b"nobody's", time.time() + 20, "not a peer id")
+        await attack(bytes(5000), time.time() + 20, attacker.peer)
+        replayer = Replayer(attacker.identity, time.time)
+        replayer.signature = raw.value[-64:]
+        node.protocol.record_validator = replayer
+        await attack(b"truth", stored.expiration_time + 20, victim.peer)
+
+
+async def test_a_lying_replica_spoils_only_its_own_entries() -> None:
+    async with swarm(3) as ((victim, one), (_, two), (attacker, lair)):
+        await one.publish(b"truth", "m", time.time() + 10)
+        await lair.publish(b"attacker", "m", time.time() + 10)
+        storage = lair._node.protocol.storage
+        storage.store_subkey(_key_id(), victim.peer, b"forged" + bytes(64), time.time() + 30)
+        storage.store_subkey(_key_id(), "rubbish", b"x", time.time() + 30)
+        assert await two.read("m") == {victim.peer: b"truth", attacker.peer: b"attacker"}
+        storage.store(_key_id(), b"a value without subkeys", time.time() + 40)
+        assert (await two.read("m"))[victim.peer] == b"truth"
+
+
+def _key_id() -> object:
+    from hivemind.dht.routing import DHTID
+
+    return DHTID.generate(key("m"))
+
+
+async def test_joining_by_way_of_peers_without_a_directory() -> None:
+    bare = await DaemonCarrier.start(Identity.generate())
+    joiner = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=bare.addresses))
+    with pytest.raises(PeerUnreachable, match="directory"):
+        await DhtDirectory.start(joiner, bare.addresses)
+    await joiner.close()
+    await bare.close()
+
+
+async def test_a_dead_daemon_is_an_error_and_not_an_empty_swarm() -> None:
+    async with swarm(1) as ((carrier, directory),):
+        await directory.publish(b"x", "m", time.time() + 10)
+        os.kill(carrier.daemon_pid, signal.SIGKILL)
+        await carrier.failed.wait()
+        for doomed in (directory.read("m"), directory.publish(b"x", "m", time.time() + 10), directory.withdraw("m")):
+            with pytest.raises(NetworkError):
+                await doomed
+
+
+def test_the_serializer_reads_what_hivemind_writes() -> None:
+    dictionary = DictionaryDHTValue()
+    dictionary.store("peer", b"value", time.time() + 10)
+    back = StrictSerializer.loads(MSGPackSerializer.dumps(dictionary))
+    assert back.data == dictionary.data
+    assert back.latest_expiration_time == dictionary.latest_expiration_time
+    assert StrictSerializer.loads(MSGPackSerializer.dumps(b"bytes")) == b"bytes"
+    assert StrictSerializer.loads(MSGPackSerializer.dumps("text")) == "text"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc0",
+        b"\xc1",
+        b"\x01",
+        msgpack.packb([[]] * 100_000),
+        msgpack.packb({"a": 1}),
+        msgpack.packb("x" * 1000),
+        msgpack.packb(b"x" * 10_000),
+        b"\xa3\xff\xff\xff",
+        msgpack.packb(msgpack.ExtType(0x40, msgpack.packb([1]))),
+        msgpack.packb(msgpack.ExtType(0x50, b"rubbish")),
+        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([None, 1.0, [[]] * 1_000_000]))),
+        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([None, 1.0, [[["k"], b"v", 1.0]]]))),
+        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([None, 1.0, [["k", b"v" * 5000, 1.0]]]))),
+        b"\x91" * 100_000,
+    ],
+    ids=range(15),
+)
+def test_the_serializer_refuses_everything_else(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        StrictSerializer.loads(data)

@@ -1,0 +1,35 @@
+"""What a p2p daemon is to do, checked before one is started. Owns the rules of its addresses; starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multiaddr import Multiaddr
+
+from swarm.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOptions:
+    """Multiaddrs: where to listen, whom to join (each ends in `/p2p/<peer id>`), what to announce instead."""
+
+    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    peers: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises UsageError."""
+        _check(self)
+
+
+def _check(options: DaemonOptions) -> None:
+    for flag, addresses in (("listen", options.listen), ("announce", options.announce), ("peers", options.peers)):
+        for text in addresses:
+            try:
+                names = [protocol.name for protocol in Multiaddr(text).protocols()]
+            except ValueError as error:
+                raise UsageError(f"'{text}' is not a multiaddr: {error}") from None
+            if flag == "peers" and (not names or names[-1] != "p2p"):
+                raise UsageError(f"'{text}' does not say which peer it is; it must end in /p2p/<peer id>")
+    if not options.listen:
+        raise UsageError("no address to listen on; /ip4/0.0.0.0/tcp/0 is any port on all networks")

@@ -1,0 +1,66 @@
+"""`swarm-chat` on the command line: every mistake is one sentence and exit code 2, before anything is dialled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm_client.chat import app
+
+PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWAkwEYAZ21mdLbKEcBshKQCC3GDGjH2hrUMhtVGz7k4hq"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--top-p", "1.5"], "top_p is 1.5"),
+        (["--top-k", "-3"], "top_k is -3"),
+        (["--repetition-penalty", "-2"], "repetition_penalty is -2.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--stop", ""], "stop string"),
+        (["--strategy", "magic"], "strategy is 'magic'"),
+        (["--model", "/no/such/model.gguf"], "/no/such/model.gguf"),
+        (["--peer", "nonsense"], "nonsense"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    arguments = [*arguments, "--once", "hi"]
+    if "--peer" not in arguments:
+        arguments += ["--peer", PEER]
+    result = CliRunner().invoke(app, arguments, env={"SWARM_HOME": str(tmp_path)})
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_an_empty_prompt(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--once", "  ", "--peer", PEER], env={"SWARM_HOME": str(tmp_path)})
+    assert result.exit_code == 2
+    assert "empty" in result.stderr
+
+
+def test_without_a_swarm_it_says_how_to_start_one(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--once", "hi"], env={"SWARM_HOME": str(tmp_path)})
+    assert result.exit_code == 2
+    assert "swarm-node local" in result.stderr
+
+
+def test_with_json_the_error_is_an_object_too(tmp_path: Path) -> None:
+    arguments = ["--once", "hi", "--json", "--top-p", "7", "--peer", PEER]
+    result = CliRunner().invoke(app, arguments, env={"SWARM_HOME": str(tmp_path)})
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error"] == "invalid_request"
+
+
+def test_json_needs_once(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--json", "--peer", PEER], env={"SWARM_HOME": str(tmp_path)})
+    assert result.exit_code == 2
+    assert "--once" in result.stderr
