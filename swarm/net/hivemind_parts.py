@@ -5,12 +5,27 @@ Owns which parts of hivemind we stand on. Import it only where the p2p daemon or
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import sys
 import warnings
 from importlib import resources
 
+
+def _register_bare(package: str) -> None:
+    """Make submodules of `package` importable without running its `__init__`.
+
+    hivemind's imports its optimisers, mixture of experts and scipy: over a second that neither the daemon nor
+    the DHT needs.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is not None and package not in sys.modules:
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its dependencies' deprecations, nothing a user could act on
+    _register_bare("hivemind")
     import hivemind.hivemind_cli
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import ValidationError as DHTValidationError
