@@ -111,15 +111,20 @@ class RouteTable:
         self._fitting = [
             n
             for n in snapshot.serving()
-            if dtype in (None, n.dtype) and weight_hash in (None, n.weight_hash) and _sane(n, snapshot.num_layers)
+            if dtype in (None, n.dtype)
+            and weight_hash in (None, n.weight_hash)
+            and times_are_sane(n)
+            and n.span is not None
+            and n.span.end <= snapshot.num_layers
         ]
         groups: dict[tuple[str, str], list[NodeProfile]] = {}
         for node in self._fitting:
             if not node.kv_capacity_tokens or node.kv_free_tokens >= min_free_tokens:
                 groups.setdefault((node.weight_hash, node.dtype), []).append(node)
+        self.groups = dict(sorted(groups.items()))
         self.graphs = {
             key: Graph(profile_nodes(group), snapshot.num_layers, snapshot_rho(group))
-            for key, group in sorted(groups.items())
+            for key, group in self.groups.items()
         }
 
     def route(
@@ -144,9 +149,9 @@ class RouteTable:
                 refusals.append(error)
         if chains:
             return min(chains, key=lambda chain: (round(chain.cost_ms, 6), len(chain), chain.peers))
-        raise self._refusal(refusals)
+        raise self.refusal(refusals)
 
-    def _refusal(self, refusals: Sequence[NoRoute]) -> NoRoute:
+    def refusal(self, refusals: Sequence[NoRoute]) -> NoRoute:
         """The refusal of the group that came closest, in words that say what would help."""
         num_layers = self.snapshot.num_layers
         held = missing_ranges(coverage((n.span for n in self._fitting if n.span), num_layers))
@@ -172,12 +177,8 @@ def _check_coverage(nodes: Iterable[RouteNode], num_layers: int) -> None:
         raise NoRoute(no_route_sentence(missing, num_layers), missing)
 
 
-def _sane(node: NodeProfile, num_layers: int) -> bool:
-    return (
-        node.span is not None
-        and node.span.end <= num_layers
-        and all(0.0 <= ms < math.inf for ms in (*node.layer_ms, node.cost.at(1)))
-    )
+def times_are_sane(node: NodeProfile) -> bool:
+    return all(0.0 <= ms < math.inf for ms in (*node.layer_ms, node.cost.at(1)))
 
 
 def profile_nodes(profiles: Iterable[NodeProfile]) -> list[RouteNode]:

@@ -68,6 +68,11 @@ class RouteNode:
         )
 
 
+def row_order(node: RouteNode) -> tuple[int, int, str]:
+    """How a Graph sorts its rows; stable for nodes that compare equal."""
+    return node.start, node.end, node.id
+
+
 def links(link_ms: Links) -> Callable[[str, str], float]:
     """ρ in ms as a function. A pair that a mapping leaves out is read the other way round, else costs nothing."""
     if not isinstance(link_ms, Mapping):
@@ -104,7 +109,7 @@ class Graph:
         """`rho_ms`: in the order of `nodes`. Raises UsageError for what is no number of ms."""
         if not 1 <= num_layers <= MAX_LAYERS:
             raise UsageError(f"a model of {num_layers} layers cannot be routed; 1 to {MAX_LAYERS} are possible")
-        order = sorted(range(len(nodes)), key=lambda i: (nodes[i].start, nodes[i].end, nodes[i].id))
+        order = sorted(range(len(nodes)), key=lambda i: row_order(nodes[i]))
         self.nodes = [nodes[i] for i in order]
         self.ids = tuple(n.id for n in self.nodes)
         self.num_layers = num_layers

@@ -1,0 +1,225 @@
+"""Other ways to the same answer: a chain around a lost hop, and chains that share nobody.
+
+Owns what a repair keeps and what it has to rebuild. Knows neither how keys and values are rebuilt (`plan.session`, the
+node) nor why a hop was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from swarm.errors import NoRoute
+from swarm.plan.routing import RouteTable, client_edges, snapshot_rho, times_are_sane
+from swarm.plan.routing_dp import LAYER, Dag
+from swarm.plan.routing_graph import Graph, Objective, RouteNode, row_order
+from swarm.plan.routing_search import best_simple
+from swarm.types import Chain, Hop, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot, coverage
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """A chain that goes on where another broke.
+
+    `kept`: hops of `chain` that were in the old chain just so. `rebuild`: layers whose keys and values must be made
+    anew, and by whom. Layers in neither are had already by a node whose hop has changed (only with `resize`).
+    """
+
+    chain: Chain
+    kept: tuple[Hop, ...]
+    rebuild: tuple[Hop, ...]
+
+    @property
+    def layers(self) -> int:
+        """How many layers must be rebuilt."""
+        return sum(hop.end - hop.start for hop in self.rebuild)
+
+    @property
+    def replay_from(self) -> int | None:
+        """The first layer to be fed again: the tokens for 0, else the outputs of the hop that ends there."""
+        return min((hop.start for hop in self.rebuild), default=None)
+
+
+def repair(
+    table: RouteTable,
+    chain: Chain,
+    lost: Collection[PeerId],
+    *,
+    client_ms: Mapping[PeerId, float] | None = None,
+    banned: Collection[PeerId] = frozenset(),
+    resize: bool = False,
+) -> Repair:
+    """The chain that replaces `chain` without its `lost` peers: fewest layers to rebuild, then least latency.
+
+    The other hops are kept as they are, also where their nodes drain, are full or are late with their records. A
+    session's layers at a node are fixed when it is opened, so a hop that takes more or fewer layers starts from
+    nothing; with `resize` it only makes the layers it did not have. `banned`: peers that may keep their hops but get no
+    new ones. Exact while the budget of `best_simple` lasts. Raises NoRoute.
+    """
+    survivors = {hop.peer: hop for hop in chain.hops if hop.peer not in lost}
+    own = {(n.weight_hash, n.dtype) for peer in chain.peers if (n := table.snapshot.node(peer))}
+    repairs: list[Repair] = []
+    refusals: list[NoRoute] = []
+    for key, profiles in table.groups.items():
+        if own and key not in own:
+            continue
+        fresh = [_Row(p, _route_node(p, p.span)) for p in profiles if p.span and p.peer not in (*lost, *banned)]
+        try:
+            repairs.append(_repair(table.snapshot, fresh, survivors, client_ms, resize))
+        except NoRoute as error:
+            refusals.append(error)
+    if repairs:
+        return min(repairs, key=lambda r: (r.layers, round(r.chain.cost_ms, 6), r.chain.peers))
+    raise table.refusal(refusals)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One way to use a peer. `had`: layers whose keys and values it holds; `whole`: it keeps just these as they are."""
+
+    profile: NodeProfile
+    node: RouteNode
+    had: LayerSpan | None = None
+    whole: bool = False
+
+
+def _route_node(profile: NodeProfile, span: LayerSpan) -> RouteNode:
+    measured = profile.span is not None and len(profile.layer_ms) == len(profile.span)
+    if profile.span is not None and measured and profile.span.start <= span.start and span.end <= profile.span.end:
+        first = span.start - profile.span.start
+        return RouteNode(profile.peer, span.start, span.end, profile.layer_ms[first : first + len(span)])
+    return RouteNode(profile.peer, span.start, span.end, profile.cost.at(1))
+
+
+def _repair(
+    snapshot: Snapshot,
+    fresh: Sequence[_Row],
+    survivors: Mapping[PeerId, Hop],
+    client_ms: Mapping[PeerId, float] | None,
+    resize: bool,
+) -> Repair:
+    """The best repair within one group. Tries first what rebuilds nothing but the lost layers."""
+    strangers = [row for row in fresh if row.profile.peer not in survivors]
+    again = [row for row in fresh if row.profile.peer in survivors]
+    if resize:
+        stretched = [replace(row, had=survivors[row.profile.peer].span) for row in again]
+        fixed = [_kept(snapshot, h) for h in survivors.values() if h.peer not in {r.profile.peer for r in again}]
+        plans = [[*strangers, *stretched, *fixed], [*strangers, *again]]
+    else:
+        fixed = [_kept(snapshot, hop) for hop in survivors.values()]
+        plans = [[*strangers, *fixed], [*strangers, *again, *fixed], [*strangers, *again]]
+    lost_layers = snapshot.num_layers - sum(hop.end - hop.start for hop in survivors.values())
+    best: Repair | None = None
+    refusal: NoRoute | None = None
+    for plan in plans:
+        try:
+            found = _solve(snapshot.num_layers, plan, client_ms)
+        except NoRoute as error:
+            refusal = error
+            continue
+        if best is None or (found.layers, found.chain.cost_ms) < (best.layers, best.chain.cost_ms):
+            best = found
+        if best.layers <= lost_layers:
+            break
+    if best is None:
+        raise refusal or NoRoute("there is nobody left to go on with")
+    return best
+
+
+def _kept(snapshot: Snapshot, hop: Hop) -> _Row:
+    profile = snapshot.node(hop.peer)
+    if profile is None or not times_are_sane(profile):  # no news of it, but its session lives
+        profile = NodeProfile(hop.peer, "", NodeState.SERVING, "", "", len(hop.span), hop.span)
+    return _Row(profile, _route_node(profile, hop.span), hop.span, whole=True)
+
+
+def _solve(num_layers: int, rows: Sequence[_Row], client_ms: Mapping[PeerId, float] | None) -> Repair:
+    rows = sorted(rows, key=lambda row: row_order(row.node))
+    peers = {row.profile.peer: row.profile for row in rows}
+    place = {peer: i for i, peer in enumerate(peers)}
+    at = [place[row.profile.peer] for row in rows]
+    graph = Graph([row.node for row in rows], num_layers, snapshot_rho(list(peers.values()))[np.ix_(at, at)])
+    graph.check_coverage(np.arange(len(rows)))
+    new = graph.dag.holds.copy()  # layers that would have to be made anew, [L, R]
+    may_enter = np.ones((num_layers + 1, len(rows)), np.bool_)
+    may_leave = may_enter.copy()
+    for i, row in enumerate(rows):
+        if row.had is not None:
+            new[row.had.start : row.had.end, i] = False
+        if row.whole:
+            may_enter[:, i] = np.arange(num_layers + 1) == row.node.start
+            may_leave[:, i] = np.arange(num_layers + 1) == row.node.end
+    tau = graph.dag.tau + np.where(new, LAYER, 0)
+    edges = client_edges(graph, client_ms)
+    edge_ms = np.zeros(len(rows)) if edges is None else edges
+    ticks = graph.ticks(edge_ms)
+    path = best_simple(Dag(graph.owner, tau, graph.dag.rho, may_enter, may_leave), ticks, ticks)
+    if path is None:
+        raise NoRoute("the nodes left hold every layer, but no chain through them was found")
+    chain = graph.chain(path, np.arange(len(rows)), "latency", edge_ms, edge_ms)
+    used = [(rows[visit.row], hop) for visit, hop in zip(path.visits, chain.hops, strict=True)]
+    kept = tuple(hop for row, hop in used if row.had == hop.span)
+    rebuild = [part for row, hop in used for part in _anew(hop, row.had)]
+    return Repair(chain, kept, tuple(rebuild))
+
+
+def _anew(hop: Hop, had: LayerSpan | None) -> Iterator[Hop]:
+    """The parts of `hop` outside `had`."""
+    if had is None or hop.end <= had.start or had.end <= hop.start:
+        yield hop
+        return
+    if hop.start < had.start:
+        yield Hop(hop.peer, hop.start, had.start)
+    if had.end < hop.end:
+        yield Hop(hop.peer, had.end, hop.end)
+
+
+def disjoint_chains(
+    table: RouteTable,
+    count: int,
+    *,
+    client_ms: Mapping[PeerId, float] | None = None,
+    banned: Collection[PeerId] = frozenset(),
+    objective: Objective = "latency",
+) -> list[Chain]:
+    """Up to `count` chains that share no peer, best first; fewer only if fewer exist.
+
+    The first is the best of all, the second the best without the nodes of the first, and so on. If that leaves fewer
+    chains than the layers' replicas allow, the nodes are dealt out first, so that there are as many as can be.
+    """
+    greedy: list[Chain] = []
+    taken = set(banned)
+    while len(greedy) < count:
+        try:
+            greedy.append(table.route(client_ms=client_ms, banned=taken, objective=objective))
+        except NoRoute:
+            break
+        taken.update(greedy[-1].peers)
+    if len(greedy) == count:
+        return greedy
+    dealt = [
+        graph.best(objective, edges, edges, banned=set(graph.ids) - lane)
+        for graph in table.graphs.values()
+        for edges in [client_edges(graph, client_ms)]
+        for lane in _lanes([n for n in graph.nodes if n.id not in banned], graph.num_layers)
+    ]
+    dealt.sort(key=lambda chain: (round(chain.cost_ms, 6), len(chain), chain.peers))
+    return greedy if len(greedy) >= len(dealt) else dealt[:count]
+
+
+def _lanes(nodes: Sequence[RouteNode], num_layers: int) -> list[set[PeerId]]:
+    """As many sets of nodes as possible, each covering every layer: as many as the scarcest layer has replicas.
+
+    The lane that is furthest behind takes the node that carries it furthest. There is one: a layer has at least as many
+    nodes as there are lanes, and a node in use there belongs to a lane that is already past it.
+    """
+    replicas = min(coverage((n.span(num_layers) for n in nodes), num_layers))
+    lanes: list[tuple[int, set[PeerId]]] = [(0, set()) for _ in range(replicas)]
+    unused = sorted(nodes, key=lambda n: (-n.end, n.id))
+    while lanes and (behind := min(lanes, key=lambda lane: lane[0]))[0] < num_layers:
+        node = next(n for n in unused if n.start <= behind[0] < n.end)
+        unused.remove(node)
+        lanes[lanes.index(behind)] = (node.end, behind[1] | {node.id})
+    return [peers for _, peers in lanes]
