@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from swarm.errors import ModelError
-from swarm_kernels.loader import ModelSource, open_model
+
+if TYPE_CHECKING:
+    from swarm_kernels.model_source import ModelSource
 
 
 @pytest.fixture(scope="session")
 def real_model() -> Iterator[ModelSource]:
     """The built-in SmolLM2-135M, fetched on first use. A failure to fetch it fails the test: it is never skipped."""
+    from swarm_kernels.loader import open_model  # brings torch, which the planner's tests do without
+
     try:
         source = open_model("smollm2-135m")
     except ModelError as error:
