@@ -102,17 +102,19 @@ async def test_a_busy_port() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        (DaemonOptions(("rubbish",)), UsageError, "rubbish"),
-        (DaemonOptions(()), UsageError, "listen"),
-        (DaemonOptions(("/ip4/127.0.0.1/tcp/99999",)), UsageError, "99999"),
-        (DaemonOptions(("/ip4/203.0.113.1/tcp/0",)), UsageError, "no such address"),
-        (DaemonOptions(peers=("/ip4/127.0.0.1/tcp/1",)), UsageError, "/p2p/"),
-        (DaemonOptions(peers=(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}",)), PeerUnreachable, "none of the peers"),
+        ({"listen": ("rubbish",)}, UsageError, "rubbish"),
+        ({"listen": ()}, UsageError, "listen"),
+        ({"listen": ("/ip4/127.0.0.1/tcp/99999",)}, UsageError, "99999"),
+        ({"listen": ("/ip4/203.0.113.1/tcp/0",)}, UsageError, "no such address"),
+        ({"peers": ("/ip4/127.0.0.1/tcp/1",)}, UsageError, "/p2p/"),
+        ({"peers": (f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}",)}, PeerUnreachable, "none of the peers"),
     ],
 )
-async def test_options_that_cannot_work(options: DaemonOptions, error: type[SwarmError], says: str) -> None:
+async def test_options_that_cannot_work(
+    options: dict[str, tuple[str, ...]], error: type[SwarmError], says: str
+) -> None:
     with pytest.raises(error, match=says):
-        await DaemonCarrier.start(Identity.generate(), options)
+        await DaemonCarrier.start(Identity.generate(), DaemonOptions(**options))
 
 
 async def test_the_death_of_the_daemon_is_noticed() -> None:
