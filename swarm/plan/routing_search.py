@@ -20,6 +20,7 @@ from swarm.plan.routing_dp import NEVER, Dag, Flags, Ints, Path, Visit, sweep, s
 
 BUDGET = 1 << 27  # relaxations spent on finding a chain that visits nobody twice
 MOST_ROUNDS = 400
+MOST_ROUNDS_CAPPED = 32  # where sweeps are dearer and repeats tempting
 SHORTLIST = 32
 WORTH_A_SHORTLIST = 1 << 20  # relaxations of one sweep
 
@@ -103,7 +104,8 @@ def best_simple(
     tickets = itertools.count()
     root = first or solve(dag)
     heap = [(root.key, next(tickets), root, dag)] if root else []
-    for _ in range(max(2, min(MOST_ROUNDS, BUDGET // work(dag)))):
+    most_rounds = MOST_ROUNDS if cap >= NEVER else MOST_ROUNDS_CAPPED
+    for _ in range(max(2, min(most_rounds, BUDGET // work(dag)))):
         if not heap or (known and heap[0][0] >= known.key):
             return known
         _, _, path, part = heapq.heappop(heap)
