@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 QUESTION = "Name three things that bees do, one short sentence each."
 BIN = Path(sys.executable).parent
@@ -53,9 +54,22 @@ def wait_until_ready(local: subprocess.Popen[str]) -> list[str]:
         event = json.loads(line)
         if event["event"] == "ready":
             return list(event["peers"])
-        if event.get("message"):
-            print(event["message"], flush=True)
+        news = describe(event)
+        if news:
+            print(f"[node {event['node']}, {event['seconds']:.1f} s] {news}", flush=True)
     return []
+
+
+def describe(event: dict[str, Any]) -> str:
+    match event["event"]:
+        case "started":
+            return f"is {event['peer'][-6:]}; its memory holds {event['layer_capacity']} layers"
+        case "placed":
+            return f"takes {event['reason']}"
+        case "serving":
+            return f"serves layers {event['start']}:{event['end']} at {event['layer_ms']:.2f} ms a layer"
+        case _:
+            return ""
 
 
 if __name__ == "__main__":
