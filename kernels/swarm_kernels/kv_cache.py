@@ -173,7 +173,7 @@ class KVCache:
         if len(checked) > 1 and len({request.session for request in requests}) < len(checked):
             raise InvalidRequest("a batch may hold one step of a session")
         if beyond:
-            needed = sum(draft.take - draft.give + pages.debt_after(draft) for pages, _, draft in checked)
+            needed = sum(draft.take - draft.give + pages.debt_after(draft, self.pool) for pages, _, draft in checked)
             self._check_promise(needed - sum(pages.debt(self.pool) for pages, _, _ in checked))
         return checked
 

@@ -44,9 +44,9 @@ class PagePool:
     def __init__(self, shape: KvShape, pages: int, device: torch.device) -> None:
         self.shape = shape
         self.pages = pages
+        self.k, self.v = _allocate(shape, pages, device)
         self.refs = [0] * pages
         self._free = list(range(pages - 1, -1, -1))  # a stack: low pages first, and those just freed again
-        self.k, self.v = _allocate(shape, pages, device)
 
     @property
     def free(self) -> int:

@@ -84,11 +84,15 @@ class SessionPages:
 
     def debt(self, pool: PagePool) -> int:
         """Pages it was promised and does not hold yet. A shared page it would have to copy to go on is not held."""
-        unusable = self.length % PAGE != 0 and pool.refs[self.table[self.count - 1]] > 1
-        return max(0, self.guarantee - (self.count - unusable + len(self.tree_pages)))
+        return max(0, self.guarantee - (self.count - self._last_is_shared(pool) + len(self.tree_pages)))
 
-    def debt_after(self, draft: Draft) -> int:
-        return max(0, self.guarantee - (pages_of(draft.new_length) + len(draft.tree_pages)))
+    def debt_after(self, draft: Draft, pool: PagePool) -> int:
+        still_shared = draft.new_length == self.length and self._last_is_shared(pool)
+        return max(0, self.guarantee - (pages_of(draft.new_length) - still_shared + len(draft.tree_pages)))
+
+    def _last_is_shared(self, pool: PagePool) -> bool:
+        """Whether the last page has room left but others read it too."""
+        return self.length % PAGE != 0 and pool.refs[self.table[self.count - 1]] > 1
 
     # --- checking a request -------------------------------------------------------------------------------------
 
@@ -103,8 +107,7 @@ class SessionPages:
         new_length = self.length + len(request.commit) + request.line
         if new_length > self.max_tokens:
             raise InvalidRequest(f"the step needs {new_length} tokens, the session reserved {self.max_tokens}")
-        grows = new_length > self.length
-        copy_last = grows and self.length % PAGE != 0 and pool.refs[self.table[self.count - 1]] > 1
+        copy_last = new_length > self.length and self._last_is_shared(pool)
         take = pages_of(new_length) - self.count + copy_last
         if not (self.tree or request.slots or request.commit):
             return Draft(self.tree, _NO_PAGES, new_length, copy_last, take, 0)
