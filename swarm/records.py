@@ -67,6 +67,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_
     coord: Annotated[tuple[Annotated[float, Meta(ge=-1e6, le=1e6)], ...], Meta(max_length=8)] = ()
     links: Annotated[dict[PeerText, Milliseconds], Meta(max_length=MAX_LINKS)] = {}
     version: Annotated[str, Meta(max_length=32)] = ""
+    pinned: bool = False
 
 
 class _Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -175,6 +176,7 @@ def to_profile(record: NodeRecord) -> NodeProfile:
         coordinate=record.coord,
         link_ms=record.links,
         version=record.version,
+        pinned=record.pinned,
         published_at=record.at,
     )
 
@@ -206,6 +208,7 @@ def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s:
         coord=tuple(round(x, 2) for x in profile.coordinate),
         links=_nearest(profile.link_ms, MAX_LINKS),
         version=profile.version,
+        pinned=profile.pinned,
     )
 
 

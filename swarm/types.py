@@ -96,6 +96,7 @@ class NodeProfile:
     coordinate: tuple[float, ...] = ()  # network coordinate, ms
     link_ms: Mapping[PeerId, float] = field(default_factory=dict)  # measured ρ, one way, from this node
     version: str = ""
+    pinned: bool = False  # its layers were chosen by hand (`--layers`); nobody moves it
     published_at: float = 0.0  # its clock, seconds since the epoch
 
     @property
