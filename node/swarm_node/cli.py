@@ -215,7 +215,7 @@ def _log(verbose: bool) -> None:
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not verbose:
-        logging.getLogger("swarm.net").setLevel(logging.ERROR)
+        logging.getLogger("swarm.net").setLevel(logging.CRITICAL)  # what matters of it reaches us as an exception
 
 
 def main() -> None:

@@ -77,13 +77,30 @@ async def _open(config: NodeConfig, connect: Connect, stack: AsyncExitStack) -> 
     """Open the network and measure the machine at the same time."""
     try:
         async with asyncio.TaskGroup() as group:
-            measuring = group.create_task(asyncio.to_thread(measure, config), name="measure")
+            measuring = group.create_task(_measure(config, stack), name="measure")
             network = await stack.enter_async_context(connect(config))
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
-    machine = measuring.result()
+    return measuring.result(), network
+
+
+async def _measure(config: NodeConfig, stack: AsyncExitStack) -> Machine:
+    """Measure in a thread; whoever gives up on it does not leave the model's files open."""
+    abandoned = threading.Event()
+
+    def work() -> Machine:
+        machine = measure(config)
+        if abandoned.is_set():
+            machine.source.close()
+        return machine
+
+    try:
+        machine = await asyncio.to_thread(work)
+    except asyncio.CancelledError:
+        abandoned.set()
+        raise
     stack.callback(machine.source.close)
-    return machine, network
+    return machine
 
 
 class Node:

@@ -14,6 +14,7 @@ from swarm_kernels.device import available_memory, choose_device, parse_dtype
 from swarm_kernels.loader import open_model
 from swarm_kernels.model_source import ModelSource
 from swarm_node.capacity import Weights
+from swarm_node.placement import asked
 from swarm_node.profiler import Calibration, calibrate
 
 MEMORY_SHARE = 0.8  # of what is free, unless --max-memory says otherwise
@@ -42,6 +43,8 @@ def measure(config: NodeConfig) -> Machine:
     try:
         weights = Weights.of(source, dtype.itemsize)
         budget = config.max_memory or int(MEMORY_SHARE * available_memory(device) / config.share)
+        if config.layers:  # the mistakes of a flag are told before anybody hears of this node
+            weights.kv_tokens(budget, asked(config.layers, weights.num_layers).span, most=1)
         share = -(-weights.num_layers // config.share)
         capacity = min(weights.capacity(budget), share)
         calibration = calibrate(source, dtype, device, config.threads, state_dir() / "calibration")

@@ -18,6 +18,7 @@ from swarm.config import NodeConfig
 from swarm.errors import NetworkError, PeerUnreachable, WrongModel
 from swarm.messages import Close, Failed, Open
 from swarm.net.carrier import Carrier, Directory
+from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
 from swarm.records import Sign
 from swarm.types import PeerId
@@ -48,13 +49,12 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
 
     Raises UsageError, IdentityError, AddressInUse, PeerUnreachable, NetworkError.
     """
-    await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # a second in which others can work
-    from swarm.net.daemon_options import DaemonOptions
+    identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
+    options = DaemonOptions(listen=config.listen, peers=config.peers)
+    await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # slow, and others can work meanwhile
     from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory
 
-    identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
-    options = DaemonOptions(listen=config.listen, peers=config.peers)
     async with AsyncExitStack() as stack:
         deadline = asyncio.get_running_loop().time() + config.wait_s
         while True:

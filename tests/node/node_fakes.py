@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import InvalidRequest, NetworkError, OutOfMemory
-from swarm.messages import AnyMessage, Open, Opened, Step, WireSampling
+from swarm.messages import AnyMessage, Close, Open, Opened, Result, Step, WireSampling
 from swarm.net.carrier import Connection
 from swarm.net.memory import MemoryNetwork
 from swarm.net.pool import ConnectionPool
@@ -97,9 +98,10 @@ class ToyClient:
         max_tokens: int = 50,
         sampling: Sampling | None = None,
         history: Sequence[int] = (),
+        served: Served = SERVED,
     ) -> None:
         for i, (peer, start, end) in enumerate(hops):
-            await self.send(peer, open_message(session, hops, i, start, end, max_tokens, sampling, history))
+            await self.send(peer, open_message(session, hops, i, start, end, max_tokens, sampling, history, served))
         for _ in hops:
             message = await self.message()
             assert isinstance(message, Opened), message
@@ -114,12 +116,13 @@ def open_message(
     max_tokens: int = 50,
     sampling: Sampling | None = None,
     history: Sequence[int] = (),
+    served: Served = SERVED,
 ) -> Open:
     return Open(
         session=session,
-        model=SERVED.model,
-        weight_hash=SERVED.weight_hash,
-        dtype=SERVED.dtype,
+        model=served.model,
+        weight_hash=served.weight_hash,
+        dtype=served.dtype,
         sampling=WireSampling.of(sampling) if sampling else None,
         history=list(history),
         start=start,
@@ -180,3 +183,58 @@ async def toy_node(network: MemoryNetwork, name: str, span: LayerSpan) -> AsyncI
     engine = ToyEngine(span)
     async with serving(network, name, engine) as service:
         yield service, engine
+
+
+class Generation:
+    """A client that sends a prompt in chunks, then token after token."""
+
+    def __init__(
+        self,
+        client: ToyClient,
+        session: bytes,
+        prompt: Sequence[int],
+        hops: Sequence[tuple[PeerId, int, int]],
+        served: Served = SERVED,
+    ) -> None:
+        self.client, self.session, self.hops, self.served = client, session, hops, served
+        self.known = list(prompt)
+        self.sent = self.steps = 0
+
+    async def open(self, count: int, sampling: Sampling | None = None) -> None:
+        await self.client.open(self.session, self.hops, len(self.known) + count, sampling, self.known, self.served)
+
+    async def send(self, chunk: int = 1000) -> None:
+        """Send the next rows; the last of those known asks for a token."""
+        part = self.known[self.sent : self.sent + chunk]
+        sample = self.sent + len(part) == len(self.known)
+        await self.client.send(self.hops[0][0], line_step(self.session, self.steps, self.sent, part, sample))
+        self.sent += len(part)
+        self.steps += 1
+
+    async def generate(
+        self, count: int, chunks: Sequence[int] = (1000,), sampling: Sampling | None = None
+    ) -> list[int]:
+        """`count` tokens, one after the other; then the session is closed."""
+        await self.open(count, sampling)
+        prompt = len(self.known)
+        for chunk in (*chunks, 1000):
+            if self.sent < prompt:
+                await self.send(chunk)
+        waiting = self.steps
+        while len(self.known) < prompt + count:
+            result = await self.client.message()
+            assert isinstance(result, Result), result
+            waiting -= 1
+            self.known.extend(result.tokens)
+            if not waiting and len(self.known) < prompt + count:
+                await self.send()
+                waiting += 1
+        for name, _, _ in self.hops:
+            await self.client.send(name, Close(self.session))
+        return self.known[prompt:]
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Token ids of the tiny models' vocabulary."""
+    rng = random.Random(seed)
+    return [rng.randrange(131) for _ in range(length)]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from node_fakes import ToyClient, line_step, serving, toy_client
+from node_fakes import Generation, ToyClient, prompt_of, serving, toy_client
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.messages import Close, Failed, Result, Step
+from swarm.messages import Failed, Result, Step
 from swarm.net.memory import Link, MemoryNetwork
 from swarm.types import LayerSpan, Sampling
 from swarm_kernels.span import load_span
@@ -27,11 +26,6 @@ A, B = b"a" * 16, b"b" * 16
 @cache
 def model() -> Any:
     return tiny_model("llama")
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(131) for _ in range(length)]
 
 
 @asynccontextmanager
@@ -47,48 +41,6 @@ async def swarm(
             engines.append(SpanEngine(span, span.new_cache(512)))
             await stack.enter_async_context(serving(network, name, engines[-1]))
         yield await stack.enter_async_context(toy_client(network)), engines
-
-
-class Generation:
-    """A client that sends a prompt in chunks, then token after token."""
-
-    def __init__(self, client: ToyClient, session: bytes, prompt: Sequence[int], hops: Sequence[tuple[str, int, int]]):
-        self.client, self.session, self.hops = client, session, hops
-        self.known = list(prompt)
-        self.sent = self.steps = 0
-
-    async def open(self, count: int, sampling: Sampling | None = None) -> None:
-        await self.client.open(self.session, self.hops, len(self.known) + count, sampling, self.known)
-
-    async def send(self, chunk: int = 1000) -> bool:
-        """Send the next chunk; -> whether it asks for a token."""
-        part = self.known[self.sent : self.sent + chunk]
-        sample = self.sent + len(part) == len(self.known)
-        await self.client.send(self.hops[0][0], line_step(self.session, self.steps, self.sent, part, sample))
-        self.sent += len(part)
-        self.steps += 1
-        return sample
-
-    async def generate(
-        self, count: int, chunks: Sequence[int] = (1000,), sampling: Sampling | None = None
-    ) -> list[int]:
-        await self.open(count, sampling)
-        prompt = len(self.known)
-        for chunk in (*chunks, 1000):
-            if self.sent < prompt:
-                await self.send(chunk)
-        waiting = self.steps
-        while len(self.known) < prompt + count:
-            result = await self.client.message()
-            assert isinstance(result, Result), result
-            waiting -= 1
-            self.known.extend(result.tokens)
-            if not waiting and len(self.known) < prompt + count:
-                await self.send()
-                waiting += 1
-        for name, _, _ in self.hops:
-            await self.client.send(name, Close(self.session))
-        return self.known[prompt:]
 
 
 @virtual_time
