@@ -1,0 +1,207 @@
+"""The static draft tree that settles most tokens for its width (Ghidorah §III-C, ARCA), and the acceptance it rests on.
+
+Owns which candidates of which rank to verify. Knows neither the tokens (they come with each round) nor what a width
+costs (`speculation`). A width counts the rows verified in a step: the drafted nodes and the root's own row, so width 1
+is plain decoding, as in the paper's Table I.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarm.errors import UsageError
+from swarm.plan.tree import ROOT, DraftTree
+
+AcceptanceTable = Sequence[Sequence[float]]
+"""`[depth][rank]`: how likely the drafter's rank-th guess so deep below the root is the target's token, given that the
+guesses above it were. Rows sum to 1 at most."""
+
+RankPath = tuple[int, ...]
+"""A node of a shape: the ranks taken from the first level down to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A tree of ranks, parents before children: node i is guess `ranks[i]` after node `parents[i]` (or ROOT)."""
+
+    parents: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        return len(self.parents) + 1
+
+    @property
+    def depth(self) -> int:
+        return max((len(path) for path in self.paths()), default=0)
+
+    def paths(self) -> tuple[RankPath, ...]:
+        """Each node's ranks from the first level down, `[n]`."""
+        paths: list[RankPath] = []
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            paths.append((*(() if parent == ROOT else paths[parent]), rank))
+        return tuple(paths)
+
+    @classmethod
+    def of_paths(cls, paths: Sequence[RankPath]) -> TreeShape:
+        """The shape of these nodes, shorter paths first. Raises UsageError if a node's parent is not among them."""
+        ordered = sorted(set(paths), key=lambda path: (len(path), path))
+        number: dict[RankPath, int] = {(): ROOT} | {path: i for i, path in enumerate(ordered)}
+        try:
+            parents = tuple(number[path[:-1]] for path in ordered)
+        except KeyError:
+            raise UsageError("a tree holds a node only together with its parent") from None
+        return cls(parents, tuple(path[-1] for path in ordered))
+
+    def fill(self, guesses: Sequence[Sequence[tuple[int, float]]]) -> DraftTree:
+        """With this round's guesses `[depth][rank]` of (token, log-probability), the same below every parent.
+
+        A rank the drafter did not offer, or a token it offered twice, is left out with what hangs below it.
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        logprobs: list[float] = []
+        number = {ROOT: ROOT}
+        known: set[tuple[int, int]] = set()
+        for node, path in enumerate(self.paths()):
+            parent = number.get(self.parents[node])
+            offered = guesses[len(path) - 1] if len(path) <= len(guesses) else ()
+            if parent is None or path[-1] >= len(offered) or (parent, offered[path[-1]][0]) in known:
+                continue
+            token, logprob = offered[path[-1]]
+            number[node] = len(tokens)
+            known.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+            logprobs.append(logprob)
+        return DraftTree(tuple(tokens), tuple(parents), tuple(logprobs))
+
+
+def check_acceptance(acceptance: AcceptanceTable) -> None:
+    """Raises UsageError for a table that holds no probabilities."""
+    for depth, row in enumerate(acceptance):
+        if not all(0 <= p <= 1 for p in row) or math.fsum(row) > 1 + 1e-9:
+            raise UsageError(f"acceptance at depth {depth} must be probabilities that sum to 1 at most")
+
+
+def best_shape(acceptance: AcceptanceTable, width: int, max_depth: int | None = None) -> TreeShape:
+    """The tree of at most `width` rows that settles most tokens, if guesses succeed independently as `acceptance` says.
+
+    Best first: the node whose whole path is likeliest is added next. The expected tokens are a sum over nodes, and no
+    node is likelier than its parent, so this is not only ARCA's estimate but the optimum. Guesses that never succeed
+    are left out. On ties the shallower node, then the lower ranks.
+    """
+    check_acceptance(acceptance)
+    if width < 1:
+        raise UsageError(f"a step verifies at least one row, not {width}")
+    rows = acceptance[:max_depth] if max_depth is not None else acceptance
+    chosen: list[RankPath] = []
+    frontier: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]
+    while frontier and len(chosen) <= width - 1:
+        likelihood, depth, path = heapq.heappop(frontier)
+        if path:
+            chosen.append(path)
+        if depth < len(rows):
+            for rank, p in enumerate(rows[depth]):
+                if likelihood * p < 0:
+                    heapq.heappush(frontier, (likelihood * p, depth + 1, (*path, rank)))
+    return TreeShape.of_paths(chosen[: width - 1])
+
+
+def expected_tokens(shape: TreeShape, acceptance: AcceptanceTable) -> float:
+    """Tokens a round is expected to settle: the target's own and one for every node whose path is right (>= 1)."""
+    return 1.0 + math.fsum(
+        math.prod(acceptance[depth][rank] for depth, rank in enumerate(path)) for path in shape.paths()
+    )
+
+
+def measured_tokens(shape: TreeShape, traces: Sequence[Sequence[int | None]]) -> float:
+    """Tokens a round would have settled on `traces`, on average (ARCA's "real acceptance length").
+
+    A trace is one round of a calibration run: at each depth the rank of the guess that was right, None where none was.
+    """
+    if not traces:
+        raise UsageError("acceptance cannot be measured without a trace")
+    held = set(shape.paths())
+    return 1.0 + sum(_matched(held, trace) for trace in traces) / len(traces)
+
+
+def _matched(held: set[RankPath], trace: Sequence[int | None]) -> int:
+    path: RankPath = ()
+    for rank in trace:
+        if rank is None or (*path, rank) not in held:
+            break
+        path = (*path, rank)
+    return len(path)
+
+
+def local_search(
+    shape: TreeShape, score: Callable[[TreeShape], float], ranks: Sequence[int], max_moves: int = 64
+) -> TreeShape:
+    """Moves one leaf at a time to where `score` is higher, until no move helps: ARCA's search around the estimate.
+
+    For scores that no table of independent guesses can express, such as `measured_tokens`, where a guess's chance
+    depends on what was guessed above it. `ranks[d]` guesses are offered at depth d. Width is kept. The best move is
+    taken each time, on ties the first, at most `max_moves` times.
+    """
+    best, best_score = shape, score(shape)
+    for _ in range(max_moves):
+        paths = set(best.paths())
+        moved = [TreeShape.of_paths([*(paths - {leaf}), new]) for leaf, new in _moves(paths, ranks)]
+        found = max(((score(other), -i) for i, other in enumerate(moved)), default=(best_score, 0))
+        if found[0] <= best_score * (1 + 1e-12):
+            break
+        best, best_score = moved[-found[1]], found[0]
+    return best
+
+
+def _moves(paths: set[RankPath], ranks: Sequence[int]) -> list[tuple[RankPath, RankPath]]:
+    """(leaf to take away, node to add whose parent stays), in order."""
+    inner = {path[:-1] for path in paths}
+    leaves = sorted(paths - inner)
+    additions = sorted(
+        (*parent, rank)
+        for parent in {(), *paths}
+        if len(parent) < len(ranks)
+        for rank in range(ranks[len(parent)])
+        if (*parent, rank) not in paths
+    )
+    return [(leaf, new) for leaf in leaves for new in additions if new[: len(leaf)] != leaf]
+
+
+class AcceptanceMeter:
+    """Live acceptance, `[depth][rank]`: what was seen, older rounds counting less, on top of a prior.
+
+    `prior`: the table to start from; it weighs as much as `strength` rounds. `memory`: what a round still weighs once
+    another has been seen.
+    """
+
+    def __init__(self, prior: AcceptanceTable, strength: float = 16.0, memory: float = 0.98) -> None:
+        check_acceptance(prior)
+        if strength <= 0 or not 0 < memory <= 1:
+            raise UsageError("a meter's strength is above 0 and its memory in (0, 1]")
+        self._prior = [tuple(row) for row in prior]
+        self._strength, self._memory = strength, memory
+        self._tried = [0.0] * len(prior)
+        self._hits = [[0.0] * len(row) for row in prior]
+
+    def observe(self, trace: Sequence[int | None]) -> None:
+        """One round: at each depth the rank of the guess that was right. None ends it: none of the guesses was."""
+        for depth, rank in enumerate(trace[: len(self._tried)]):
+            self._tried[depth] = self._tried[depth] * self._memory + 1.0
+            hits = self._hits[depth]
+            for i in range(len(hits)):
+                hits[i] *= self._memory
+            if rank is None:
+                break
+            if rank < len(hits):
+                hits[rank] += 1.0
+
+    def table(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple((self._strength * p + hit) / (self._strength + tried) for p, hit in zip(row, hits, strict=True))
+            for row, hits, tried in zip(self._prior, self._hits, self._tried, strict=True)
+        )
