@@ -62,9 +62,10 @@ struct Attention {
   }
 
   void load_queries(const RowTile& tile, int64_t group, float* q) const {
-    for (int64_t r = 0; r < tile.rows; r++) {
-      const float* from = in.q + (tile.row + r) * in.ldq + group * share * cache.dim;
-      for (int64_t i = 0; i < share * cache.dim; i++) *q++ = from[i] * scale;
+    const int64_t m = tile.rows * share;
+    for (int64_t i = 0; i < m; i++) {
+      const float* from = in.q + (tile.row + i / share) * in.ldq + (group * share + i % share) * cache.dim;
+      for (int64_t d = 0; d < cache.dim; d++) q[d * m + i] = from[d] * scale;
     }
   }
 

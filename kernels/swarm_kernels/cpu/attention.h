@@ -12,20 +12,24 @@ using swarm::CHUNK;
 using swarm::PAGE;
 using swarm::SoftmaxState;
 
-// Rows of a register tile, and pages scored side by side.
+// Rows of a register tile, and the blocks (pages of keys, 16 dimensions of values) it spans: few rows need many blocks to
+// keep enough sums in flight.
 #if defined(__AVX512F__)
-constexpr int QUERY_TILE = 6, PAGES_WIDE = 4, DIMS_WIDE = 64;
+constexpr int QUERY_TILE = 12;
+constexpr int blocks_wide(int rows) { return rows > 6 ? 2 : 4; }
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int QUERY_TILE = 6, PAGES_WIDE = 1, DIMS_WIDE = 16;
+constexpr int QUERY_TILE = 6;
+constexpr int blocks_wide(int rows) { return rows > 3 ? 1 : 2; }
 #else
-constexpr int QUERY_TILE = 3, PAGES_WIDE = 1, DIMS_WIDE = 16;
+constexpr int QUERY_TILE = 3;
+constexpr int blocks_wide(int) { return 1; }
 #endif
 constexpr int CHUNK_PAGES = CHUNK / PAGE;
 
-// q [ROWS, dim] x CHUNK_PAGES pages of keys [dim][16] -> scores [ROWS][64].
+// q [dim][m], its columns i .. i + ROWS, x CHUNK_PAGES pages of keys [dim][16] -> scores [ROWS][64].
 template <int ROWS, typename T>
-SWARM_INLINE void score(const float* q, int64_t dim, const T* const* pages, float* scores) {
-  constexpr int N = PAGES_WIDE * VECS;
+SWARM_INLINE void score(const float* q, int64_t m, int64_t dim, const T* const* pages, float* scores) {
+  constexpr int PAGES_WIDE = blocks_wide(ROWS), N = PAGES_WIDE * VECS;
   for (int p = 0; p < CHUNK_PAGES; p += PAGES_WIDE) {
     V acc[ROWS][N];
     SWARM_UNROLL
@@ -39,7 +43,7 @@ SWARM_INLINE void score(const float* q, int64_t dim, const T* const* pages, floa
       SWARM_UNROLL
       for (int r = 0; r < ROWS; r++)
         SWARM_UNROLL
-        for (int j = 0; j < N; j++) acc[r][j] += q[r * dim + d] * keys[j];
+        for (int j = 0; j < N; j++) acc[r][j] += q[d * m + r] * keys[j];
     }
     SWARM_UNROLL
     for (int r = 0; r < ROWS; r++)
@@ -111,15 +115,14 @@ inline float soften(float* scores, uint64_t bits, float softcap, float* running_
     store(scores + j * LANES, s[j]);
     total += s[j];
   }
-  const float shrink = before == -INFINITY ? 0.0f : exp(splat(before - now))[0];
+  const float shrink = before == now ? 1.0f : before == -INFINITY ? 0.0f : exp(splat(before - now))[0];
   *running_max = now;
   *running_sum = *running_sum * shrink + sum(total);
   return shrink;
 }
 
-// Which of a chunk's 64 keys query row i sees.
-SWARM_INLINE uint64_t visible(const AttendJob& job, int64_t i, int64_t chunk) {
-  const int64_t row = i / job.share;
+// Which of a chunk's 64 keys batch row `row` sees.
+SWARM_INLINE uint64_t visible(const AttendJob& job, int64_t row, int64_t chunk) {
   if (job.mask) return job.mask[row * job.words + chunk];
   const int64_t from = job.first[row] - chunk * CHUNK, to = job.past[row] - chunk * CHUNK;
   if (to <= 0 || from >= CHUNK) return 0;
@@ -131,17 +134,22 @@ template <int ROWS, typename T>
 void attend_tile(const AttendJob& job, int64_t i, int64_t chunk, const T* const* k_pages, const T* const* v_pages,
                  const SoftmaxState& state) {
   uint64_t bits[ROWS], seen = 0;
-  for (int r = 0; r < ROWS; r++) seen |= bits[r] = visible(job, i + r, chunk);
+  int64_t row = i / job.share, left = job.share - i % job.share;
+  for (int r = 0; r < ROWS; r++, left--) {
+    if (left == 0) row++, left = job.share;
+    seen |= bits[r] = visible(job, row, chunk);
+  }
   if (!seen) return;
   alignas(64) float weights[ROWS * CHUNK];
   float shrink[ROWS];
-  score<ROWS>(job.q + i * job.dim, job.dim, k_pages, weights);
+  score<ROWS>(job.q + i, job.m, job.dim, k_pages, weights);
   for (int r = 0; r < ROWS; r++)
     shrink[r] = soften(weights + r * CHUNK, bits[r], job.softcap, state.max + i + r, state.sum + i + r);
   float* mix = state.mix + i * job.dim;
   int64_t d = 0;
-  for (; d + DIMS_WIDE <= job.dim; d += DIMS_WIDE)
-    gather<ROWS, DIMS_WIDE>(weights, shrink, v_pages, job.dim, d, seen, mix);
+  constexpr int WIDE_DIMS = blocks_wide(ROWS) * BLOCK;
+  for (; d + WIDE_DIMS <= job.dim; d += WIDE_DIMS)
+    gather<ROWS, WIDE_DIMS>(weights, shrink, v_pages, job.dim, d, seen, mix);
   for (; d < job.dim; d += BLOCK) gather<ROWS, BLOCK>(weights, shrink, v_pages, job.dim, d, seen, mix);
 }
 

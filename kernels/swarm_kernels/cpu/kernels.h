@@ -25,7 +25,7 @@ struct LinearJob {
 
 // Query rows of one session against one KV head. Query row i belongs to batch row i / share.
 struct AttendJob {
-  const float* q;  // [m, dim], times the scale
+  const float* q;  // [dim, m], times the scale
   int64_t m, share, dim;
   const void *k, *v;  // this head in page 0
   int64_t page_stride;  // elements

@@ -17,6 +17,10 @@ constexpr int ROW_TILE = 6, WIDE = 1;
 constexpr int ROW_TILE = 3, WIDE = 1;
 #endif
 
+// Bytes from a weight in use to the one asked of memory: the hardware's own prefetch stops at each 4 KB page, and weights
+// are read once a step.
+constexpr int64_t AHEAD = 2048;
+
 // [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16].
 template <int ROWS, int BLOCKS>
 void multiply(const float* x, int64_t tile_rows, int64_t in, const uint16_t* w, int64_t stride, float* c) {
@@ -30,7 +34,9 @@ void multiply(const float* x, int64_t tile_rows, int64_t in, const uint16_t* w, 
     V lo[N], hi[N];
     SWARM_UNROLL
     for (int j = 0; j < N; j++) {
-      U pair = load_words(w + (j / VECS) * stride + (j % VECS) * 2 * LANES);
+      const uint16_t* at = w + (j / VECS) * stride + (j % VECS) * 2 * LANES;
+      U pair = load_words(at);
+      if (j % VECS == 0) __builtin_prefetch(at + AHEAD / 2);
       lo[j] = low_half(pair);
       hi[j] = high_half(pair);
     }
@@ -60,7 +66,11 @@ void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int
   for (int64_t k = 0; k < in; k++, w += BLOCK, x += tile_rows) {
     V wide[N];
     SWARM_UNROLL
-    for (int j = 0; j < N; j++) wide[j] = load(w + (j / VECS) * stride + (j % VECS) * LANES);
+    for (int j = 0; j < N; j++) {
+      const float* at = w + (j / VECS) * stride + (j % VECS) * LANES;
+      wide[j] = load(at);
+      if (j % VECS == 0) __builtin_prefetch(at + AHEAD / 4);
+    }
     SWARM_UNROLL
     for (int r = 0; r < ROWS; r++)
       SWARM_UNROLL

@@ -1,9 +1,12 @@
-// A vector of floats as wide as the instruction set this file is compiled for. GCC/Clang vector extensions only, so one
-// source serves AVX-512, AVX2, SSE2 and NEON.
+// A vector of floats as wide as the instruction set this file is compiled for. GCC/Clang vector extensions, but for one
+// load, so one source serves AVX-512, AVX2, SSE2 and NEON.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define SWARM_ISA avx512
@@ -53,9 +56,15 @@ SWARM_INLINE V max(V a, V b) { return a > b ? a : b; }
 SWARM_INLINE V low_half(U pair) { return (V)(pair << 16); }
 SWARM_INLINE V high_half(U pair) { return (V)(pair & 0xffff0000u); }
 SWARM_INLINE V load(const uint16_t* p) {
+#if defined(__AVX512F__)  // GCC 12 widens in two halves and joins them
+  return (V)((U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
+#elif defined(__AVX2__)
+  return (V)((U)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+#else
   H h;
   std::memcpy(&h, p, sizeof h);
   return (V)(__builtin_convertvector(h, U) << 16);
+#endif
 }
 SWARM_INLINE uint16_t to_bf16(float x) {  // round to nearest even; NaN stays NaN
   uint32_t u;
@@ -64,18 +73,38 @@ SWARM_INLINE uint16_t to_bf16(float x) {  // round to nearest even; NaN stays Na
   return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
 }
 
-// Lanes are added in a fixed order, so sums do not depend on anything but the instruction set.
-SWARM_INLINE float sum(V v) {
-  float s = 0;
+// Lane i takes lane i + BY (mod LANES).
+template <int BY>
+SWARM_INLINE V rotate(V v) {
+#if defined(__clang__)
+#if SWARM_LANES == 16
+  return __builtin_shufflevector(v, v, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7, BY + 8, BY + 9,
+                                 BY + 10, BY + 11, BY + 12, BY + 13, BY + 14, BY + 15);
+#elif SWARM_LANES == 8
+  return __builtin_shufflevector(v, v, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7);
+#else
+  return __builtin_shufflevector(v, v, BY, BY + 1, BY + 2, BY + 3);
+#endif
+#else
+  I from;
   SWARM_UNROLL
-  for (int i = 0; i < LANES; i++) s += v[i];
-  return s;
+  for (int i = 0; i < LANES; i++) from[i] = (i + BY) % LANES;
+  return __builtin_shuffle(v, from);
+#endif
 }
+
+// Lanes are folded in a fixed order, so sums do not depend on anything but the instruction set.
+template <int HALF = LANES / 2>
+SWARM_INLINE float sum(V v) {
+  v += rotate<HALF>(v);
+  if constexpr (HALF > 1) return sum<HALF / 2>(v);
+  return v[0];
+}
+template <int HALF = LANES / 2>
 SWARM_INLINE float largest(V v) {
-  float s = v[0];
-  SWARM_UNROLL
-  for (int i = 1; i < LANES; i++) s = v[i] > s ? v[i] : s;
-  return s;
+  v = max(v, rotate<HALF>(v));
+  if constexpr (HALF > 1) return largest<HALF / 2>(v);
+  return v[0];
 }
 
 // e^x for x <= 88, 0 below -87 (Cephes' polynomial, about 2 ulp); NaN stays NaN.
