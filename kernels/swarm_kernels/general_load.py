@@ -120,11 +120,12 @@ class _Filler:
 
     def fill(self, wanted: Collection[str], layer: int | None) -> None:
         """`wanted`: parameters and buffers, all of one layer or of none."""
-        missing: list[str] = []
+        missing: list[list[str]] = []
         for names in self._shared(wanted):
             stored = next((name for name in names if self._source.has(name)), None)
             if stored is None:
-                missing.extend(name for name in names if isinstance(self.names[name], torch.nn.Parameter))
+                if isinstance(self.names[names[0]], torch.nn.Parameter):  # buffers have their value already
+                    missing.append(names)
                 continue
             tensor = self._source.tensor(stored)
             hollow = self.names[names[0]]
@@ -179,12 +180,13 @@ class _Filler:
             if shown:
                 transformers_logging.enable_progress_bar()
 
-    def _check_filled(self, names: Iterable[str]) -> None:
-        for name in names:
-            parameter = self._model.get_parameter(name)
-            if parameter.device.type == "meta":
-                raise CorruptModel(f"the model's files hold no tensor for {name}")
-            parameter.requires_grad_(False)
+    def _check_filled(self, missing: Iterable[list[str]]) -> None:
+        for names in missing:
+            found = [p for p in map(self._model.get_parameter, names) if p.device.type != "meta"]
+            if not found:
+                raise CorruptModel(f"the model's files hold no tensor for {names[0]}")
+            for name in names:
+                self._assign(name, found[0].data)
 
 
 @dataclass(frozen=True, slots=True)

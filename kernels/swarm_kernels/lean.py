@@ -112,7 +112,7 @@ class LeanSpan:
         first, last = check_part(self.layers, start, end)
         part = slice(first - self.layers.start, last - self.layers.start)
         hidden = hidden.to(device=self.device, dtype=activation_dtype(self.dtype, self.device))
-        if plan.rows == 0:
+        if not plan.rows:
             for k_pages, v_pages in zip(cache.k[part], cache.v[part], strict=True):
                 ops.move_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
             return hidden
@@ -124,6 +124,8 @@ class LeanSpan:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None or self.final_norm is None:
             raise InvalidRequest(f"layers {self.layers} do not hold the head")
+        if not hidden.shape[0]:
+            return torch.empty(0, self.config.vocab_size, device=self.device)
         hidden = hidden.to(device=self.device, dtype=activation_dtype(self.dtype, self.device))
         return self.head(ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
 

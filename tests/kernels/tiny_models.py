@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from swarm_kernels.model_config import ModelConfig
 from swarm_kernels.span import Span, load_span
 
 SMALL = {
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 80,
     "num_hidden_layers": 6,
     "num_attention_heads": 6,
@@ -38,7 +39,7 @@ def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.5 if "embed" in name else 1.2 / parameter.shape[-1] ** 0.5)
+                parameter.normal_(0, 0.05 if "embed" in name else 1.2 / parameter.shape[-1] ** 0.5)
             elif "norm" in name and name.endswith("weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
@@ -52,7 +53,7 @@ class ModelTensors:
     def __init__(self, model: Any) -> None:
         hf = model.config.to_dict()
         self.config: ModelConfig = model_config(hf)
-        self._tensors: Mapping[str, torch.Tensor] = model.state_dict()
+        self._tensors: dict[str, torch.Tensor] = dict(model.state_dict())
         self.read: list[str] = []
         self.name, self.path, self.weight_hash = "tiny", Path(), "0" * 32
 
@@ -69,6 +70,12 @@ class ModelTensors:
         self.read.append(hf_name)
         return self._tensors[hf_name].clone()
 
+    def forget(self, hf_name: str) -> None:
+        del self._tensors[hf_name]
+
+    def replace(self, hf_name: str, tensor: torch.Tensor) -> None:
+        self._tensors[hf_name] = tensor
+
     def nbytes(self, hf_name: str) -> int:
         return self._tensors[hf_name].nbytes
 
@@ -79,12 +86,11 @@ class ModelTensors:
 class Chain:
     """Spans in one process, each with its cache, run one after another: a swarm without a network."""
 
-    def __init__(self, source: Any, cuts: Sequence[int], dtype: torch.dtype = torch.float32, tokens: int = 1024) -> None:
+    def __init__(self, source: Any, cuts: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
         """`cuts`: inner borders, e.g. (2, 5) for spans 0:2, 2:5, 5:end."""
-        edges = (0, *cuts, source.config.num_layers)
-        spans = [LayerSpan(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        spans = [LayerSpan(a, b) for a, b in itertools.pairwise((0, *cuts, source.config.num_layers))]
         self.spans: list[Span] = [load_span(source, layers, dtype) for layers in spans]
-        self.caches: list[KVCache] = [span.new_cache(tokens) for span in self.spans]
+        self.caches: list[KVCache] = [span.new_cache(1024) for span in self.spans]
 
     def open(self, session: bytes, max_tokens: int = 200) -> None:
         for cache in self.caches:
@@ -121,3 +127,10 @@ def hf_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
     )
     return out[0, len(prompt) :].tolist()
+
+
+def hf_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """transformers' logits of every token, `[n, vocab]`."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
