@@ -1,0 +1,92 @@
+"""Measuring a span, checking it against the plain reference, counting what fits into memory. No timing is asserted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import ModelTensors, tiny_model
+
+from swarm.errors import ResourceError
+from swarm.types import LayerSpan
+from swarm_kernels import ops
+from swarm_kernels.calibrate import choose_threads, measure_cost, self_check
+from swarm_kernels.capacity import kv_bytes_per_token, layer_capacity, layer_weight_bytes
+from swarm_kernels.lean import LeanSpan
+from swarm_kernels.span import load_span
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_after() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    ops.set_threads(threads)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelTensors:
+    return ModelTensors(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_a_cost_curve_is_positive_and_never_falls(kind: str) -> None:
+    span = load_span(ModelTensors(tiny_model(kind)), LayerSpan(1, 3), torch.float32)
+    curve = measure_cost(span, widths=(1, 3, 9), context=150, budget_s=0.05)
+    assert curve.widths == (1, 3, 9)
+    assert 0 < curve.ms[0] <= curve.ms[1] <= curve.ms[2]
+
+
+def test_threads_are_chosen_from_what_was_offered(source: ModelTensors) -> None:
+    span = load_span(source, LayerSpan(0, 1), torch.float32)
+    assert choose_threads(span, most=1) == 1
+    assert choose_threads(span, most=3, budget_s=0.05) in (1, 2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sound_span_passes_its_check(source: ModelTensors, dtype: torch.dtype) -> None:
+    self_check(load_span(source, LayerSpan(2, 4), dtype), source)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_biases_and_head_norms_are_checked_too(family: str) -> None:
+    source = ModelTensors(tiny_model(family))
+    self_check(load_span(source, LayerSpan(0, 1), torch.float32), source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_machine_that_computes_wrongly_is_found(source: ModelTensors, dtype: torch.dtype) -> None:
+    span = load_span(source, LayerSpan(2, 4), dtype)
+    assert isinstance(span, LeanSpan)
+    sound = span.weights[0]
+    for broken in (
+        replace(sound, scale=sound.scale * 1.5),
+        replace(sound, attn_norm=sound.attn_norm * 1.1),
+        replace(sound, down=ops.pack_linear(torch.zeros(96, 80, dtype=dtype))),
+        span.weights[1],
+    ):
+        span.weights[0] = broken
+        with pytest.raises(ResourceError, match="must not join"):
+            self_check(span, source)
+
+
+def test_layer_bytes_are_those_of_the_tensors() -> None:
+    for kind, changes in (("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {})):
+        source = ModelTensors(tiny_model(kind, **changes))
+        layer = [name for name in source.names() if ".layers.3." in name]
+        assert layer_weight_bytes(source.config, torch.float32) == sum(source.nbytes(name) for name in layer)
+
+
+def test_how_many_layers_fit(source: ModelTensors) -> None:
+    config, dtype = source.config, torch.bfloat16
+    layer = layer_weight_bytes(config, dtype) + 100 * kv_bytes_per_token(config, dtype)
+    edge = config.vocab_size * config.hidden_size * 2
+    assert layer_capacity(config, dtype, 0, 100) == 0
+    assert layer_capacity(config, dtype, edge + layer - 1, 100) == 0
+    assert layer_capacity(config, dtype, edge + layer, 100) == 1
+    assert layer_capacity(config, dtype, edge + 3 * layer + 5, 100) == 3
+    assert layer_capacity(config, dtype, edge + 6 * layer, 100) == 5  # all six would need both ends
+    assert layer_capacity(config, dtype, 2 * edge + 6 * layer, 100) == 6
+    assert layer_capacity(config, dtype, 1 << 40, 100) == 6
