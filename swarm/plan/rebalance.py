@@ -1,0 +1,204 @@
+"""Parallax §3.4 (iii): when the whole swarm should be allocated anew, and what everybody would then serve.
+
+Owns the load of a layer, the two triggers (coverage, coefficient of variation) and the target that every node computes
+alike from the same snapshot. Knows neither how long a trigger has lasted (`membership`) nor how nodes move (`moves`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, permutations
+
+from swarm.errors import Infeasible, UsageError
+from swarm.plan.allocation import Price, allocate
+from swarm.plan.balance import PoolNode
+from swarm.plan.membership import join_span, layer_capacity_tokens, place_joiners
+from swarm.plan.moves import Schedule, list_moves, loads, redeal, schedule
+from swarm.plan.routing import DEFAULT_LINK_MS
+from swarm.types import Hop, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot, coverage, missing_ranges
+
+ALPHA = 0.5  # the paper's default: memory counts as much as compute
+THRESHOLD = 0.5  # coefficient of variation; two replicas of one half of the layers and one of the other give 0.33
+MOST_PERMUTED = 6  # nodes of a replica whose orders are all tried
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoad:
+    """What all nodes together give one layer: KV memory and compute, in any units that the totals share."""
+
+    kv: float
+    compute: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`cv`: coefficient of variation of the layers' loads. `reason`: begins with coverage, imbalance or balanced."""
+
+    cv: float
+    rebalance: bool
+    reason: str
+
+
+def judge(
+    layers: Sequence[LayerLoad],
+    total_kv: float,
+    total_compute: float,
+    alpha: float = ALPHA,
+    threshold: float = THRESHOLD,
+) -> Verdict:
+    """Whether the model should be allocated anew: a layer is served by nobody, or the loads differ too much.
+
+    load = alpha kv / total_kv + (1 - alpha) compute / total_compute, 0 for a total of 0 (the paper's footnote 2); cv is
+    their standard deviation over their mean, 0 if all are 0. Raises UsageError.
+    """
+    if not layers:
+        raise UsageError("there are no layers to judge")
+    numbers = [total_kv, total_compute, threshold, *(x for load in layers for x in (load.kv, load.compute))]
+    if not (0 <= alpha <= 1) or not all(math.isfinite(x) and x >= 0 for x in numbers):
+        raise UsageError("alpha must lie between 0 and 1, and loads, totals and threshold must be numbers from 0 up")
+    cv = variation([_load(layer, total_kv, total_compute, alpha) for layer in layers])
+    missing = missing_ranges(1 if layer.kv > 0 or layer.compute > 0 else 0 for layer in layers)
+    if missing:
+        ranges = ", ".join(f"{a}:{b}" for a, b in missing)
+        return Verdict(cv, True, f"coverage: nobody serves layers {ranges}")
+    if cv > threshold:
+        return Verdict(cv, True, f"imbalance: the layers' loads vary by {cv:.2f}, more than {threshold:.2f}")
+    return Verdict(cv, False, f"balanced: the layers' loads vary by {cv:.2f}, no more than {threshold:.2f}")
+
+
+def _load(layer: LayerLoad, total_kv: float, total_compute: float, alpha: float) -> float:
+    memory = layer.kv / total_kv if total_kv else 0.0
+    compute = layer.compute / total_compute if total_compute else 0.0
+    return alpha * memory + (1.0 - alpha) * compute
+
+
+def variation(loads: Sequence[float]) -> float:
+    """Population standard deviation over mean; 0 if the mean is 0."""
+    mean = math.fsum(loads) / len(loads)
+    if mean == 0.0:
+        return 0.0
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in loads) / len(loads)) / mean
+
+
+def judge_spans(
+    nodes: Mapping[PeerId, NodeProfile],
+    spans: Mapping[PeerId, LayerSpan],
+    num_layers: int,
+    alpha: float = ALPHA,
+    threshold: float = THRESHOLD,
+) -> Verdict:
+    """`judge` of `nodes` if they served `spans`.
+
+    Departure from the paper: a node's compute is shared by the layers it serves, instead of counting in full for each;
+    otherwise a node with one layer would weigh no more there than a node that has all of them. So is its memory: the KV
+    tokens of a layer are those it offers now, times the layers it has now, over the layers it would have.
+    """
+    kv, compute = [0.0] * num_layers, [0.0] * num_layers
+    for peer, span in spans.items():
+        node = nodes[peer]
+        tokens = max(node.kv_capacity_tokens, 1) * (len(node.span) if node.span else len(span))
+        for layer in range(span.start, min(span.end, num_layers)):
+            kv[layer] += tokens / len(span)
+            compute[layer] += speed(node) / len(span)
+    layers = [LayerLoad(k, c) for k, c in zip(kv, compute, strict=True)]
+    return judge(layers, math.fsum(kv), math.fsum(compute), alpha, threshold)
+
+
+def speed(node: NodeProfile) -> float:
+    """Layers a second, by its calibration (not by its queue), to two digits, so that noise changes no plan."""
+    return float(f"{1000.0 / min(max(node.cost.at(1), 1e-3), 1e6):.1e}")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where everybody should be. `spans`: of all nodes that take part; `before`, `after`: verdicts on now and then."""
+
+    spans: Mapping[PeerId, LayerSpan]
+    plan: Schedule
+    before: Verdict
+    after: Verdict
+
+
+def target(snapshot: Snapshot, alpha: float = ALPHA, threshold: float = THRESHOLD) -> Target:
+    """Phase 1 over everybody who can move, then the fewest moves that get there; the same for all readers.
+
+    `snapshot`: nodes of one weight hash and dtype. Those that drain count for nothing, those `pinned` stay. A node that
+    phase 1 has no use for stays too, or joins at the bottleneck. If the nodes that can move do not hold the model
+    without those that cannot, they fill the gaps as if they all joined now. Raises Infeasible if that leaves a gap.
+    """
+    num_layers = snapshot.num_layers
+    nodes = {n.peer: n for n in snapshot.nodes if n.state is not NodeState.DRAINING}
+    now = {peer: n.span for peer, n in nodes.items() if n.span is not None}
+    movable = {peer: n for peer, n in nodes.items() if not n.pinned and n.layer_capacity > 0}
+    fixed = {peer: span for peer, span in now.items() if peer not in movable}
+    try:
+        wanted: Mapping[PeerId, LayerSpan | None] = _allocated(movable, now, num_layers)
+    except Infeasible:
+        wanted = _refilled(snapshot, movable, fixed)
+    alike = {peer: (n.region, round(math.log(speed(n), 1.3))) for peer, n in movable.items()}
+    capacity = {peer: max(n.layer_capacity, len(n.span) if n.span else 0) for peer, n in nodes.items()}
+    spans = {**fixed, **redeal(now, wanted, alike, capacity)}
+    for peer in sorted(set(movable) - set(spans)):
+        held = [replace(nodes[p], span=span, state=NodeState.SERVING) for p, span in spans.items()]
+        spans[peer] = join_span(layer_capacity_tokens(held, num_layers), movable[peer].layer_capacity, slide=True)
+    serving = {peer: span for peer, span in now.items() if nodes[peer].serving}
+    loading = {peer: span for peer, span in now.items() if peer not in serving}
+    return Target(
+        spans=dict(sorted(spans.items())),
+        plan=schedule(serving, list_moves(now, spans, capacity), num_layers, loading),
+        before=judge_spans(nodes, now, num_layers, alpha, threshold),
+        after=judge_spans(nodes, spans, num_layers, alpha, threshold),
+    )
+
+
+def _allocated(
+    movable: Mapping[PeerId, NodeProfile], now: Mapping[PeerId, LayerSpan], num_layers: int
+) -> dict[PeerId, LayerSpan | None]:
+    """Phase 1; None for a node it has no use for. Raises Infeasible."""
+    pool = [PoolNode(n.peer, min(n.layer_capacity, num_layers), speed(n), n.region) for n in movable.values()]
+    if not pool:
+        raise Infeasible("no node can be moved")
+    hops = [ms for n in movable.values() for peer, ms in sorted(n.link_ms.items()) if peer in movable]
+    price = Price(
+        compute_ms=_rough(num_layers * math.fsum(1000.0 / node.compute for node in pool) / len(pool)),
+        hop_ms=_rough(math.fsum(hops) / len(hops) if hops else DEFAULT_LINK_MS),
+    )
+    wanted: dict[PeerId, LayerSpan | None] = dict.fromkeys(movable)
+    for replica in allocate(num_layers, pool, price).replicas:
+        wanted.update(_in_place(replica, now))
+    return wanted
+
+
+def _rough(value: float) -> float:
+    """Two digits: what differs from one second to the next must not change a plan."""
+    return float(f"{value:.1e}")
+
+
+def _in_place(replica: Sequence[Hop], now: Mapping[PeerId, LayerSpan]) -> dict[PeerId, LayerSpan]:
+    """The nodes of a replica in the order in which they have the fewest layers to read; shares are unchanged."""
+    shares = {hop.peer: hop.end - hop.start for hop in replica}
+    by_place = sorted(shares, key=lambda peer: (sum(now[peer]) / len(now[peer]) if peer in now else 0.0, peer))
+    orders = permutations(sorted(shares)) if len(shares) <= MOST_PERMUTED else iter([tuple(shares), tuple(by_place)])
+
+    def laid_out(order: Sequence[PeerId]) -> dict[PeerId, LayerSpan]:
+        ends = accumulate(shares[peer] for peer in order)
+        return {peer: LayerSpan(end - shares[peer], end) for peer, end in zip(order, ends, strict=True)}
+
+    return min(map(laid_out, orders), key=lambda spans: sum(loads(now.get(p), s) for p, s in spans.items()))
+
+
+def _refilled(
+    snapshot: Snapshot, movable: Mapping[PeerId, NodeProfile], fixed: Mapping[PeerId, LayerSpan]
+) -> dict[PeerId, LayerSpan | None]:
+    """Everybody who can move joins anew around those who cannot. Raises Infeasible if a layer remains uncovered."""
+    joining = [replace(n, span=None, state=NodeState.JOINING) for n in movable.values()]
+    staying = [n for n in snapshot.nodes if n.peer in fixed and n.state is not NodeState.DRAINING]
+    nodes = tuple(sorted((*joining, *staying), key=lambda n: n.peer))
+    placed = place_joiners(replace(snapshot, nodes=nodes))
+    missing = missing_ranges(coverage((*placed.values(), *fixed.values()), snapshot.num_layers))
+    if missing:
+        ranges = ", ".join(f"{a}:{b}" for a, b in missing)
+        raise Infeasible(f"the nodes together cannot hold the model; layers {ranges} would remain without one")
+    return {**dict.fromkeys(movable), **placed}

@@ -1,0 +1,387 @@
+"""Joining, leaving, rebalancing: rules, brute force on small cases, and a swarm of keepers in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from swarm.errors import Infeasible, UsageError
+from swarm.plan.assignment import assign
+from swarm.plan.keeper import Keeper, Policy
+from swarm.plan.membership import join_span, place_joiners, uncovered_without
+from swarm.plan.moves import Move, list_moves, loads, redeal, schedule
+from swarm.plan.rebalance import LayerLoad, judge, target
+from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState, Snapshot, coverage
+
+
+def node(
+    peer: str,
+    capacity: int,
+    span: tuple[int, int] | None = None,
+    *,
+    ms: float = 1.0,
+    kv: int = 0,
+    state: NodeState | None = None,
+    pinned: bool = False,
+) -> NodeProfile:
+    return NodeProfile(
+        peer,
+        peer,
+        state or (NodeState.SERVING if span else NodeState.JOINING),
+        "bf16",
+        "w",
+        capacity,
+        LayerSpan(*span) if span else None,
+        cost=CostCurve((1,), (ms,)),
+        kv_capacity_tokens=kv,
+        pinned=pinned,
+    )
+
+
+def snapshot(num_layers: int, nodes: Iterable[NodeProfile]) -> Snapshot:
+    return Snapshot("m", num_layers, tuple(sorted(nodes, key=lambda n: n.peer)))
+
+
+def spans_of(placed: dict[str, LayerSpan]) -> dict[str, str]:
+    return {peer: str(span) for peer, span in placed.items()}
+
+
+# Joining ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_joins_at_the_lowest_bottleneck_and_takes_what_it_can() -> None:
+    assert join_span([9, 4, 7, 4, 9, 9], 3) == LayerSpan(1, 4)
+    assert join_span([0, 0, 0, 0], 2) == LayerSpan(0, 2)
+    assert join_span([5, 5, 5, 1], 3) == LayerSpan(3, 4)
+    assert join_span([5, 5, 5, 1], 3, slide=True) == LayerSpan(1, 4)
+    assert join_span([5, 5, 5, 1], 9, slide=True) == LayerSpan(0, 4)
+
+
+@pytest.mark.parametrize(("tokens", "capacity"), [([], 3), ([1.0], 0), ([1.0], -1)])
+def test_a_join_without_layers_or_room_is_refused(tokens: list[float], capacity: int) -> None:
+    with pytest.raises(UsageError):
+        join_span(tokens, capacity)
+
+
+@pytest.mark.parametrize(
+    ("capacities", "expected"),
+    [
+        ((12, 12, 12), ("0:10", "10:20", "20:30")),  # all three are needed: even shares
+        ((30, 30, 30), ("0:30", "0:30", "0:30")),  # one is enough: three replicas
+        ((15, 15, 15), ("0:15", "15:30", "0:15")),  # two are needed, the third joins at the bottleneck
+        ((5, 6, 7), ("0:5", "5:11", "11:18")),  # too few: all they can
+        ((10, 20, 30), ("0:10", "10:30", "0:30")),  # the one that holds it all, then the bottleneck
+    ],
+)
+def test_nodes_that_join_together_split_the_model(capacities: tuple[int, ...], expected: tuple[str, ...]) -> None:
+    joining = snapshot(30, (node(f"p{i}", c) for i, c in enumerate(capacities)))
+    assert tuple(spans_of(place_joiners(joining)).values()) != ()
+    assert tuple(str(place_joiners(joining)[f"p{i}"]) for i in range(len(capacities))) == expected
+
+
+def test_shares_follow_speed() -> None:
+    placed = place_joiners(snapshot(12, [node("a", 9, ms=1.0), node("b", 9, ms=3.0)]))
+    assert spans_of(placed) == {"a": "0:9", "b": "9:12"}
+
+
+def test_joiners_fill_the_gaps_others_leave() -> None:
+    held = [node("s", 10, (0, 10)), node("t", 10, (20, 25), state=NodeState.LOADING)]
+    gone = node("d", 10, (10, 20), state=NodeState.DRAINING)
+    placed = place_joiners(snapshot(30, [*held, gone, node("a", 6), node("b", 6), node("c", 5)]))
+    assert sorted(spans_of(placed).values()) == ["10:15", "15:20", "25:30"]
+    one = place_joiners(snapshot(30, [*held, gone, node("a", 20)]))
+    assert spans_of(one) == {"a": "10:30"}
+
+
+def test_a_joiner_that_bridges_two_gaps_takes_both() -> None:
+    held = [node("s", 10, (0, 3)), node("t", 10, (5, 7)), node("u", 10, (9, 12))]
+    assert spans_of(place_joiners(snapshot(12, [*held, node("a", 6)]))) == {"a": "3:9"}
+
+
+def test_everybody_is_placed_and_what_can_be_covered_is() -> None:
+    rng = random.Random(1)
+    for _ in range(1500):
+        num_layers = rng.randint(1, 24)
+        capacities = [rng.randint(1, num_layers + 2) for _ in range(rng.randint(1, 6))]
+        joining = [node(f"p{i}", c, ms=rng.choice([0.5, 1, 4])) for i, c in enumerate(capacities)]
+        start = rng.randrange(num_layers)
+        held = [node("s", 24, (start, rng.randint(start + 1, num_layers)))] if rng.random() < 0.5 else []
+        placed = place_joiners(snapshot(num_layers, [*joining, *held]))
+        assert set(placed) == {n.peer for n in joining}
+        for joiner in joining:
+            assert 1 <= len(placed[joiner.peer]) <= min(joiner.layer_capacity, num_layers)
+            assert placed[joiner.peer].end <= num_layers
+        covered = coverage([*placed.values(), *(n.span for n in held if n.span)], num_layers)
+        if not held and sum(capacities) >= num_layers:
+            assert min(covered) >= 1
+
+
+def test_leaving_uncovers_what_nobody_else_serves() -> None:
+    swarm = snapshot(12, [node("a", 8, (0, 8)), node("b", 8, (4, 12)), node("c", 2, (8, 10))])
+    assert uncovered_without(swarm, {"a"}) == ((0, 4),)
+    assert uncovered_without(swarm, {"b"}) == ((10, 12),)
+    assert uncovered_without(swarm, {"c"}) == ()
+    assert uncovered_without(snapshot(4, [node("a", 2, (0, 2))]), {"a"}) == ((0, 2),)
+
+
+# Triggers -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_load_of_a_layer_is_the_papers() -> None:
+    verdict = judge([LayerLoad(10, 1), LayerLoad(30, 3)], 40, 4, alpha=0.5, threshold=0.6)
+    assert verdict.cv == pytest.approx(0.5)  # loads 1/4 and 3/4
+    assert not verdict.rebalance
+    assert verdict.reason.startswith("balanced")
+    memory = judge([LayerLoad(10, 3), LayerLoad(30, 1)], 40, 4, alpha=1.0, threshold=0.4)
+    assert memory.cv == pytest.approx(0.5)
+    assert memory.rebalance
+    assert memory.reason.startswith("imbalance")
+    assert judge([LayerLoad(10, 3), LayerLoad(30, 1)], 40, 4, alpha=0.5).cv == pytest.approx(0.0)
+
+
+def test_an_uncovered_layer_triggers_whatever_the_threshold() -> None:
+    verdict = judge([LayerLoad(1, 1), LayerLoad(0, 0), LayerLoad(0, 0)], 1, 1, threshold=9.0)
+    assert verdict.rebalance
+    assert verdict.reason == "coverage: nobody serves layers 1:3"
+    empty = judge([LayerLoad(0, 0)], 0, 0)
+    assert (empty.cv, empty.rebalance) == (0.0, True)
+
+
+def test_loads_that_are_no_loads_are_refused() -> None:
+    nonsense = [LayerLoad(1, float("nan"))]
+    for layers, alpha in (([], 0.5), ([LayerLoad(-1, 0)], 0.5), (nonsense, 0.5), ([LayerLoad(1, 1)], 2)):
+        with pytest.raises(UsageError):
+            judge(layers, 1, 1, alpha)
+
+
+# Moves --------------------------------------------------------------------------------------------------------------
+
+
+def test_assignment_is_the_cheapest() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        n = rng.randint(1, 6)
+        cost = np.array([[rng.randint(0, 9) for _ in range(n)] for _ in range(n)])
+        places = assign(cost)
+        assert sorted(places) == list(range(n))
+        best = min(sum(cost[i, p] for i, p in enumerate(order)) for order in itertools.permutations(range(n)))
+        assert sum(cost[i, p] for i, p in enumerate(places)) == best
+
+
+def random_span(rng: random.Random, num_layers: int, longest: int) -> LayerSpan:
+    length = rng.randint(1, min(longest, num_layers))
+    start = rng.randint(0, num_layers - length)
+    return LayerSpan(start, start + length)
+
+
+def cost_of_deal(
+    old: dict[str, LayerSpan], peers: list[str], order: Iterable[LayerSpan | None]
+) -> tuple[int, int]:
+    pairs = [(old.get(p), s) for p, s in zip(peers, order, strict=True) if s is not None]
+    return sum(loads(a, b) for a, b in pairs), sum(a != b for a, b in pairs)
+
+
+def test_redealing_reads_the_fewest_layers_then_moves_the_fewest_nodes() -> None:
+    rng = random.Random(3)
+    for _ in range(400):
+        num_layers = rng.randint(2, 12)
+        peers = [f"p{i}" for i in range(rng.randint(1, 5))]
+        old = {p: random_span(rng, num_layers, 8) for p in peers if rng.random() < 0.8}
+        new = {p: random_span(rng, num_layers, 8) if rng.random() < 0.8 else None for p in peers}
+        capacity = {p: max(len(new[p] or ()), len(old.get(p, ())), rng.randint(1, 8)) for p in peers}
+
+        deals = [
+            cost_of_deal(old, peers, order)
+            for order in itertools.permutations(new.values())
+            if all(s is None or len(s) <= capacity[p] for p, s in zip(peers, order, strict=True))
+        ]
+        dealt = redeal(old, new, dict.fromkeys(peers, 0), capacity)
+        changed = [(old.get(p), s) for p, s in dealt.items() if old.get(p) != s]
+        assert (sum(loads(a, b) for a, b in changed), len(changed)) == min(deals)
+
+
+def test_no_layer_is_ever_uncovered_on_the_way() -> None:
+    rng = random.Random(4)
+    moved = held_back = 0
+    for _ in range(600):
+        num_layers = rng.randint(2, 12)
+        capacity = {f"p{i}": rng.randint(1, num_layers) for i in range(rng.randint(2, 8))}
+        old = {p: random_span(rng, num_layers, c) for p, c in capacity.items() if rng.random() < 0.9}
+        new = {p: random_span(rng, num_layers, c) for p, c in capacity.items()}
+        moves = list_moves(old, new, capacity)
+        plan = schedule(old, moves, num_layers)
+        assert sorted(m.peer for wave in plan.waves for m in wave) == sorted(
+            {m.peer for m in moves} - {m.peer for m in plan.held_back}
+        )
+        before = np.array(coverage(old.values(), num_layers))
+        serving: dict[str, list[LayerSpan]] = {p: [s] for p, s in old.items()}
+        for wave in plan.waves:
+            for phase in ("reading", "done"):
+                for move in wave:
+                    if phase == "done":
+                        serving[move.peer] = [move.new]
+                    elif not move.overlap:
+                        serving[move.peer] = []
+                    elif move.old:
+                        assert len(set(move.old) | set(move.new)) <= capacity[move.peer]
+                now = coverage((s for spans in serving.values() for s in spans), num_layers)
+                if before.min() > 0:
+                    assert min(now) > 0
+            moved += len(wave)
+        held_back += len(plan.held_back)
+    assert moved > 500
+    assert held_back > 50
+
+
+def test_a_node_with_room_for_both_reads_before_it_lets_go() -> None:
+    old = {"a": LayerSpan(0, 6), "b": LayerSpan(6, 12)}
+    new = {"a": LayerSpan(0, 8), "b": LayerSpan(8, 12)}
+    roomy = schedule(old, list_moves(old, new, {"a": 8, "b": 6}), 12)
+    assert roomy.waves == (
+        (Move("a", LayerSpan(0, 6), LayerSpan(0, 8), overlap=True),),
+        (Move("b", LayerSpan(6, 12), LayerSpan(8, 12), overlap=True),),
+    )
+    swapped = {"a": LayerSpan(6, 12), "b": LayerSpan(0, 6)}
+    assert [m.peer for m in schedule(old, list_moves(old, swapped, {"a": 6, "b": 6}), 12).held_back] == ["a", "b"]
+
+
+# Targets ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_fills_the_gap_with_the_node_that_is_not_missed() -> None:
+    swarm = snapshot(30, [node("a", 15, (0, 15)), node("b", 15, (0, 15)), node("c", 15, (0, 15))])
+    aim = target(swarm)
+    assert min(coverage(aim.spans.values(), 30)) >= 1
+    assert sum(len(wave) for wave in aim.plan.waves) == 1
+    assert aim.before.rebalance
+    assert not aim.after.reason.startswith("coverage")
+
+
+def test_what_is_well_placed_stays() -> None:
+    placed = [node(f"p{i}", 10, (10 * (i % 3), 10 * (i % 3) + 10)) for i in (4, 2, 0, 5, 1, 3)]
+    assert target(snapshot(30, placed)).plan.waves == ()
+
+
+def test_pinned_nodes_stay_and_the_others_go_round_them() -> None:
+    swarm = snapshot(30, [node("a", 15, (0, 15), pinned=True), node("b", 15, (0, 15)), node("c", 4, (0, 4))])
+    aim = target(swarm)
+    assert aim.spans["a"] == LayerSpan(0, 15)
+    assert aim.spans["b"] == LayerSpan(15, 30)
+    with pytest.raises(Infeasible, match="cannot hold"):
+        target(snapshot(30, [node("a", 15, (0, 15), pinned=True), node("b", 5, (0, 5))]))
+
+
+def test_every_reader_of_a_snapshot_gets_the_same_target() -> None:
+    rng = random.Random(6)
+    for _ in range(40):
+        num_layers = rng.randint(6, 30)
+        members = []
+        for i in range(rng.randint(2, 9)):
+            capacity = rng.randint(2, num_layers)
+            span = random_span(rng, num_layers, capacity)
+            kind = (span.start, span.end) if rng.random() < 0.9 else None
+            members.append(node(f"p{i}", capacity, kind, ms=rng.uniform(0.5, 4), kv=rng.randint(0, 900)))
+        try:
+            one = target(snapshot(num_layers, members))
+        except Infeasible:
+            continue
+        rng.shuffle(members)
+        noisy = [replace(n, layer_ms=(9.0,) * len(n.span or ()), kv_free_tokens=3) for n in members]
+        assert target(snapshot(num_layers, noisy)) == one
+        capacity = {n.peer: n.layer_capacity for n in members}
+        assert all(len(span) <= capacity[peer] for peer, span in one.spans.items())
+        assert min(coverage(one.spans.values(), num_layers)) >= 1
+
+
+# Keepers ------------------------------------------------------------------------------------------------------------
+
+
+class Town:
+    """Nodes with keepers; each sees the swarm a little late, and reads weights for a while when it moves."""
+
+    READING_S = 5.0
+
+    def __init__(self, num_layers: int, nodes: Iterable[NodeProfile], rng: random.Random) -> None:
+        self.num_layers, self.rng, self.now = num_layers, rng, 0.0
+        self.nodes = {n.peer: n for n in nodes}
+        self.keepers = {peer: Keeper(peer, Policy(patience_s=10.0, rest_s=60.0)) for peer in self.nodes}
+        self.ready: dict[str, float] = {}
+        self.moves = 0
+        self.seen = [self.view()] * 3
+
+    def view(self) -> Snapshot:
+        return snapshot(self.num_layers, self.nodes.values())
+
+    def covered(self) -> bool:
+        return min(self.view().coverage()) > 0
+
+    def run(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1.0
+            for peer, at in list(self.ready.items()):
+                if self.now >= at:
+                    self.nodes[peer] = replace(self.nodes[peer], state=NodeState.SERVING)
+                    del self.ready[peer]
+            self.seen = [*self.seen[1:], self.view()]
+            whole = self.covered()
+            for peer in self.rng.sample(sorted(self.keepers), len(self.keepers)):
+                late = self.rng.choice(self.seen[-2:])
+                decision = self.keepers[peer].observe(late, self.now)
+                assert decision.reason
+                if decision.move is not None:
+                    self.keepers[peer].moved(self.now)
+                    self.nodes[peer] = replace(self.nodes[peer], span=decision.move.new, state=NodeState.LOADING)
+                    self.ready[peer] = self.now + self.READING_S
+                    self.moves += 1
+            if whole:
+                assert self.covered(), "a move uncovered a layer"
+
+    def leave(self, peer: str) -> None:
+        del self.nodes[peer], self.keepers[peer]
+
+
+def test_keepers_heal_a_swarm_without_thrashing() -> None:
+    rng = random.Random(7)
+    nodes = [node(f"p{i}", 12, (10 * (i % 3), 10 * (i % 3) + 10), kv=1000) for i in range(9)]
+    town = Town(30, nodes, rng)
+    town.run(60)
+    assert town.moves == 0
+    for peer in ("p2", "p5", "p8"):  # all that serve 20:30
+        town.leave(peer)
+    assert not town.covered()
+    town.run(60)
+    assert town.covered()
+    healing = town.moves
+    assert 1 <= healing <= 4
+    town.run(200)
+    assert town.moves - healing <= 2
+
+
+def test_keepers_even_out_a_lopsided_swarm_and_then_rest() -> None:
+    nodes = [node(f"p{i}", 10, (0, 10) if i < 7 else (10, 20), kv=1000) for i in range(8)]
+    town = Town(20, nodes, random.Random(8))
+    town.run(150)
+    assert sorted(town.view().coverage()) == [4] * 20
+    assert town.moves == 3
+    town.run(150)
+    assert town.moves == 3
+
+
+def test_a_keeper_leaves_pinned_and_loading_nodes_alone() -> None:
+    nodes = [node("a", 10, (0, 10)), node("b", 10, (0, 10), pinned=True), node("c", 10, (0, 10))]
+    lopsided = snapshot(20, nodes)
+    keeper = Keeper("b")
+    for second in range(100):
+        assert keeper.observe(lopsided, float(second)).move is None
+    decisions = [Keeper("a"), Keeper("c")]
+    moves = []
+    for second in range(10):
+        moves += [d for k in decisions if (d := k.observe(lopsided, float(second)).move)]
+    assert {m.peer for m in moves} == {"a"} or {m.peer for m in moves} == {"c"}
+    joining = snapshot(20, [*nodes, node("d", 10)])
+    assert Keeper("a").observe(joining, 0.0).move is None  # the joiner will fill the gap
