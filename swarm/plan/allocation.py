@@ -25,7 +25,7 @@ from swarm.plan.balance import PoolNode, balance, check_pool, lay_out
 from swarm.plan.budget import Budget
 from swarm.types import Hop
 
-DEFAULT_STEPS = 50_000
+LEAST_STEPS, STEPS_PER_NODE = 10_000, 40  # the default budget
 _TIE = 1e-9  # scores closer than this, relatively, are equal: `pow` may differ in the last bit between machines
 
 
@@ -85,7 +85,7 @@ def allocate(
     """Choose k and form k replicas of `num_layers` layers. Raises Infeasible if there is no room for one, UsageError.
 
     `rebalance`: share layers by compute inside each replica; otherwise each node, the largest first, is filled up.
-    Nodes of a replica are in pipeline order, the largest first. Without a `budget` the work is DEFAULT_STEPS.
+    Nodes of a replica are in pipeline order, the largest first. Without a `budget` the work grows with the nodes.
     """
     check_pool(num_layers, nodes)
     held = sum(node.layer_capacity for node in nodes)
@@ -93,7 +93,9 @@ def allocate(
         raise Infeasible(
             f"{len(nodes)} nodes hold {held} of {num_layers} layers; {num_layers - held} layers of memory are missing"
         )
-    pools, ladder = _climb(num_layers, nodes, price, Budget(DEFAULT_STEPS) if budget is None else budget)
+    if budget is None:
+        budget = Budget(max(LEAST_STEPS, STEPS_PER_NODE * len(nodes)))
+    pools, ladder = _climb(num_layers, nodes, price, budget)
     best = _best(ladder, price)
     stages, split = ladder.found[best]
     score = price.score(best, stages)
@@ -163,20 +165,20 @@ class _Pool:
         return self._stairs.settled(self._stairs.most)
 
     def sharpen(self, price: Price, budget: Budget) -> None:
-        """Settle s*(k), the most promising k first; hard ones are left until the easy ones are done."""
+        """Settle which k scores best, then s*(k) for every k; hard ones are left until the easy ones are done."""
         stairs = self._stairs
-        order = sorted(range(1, stairs.most + 1), key=lambda k: (-price.score(k, stairs.bound(k)), k))
         for deep in (False, True):
-            for k in order:
+            best = max((price.score(k, stages) for k, stages in stairs.found()), default=0.0)
+            for k in sorted(range(1, stairs.most + 1), key=lambda k: -price.score(k, stairs.bound(k))):
+                if k <= stairs.most and price.score(k, stairs.bound(k)) >= best and stairs.sharpen(k, budget, deep):
+                    best = max(best, price.score(k, stairs.bound(k)) if k <= stairs.most else 0.0)
+            for k in range(1, stairs.most + 1):
                 stairs.sharpen(k, budget, deep)
 
     def ladder(self) -> _Ladder:
         stairs = self._stairs
         found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
-        for k in range(1, stairs.most + 1):
-            stages = stairs.stages(k)
-            if stages is not None:
-                found[k] = stages, (k,)
+        found |= {k: (stages, (k,)) for k, stages in stairs.found()}
         return _Ladder([0] + [stairs.bound(k) for k in range(1, stairs.most + 1)], found)
 
     def form(self, k: int) -> list[list[PoolNode]]:

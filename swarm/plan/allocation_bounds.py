@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-_NUMERATORS = 4  # multipliers m/d with a larger m closed no further gap on thousands of random pools
+_NUMERATORS = 2  # of multipliers m/d; larger ones tightened 16 of 8,064 bounds on random pools, for 10x the rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,11 @@ def at_most(capacities: Sequence[int], num_layers: int) -> Ints:
     """Upper bounds on the replicas of the first s nodes, `[len(capacities)]`, for capacities sorted downwards."""
     caps = np.asarray(capacities, dtype=np.int64)
     weights, totals = _rounding_duals(num_layers)
-    bounds = (np.cumsum(weights[:, caps], axis=1) // totals[:, None]).min(axis=0)
     fewest = fewest_stages_dual(int(caps[0]), num_layers)
-    few = np.cumsum(np.asarray(fewest.weights, dtype=np.int64)[caps]) // fewest.total
-    tightest: Ints = np.minimum(bounds, few)
+    rows = np.concatenate([weights[:, caps], np.array([fewest.weights], dtype=np.int64)[:, caps]])
+    np.cumsum(rows, axis=1, out=rows)
+    np.floor_divide(rows, np.append(totals, fewest.total)[:, None], out=rows)
+    tightest: Ints = rows.min(axis=0)
     return tightest
 
 

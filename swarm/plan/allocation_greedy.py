@@ -15,8 +15,8 @@ from swarm.plan.budget import Budget
 Bin = list[int]
 """The capacities of one replica's nodes."""
 
-_EXTEND_TRIES = 6  # re-splits, twice, to make room for one more replica before starting over
-_REPAIR_TRIES = 40  # re-splits before a start is given up
+_EXTEND_TRIES = 2  # re-splits, in each of two rounds, to make room for one more replica before starting over
+_REPAIR_TRIES = 20  # the same for each bin that falls short in a fresh start
 _SPLIT_STEPS = 5  # what one costs
 
 
@@ -46,9 +46,7 @@ def form(capacities: Sequence[int], replicas: int, num_layers: int, budget: Budg
         return pairs[:replicas]
     budget.spend(len(rest) // 4)
     bins = longest_first(rest, left)
-    if repair(bins, [sum(members) for members in bins], num_layers, budget, _REPAIR_TRIES):
-        return pairs + bins
-    return None
+    return pairs + bins if repair(bins, num_layers, budget) else None
 
 
 def longest_first(capacities: Sequence[int], replicas: int) -> list[Bin]:
@@ -62,30 +60,11 @@ def longest_first(capacities: Sequence[int], replicas: int) -> list[Bin]:
     return bins
 
 
-def repair(bins: list[Bin], loads: list[int], num_layers: int, budget: Budget, tries: int) -> bool:
-    """Re-split pairs of bins until each holds L layers; False if that fails. Updates `bins` and `loads`, their sums.
-
-    A bin that falls short is pooled with one of the others, which keeps the fewest layers that still reach L: first
-    the bins with layers to spare, the richest first, then, to stir, those without.
-    """
-    for short in sorted([i for i, load in enumerate(loads) if load < num_layers], key=loads.__getitem__):
-        for flip in (False, True):
-            full = sorted([i for i, load in enumerate(loads) if load >= num_layers], key=lambda i: -loads[i])
-            for other in full[:tries]:
-                kept, given = _split(sorted(bins[other] + bins[short], reverse=flip), num_layers)
-                load = sum(kept)
-                if load <= loads[other]:
-                    loads[short] += loads[other] - load
-                    loads[other] = load
-                    bins[other], bins[short] = kept, given
-                tries -= 1
-                if loads[short] >= num_layers or not budget.spend(_SPLIT_STEPS):
-                    break
-            if loads[short] >= num_layers:
-                break
-        else:
-            return False
-    return True
+def repair(bins: list[Bin], num_layers: int, budget: Budget) -> bool:
+    """Move members between `bins` until each holds L layers; False, with bins half repaired, if that fails."""
+    loads = [sum(members) for members in bins]
+    short = sorted([i for i, load in enumerate(loads) if load < num_layers], key=loads.__getitem__)
+    return all(_top_up(i, bins, loads, num_layers, budget, _REPAIR_TRIES) for i in short)
 
 
 def extend(
@@ -93,18 +72,40 @@ def extend(
 ) -> tuple[list[Bin], list[int]] | None:
     """-> `bins` and one more, of `extra` topped up with layers that the others can spare, and their loads; or None."""
     grown, sums = [*bins, list(extra)], [*loads, sum(extra)]
-    return (grown, sums) if repair(grown, sums, num_layers, budget, _EXTEND_TRIES) else None
+    return (grown, sums) if _top_up(len(bins), grown, sums, num_layers, budget, _EXTEND_TRIES) else None
 
 
-def trim(bins: Sequence[Bin], num_layers: int) -> list[Bin]:
-    """The bins without members they do not need, the smallest dropped first; members sorted downwards."""
-    trimmed = []
-    for members in bins:
-        kept = sorted(members, reverse=True)
-        while sum(kept) - kept[-1] >= num_layers:
-            kept.pop()
-        trimmed.append(kept)
+def trim(bins: Sequence[Bin], loads: Sequence[int], num_layers: int) -> list[Bin]:
+    """The bins without members they can do without, the smallest dropped first."""
+    trimmed = list(bins)
+    for i, load in enumerate(loads):
+        if load - min(bins[i]) >= num_layers:
+            kept = sorted(bins[i], reverse=True)
+            while sum(kept) - kept[-1] >= num_layers:
+                kept.pop()
+            trimmed[i] = kept
     return trimmed
+
+
+def _top_up(short: int, bins: list[Bin], loads: list[int], num_layers: int, budget: Budget, tries: int) -> bool:
+    """Bring bin `short` to L layers at the cost of the others, or return False; updates `bins` and `loads`, their sums.
+
+    It is pooled with another bin, which keeps the fewest layers that still reach L: the richest bins first, then, to
+    stir, those without layers to spare; `tries` of them, and again with other members preferred.
+    """
+    for flip in (False, True):
+        if loads[short] >= num_layers or budget.spent:
+            break
+        for other in heapq.nlargest(tries, range(len(loads)), key=loads.__getitem__):
+            if loads[short] >= num_layers or loads[other] < num_layers or not budget.spend(_SPLIT_STEPS):
+                break
+            kept, given = _split(sorted(bins[other] + bins[short], reverse=flip), num_layers)
+            load = sum(kept)
+            if load <= loads[other]:
+                loads[short] += loads[other] - load
+                loads[other] = load
+                bins[other], bins[short] = kept, given
+    return loads[short] >= num_layers
 
 
 def _split(pooled: Sequence[int], num_layers: int) -> tuple[Bin, Bin]:

@@ -125,7 +125,7 @@ def _finish(fixed: list[Bin], rest: list[int], replicas: int, num_layers: int, b
     if bins is not None:
         return fixed + bins
     bins = longest_first(rest, left) + fixed
-    return bins if repair(bins, [sum(members) for members in bins], num_layers, budget, 4 * replicas + 16) else None
+    return bins if repair(bins, num_layers, budget) else None
 
 
 @dataclass(frozen=True, slots=True)

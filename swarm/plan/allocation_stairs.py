@@ -10,7 +10,9 @@ Knows capacities only; nodes, regions and scores are `allocation`'s.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 from swarm.plan.allocation_bounds import Dual, least_stages
 from swarm.plan.allocation_dp import decide
@@ -33,7 +35,7 @@ class Staircase:
         self._proofs: list[Dual] = []
         self._relaxation = Relaxation(num_layers)
         self._rounded: set[tuple[int, int]] = set()  # (nodes, replicas) that rounding did not settle
-        self._climb(budget)
+        self._climb(budget.part(0.5))
 
     @property
     def most(self) -> int:
@@ -57,6 +59,10 @@ class Staircase:
         parts = self._stages[k - self._whole - 1]
         return self._whole + parts if parts else None
 
+    def found(self) -> list[tuple[int, int]]:
+        """(k, `stages(k)`) for every k that replicas were found for."""
+        return [(k, stages) for k in range(1, self.most + 1) if (stages := self.stages(k)) is not None]
+
     def settled(self, k: int) -> bool:
         """Whether s*(k) is known."""
         return self.bound(k) == self.stages(k)
@@ -67,9 +73,13 @@ class Staircase:
         `deep`: where rounding the relaxation settles nothing, run the dynamic program.
         """
         while k <= self.most and not self.settled(k):
-            if budget.spent:
-                return False
             row = k - self._whole - 1
+            if not budget.spend(self._bounds[row]):
+                return False
+            near = self._one_less(row) or self._one_more(row, budget)
+            if near is not None:
+                self._keep(row, near)
+                continue
             pairs, rest = match_pairs(self._parts[: self._bounds[row]], self._num_layers)
             self._relaxation.learn(self._found[row] or ())
             answer = self._decide(rest, row + 1 - len(pairs), budget, deep)
@@ -80,6 +90,40 @@ class Staircase:
             else:
                 self._raise_bound(row)
         return True
+
+    def _one_more(self, row: int, budget: Budget) -> list[Bin] | None:
+        """Replicas for `row` from those of the one before, if they are known to need the fewest nodes."""
+        smaller = self._found[row - 1] if row else None
+        if smaller is None or self._stages[row - 1] != self._bounds[row - 1]:
+            return None
+        extra = self._parts[self._bounds[row - 1] : self._bounds[row]]
+        grown = extend(smaller, [sum(members) for members in smaller], extra, self._num_layers, budget)
+        return None if grown is None else grown[0]
+
+    def _one_less(self, row: int) -> list[Bin] | None:
+        """Replicas for `row` from those of the next, if one of them has as many nodes as the two bounds are apart.
+
+        Drop that one. What is left may use nodes outside the prefix: members of the prefix that are now free, none of
+        them smaller, take their places.
+        """
+        larger = self._found[row + 1] if row + 1 < len(self._found) else None
+        if larger is None:
+            return None
+        longest = max(range(len(larger)), key=lambda i: len(larger[i]))
+        if self._stages[row + 1] - len(larger[longest]) > self._bounds[row]:
+            return None
+        bins = larger[:longest] + larger[longest + 1 :]
+        prefix, used = Counter(self._parts[: self._bounds[row]]), Counter(chain.from_iterable(bins))
+        outside, free = used - prefix, list((prefix - used).elements())
+        for i, members in enumerate(bins):
+            if outside.keys().isdisjoint(members):
+                continue
+            bins[i] = list(members)
+            for j, capacity in enumerate(members):
+                if outside[capacity]:
+                    outside[capacity] -= 1
+                    bins[i][j] = free.pop()
+        return bins
 
     def _decide(self, rest: Sequence[int], replicas: int, budget: Budget, deep: bool) -> list[Bin] | bool | None:
         """`replicas` bins out of `rest`, False if there are none, None if unknown."""
@@ -129,7 +173,7 @@ class Staircase:
                 return
             bins, loads = grown
             used, tight = end, end == bound
-            self._keep(row, bins if end == bound else trim(bins, self._num_layers))
+            self._keep(row, bins if tight else trim(bins, loads, self._num_layers))
 
     def _keep(self, row: int, bins: list[Bin]) -> None:
         self._found[row] = bins

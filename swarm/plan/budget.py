@@ -25,11 +25,20 @@ class Budget:
             raise UsageError("a budget in milliseconds needs a clock to be measured with")
         self._steps = steps
         self._clock = clock
+        self._whole: Budget | None = None
         self._deadline = clock() + ms / 1000.0 if clock is not None and ms is not None else None
+
+    def part(self, share: float) -> Budget:
+        """`share` of the steps that are left; what is spent from it is spent here too."""
+        part = Budget(max(int(self._steps * share), 0))
+        part._whole = self
+        return part
 
     def spend(self, steps: int = 1) -> bool:
         """Count `steps` of work; False once the budget is gone."""
         self._steps -= steps
+        if self._whole is not None:
+            self._whole.spend(steps)
         return not self.spent
 
     @property
@@ -37,4 +46,4 @@ class Budget:
         late = self._clock is not None and self._deadline is not None and self._clock() >= self._deadline
         if late:
             self._steps = 0
-        return self._steps <= 0
+        return self._steps <= 0 or (self._whole is not None and self._whole.spent)
