@@ -1,0 +1,274 @@
+"""Which strategy, tree width and depth pay off on a chain now: tokens/s predicted for each corner of the policy.
+
+ARCA's choice (Ghidorah §III-C: a measured cost curve against the acceptance of each width), extended by what a chain
+adds: the links' time, which makes wide trees cheap, and its hops, which PipeDec (§2.4) keeps busy with one tree level
+each. Owns the predictions and the choice. Knows neither how costs and acceptance were measured nor how a strategy runs.
+
+Predictions are expectations over the acceptance table and leave out what all strategies share (sampling, the client's
+own work). They rank settings; a measured rate is the judge.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from swarm.errors import UsageError
+from swarm.plan.arca import AcceptanceTable, TreeShape, best_shape, check_acceptance, expected_tokens
+from swarm.types import Chain, CostCurve, PeerId, Snapshot
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # powers of two suit vector units (Ghidorah §III-C 2)
+MAX_IN_FLIGHT = 32
+
+
+class Strategy(enum.StrEnum):
+    """The corners of the client's policy that this module compares (design section 8)."""
+
+    SEQUENTIAL = "sequential"
+    TREE = "tree"
+    PIPELINED = "pipelined"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One hop. `layer_ms` is τ, queue included, of one of its `layers`; `cost` how a layer's time grows with width."""
+
+    layers: int
+    layer_ms: float
+    cost: CostCurve = field(default_factory=CostCurve)
+
+    def ms(self, width: int) -> float:
+        """A step of `width` rows, ms: waiting for others does not grow with our width, computing does."""
+        return self.layers * max(0.0, self.layer_ms + self.cost.at(width) - self.cost.at(1))
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCosts:
+    """A chain as a step meets it. `link_ms`: one way, client -> first hop, between hops, tail -> client, `[hops + 1]`.
+
+    `row_ms`: what one more row adds to a link between hops (its hidden state over the bandwidth).
+    """
+
+    stages: tuple[Stage, ...]
+    link_ms: tuple[float, ...]
+    row_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.stages or len(self.link_ms) != len(self.stages) + 1:
+            hops, links = len(self.stages), len(self.link_ms)
+            raise UsageError(f"a chain needs at least one hop, and one link more than hops; not {hops} and {links}")
+        numbers = [*self.link_ms, self.row_ms, *(s.layer_ms for s in self.stages)]
+        if not all(0 <= x < math.inf for x in numbers) or any(s.layers < 1 for s in self.stages):
+            raise UsageError("a chain's times must be finite and not negative, and each hop needs a layer")
+        if self.round_ms(1) <= 0:
+            raise UsageError("a chain whose round takes no time cannot be planned for; give its layer or link times")
+
+    @classmethod
+    def of(
+        cls, chain: Chain, snapshot: Snapshot, link_ms: Callable[[PeerId, PeerId], float], client: PeerId = ""
+    ) -> ChainCosts:
+        """From the live map: each hop's mean τ over its layers and cost curve, ρ as `link_ms(from, to)` says."""
+        stages = []
+        for hop in chain.hops:
+            node = snapshot.node(hop.peer)
+            if node is None:
+                raise UsageError(f"the snapshot does not know {hop.peer}, which the chain runs over")
+            times = node.layer_ms[hop.start - node.span.start : hop.end - node.span.start] if node.span else ()
+            stages.append(
+                Stage(hop.end - hop.start, math.fsum(times) / len(times) if times else node.cost.at(1), node.cost)
+            )
+        ends = (client, *chain.peers, client)
+        return cls(tuple(stages), tuple(link_ms(a, b) for a, b in pairwise(ends)))
+
+    def compute_ms(self, width: int) -> float:
+        return math.fsum(stage.ms(width) for stage in self.stages)
+
+    def links_ms(self, width: int) -> float:
+        return math.fsum(self.link_ms) + self.row_ms * (width - 1) * (len(self.stages) - 1)
+
+    def round_ms(self, width: int) -> float:
+        """From sending a step of `width` rows to its result."""
+        return self.compute_ms(width) + self.links_ms(width)
+
+    def slowest_ms(self, width: int) -> float:
+        """How often a step of `width` rows can follow another: the slowest hop, or a link's sending time."""
+        between = self.row_ms * width if len(self.stages) > 1 else 0.0
+        return max(between, *(stage.ms(width) for stage in self.stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """How well and how fast guesses come. `acceptance[depth][rank]` as in `arca`; no deeper level is drafted.
+
+    `level_ms`: drafting one more level, which waits for the level above; `round_ms`: once a round, whatever the depth.
+    """
+
+    acceptance: AcceptanceTable
+    level_ms: float = 0.0
+    round_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_acceptance(self.acceptance)
+        if not all(0 <= x < math.inf for x in (self.level_ms, self.round_ms)):
+            raise UsageError("a drafter's times must be finite and not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One setting and what it is expected to give.
+
+    `width`: rows a step (for a tree its root's too, for pipelining one level). `depth`: levels drafted ahead.
+    `tokens`: settled a round, or a run up to the next miss if pipelined; `period_ms`: how long that takes.
+    """
+
+    strategy: Strategy
+    width: int
+    depth: int
+    in_flight: int
+    tokens: float
+    period_ms: float
+    reason: str
+    shape: TreeShape = field(default_factory=TreeShape)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1000 * self.tokens / self.period_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The setting to use, the best of each strategy (fastest first), and why."""
+
+    best: Forecast
+    forecasts: tuple[Forecast, ...]
+    reason: str
+
+
+def choose(
+    costs: ChainCosts,
+    drafter: Drafter,
+    *,
+    widths: Sequence[int] = WIDTHS,
+    max_in_flight: int = MAX_IN_FLIGHT,
+    current: Strategy | None = None,
+    margin: float = 0.05,
+) -> Choice:
+    """The fastest setting on this chain with this drafter. On ties the simpler strategy, then the narrower step.
+
+    `current`: the strategy in use, kept unless another is faster by more than the part `margin`, so that noise in the
+    measurements does not make a session change its mind every second.
+    """
+    if not widths or min(widths) < 1 or max_in_flight < 1 or margin < 0:
+        raise UsageError("widths and max_in_flight are at least 1, margin at least 0")
+    forecasts = [sequential(costs), tree(costs, drafter, widths), pipelined(costs, drafter, widths, max_in_flight)]
+    ranked = sorted((f for f in forecasts if f is not None), key=lambda f: -f.tokens_per_s)
+    best = ranked[0]
+    kept = next((f for f in ranked if f.strategy is current), None)
+    if kept is not None and best.tokens_per_s <= kept.tokens_per_s * (1 + margin):
+        best = kept
+    return Choice(best, tuple(ranked), _why(best, ranked, costs))
+
+
+def sequential(costs: ChainCosts) -> Forecast:
+    """One node a step, one step in flight."""
+    period = costs.round_ms(1)
+    reason = f"every token waits a whole round of {period:.1f} ms"
+    return Forecast(Strategy.SEQUENTIAL, 1, 0, 1, 1.0, period, reason)
+
+
+def tree(costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS) -> Forecast | None:
+    """A whole tree a step; the width and depth with most tokens a second. None if nothing can be guessed."""
+    best: Forecast | None = None
+    depths = range(1, len(drafter.acceptance) + 1) if drafter.level_ms else [len(drafter.acceptance)]
+    for width in sorted(set(widths)):
+        for limit in depths:
+            shape = best_shape(drafter.acceptance, width, limit)
+            if shape.width == 1:
+                continue
+            tokens = expected_tokens(shape, drafter.acceptance)
+            draft = drafter.round_ms + drafter.level_ms * shape.depth
+            period = draft + costs.round_ms(shape.width)
+            if best is None or tokens / period > best.tokens / best.period_ms * (1 + 1e-9):
+                reason = (
+                    f"a tree of {shape.width} rows, {shape.depth} deep, settles {tokens:.2f} tokens a round of"
+                    f" {period:.1f} ms ({draft:.1f} drafting, {costs.compute_ms(shape.width):.1f} computing,"
+                    f" {costs.links_ms(shape.width):.1f} on the links)"
+                )
+                best = Forecast(Strategy.TREE, shape.width, shape.depth, 1, tokens, period, reason, shape)
+    return best
+
+
+def pipelined(
+    costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
+) -> Forecast | None:
+    """One tree level a step, several in flight (PipeDec). None if nothing can be guessed.
+
+    After a miss the root alone goes out and its token is back a round later. As long as the token drawn is in the level
+    that follows, another settles every slot: the slowest hop's time, or the drafter's, or the round's over the steps in
+    flight, whichever is longest. A miss costs a round again, as what is in flight is dropped, and what is left of the
+    step that the first hop is at just then: half of it, in the part of a slot that the hop works.
+    """
+    best: Forecast | None = None
+    depth = min(len(drafter.acceptance), max_in_flight - 1)
+    for width in sorted(set(widths)):
+        hits = tuple(level_hits(drafter.acceptance, width, depth))
+        if not hits or hits[0] == 0:
+            continue
+        busy = max(costs.slowest_ms(width), drafter.level_ms)
+        flight = min(depth + 1, max(2, math.ceil(costs.round_ms(width) / busy) if busy > 0 else depth + 1))
+        slot = max(busy, costs.round_ms(width) / flight)
+        extra = _run_length(hits[: flight - 1])
+        stale = costs.stages[0].ms(width) ** 2 / (2 * slot)
+        first = drafter.round_ms + costs.round_ms(1) + stale
+        tokens, period = 1.0 + extra, first + slot * extra
+        if best is None or tokens / period > best.tokens / best.period_ms * (1 + 1e-9):
+            reason = (
+                f"with {flight} levels of {width} in flight a token settles every {slot:.1f} ms, {tokens:.2f} of them"
+                f" between misses that cost {first:.1f} ms"
+            )
+            best = Forecast(Strategy.PIPELINED, width, flight - 1, flight, tokens, period, reason)
+    return best
+
+
+def level_hits(acceptance: AcceptanceTable, width: int, depth: int) -> Iterator[float]:
+    """For each level: how likely the target's token is in it, given that the one before was in the level above.
+
+    A level holds the `width` likeliest paths that continue the level above (PipeDec §3.3.3). Ends with the first level
+    that cannot be hit.
+    """
+    paths, inside = [1.0], 1.0
+    for row in acceptance[:depth]:
+        paths = sorted((path * p for path in paths for p in row), reverse=True)[:width]
+        covered = min(inside, math.fsum(paths))
+        if covered <= 0:
+            return
+        yield covered / inside
+        inside = covered
+
+
+def _run_length(hits: Sequence[float]) -> float:
+    """Expected hits in a row: levels 1, 2, ... were guessed from further and further away, up to the levels in flight;
+    from there on each is guessed from as far as the last."""
+    total, alive = 0.0, 1.0
+    for hit in hits:
+        alive *= hit
+        total += alive
+    steady = min(hits[-1], 1 - 1e-6)  # certain guesses: a run of a million tokens
+    return total + alive * steady / (1 - steady)
+
+
+def _why(best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts) -> str:
+    others = [
+        f"{f.strategy} would give {f.tokens_per_s:.1f} ({f.reason})" for f in ranked if f.strategy is not best.strategy
+    ]
+    held = "; it is in use and no other is faster by enough to change" if best is not ranked[0] else ""
+    chain = f"{len(costs.stages)} hops and {costs.links_ms(1):.1f} ms of links a round"
+    return "; ".join(
+        [
+            f"{best.strategy} is expected to give {best.tokens_per_s:.1f} tokens/s over {chain}: {best.reason}{held}",
+            *others,
+        ]
+    )
