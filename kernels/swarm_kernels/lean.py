@@ -50,20 +50,19 @@ class LeanSpan:
         """See `span.load_span`."""
         config = source.config
         reader = _Reader(source, dtype, device)
-        is_last = layers.end == config.num_layers
-        steps = len(layers) + (layers.start == 0) + is_last
+        is_first, is_last = layers.start == 0, layers.end == config.num_layers
+        steps = len(layers) + is_first + is_last
+        embedding = norm = head = None
+        weights: list[ops.LayerWeights] = []
         try:
-            embedding = reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size) if layers.start == 0 else None
-            done = int(embedding is not None)
-            weights = []
+            if is_first:
+                embedding = reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size)
             for layer in layers:
                 weights.append(_load_layer(reader, config, layer, ops.pack_linear))
-                done += 1
-                progress(done / steps)
-            norm = head = None
+                progress((len(weights) + is_first) / steps)
             if is_last:
                 norm = reader.vector(FINAL_NORM, config.hidden_size)
-                head = ops.pack_linear(reader.matrix(_head_name(source), config.vocab_size, config.hidden_size))
+                head = ops.pack_linear(_head_matrix(reader, embedding))
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
         progress(1.0)
@@ -130,10 +129,14 @@ class LeanSpan:
         return self.head(ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
 
 
-def _head_name(source: ModelSource) -> str:
-    if source.has(HEAD) and not source.config.tie_word_embeddings:
-        return HEAD
-    return EMBEDDING
+def _head_matrix(reader: _Reader, embedding: torch.Tensor | None) -> torch.Tensor:
+    """`[vocab, hidden]`: the head's own weights, or the embedding's where they are tied."""
+    config = reader.source.config
+    if reader.source.has(HEAD) and not config.tie_word_embeddings:
+        return reader.matrix(HEAD, config.vocab_size, config.hidden_size)
+    if embedding is not None:
+        return embedding
+    return reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size)
 
 
 def load_layer(
