@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -48,14 +48,19 @@ class OwnedSubkeys(RecordValidatorBase):  # type: ignore[misc]  # hivemind is un
     def validate(self, record: DHTRecord) -> bool:
         if len(record.value) > MAX_VALUE:
             return False
-        if not record.expiration_time <= self._clock() + MAX_LIFETIME_S + MAX_CLOCK_SKEW_S:  # nor is it NaN
-            return False
-        try:
-            peer = _decode_subkey(record.subkey)
-        except UNDECODABLE:
+        if not self.timely(record.expiration_time):
             return False
         value, signature = record.value[:-SIGNATURE], record.value[-SIGNATURE:]
+        try:
+            peer = _decode_subkey(record.subkey)
+            _decode_bytes(value)
+        except UNDECODABLE:
+            return False
         return verify(peer, _signed(record, value), signature)
+
+    def timely(self, expires_at: float) -> bool:
+        """Whether an entry may live so long; no for NaN."""
+        return expires_at <= self._clock() + MAX_LIFETIME_S + MAX_CLOCK_SKEW_S
 
     def sign_value(self, record: DHTRecord) -> bytes:
         return bytes(record.value) + self._identity.sign(_signed(record, record.value))
@@ -90,9 +95,24 @@ class StrictSerializer(MSGPackSerializer):  # type: ignore[misc]
 
 
 def guard(node: DHTNode, validator: OwnedSubkeys) -> None:
-    """Make a DHT node decode strictly, and drop bad entries of a dictionary instead of the dictionary."""
-    node.protocol.serializer = StrictSerializer
-    node.protocol._validate_dictionary = functools.partial(_keep_valid, validator)
+    """Have a DHT node decode strictly, drop bad entries of a dictionary instead of the dictionary, and believe no peer
+    that claims to have the last word on a key, which would end the search for other replicas.
+    """
+    protocol = node.protocol
+    protocol.serializer = StrictSerializer
+    protocol._validate_dictionary = functools.partial(_keep_valid, validator)
+    protocol.call_find = functools.partial(_find_timely, validator, protocol.call_find)
+
+
+async def _find_timely(
+    validator: OwnedSubkeys, find: Callable[..., Awaitable[Any]], peer: Any, keys: Collection[Any]
+) -> Any:
+    """`DHTProtocol.call_find`, without the answers that expire too late: {key: (answer or None, nearest peers)}."""
+    answers = await find(peer, keys)
+    for key, (answer, nearest) in list((answers or {}).items()):
+        if answer is not None and not validator.timely(answer.expiration_time):
+            answers[key] = None, nearest
+    return answers
 
 
 def _keep_valid(validator: OwnedSubkeys, key: bytes, dictionary: DictionaryDHTValue) -> bool:

@@ -96,9 +96,10 @@ class DhtDirectory:
 
     async def close(self) -> None:
         """Leave the DHT. Idempotent."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):  # a dead daemon never answers
-                await self._node.shutdown()
+        if not self._carrier.failed.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):  # a dying daemon never answers
+                    await self._node.shutdown()
         await self._p2p.shutdown()
 
     async def _store(self, record: bytes, model: str, expires_at: float) -> None:

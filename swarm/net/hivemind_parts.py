@@ -29,18 +29,21 @@ with warnings.catch_warnings():
     import hivemind.hivemind_cli
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import ValidationError as DHTValidationError
+    from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P
     from hivemind.proto import p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
     from hivemind.utils.serializer import MSGPackSerializer
+    from hivemind.utils.timed_storage import ValueWithExpiration
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)
 
 P2PD = resources.files(hivemind.hivemind_cli).joinpath("p2pd")
 
 __all__ = [
+    "DHTID",
     "P2P",
     "P2PD",
     "DHTNode",
@@ -50,5 +53,6 @@ __all__ = [
     "HivemindMultiaddr",
     "MSGPackSerializer",
     "RecordValidatorBase",
+    "ValueWithExpiration",
     "p2pd_pb2",
 ]

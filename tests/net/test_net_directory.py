@@ -18,7 +18,13 @@ from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.dht_guard import OwnedSubkeys, StrictSerializer
 from swarm.net.directory import DhtDirectory
-from swarm.net.hivemind_parts import DHTRecord, DictionaryDHTValue, MSGPackSerializer
+from swarm.net.hivemind_parts import (
+    DHTID,
+    DHTRecord,
+    DictionaryDHTValue,
+    MSGPackSerializer,
+    ValueWithExpiration,
+)
 from swarm.net.identity import Identity
 from swarm.records import MAX_LIFETIME_S, key
 
@@ -97,12 +103,14 @@ async def test_strangers_cannot_write_under_another_peers_subkey() -> None:
         honest = {victim.peer: b"truth", attacker.peer: b"attacker"}
         node = lair._node
         stored = (await two._node.get(key("m"), latest=True)).value[victim.peer]
-        raw = two._node.protocol.storage.get(_key_id()).value.get(victim.peer)
+        raw = two._node.protocol.storage.get(DHTID.generate(key("m"))).value.get(victim.peer)
 
-        async def attack(value: bytes, expires_at: float, subkey: str | None) -> None:
+        async def attack(value: object, expires_at: float, subkey: str | None) -> None:
             await node.store(key("m"), value, expires_at, subkey=subkey, exclude_self=True)
             for directory in (one, two):
                 assert await directory.read("m") == honest
+                found = await directory._node.get(key("m"), latest=True)
+                assert found.value[victim.peer].expiration_time == stored.expiration_time
 
         node.protocol.record_validator = Liar(attacker.identity, time.time)
         await attack(b"forged", time.time() + 20, victim.peer)
@@ -110,6 +118,8 @@ async def test_strangers_cannot_write_under_another_peers_subkey() -> None:
         await attack(b"immortal", time.time() + 1e6, attacker.peer)
         await attack(b"nobody's", time.time() + 20, "not a peer id")
         await attack(bytes(5000), time.time() + 20, attacker.peer)
+        await attack(5, time.time() + 20, attacker.peer)
+        await attack([[]], time.time() + 20, attacker.peer)
         replayer = Replayer(attacker.identity, time.time)
         replayer.signature = raw.value[-64:]
         node.protocol.record_validator = replayer
@@ -119,19 +129,20 @@ async def test_strangers_cannot_write_under_another_peers_subkey() -> None:
 async def test_a_lying_replica_spoils_only_its_own_entries() -> None:
     async with swarm(3) as ((victim, one), (_, two), (attacker, lair)):
         await one.publish(b"truth", "m", time.time() + 10)
-        await lair.publish(b"attacker", "m", time.time() + 10)
-        storage = lair._node.protocol.storage
-        storage.store_subkey(_key_id(), victim.peer, b"forged" + bytes(64), time.time() + 30)
-        storage.store_subkey(_key_id(), "rubbish", b"x", time.time() + 30)
-        assert await two.read("m") == {victim.peer: b"truth", attacker.peer: b"attacker"}
-        storage.store(_key_id(), b"a value without subkeys", time.time() + 40)
+        key_id, storage, soon = DHTID.generate(key("m")), lair._node.protocol.storage, time.time() + 10
+        # An honest entry that this replica alone holds, beside forged ones.
+        entry = DHTRecord(key_id.to_bytes(), msgpack.packb(attacker.peer), msgpack.packb(b"mine"), soon)
+        storage.store_subkey(key_id, attacker.peer, OwnedSubkeys(attacker.identity, time.time).sign_value(entry), soon)
+        storage.store_subkey(key_id, victim.peer, b"forged" + bytes(64), time.time() + 30)
+        storage.store_subkey(key_id, "rubbish", b"x", time.time() + 30)
+        assert await two.read("m") == {victim.peer: b"truth", attacker.peer: b"mine"}
+        # It claims that nothing can be newer than its answer, which would end the search there.
+        storage.data[key_id].value.latest_expiration_time = float("inf")
+        storage.data[key_id] = ValueWithExpiration(storage.data[key_id].value, float("inf"))
+        answers = await two._node.protocol.call_find(lair._node.peer_id, [key_id])
+        assert answers[key_id][0] is None
+        storage.data[key_id] = ValueWithExpiration(b"a value without subkeys", time.time() + 40)
         assert (await two.read("m"))[victim.peer] == b"truth"
-
-
-def _key_id() -> object:
-    from hivemind.dht.routing import DHTID
-
-    return DHTID.generate(key("m"))
 
 
 async def test_joining_by_way_of_peers_without_a_directory() -> None:
