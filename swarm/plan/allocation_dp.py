@@ -33,7 +33,7 @@ Residuals = tuple[int, ...]
 def decide(
     capacities: Sequence[int], replicas: int, num_layers: int, budget: Budget, proofs: Sequence[Dual] = ()
 ) -> list[Bin] | bool | None:
-    """`replicas` bins out of all of `capacities` (sorted downwards, below L), False if there are none, None if unknown.
+    """`replicas` bins out of `capacities` (sorted downwards, each below L), False if there are none, None if unknown.
 
     `proofs`: duals found elsewhere that may cut the search short.
     """
@@ -89,11 +89,8 @@ class _Search:
         while path:
             frame = path[-1]
             cursor = len(path) - 1
-            if cursor == len(self._capacities):
-                if not frame.residuals and not frame.to_begin:
-                    return [step.taken for step in path[:-1]]
-                path.pop()
-                continue
+            if not frame.residuals and not frame.to_begin:
+                return [step.taken for step in path[:-1]]
             if not frame.steps:
                 self._failed[cursor, frame.residuals] = frame.to_begin
                 path.pop()
@@ -152,7 +149,7 @@ def _bins(capacities: Sequence[int], path: Sequence[int], num_layers: int) -> li
     """Replay the back-pointers: `path[i]` is the residual that capacity i went to."""
     unfinished: dict[int, list[Bin]] = {}
     bins: list[Bin] = []
-    for capacity, residual in zip(capacities, path, strict=True):
+    for capacity, residual in zip(capacities, path, strict=False):  # the smallest may be left over
         if residual == num_layers:
             members: Bin = []
             bins.append(members)
