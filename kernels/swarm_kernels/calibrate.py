@@ -5,6 +5,7 @@ Owns how a span is timed. Knows neither peers nor plans; a node publishes what t
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -65,20 +66,22 @@ def measure_cost(
 ) -> CostCurve:
     """Milliseconds a layer takes at each width (Ghidorah, section III-C): medians over about `budget_s` seconds in all.
 
-    Best on a span larger than the processor's caches. A width that was measured cheaper than a narrower one, which is
-    noise, takes the narrower one's time: the curve never falls. Raises OutOfMemory.
+    Best on a span larger than the processor's caches. The widths take turns, so a busy moment of the machine hurts all
+    of them alike; one that still came out cheaper than a narrower one takes the narrower one's time: the curve never
+    falls. Raises OutOfMemory.
     """
     stopwatch = Stopwatch(span, context, max(widths))
-    share = 1e3 * budget_s / len(widths)
-    curve: list[float] = []
     for width in widths:
         stopwatch.ms(width)  # the first run of a shape pays for buffers and code
-        times = [stopwatch.ms(width)]
-        while sum(times) + times[-1] < share:
-            times.append(stopwatch.ms(width))
-        cost = statistics.median(times) / len(span.layers)
-        curve.append(max(cost, curve[-1] if curve else 0.0))
-    return CostCurve(tuple(widths), tuple(curve))
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    deadline = time.perf_counter() + budget_s
+    while True:
+        for width in widths:
+            times[width].append(stopwatch.ms(width))
+        if time.perf_counter() >= deadline:
+            break
+    medians = [statistics.median(times[width]) / len(span.layers) for width in widths]
+    return CostCurve(tuple(widths), tuple(itertools.accumulate(medians, max)))
 
 
 def choose_threads(span: Span, most: int | None = None, budget_s: float = 2.0) -> int:
