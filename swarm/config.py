@@ -6,6 +6,7 @@ defaults written here. Command-line defaults are read from these classes, so a d
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -85,6 +86,26 @@ def state_dir() -> Path:
     """Where identities, calibrations and the address of the local swarm are kept."""
     home = os.environ.get("SWARM_HOME")
     return Path(home) / "state" if home else _dirs.user_state_path
+
+
+def local_swarm_file() -> Path:
+    """Where `swarm-node local` says, while it runs, how to reach it."""
+    return state_dir() / "local.json"
+
+
+def local_swarm() -> tuple[str, tuple[str, ...]]:
+    """(model, peers) of the swarm that `swarm-node local` runs on this machine. Raises UsageError if none does."""
+    try:
+        told = json.loads(local_swarm_file().read_text(encoding="utf-8"))
+        model, peers, pid = str(told["model"]), tuple(map(str, told["peers"])), int(told["pid"])
+        os.kill(pid, 0)  # one that was killed could not take its file along
+    except PermissionError:
+        pass  # it runs under another user
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(
+            "no swarm on this machine: give --peer MULTIADDR, or start one here with `swarm-node local --nodes 3`"
+        ) from None
+    return model, peers
 
 
 _Config = TypeVar("_Config", NodeConfig, ClientConfig)

@@ -66,6 +66,7 @@ class Standing:
 
 async def join(config: NodeConfig, report: Reporter, stop: asyncio.Event, connect: Connect = over_daemon) -> None:
     """Serve until `stop` is set. Raises SwarmError when the node cannot start or loses the network for good."""
+    report.event("preparing", f"opening {config.model} and measuring this machine", model=config.model)
     with contextlib.suppress(Stopped):
         async with AsyncExitStack() as stack:
             machine, network = await _unless(stop, _open(config, connect, stack))
@@ -167,6 +168,7 @@ class Node:
             region=self._config.region,
             link_ms=self._links.link_ms,
             version=swarm.__version__,
+            pinned=bool(self._config.layers),
             published_at=now,
         )
 

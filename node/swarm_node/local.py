@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swarm.config import Limits, state_dir
+from swarm.config import Limits, local_swarm_file
 from swarm.errors import SwarmError, UsageError
 from swarm.net.identity import Identity
 from swarm.types import LayerSpan
@@ -253,7 +253,7 @@ class LocalSwarm:
 @contextlib.contextmanager
 def _announced(model: str, peers: Sequence[str]) -> Iterator[None]:
     """Where `swarm-chat` and `swarm-node status` look when they are given no peer."""
-    file = state_dir() / "local.json"
+    file = local_swarm_file()
     content = json.dumps({"model": model, "peers": list(peers), "pid": os.getpid()})
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ def calibrate(
         if found is None:
             found = _measure(source, dtype, device, threads)
             _remember(file, found)
-    _set_threads(found.threads)
+    _set_threads(found.threads, source)
     return found
 
 
@@ -68,17 +68,19 @@ def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, thre
     num_layers = source.config.num_layers
     start = 1 if num_layers > PROBE_LAYERS + 1 else 0  # inner layers bring neither embedding nor head
     probe = load_span(source, LayerSpan(start, min(start + PROBE_LAYERS, num_layers)), dtype, device)
-    _set_threads(threads or physical_cores())
+    _set_threads(threads or physical_cores(), source)
     chosen = threads or (choose_threads(probe, budget_s=THREADS_BUDGET_S) if device.type == "cpu" else 1)
-    _set_threads(chosen)
+    _set_threads(chosen, source)
     cost = measure_cost(probe, budget_s=COST_BUDGET_S)
     logger.info("calibrated in %.1f s: %d threads, %.3f ms a layer", time.perf_counter() - begun, chosen, cost.at(1))
     return Calibration(chosen, cost)
 
 
-def _set_threads(count: int) -> None:
-    torch.set_num_threads(count)
+def _set_threads(count: int, source: ModelSource) -> None:
+    """torch's own threads wait for each other by spinning, which ruins a shared machine: none where we have kernels."""
     ops.set_threads(count)
+    compiled = source.config.lean and ops.available() != "reference"
+    torch.set_num_threads(1 if compiled else count)
 
 
 def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from swarm.config import DEFAULT_MODEL, state_dir
-from swarm.errors import UsageError
+from swarm.config import DEFAULT_MODEL, local_swarm
 from swarm.net.identity import Identity, verify
 from swarm.records import to_snapshot
 from swarm.types import NodeProfile, Snapshot
@@ -25,7 +24,7 @@ from swarm.types import NodeProfile, Snapshot
 async def show(peers: tuple[str, ...], model: str | None, as_json: bool) -> None:
     """Print the swarm of `model` that `peers` belong to. Raises UsageError, PeerUnreachable, NetworkError."""
     if not peers:
-        peers, local_model = _local()
+        local_model, peers = local_swarm()
         model = model or local_model
     snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL))
     if as_json:
@@ -92,17 +91,6 @@ def _node_json(node: NodeProfile) -> dict[str, Any]:
         "link_ms": dict(node.link_ms),
         "version": node.version,
     }
-
-
-def _local() -> tuple[tuple[str, ...], str]:
-    """The swarm that `swarm-node local` runs here."""
-    try:
-        local = json.loads((state_dir() / "local.json").read_text(encoding="utf-8"))
-        return tuple(str(p) for p in local["peers"]), str(local["model"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(
-            "no swarm to look at: give --peer MULTIADDR, or start one here with `swarm-node local --nodes 3`"
-        ) from None
 
 
 def _name_of(spec: str) -> str:

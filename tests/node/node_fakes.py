@@ -7,9 +7,10 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from swarm.codec import Buffer
-from swarm.config import Limits
+from swarm.config import Limits, data_dir
 from swarm.errors import InvalidRequest, NetworkError, OutOfMemory
 from swarm.messages import AnyMessage, Close, Open, Opened, Result, Step, WireSampling
 from swarm.net.carrier import Connection
@@ -238,3 +239,13 @@ def prompt_of(length: int, seed: int) -> list[int]:
     """Token ids of the tiny models' vocabulary."""
     rng = random.Random(seed)
     return [rng.randrange(131) for _ in range(length)]
+
+
+def private_home(folder: Path) -> Path:
+    """A SWARM_HOME with nothing in it but the compiled kernels, which take long to build."""
+    kernels = data_dir() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    if not (folder / "kernels").exists():
+        (folder / "kernels").symlink_to(kernels)
+    return folder

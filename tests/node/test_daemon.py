@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import Generation, prompt_of, toy_client
+from node_fakes import Generation, private_home, prompt_of, toy_client
 from tiny_models import hf_greedy, tiny_model
 
 from swarm.config import Limits, NodeConfig
@@ -45,8 +45,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A home of its own, kept from test to test so that one calibration is enough."""
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path_factory.getbasetemp() / "home"))
+    monkeypatch.setenv("SWARM_HOME", str(private_home(tmp_path_factory.getbasetemp() / "home")))
     monkeypatch.setattr(daemon, "SETTLE_S", 0.3)
+
+
+def settings(model_dir: Path, **changes: Any) -> NodeConfig:
+    return NodeConfig(**{"model": str(model_dir), "dtype": "fp32", "limits": LIMITS, "threads": 1, **changes})
 
 
 class Events:
@@ -130,7 +134,7 @@ async def look(network: MemoryNetwork) -> Snapshot:
 
 async def test_a_node_alone_takes_the_whole_model_and_leaves_without_a_trace(model_dir: Path) -> None:
     network = MemoryNetwork()
-    config = NodeConfig(model=str(model_dir), dtype="fp32", limits=LIMITS, threads=1, name="solo", region="lab")
+    config = settings(model_dir, name="solo", region="lab")
     async with running(network, config) as [node]:
         served = await node.serving()
         assert (served["start"], served["end"]) == (0, 6)
@@ -166,14 +170,10 @@ async def test_nodes_that_join_together_share_the_model(model_dir: Path) -> None
 
 async def test_a_node_that_joins_later_fills_the_gap(model_dir: Path) -> None:
     network = MemoryNetwork()
-    first = NodeConfig(model=str(model_dir), dtype="fp32", limits=LIMITS, threads=1, layers="0:4")
+    first = settings(model_dir, layers="0:4")
     async with running(network, first) as [node]:
         await node.serving()
-        late = Running(
-            network,
-            NodeConfig(model=str(model_dir), dtype="fp32", limits=LIMITS, threads=1, peers=("/memory/x/p2p/x",)),
-            9,
-        )
+        late = Running(network, settings(model_dir, peers=("/memory/x/p2p/x",), share=3), 9)
         served = await late.serving()
         assert (served["start"], served["end"]) == (4, 6)
         await late.end()
@@ -182,7 +182,7 @@ async def test_a_node_that_joins_later_fills_the_gap(model_dir: Path) -> None:
 async def test_a_lost_network_ends_the_node_with_a_sentence(model_dir: Path) -> None:
     network = MemoryNetwork()
     async with AsyncExitStack():
-        node = Running(network, NodeConfig(model=str(model_dir), dtype="fp32", limits=LIMITS, threads=1))
+        node = Running(network, settings(model_dir))
         await node.serving()
         node.failed.set()
         with pytest.raises(ConnectionLost, match="start the node again"):
@@ -191,7 +191,7 @@ async def test_a_lost_network_ends_the_node_with_a_sentence(model_dir: Path) -> 
 
 async def test_stopping_while_it_starts_is_no_error(model_dir: Path) -> None:
     network = MemoryNetwork()
-    node = Running(network, NodeConfig(model=str(model_dir), dtype="fp32", limits=LIMITS, threads=1))
+    node = Running(network, settings(model_dir))
     await asyncio.sleep(0)
     await node.end()
     assert "serving" not in node.events.seen
@@ -202,11 +202,11 @@ async def test_a_peer_with_other_weights_is_named(model_dir: Path, tmp_path: Pat
     other = tmp_path / "tiny"
     tiny_model("llama", seed=5).save_pretrained(other)
     network = MemoryNetwork()
-    async with running(network, NodeConfig(model=str(model_dir), dtype="fp32", limits=LIMITS, threads=1)) as [node]:
+    async with running(network, settings(model_dir)) as [node]:
         await node.serving()
         peer = f"/memory/x/p2p/{node.identity.peer}"
-        for change in ({"model": str(other), "dtype": "fp32"}, {"model": str(model_dir), "dtype": "bf16"}):
-            config = NodeConfig(limits=LIMITS, threads=1, peers=(peer,), **change)  # type: ignore[arg-type]
+        for change in ({"model": str(other)}, {"dtype": "bf16"}):
+            config = settings(model_dir, peers=(peer,), **change)
             with pytest.raises(WrongModel, match="does not serve what you ask for"):
                 await Running(network, config, 7).serving()
 
@@ -226,9 +226,8 @@ async def test_mistakes_are_told_in_one_sentence(
     model_dir: Path, change: dict[str, Any], error: type[SwarmError], sentence: str
 ) -> None:
     network = MemoryNetwork()
-    settings: dict[str, Any] = {"model": str(model_dir), "dtype": "fp32", "limits": LIMITS, "threads": 1, **change}
     with pytest.raises(error, match=sentence) as caught:
-        await Running(network, NodeConfig(**settings)).serving()
+        await Running(network, settings(model_dir, **change)).serving()
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
     assert (await look(network)).nodes == ()
@@ -247,6 +246,4 @@ def broken_dir(model_dir: Path, tmp_path: Path) -> Path:
 
 async def test_a_file_cut_short_is_corrupt(broken_dir: Path) -> None:
     with pytest.raises(CorruptModel):
-        await Running(
-            MemoryNetwork(), NodeConfig(model=str(broken_dir), dtype="fp32", limits=LIMITS, threads=1)
-        ).serving()
+        await Running(MemoryNetwork(), settings(broken_dir)).serving()

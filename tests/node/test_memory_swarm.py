@@ -112,9 +112,10 @@ async def test_hidden_states_that_are_no_numbers_end_one_session_only() -> None:
         good, bad = Generation(client, A, prompt, HOPS), Generation(client, B, prompt, HOPS)
         await good.open(4)
         await bad.open(4)
-        poison = torch.full((3, 48), float("nan")).numpy().tobytes()
+        hidden = model().config.hidden_size
+        poison = torch.full((3, hidden), float("nan")).numpy().tobytes()
         await client.send("n2", Step(B, 0, 0, 0, 3), poison)
-        await client.send("n2", Step(A, 0, 0, 0, 6), torch.zeros(6, 48).numpy().tobytes())
+        await client.send("n2", Step(A, 0, 0, 0, 6), torch.zeros(6, hidden).numpy().tobytes())
         answers = {m.session: m for m in (await client.message(), await client.message())}  # type: ignore[union-attr]
         assert isinstance(answers[A], Result)
         assert isinstance(answers[B], Failed)
