@@ -205,9 +205,3 @@ def _layer_of(name: str) -> int | None:
     """The layer a stored tensor belongs to: the first number in its name, None without one."""
     found = _LAYER_NUMBER.search(name)
     return int(found[1]) if found else None
-
-
-def layer_parameters(config: ModelConfig) -> int:
-    """Parameters of the largest layer of a model that transformers can build. Raises UnsupportedModel."""
-    layers = skeleton(config, "eager", torch.bfloat16).layers
-    return max(sum(p.numel() for p in layer.parameters()) for layer in layers)

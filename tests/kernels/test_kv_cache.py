@@ -233,7 +233,7 @@ class Player:
         assert self.cache.free_tokens == self.cache.capacity_tokens
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=True), st.integers(3, 24))
 def test_random_operations_agree_with_the_model(rng: random.Random, pages: int) -> None:
     player = Player(rng, pages)
