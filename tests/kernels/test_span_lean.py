@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,8 @@ from tiny_models import Chain, ModelTensors, hf_greedy, hf_logits, tiny_model
 from swarm.errors import CorruptModel, UnsupportedModel, UsageError
 from swarm.types import LayerSpan
 from swarm_kernels.kv_cache import RowsRequest
-from swarm_kernels.loader import open_model
 from swarm_kernels.model_config import RopeConfig
+from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span import load_span
 from swarm_kernels.tokenizer import load_tokenizer
 
@@ -106,19 +105,18 @@ def test_what_cannot_be_loaded() -> None:
 
 
 @pytest.mark.real_model
-def test_smollm2_says_what_transformers_says_in_fp32() -> None:
-    with closing(open_model("smollm2-135m")) as source:
-        tokens = load_tokenizer(source).encode("The capital of France is Paris. The largest city of Italy is")
-        expected = hf_logits(_transformers_twin(source), tokens)
-        for cuts in ((), (11, 23)):
-            chain = Chain(source, cuts)
-            chain.open(b"a")
-            logits = chain.run([RowsRequest(b"a", 0, len(tokens))], tokens)
-            assert torch.allclose(logits, expected, atol=2e-3)
-            assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+def test_smollm2_says_what_transformers_says_in_fp32(real_model: ModelSource) -> None:
+    tokens = load_tokenizer(real_model).encode("The capital of France is Paris. The largest city of Italy is")
+    expected = hf_logits(_transformers_twin(real_model), tokens)
+    for cuts in ((), (11, 23)):
+        chain = Chain(real_model, cuts)
+        chain.open(b"a")
+        logits = chain.run([RowsRequest(b"a", 0, len(tokens))], tokens)
+        assert torch.allclose(logits, expected, atol=2e-3)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def _transformers_twin(source: Any) -> Any:
+def _transformers_twin(source: ModelSource) -> Any:
     """transformers' model with the tensors of `source`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
