@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -405,6 +406,17 @@ def test_dtypes_and_shapes_of_a_plan() -> None:
     assert plan.pages.shape == (2, 2)
     assert plan.tree_pages.shape[0] == 2
     assert cache.top_position == 16
+
+
+def test_pages_cost_memory_once_they_are_written() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = KVCache(KvShape(2, 8, 128, torch.float32), 1 << 16)
+    assert cache.nbytes == 1 << 30
+    cache.open(b"a", 1 << 15)
+    line(cache, b"a", 40)
+    assert process.memory_info().rss - before < 64 << 20
+    assert not cache.k[1][4000].any()
 
 
 def test_more_memory_than_there_is() -> None:
