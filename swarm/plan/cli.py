@@ -1,0 +1,88 @@
+"""`swarm-plan`: every decision of the planner without a swarm, JSON in and JSON out.
+
+Owns files, flags, exit codes and what goes to stdout: exit 0 and one JSON object, or exit 2 and one JSON object
+`{"error": code, "message": sentence, ...}`. The verbs are in `verbs`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import msgspec
+import typer
+
+from swarm.errors import NoRoute, SwarmError, UsageError
+from swarm.plan.requests import MAX_BYTES
+from swarm.plan.verbs import VERBS, Verb
+
+CommandLineError = cast(type[Exception], typer.BadParameter.__base__)  # of every wrong flag, argument or verb
+
+app = typer.Typer(
+    name="swarm-plan",
+    help="Plan without a swarm: reads a JSON file (- is stdin), prints one JSON object. See docs/plan.md.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="The request, as JSON; - reads stdin.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Say in plain words how the answer came about.")]
+
+
+def _command(verb: Verb[Any]) -> Callable[[str, bool], None]:
+    def run(file: File, explain: Explain = False) -> None:
+        try:
+            answer = verb.run(_read(file))
+        except SwarmError as error:
+            _refuse(error)
+            raise typer.Exit(error.exit_code) from None
+        fields = answer.fields | ({"explanation": answer.words} if explain else {})
+        _print(fields, pretty=explain)
+
+    return run
+
+
+for _verb in VERBS:
+    app.command(_verb.name, help=_verb.summary)(_command(_verb))
+
+
+def _read(file: str) -> bytes:
+    """At most one byte more than is allowed, so that too much is noticed and not kept."""
+    try:
+        if file == "-":
+            return sys.stdin.buffer.read(MAX_BYTES + 1)
+        with Path(file).open("rb") as stream:
+            return stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"cannot read {file}: {reason}") from None
+
+
+def _refuse(error: SwarmError) -> None:
+    fields: dict[str, Any] = {"error": error.code, "message": str(error)}
+    if isinstance(error, NoRoute):
+        fields["missing"] = [list(span) for span in error.missing]
+    _print(fields)
+
+
+def _print(fields: dict[str, Any], pretty: bool = False) -> None:
+    text = msgspec.json.encode(fields)
+    sys.stdout.write((msgspec.json.format(text, indent=2) if pretty else text).decode() + "\n")
+
+
+def main() -> None:
+    try:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except CommandLineError as error:
+        _refuse(UsageError(f"{str(error).rstrip('.')}; see swarm-plan --help"))
+        code = UsageError.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
