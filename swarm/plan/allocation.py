@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from swarm.errors import Infeasible, UsageError
 from swarm.plan.allocation_bounds import least_stages
 from swarm.plan.allocation_stairs import Staircase
-from swarm.plan.balance import PoolNode, balance, check_pool, lay_out
+from swarm.plan.balance import PoolNode, check_pool, fill, lay_out
 from swarm.plan.budget import Budget
 from swarm.types import Hop
 
-LEAST_STEPS, STEPS_PER_NODE = 10_000, 40  # the default budget
 _TIE = 1e-9  # scores closer than this, relatively, are equal: `pow` may differ in the last bit between machines
 
 
@@ -79,13 +78,18 @@ class Allocation:
         return 0.0 if self.exact else self.score_bound / self.score - 1.0
 
 
+def default_steps(nodes: int) -> int:
+    """The work that `allocate` does without a budget: enough to prove the best k of nearly every pool we drew."""
+    return max(10_000, 40 * nodes)
+
+
 def allocate(
     num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Budget | None = None, rebalance: bool = True
 ) -> Allocation:
     """Choose k and form k replicas of `num_layers` layers. Raises Infeasible if there is no room for one, UsageError.
 
     `rebalance`: share layers by compute inside each replica; otherwise each node, the largest first, is filled up.
-    Nodes of a replica are in pipeline order, the largest first. Without a `budget` the work grows with the nodes.
+    Nodes of a replica are in pipeline order, the largest first. Without a `budget` there are `default_steps`.
     """
     check_pool(num_layers, nodes)
     held = sum(node.layer_capacity for node in nodes)
@@ -93,9 +97,7 @@ def allocate(
         raise Infeasible(
             f"{len(nodes)} nodes hold {held} of {num_layers} layers; {num_layers - held} layers of memory are missing"
         )
-    if budget is None:
-        budget = Budget(max(LEAST_STEPS, STEPS_PER_NODE * len(nodes)))
-    pools, ladder = _climb(num_layers, nodes, price, budget)
+    pools, ladder = _climb(num_layers, nodes, price, Budget(default_steps(len(nodes))) if budget is None else budget)
     best = _best(ladder, price)
     stages, split = ladder.found[best]
     score = price.score(best, stages)
@@ -196,11 +198,14 @@ def _climb(
 ) -> tuple[list[_Pool], _Ladder]:
     """-> the pools, one a region and one of what they leave over, and what they form together."""
     regions = sorted({node.region for node in nodes})
-    pools = [_Pool(num_layers, (node for node in nodes if node.region == region), budget) for region in regions]
+    turns = len(regions) if len(regions) == 1 else len(regions) + 1
+    pools: list[_Pool] = []
     ladder = _Ladder([0], {0: (0, ())})
-    for pool in pools:
-        pool.sharpen(price, budget)
-        ladder = ladder.beside(pool.ladder())
+    for turn, region in enumerate(regions):
+        share = budget.part(1 / (turns - turn))
+        pools.append(_Pool(num_layers, (node for node in nodes if node.region == region), share))
+        pools[-1].sharpen(price, share)
+        ladder = ladder.beside(pools[-1].ladder())
     if len(pools) > 1:
         _, split = ladder.found[max(ladder.found)]
         used = {n.id for pool, k in zip(pools, split, strict=True) for group in pool.form(k) for n in group}
@@ -232,7 +237,7 @@ def _score_bound(
 
 def _spans(num_layers: int, group: Sequence[PoolNode], rebalance: bool) -> tuple[Hop, ...]:
     if rebalance:
-        return balance(num_layers, group).spans
+        return lay_out(group, fill(num_layers, group)[0])
     shares, left = [], num_layers
     for node in group:
         shares.append(min(node.layer_capacity, left))

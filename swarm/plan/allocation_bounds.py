@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
+_DENOMINATORS = 128  # d = 2, 3, ... L for real models; an even choice of them beyond that many layers
 _NUMERATORS = 2  # of multipliers m/d; larger ones tightened 16 of 8,064 bounds on random pools, for 10x the rows
 
 
@@ -86,7 +87,7 @@ def _rounding_duals(num_layers: int) -> tuple[Ints, Ints]:
     """
     capacity = np.arange(num_layers + 1, dtype=np.int64)
     rows: dict[tuple[int, ...], int] = {tuple(capacity.tolist()): num_layers}
-    for d in range(2, num_layers + 1):
+    for d in range(2, num_layers + 1, -(-num_layers // _DENOMINATORS)):
         for m in range(1, min(_NUMERATORS, d - 1) + 1):
             part = m * num_layers % d  # frac(tL), in units of 1/d
             if part:

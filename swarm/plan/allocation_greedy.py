@@ -44,16 +44,21 @@ def form(capacities: Sequence[int], replicas: int, num_layers: int, budget: Budg
     left = replicas - len(pairs)
     if left <= 0:
         return pairs[:replicas]
+    if len(rest) < left:
+        return None
     budget.spend(len(rest) // 4)
     bins = longest_first(rest, left)
     return pairs + bins if repair(bins, num_layers, budget) else None
 
 
 def longest_first(capacities: Sequence[int], replicas: int) -> list[Bin]:
-    """Each capacity, from the largest down, to the bin that holds the fewest layers so far (Graham's LPT)."""
-    bins: list[Bin] = [[] for _ in range(replicas)]
-    heap = list(range(replicas))  # layers * replicas + index of the bin
-    for capacity in capacities:
+    """Each capacity, from the largest down, to the bin that holds the fewest layers so far (Graham's LPT).
+
+    `capacities`: at least one for each bin.
+    """
+    bins = [[capacity] for capacity in capacities[:replicas]]
+    heap = sorted([capacity * replicas + i for i, capacity in enumerate(capacities[:replicas])])  # layers, bin
+    for capacity in capacities[replicas:]:
         least = heap[0]
         bins[least % replicas].append(capacity)
         heapq.heapreplace(heap, least + capacity * replicas)

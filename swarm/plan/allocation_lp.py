@@ -29,7 +29,8 @@ _TINY = 1e-9
 _CLEAR = 1e-6  # how far below k the float bound must be before it is worth proving in whole numbers
 _PRICE = 1 << 40  # whole-number prices are in units of this fraction of a replica
 _REMEMBERED = 512  # patterns
-_PIVOT_STEPS, _PATTERN_STEPS = 50, 80
+_MOST_PIVOTS = 100  # a row, in case degenerate pivots should ever cycle
+_PIVOT_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Relaxation:
     def learn(self, patterns: Iterable[Sequence[int]]) -> None:
         """Replicas found elsewhere, or in a pool much like the next one."""
         new = {tuple(sorted(pattern)) for pattern in patterns} - self._seen
+        if not new:
+            return
         self._seen |= new
         counts = np.zeros((len(new), self._num_layers + 1), dtype=np.int64)
         for row, pattern in zip(counts, sorted(new), strict=True):
@@ -77,7 +80,7 @@ class Relaxation:
                 return found
             if not taken:
                 largest = answer.patterns[max(range(len(answer.amounts)), key=answer.amounts.__getitem__)]
-                if not _take(largest, rest):
+                if not _take(largest, 1, rest):
                     return None
                 fixed.append(list(largest))
         return None
@@ -96,22 +99,21 @@ def _whole_parts(answer: Mixture, rest: Counter[int], most: int) -> list[Bin]:
     """Bins for the whole part of each pattern's amount, taken out of `rest`."""
     taken: list[Bin] = []
     for pattern, amount in zip(answer.patterns, answer.amounts, strict=True):
-        for _ in range(int(amount + _TINY)):
-            if len(taken) < most and _take(pattern, rest):
-                taken.append(list(pattern))
+        copies = min(int(amount + _TINY), most - len(taken))
+        if copies > 0:
+            taken.extend([list(pattern)] * _take(pattern, copies, rest))
     return taken
 
 
-def _take(pattern: Sequence[int], rest: Counter[int]) -> bool:
-    """Take the capacities of `pattern` out of `rest`; False, and nothing taken, if they are not all there."""
+def _take(pattern: Sequence[int], copies: int, rest: Counter[int]) -> int:
+    """Take the capacities of `pattern` out of `rest`, `copies` times or as often as they are there; -> how often."""
     needed = Counter(pattern)
-    if any(rest[c] < number for c, number in needed.items()):
-        return False
-    rest.subtract(needed)
-    for capacity in needed:
+    copies = min(copies, *(rest[c] // number for c, number in needed.items()))
+    for capacity, number in needed.items():
+        rest[capacity] -= copies * number
         if not rest[capacity]:
             del rest[capacity]
-    return True
+    return copies
 
 
 def _finish(fixed: list[Bin], rest: list[int], replicas: int, num_layers: int, budget: Budget) -> list[Bin] | None:
@@ -156,12 +158,14 @@ class _Simplex:
 
     def run(self, replicas: int | None, budget: Budget) -> Dual | Mixture | None:
         """Improve until `replicas` are formed or ruled out, or the solution is the best; None when out of budget."""
-        while replicas is None or self.value() < replicas - _TINY:
+        for _ in range(_MOST_PIVOTS * len(self._sizes)):
+            if replicas is not None and self.value() >= replicas - _TINY:
+                break
             if not budget.spend(_PIVOT_STEPS):
                 return None
             column = self._slack() or self._known_pattern()
             if column is None:
-                if not budget.spend(_PATTERN_STEPS):
+                if not budget.spend(len(self._left_after)):
                     return None
                 prices = np.maximum(self._prices, 0.0)
                 costs, choice = cover_costs(prices, self._left_after)
@@ -197,7 +201,7 @@ class _Simplex:
         """The most underpriced known pattern, if one clearly is. In whole numbers, lest the order of sums matter."""
         if not len(self._known):
             return None
-        costs = (self._known * (self._prices * _PRICE).astype(np.int64)).sum(axis=1)
+        costs = self._known @ (self._prices * _PRICE).astype(np.int64)
         cheapest = int(costs.argmin())
         if costs[cheapest] >= (1 - _CLEAR) * _PRICE:
             return None

@@ -81,7 +81,7 @@ class Staircase:
                 self._keep(row, near)
                 continue
             pairs, rest = match_pairs(self._parts[: self._bounds[row]], self._num_layers)
-            self._relaxation.learn(self._found[row] or ())
+            self._relaxation.learn(next((bins for bins in reversed(self._found[: row + 1]) if bins), ()))
             answer = self._decide(rest, row + 1 - len(pairs), budget, deep)
             if answer is None:
                 return False

@@ -56,7 +56,7 @@ def balance(num_layers: int, nodes: Sequence[PoolNode]) -> Balance:
         raise Infeasible(
             f"the pipeline holds {held} of {num_layers} layers; {num_layers - held} layers of memory are missing"
         )
-    shares, scale = _fill(num_layers, nodes)
+    shares, scale = fill(num_layers, nodes)
     return Balance(lay_out(nodes, shares), scale)
 
 
@@ -78,8 +78,8 @@ def check_pool(num_layers: int, nodes: Sequence[PoolNode]) -> None:
         raise UsageError("two nodes have the same id; ids must be unique")
 
 
-def _fill(num_layers: int, nodes: Sequence[PoolNode]) -> tuple[list[int], float]:
-    """-> (layers of each node, λ), exactly: the speeds are scaled to whole numbers first.
+def fill(num_layers: int, nodes: Sequence[PoolNode]) -> tuple[list[int], float]:
+    """-> (layers of each node, λ), exactly: the speeds are scaled to whole numbers first. The nodes must hold them all.
 
     Instead of bisecting for λ, raise it from full node to full node: at the λ that would share what is left among the
     open nodes, every node it overfills is full in the answer too, because λ only grows as nodes fill up.
