@@ -23,7 +23,9 @@ class Connection(Protocol):
         ...
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
-        """Queue one frame and wait while the link is backed up. Frames of concurrent senders never interleave.
+        """Queue one frame and wait while the link is backed up. Frames of concurrent senders never interleave, and a
+        send that is cancelled still sends its frame whole or not at all. `body` may be read after this returns, so
+        leave it unchanged.
 
         Raises ConnectionLost.
         """

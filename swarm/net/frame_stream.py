@@ -273,7 +273,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
 def _allocate(size: int) -> memoryview:
     """A buffer whose pages are not touched before data arrives, so that announcing a large body costs us nothing."""
-    return np.empty(size, np.uint8).data if size else memoryview(b"")
+    return np.empty(size, np.uint8).data
 
 
 def _varint(value: int) -> bytes:

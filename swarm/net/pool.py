@@ -56,9 +56,10 @@ class ConnectionPool:
     """`get` a connection to a peer, send on it; what comes back is handed to `on_frame`.
 
     `on_frame(connection, message, body)` is awaited by the connection's reader, one frame at a time and in order. It
-    may take its time (the sender is then slowed down) but must not send on the same connection: hand that to a task.
-    If it raises ProtocolError the connection is closed and the peer charged. `on_lost(connection, error)` is awaited
-    once for every connection that ends, except by `close`.
+    may take its time: only this connection waits, and its sender is slowed down. Short answers may be sent from it;
+    bulk should not be, or two peers that both do so can block each other for good. If it raises ProtocolError the
+    connection is closed and the peer charged. `on_lost(connection, error)` is awaited once for every connection that
+    ends, except by `close`.
 
     `keepalive_s`: a connection silent for four such intervals, pings included, is given up; None never pings.
     """

@@ -16,12 +16,21 @@ import psutil
 import pytest
 from carrier_conformance import SMALL, Conformance, drain, echo
 
-from swarm.errors import AddressInUse, ConnectionLost, PeerUnreachable, SwarmError, UsageError
-from swarm.messages import Ping
-from swarm.net.carrier import Carrier
+from swarm.errors import (
+    AddressInUse,
+    ConnectionLost,
+    NetworkError,
+    PeerUnreachable,
+    ProtocolError,
+    SwarmError,
+    UsageError,
+)
+from swarm.messages import AnyMessage, Close, Ping, Prune
+from swarm.net.carrier import Carrier, Connection
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.identity import Identity
+from swarm.net.pool import ConnectionPool
 
 NOBODY = Identity.from_seed(bytes(32)).peer
 
@@ -156,10 +165,43 @@ async def test_a_close_that_is_cancelled_still_ends_the_daemon() -> None:
         assert not psutil.Process().children()
 
 
+async def test_pools_over_daemons() -> None:
+    """The same pool that is tested in memory: frames both ways, round trips, an offender, a death."""
+    answers: asyncio.Queue[tuple[AnyMessage, bytes]] = asyncio.Queue()
+    lost: asyncio.Queue[NetworkError] = asyncio.Queue()
+
+    async def serve(connection: Connection, message: AnyMessage, body: memoryview) -> None:
+        if isinstance(message, Prune):
+            raise ProtocolError("no prunes here")
+        await connection.send(message, body)
+
+    async def note(_: Connection, message: AnyMessage, body: memoryview) -> None:
+        answers.put_nowait((message, bytes(body)))
+
+    async def on_lost(_: Connection, error: NetworkError) -> None:
+        lost.put_nowait(error)
+
+    async with running() as listener, running() as caller:
+        async with ConnectionPool(listener, serve) as node, ConnectionPool(caller, note, on_lost) as client:
+            await node.serve()
+            connections = await asyncio.gather(*(client.get(listener.peer, listener.addresses) for _ in range(8)))
+            assert len(set(connections)) == 1
+            assert await client.rtt(listener.peer) > 0
+            await connections[0].send(Close(bytes(16)), bytes(300_000))
+            assert await answers.get() == (Close(bytes(16)), bytes(300_000))
+            await connections[0].send(Prune(bytes(16), 0))
+            await lost.get()
+            assert node.protocol_errors == {caller.peer: 1}
+            assert await client.rtt(listener.peer) > 0
+            os.kill(listener.daemon_pid, signal.SIGKILL)
+            await lost.get()
+
+
 _ORPHAN_MAKER = """
 import asyncio
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.identity import Identity
+from swarm.net.pool import ConnectionPool
 
 async def main():
     carrier = await DaemonCarrier.start(Identity.generate())

@@ -1,0 +1,174 @@
+"""The frame parser on a socket pair: any way of cutting the bytes, large bodies, hostile lengths, back-pressure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from swarm import codec
+from swarm.codec import FrameLimits
+from swarm.errors import ConnectionLost, ProtocolError
+from swarm.messages import AnyMessage, Ping, Prune
+from swarm.net.frame_stream import PIECE, STAGING, UNREAD_HIGH, FrameStream
+
+SESSION = bytes(16)
+
+
+@contextlib.asynccontextmanager
+async def stream(
+    limits: FrameLimits = codec.DEFAULT_LIMITS, preamble: bool = False
+) -> AsyncIterator[tuple[FrameStream, socket.socket]]:
+    """A FrameStream and the bare socket at its other end."""
+    near, far = socket.socketpair()
+    far.setblocking(False)
+    loop = asyncio.get_running_loop()
+    _, frames = await loop.create_unix_connection(lambda: FrameStream(limits, preamble), sock=near)
+    try:
+        yield frames, far
+    finally:
+        frames.abort()
+        await frames.closed()
+        far.close()
+
+
+def frame(message: AnyMessage, body: bytes = b"") -> bytes:
+    return codec.encode(message, body)[0] + body
+
+
+FRAMES: list[tuple[AnyMessage, bytes]] = [
+    (Ping(1), b""),
+    (Prune(SESSION, 2, [1, 2, 3]), b"abc"),
+    (Prune(SESSION, 3), os.urandom(STAGING - 40)),
+    (Prune(SESSION, 4), os.urandom(STAGING)),
+    (Prune(SESSION, 5, list(range(4000))), os.urandom(PIECE + 1)),
+    (Ping(6), b""),
+]
+BYTES = b"".join(frame(message, body) for message, body in FRAMES)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_the_bytes_may_be_cut_anywhere(seed: int) -> None:
+    chance = random.Random(seed)
+    loop = asyncio.get_running_loop()
+    async with stream() as (frames, far):
+
+        async def feed() -> None:
+            at = 0
+            while at < len(BYTES):
+                size = chance.choice((1, 2, 7, 100, 5000, STAGING, PIECE))
+                await loop.sock_sendall(far, BYTES[at : at + size])
+                at += size
+                if chance.random() < 0.5:
+                    await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(feed())
+            for message, body in FRAMES:
+                assert await frames.receive() == (message, body)
+
+
+async def test_many_small_frames_in_one_read() -> None:
+    async with stream() as (frames, far):
+        far.sendall(b"".join(frame(Ping(i)) for i in range(5000)))
+        for i in range(5000):
+            assert (await frames.receive())[0] == Ping(i)
+
+
+async def test_a_body_can_be_written_to() -> None:
+    async with stream() as (frames, far):
+        far.sendall(frame(Ping(1), b"abcd"))
+        _, body = await frames.receive()
+        body[0] = 0
+        assert body == b"\0bcd"
+
+
+@pytest.mark.parametrize("cut", [1, 3, 8, 11, 12, 30])
+async def test_a_preamble_comes_first(cut: int) -> None:
+    data = b"\x0ahello word" + frame(Ping(1), b"body")
+    async with stream(preamble=True) as (frames, far):
+        far.sendall(data[:cut])
+        await asyncio.sleep(0.01)
+        far.sendall(data[cut:])
+        assert await frames.preamble() == b"hello word"
+        assert await frames.receive() == (Ping(1), b"body")
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff\xff\xff", b"\xff\xff\xff\x7f"])
+async def test_a_hostile_preamble(data: bytes) -> None:
+    async with stream(preamble=True) as (frames, far):
+        far.sendall(data)
+        with pytest.raises(ProtocolError):
+            await frames.preamble()
+
+
+async def test_a_preamble_that_never_comes() -> None:
+    async with stream(preamble=True) as (frames, far):
+        far.sendall(b"\x0ahel")
+        far.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionLost):
+            await frames.preamble()
+
+
+@pytest.mark.parametrize("prefix", [b"\xff" * 8, b"\0\0\0\0\xff\xff\xff\xff", b"\xff\xff\xff\xff\0\0\0\0"])
+async def test_lengths_over_the_limit_end_the_stream_after_what_came_before(prefix: bytes) -> None:
+    async with stream() as (frames, far):
+        far.sendall(frame(Ping(1)) + prefix)
+        assert (await frames.receive())[0] == Ping(1)
+        with pytest.raises(ProtocolError):
+            await frames.receive()
+        with pytest.raises(ConnectionLost):
+            await frames.receive()
+        with pytest.raises(ConnectionLost):
+            await frames.send(Ping(2))
+
+
+async def test_headers_that_are_no_message() -> None:
+    for header in (b"", b"\xc1", b"hello", b"\x92\xa4ping\xff"):
+        async with stream() as (frames, far):
+            far.sendall(codec.PREFIX.pack(len(header), 3) + header + b"abc")
+            with pytest.raises(ProtocolError):
+                await frames.receive()
+            with pytest.raises(ConnectionLost):
+                await frames.receive()
+
+
+async def test_announcing_a_large_body_costs_nothing() -> None:
+    before = psutil.Process().memory_info().rss
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(16):
+            _, far = await stack.enter_async_context(stream())
+            header = frame(Ping(1))[codec.PREFIX.size :]
+            far.sendall(codec.PREFIX.pack(len(header), 64 << 20) + header + b"x")
+        await asyncio.sleep(0.05)
+        assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+async def test_what_nobody_receives_is_not_read() -> None:
+    data = frame(Prune(SESSION, 0), bytes(100_000))
+    loop = asyncio.get_running_loop()
+    async with stream() as (frames, far):
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 16 * UNREAD_HIGH:
+                async with asyncio.timeout(0.2):
+                    await loop.sock_sendall(far, data)
+                sent += len(data)
+        assert sent < 4 * UNREAD_HIGH
+        for _ in range(sent // len(data)):
+            await frames.receive()
+
+
+async def test_a_truncated_frame_is_not_delivered() -> None:
+    async with stream() as (frames, far):
+        far.sendall(frame(Ping(1)) + frame(Ping(2), bytes(1000))[:-1])
+        far.shutdown(socket.SHUT_WR)
+        assert (await frames.receive())[0] == Ping(1)
+        with pytest.raises(ConnectionLost):
+            await frames.receive()
