@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -144,10 +145,18 @@ def status(peer: Peers = None, model: Model = None, as_json: Json = False, verbo
 
 
 async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
-    from swarm_node import daemon, report
+    from swarm_node import report
 
     with report.make(config.json, STARTED) as reporter:
-        await daemon.join(config, reporter, stop)
+        # In a thread, so that a signal is heard meanwhile.
+        importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "swarm_node.daemon"))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((importing, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if stop.is_set():
+            reporter.event("stopped", "stopped")
+        else:
+            await importing.result().join(config, reporter, stop)
 
 
 def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
@@ -219,6 +228,7 @@ def _log(verbose: bool) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a loop takes over, Ctrl-C ends us without a traceback
     app()
 
 

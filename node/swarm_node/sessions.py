@@ -10,9 +10,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from swarm.codec import Buffer
+from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
-from swarm.messages import AnyMessage, Open, Prune, Step
+from swarm.messages import MAX_HOPS, AnyMessage, Open, Prune, Step
 from swarm.types import LayerSpan, PeerId, Sampling
 
 MAX_WAITING_STEPS = 64  # of one session; a client that keeps more in flight is not listening to us
@@ -147,6 +147,11 @@ def check_form(step: Step, body_bytes: int, first: bool, rows: Rows) -> None:
     n = step.rows
     if n == 0:
         raise ProtocolError(f"step {step.step} has no rows")
+    # What we send on must be within the bounds that the next hop keeps, or it would think us the culprit.
+    if n * rows.hidden_size * rows.element_bytes > DEFAULT_LIMITS.body:
+        raise ProtocolError(f"step {step.step} has {n} rows, more than one frame holds")
+    if len(step.trace) >= MAX_HOPS:
+        raise ProtocolError(f"step {step.step} claims to have passed {len(step.trace)} hops")
     if len(step.parents) != len(step.slots):
         raise ProtocolError(f"step {step.step} has {len(step.parents)} parents for {len(step.slots)} slots")
     if len(set(step.slots)) != len(step.slots) or len(set(step.commit)) != len(step.commit):

@@ -30,7 +30,8 @@ async def show(peers: tuple[str, ...], model: str | None, as_json: bool) -> None
     if as_json:
         sys.stdout.write(json.dumps(to_json(snapshot)) + "\n")
     else:
-        Console(highlight=False).print(*to_text(snapshot), sep="\n", markup=False)
+        wide = None if sys.stdout.isatty() else 140  # a pipe has no width
+        Console(highlight=False, width=wide).print(*to_text(snapshot), sep="\n", markup=False)
 
 
 def to_json(snapshot: Snapshot) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from node_fakes import LIMITS, ToyClient, ToyEngine, line_step, open_message, toy_client, toy_node
 from virtual_clock import virtual_time
 
-from swarm.messages import Close, Failed, Opened, Ping, Prune, Result, Step, WireSampling
+from swarm.messages import MAX_HOPS, Close, Failed, Opened, Ping, Prune, Result, Step, WireSampling
 from swarm.net.memory import Link, MemoryNetwork
 from swarm.types import LayerSpan
 from swarm_node.service import Service
@@ -179,6 +179,7 @@ def test_an_open_that_cannot_be_served_is_refused_with_a_reason(change: dict[str
         (Step(A, 0, 0, 0, 0), "protocol"),  # no rows
         (Step(A, 0, 0, 0, 1, tokens=[1, 1], parents=[-1, -1], slots=[0]), "protocol"),
         (Step(A, 0, 0, 0, 0, tokens=[1, 1], parents=[-1, -1], slots=[3, 3]), "protocol"),
+        (Step(A, 0, 0, 0, 1, tokens=[1], trace=[(0.0, 0.0)] * MAX_HOPS), "protocol"),
         (Step(A, 0, 0, 0, 60, tokens=[1] * 60), "context_overflow"),
     ],
 )

@@ -1,0 +1,60 @@
+"""What `swarm-node status` says of a snapshot."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
+from swarm_node.status import to_json, to_text
+
+
+def node(peer: str, span: LayerSpan | None, state: NodeState = NodeState.SERVING) -> NodeProfile:
+    return NodeProfile(
+        peer=peer,
+        name=f"name of {peer}",
+        state=state,
+        dtype="bf16",
+        weight_hash="h",
+        layer_capacity=4,
+        span=span,
+        layer_ms=(0.5,) * len(span) if span else (),
+        kv_capacity_tokens=100,
+        kv_free_tokens=60,
+        sessions=2,
+    )
+
+
+def shown(snapshot: Snapshot) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=140).print(*to_text(snapshot), sep="\n", markup=False)
+    return stream.getvalue()
+
+
+def test_a_whole_swarm() -> None:
+    snapshot = Snapshot("toy", 4, (node("aaaa", LayerSpan(0, 3)), node("bbbb", LayerSpan(2, 4))))
+    text = shown(snapshot)
+    assert "name of aaaa" in text
+    assert "0:3" in text
+    assert "0.500" in text
+    assert "60/100" in text
+    assert "Every layer is served, by 1 or more nodes." in text
+    told = to_json(snapshot)
+    assert told["coverage"] == [1, 1, 2, 1]
+    assert told["missing"] == []
+    assert [(n["peer"], n["start"], n["end"]) for n in told["nodes"]] == [("aaaa", 0, 3), ("bbbb", 2, 4)]
+
+
+def test_layers_that_nobody_serves_and_records_that_were_ignored() -> None:
+    nodes = (node("aaaa", LayerSpan(1, 2)), node("bbbb", None, NodeState.JOINING))
+    snapshot = Snapshot("toy", 4, nodes, ignored={"bad_signature": 3})
+    text = shown(snapshot)
+    assert "Nobody serves layers 0:1, 2:4." in text
+    assert "joining" in text
+    assert "3 records ignored: bad_signature" in text
+    assert to_json(snapshot)["missing"] == [[0, 1], [2, 4]]
+
+
+def test_nobody_at_all() -> None:
+    assert "No node of toy is known" in shown(Snapshot("toy", 0, ()))
