@@ -1,0 +1,45 @@
+"""Round-robin: pipelines of equal stages over nodes in the order they come, and requests dealt to them in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm.errors import Infeasible
+from swarm.plan.sim.baselines.pipelines import StaticPipelines
+from swarm.plan.sim.node import SimNode
+from swarm.plan.sim.policy import alive
+from swarm.plan.sim.view import View
+from swarm.types import Hop
+
+
+class RoundRobin(StaticPipelines):
+    """Takes nodes until an equal split fits into each of them, then starts the next pipeline."""
+
+    def form(self, view: View) -> Sequence[Sequence[Hop]]:
+        pipelines: list[list[Hop]] = []
+        group: list[SimNode] = []
+        for node in alive(view):
+            if node.capacity < 1:
+                continue
+            group.append(node)
+            shares = equal_shares(view.num_layers, len(group))
+            if shares[0] <= min(n.capacity for n in group):
+                pipelines.append(lay_out(group, shares))
+                group = []
+        if not pipelines:
+            raise Infeasible("no number of nodes holds an equal split of the model")
+        return pipelines
+
+
+def equal_shares(layers: int, stages: int) -> list[int]:
+    """GPipe's: as equal as can be, the larger ones first."""
+    return [layers // stages + (i < layers % stages) for i in range(stages)]
+
+
+def lay_out(nodes: Sequence[SimNode], shares: Sequence[int]) -> list[Hop]:
+    hops, start = [], 0
+    for node, share in zip(nodes, shares, strict=True):
+        if share:
+            hops.append(Hop(node.id, start, start + share))
+            start += share
+    return hops

@@ -1,0 +1,230 @@
+"""Nodes that come and go: leaving without a word, joining, reading other layers when the swarm is allocated anew.
+
+Owns the schedule of churn and what a loss does to sessions. Which layers a node takes is the policy's decision.
+"""
+
+from __future__ import annotations
+
+from swarm.errors import Infeasible
+from swarm.plan.moves import Move
+from swarm.plan.sim.devices import DeviceSpec, LayerCost
+from swarm.plan.sim.engine import Engine
+from swarm.plan.sim.node import SimNode
+from swarm.plan.sim.rng import Stream
+from swarm.plan.sim.session import Phase, Session
+from swarm.types import Hop, LayerSpan, NodeState, missing_ranges
+
+LINKED = 64  # nodes of a uniform network that list their links one by one
+
+
+class Faults:
+    """Brings nodes into `engine` and takes them away."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._scenario = engine.scenario
+        self._costs = {device.name: LayerCost(device, engine.scenario.model) for device in engine.scenario.devices}
+        self._random = Stream(engine.scenario.seed, "churn")
+        self._moving = 0
+        self._wrong_for = 0  # checks in a row that asked for a new allocation
+        self.joined = self.left = self.moved = 0
+        self.gaps_ms = 0.0  # time during which a layer was served by nobody
+        self._gap_since: float | None = None
+
+    # At the start ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """All nodes of the scenario, with their layers, and the churn to come. Raises Infeasible."""
+        scenario = self._scenario
+        for device in scenario.devices:
+            for _ in range(device.count):
+                self._make(device)
+        placed = self._engine.policy.place(self._engine.see())
+        for peer, span in placed.items():
+            self._engine.nodes[peer].take_layers(span, NodeState.SERVING)
+            self._engine.tell("serve", n=peer, span=str(span))
+        self._link()
+        self._engine.published()
+        churn = scenario.churn
+        for period in range(churn.periods):
+            self._engine.clock.at(period * churn.period_s * 1e3, self._period)
+        if churn.periods and churn.rebalance_s:
+            self._engine.clock.after(churn.rebalance_s * 1e3, self._check)
+
+    def _make(self, device: DeviceSpec) -> SimNode:
+        engine, serving = self._engine, self._scenario.serving
+        name = f"n{len(engine.nodes):04d}-{device.name}"
+        cost = self._costs[device.name]
+        batch = self._scenario.policy.sessions_per_batch or serving.sessions_per_batch
+        node = SimNode(
+            id=name,
+            cost=cost,
+            capacity=cost.capacity(serving.kv_reserve_tokens),
+            batch_tokens=serving.batch_tokens,
+            batch_sessions=batch,
+            most_sessions=serving.sessions_per_node,
+            coordinate=engine.network.point(name),
+            born=engine.clock.now,
+        )
+        engine.nodes[name] = node
+        return node
+
+    def _link(self) -> None:
+        """In a small uniform network everybody has measured everybody."""
+        nodes = list(self._engine.nodes.values())
+        if self._scenario.network.kind == "uniform" and len(nodes) <= LINKED:
+            for node in nodes:
+                node.link_ms.update({o.id: self._engine.network.latency(node.id, o.id) for o in nodes if o is not node})
+
+    # Leaving ---------------------------------------------------------------------------------------------------------
+
+    def _period(self) -> None:
+        """Pick who leaves in the period that begins now, and when; and when others join."""
+        churn, clock = self._scenario.churn, self._engine.clock
+        present = [node for node in self._engine.nodes.values() if node.alive]
+        self._random.shuffle(present)
+        leaving = present[: round(churn.leave_share * len(present))]
+        for node in leaving:
+            clock.after(self._random.uniform(0.0, churn.period_s * 1e3), lambda node=node: self.leave(node))  # type: ignore[misc]
+            if churn.replace:
+                clock.after(self._random.uniform(0.0, churn.period_s * 1e3), self.come)
+
+    def leave(self, node: SimNode) -> None:
+        """Gone, and nobody is told."""
+        engine = self._engine
+        node.died = engine.clock.now
+        self.left += 1
+        engine.tell("leave", n=node.id)
+        self._watch()
+        for held in list(node.held.values()):
+            session = held.session
+            engine.clock.after(
+                self._scenario.serving.detect_ms,
+                lambda session=session: self.lost(session, node),  # type: ignore[misc]
+            )
+
+    def lost(self, session: Session, node: SimNode) -> None:
+        """The client has found out that a hop is gone."""
+        if not session.live or all(hop.peer != node.id for hop in session.hops):
+            return
+        session.ready.discard(node.id)
+        session.banned.add(node.id)
+        if session.phase is not Phase.RUNNING:
+            return  # it is looking for a chain already
+        session.epoch += 1
+        session.repairs += 1
+        session.parked.clear()
+        self._engine.tell("lost", s=session.number, n=node.id)
+        if session.repairs > self._scenario.serving.most_repairs:
+            self._engine.fail(session, "too many repairs")
+        else:
+            self._engine.chains.connect(session)
+
+    # Joining ---------------------------------------------------------------------------------------------------------
+
+    def come(self) -> None:
+        """A new machine, of the kinds there are in the proportions there are; it measures itself first."""
+        devices = [device for device in self._scenario.devices for _ in range(device.count)]
+        device = self._random.choice(devices)
+        self._engine.clock.after(self._scenario.churn.measure_s * 1e3, lambda: self._join(device))
+
+    def _join(self, device: DeviceSpec) -> None:
+        node = self._make(device)
+        span = self._engine.policy.join(self._engine.see()).get(node.id)
+        self.joined += 1
+        self._engine.tell("join", n=node.id, span=str(span))
+        if span is not None:
+            self._load(node, span, len(span))
+
+    def _load(self, node: SimNode, span: LayerSpan, layers: int) -> None:
+        """`layers` of the layers of `span` must be read before the node serves it."""
+        node.take_layers(span, NodeState.LOADING)
+        self._after_reading(node, span, layers)
+
+    def _after_reading(self, node: SimNode, span: LayerSpan, layers: int) -> None:
+        ms = layers * self._scenario.model.layer_bytes / 1e6 / self._scenario.churn.load_mb_per_s * 1e3
+        self._engine.clock.after(ms, lambda: self._serve(node, span))
+
+    def _serve(self, node: SimNode, span: LayerSpan) -> None:
+        if node.alive:
+            node.take_layers(span, NodeState.SERVING)
+            self._engine.tell("serve", n=node.id, span=str(span))
+            self._engine.published()
+            self._watch()
+            self._engine.chains.wake()
+
+    # Allocating anew -------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Every `rebalance_s`: twice in a row asked for a new allocation, and none under way: make its first moves."""
+        engine, churn = self._engine, self._scenario.churn
+        over = engine.clock.now > churn.periods * churn.period_s * 1e3 and not engine.open_requests
+        if over:
+            return
+        engine.clock.after(churn.rebalance_s * 1e3, self._check)
+        if self._moving:
+            return
+        try:
+            plan = engine.policy.rebalance(engine.see())
+        except Infeasible:
+            plan = None
+        self._wrong_for = self._wrong_for + 1 if plan is not None and plan.waves else 0
+        if plan is not None and plan.waves and self._wrong_for > 1:
+            self._wrong_for = 0
+            for move in plan.waves[0]:
+                self._move(move)
+
+    def _move(self, move: Move) -> None:
+        engine = self._engine
+        node = engine.nodes[move.peer]
+        if not node.alive or node.state is NodeState.LOADING:
+            return
+        self.moved += 1
+        self._moving += 1
+        engine.tell("move", n=move.peer, old=str(move.old), new=str(move.new))
+        old = move.old or LayerSpan(0, 1)
+        common = max(0, min(old.end, move.new.end) - max(old.start, move.new.start)) if move.old else 0
+        layers = len(move.new) - common
+        ms = layers * self._scenario.model.layer_bytes / 1e6 / self._scenario.churn.load_mb_per_s * 1e3
+        if not move.overlap:
+            self._give_up(node)
+            node.take_layers(move.new, NodeState.LOADING)
+            self._watch()
+        engine.clock.after(ms, lambda: self._moved(node, move.new))
+
+    def _moved(self, node: SimNode, span: LayerSpan) -> None:
+        self._moving -= 1
+        if node.alive:
+            self._give_up(node)
+            self._serve(node, span)
+
+    def _give_up(self, node: SimNode) -> None:
+        """The sessions of a node that moves go elsewhere; it tells them, so they know at once."""
+        for held in list(node.held.values()):
+            node.close(held.session)
+            self.lost(held.session, node)
+
+    # Coverage --------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Keep account of how long some layer was served by nobody."""
+        counts = [0] * self._scenario.model.layers
+        for node in self._engine.nodes.values():
+            if node.alive and node.span and node.serves(Hop(node.id, node.span.start, node.span.end)):
+                for layer in node.span:
+                    counts[layer] += 1
+        now = self._engine.clock.now
+        if missing_ranges(counts):
+            if self._gap_since is None:
+                self._gap_since = now
+                self._engine.tell("gap")
+        elif self._gap_since is not None:
+            self.gaps_ms += now - self._gap_since
+            self._gap_since = None
+            self._engine.tell("covered")
+
+    def close(self) -> None:
+        """Account for a gap that lasts."""
+        if self._gap_since is not None:
+            self.gaps_ms += self._engine.clock.now - self._gap_since
+            self._gap_since = None

@@ -1,0 +1,80 @@
+"""Our own swarm: phase 1, phase 2, repair, join and rebalance as nodes and clients call them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from swarm.plan.allocation import Price, allocate
+from swarm.plan.balance import PoolNode
+from swarm.plan.membership import join_span, layer_capacity_tokens, place_joiners
+from swarm.plan.moves import Schedule
+from swarm.plan.rebalance import target
+from swarm.plan.repair import repair
+from swarm.plan.sim.node import SimNode
+from swarm.plan.sim.policy import Policy, Repeat, alive, covered
+from swarm.plan.sim.session import Session
+from swarm.plan.sim.view import View
+from swarm.types import Chain, LayerSpan, PeerId, missing_ranges
+
+
+class Swarm(Policy):
+    """Parallax's two phases on live data; every decision is a function of `swarm.plan`."""
+
+    def place(self, view: View) -> Mapping[PeerId, LayerSpan]:
+        """Phase 1 over everybody; those it has no use for join at the bottleneck, one after the other."""
+        nodes = [node for node in alive(view) if node.capacity > 0]
+        allocation = allocate(view.num_layers, [_pool_node(node) for node in nodes], self._price(nodes, view))
+        spans = {hop.peer: hop.span for replica in allocation.replicas for hop in replica}
+        tokens = [0.0] * view.num_layers
+        for peer, span in spans.items():
+            _add(tokens, view.nodes[peer], span)
+        for peer in allocation.unused:
+            spans[peer] = join_span(tokens, view.nodes[peer].capacity, slide=True)
+            _add(tokens, view.nodes[peer], spans[peer])
+        covered(spans, view.num_layers)
+        return spans
+
+    def _price(self, nodes: list[SimNode], view: View) -> Price:
+        idle = math.fsum(node.cost.curve.at(1) for node in nodes) / len(nodes)
+        some = nodes[:32]
+        links = [self.network.latency(a.id, b.id) for a in some for b in some if a is not b]
+        hop_ms = math.fsum(links) / len(links) if links else 0.0
+        return Price(compute_ms=view.num_layers * idle, hop_ms=hop_ms, alpha=self.spec.alpha)
+
+    def join(self, view: View) -> Mapping[PeerId, LayerSpan]:
+        """A joining node reads the directory, which still lists nodes that have just gone."""
+        return place_joiners(view.take(self.scenario.serving.record_lifetime_ms))
+
+    def rebalance(self, view: View) -> Schedule | None:
+        """When a layer is served and being read by nobody, everybody may move; imbalance is left to those who join."""
+        snapshot = view.take()
+        held = layer_capacity_tokens(snapshot.nodes, view.num_layers)
+        if not missing_ranges(1 if tokens > 0 else 0 for tokens in held):
+            return None
+        return target(snapshot).plan
+
+    def choose(self, session: Session, view: View) -> Chain:
+        table = view.table(session.most_tokens)
+        return table.route(client_ms=view.client_ms(session.request.client), banned=session.banned)
+
+    def repair(self, session: Session, view: View) -> Repeat:
+        intact = Chain(tuple(hop for hop in session.hops if hop.peer in session.ready))
+        found = repair(
+            view.table(session.most_tokens),
+            intact,
+            (),
+            client_ms=view.client_ms(session.request.client),
+            banned=session.banned,
+        )
+        return Repeat(found)
+
+
+def _pool_node(node: SimNode) -> PoolNode:
+    return PoolNode(node.id, node.capacity, 1.0 / node.cost.curve.at(1), node.cost.device.region)
+
+
+def _add(tokens: list[float], node: SimNode, span: LayerSpan) -> None:
+    room = node.cost.kv_room(span.start, span.end) / (len(span) * node.cost.model.kv_token_bytes)
+    for layer in span:
+        tokens[layer] += max(room, 1.0)
