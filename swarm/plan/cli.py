@@ -39,8 +39,7 @@ def _command(verb: Verb[Any]) -> Callable[[str, bool], None]:
         except SwarmError as error:
             _refuse(error)
             raise typer.Exit(error.exit_code) from None
-        fields = answer.fields | ({"explanation": answer.words} if explain else {})
-        _print(fields, pretty=explain)
+        _print(answer.fields | ({"explanation": answer.words} if explain else {}))
 
     return run
 
@@ -68,9 +67,20 @@ def _refuse(error: SwarmError) -> None:
     _print(fields)
 
 
-def _print(fields: dict[str, Any], pretty: bool = False) -> None:
-    text = msgspec.json.encode(fields)
-    sys.stdout.write((msgspec.json.format(text, indent=2) if pretty else text).decode() + "\n")
+def _print(fields: dict[str, Any]) -> None:
+    """One line, or with an explanation one line a field and a sentence, for people to read."""
+    words = fields.get("explanation")
+    if words is None:
+        text = _json(fields)
+    else:
+        lines = [f"  {_json(name)}: {_json(value)}," for name, value in fields.items() if value is not words]
+        sentences = ",\n".join(f"    {_json(sentence)}" for sentence in words)
+        text = "\n".join(["{", *lines, '  "explanation": [', sentences, "  ]", "}"])
+    sys.stdout.write(text + "\n")
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def main() -> None:
