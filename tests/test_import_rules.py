@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def modules() -> Iterator[tuple[str, str, Path]]:
             yield room, ".".join((room, *parts)).removesuffix(".__init__"), file
 
 
+@functools.cache
 def imports(file: Path, name: str) -> set[str]:
     """Dotted names of all modules that a file imports, anywhere in it."""
     found: set[str] = set()

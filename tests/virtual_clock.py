@@ -18,6 +18,7 @@ from typing import Any
 
 EPOCH = 1_700_000_000.0  # what `wall_clock` shows at loop time 0
 REAL_GRACE_S = 1.0  # for threads, before a standstill is called a deadlock
+MAX_VIRTUAL_S = 86_400.0  # a test still waiting after a day (pings go on for ever) waits for nothing
 
 
 class _JumpingSelector:
@@ -61,6 +62,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     def advance(self, seconds: float) -> None:
         self._now += seconds
+        if self._now > MAX_VIRTUAL_S:
+            raise RuntimeError("a day of virtual time has passed: the test would never end")
 
     @contextlib.contextmanager
     def outside_work(self) -> Iterator[None]:
