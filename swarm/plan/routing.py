@@ -14,7 +14,7 @@ import numpy as np
 
 from swarm.errors import NoRoute, UsageError
 from swarm.plan.routing_graph import Floats, Graph, Links, Objective, RouteNode, link_matrix, links, no_route_sentence
-from swarm.types import Chain, NodeProfile, PeerId, Snapshot, coverage, missing_ranges
+from swarm.types import Chain, LayerSpan, NodeProfile, PeerId, Snapshot, coverage, missing_ranges
 
 __all__ = [
     "CLIENT",
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 DEFAULT_LINK_MS = 50.0  # between two peers of which nothing is known; half a transcontinental round trip
+_NO_SPAN = LayerSpan(0, 1)
 CLIENT = ""
 """The client's name in `snapshot_links`; no peer id is empty."""
 
@@ -108,7 +109,7 @@ class RouteTable:
         min_free_tokens: int = 0,
     ) -> None:
         self.snapshot = snapshot
-        self._fitting = [
+        fitting = (
             n
             for n in snapshot.serving()
             if dtype in (None, n.dtype)
@@ -116,7 +117,8 @@ class RouteTable:
             and times_are_sane(n)
             and n.span is not None
             and n.span.end <= snapshot.num_layers
-        ]
+        )
+        self._fitting = sorted(fitting, key=lambda n: (n.span or _NO_SPAN, n.peer))
         groups: dict[tuple[str, str], list[NodeProfile]] = {}
         for node in self._fitting:
             if not node.kv_capacity_tokens or node.kv_free_tokens >= min_free_tokens:
@@ -200,29 +202,36 @@ def snapshot_rho(profiles: Sequence[NodeProfile]) -> Floats:
     `DEFAULT_LINK_MS`. What is no number of ms counts as not measured.
     """
     place = {p.peer: i for i, p in enumerate(profiles)}
-    rho = np.full((len(profiles), len(profiles)), np.nan)
-    for i, profile in enumerate(profiles):
-        known = [(place[peer], ms) for peer, ms in profile.link_ms.items() if peer in place]
-        if known:
-            columns, values = zip(*known, strict=True)
-            rho[i, list(columns)] = values
-    rho[~((rho >= 0) & (rho < np.inf))] = np.nan
-    rho = np.where(np.isnan(rho), rho.T, rho)
-    rho = np.where(np.isnan(rho), _distances(profiles), rho)
-    return np.where(np.isnan(rho), DEFAULT_LINK_MS, rho)
+    rho = _distances(profiles)
+    known = [
+        (i, place[peer], ms)
+        for i, profile in enumerate(profiles)
+        for peer, ms in profile.link_ms.items()
+        if peer in place and 0.0 <= ms < math.inf
+    ]
+    if known:
+        a, b, ms = (np.array(column) for column in zip(*known, strict=True))
+        rho[b, a] = ms
+        rho[a, b] = ms
+    return rho
 
 
 def _distances(profiles: Sequence[NodeProfile]) -> Floats:
-    """Euclidean distances of network coordinates, NaN between spaces of different dimension, `[N, N]`."""
-    result = np.full((len(profiles), len(profiles)), np.nan)
+    """Euclidean distances of network coordinates of the same dimension, else `DEFAULT_LINK_MS`, `[N, N]`."""
+    result = np.full((len(profiles), len(profiles)), DEFAULT_LINK_MS)
     for dimensions in sorted({len(p.coordinate) for p in profiles} - {0}):
-        rows = np.array([i for i, p in enumerate(profiles) if len(p.coordinate) == dimensions])
-        points = np.array([profiles[i].coordinate for i in rows], np.float64)
-        rows, points = rows[np.isfinite(points).all(axis=1)], points[np.isfinite(points).all(axis=1)]
-        squares = np.zeros((len(rows), len(rows)))
+        rows = [i for i, p in enumerate(profiles) if len(p.coordinate) == dimensions]
+        rows = [i for i in rows if all(map(math.isfinite, profiles[i].coordinate))]
+        points = np.array([profiles[i].coordinate for i in rows]).reshape(-1, dimensions)
+        squares, difference = np.zeros((len(rows), len(rows))), np.empty((len(rows), len(rows)))
         for axis in points.T:
-            squares += (axis[:, None] - axis) ** 2
-        result[np.ix_(rows, rows)] = np.sqrt(squares)
+            np.subtract.outer(axis, axis, out=difference)
+            difference *= difference
+            squares += difference
+        np.sqrt(squares, out=squares)
+        if len(rows) == len(profiles):
+            return squares
+        result[np.ix_(rows, rows)] = squares
     return result
 
 

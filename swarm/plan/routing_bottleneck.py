@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from swarm.plan.routing_dp import NEVER, Dag, Ints, Path, Visit, sweep_capped, walk
-from swarm.plan.routing_search import Floors, best_simple, price
+from swarm.plan.routing_search import best_simple, price
 
 EXPANSIONS = 4_000  # chain prefixes looked at in one search
 EXPANSIONS_PER_CAP = 400
 HALVINGS = 12
 
 
-def best_pipeline(dag: Dag, entries: Ints, exits: Ints, bounds: Floors | None = None) -> tuple[int, Path] | None:
+def best_pipeline(dag: Dag, entries: Ints, exits: Ints) -> tuple[int, Path] | None:
     """The least slowest hop and, among the chains that meet it, the cheapest; None if there is no chain.
 
     `dag` has one row a node, in the order of their first layers. Exact while the budgets of this search and of
@@ -35,20 +35,10 @@ def best_pipeline(dag: Dag, entries: Ints, exits: Ints, bounds: Floors | None = 
         if known is None:
             return None
         cap = max(int(dag.spent[v.end, v.row] - dag.spent[v.start, v.row]) for v in known.visits)
-    rows = np.arange(dag.count)
-    if bounds is not None:  # rows through which every chain costs more than the one we have are no use
-        limit = known.cost - int(entries.min()) - int(exits.min())
-        rows = np.sort(bounds.rows[: np.searchsorted(bounds.cost, limit, side="right")])
-    part, known = dag.take(rows), _moved(known, {int(row): i for i, row in enumerate(rows)})
-    forward = Dag(part.owner, part.tau, np.where(np.tri(part.count, dtype=np.bool_), NEVER, part.rho))
-    in_order = walk(forward, sweep_capped(forward, exits[rows], cap), entries[rows], cap)  # repeats nobody
+    forward = Dag(dag.owner, dag.tau, np.where(np.tri(dag.count, dtype=np.bool_), NEVER, dag.rho))
+    in_order = walk(forward, sweep_capped(forward, exits, cap), entries, cap)  # rows in their order repeat nobody
     known = min((p for p in (known, in_order) if p), key=lambda p: p.key)
-    best = best_simple(part, entries[rows], exits[rows], cap, known) or known
-    return cap, _moved(best, dict(enumerate(rows.tolist())))
-
-
-def _moved(path: Path, place: dict[int, int]) -> Path:
-    return Path(path.cost, path.owners, tuple(Visit(place[v.row], v.start, v.end) for v in path.visits))
+    return cap, best_simple(dag, entries, exits, cap, known) or known
 
 
 class _Stages:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ TICK = 1 << 10  # up to 1,023 hops
 LAYER = 1 << 50  # up to 2^40 ticks: 18 minutes in nanoseconds
 NEVER = 1 << 61  # two of them still add without overflow
 MAX_LAYERS = 1000
+MOST_KEPT = 1 << 17  # links of one boundary that are kept from one sweep to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,8 @@ class Stage:
     rest: Ints
     stay_from: Ints = field(default_factory=_nobody)
     stay_to: Ints = field(default_factory=_nobody)
-    inside: Ints | None = None  # rho between its rows, [n, n]; gathered when first needed
-    onward: Ints | None = None  # rho to the rows of the next stage, [n, m]
+    inside: Ints | None = None  # kept by Dag.inside
+    onward: Ints | None = None  # kept by Dag.onward
 
 
 class Dag:
@@ -89,8 +91,10 @@ class Dag:
         self.num_layers, self.count = tau.shape
         self.spent = np.zeros((self.num_layers + 1, self.count), np.int64)  # cost of the held layers before a boundary
         np.cumsum(np.where(self.holds, tau, 0), axis=0, out=self.spent[1:])
-        self.nearest: Ints = rho.min(axis=1, initial=NEVER)  # cheapest link out of a row
+        self.work = 1 + int((self.holds.sum(axis=1, dtype=np.int64) ** 2).sum())  # relaxations of a sweep, at least 1
         self.stages = self._cut()
+        # where the blocks of the stages, one after the other, belong in a flattened [L + 1, R]
+        self.places = np.flatnonzero(self.holds)
 
     def _cut(self) -> list[Stage]:
         changes = np.flatnonzero((self.holds[1:] != self.holds[:-1]).any(axis=1)) + 1
@@ -115,15 +119,37 @@ class Dag:
         leave = None if self.may_leave is None else self.may_leave[:, rows]
         return Dag(self.owner[rows], self.tau.take(rows, axis=1), self.rho[rows[:, None], rows], enter, leave)
 
+    @cached_property
+    def nearest(self) -> Ints:
+        """The cheapest link out of each row, `[R]`."""
+        cheapest: Ints = self.rho.min(axis=1, initial=NEVER)
+        return cheapest
+
     def inside(self, stage: Stage) -> Ints:
+        """rho between the rows of a stage, `[n, n]`."""
         if stage.inside is None:
-            stage.inside = self.rho[stage.rows[:, None], stage.rows]
+            inside = _part(self.rho, stage.rows, stage.rows)
+            if inside.size > MOST_KEPT:
+                return inside
+            stage.inside = inside
         return stage.inside
 
     def onward(self, stage: Stage, after: Stage) -> Ints:
+        """rho from the rows of a stage to those of the next, `[n, m]`."""
         if stage.onward is None:
-            stage.onward = self.rho[stage.rows[:, None], after.rows]
+            onward = _part(self.rho, stage.rows, after.rows)
+            if onward.size > MOST_KEPT:
+                return onward
+            stage.onward = onward
         return stage.onward
+
+
+def _part(rho: Ints, rows: Ints, columns: Ints) -> Ints:
+    """The links from `rows` to `columns`; a view where both are consecutive."""
+    if len(rows) == rows[-1] - rows[0] + 1 and len(columns) == columns[-1] - columns[0] + 1:
+        return rho[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    part: Ints = rho[rows[:, None], columns]
+    return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,39 +170,44 @@ def sweep(dag: Dag, exits: Ints) -> Table:
     unless the cheapest link out of some row leads to something better than staying; from the last boundary where it
     might, the sweep goes on layer by layer.
     """
-    table = _empty_table(dag, exits)
+    table = Table(np.full((dag.num_layers + 1, dag.count), NEVER), np.full((dag.num_layers + 1, dag.count), NEVER))
+    if not dag.covered():
+        return table
+    blocks: list[Ints] = []
+    leaves: list[Ints] = []
     after: Stage | None = None
     for stage in reversed(dag.stages):
-        if not stage.rows.size:
-            break
-        base = exits[stage.rows] if after is None else _between(dag, table, stage, after)
-        block = np.minimum(stage.rest + base, NEVER)
-        doubtful = _last_doubt(dag, stage, block) if len(block) > 1 else 0
-        if doubtful:
-            _layer_by_layer(dag, table, stage, block, doubtful)
-        table.go[stage.lo : stage.hi, stage.rows] = block
+        # leave[i] belongs to boundary lo + 1 + i, [hi - lo, n]
+        leave = np.full(stage.tau.shape, NEVER)
+        base = leave[-1]
+        if after is None:
+            base[:] = exits[stage.rows]
+        else:
+            base = _between(dag, stage, after, blocks[-1][0], base)
+        block = stage.rest + base
+        np.minimum(block, NEVER, out=block)
+        if len(block) > 1 and (last := _last_doubt(dag, stage, block)):
+            _layer_by_layer(dag, stage, block, leave, last)
+        blocks.append(block)
+        leaves.append(leave)
         after = stage
+    table.go.ravel()[dag.places] = np.concatenate([block.ravel() for block in reversed(blocks)])
+    table.leave.ravel()[dag.places + dag.count] = np.concatenate([leave.ravel() for leave in reversed(leaves)])
     return table
 
 
-def _empty_table(dag: Dag, exits: Ints) -> Table:
-    table = Table(
-        np.full((dag.num_layers + 1, dag.count), NEVER), np.full((dag.num_layers + 1, dag.count), NEVER)
-    )
-    table.leave[-1] = np.where(dag.holds[-1], exits, NEVER)
-    return table
+def _between(dag: Dag, stage: Stage, after: Stage, entry: Ints, leave: Ints) -> Ints:
+    """Fill `leave` at the end of `stage`; the better of leaving and, where the next stage has the row too, staying.
 
-
-def _between(dag: Dag, table: Table, stage: Stage, after: Stage) -> Ints:
-    """Cost from the end of `stage` on for each of its rows: handing over or, if the next stage has it too, staying."""
-    entry = table.go[stage.hi, after.rows]
+    `entry`: least cost of the next stage by its rows.
+    """
     enterable = entry if dag.may_enter is None else np.where(dag.may_enter[stage.hi, after.rows], entry, NEVER)
-    leave: Ints = np.minimum.reduce(dag.onward(stage, after) + enterable, axis=1)
+    np.minimum.reduce(dag.onward(stage, after) + enterable, axis=1, out=leave)
     if dag.may_leave is not None:
         leave[~dag.may_leave[stage.hi, stage.rows]] = NEVER
-    table.leave[stage.hi, stage.rows] = leave
-    leave[stage.stay_from] = np.minimum(leave[stage.stay_from], entry[stage.stay_to])
-    return leave
+    base = leave.copy()
+    base[stage.stay_from] = np.minimum(base[stage.stay_from], entry[stage.stay_to])
+    return base
 
 
 def _last_doubt(dag: Dag, stage: Stage, block: Ints) -> int:
@@ -187,11 +218,10 @@ def _last_doubt(dag: Dag, stage: Stage, block: Ints) -> int:
     return 1 + int(places[-1]) if places.size else 0
 
 
-def _layer_by_layer(dag: Dag, table: Table, stage: Stage, block: Ints, last: int) -> None:
+def _layer_by_layer(dag: Dag, stage: Stage, block: Ints, leave: Ints, last: int) -> None:
     """Redo `block[:last]`, switching inside the stage allowed; `block[last]` is right."""
     inside = dag.inside(stage)
     sums = np.empty_like(inside)
-    leave = np.empty((last, len(stage.rows)), np.int64)
     enter_ok = None if dag.may_enter is None else dag.may_enter[stage.lo : stage.hi, stage.rows]
     leave_ok = None if dag.may_leave is None else dag.may_leave[stage.lo : stage.hi, stage.rows]
     for place in range(last, 0, -1):
@@ -204,12 +234,12 @@ def _layer_by_layer(dag: Dag, table: Table, stage: Stage, block: Ints, last: int
         np.minimum(hand_over, stay, out=before)
         before += stage.tau[place - 1]
         np.minimum(before, NEVER, out=before)
-    table.leave[stage.lo + 1 : stage.lo + 1 + last, stage.rows] = leave
 
 
 def sweep_capped(dag: Dag, exits: Ints, cap: int) -> Table:
     """`sweep` where no visit may take longer than `cap`, O(L R² + L² R)."""
-    table = _empty_table(dag, exits)
+    table = Table(np.full((dag.num_layers + 1, dag.count), NEVER), np.full((dag.num_layers + 1, dag.count), NEVER))
+    table.leave[-1] = np.where(dag.holds[-1], exits, NEVER)
     spent, holds = dag.spent, dag.holds
     for start in range(dag.num_layers - 1, -1, -1):
         boundary = start + 1

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from swarm.errors import NoRoute, UsageError
 from swarm.plan.routing_bottleneck import best_pipeline
 from swarm.plan.routing_dp import HOP, MAX_LAYERS, NEVER, TICK, Dag, Ints, Path
-from swarm.plan.routing_search import WORTH_A_SHORTLIST, Floors, best_simple, cheapest, floors, repeats, work
-from swarm.types import Chain, Hop, LayerSpan, coverage, missing_ranges
+from swarm.plan.routing_search import best_simple, cheapest, repeats
+from swarm.types import Chain, Hop, LayerSpan, missing_ranges
 
 Objective = Literal["latency", "bottleneck"]
 Links = Callable[[str, str], float] | Mapping[str, Mapping[str, float]]
@@ -117,15 +117,18 @@ class Graph:
         for row, node in enumerate(self.nodes):
             span = node.span(num_layers)
             self.tau_ms[span.start : span.end, row] = node.taus(num_layers)
-        self.rho_ms = rho_ms[np.ix_(order, order)].astype(np.float64)
+        self.rho_ms = rho_ms if order == list(range(len(nodes))) else rho_ms[np.ix_(order, order)]
         self._check()
         rank = {peer: i for i, peer in enumerate(sorted(set(self.ids)))}
         self.owner = np.array([rank[peer] for peer in self.ids], np.int64)
         self.ticks_per_ms = NANOSECONDS / max(1.0, self._longest_ms() * NANOSECONDS / MOST_TICKS)
-        rho = self.ticks(self.rho_ms) + HOP
-        rho[(self.owner[:, None] == self.owner) | np.isinf(self.rho_ms)] = NEVER
+        rho = self.ticks(self.rho_ms)
+        rho += HOP
+        np.minimum(rho, NEVER, out=rho)
+        np.fill_diagonal(rho, NEVER)
+        if len(rank) < len(self.ids):
+            rho[self.owner[:, None] == self.owner] = NEVER
         self.dag = Dag(self.owner, self.ticks(self.tau_ms), rho)
-        self._floors: Floors | None = None
 
     def _check(self) -> None:
         held = np.array([[n.start, n.end] for n in self.nodes], np.int64).reshape(-1, 2)
@@ -135,19 +138,27 @@ class Graph:
         if wrong.any():
             node = self.nodes[int(wrong.argmax())]
             raise UsageError(f"a layer of node {node.id} takes {node.layer_ms} ms; a time is a number from 0 up")
-        if not (self.rho_ms >= 0).all():
+        if not self.rho_ms.min(initial=0.0) >= 0:  # NaN is not
             i, j = (int(k) for k in np.argwhere(~(self.rho_ms >= 0))[0])
             raise UsageError(f"the link {self.ids[i]} -> {self.ids[j]} takes {self.rho_ms[i, j]} ms; use 0 or more")
 
     def _longest_ms(self) -> float:
+        """No chain takes longer, edges to the client aside."""
         tau = np.where(np.isfinite(self.tau_ms), self.tau_ms, 0.0).max(axis=1, initial=0.0)
-        rho = np.where(np.isfinite(self.rho_ms), self.rho_ms, 0.0).max(initial=0.0)
+        rho = self.rho_ms.max(initial=0.0)
+        if not rho < np.inf:
+            rho = np.where(np.isfinite(self.rho_ms), self.rho_ms, 0.0).max(initial=0.0)
         return float(tau.sum() + self.num_layers * rho)
 
     def ticks(self, ms: Floats) -> Ints:
         """ms -> cost, NEVER for infinite; exact to the nanosecond unless a chain could take minutes."""
-        scaled = np.minimum(np.where(np.isfinite(ms), ms, 0.0) * self.ticks_per_ms, MOST_TICKS)
-        return np.where(np.isfinite(ms), np.rint(scaled).astype(np.int64) * TICK, NEVER)
+        scaled = ms * self.ticks_per_ms
+        np.minimum(scaled, MOST_TICKS, out=scaled)
+        cost: Ints = np.rint(scaled, out=scaled).astype(np.int64)
+        cost *= TICK
+        if not ms.max(initial=0.0) < np.inf:
+            cost[np.isinf(ms)] = NEVER
+        return cost
 
     def best(
         self,
@@ -158,21 +169,23 @@ class Graph:
         revisits: bool = False,
     ) -> Chain:
         """The best chain; `entry_ms`, `exit_ms`: ρ from and to the client, `[R]`. Raises NoRoute."""
-        rows = np.flatnonzero([peer not in banned for peer in self.ids]) if banned else np.arange(len(self.ids))
-        self.check_coverage(rows)
-        dag = self.dag.take(rows) if banned else self.dag
+        rows, dag = np.arange(len(self.ids)), self.dag
+        if banned:
+            rows = np.flatnonzero([peer not in banned for peer in self.ids])
+            dag = dag.take(rows)
+        if not dag.covered():
+            self.check_coverage(rows)
         entry_ms = np.zeros(len(self.ids)) if entry_ms is None else entry_ms
         exit_ms = np.zeros(len(self.ids)) if exit_ms is None else exit_ms
         entries, exits = self.ticks(entry_ms[rows]), self.ticks(exit_ms[rows])
-        bounds = self._bounds()
-        path = _solve(dag, entries, exits, objective, revisits, bounds and bounds.among(rows))
+        path = _solve(dag, entries, exits, objective, revisits)
         if path is None:
             raise NoRoute("every layer is held, but no links join the nodes that hold them into a chain")
         return self.chain(path, rows, objective, entry_ms, exit_ms)
 
     def check_coverage(self, rows: Ints) -> None:
-        spans = (LayerSpan(self.nodes[r].start, self.nodes[r].end) for r in rows)
-        missing = missing_ranges(coverage(spans, self.num_layers))
+        """Raises NoRoute with the layers that none of `rows` holds."""
+        missing = missing_ranges(int(count) for count in self.dag.holds[:, rows].sum(axis=1))
         if missing:
             raise NoRoute(no_route_sentence(missing, self.num_layers), missing)
 
@@ -187,19 +200,12 @@ class Graph:
         edges = (float(entry_ms[visits[0][0]]), float(exit_ms[visits[-1][0]]))
         return Chain(hops, math.fsum((*runs, *hand_overs, *edges)))
 
-    def _bounds(self) -> Floors | None:
-        if self._floors is None and work(self.dag) >= WORTH_A_SHORTLIST:
-            self._floors = floors(self.dag)
-        return self._floors
 
-
-def _solve(
-    dag: Dag, entries: Ints, exits: Ints, objective: Objective, revisits: bool, bounds: Floors | None
-) -> Path | None:
+def _solve(dag: Dag, entries: Ints, exits: Ints, objective: Objective, revisits: bool) -> Path | None:
     if objective == "bottleneck":
-        found = best_pipeline(dag, entries, exits, bounds)
+        found = best_pipeline(dag, entries, exits)
         return found[1] if found else None
-    path = cheapest(dag, entries, exits, bounds)
+    path = cheapest(dag, entries, exits)
     if path is None or revisits or not repeats(path):
         return path
     return best_simple(dag, entries, exits, first=path)

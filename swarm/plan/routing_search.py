@@ -1,6 +1,6 @@
-"""Two searches on top of the sweep: a shortlist of nodes worth sweeping, and chains that visit nobody twice.
+"""Chains that visit nobody twice: what the dynamic program alone cannot promise.
 
-Owns what the dynamic program alone cannot promise. Knows only the integers of `routing_dp`.
+Owns the search on top of the sweep. Knows only the integers of `routing_dp`.
 
 The layer DAG of Parallax lets a chain come back to a node it has left. A session is kept by peer, so a chain to be used
 must not; and a pipeline whose stages share a node is no pipeline. Such chains are found by branch and bound over the
@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,71 +20,15 @@ from swarm.plan.routing_dp import NEVER, Dag, Flags, Ints, Path, Visit, sweep, s
 BUDGET = 1 << 27  # relaxations spent on finding a chain that visits nobody twice
 MOST_ROUNDS = 400
 MOST_ROUNDS_CAPPED = 32  # where sweeps are dearer and repeats tempting
-SHORTLIST = 32
-WORTH_A_SHORTLIST = 1 << 20  # relaxations of one sweep
 
 
-@dataclass(frozen=True, slots=True)
-class Floors:
-    """The cheapest chain conceivable through each row, in ascending order; `rows` in the same order, both `[R]`."""
-
-    cost: Ints
-    rows: Ints
-
-    def among(self, rows: Ints) -> Floors:
-        """The same for the part of the Dag between `rows`, ascending: fewer rows only make chains dearer."""
-        kept = np.isin(self.rows, rows)
-        return Floors(self.cost[kept], np.searchsorted(rows, self.rows[kept]))
-
-
-def floors(dag: Dag) -> Floors:
-    """Lower bounds from one sweep each way with every link replaced by its end's cheapest, O(L R)."""
-    out, into = dag.nearest, dag.rho.min(axis=0, initial=NEVER)
-    ahead, behind = np.empty_like(dag.tau), np.empty_like(dag.tau)
-    ahead[-1], behind[0] = dag.tau[-1], dag.tau[0]
-    for layer in range(1, dag.num_layers):
-        _relax(behind[layer - 1], into, out, dag.tau[layer], behind[layer])
-        _relax(ahead[-layer], out, into, dag.tau[-layer - 1], ahead[-layer - 1])
-    through = np.where(dag.holds, ahead + behind - dag.tau, NEVER).min(axis=0)
-    order = np.argsort(through, kind="stable")
-    return Floors(through[order], order)
-
-
-def _relax(cost: Ints, own: Ints, other: Ints, tau: Ints, result: Ints) -> None:
-    switched = np.maximum(own + cost.min(), (other + cost).min())
-    np.minimum(np.minimum(cost, switched) + tau, NEVER, out=result)
-
-
-def cheapest(dag: Dag, entries: Ints, exits: Ints, bounds: Floors | None = None) -> Path | None:
-    """The best chain in the DAG; a node may come twice. None if there is no chain.
-
-    With `bounds`, a shortlist is swept first; what it costs rules out every row whose floor is higher.
-    """
-    size = SHORTLIST
-    while bounds is not None and 2 * size < dag.count:
-        rows = np.sort(bounds.rows[:size])
-        part = dag.take(rows)
-        if not part.covered():
-            size *= 2
-            continue
-        table = sweep(part, exits[rows])
-        found = (entries[rows] + table.go[0]).min()
-        edges = entries.min() + exits.min()
-        needed = int(np.searchsorted(bounds.cost, found - edges, side="right"))
-        if needed <= size:
-            path = walk(part, table, entries[rows])
-            return None if path is None else _renamed(path, rows)
-        size = needed
+def cheapest(dag: Dag, entries: Ints, exits: Ints) -> Path | None:
+    """The best chain in the DAG; a node may come twice. None if there is no chain."""
     return walk(dag, sweep(dag, exits), entries)
 
 
-def _renamed(path: Path, rows: Ints) -> Path:
-    return Path(path.cost, path.owners, tuple(Visit(int(rows[v.row]), v.start, v.end) for v in path.visits))
-
-
-def work(dag: Dag) -> int:
-    """Relaxations in one full sweep, at least 1."""
-    return 1 + int((dag.holds.sum(axis=1, dtype=np.int64) ** 2).sum())
+def repeats(path: Path) -> bool:
+    return len(set(path.owners)) < len(path.owners)
 
 
 def best_simple(
@@ -99,13 +42,15 @@ def best_simple(
     """
 
     def solve(part: Dag) -> Path | None:
-        return walk(part, sweep(part, exits) if cap >= NEVER else sweep_capped(part, exits, cap), entries, cap)
+        if cap >= NEVER:
+            return cheapest(part, entries, exits)
+        return walk(part, sweep_capped(part, exits, cap), entries, cap)
 
     tickets = itertools.count()
     root = first or solve(dag)
     heap = [(root.key, next(tickets), root, dag)] if root else []
     most_rounds = MOST_ROUNDS if cap >= NEVER else MOST_ROUNDS_CAPPED
-    for _ in range(max(2, min(most_rounds, BUDGET // work(dag)))):
+    for _ in range(max(2, min(most_rounds, BUDGET // dag.work))):
         if not heap or (known and heap[0][0] >= known.key):
             return known
         _, _, path, part = heapq.heappop(heap)
@@ -120,10 +65,6 @@ def best_simple(
                 heapq.heappush(heap, (found.key, next(tickets), found, child))
     rest = [path for _, _, path, _ in heap if _repeat(path) is None]
     return min([*rest, *([known] if known else [])], key=lambda p: p.key, default=None)
-
-
-def repeats(path: Path) -> bool:
-    return len(set(path.owners)) < len(path.owners)
 
 
 def _repeat(path: Path) -> tuple[Visit, Visit] | None:
