@@ -7,6 +7,7 @@ node `repair`. Knows neither where profiles come from (`records`, `net.directory
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -289,7 +290,34 @@ def explain(
 
 
 def explain_snapshot(chain: Chain, snapshot: Snapshot, client_ms: Mapping[PeerId, float] | None = None) -> str:
-    """`explain` for a chain of `route_snapshot`, with the nodes' own names."""
+    """`explain` for a chain of `route_snapshot`, with the nodes' own names, which links were not measured, and what the
+    best chain without each hop's node would take.
+    """
     source = CLIENT if client_ms is not None else None
     names = {n.peer: f"{n.name} ({n.peer[-6:]})" if n.name else n.peer for n in snapshot.nodes}
-    return explain(chain, profile_nodes(snapshot.nodes), snapshot_links(snapshot, client_ms), source, names)
+    lines = [explain(chain, profile_nodes(snapshot.nodes), snapshot_links(snapshot, client_ms), source, names)]
+    guessed = [
+        f"{names[a.peer]} -> {names[b.peer]} ({how})"
+        for a, b in itertools.pairwise(chain.hops)
+        if (how := _link_origin(snapshot.node(a.peer), snapshot.node(b.peer))) != "measured"
+    ]
+    if guessed:
+        lines.append(f"links nobody has measured: {', '.join(guessed)}")
+    first = snapshot.node(chain.hops[0].peer)
+    if first is not None:
+        table = RouteTable(snapshot, dtype=first.dtype, weight_hash=first.weight_hash)
+        for hop in chain.hops:
+            try:
+                other = table.route(client_ms=client_ms, banned={hop.peer})
+                lines.append(f"without {names[hop.peer]} it would be {other.cost_ms:.1f} ms, over {len(other)} nodes")
+            except NoRoute:
+                lines.append(f"without {names[hop.peer]} there would be no chain")
+    return "\n".join(lines)
+
+
+def _link_origin(a: NodeProfile | None, b: NodeProfile | None) -> str:
+    if a is None or b is None:
+        return "assumed"
+    if b.peer in a.link_ms or a.peer in b.link_ms:
+        return "measured"
+    return "estimated from coordinates" if a.coordinate and len(a.coordinate) == len(b.coordinate) else "assumed"
