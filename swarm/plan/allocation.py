@@ -101,7 +101,7 @@ def allocate(
     best = _best(ladder, price)
     stages, split = ladder.found[best]
     score = price.score(best, stages)
-    score_bound = _score_bound(num_layers, nodes, pools, ladder, price)
+    score_bound = max(price.score(k, bound) for k, bound in enumerate(ladder.bounds) if k)
     groups = [group for pool, k in zip(pools, split, strict=False) for group in pool.form(k)]
     groups.sort(key=lambda group: (len(group), [node.id for node in group]))
     used = {node.id for group in groups for node in group}
@@ -142,8 +142,12 @@ class _Ladder:
         top = max(self.found)
         stages, split = self.found[top]
         more = {top + k: (stages + above, split + by_pool) for k, (above, by_pool) in other.found.items() if k}
-        bounds = self.bounds[: top + 1] + [self.bounds[top] + bound for bound in other.bounds[1:]]
+        bounds = self.bounds[: top + 1] + [stages + bound for bound in other.bounds[1:]]
         return _Ladder(bounds, self.found | more)
+
+    def above(self, k: int, bounds: Sequence[int]) -> _Ladder:
+        """With `bounds` instead of its own for more than k replicas."""
+        return _Ladder(self.bounds[: k + 1] + list(bounds[k + 1 :]), self.found)
 
     @property
     def most(self) -> int:
@@ -207,12 +211,17 @@ def _climb(
         pools[-1].sharpen(price, share)
         ladder = ladder.beside(pools[-1].ladder())
     if len(pools) > 1:
-        _, split = ladder.found[max(ladder.found)]
+        top = max(ladder.found)
+        _, split = ladder.found[top]
         used = {n.id for pool, k in zip(pools, split, strict=True) for group in pool.form(k) for n in group}
         leftover = _Pool(num_layers, (node for node in nodes if node.id not in used), budget)
         leftover.sharpen(price, budget)
-        pools.append(leftover)
         ladder = ladder.below(leftover.ladder())
+        if not all(pool.settled for pool in pools):
+            # How many replicas the regions form is open, hence what they leave too: ask what holds without regions.
+            capacities = sorted((min(node.layer_capacity, num_layers) for node in nodes), reverse=True)
+            ladder = ladder.above(top, [0, *least_stages(capacities, num_layers)])
+        pools.append(leftover)
     return pools, ladder
 
 
@@ -221,18 +230,6 @@ def _best(ladder: _Ladder, price: Price) -> int:
     scores = {k: price.score(k, stages) for k, (stages, _) in ladder.found.items() if k}
     enough = max(scores.values()) * (1 - _TIE)
     return min((ladder.found[k][0], k) for k, score in scores.items() if score >= enough)[1]
-
-
-def _score_bound(
-    num_layers: int, nodes: Sequence[PoolNode], pools: Sequence[_Pool], ladder: _Ladder, price: Price
-) -> float:
-    """No allocation that keeps to the regions scores more."""
-    bounds = ladder.bounds
-    if len(pools) > 1 and not all(pool.settled for pool in pools):
-        # How many replicas the regions form is open, hence also what they leave over: use what holds without regions.
-        capacities = sorted((min(node.layer_capacity, num_layers) for node in nodes), reverse=True)
-        bounds = [0, *least_stages(capacities, num_layers)]
-    return max(price.score(k, stages) for k, stages in enumerate(bounds) if k)
 
 
 def _spans(num_layers: int, group: Sequence[PoolNode], rebalance: bool) -> tuple[Hop, ...]:

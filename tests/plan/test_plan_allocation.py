@@ -241,6 +241,17 @@ def test_regions_are_combined_in_the_best_way(seed: int) -> None:
         checked += 1
 
 
+def test_bounds_hold_across_regions_when_the_budget_runs_out() -> None:
+    rng = random.Random(21)
+    for _ in range(10):
+        nodes = [PoolNode(f"n{i}", rng.randint(4, 40), region=rng.choice("abc")) for i in range(40)]
+        best = allocate(64, nodes, PRICE, Budget(10**6))
+        for steps in (0, 200, 2000):
+            quick = allocate(64, nodes, PRICE, Budget(steps))
+            check_plan(quick, 64, nodes)
+            assert quick.score_bound >= best.score * (1 - 1e-12)
+
+
 @pytest.mark.parametrize(
     ("compute_ms", "hop_ms", "alpha"), [(0, 0, 1), (-1, 1, 1), (1, -1, 1), (float("nan"), 1, 1), (1, 1, 0)]
 )
