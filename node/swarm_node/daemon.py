@@ -26,7 +26,7 @@ from swarm.net.pool import ConnectionPool
 from swarm.records import to_snapshot
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
 from swarm_kernels.calibrate import self_check
-from swarm_kernels.span import load_span
+from swarm_kernels.span_loading import load_span
 from swarm_node import placement
 from swarm_node.announcer import Announcer
 from swarm_node.engine import SpanEngine
@@ -41,7 +41,7 @@ from swarm_node.service import Served, Service
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S = 1.0  # the swarm must look the same for so long before a node chooses its layers
+SETTLE_S = 1.0  # a node's choice of layers must stand for so long before it acts on it
 SETTLE_AT_MOST_S = 4.0
 SETTLE_POLL_S = 0.2
 
@@ -205,22 +205,18 @@ class Node:
             await self._announcer.publish()
 
     async def _choose(self) -> Placement:
+        """The layers to take, once the choice has stood for a while: then all that join now have seen each other."""
         if self._config.layers:
             return placement.asked(self._config.layers, self._machine.num_layers)
-        snapshot = await self._calm() if self._config.peers else await self.snapshot()
-        return placement.choose(snapshot, self.profile(time.time()))
-
-    async def _calm(self) -> Snapshot:
-        """The swarm once nobody has come, gone or chosen for a while: then all that join choose by the same picture."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + SETTLE_AT_MOST_S
-        seen, since = await self.snapshot(), loop.time()
-        while loop.time() < min(deadline, since + SETTLE_S):
+        begun = since = loop.time()
+        choice = placement.choose(await self.snapshot(), self.profile(time.time()))
+        while self._config.peers and loop.time() < min(begun + SETTLE_AT_MOST_S, since + SETTLE_S):
             await asyncio.sleep(SETTLE_POLL_S)
-            before, seen = seen, await self.snapshot()
-            if _membership(seen) != _membership(before):
+            before, choice = choice, placement.choose(await self.snapshot(), self.profile(time.time()))
+            if choice.span != before.span:
                 since = loop.time()
-        return seen
+        return choice
 
     async def _claim(self, placed: Placement) -> None:
         """Tell the swarm which layers we take, before we spend the time to load them. Raises OutOfMemory."""
@@ -321,7 +317,3 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
     if working.cancelled():
         raise Stopped("stopped while starting")
     return working.result()
-
-
-def _membership(snapshot: Snapshot) -> frozenset[tuple[str, str, LayerSpan | None]]:
-    return frozenset((n.peer, n.state, n.span) for n in snapshot.nodes)

@@ -25,7 +25,7 @@ from swarm_kernels import ops
 from swarm_kernels.calibrate import choose_threads, measure_cost
 from swarm_kernels.device import physical_cores
 from swarm_kernels.model_source import ModelSource
-from swarm_kernels.span import load_span
+from swarm_kernels.span_loading import load_span
 from swarm_node.executor import BatchStats
 
 logger = logging.getLogger(__name__)
