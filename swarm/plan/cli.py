@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TextIO, cast
 
 import msgspec
 import typer
 
 from swarm.errors import NoRoute, SwarmError, UsageError
 from swarm.plan.requests import MAX_BYTES
-from swarm.plan.verbs import VERBS, Verb
+from swarm.plan.verbs import VERBS, Answer, Verb, simulate
 
 CommandLineError = cast(type[Exception], typer.BadParameter.__base__)  # of every wrong flag, argument or verb
 
@@ -34,18 +34,43 @@ Explain = Annotated[bool, typer.Option("--explain", help="Say in plain words how
 
 def _command(verb: Verb[Any]) -> Callable[[str, bool], None]:
     def run(file: File, explain: Explain = False) -> None:
-        try:
-            answer = verb.run(_read(file))
-        except SwarmError as error:
-            _refuse(error)
-            raise typer.Exit(error.exit_code) from None
-        _print(answer.fields | ({"explanation": answer.words} if explain else {}))
+        _answer(lambda: verb.run(_read(file)), explain)
 
     return run
 
 
 for _verb in VERBS:
     app.command(_verb.name, help=_verb.summary)(_command(_verb))
+
+
+@app.command("simulate", help="Run a scenario, TOML or JSON: a seeded swarm of any size in virtual time.")
+def _simulate(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The scenario; - reads stdin.")],
+    explain: Explain = False,
+    trace: Annotated[str | None, typer.Option(metavar="FILE", help="Write every event here, as JSON lines.")] = None,
+) -> None:
+    if trace is None:
+        _answer(lambda: simulate(_read(file)), explain)
+        return
+    try:
+        with Path(trace).open("w", encoding="utf-8") as lines:
+            _answer(lambda: simulate(_read(file), lambda line: _write(lines, line)), explain)
+    except OSError as error:
+        _refuse(UsageError(f"cannot write {trace}: {error.strerror}"))
+        raise typer.Exit(UsageError.exit_code) from None
+
+
+def _write(stream: TextIO, line: str) -> None:
+    stream.write(line + "\n")
+
+
+def _answer(decide: Callable[[], Answer], explain: bool) -> None:
+    try:
+        answer = decide()
+    except SwarmError as error:
+        _refuse(error)
+        raise typer.Exit(error.exit_code) from None
+    _print(answer.fields | ({"explanation": answer.words} if explain else {}))
 
 
 def _read(file: str) -> bytes:

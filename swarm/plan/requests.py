@@ -6,9 +6,10 @@ Owns the JSON of requests and the sentence that says what is wrong with one. Kno
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -166,20 +167,36 @@ class Speculate(Request, frozen=True):
 
 
 AnyRequest = TypeVar("AnyRequest", bound=Request)
+Parsed = TypeVar("Parsed")
 
 
-def parse(data: bytes, kind: type[AnyRequest]) -> AnyRequest:
+def parse(data: bytes, kind: type[Parsed]) -> Parsed:
     """A request's JSON. Raises UsageError with one sentence that names the field."""
-    if len(data) > MAX_BYTES:
-        raise UsageError(f"the input is {len(data)} bytes; at most {MAX_BYTES} are read")
-    if not data.strip():
-        raise UsageError("the input is empty; it should hold one JSON object")
+    _check_size(data)
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise UsageError(_sentence(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the input is not JSON ({error}); NaN and Infinity are not numbers in JSON") from None
+
+
+def parse_table(data: bytes) -> dict[str, Any]:
+    """A scenario's JSON, if it begins like an object, or TOML. Raises UsageError."""
+    _check_size(data)
+    if data.lstrip().startswith(b"{"):
+        return parse(data, dict[str, Any])
+    try:
+        return tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"the scenario is not TOML ({error})") from None
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"the input is over {MAX_BYTES >> 20} MiB, more than is read")
+    if not data.strip():
+        raise UsageError("the input is empty; it should hold one object")
 
 
 _WORDS = {

@@ -13,7 +13,7 @@ from typing import Any, Generic
 
 from swarm.errors import UsageError
 from swarm.plan import requests as ask
-from swarm.plan.requests import AnyRequest, Names, parse
+from swarm.plan.requests import AnyRequest, Names, parse, parse_table
 from swarm.types import Hop
 
 SMALLEST = 1e-30  # of what others are divided by
@@ -30,6 +30,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Verb(Generic[AnyRequest]):
+    """A decision that depends on one request and nothing else."""
+
     name: str
     summary: str
     request: type[AnyRequest]
@@ -260,6 +262,19 @@ def _forecast(forecast: Any) -> dict[str, Any]:
         "depth": forecast.depth,
         "in_flight": forecast.in_flight,
     }
+
+
+def simulate(data: bytes, trace: Callable[[str], None] | None = None) -> Answer:
+    """A scenario, TOML or JSON, run to its end. `trace` gets one line of JSON an event."""
+    from swarm.plan.simulate import simulate_table
+
+    found = simulate_table(parse_table(data), trace)
+    words = [
+        f"{found['finished']} of {found['requests']} requests were served in {found['virtual_s']:.6g} virtual seconds,"
+        f" at {found['tokens_per_s']:.4g} tokens/s in all, under the policy {found['policy']}.",
+        f"{found['events']} events; {found['left']} nodes left, {found['joined']} joined and {found['moved']} moved.",
+    ]
+    return Answer(found, words)
 
 
 VERBS: tuple[Verb[Any], ...] = (

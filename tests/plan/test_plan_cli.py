@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def test_a_bad_request_is_one_sentence_about_it(verb: str, text: str | bytes, me
 def test_an_input_without_end_is_refused() -> None:
     code, got = plan("join", b" " * (MAX_BYTES + 10))
     assert code == 2
-    assert "at most" in got["message"]
+    assert "more than is read" in got["message"]
 
 
 def test_ids_are_strings_or_numbers_and_the_lower_wins() -> None:
@@ -176,6 +177,62 @@ def test_a_time_budget_bounds_the_search_and_is_said() -> None:
         assert replica[0]["start"] == 0
         assert all(a["end"] == b["start"] for a, b in itertools.pairwise(replica))
         assert replica[-1]["end"] == 64
+
+
+SCENARIO = """
+name = "two machines"
+seed = 3
+workload = { requests = 3, rate_per_s = 1.0 }
+[model]
+name = "small"
+layers = 8
+hidden = 512
+heads = 8
+kv_heads = 8
+head_dim = 64
+intermediate = 1024
+vocabulary = 1000
+[[devices]]
+name = "laptop"
+count = 2
+memory_gb = 4
+bandwidth_gb_s = 50
+tflops = 1
+"""
+
+
+def test_a_scenario_is_simulated_the_same_each_time(tmp_path: Path) -> None:
+    traces = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    answers = [plan("simulate", SCENARIO, "--explain", "--trace", str(trace)) for trace in traces]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 0
+    assert answers[0][1]["finished"] == 3
+    assert answers[0][1]["explanation"][0].startswith("3 of 3 requests")
+    assert traces[0].read_bytes() == traces[1].read_bytes()
+    assert all(json.loads(line) for line in traces[0].read_text(encoding="utf-8").splitlines())
+    assert plan("simulate", json.dumps(tomllib.loads(SCENARIO)))[1]["events"] == answers[0][1]["events"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("", "the input is empty"),
+        ("name = ", "not TOML"),
+        ("{]", "not JSON"),
+        ("name = 1", "the scenario is not one"),
+        (SCENARIO + "wheels = 4", "wheels"),
+        (SCENARIO.replace("memory_gb = 4", "memory_gb = 0.05"), "hold"),
+    ],
+)
+def test_what_is_no_scenario_is_refused(scenario: str, message: str) -> None:
+    code, got = plan("simulate", scenario)
+    assert code == 2
+    assert message in got["message"]
+
+
+def test_a_trace_that_cannot_be_written_is_refused() -> None:
+    code, got = plan("simulate", SCENARIO, "--trace", "/no/such/folder/trace")
+    assert (code, got["message"]) == (2, "cannot write /no/such/folder/trace: No such file or directory")
 
 
 JUNK: list[Any] = [
