@@ -14,7 +14,6 @@ Ties: fewer stages, then lower node ids.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from swarm.plan.balance import PoolNode, check_pool, fill, lay_out
 from swarm.plan.budget import Budget
 from swarm.types import Hop
 
+_MOST_MS, _MOST_ALPHA = 1e30, 40.0  # keep scores of millions of replicas within a float
 _TIE = 1e-9  # scores closer than this, relatively, are equal: `pow` may differ in the last bit between machines
 
 
@@ -32,7 +32,7 @@ _TIE = 1e-9  # scores closer than this, relatively, are equal: `pow` may differ 
 class Price:
     """What the score knows of time: `compute_ms` a replica takes on average (T_comp), `hop_ms` a stage adds (r_RTT).
 
-    `alpha` > 0: above 1 replicas count for more than their number. Raises UsageError.
+    `alpha`: above 1 replicas count for more than their number. Raises UsageError.
     """
 
     compute_ms: float
@@ -42,12 +42,12 @@ class Price:
     def __post_init__(self) -> None:
         for name in ("compute_ms", "hop_ms"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{name} is {value}; it must be a number of milliseconds, zero or more")
-        if self.compute_ms + self.hop_ms <= 0:
+            if not 0 <= value <= _MOST_MS:
+                raise UsageError(f"{name} is {value}; it must be milliseconds, from zero to {_MOST_MS:g}")
+        if self.compute_ms + self.hop_ms < 1 / _MOST_MS:
             raise UsageError("compute_ms and hop_ms are both zero; the score needs one of them")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise UsageError(f"alpha is {self.alpha}; it must be a positive number")
+        if not 0 < self.alpha <= _MOST_ALPHA:
+            raise UsageError(f"alpha is {self.alpha}; it must be above zero and at most {_MOST_ALPHA:g}")
 
     def score(self, replicas: int, stages: int) -> float:
         """Z(k), for `stages` nodes in all `replicas` together."""
@@ -172,14 +172,21 @@ class _Pool:
 
     def sharpen(self, price: Price, budget: Budget) -> None:
         """Settle which k scores best, then s*(k) for every k; hard ones are left until the easy ones are done."""
-        stairs = self._stairs
         for deep in (False, True):
-            best = max((price.score(k, stages) for k, stages in stairs.found()), default=0.0)
-            for k in sorted(range(1, stairs.most + 1), key=lambda k: -price.score(k, stairs.bound(k))):
-                if k <= stairs.most and price.score(k, stairs.bound(k)) >= best and stairs.sharpen(k, budget, deep):
-                    best = max(best, price.score(k, stairs.bound(k)) if k <= stairs.most else 0.0)
-            for k in range(1, stairs.most + 1):
+            self._settle_best(price, budget, deep)
+            for k in range(1, self._stairs.most + 1):
+                self._stairs.sharpen(k, budget, deep)
+
+    def _settle_best(self, price: Price, budget: Budget, deep: bool) -> None:
+        """Work on each k whose bound scores more than what was found for any, the most promising first."""
+        stairs = self._stairs
+        best = max((price.score(k, stages) for k, stages in stairs.found()), default=0.0)
+        for k in sorted(range(1, stairs.most + 1), key=lambda k: -price.score(k, stairs.bound(k))):
+            if k <= stairs.most and price.score(k, stairs.bound(k)) >= best:
                 stairs.sharpen(k, budget, deep)
+            stages = stairs.stages(k) if k <= stairs.most else None
+            if stages is not None:
+                best = max(best, price.score(k, stages))
 
     def ladder(self) -> _Ladder:
         stairs = self._stairs

@@ -48,7 +48,7 @@ def at_most(capacities: Sequence[int], num_layers: int) -> Ints:
 
 
 def least_stages(capacities: Sequence[int], num_layers: int) -> list[int]:
-    """Entry k-1: a lower bound on s*(k), for every k that is not ruled out; capacities sorted downwards, below L."""
+    """Entry k-1: a lower bound on s*(k), for every k that is not ruled out; capacities sorted downwards, at most L."""
     if not capacities:
         return []
     bounds = at_most(capacities, num_layers)
@@ -82,7 +82,7 @@ def _rounding_duals(num_layers: int) -> tuple[Ints, Ints]:
     """-> weights `[duals, L + 1]`, totals `[duals]`: mixed-integer rounding of `sum of c >= L` times m/d.
 
     For a multiplier t = m/d, F(c) = floor(tc) + min(1, frac(tc) / frac(tL)) is subadditive and F(L) = ceil(tL), so any
-    capacities that sum to L weigh at least ceil(tL) (Nemhauser and Wolsey 1988, II.1.7). t = 1 is the plain sum of
+    capacities that sum to L weigh at least ceil(tL) (Nemhauser and Wolsey 1988). t = 1 is the plain sum of
     layers; t = 1/d sees that capacity d fills no more than L/d of a replica, rounded down.
     """
     capacity = np.arange(num_layers + 1, dtype=np.int64)

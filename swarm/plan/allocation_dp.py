@@ -6,7 +6,7 @@ back-pointers. What differs, each change sound:
   of the sorted capacities that forms k replicas, and skipping is left to the caller, who tries prefix after prefix;
 - a capacity that meets a residual exactly completes it, for the reason given at `allocation_greedy.match_pairs`;
 - each dual function (`allocation_bounds`) measures waste: what a step adds in weight beyond what it saves in the weight
-  still needed. A step is cut when its waste exceeds the slack of any of the duals. The paper's code bounds nothing;
+  still needed. A step is cut when its waste exceeds the slack of any of the duals;
 - the search is depth first, least waste first, and states that failed are not entered again, nor are those they
   dominate: the same cursor and residuals with more replicas still to begin.
 """

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from swarm.plan.budget import Budget
 
 Bin = list[int]
-"""The capacities of one replica's nodes."""
+"""The capacities of one replica's nodes. Shared between answers: replaced as a whole, never changed."""
 
 _EXTEND_TRIES = 2  # re-splits, in each of two rounds, to make room for one more replica before starting over
 _REPAIR_TRIES = 20  # the same for each bin that falls short in a fresh start

@@ -253,7 +253,8 @@ def test_bounds_hold_across_regions_when_the_budget_runs_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute_ms", "hop_ms", "alpha"), [(0, 0, 1), (-1, 1, 1), (1, -1, 1), (float("nan"), 1, 1), (1, 1, 0)]
+    ("compute_ms", "hop_ms", "alpha"),
+    [(0, 0, 1), (-1, 1, 1), (1, -1, 1), (float("nan"), 1, 1), (1, 1, 0), (1e31, 1, 1), (1, 1, 41)],
 )
 def test_prices_that_cannot_be_right_are_refused(compute_ms: float, hop_ms: float, alpha: float) -> None:
     with pytest.raises(UsageError):
