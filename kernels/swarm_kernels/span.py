@@ -1,7 +1,6 @@
 """A contiguous slice of a decoder, run on packed rows of many sessions.
 
-Owns the `Span` protocol, which covers every model, and `load_span`, which picks the lean or the general implementation.
-Knows neither peers nor how requests are batched.
+Owns the `Span` protocol, which covers every model. `span_loading` makes one; `lean` and `general` are its kinds.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ from typing import Protocol
 
 import torch
 
-from swarm.errors import InvalidRequest, UsageError
+from swarm.errors import InvalidRequest
 from swarm.types import LayerSpan
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.kv_cache import KVCache
 from swarm_kernels.model_config import ModelConfig
-from swarm_kernels.model_source import ModelSource
 from swarm_kernels.wire import from_wire, to_wire
 
-__all__ = ["Progress", "Span", "from_wire", "load_span", "to_wire"]
+__all__ = ["Progress", "Span", "check_part", "check_tokens", "from_wire", "to_wire"]
 
 Progress = Callable[[float], None]
 """Called with the share of the weights loaded so far, 0 to 1."""
@@ -82,30 +80,6 @@ class Span(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[m, hidden]` as the last layer left them -> fp32 `[m, vocab]` (last span only): final norm, then head."""
         ...
-
-
-def load_span(
-    source: ModelSource,
-    layers: LayerSpan,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-) -> Span:
-    """Read the tensors of `layers` (and the embedding, norm and head where the span has an end of the model).
-
-    Layer by layer, each read, converted and packed before the next, so memory never holds the weights twice. Raises
-    CorruptModel, UnsupportedModel, OutOfMemory, UsageError.
-    """
-    if layers.end > source.config.num_layers:
-        raise UsageError(f"layers {layers} are asked for, but the model has {source.config.num_layers}")
-    report = progress or (lambda share: None)
-    if source.config.lean:
-        from swarm_kernels.lean import LeanSpan
-
-        return LeanSpan.load(source, layers, dtype, torch.device(device), report)
-    from swarm_kernels.general import GeneralSpan  # imports transformers, which takes seconds
-
-    return GeneralSpan.load(source, layers, dtype, torch.device(device), report)
 
 
 def check_part(layers: LayerSpan, start: int | None, end: int | None) -> tuple[int, int]:

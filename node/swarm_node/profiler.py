@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 PROBE_LAYERS = 2
 THREADS_BUDGET_S = 0.5
 COST_BUDGET_S = 0.7
+MAX_AGE_S = 86400.0  # of a remembered measurement: it may have been taken at a busy moment
 MEMORY = 0.9  # weight of what was measured before, in τ
+IDLE_MEMORY = 0.98  # the same, in what one row costs an idle machine
 CALM_S = 10.0  # without work, τ falls back to the idle machine's within a few of these
 
 
@@ -92,6 +94,8 @@ def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads:
 
 def _recall(file: Path) -> Calibration | None:
     try:
+        if abs(time.time() - file.stat().st_mtime) > MAX_AGE_S:
+            return None
         stored = json.loads(file.read_bytes())
         cost = CostCurve(tuple(map(int, stored["widths"])), tuple(map(float, stored["ms"])))
         calibration = Calibration(int(stored["threads"]), cost)
@@ -121,10 +125,13 @@ class LayerTime:
         self._at = clock()
 
     def observe(self, stats: BatchStats) -> None:
-        if stats.decode_steps:
-            measured = (stats.queue_ms + stats.compute_ms) / len(stats.span)
-            self._ms = MEMORY * self.ms + (1 - MEMORY) * measured
-            self._at = self._clock()
+        if not stats.decode_steps:
+            return
+        compute = stats.compute_ms / len(stats.span)
+        self._ms = MEMORY * self.ms + (1 - MEMORY) * (compute + stats.queue_ms / len(stats.span))
+        self._at = self._clock()
+        if stats.rows == 1:
+            self._idle_ms = IDLE_MEMORY * self._idle_ms + (1 - IDLE_MEMORY) * compute
 
     @property
     def ms(self) -> float:

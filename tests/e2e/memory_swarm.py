@@ -22,7 +22,7 @@ from swarm.net.pool import ConnectionPool
 from swarm.types import LayerSpan, NodeProfile, NodeState, PeerId
 from swarm_client import SwarmClient
 from swarm_client.network import Network
-from swarm_kernels.span import load_span
+from swarm_kernels.span_loading import load_span
 from swarm_node.announcer import Announcer
 from swarm_node.engine import SpanEngine
 from swarm_node.executor import Executor, InlineDevice

@@ -14,7 +14,7 @@ from swarm.types import LayerSpan
 from swarm_kernels import ops
 from swarm_kernels.calibrate import choose_threads, measure_cost, self_check
 from swarm_kernels.lean import LeanSpan
-from swarm_kernels.span import load_span
+from swarm_kernels.span_loading import load_span
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from swarm.errors import CorruptModel, ModelError, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.hf_config import model_config
 from swarm_kernels.loader import open_model
-from swarm_kernels.span import load_span
+from swarm_kernels.span_loading import load_span
 
 GEMMA = {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -15,7 +15,7 @@ from swarm.types import LayerSpan
 from swarm_kernels.kv_cache import RowsRequest
 from swarm_kernels.model_config import RopeConfig
 from swarm_kernels.model_source import ModelSource
-from swarm_kernels.span import load_span
+from swarm_kernels.span_loading import load_span
 from swarm_kernels.tokenizer import load_tokenizer
 
 LLAMA3 = {

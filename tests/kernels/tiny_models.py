@@ -14,7 +14,8 @@ from swarm.types import LayerSpan
 from swarm_kernels.hf_config import model_config
 from swarm_kernels.kv_cache import KVCache, RowsRequest
 from swarm_kernels.model_config import ModelConfig
-from swarm_kernels.span import Span, load_span
+from swarm_kernels.span import Span
+from swarm_kernels.span_loading import load_span
 
 SMALL = {
     "hidden_size": 96,

@@ -10,7 +10,7 @@ from tiny_models import ModelTensors, tiny_model
 from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.device import DTYPES
-from swarm_kernels.span import load_span
+from swarm_kernels.span_loading import load_span
 from swarm_node.capacity import WORKSPACE, Weights
 
 weights = st.builds(

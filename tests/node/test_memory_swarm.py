@@ -16,7 +16,7 @@ from virtual_clock import virtual_time
 from swarm.messages import Failed, Result, Step
 from swarm.net.memory import Link, MemoryNetwork
 from swarm.types import LayerSpan, Sampling
-from swarm_kernels.span import load_span
+from swarm_kernels.span_loading import load_span
 from swarm_node.engine import SpanEngine
 
 HOPS = [("n0", 0, 2), ("n1", 2, 4), ("n2", 4, 6)]

@@ -1,0 +1,36 @@
+"""Makes the span of a model: the lean one where it covers the model exactly, transformers' own layers elsewhere.
+
+Owns that choice. Knows neither how layers compute nor what a span is used for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swarm.errors import UsageError
+from swarm.types import LayerSpan
+from swarm_kernels.lean import LeanSpan
+from swarm_kernels.model_source import ModelSource
+from swarm_kernels.span import Progress, Span
+
+
+def load_span(
+    source: ModelSource,
+    layers: LayerSpan,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Span:
+    """Read the tensors of `layers` (and the embedding, norm and head where the span has an end of the model).
+
+    Layer by layer, each read, converted and packed before the next, so memory never holds the weights twice. Raises
+    CorruptModel, UnsupportedModel, OutOfMemory, UsageError.
+    """
+    if layers.end > source.config.num_layers:
+        raise UsageError(f"layers {layers} are asked for, but the model has {source.config.num_layers}")
+    report = progress or (lambda share: None)
+    if source.config.lean:
+        return LeanSpan.load(source, layers, dtype, torch.device(device), report)
+    from swarm_kernels.general import GeneralSpan  # imports transformers, which takes seconds
+
+    return GeneralSpan.load(source, layers, dtype, torch.device(device), report)
