@@ -161,7 +161,7 @@ class GeneralSpan:
     def load(
         cls, source: ModelSource, layers: LayerSpan, dtype: torch.dtype, device: torch.device, progress: Progress
     ) -> GeneralSpan:
-        """See `span.load_span`."""
+        """see `span_loading.load_span`."""
         try:
             model = skeleton(source.config, ATTENTION, dtype)
             load_weights(model, source, layers, device, progress)

@@ -47,7 +47,7 @@ class LeanSpan:
     def load(
         cls, source: ModelSource, layers: LayerSpan, dtype: torch.dtype, device: torch.device, progress: Progress
     ) -> LeanSpan:
-        """See `span.load_span`."""
+        """see `span_loading.load_span`."""
         config = source.config
         reader = _Reader(source, dtype, device)
         is_first, is_last = layers.start == 0, layers.end == config.num_layers
