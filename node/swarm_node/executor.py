@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+COMPANY_S = 0.25  # a session that decoded so recently is expected to come back
+GATHER_SHARE = 0.2  # of a batch's time: how long the first step of a batch waits for those that ran beside it
+GATHER_MAX_S = 0.0015
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -163,6 +167,8 @@ class Executor:
         self._running: asyncio.Future[_Timed] | None = None
         self._scheduled = False
         self._closed = False
+        self._company: dict[int, float] = {}  # session key -> when it last decoded
+        self._decode_s = 0.0  # what the last batch took that decoded
 
     @property
     def waiting_rows(self) -> int:
@@ -183,10 +189,23 @@ class Executor:
         self._device.close()
 
     def _schedule(self) -> None:
-        """Start a batch after the callbacks that are ready now, so that steps arriving together share it."""
+        """Start a batch soon, so that steps arriving together share it."""
         if not self._scheduled and self._running is None:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._start)
+            asyncio.get_running_loop().call_later(self._gather_s(), self._start)
+
+    def _gather_s(self) -> float:
+        """How long to wait for company, in seconds.
+
+        Sessions that decoded in one batch leave it together and meet again at the next hop, one frame after another. If
+        the first frame started a batch of its own, every hop would split the batch, and read all weights twice. Alone, or
+        once everybody is here, nobody waits.
+        """
+        now = self._clock()
+        self._company = {key: at for key, at in self._company.items() if now - at < COMPANY_S}
+        if len(self._queue) >= len(self._company):
+            return 0.0
+        return min(GATHER_MAX_S, GATHER_SHARE * self._decode_s)
 
     def _start(self) -> None:
         self._scheduled = False
@@ -238,6 +257,9 @@ class Executor:
             elif not work.done.done():
                 work.done.set_result(Outcome(output, queue_ms, compute_ms))
         decode = [wait for work, wait in zip(batch, waits, strict=True) if not work.prefill]
+        if decode:
+            self._decode_s = compute_ms / 1e3
+            self._company.update((work.session.key, self._clock()) for work in batch if not work.prefill)
         rows = sum(work.rows for work in batch)
         queue_ms = sum(decode) / max(1, len(decode))
         self._observe(BatchStats(batch[0].span, len(batch), len(decode), rows, queue_ms, compute_ms))

@@ -1,0 +1,115 @@
+"""Batches on a real thread: the loop stays free, errors stay with their step, nothing is lost at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+from node_fakes import ROWS, ToyEngine
+
+from swarm.errors import InvalidRequest, ResourceError
+from swarm.messages import Open, Step
+from swarm.types import LayerSpan
+from swarm_node.executor import BatchStats, Compute, Executor, ThreadDevice, Work
+from swarm_node.sessions import Arrival, Session
+
+WHOLE = LayerSpan(0, ROWS.num_layers)
+
+
+class NoLink:
+    peer = "client"
+
+    async def send(self, *message: object) -> None:
+        raise AssertionError("an executor sends nothing")
+
+
+def session(key: int) -> Session:
+    message = Open(bytes([key]) * 16, "toy", "hash", "fp32", WHOLE.start, WHOLE.end, 50)
+    return Session.of(message, NoLink(), key, ROWS)
+
+
+def arrival(token: int = 1, rows: int = 1) -> Arrival:
+    return Arrival(Step(b"s" * 16, 0, 0, 0, rows, tokens=[token] * rows), b"")
+
+
+class SlowEngine(ToyEngine):
+    """Holds the device until the test lets go."""
+
+    def __init__(self) -> None:
+        super().__init__(WHOLE)
+        self.began = threading.Event()
+        self.go = threading.Event()
+        self.threads: set[int] = set()
+
+    def prepare(self, works: Sequence[Work]) -> Compute:
+        compute = super().prepare(works)
+
+        def slowly() -> Sequence[object]:
+            self.threads.add(threading.get_ident())
+            self.began.set()
+            assert self.go.wait(30)
+            return compute()
+
+        return slowly  # type: ignore[return-value]
+
+
+async def test_the_loop_is_free_while_the_device_computes_and_latecomers_share_the_next_batch() -> None:
+    engine, stats = SlowEngine(), list[BatchStats]()
+    executor = Executor(engine, ThreadDevice(), 512, stats.append)
+    first = asyncio.create_task(executor.run(session(0), arrival()))
+    assert await asyncio.to_thread(engine.began.wait, 30)
+    rest = [asyncio.create_task(executor.run(session(k), arrival(k))) for k in (1, 2, 3)]
+    await asyncio.sleep(0.02)
+    assert not first.done()
+    assert executor.waiting_rows == 3
+    engine.go.set()
+    outcomes = await asyncio.gather(first, *rest)
+    assert [o.output.tokens for o in outcomes] == [(7,), (7,), (8,), (9,)]
+    assert engine.batches == [1, 3]
+    assert [(s.steps, s.decode_steps, s.rows) for s in stats] == [(1, 1, 1), (3, 3, 3)]
+    assert threading.get_ident() not in engine.threads
+    assert all(o.queue_ms >= 0 and o.compute_ms >= 0 for o in outcomes)
+    await executor.close()
+
+
+async def test_a_refused_step_fails_alone() -> None:
+    engine = ToyEngine(WHOLE, refuse_key=1)
+    executor = Executor(engine, ThreadDevice(), 512)
+    runs = (executor.run(session(k), arrival()) for k in range(3))
+    outcomes = await asyncio.gather(*runs, return_exceptions=True)
+    assert [isinstance(o, InvalidRequest) for o in outcomes] == [False, True, False]
+    await executor.close()
+
+
+async def test_a_broken_device_fails_the_batch_and_serves_the_next() -> None:
+    engine = ToyEngine(WHOLE, fail=RuntimeError("out of everything"))
+    executor = Executor(engine, ThreadDevice(), 512)
+    with pytest.raises(ResourceError, match="the device failed: out of everything"):
+        await executor.run(session(0), arrival())
+    engine.fail = None
+    assert (await executor.run(session(1), arrival())).output.tokens == (7,)
+    await executor.close()
+
+
+async def test_who_stopped_waiting_is_forgotten() -> None:
+    engine = SlowEngine()
+    executor = Executor(engine, ThreadDevice(), 512)
+    running = asyncio.create_task(executor.run(session(0), arrival()))
+    assert await asyncio.to_thread(engine.began.wait, 30)
+    waiting = asyncio.create_task(executor.run(session(1), arrival()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    running.cancel()
+    engine.go.set()
+    await executor.close()
+    assert engine.batches == [1]
+
+
+async def test_prefill_is_not_held_against_tau() -> None:
+    stats: list[BatchStats] = []
+    executor = Executor(ToyEngine(WHOLE), ThreadDevice(), 512, stats.append)
+    await executor.run(session(0), arrival(rows=5))
+    assert [(s.decode_steps, s.queue_ms) for s in stats] == [(0, 0.0)]
+    await executor.close()
