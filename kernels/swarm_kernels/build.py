@@ -1,8 +1,8 @@
 """Compiles the CPU kernels into a shared library, once for each machine and version of the sources.
 
-The library has a plain C interface and no torch in it: it compiles in seconds with any GCC or Clang, does not depend on
-torch's ABI, and is called through ctypes, which lets go of the GIL. It is kept under `swarm.config.data_dir()`, named by
-a hash of everything that went into it. `python -m swarm_kernels.build` builds it ahead of its first use.
+The library has a plain C interface and no torch in it: it compiles in seconds with any GCC or Clang, does not depend
+on torch's ABI, and is called through ctypes, which lets go of the GIL. It is kept under `swarm.config.data_dir()`,
+named by a hash of everything that went into it. `python -m swarm_kernels.build` builds it ahead of its first use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from swarm.config import data_dir
 SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=default", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 _X86_VARIANTS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512"),
+    "avx512": (
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"),
+        *("-mtune=skylake-avx512", "-mprefer-vector-width=512"),  # GCC's generic tuning costs a sixth of the speed
+    ),
     "avx2": ("-mavx2", "-mfma"),
     "generic": (),
 }

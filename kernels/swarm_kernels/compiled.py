@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from swarm.errors import KernelError
 from swarm_kernels import native
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.cpu import binding
@@ -43,6 +44,8 @@ class PackedLinear:
         return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2 or x.shape[1] != self.in_features or x.device.type != "cpu":
+            raise KernelError(f"a linear layer of {self.in_features} inputs was given {tuple(x.shape)} on {x.device}")
         wide = x.to(torch.float32).contiguous()
         out = torch.empty(x.shape[0], self.out_features)
         status = native.loaded().swarm_linear(self.desc, wide.data_ptr(), wide.shape[0], out.data_ptr())

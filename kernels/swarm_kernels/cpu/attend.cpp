@@ -63,9 +63,10 @@ struct Attention {
 
   void load_queries(const RowTile& tile, int64_t group, float* q) const {
     const int64_t m = tile.rows * share;
+    const float factor = softcap == 0.0f ? scale * 1.44269504088896f : scale;  // the kernels' exponentials are of 2
     for (int64_t i = 0; i < m; i++) {
       const float* from = in.q + (tile.row + i / share) * in.ldq + (group * share + i % share) * cache.dim;
-      for (int64_t d = 0; d < cache.dim; d++) q[d * m + i] = from[d] * scale;
+      for (int64_t d = 0; d < cache.dim; d++) q[d * m + i] = from[d] * factor;
     }
   }
 

@@ -79,21 +79,22 @@ SWARM_INLINE void gather(const float* weights, const float* shrink, const T* con
     for (int j = 0; j < N; j++) store(mix + r * dim + d + j * LANES, acc[r][j]);
 }
 
-// Lanes whose bit is clear become -infinity.
-SWARM_INLINE V hide(V scores, uint32_t bits) {
+// Lanes whose bit is clear become `hidden`.
+SWARM_INLINE V hide(V values, uint64_t bits, float hidden) {
   I lane;
   SWARM_UNROLL
   for (int i = 0; i < LANES; i++) lane[i] = 1 << i;
-  return (lane & (int32_t)bits) != 0 ? scores : splat(-INFINITY);
+  return (lane & (int32_t)(uint32_t)bits) != 0 ? values : splat(hidden);
 }
 
+// limit * tanh(score / limit), times log2(e).
 SWARM_INLINE V cap(V scores, float limit) {
-  V twice = scores * (2.0f / limit);
-  twice = twice > 87.0f ? splat(87.0f) : twice;
-  return limit - (2.0f * limit) / (exp(twice) + 1.0f);
+  V twice = scores * (2.0f * LOG2E / limit);
+  twice = twice > 126.0f ? splat(126.0f) : twice;
+  return LOG2E * (limit - (2.0f * limit) / (exp2(twice) + 1.0f));
 }
 
-// One row's 64 scores -> weights in place; updates its maximum and sum, returns what its mix shrinks by.
+// One row's 64 scores, in units of log2, -> weights in place; updates its maximum and sum, returns what its mix shrinks by.
 inline float soften(float* scores, uint64_t bits, float softcap, float* running_max, float* running_sum) {
   constexpr int N = CHUNK / LANES;
   if (bits == 0) {
@@ -105,17 +106,18 @@ inline float soften(float* scores, uint64_t bits, float softcap, float* running_
   for (int j = 0; j < N; j++) {
     s[j] = load(scores + j * LANES);
     if (softcap != 0) s[j] = cap(s[j], softcap);
-    if (~bits) s[j] = hide(s[j], (uint32_t)(bits >> (j * LANES)));
+    if (~bits) s[j] = hide(s[j], bits >> (j * LANES), -INFINITY);
     top = max(s[j], top);
   }
   const float before = *running_max, peak = largest(top), now = peak > before ? peak : before;
   SWARM_UNROLL
   for (int j = 0; j < N; j++) {
-    s[j] = exp(s[j] - now);
+    s[j] = exp2(s[j] - now);
+    if (~bits) s[j] = hide(s[j], bits >> (j * LANES), 0.0f);
     store(scores + j * LANES, s[j]);
     total += s[j];
   }
-  const float shrink = before == now ? 1.0f : before == -INFINITY ? 0.0f : exp(splat(before - now))[0];
+  const float shrink = before == now ? 1.0f : before == -INFINITY ? 0.0f : exp2(splat(before - now))[0];
   *running_max = now;
   *running_sum = *running_sum * shrink + sum(total);
   return shrink;
@@ -187,8 +189,8 @@ inline void merge(int64_t m, int64_t dim, const SoftmaxState& into, const Softma
   for (int64_t i = 0; i < m; i++) {
     if (part.max[i] == -INFINITY) continue;
     const float peak = into.max[i] > part.max[i] ? into.max[i] : part.max[i];
-    const float old = into.max[i] == -INFINITY ? 0.0f : exp(splat(into.max[i] - peak))[0];
-    const float add = exp(splat(part.max[i] - peak))[0];
+    const float old = into.max[i] == -INFINITY ? 0.0f : exp2(splat(into.max[i] - peak))[0];
+    const float add = exp2(splat(part.max[i] - peak))[0];
     into.max[i] = peak;
     into.sum[i] = into.sum[i] * old + part.sum[i] * add;
     for (int64_t d = 0; d < dim; d += LANES)

@@ -9,8 +9,8 @@ namespace swarm {
 namespace {
 
 constexpr int64_t ROWS_A_GROUP = 8;   // tiles of a linear's item: what passes while its weights stay in the cache
-constexpr int64_t ITEMS_A_THREAD = 8;  // enough for a late thread to be helped out
-constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 16;
+constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 64;  // of weights, in an item of few rows
+constexpr int64_t WIDTH = 8;                        // in one of many rows
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -53,7 +53,7 @@ const float* Engine::tiles_of(const float* x, int64_t rows, int64_t in, int64_t 
   }
   pool_->run(ceil_div(rows, tile_rows), [&](int64_t tile, int) {
     const int64_t row = tile * tile_rows, count = std::min(tile_rows, rows - row);
-    float scale[64];
+    float scale[MAX_ROW_TILE];
     if (norm)
       for (int64_t r = 0; r < count; r++) scale[r] = table_->inverse_rms(x + (row + r) * in, in, norm->eps);
     table_->fill_tile(x + row * in, in, count, tile_rows, in, scale, norm ? norm->weight : nullptr, tiles + row * in);
@@ -61,8 +61,21 @@ const float* Engine::tiles_of(const float* x, int64_t rows, int64_t in, int64_t 
   return tiles;
 }
 
+// Where the items of a linear end. With few rows they are long at first, to read memory in long streams, and short towards
+// the end, so that all threads finish together; with many rows, narrow enough for the weights to stay in the cache.
+const std::vector<int64_t>& Engine::column_ends(int64_t blocks, int64_t tiles) {
+  ends_.clear();
+  for (int64_t end = 0; end < blocks;) {
+    const int64_t width = tiles > 2 ? WIDTH : (blocks - end) / (2 * pool_->threads()) / 2 * 2;
+    end = std::min(blocks, end + std::clamp(width, MIN_BLOCKS, MAX_BLOCKS));
+    ends_.push_back(end);
+  }
+  return ends_;
+}
+
 void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
                       LinearJob::Epilogue epilogue, float* y, int64_t ldy) {
+  if (rows == 0) return;
   const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile));
   LinearJob job;
   job.x = tiles_of(x, rows, weights.in, tile_rows, norm);
@@ -73,13 +86,12 @@ void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, 
   const int64_t tiles = ceil_div(rows, tile_rows);
   const int64_t blocks = ceil_div(weights.out, 16) / (epilogue == LinearJob::GATE_UP ? 2 : 1);
   const int64_t row_groups = ceil_div(tiles, ROWS_A_GROUP);
-  int64_t width = blocks / (ITEMS_A_THREAD * pool_->threads());
-  width = std::clamp(width / 2 * 2, MIN_BLOCKS, MAX_BLOCKS);
-  const int64_t items = ceil_div(blocks, width) * row_groups;
+  const std::vector<int64_t>& ends = column_ends(blocks, tiles);
+  const int64_t items = (int64_t)ends.size() * row_groups;
   pool_->run(items, [&](int64_t item, int) {
-    item = items - 1 - item;  // rising addresses
-    const int64_t column = item / row_groups * width, tile = item % row_groups * ROWS_A_GROUP;
-    table_->linear(job, tile, std::min(tile + ROWS_A_GROUP, tiles), column, std::min(column + width, blocks));
+    item = items - 1 - item;  // rising addresses, large items first
+    const int64_t column = item / row_groups, tile = item % row_groups * ROWS_A_GROUP;
+    table_->linear(job, tile, std::min(tile + ROWS_A_GROUP, tiles), column ? ends[column - 1] : 0, ends[column]);
   });
 }
 

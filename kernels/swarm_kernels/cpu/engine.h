@@ -56,12 +56,14 @@ class Engine {
   };
   void multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
                 LinearJob::Epilogue epilogue, float* y, int64_t ldy);
+  const std::vector<int64_t>& column_ends(int64_t blocks, int64_t tiles);
   const float* tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm);
   void rotate(const SwarmLayer& layer, const float* cos, const float* sin, int64_t rot, int64_t rows, float* qkv);
 
   const KernelTable* table_ = nullptr;
   std::unique_ptr<Pool> pool_ = std::make_unique<Pool>(1);
   Scratch scratch_;
+  std::vector<int64_t> ends_;
 };
 
 }  // namespace swarm

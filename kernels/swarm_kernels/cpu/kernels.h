@@ -6,7 +6,6 @@ namespace swarm {
 
 constexpr int64_t PAGE = 16;     // tokens in a KV page (batch.py)
 constexpr int64_t CHUNK = 64;    // keys scored at a time: 4 pages, one word of a tree mask
-constexpr int64_t MAX_DIM = 256;
 
 // Activations are handed to a linear in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
 // k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile.
@@ -25,7 +24,7 @@ struct LinearJob {
 
 // Query rows of one session against one KV head. Query row i belongs to batch row i / share.
 struct AttendJob {
-  const float* q;  // [dim, m], times the scale
+  const float* q;  // [dim, m], times the scale, and times log2(e) if there is no softcap
   int64_t m, share, dim;
   const void *k, *v;  // this head in page 0
   int64_t page_stride;  // elements
@@ -38,10 +37,12 @@ struct AttendJob {
   int64_t words;
 };
 
-// Running softmax of query rows: maximum, sum and weighted values.
+// Running softmax of query rows: maximum (of log2 of the weights), sum and weighted values.
 struct SoftmaxState {
   float *max, *sum, *mix;  // [m], [m], [m, dim]
 };
+
+constexpr int64_t MAX_ROW_TILE = 16;
 
 struct KernelTable {
   const char* name;

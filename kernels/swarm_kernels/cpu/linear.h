@@ -94,17 +94,22 @@ SWARM_INLINE Multiply<W> multiply_for(int64_t rows) {
     return rows == ROWS ? static_cast<Multiply<W>>(multiply<ROWS, BLOCKS>) : multiply_for<W, BLOCKS, ROWS - 1>(rows);
 }
 
-// Adds the bias to `blocks` blocks of c and puts them into y by the job's epilogue (not GATE_UP).
-inline void finish(const swarm::LinearJob& job, int64_t row, int64_t rows, int64_t block, int64_t blocks, const float* c) {
-  const int64_t width = blocks * BLOCK, column = block * BLOCK;
-  const int64_t columns = job.out - column < width ? job.out - column : width;
+// Adds the bias to [rows] of a block's sums, `ld` apart, and puts them into y by the job's epilogue (not GATE_UP).
+inline void finish(const swarm::LinearJob& job, int64_t row, int64_t rows, int64_t block, const float* c, int64_t ld) {
+  const int64_t column = block * BLOCK;
+  const int64_t columns = job.out - column < BLOCK ? job.out - column : BLOCK;
   for (int64_t r = 0; r < rows; r++) {
-    const float* from = c + r * width;
     float* to = job.y + (row + r) * job.ldy + column;
-    for (int64_t j = 0; j < columns; j++) {
-      float value = job.bias ? from[j] + job.bias[column + j] : from[j];
-      to[j] = job.epilogue == swarm::LinearJob::ADD ? to[j] + value : value;
+    float edge[BLOCK] = {};  // the last block may reach over the end of y
+    float* y = columns < BLOCK ? edge : to;
+    if (columns < BLOCK) std::memcpy(edge, to, sizeof(float) * columns);
+    SWARM_UNROLL
+    for (int j = 0; j < BLOCK; j += LANES) {
+      V value = load(c + r * ld + j);
+      if (job.bias) value += load(job.bias + column + j);
+      store(y + j, job.epilogue == swarm::LinearJob::ADD ? load(y + j) + value : value);
     }
+    if (columns < BLOCK) std::memcpy(to, edge, sizeof(float) * columns);
   }
 }
 
@@ -141,13 +146,16 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
         finish_gated(job, row, rows, b, b + half, c, up, WIDE * BLOCK);
       }
     }
-    for (; b + WIDE <= end; b += WIDE) {
-      wide(x, job.tile_rows, job.in, weight + b * size, size, c);
-      finish(job, row, rows, b, WIDE, c);
-    }
+    if (WIDE == 2)  // two streams, each through half of the blocks, so both go on where they are
+      for (const int64_t apart = (end - b) / 2, middle = b + apart; b < middle; b++) {
+        wide(x, job.tile_rows, job.in, weight + b * size, apart * size, c);
+        finish(job, row, rows, b, c, WIDE * BLOCK);
+        finish(job, row, rows, b + apart, c + BLOCK, WIDE * BLOCK);
+      }
+    if (WIDE == 2) b += (end - begin) / 2;
     for (; b < end; b++) {
       one(x, job.tile_rows, job.in, weight + b * size, size, c);
-      finish(job, row, rows, b, 1, c);
+      finish(job, row, rows, b, c, BLOCK);
     }
   }
 }

@@ -22,18 +22,38 @@ inline void scale_row(const float* x, int64_t in, float scale, const float* norm
   for (int64_t k = 0; k < in; k++) y[k] = x[k] * scale * norm[k];
 }
 
+// x [4 rows][4 columns], rows ldx apart -> its transpose in y, rows ldy apart.
+SWARM_INLINE void transpose4(const float* x, int64_t ldx, float* y, int64_t ldy) {
+  Quad a = load4(x), b = load4(x + ldx), c = load4(x + 2 * ldx), d = load4(x + 3 * ldx);
+  Quad ab = interleave_low(a, b), cd = interleave_low(c, d), ab2 = interleave_high(a, b), cd2 = interleave_high(c, d);
+  store4(y, join_low(ab, cd));
+  store4(y + ldy, join_high(ab, cd));
+  store4(y + 2 * ldy, join_low(ab2, cd2));
+  store4(y + 3 * ldy, join_high(ab2, cd2));
+}
+
 inline void fill_tile(const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in, const float* scale,
                       const float* norm, float* tile) {
-  constexpr int64_t STEP = 16;  // of k: a cache line of each row, while the tile's lines stay near
+  constexpr int64_t STEP = 64;  // columns at a time: their part of the tile stays in the first-level cache
+  float normed[swarm::MAX_ROW_TILE * STEP];
   for (int64_t k0 = 0; k0 < in; k0 += STEP) {
-    const int64_t k1 = k0 + STEP < in ? k0 + STEP : in;
-    for (int64_t r = 0; r < rows; r++) {
-      const float* from = x + r * ldx;
-      if (norm)
-        for (int64_t k = k0; k < k1; k++) tile[k * tile_rows + r] = from[k] * scale[r] * norm[k];
-      else
-        for (int64_t k = k0; k < k1; k++) tile[k * tile_rows + r] = from[k];
+    const int64_t width = k0 + STEP < in ? STEP : in - k0;
+    const float* from = x + k0;
+    int64_t ld = ldx;
+    if (norm) {
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < width; k++) normed[r * STEP + k] = from[r * ldx + k] * scale[r] * norm[k0 + k];
+      from = normed, ld = STEP;
     }
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) {
+      int64_t k = 0;
+      for (; k + 4 <= width; k += 4) transpose4(from + r * ld + k, ld, tile + (k0 + k) * tile_rows + r, tile_rows);
+      for (; k < width; k++)
+        for (int64_t i = r; i < r + 4; i++) tile[(k0 + k) * tile_rows + i] = from[i * ld + k];
+    }
+    for (; r < rows; r++)
+      for (int64_t k = 0; k < width; k++) tile[(k0 + k) * tile_rows + r] = from[r * ld + k];
   }
 }
 

@@ -93,6 +93,25 @@ SWARM_INLINE V rotate(V v) {
 #endif
 }
 
+// Four floats, for transposing.
+typedef float Quad __attribute__((vector_size(16)));
+typedef int32_t QuadIndex __attribute__((vector_size(16)));
+SWARM_INLINE Quad load4(const float* p) {
+  Quad v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+SWARM_INLINE void store4(float* p, Quad v) { std::memcpy(p, &v, sizeof v); }
+#if defined(__clang__)
+#define SWARM_SHUFFLE4(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define SWARM_SHUFFLE4(a, b, i, j, k, l) __builtin_shuffle(a, b, QuadIndex{i, j, k, l})
+#endif
+SWARM_INLINE Quad interleave_low(Quad a, Quad b) { return SWARM_SHUFFLE4(a, b, 0, 4, 1, 5); }
+SWARM_INLINE Quad interleave_high(Quad a, Quad b) { return SWARM_SHUFFLE4(a, b, 2, 6, 3, 7); }
+SWARM_INLINE Quad join_low(Quad a, Quad b) { return SWARM_SHUFFLE4(a, b, 0, 1, 4, 5); }
+SWARM_INLINE Quad join_high(Quad a, Quad b) { return SWARM_SHUFFLE4(a, b, 2, 3, 6, 7); }
+
 // Lanes are folded in a fixed order, so sums do not depend on anything but the instruction set.
 template <int HALF = LANES / 2>
 SWARM_INLINE float sum(V v) {
@@ -107,25 +126,23 @@ SWARM_INLINE float largest(V v) {
   return v[0];
 }
 
-// e^x for x <= 88, 0 below -87 (Cephes' polynomial, about 2 ulp); NaN stays NaN.
-SWARM_INLINE V exp(V x) {
-  V clamped = x < -87.0f ? splat(-87.0f) : x;
-  const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the mantissa
-  V n = (clamped * 1.44269504088896f + round) - round;
-  V f = clamped - n * 0.693359375f;
-  f = f + n * 2.12194440e-4f;
-  V p = f * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * f + 8.3334519073e-3f;
-  p = p * f + 4.1665795894e-2f;
-  p = p * f + 1.6666665459e-1f;
-  p = p * f + 5.0000001201e-1f;
-  p = p * (f * f) + (f + 1.0f);
-  V power = (V)((__builtin_convertvector(n, I) + 127) << 23);
-  return x < -87.0f ? zero() : p * power;
+// 2^x for -126 <= x < 128, 2^-126 below (Cephes' exp2f, about 2 ulp); NaN stays NaN.
+SWARM_INLINE V exp2(V x) {
+  x = x < -126.0f ? splat(-126.0f) : x;
+  V shifted = x + 12582912.0f;  // 1.5 * 2^23: leaves the nearest integer in the low bits of the mantissa
+  V f = x - (shifted - 12582912.0f);
+  V p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  return p * (V)(((U)shifted << 23) + (127u << 23));
 }
+constexpr float LOG2E = 1.44269504088896f;
 SWARM_INLINE V sigmoid(V x) {
-  V clamped = x < -87.0f ? splat(-87.0f) : x;
-  return 1.0f / (1.0f + exp(-clamped));
+  V power = x * -LOG2E;
+  return 1.0f / (1.0f + exp2(power > 126.0f ? splat(126.0f) : power));
 }
 
 }  // namespace SWARM_ISA

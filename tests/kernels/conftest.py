@@ -1,0 +1,29 @@
+"""Which implementation of the kernels a test runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from swarm.errors import KernelError
+from swarm_kernels import ops
+
+
+@pytest.fixture(params=["avx512", "avx2", "generic"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs on each compiled instruction set this machine has, on two threads.
+
+    torch, which computes what is expected, gets one: its threads spin on cores that others may need.
+    """
+    try:
+        ops.use(request.param)
+    except KernelError as error:
+        pytest.skip(str(error))
+    before = torch.get_num_threads()
+    ops.set_threads(2)
+    torch.set_num_threads(1)
+    yield request.param
+    ops.use("best")
+    ops.set_threads(before)

@@ -1,0 +1,170 @@
+"""Paged tree attention against the plain-torch reference on random batches, and what its results may not depend on."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import (
+    Part,
+    chain,
+    make_plan,
+    random_pages,
+    random_tree,
+    star,
+    take_rows,
+)
+
+from swarm_kernels import ops, reference
+from swarm_kernels.batch import PAGE, BatchPlan
+
+HEADS = ((9, 3, 64), (32, 8, 128), (4, 4, 32), (8, 1, 256), (6, 2, 80))  # query heads, KV heads, head size
+
+
+def random_part(generator: torch.Generator) -> Part:
+    def below(end: int) -> int:
+        return int(torch.randint(end, (1,), generator=generator))
+
+    committed = (0, 1, PAGE - 1, PAGE, below(100), 128, 200 + below(400))[below(7)]
+    kind = below(5)
+    if kind == 0:
+        return Part(committed, line=1)
+    if kind == 1:
+        return Part(committed, line=1 + below(70))
+    shape = (chain, star, lambda n: random_tree(n, generator))[kind - 2]
+    size = 1 + below(90)
+    return Part(committed, tree=shape(size), old=below(size))
+
+
+@functools.cache
+def random_batch(seed: int) -> tuple[BatchPlan, int]:
+    generator = torch.Generator().manual_seed(seed)
+    sessions = 1 + int(torch.randint(5, (1,), generator=generator))
+    return make_plan([random_part(generator) for _ in range(sessions)], generator)
+
+
+Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def random_case(plan: BatchPlan, pages: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    queries, groups, dim = heads
+    q, k, v = (torch.randn(plan.rows, h, dim, generator=generator) for h in (queries, groups, groups))
+    return (q, k, v, *random_pages(pages, groups, dim, dtype, generator))
+
+
+def copied(case: Case) -> Case:
+    q, k, v, k_pages, v_pages = case
+    return q, k, v, k_pages.clone(), v_pages.clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attend_matches_the_reference(isa: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    for seed in range(6):
+        plan, pages = random_batch(seed)
+        case = random_case(plan, pages, heads, dtype, seed)
+        twin = copied(case)
+        out = ops.attend(*case, plan, heads[2] ** -0.5)
+        expected = reference.attend(*twin, plan, heads[2] ** -0.5)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(case[3], twin[3])
+        assert torch.equal(case[4], twin[4])
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 130])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_windows_and_caps_match_the_reference(isa: str, window: int | None, softcap: float | None) -> None:
+    for seed in range(4):
+        plan, pages = random_batch(100 + seed)
+        case = random_case(plan, pages, (4, 2, 32), torch.float32, seed)
+        expected = reference.attend(*copied(case), plan, 0.5, window, softcap)
+        torch.testing.assert_close(ops.attend(*case, plan, 0.5, window, softcap), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_alone_is_the_row_among_others(isa: str) -> None:
+    """Bit for bit, on one thread and on several, with the context split over them and without."""
+    for seed in range(4):
+        plan, pages = random_batch(200 + seed)
+        case = random_case(plan, pages, (6, 2, 64), torch.bfloat16, seed)
+        together = ops.attend(*case, plan, 0.125)
+        q, k, v, k_pages, v_pages = case
+        for count in (1, 2, 3):
+            ops.set_threads(count)
+            assert torch.equal(ops.attend(*case, plan, 0.125), together)
+            for row in range(0, plan.rows, max(1, plan.rows // 7)):
+                alone = take_rows(plan, [row])
+                one = slice(row, row + 1)
+                out = ops.attend(q[one], k[one], v[one], k_pages, v_pages, alone, 0.125)
+                assert torch.equal(out[0], together[row])
+
+
+def test_unseen_keys_cannot_poison_a_row(isa: str) -> None:
+    """Pages may hold what another session left there, infinities included."""
+    generator = torch.Generator().manual_seed(5)
+    plan, pages = make_plan([Part(70, tree=random_tree(20, generator)), Part(5, line=3)], generator)
+    case = random_case(plan, pages, (4, 2, 32), torch.float32, 5)
+    expected = ops.attend(*copied(case), plan, 0.2)
+    q, k, v, k_pages, v_pages = case
+    seen = torch.zeros(pages * PAGE, dtype=torch.bool)
+    for session, committed in ((0, 70), (1, 8)):
+        index = torch.arange(committed)
+        seen[plan.pages[session].long()[index // PAGE] * PAGE + index % PAGE] = True
+    seen[plan.write] = True
+    hostile = ~seen.view(pages, PAGE)
+    k_pages.masked_fill_(hostile[:, None, None, :], float("nan"))
+    v_pages.masked_fill_(hostile[:, None, :, None], float("inf"))
+    assert torch.equal(ops.attend(q, k, v, k_pages, v_pages, plan, 0.2), expected)
+    twin = reference.attend(q, k, v, k_pages, v_pages, plan, 0.2)
+    torch.testing.assert_close(twin, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_sees_nothing_gets_zeros(isa: str) -> None:
+    plan, pages = make_plan([Part(0, line=1), Part(40, line=1)], torch.Generator().manual_seed(0))
+    blind = replace(plan, past=torch.zeros(2, dtype=torch.int32))
+    case = random_case(plan, pages, (2, 1, 32), torch.float32, 0)
+    assert torch.equal(ops.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
+    assert torch.equal(reference.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
+
+
+def test_slots_move_before_the_batch_is_written(isa: str) -> None:
+    """The tree slot a row is written to may be the one another token is just moved out of."""
+    generator = torch.Generator().manual_seed(3)
+    plan, pages = make_plan([Part(10, tree=chain(3))], generator)
+    committed = plan.pages[0, 0].long() * PAGE + torch.tensor([8, 9])
+    plan = replace(plan, copy_from=plan.write[:2], copy_to=committed)
+    case = random_case(plan, pages, (4, 2, 32), torch.bfloat16, 3)
+    twin = copied(case)
+    expected = reference.attend(*twin, plan, 0.2)
+    torch.testing.assert_close(ops.attend(*case, plan, 0.2), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(case[3], twin[3])
+    assert torch.equal(case[4], twin[4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_move_slots_reads_all_before_it_writes(isa: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    k_pages, v_pages = random_pages(6, 3, 48, dtype, generator)
+    order = torch.randperm(6 * PAGE, generator=generator)
+    source = order[:40]
+    target = torch.cat((source[1:], source[:1]))  # a cycle: each source is overwritten by another
+    keys, values = k_pages.permute(0, 3, 1, 2).reshape(-1, 3, 48), v_pages.transpose(1, 2).reshape(-1, 3, 48)
+    expected_keys, expected_values = keys.clone(), values.clone()
+    expected_keys[target], expected_values[target] = keys[source], values[source]
+    ops.move_slots(k_pages, v_pages, source, target)
+    assert torch.equal(k_pages.permute(0, 3, 1, 2).reshape(-1, 3, 48), expected_keys)
+    assert torch.equal(v_pages.transpose(1, 2).reshape(-1, 3, 48), expected_values)
+    ops.move_slots(k_pages, v_pages, source[:0], target[:0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_activation_dtypes_come_back_as_they_went_in(dtype: torch.dtype) -> None:
+    plan, pages = random_batch(7)
+    case = random_case(plan, pages, (4, 2, 64), dtype, 7)
+    q, k, v, k_pages, v_pages = case
+    out = ops.attend(q.to(dtype), k.to(dtype), v.to(dtype), k_pages.clone(), v_pages.clone(), plan, 0.125)
+    assert out.dtype == dtype
+    expected = reference.attend(*case, plan, 0.125)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

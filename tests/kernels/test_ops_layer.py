@@ -1,0 +1,169 @@
+"""Whole decoder layers against the reference, and what their results may not depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from kernel_cases import Part, make_plan, random_pages, random_tree, star, take_rows
+
+from swarm_kernels import ops, reference
+from swarm_kernels.batch import BatchPlan
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    middle: int
+    extras: bool = False  # biases and head norms
+    rot: int | None = None
+
+
+SHAPES = (
+    Shape(576, 9, 3, 64, 1536),
+    Shape(128, 4, 2, 32, 256, extras=True),
+    Shape(96, 4, 1, 80, 208, extras=True, rot=40),
+    Shape(256, 2, 2, 128, 100),  # a middle that is no multiple of 16: not one call, but the same result
+)
+
+
+def random_layer(
+    shape: Shape, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[ops.LayerWeights, ops.LayerWeights]:
+    """The same layer packed for the kernels and plain."""
+
+    def weight(outputs: int, inputs: int) -> torch.Tensor:
+        return (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(dtype)
+
+    attended = shape.heads * shape.dim
+    weights = {
+        "qkv": weight(attended + 2 * shape.kv_heads * shape.dim, shape.hidden),
+        "o": weight(shape.hidden, attended),
+        "gate_up": weight(2 * shape.middle, shape.hidden),
+        "down": weight(shape.hidden, shape.middle),
+    }
+    biases = {
+        name: (0.1 * torch.randn(w.shape[0], generator=generator)).to(dtype) if shape.extras else None
+        for name, w in weights.items()
+    }
+    norms = [torch.rand(n, generator=generator) + 0.5 for n in (shape.hidden, shape.hidden, shape.dim, shape.dim)]
+
+    def build(plain: bool) -> ops.LayerWeights:
+        pack = reference.pack_linear if plain else ops.pack_linear
+        linears = {name: pack(w, biases[name]) for name, w in weights.items()}
+        return ops.LayerWeights(
+            attn_norm=norms[0],
+            mlp_norm=norms[1],
+            q_norm=norms[2] if shape.extras else None,
+            k_norm=norms[3] if shape.extras else None,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.dim,
+            eps=1e-5,
+            scale=shape.dim**-0.5,
+            **linears,
+        )
+
+    return build(plain=False), build(plain=True)
+
+
+def rotary(plan: BatchPlan, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    rot = shape.rot or shape.dim
+    angles = torch.outer(plan.positions.float(), 1e4 ** (-torch.arange(0, rot, 2) / rot)).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def batch(generator: torch.Generator) -> tuple[BatchPlan, int]:
+    parts = [
+        Part(17, line=3),
+        Part(200, tree=random_tree(40, generator), old=9),
+        Part(0, tree=star(5)),
+        Part(300, line=1),
+        Part(0, line=20),
+    ]
+    return make_plan(parts, generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_matches_the_reference(isa: str, dtype: torch.dtype, shape: Shape) -> None:
+    generator = torch.Generator().manual_seed(11)
+    packed, plain = random_layer(shape, dtype, generator)
+    plan, pages = batch(generator)
+    k_pages, v_pages = random_pages(pages, shape.kv_heads, shape.dim, dtype, generator)
+    k_twin, v_twin = k_pages.clone(), v_pages.clone()
+    hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
+    before = hidden.clone()
+    cos, sin = rotary(plan, shape)
+    out = ops.decoder_layer(hidden, packed, cos, sin, k_pages, v_pages, plan)
+    expected = reference.decoder_layer(hidden, plain, cos, sin, k_twin, v_twin, plan)
+    assert torch.equal(hidden, before)
+    tolerance = TOLERANCE[dtype]
+    assert (out - expected).norm() <= tolerance * expected.norm()
+    torch.testing.assert_close(k_pages, k_twin, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(v_pages, v_twin, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_do_not_depend_on_each_other_or_on_threads(isa: str, dtype: torch.dtype) -> None:
+    shape = SHAPES[1]
+    generator = torch.Generator().manual_seed(12)
+    layer, _ = random_layer(shape, dtype, generator)
+    plan, pages = batch(generator)
+    k_pages, v_pages = random_pages(pages, shape.kv_heads, shape.dim, dtype, generator)
+    hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
+    cos, sin = rotary(plan, shape)
+    together = ops.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan)
+    for count in (1, 2, 3):
+        ops.set_threads(count)
+        assert torch.equal(ops.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan), together)
+        for row in range(0, plan.rows, 9):
+            one = slice(row, row + 1)
+            alone = ops.decoder_layer(
+                hidden[one], layer, cos[one], sin[one], k_pages, v_pages, take_rows(plan, [row])
+            )
+            assert torch.equal(alone[0], together[row])
+
+
+def test_a_prompt_in_pieces_is_the_prompt_in_one(isa: str) -> None:
+    """Chunked prefill leaves the same keys and hidden states, bit for bit."""
+    shape = SHAPES[1]
+    generator = torch.Generator().manual_seed(13)
+    layer, _ = random_layer(shape, torch.bfloat16, generator)
+    plan, pages = make_plan([Part(0, line=75)], generator)
+    k_pages, v_pages = random_pages(pages, shape.kv_heads, shape.dim, torch.bfloat16, generator)
+    k_twin, v_twin = k_pages.clone(), v_pages.clone()
+    hidden = torch.randn(75, shape.hidden, generator=generator)
+    cos, sin = rotary(plan, shape)
+    whole = ops.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan)
+    pieces = []
+    for begin, end in ((0, 1), (1, 30), (30, 31), (31, 75)):
+        rows = list(range(begin, end))
+        piece = take_rows(plan, rows)
+        pieces.append(ops.decoder_layer(hidden[rows], layer, cos[rows], sin[rows], k_twin, v_twin, piece))
+    assert torch.equal(torch.cat(pieces), whole)
+    assert torch.equal(k_pages, k_twin)
+    assert torch.equal(v_pages, v_twin)
+
+
+def test_a_stack_is_its_layers_one_after_the_other(isa: str) -> None:
+    shape = SHAPES[1]
+    generator = torch.Generator().manual_seed(14)
+    layers = [random_layer(shape, torch.bfloat16, generator)[0] for _ in range(3)]
+    plan, pages = batch(generator)
+    caches = [random_pages(pages, shape.kv_heads, shape.dim, torch.bfloat16, generator) for _ in layers]
+    twins = [(k.clone(), v.clone()) for k, v in caches]
+    hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
+    cos, sin = rotary(plan, shape)
+    out = ops.decoder_layers(hidden, layers, cos, sin, caches, plan)
+    step = hidden
+    for layer, (k_pages, v_pages) in zip(layers, twins, strict=True):
+        step = ops.decoder_layer(step, layer, cos, sin, k_pages, v_pages, plan)
+    assert torch.equal(out, step)
+    assert all(torch.equal(k, k2) and torch.equal(v, v2) for (k, v), (k2, v2) in zip(caches, twins, strict=True))
