@@ -48,9 +48,7 @@ def parse_prefix(prefix: Buffer, limits: FrameLimits = DEFAULT_LIMITS) -> tuple[
     """The 8 bytes before a frame -> (header length, body length). Raises ProtocolError beyond `limits`."""
     header, body = PREFIX.unpack(prefix)
     if header > limits.header or body > limits.body:
-        raise ProtocolError(
-            f"a frame of {header} + {body} bytes is over the limit of {limits.header} + {limits.body}"
-        )
+        raise ProtocolError(f"a frame of {header} + {body} bytes is over the limit of {limits.header} + {limits.body}")
     return header, body
 
 

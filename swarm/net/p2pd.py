@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0  # joining a swarm whose first peers do not answer takes long
 STOP_TIMEOUT_S = 2.0
+_KEY = "identity"
+MAX_SOCKET_PATH = 80  # bytes of folder, so that the names of unix sockets in it stay under their 108
 
 
 class P2PDaemon:
@@ -39,7 +41,8 @@ class P2PDaemon:
     def __init__(self, identity: Identity, options: DaemonOptions) -> None:
         self._identity = identity
         self._options = options
-        self._folder = Path(tempfile.mkdtemp(prefix="swarm-"))  # mode 0700: nobody else may command the daemon
+        place = None if len(tempfile.gettempdir()) <= MAX_SOCKET_PATH else "/tmp"
+        self._folder = Path(tempfile.mkdtemp(prefix="swarm-", dir=place))  # 0700: nobody else may command the daemon
         self.control = Control(self._folder / "control")
         self.inbound = self._folder / "inbound"  # for the socket to which it delivers streams
         self.addresses: tuple[str, ...] = ()
@@ -96,6 +99,7 @@ class P2PDaemon:
         self._process = self._spawn()
         self._tasks.start(self._watch(self._process), "watch")
         await self._ready.wait()
+        (self._folder / _KEY).unlink(missing_ok=True)  # it has been read, and should not outlive a sudden death
         if self.failed.is_set():
             raise _start_error(self.reason, self._options)
         self._lifeline = await self.control.lifeline()
@@ -109,7 +113,7 @@ class P2PDaemon:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         """Not asyncio's way of it: here is no moment at which a cancellation could lose the child."""
-        key = self._folder / "identity"
+        key = self._folder / _KEY
         self._identity.save(key)
         try:
             return subprocess.Popen(
