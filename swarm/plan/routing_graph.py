@@ -213,5 +213,7 @@ def _solve(dag: Dag, entries: Ints, exits: Ints, objective: Objective, revisits:
 
 def no_route_sentence(missing: Sequence[tuple[int, int]], num_layers: int) -> str:
     """Which layers keep an answer from being possible, for people."""
+    if not missing:
+        return "nobody serves this model yet; start a node with: swarm-node join"
     ranges = ", ".join(f"{a}:{b}" for a, b in missing)
     return f"no node serves layers {ranges} of {num_layers}; wait for one to join, or start one with: swarm-node join"

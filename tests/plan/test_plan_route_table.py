@@ -116,6 +116,8 @@ def test_an_empty_swarm_says_how_to_start_one() -> None:
     with pytest.raises(NoRoute, match="swarm-node join") as refusal:
         route_snapshot(of())
     assert refusal.value.missing == ((0, 12),)
+    with pytest.raises(NoRoute, match="nobody serves this model"):
+        route_snapshot(Snapshot("m", 0, ()))
 
 
 def test_a_chain_explains_itself() -> None:
