@@ -23,11 +23,11 @@ from swarm.plan.sim.network import Network
 from swarm.plan.sim.ours import Swarm
 from swarm.plan.sim.pipelined import Jupiter
 from swarm.plan.sim.policy import Policy
-from swarm.plan.sim.scenario import Scenario, changed, parse
+from swarm.plan.sim.scenario import Scenario, changed, parse, runs
 from swarm.plan.sim.tiers import Hyperion
 from swarm.plan.sim.workload import requests
 
-__all__ = ["Scenario", "changed", "parse", "simulate", "simulate_table"]
+__all__ = ["Scenario", "changed", "parse", "runs", "simulate", "simulate_table"]
 
 POLICIES: Mapping[str, type[Policy]] = {
     "swarm": Swarm,
@@ -61,11 +61,10 @@ def simulate(scenario: Scenario, trace: Trace | None = None) -> dict[str, Any]:
         "scenario": scenario.name,
         "policy": scenario.policy.title,
         "seed": scenario.seed,
-        **summary(engine.sessions, list(engine.nodes.values()), engine.clock.now),
+        **summary(engine.sessions, list(engine.nodes.values()), engine.clock.now, faults.gaps),
         "left": faults.left,
         "joined": faults.joined,
         "moved": faults.moved,
-        "uncovered_s": round(faults.gaps_ms / 1e3, 6),
         "events": events,
         "virtual_s": round(engine.clock.now / 1e3, 6),
     }

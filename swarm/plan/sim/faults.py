@@ -6,13 +6,13 @@ Owns the schedule of churn and what a loss does to sessions. Which layers a node
 from __future__ import annotations
 
 from swarm.errors import Infeasible
-from swarm.plan.moves import Move
+from swarm.plan.moves import Move, loads
 from swarm.plan.sim.devices import DeviceSpec, LayerCost
 from swarm.plan.sim.engine import Engine
 from swarm.plan.sim.node import SimNode
 from swarm.plan.sim.rng import Stream
 from swarm.plan.sim.session import Phase, Session
-from swarm.types import Hop, LayerSpan, NodeState, missing_ranges
+from swarm.types import LayerSpan, NodeState
 
 LINKED = 64  # nodes of a uniform network that list their links one by one
 
@@ -28,8 +28,11 @@ class Faults:
         self._moving = 0
         self._wrong_for = 0  # checks in a row that asked for a new allocation
         self.joined = self.left = self.moved = 0
-        self.gaps_ms = 0.0  # time during which a layer was served by nobody
+        self.gaps: list[tuple[float, float]] = []  # (from, to), ms: when some layer was served by nobody
         self._gap_since: float | None = None
+        self._served: dict[str, LayerSpan] = {}
+        self._replicas = [0] * engine.scenario.model.layers
+        self._joining: list[SimNode] = []
 
     # At the start ----------------------------------------------------------------------------------------------------
 
@@ -43,6 +46,7 @@ class Faults:
         for peer, span in placed.items():
             self._engine.nodes[peer].take_layers(span, NodeState.SERVING)
             self._engine.tell("serve", n=peer, span=str(span))
+            self._count(self._engine.nodes[peer])
         self._link()
         self._engine.published()
         churn = scenario.churn
@@ -95,7 +99,7 @@ class Faults:
         node.died = engine.clock.now
         self.left += 1
         engine.tell("leave", n=node.id)
-        self._watch()
+        self._count(node)
         for held in list(node.held.values()):
             session = held.session
             engine.clock.after(
@@ -129,28 +133,31 @@ class Faults:
         self._engine.clock.after(self._scenario.churn.measure_s * 1e3, lambda: self._join(device))
 
     def _join(self, device: DeviceSpec) -> None:
-        node = self._make(device)
-        span = self._engine.policy.join(self._engine.see()).get(node.id)
-        self.joined += 1
-        self._engine.tell("join", n=node.id, span=str(span))
-        if span is not None:
-            self._load(node, span, len(span))
+        """It says that it joins, and chooses layers once it has read who else joins now."""
+        if not self._joining:
+            self._engine.clock.after(self._scenario.serving.refresh_ms, self._place)
+        self._joining.append(self._make(device))
 
-    def _load(self, node: SimNode, span: LayerSpan, layers: int) -> None:
-        """`layers` of the layers of `span` must be read before the node serves it."""
-        node.take_layers(span, NodeState.LOADING)
-        self._after_reading(node, span, layers)
+    def _place(self) -> None:
+        joining, self._joining = self._joining, []
+        spans = self._engine.policy.join(self._engine.see())
+        for node in joining:
+            span = spans.get(node.id)
+            self.joined += 1
+            self._engine.tell("join", n=node.id, span=str(span))
+            if span is not None:
+                node.take_layers(span, NodeState.LOADING)
+                self._engine.clock.after(self._read_ms(len(span)), lambda n=node, s=span: self._serve(n, s))  # type: ignore[misc]
 
-    def _after_reading(self, node: SimNode, span: LayerSpan, layers: int) -> None:
-        ms = layers * self._scenario.model.layer_bytes / 1e6 / self._scenario.churn.load_mb_per_s * 1e3
-        self._engine.clock.after(ms, lambda: self._serve(node, span))
+    def _read_ms(self, layers: int) -> float:
+        return layers * self._scenario.model.layer_bytes / 1e6 / self._scenario.churn.load_mb_per_s * 1e3
 
     def _serve(self, node: SimNode, span: LayerSpan) -> None:
         if node.alive:
             node.take_layers(span, NodeState.SERVING)
             self._engine.tell("serve", n=node.id, span=str(span))
+            self._count(node)
             self._engine.published()
-            self._watch()
             self._engine.chains.wake()
 
     # Allocating anew -------------------------------------------------------------------------------------------------
@@ -182,15 +189,11 @@ class Faults:
         self.moved += 1
         self._moving += 1
         engine.tell("move", n=move.peer, old=str(move.old), new=str(move.new))
-        old = move.old or LayerSpan(0, 1)
-        common = max(0, min(old.end, move.new.end) - max(old.start, move.new.start)) if move.old else 0
-        layers = len(move.new) - common
-        ms = layers * self._scenario.model.layer_bytes / 1e6 / self._scenario.churn.load_mb_per_s * 1e3
         if not move.overlap:
             self._give_up(node)
             node.take_layers(move.new, NodeState.LOADING)
-            self._watch()
-        engine.clock.after(ms, lambda: self._moved(node, move.new))
+            self._count(node)
+        engine.clock.after(self._read_ms(loads(move.old, move.new)), lambda: self._moved(node, move.new))
 
     def _moved(self, node: SimNode, span: LayerSpan) -> None:
         self._moving -= 1
@@ -206,25 +209,27 @@ class Faults:
 
     # Coverage --------------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Keep account of how long some layer was served by nobody."""
-        counts = [0] * self._scenario.model.layers
-        for node in self._engine.nodes.values():
-            if node.alive and node.span and node.serves(Hop(node.id, node.span.start, node.span.end)):
-                for layer in node.span:
-                    counts[layer] += 1
+    def _count(self, node: SimNode) -> None:
+        """Count replicas of layers anew after `node` has changed, and how long some layer was served by nobody."""
+        before = self._served.pop(node.id, None)
+        for layer in before or ():
+            self._replicas[layer] -= 1
+        if node.alive and node.span is not None and node.state is NodeState.SERVING:
+            self._served[node.id] = node.span
+            for layer in node.span:
+                self._replicas[layer] += 1
         now = self._engine.clock.now
-        if missing_ranges(counts):
+        if not all(self._replicas):
             if self._gap_since is None:
                 self._gap_since = now
                 self._engine.tell("gap")
         elif self._gap_since is not None:
-            self.gaps_ms += now - self._gap_since
+            self.gaps.append((self._gap_since, now))
             self._gap_since = None
             self._engine.tell("covered")
 
     def close(self) -> None:
         """Account for a gap that lasts."""
         if self._gap_since is not None:
-            self.gaps_ms += self._engine.clock.now - self._gap_since
+            self.gaps.append((self._gap_since, self._engine.clock.now))
             self._gap_since = None

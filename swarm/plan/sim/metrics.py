@@ -33,8 +33,13 @@ class Spread:
         return {"mean": _rounded(self.mean), **{f"p{p}": _rounded(v) for p, v in self.percentiles.items()}}
 
 
-def summary(sessions: Sequence[Session], nodes: Sequence[SimNode], end_ms: float) -> dict[str, Any]:
-    """Requests only; the points of an outline belong to theirs. Times in s."""
+def summary(
+    sessions: Sequence[Session], nodes: Sequence[SimNode], end_ms: float, gaps: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    """Requests only; the points of an outline belong to theirs. Times in s.
+
+    `gaps`: when some layer was served by nobody, ms. `covered` counts the requests that met none of them.
+    """
     asked = [s for s in sessions if s.parent is None]
     done = [s for s in asked if s.phase is Phase.DONE and s.done_ms is not None]
     begin = min((s.request.at for s in asked), default=0.0)
@@ -64,11 +69,20 @@ def summary(sessions: Sequence[Session], nodes: Sequence[SimNode], end_ms: float
         "latency_s": Spread.of(latency).table(),
         "first_token_s": Spread.of(first).table(),
         "per_token_s": Spread.of(per_token).table(),
+        "covered": _covered(asked, gaps, end_ms),
+        "uncovered_s": _rounded(math.fsum(b - a for a, b in gaps) / 1e3),
         "repairs": sum(s.repairs for s in asked),
         "repaired_requests": sum(1 for s in asked if s.repairs),
         "refused_dials": sum(s.dials for s in asked),
         "nodes": _nodes(nodes, end_ms),
     }
+
+
+def _covered(asked: Sequence[Session], gaps: Sequence[tuple[float, float]], end_ms: float) -> dict[str, Any]:
+    spans = [(s, s.done_ms if s.done_ms is not None else end_ms) for s in asked]
+    safe = [s for s, end in spans if all(end <= a or b <= s.request.at for a, b in gaps)]
+    done = sum(1 for s in safe if s.phase is Phase.DONE)
+    return {"requests": len(safe), "finished": done, "share": _rounded(done / len(safe)) if safe else 1.0}
 
 
 def _nodes(nodes: Sequence[SimNode], end_ms: float) -> dict[str, Any]:

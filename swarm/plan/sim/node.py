@@ -65,6 +65,7 @@ class SimNode:
     _passed_over: int = 0
     _tau: float = 0.0
     _tau_at: float = 0.0
+    _last: tuple[object, NodeProfile] | None = None  # what it published last, and what that depends on
 
     @property
     def alive(self) -> bool:
@@ -198,10 +199,13 @@ class SimNode:
 
     def profile(self, now: float, expected: bool) -> NodeProfile:
         """What others read of it."""
-        span = self.span
+        span, layer_ms = self.span, self.tau(now, expected)
+        depends = (span, self.state, layer_ms, len(self.held), self.kv_used)
+        if self._last is not None and self._last[0] == depends:
+            return self._last[1]
         token = self.cost.model.kv_token_bytes * len(span) if span else 1.0
         full = len(self.held) >= self.most_sessions
-        return NodeProfile(
+        profile = NodeProfile(
             peer=self.id,
             name=self.id,
             state=self.state,
@@ -209,7 +213,7 @@ class SimNode:
             weight_hash="",
             layer_capacity=self.capacity,
             span=span,
-            layer_ms=self.tau(now, expected),
+            layer_ms=layer_ms,
             cost=self.cost.curve,
             kv_capacity_tokens=int(self.kv_room / token) if span else 0,
             kv_free_tokens=0 if full or not span else int((self.kv_room - self.kv_used) / token),
@@ -218,6 +222,8 @@ class SimNode:
             coordinate=self.coordinate,
             link_ms=self.link_ms,
         )
+        self._last = depends, profile
+        return profile
 
     def waiting(self) -> Iterator[Session]:
         """Sessions that queue for room here and still want it."""

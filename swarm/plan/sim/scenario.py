@@ -5,7 +5,8 @@ Every setting is a named field, so that what a paper leaves out and somebody had
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -111,15 +112,49 @@ def parse(table: Mapping[str, Any]) -> Scenario:
 
 
 def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a decoded file with `changes` at dotted names, as in {"workload.rate_per_s": 4}."""
-    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+    """A copy of a decoded file with `changes` at dotted names: {"workload.rate_per_s": 4, "devices.0.count": 2}.
+
+    A table is merged into the one that is there. Raises UsageError for a name that leads nowhere.
+    """
+    result: dict[str, Any] = msgspec.convert(table, dict[str, Any])
     for path, value in changes.items():
-        where: dict[str, Any] = result
-        *parents, last = path.split(".")
-        for part in parents:
-            inner = where.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise UsageError(f"'{path}' names no field of a scenario")
-            where = inner
-        where[last] = {**where[last], **value} if isinstance(value, Mapping) and last in where else value
+        result = _with(result, path.split("."), value, path)
     return result
+
+
+def _with(where: Any, path: list[str], value: Any, whole: str) -> Any:
+    if not path:
+        return {**where, **value} if isinstance(where, Mapping) and isinstance(value, Mapping) else value
+    first, *rest = path
+    if isinstance(where, Mapping):
+        return {**where, first: _with(where.get(first, {}), rest, value, whole)}
+    if isinstance(where, list) and first.isdigit() and int(first) < len(where):
+        return [_with(item, rest, value, whole) if i == int(first) else item for i, item in enumerate(where)]
+    raise UsageError(f"'{whole}' names no field of the scenario")
+
+
+def runs(table: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+    """All combinations of a file's `sweep`: (what was chosen, by name, for people; the table with it).
+
+    A name that begins with "@" stands for several changes at once: its values are tables of dotted names and a `label`.
+    """
+    sweep = table.get("sweep", {})
+    base = {key: value for key, value in table.items() if key != "sweep"}
+    for values in itertools.product(*sweep.values()):
+        chosen: dict[str, str] = {}
+        changes: dict[str, Any] = {}
+        for name, value in zip(sweep, values, strict=True):
+            if name.startswith("@"):
+                chosen[name[1:]] = str(value["label"])
+                changes.update({path: v for path, v in value.items() if path != "label"})
+            else:
+                chosen[name] = _title(value, base.get(name))
+                changes[name] = value
+        yield chosen, changed(base, changes)
+
+
+def _title(value: Any, before: Any) -> str:
+    if isinstance(value, Mapping):
+        merged = {**before, **value} if isinstance(before, Mapping) else value
+        return str(value.get("label") or merged.get("name", ""))
+    return str(value)

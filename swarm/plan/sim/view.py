@@ -11,7 +11,7 @@ from swarm.plan.routing import RouteTable
 from swarm.plan.sim.network import Network
 from swarm.plan.sim.node import SimNode
 from swarm.plan.sim.scenario import Scenario
-from swarm.types import NodeState, PeerId, Snapshot
+from swarm.types import PeerId, Snapshot
 
 ROOM_STEP = 1024  # tokens; wants of KV room are rounded up to this, so that routing tables can be shared
 
@@ -29,6 +29,8 @@ class View:
         self.version = 0  # raised with every change that nodes publish at once
         self._snapshot: Snapshot | None = None
         self._tables: dict[int, RouteTable] = {}
+        self._listed: list[SimNode] = []  # nodes that a snapshot may still show
+        self._known = 0  # how many of `nodes` have been listed
         self._client_ms: dict[str, dict[PeerId, float]] = {}
 
     @property
@@ -48,14 +50,23 @@ class View:
 
     def take(self, lifetime_ms: float = 0.0) -> Snapshot:
         """The swarm this instant; those that died less than `lifetime_ms` ago are still in it."""
-        expected = self.scenario.serving.tau == "expected"
-        seen = (
+        serving = self.scenario.serving
+        new = list(self.nodes.values())[self._known :]
+        self._known += len(new)
+        self._listed = [
+            node
+            for node in (*self._listed, *new)
+            if node.died is None or self.now - node.died < serving.record_lifetime_ms
+        ]
+        expected = serving.tau == "expected"
+        profiles = (
             node.profile(self.now, expected)
-            for node in self.nodes.values()
-            if node.born <= self.now and (node.died is None or self.now - node.died < lifetime_ms)
+            for node in self._listed
+            if node.died is None or self.now - node.died < lifetime_ms
         )
-        profiles = sorted((p for p in seen if p.state is not NodeState.DRAINING), key=lambda p: p.peer)
-        return Snapshot(self.scenario.model.name, self.num_layers, tuple(profiles), self.now)
+        return Snapshot(
+            self.scenario.model.name, self.num_layers, tuple(sorted(profiles, key=lambda p: p.peer)), self.now
+        )
 
     def table(self, min_free_tokens: int) -> RouteTable:
         """The routes through nodes that say they have room for so many more tokens."""

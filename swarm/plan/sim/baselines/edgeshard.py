@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 from swarm.errors import Infeasible
 from swarm.plan.partition import Device, partition
-from swarm.plan.sim.baselines.pipelines import StaticPipelines
-from swarm.plan.sim.baselines.round_robin import lay_out
 from swarm.plan.sim.node import SimNode
+from swarm.plan.sim.pipelines import StaticPipelines, lay_out
 from swarm.plan.sim.policy import alive
 from swarm.plan.sim.session import Session
 from swarm.plan.sim.tiers import weights

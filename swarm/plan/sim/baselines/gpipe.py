@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from swarm.plan.sim.baselines.round_robin import equal_shares
 from swarm.plan.sim.node import SimNode
+from swarm.plan.sim.pipelines import equal_shares
 from swarm.plan.sim.tiers import Tiers, require
 from swarm.plan.sim.view import View
 from swarm.types import LayerSpan

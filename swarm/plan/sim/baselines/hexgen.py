@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from swarm.errors import Infeasible, Unsupported
 from swarm.plan.partition import Device, LayerCost, partition
-from swarm.plan.sim.baselines.pipelines import StaticPipelines, bottleneck_ms, pipeline_ms
 from swarm.plan.sim.node import SimNode
+from swarm.plan.sim.pipelines import StaticPipelines, bottleneck_ms, lay_out, pipeline_ms
 from swarm.plan.sim.policy import alive
 from swarm.plan.sim.view import View
 from swarm.types import Hop
@@ -74,12 +74,7 @@ class HexGen(StaticPipelines):
         pipelines = []
         for group in groups:
             stages = [next(left[kind]) for kind, count in enumerate(group) for _ in range(count)]
-            hops, start = [], 0
-            for node, share in zip(stages, layouts[group] or (), strict=True):
-                if share:
-                    hops.append(Hop(node.id, start, start + share))
-                    start += share
-            pipelines.append(tuple(hops))
+            pipelines.append(tuple(lay_out(stages, layouts[group] or ())))
         return pipelines
 
 

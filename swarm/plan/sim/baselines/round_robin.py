@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarm.errors import Infeasible
-from swarm.plan.sim.baselines.pipelines import StaticPipelines
 from swarm.plan.sim.node import SimNode
+from swarm.plan.sim.pipelines import StaticPipelines, equal_shares, lay_out
 from swarm.plan.sim.policy import alive
 from swarm.plan.sim.view import View
 from swarm.types import Hop
@@ -29,17 +29,3 @@ class RoundRobin(StaticPipelines):
         if not pipelines:
             raise Infeasible("no number of nodes holds an equal split of the model")
         return pipelines
-
-
-def equal_shares(layers: int, stages: int) -> list[int]:
-    """GPipe's: as equal as can be, the larger ones first."""
-    return [layers // stages + (i < layers % stages) for i in range(stages)]
-
-
-def lay_out(nodes: Sequence[SimNode], shares: Sequence[int]) -> list[Hop]:
-    hops, start = [], 0
-    for node, share in zip(nodes, shares, strict=True):
-        if share:
-            hops.append(Hop(node.id, start, start + share))
-            start += share
-    return hops

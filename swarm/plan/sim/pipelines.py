@@ -70,3 +70,18 @@ def bottleneck_ms(nodes: Mapping[PeerId, SimNode], pipeline: Sequence[Hop]) -> f
 def pipeline_ms(nodes: Mapping[PeerId, SimNode], pipeline: Sequence[Hop]) -> float:
     """A decoding step through all stages, links left out."""
     return math.fsum(stage_ms(nodes[hop.peer], hop.start, hop.end) for hop in pipeline)
+
+
+def equal_shares(layers: int, stages: int) -> list[int]:
+    """GPipe's: as equal as can be, the larger ones first."""
+    return [layers // stages + (i < layers % stages) for i in range(stages)]
+
+
+def lay_out(nodes: Sequence[SimNode], shares: Sequence[int]) -> list[Hop]:
+    """Consecutive hops of `shares[i]` layers; a node without a share gets none."""
+    hops, start = [], 0
+    for node, share in zip(nodes, shares, strict=True):
+        if share:
+            hops.append(Hop(node.id, start, start + share))
+            start += share
+    return hops
