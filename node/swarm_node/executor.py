@@ -197,9 +197,9 @@ class Executor:
     def _gather_s(self) -> float:
         """How long to wait for company, in seconds.
 
-        Sessions that decoded in one batch leave it together and meet again at the next hop, one frame after another. If
-        the first frame started a batch of its own, every hop would split the batch, and read all weights twice. Alone, or
-        once everybody is here, nobody waits.
+        Sessions that decoded in one batch leave it together and meet again at the next hop, one frame after another.
+        If the first frame started a batch of its own, every hop would split the batch and read all weights twice.
+        Alone, or once everybody is here, nobody waits.
         """
         now = self._clock()
         self._company = {key: at for key, at in self._company.items() if now - at < COMPANY_S}
