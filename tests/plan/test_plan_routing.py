@@ -29,7 +29,9 @@ def every_chain(nodes: list[RouteNode], num_layers: int) -> Iterator[tuple[Hop, 
 
 def stage_ms(nodes: list[RouteNode], hop: Hop) -> float:
     node = next(n for n in nodes if n.id == hop.peer)
-    return sum(node.tau(layer) for layer in range(hop.start, hop.end))
+    if isinstance(node.layer_ms, int | float):
+        return node.layer_ms * (hop.end - hop.start)
+    return sum(node.layer_ms[hop.start - node.start : hop.end - node.start])
 
 
 def latency_ms(nodes: list[RouteNode], rho: Links, hops: tuple[Hop, ...], source: str | None = None) -> float:
@@ -59,7 +61,7 @@ def brute_force(
     return Chain(best, float(key(best)[0] if objective == "bottleneck" else key(best)[1]))  # type: ignore[arg-type]
 
 
-def random_swarm(rng: random.Random, most_layers: int = 6, most_nodes: int = 5) -> tuple[list[RouteNode], int, Links]:
+def random_swarm(rng: random.Random, most_layers: int = 5, most_nodes: int = 5) -> tuple[list[RouteNode], int, Links]:
     """Small whole numbers, so that ties are common; spans anywhere; links that need not obey any triangle."""
     num_layers = rng.randint(1, most_layers)
     top = rng.choice([1, 3, 12])
@@ -140,8 +142,8 @@ def check_chain(chain: Chain, nodes: list[RouteNode], num_layers: int) -> None:
 @pytest.mark.parametrize("objective", ["latency", "bottleneck"])
 def test_larger_chains_are_legal_and_what_they_claim_to_cost(objective: str) -> None:
     rng = random.Random(objective)
-    for _ in range(6):
-        num_layers = rng.randint(20, 48)
+    for _ in range(3):
+        num_layers = rng.randint(20, 40)
         nodes = []
         for i in range(40):
             start = rng.randrange(num_layers) if i > 3 else 0
