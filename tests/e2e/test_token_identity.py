@@ -11,7 +11,7 @@ from memory_swarm import cut, memory_swarm
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.errors import NoRoute, RemoteError
+from swarm.errors import ContextOverflow, InvalidRequest, NoRoute, RemoteError, UsageError, WrongModel
 from swarm.net.memory import Link
 from swarm.plan.session import FinishReason
 from swarm.types import LayerSpan
@@ -179,3 +179,41 @@ async def test_a_full_swarm_refuses_with_its_own_words() -> None:
             with pytest.raises((RemoteError, NoRoute)) as caught:
                 await client.generate(prompt(random.Random(11), 60), max_new_tokens=60)
     assert str(caught.value)
+
+
+@virtual_time
+async def test_the_client_carries_an_edge_that_two_hops_cannot() -> None:
+    model, source = family("llama")
+    ask = prompt(random.Random(12), 30)
+    async with memory_swarm(source, cut(6, 2, 4)) as swarm, swarm.client(prefill_chunk=8) as client:
+        swarm.network.partition(swarm.peers[0], swarm.peers[1])
+        answer = await client.generate(ask, max_new_tokens=12)
+        assert answer.repairs == ()
+    assert list(answer.token_ids) == hf_greedy(model, ask, 12)
+
+
+@virtual_time
+async def test_other_weights_under_the_same_name_are_told_apart() -> None:
+    _, source = family("llama")
+    stranger = ModelTensors(tiny_model("llama", seed=1))
+    stranger.weight_hash = "1" * 32
+    async with memory_swarm(stranger, cut(6, 3)) as swarm:
+        swarm.source = source
+        async with swarm.client() as client:
+            with pytest.raises(WrongModel, match="other weights"):
+                await client.generate([5, 6], max_new_tokens=4)
+
+
+@virtual_time
+async def test_impossible_requests_are_refused_before_anything_is_sent() -> None:
+    _, source = family("llama")
+    async with memory_swarm(source, cut(6, 3)) as swarm, swarm.client() as client:
+        with pytest.raises(InvalidRequest, match="empty"):
+            await client.generate("")
+        with pytest.raises(ContextOverflow, match="256"):
+            await client.generate(list(range(2, 102)) * 3)
+        with pytest.raises(InvalidRequest, match="vocabulary"):
+            await client.generate([5, 131])
+        with pytest.raises(UsageError, match="not an option"):
+            await client.generate([5], beams=4)
+        assert all(engine.cache.free_tokens == engine.cache.capacity_tokens for engine in swarm.engines.values())
