@@ -66,7 +66,8 @@ class Standing:
 
 async def join(config: NodeConfig, report: Reporter, stop: asyncio.Event, connect: Connect = over_daemon) -> None:
     """Serve until `stop` is set. Raises SwarmError when the node cannot start or loses the network for good."""
-    report.event("preparing", f"opening {config.model} and measuring this machine", model=config.model)
+    sentence = f"opening {config.model} and measuring this machine; the first time, it compiles its kernels too"
+    report.event("preparing", sentence, model=config.model)
     with contextlib.suppress(Stopped):
         async with AsyncExitStack() as stack:
             machine, network = await _unless(stop, _open(config, connect, stack))
