@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_said() -> None:
         parse({"name": "x", "model": MODEL, "workload": {}})
     with pytest.raises(UsageError, match="rate"):
         simulate_table(table(workload={"rate_per_s": -1}))
-    with pytest.raises(UsageError, match="unknown|nonsense"):
+    with pytest.raises(UsageError, match="nonsense"):
         simulate_table(table(nonsense=1))
     with pytest.raises(UsageError, match="names no field"):
         changed(table(), {"devices.9.count": 1})

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 
 from swarm.plan.allocation import Price, allocate
 from swarm.plan.balance import PoolNode
-from swarm.plan.membership import join_span, layer_capacity_tokens, place_joiners
+from swarm.plan.membership import join_span, place_joiners
 from swarm.plan.moves import Schedule
-from swarm.plan.rebalance import target
+from swarm.plan.rebalance import judge_spans, target
 from swarm.plan.repair import repair
 from swarm.plan.sim.node import SimNode
 from swarm.plan.sim.policy import Policy, Repeat, alive, covered
 from swarm.plan.sim.session import Session
 from swarm.plan.sim.view import View
-from swarm.types import Chain, LayerSpan, PeerId, missing_ranges
+from swarm.types import Chain, LayerSpan, PeerId
+
+MIN_GAIN = 0.2  # relative fall of the loads' coefficient of variation that is worth moving for, as for a real node
 
 
 class Swarm(Policy):
@@ -47,12 +49,15 @@ class Swarm(Policy):
         return place_joiners(view.take(self.scenario.serving.record_lifetime_ms))
 
     def rebalance(self, view: View) -> Schedule | None:
-        """When a layer is served and being read by nobody, everybody may move; imbalance is left to those who join."""
+        """By the planner's two triggers; for imbalance alone nobody moves unless it falls by MIN_GAIN."""
         snapshot = view.take()
-        held = layer_capacity_tokens(snapshot.nodes, view.num_layers)
-        if not missing_ranges(1 if tokens > 0 else 0 for tokens in held):
+        nodes = {n.peer: n for n in snapshot.nodes}
+        verdict = judge_spans(nodes, {n.peer: n.span for n in snapshot.nodes if n.span}, view.num_layers)
+        if not verdict.rebalance:
             return None
-        return target(snapshot).plan
+        found = target(snapshot)
+        gap = verdict.reason.startswith("coverage")
+        return found.plan if gap or found.after.cv <= (1 - MIN_GAIN) * found.before.cv else None
 
     def choose(self, session: Session, view: View) -> Chain:
         table = view.table(session.most_tokens)
