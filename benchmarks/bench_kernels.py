@@ -19,19 +19,23 @@ from swarm_kernels.batch import PAGE, BatchPlan
 
 HIDDEN, HEADS, KV_HEADS, DIM, MIDDLE, LAYERS, VOCAB = 576, 9, 3, 64, 1536, 30, 49152  # SmolLM2-135M
 NONE = torch.zeros(0, dtype=torch.int64)
+SETTLE_S = 0.02  # OpenMP's threads go on spinning for milliseconds after torch's last operator
+BURST_S = 0.05
 
 
 def measure(seconds: float, *works: Callable[[], object]) -> list[tuple[float, float]]:
-    """(least, median) milliseconds of each work, run in turn."""
-    for work in works:
-        work()
+    """(least, median) milliseconds of each work, run in turn, in bursts."""
     times: list[list[float]] = [[] for _ in works]
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + seconds * len(works)
     while time.perf_counter() < end or len(times[0]) < 3:
         for work, taken in zip(works, times, strict=True):
-            start = time.perf_counter()
+            time.sleep(SETTLE_S)
             work()
-            taken.append((time.perf_counter() - start) * 1e3)
+            burst = time.perf_counter() + BURST_S
+            while time.perf_counter() < burst:
+                start = time.perf_counter()
+                work()
+                taken.append((time.perf_counter() - start) * 1e3)
     return [(min(taken), statistics.median(taken)) for taken in times]
 
 

@@ -201,6 +201,7 @@ def _layer(weights: LayerWeights) -> _Layer:
 
 
 def _describe_layer(weights: LayerWeights) -> _Layer:
+    _check_layer_weights(weights)
     norms = tuple(
         None if norm is None else norm.to(torch.float32).contiguous()
         for norm in (weights.attn_norm, weights.mlp_norm, weights.q_norm, weights.k_norm)
@@ -216,6 +217,25 @@ def _describe_layer(weights: LayerWeights) -> _Layer:
         weights.scale,
     )
     return _Layer(ctypes.pointer(structure), norms)
+
+
+def _check_layer_weights(weights: LayerWeights) -> None:
+    """A layer's linears and norms fit each other; looked at once a layer."""
+    width, inner, dim = weights.o.out_features, weights.down.in_features, weights.head_dim
+    attended = weights.heads * dim
+    shapes = [(linear.in_features, linear.out_features) for linear in (weights.qkv, weights.o, weights.gate_up)]
+    if shapes != [(width, attended + 2 * weights.kv_heads * dim), (attended, width), (width, 2 * inner)]:
+        raise KernelError(f"the linear layers of a decoder layer do not fit each other: {shapes}")
+    for norm, size in (
+        (weights.attn_norm, width),
+        (weights.mlp_norm, width),
+        (weights.q_norm, dim),
+        (weights.k_norm, dim),
+    ):
+        if norm is not None and norm.shape != (size,):
+            raise KernelError(f"a norm of a decoder layer has shape {tuple(norm.shape)}, not {(size,)}")
+    if weights.down.out_features != width:
+        raise KernelError(f"the down projection gives {weights.down.out_features} values, not {width}")
 
 
 _PLAN_FIELDS = (

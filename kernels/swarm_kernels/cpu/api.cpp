@@ -144,7 +144,7 @@ int32_t swarm_attend(const float* q, const float* k, const float* v, int64_t hea
   return locked([&](Engine& engine) {
     const Engine::Heads in{q, k, v, heads * cache->dim, cache->groups * cache->dim, heads};
     engine.move_slots(*cache, plan->copy_from, plan->copy_to, plan->copies);
-    engine.append(*cache, *plan, in);
+    engine.append(*cache, *plan, in, nullptr);
     engine.attend(*cache, *plan, in, scale, window, softcap, out);
   });
 }

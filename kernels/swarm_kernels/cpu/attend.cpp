@@ -125,12 +125,14 @@ void attend_split(const Attention& a, Pool& pool, Scratch& scratch) {
   float* states = scratch.take(units * a.most_blocks * size);
   float* queries = scratch.take(a.query_size() * pool.threads());
   std::vector<std::atomic<int64_t>> done(units);
+  std::vector<int64_t> loaded(pool.threads(), -1);  // whose queries each thread has; items of a unit follow each other
   pool.run(units * a.most_blocks, [&](int64_t item, int thread) {
     const int64_t unit = item / a.most_blocks, block = item % a.most_blocks, group = unit % a.cache.groups;
     const RowTile& tile = a.tiles[unit / a.cache.groups];
     if (block >= tile.blocks) return;
     float *q = queries + thread * a.query_size(), *first = states + unit * a.most_blocks * size;
-    a.load_queries(tile, group, q);
+    if (loaded[thread] != unit) a.load_queries(tile, group, q);
+    loaded[thread] = unit;
     a.run_block(tile, group, block, q, a.state_in(first + block * size));
     if (done[unit].fetch_add(1) + 1 < tile.blocks) return;
     for (int64_t b = 1; b < tile.blocks; b++)
@@ -151,55 +153,6 @@ void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads&
     attend_split(a, *pool_, scratch_);
   else
     attend_whole(a, *pool_, scratch_);
-}
-
-void Engine::append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in) {
-  const int64_t size = cache.dim * PAGE * (cache.bf16 ? 2 : 4);
-  pool_->run(ceil_div(plan.rows, PAGE), [&](int64_t item, int) {
-    for (int64_t r = item * PAGE; r < std::min(plan.rows, (item + 1) * PAGE); r++)
-      for (int64_t g = 0; g < cache.groups; g++) {
-        const int64_t at = (plan.write[r] / PAGE * cache.groups + g) * size;
-        table_->write_kv(in.k + r * in.ldkv + g * cache.dim, in.v + r * in.ldkv + g * cache.dim, cache.dim,
-                         plan.write[r] % PAGE, cache.bf16 != 0, static_cast<char*>(cache.k) + at,
-                         static_cast<char*>(cache.v) + at);
-      }
-  });
-}
-
-namespace {
-
-// Slot `slot` of the cache to or from a row of [groups][2][dim] elements.
-template <typename T, bool OUT>
-void transfer(const SwarmCache& cache, int64_t slot, T* row) {
-  const int64_t offset = slot % PAGE;
-  for (int64_t g = 0; g < cache.groups; g++, row += 2 * cache.dim) {
-    const int64_t at = (slot / PAGE * cache.groups + g) * cache.dim * PAGE;
-    T *k = static_cast<T*>(cache.k) + at + offset, *v = static_cast<T*>(cache.v) + at + offset * cache.dim;
-    for (int64_t d = 0; d < cache.dim; d++) {
-      if constexpr (OUT)
-        row[d] = k[d * PAGE], row[cache.dim + d] = v[d];
-      else
-        k[d * PAGE] = row[d], v[d] = row[cache.dim + d];
-    }
-  }
-}
-
-template <typename T>
-void move_all(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count, T* rows) {
-  const int64_t size = cache.groups * 2 * cache.dim;
-  for (int64_t i = 0; i < count; i++) transfer<T, true>(cache, from[i], rows + i * size);
-  for (int64_t i = 0; i < count; i++) transfer<T, false>(cache, to[i], rows + i * size);
-}
-
-}  // namespace
-
-void Engine::move_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count) {
-  if (count == 0) return;
-  float* rows = scratch_.take(count * cache.groups * 2 * cache.dim);
-  if (cache.bf16)
-    move_all(cache, from, to, count, reinterpret_cast<uint16_t*>(rows));
-  else
-    move_all(cache, from, to, count, rows);
 }
 
 }  // namespace swarm

@@ -8,9 +8,10 @@
 namespace swarm {
 namespace {
 
-constexpr int64_t ROWS_A_GROUP = 8;   // tiles of a linear's item: what passes while its weights stay in the cache
-constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 64;  // of weights, in an item of few rows
-constexpr int64_t WIDTH = 8;                        // in one of many rows
+// An item of a linear: with few rows, a stretch of weight blocks; with many, as many as stay in the second-level cache
+// while a group of row tiles passes.
+constexpr int64_t FEW_TILES = 2, TILES_A_GROUP = 8;
+constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 64, CACHED_BLOCKS = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -62,12 +63,14 @@ const float* Engine::tiles_of(const float* x, int64_t rows, int64_t in, int64_t 
 }
 
 // Where the items of a linear end. With few rows they are long at first, to read memory in long streams, and short towards
-// the end, so that all threads finish together; with many rows, narrow enough for the weights to stay in the cache.
+// the end, so that all threads finish together; with many rows they are alike.
 const std::vector<int64_t>& Engine::column_ends(int64_t blocks, int64_t tiles) {
   ends_.clear();
+  const int64_t threads = pool_->threads();
+  const int64_t even = std::min(CACHED_BLOCKS, blocks * ceil_div(tiles, TILES_A_GROUP) / (4 * threads));
   for (int64_t end = 0; end < blocks;) {
-    const int64_t width = tiles > 2 ? WIDTH : (blocks - end) / (2 * pool_->threads()) / 2 * 2;
-    end = std::min(blocks, end + std::clamp(width, MIN_BLOCKS, MAX_BLOCKS));
+    const int64_t width = tiles > FEW_TILES ? even : (blocks - end) / (2 * threads);
+    end = std::min(blocks, end + std::clamp(width / 2 * 2, MIN_BLOCKS, MAX_BLOCKS));
     ends_.push_back(end);
   }
   return ends_;
@@ -85,13 +88,13 @@ void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, 
 
   const int64_t tiles = ceil_div(rows, tile_rows);
   const int64_t blocks = ceil_div(weights.out, 16) / (epilogue == LinearJob::GATE_UP ? 2 : 1);
-  const int64_t row_groups = ceil_div(tiles, ROWS_A_GROUP);
+  const int64_t row_groups = ceil_div(tiles, TILES_A_GROUP);
   const std::vector<int64_t>& ends = column_ends(blocks, tiles);
   const int64_t items = (int64_t)ends.size() * row_groups;
   pool_->run(items, [&](int64_t item, int) {
     item = items - 1 - item;  // rising addresses, large items first
-    const int64_t column = item / row_groups, tile = item % row_groups * ROWS_A_GROUP;
-    table_->linear(job, tile, std::min(tile + ROWS_A_GROUP, tiles), column ? ends[column - 1] : 0, ends[column]);
+    const int64_t column = item / row_groups, tile = item % row_groups * TILES_A_GROUP;
+    table_->linear(job, tile, std::min(tile + TILES_A_GROUP, tiles), column ? ends[column - 1] : 0, ends[column]);
   });
 }
 
@@ -104,20 +107,6 @@ void Engine::rms_norm(const float* x, int64_t rows, int64_t in, const float* wei
     table_->scale_row(x, in, table_->inverse_rms(x, in, eps), weight, y);
 }
 
-void Engine::rotate(const SwarmLayer& layer, const float* cos, const float* sin, int64_t rot, int64_t rows, float* qkv) {
-  const int64_t turned = layer.heads + layer.kv_heads, dim = layer.head_dim;
-  const int64_t ld = (turned + layer.kv_heads) * dim;
-  pool_->run(ceil_div(rows, 4), [&](int64_t item, int) {
-    for (int64_t r = item * 4; r < std::min(rows, item * 4 + 4); r++)
-      for (int64_t h = 0; h < turned; h++) {
-        float* head = qkv + r * ld + h * dim;
-        if (const float* norm = h < layer.heads ? layer.q_norm : layer.k_norm)
-          table_->scale_row(head, dim, table_->inverse_rms(head, dim, layer.eps), norm, head);
-        table_->rope(head, rot, cos + r * rot, sin + r * rot);
-      }
-  });
-}
-
 void Engine::layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const float* cos,
                    const float* sin, int64_t rot, float* hidden) {
   const int64_t rows = plan.rows, width = layer.o.out, dim = layer.head_dim;
@@ -128,10 +117,10 @@ void Engine::layer(const SwarmLayer& layer, const SwarmCache& cache, const Swarm
   const Norm attn_norm{layer.attn_norm, layer.eps}, mlp_norm{layer.mlp_norm, layer.eps};
 
   multiply(layer.qkv, hidden, rows, &attn_norm, LinearJob::STORE, qkv, ld);
-  rotate(layer, cos, sin, rot, rows, qkv);
   const float* k = qkv + layer.heads * dim;
   const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, layer.heads};
-  append(cache, plan, heads);
+  const Rotation rotation{&layer, cos, sin, rot, qkv};
+  append(cache, plan, heads, &rotation);
   attend(cache, plan, heads, layer.scale, 0, 0.0f, mixed);
   multiply(layer.o, mixed, rows, nullptr, LinearJob::ADD, hidden, width);
   multiply(layer.gate_up, hidden, rows, &mlp_norm, LinearJob::GATE_UP, gated, middle);

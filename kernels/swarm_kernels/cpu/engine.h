@@ -42,7 +42,14 @@ class Engine {
     const float *q, *k, *v;
     int64_t ldq, ldkv, heads;
   };
-  void append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in);
+  // How to rotate the heads of `qkv` [rows, (heads + 2 kv_heads) dim] before they are used.
+  struct Rotation {
+    const SwarmLayer* layer;
+    const float *cos, *sin;
+    int64_t rot;
+    float* qkv;
+  };
+  void append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Rotation* rotation);
   void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, float scale, int64_t window,
               float softcap, float* out);
   // hidden [rows, layer.o.out], in place
@@ -58,7 +65,7 @@ class Engine {
                 LinearJob::Epilogue epilogue, float* y, int64_t ldy);
   const std::vector<int64_t>& column_ends(int64_t blocks, int64_t tiles);
   const float* tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm);
-  void rotate(const SwarmLayer& layer, const float* cos, const float* sin, int64_t rot, int64_t rows, float* qkv);
+  void rotate(const Rotation& how, int64_t row, int64_t group);
 
   const KernelTable* table_ = nullptr;
   std::unique_ptr<Pool> pool_ = std::make_unique<Pool>(1);
