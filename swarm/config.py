@@ -49,7 +49,7 @@ class NodeConfig:
 
     model: str = DEFAULT_MODEL
     peers: tuple[str, ...] = ()
-    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # strangers must reach a volunteer: any port, all networks
     gpu: int | None = None  # None: the CPU
     layers: str | None = None  # "START:END"; None: the node decides
     max_memory: int | None = None  # bytes; None: most of what is free

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from swarm.codec import Buffer
 from swarm.config import Limits
-from swarm.errors import ConnectionLost, NetworkError, NodeBusy, ProtocolError, RemoteError, WrongModel
+from swarm.errors import ConnectionLost, NetworkError, NodeBusy, PeerUnreachable, ProtocolError, RemoteError, WrongModel
 from swarm.messages import AnyMessage, Close, Failed, Open, Opened, Result, Step, WireSampling
 from swarm.net.carrier import Connection
 from swarm.net.pool import ConnectionPool
@@ -205,6 +205,13 @@ class ChainSession:
             with contextlib.suppress(NetworkError):
                 await connection.send(Close(self.id))
 
+    def _blamed(self, peer: PeerId, failed: Failed) -> PeerId:
+        """Who is to be left out of the next chain: a hop that lost its connection speaks of the one after it."""
+        after = self.chain.peers.index(peer) + 1
+        if failed.error in (ConnectionLost.code, PeerUnreachable.code) and after < len(self.chain):
+            return self.chain.peers[after]
+        return peer
+
     async def _send_to(self, peer: PeerId, step: Step, body: Buffer = b"") -> None:
         try:
             await self._connections[peer].send(step, body)
@@ -219,7 +226,9 @@ class ChainSession:
             if incoming.error is not None:
                 raise HopFailed(incoming.peer, incoming.error)
             if isinstance(incoming.message, Failed):
-                raise HopFailed(incoming.peer, _remote_error(incoming.peer, incoming.message))
+                raise HopFailed(
+                    self._blamed(incoming.peer, incoming.message), _remote_error(incoming.peer, incoming.message)
+                )
             return incoming
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from swarm.config import ClientConfig, load, state_dir
+from swarm.config import ClientConfig, load, local_swarm
 from swarm.errors import SwarmError, UsageError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -116,18 +116,13 @@ async def answer_once(settings: ClientConfig, prompt: str, request: Request) -> 
 
 
 def _with_peers(settings: ClientConfig) -> ClientConfig:
-    """Without --peer, the swarm that `swarm-node local` runs on this machine."""
+    """Without --peer, the swarm that `swarm-node local` runs on this machine, and its model unless one was named."""
     if settings.peers:
         return settings
-    file = state_dir() / "local.json"
-    try:
-        local = json.loads(file.read_text(encoding="utf-8"))
-        peers = tuple(str(p) for p in local["peers"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(
-            "no swarm to talk to: give --peer MULTIADDR, or start one here with `swarm-node local --nodes 3`"
-        ) from None
-    return dataclasses.replace(settings, peers=peers)
+    model, peers = local_swarm()
+    return dataclasses.replace(
+        settings, peers=peers, model=model if settings.model == _LIBRARY.model else settings.model
+    )
 
 
 def _fail(error: SwarmError, as_json: bool) -> None:

@@ -125,6 +125,7 @@ class LocalSwarm:
                 command += ["--identity", str(folder / "identity"), "--listen", address]
             else:
                 command += ["--peer", f"{address}/p2p/{first.peer}", "--wait", str(WAIT_FOR_FIRST_S)]
+                command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
             await self._spawn(i, command)
 
     async def _spawn(self, number: int, command: Sequence[str]) -> None:

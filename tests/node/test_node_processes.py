@@ -46,7 +46,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "SWARM_HOME": str(home)}
+    return {**os.environ, "SWARM_HOME": str(home), "SWARM_LISTEN": "/ip4/127.0.0.1/tcp/0"}
 
 
 @dataclass

@@ -1,0 +1,61 @@
+"""The built-in model, fp32: five chat prompts, 64 tokens each, against transformers with the same tensors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from memory_swarm import cut, memory_swarm
+from transformers import AutoConfig, AutoModelForCausalLM
+from virtual_clock import virtual_time
+
+from swarm_kernels.loader import ModelSource
+from swarm_kernels.tokenizer import load_tokenizer
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain in two sentences why the sky is blue.",
+    "List five fruits, one a line.",
+    "def fibonacci(n):\n    # continue this function\n",
+)
+TOKENS = 64
+
+
+def transformers_greedy(source: ModelSource, prompts: list[list[int]], eos: int) -> list[list[int]]:
+    hf = dict(source.config.hf)
+    config = AutoConfig.for_model(hf.pop("model_type"), **hf)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    state = {name: source.tensor(name).float() for name in model.state_dict() if source.has(name)}
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=eos
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("borders", [(7, 22), (3, 4, 15, 28)], ids=["three uneven hops", "five"])
+def test_greedy_tokens_of_a_swarm_are_those_of_transformers(real_model: ModelSource, borders: tuple[int, ...]) -> None:
+    tokenizer = load_tokenizer(real_model)
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in PROMPTS]
+    expected = transformers_greedy(real_model, prompts, tokenizer.eos_token_ids[0])
+
+    @virtual_time
+    async def check() -> None:
+        async with (
+            memory_swarm(real_model, cut(30, *borders)) as swarm,
+            swarm.client(eos=tokenizer.eos_token_ids) as client,
+        ):
+            alone = await client.generate(prompts[0], max_new_tokens=TOKENS)
+            together = await asyncio.gather(*(client.generate(p, max_new_tokens=TOKENS) for p in prompts))
+        assert list(alone.token_ids) == expected[0]
+        assert [list(a.token_ids) for a in together] == expected
+
+    check()
