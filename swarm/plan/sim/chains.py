@@ -37,8 +37,9 @@ class Chains:
         session.phase = Phase.CONNECTING
         session.waiting_since = self._engine.clock.now
         if session.hops:
-            self._broken.append(session)
-            self.wake()
+            if not self._attempt(session):
+                self._broken.append(session)
+                self._poll()
             return
         session.gate = self._engine.policy.gate(session)
         line = self._lines.setdefault(session.gate, deque())
@@ -47,11 +48,14 @@ class Chains:
             self.wake()
 
     def wake(self) -> None:
-        """Somebody may find a chain now who did not before. Sessions in mid-answer go first."""
-        self._broken = [session for session in self._broken if session.live and not self._attempt(session)]
+        """There is room where there was none: those who are first in line try again."""
         for line in self._lines.values():
             while line and (not line[0].live or self._attempt(line[0])):
                 line.popleft()
+        self._poll()
+
+    def _poll(self) -> None:
+        """While anybody waits, everybody looks again from time to time."""
         if not self._polling and (self._broken or any(self._lines.values())):
             self._polling = True
             self._engine.clock.after(self._serving.route_retry_ms, self._look_again)
@@ -65,6 +69,8 @@ class Chains:
         for session in waiting:
             if session.live and session.waiting_since <= late:
                 self._engine.fail(session, "no route")
+        broken, self._broken = self._broken, []
+        self._broken += [session for session in broken if session.live and not self._attempt(session)]
         self.wake()
 
     def _attempt(self, session: Session) -> bool:
@@ -96,11 +102,9 @@ class Chains:
 
     def _again(self, session: Session) -> None:
         if session.live and not self._attempt(session):
-            if session.hops:
-                self._broken.append(session)
-            else:
-                self._lines.setdefault(session.gate, deque()).append(session)
-            self.wake()
+            waiting = self._broken if session.hops else self._lines.setdefault(session.gate, deque())
+            waiting.append(session)
+            self._poll()
 
     def _has_room(self, session: Session, hop: Hop) -> bool:
         node = self._engine.nodes[hop.peer]

@@ -46,7 +46,7 @@ class Faults:
         for peer, span in placed.items():
             self._engine.nodes[peer].take_layers(span, NodeState.SERVING)
             self._engine.tell("serve", n=peer, span=str(span))
-            self._count(self._engine.nodes[peer])
+            self._recount(self._engine.nodes[peer])
         self._link()
         self._engine.published()
         churn = scenario.churn
@@ -210,14 +210,8 @@ class Faults:
     # Coverage --------------------------------------------------------------------------------------------------------
 
     def _count(self, node: SimNode) -> None:
-        """Count replicas of layers anew after `node` has changed, and how long some layer was served by nobody."""
-        before = self._served.pop(node.id, None)
-        for layer in before or ():
-            self._replicas[layer] -= 1
-        if node.alive and node.span is not None and node.state is NodeState.SERVING:
-            self._served[node.id] = node.span
-            for layer in node.span:
-                self._replicas[layer] += 1
+        """`node` has changed: count replicas of layers anew, and how long some layer is served by nobody."""
+        self._recount(node)
         now = self._engine.clock.now
         if not all(self._replicas):
             if self._gap_since is None:
@@ -227,6 +221,14 @@ class Faults:
             self.gaps.append((self._gap_since, now))
             self._gap_since = None
             self._engine.tell("covered")
+
+    def _recount(self, node: SimNode) -> None:
+        for layer in self._served.pop(node.id, ()):
+            self._replicas[layer] -= 1
+        if node.alive and node.span is not None and node.state is NodeState.SERVING:
+            self._served[node.id] = node.span
+            for layer in node.span:
+                self._replicas[layer] += 1
 
     def close(self) -> None:
         """Account for a gap that lasts."""

@@ -179,8 +179,9 @@ class SimNode:
         """τ of each layer of the span, ms.
 
         Measured: the recent average of wait and compute of decoding steps, as the real node publishes it. Expected:
-        what the cost model says of a batch with one more session than are open here, plus the prefill that waits, so
-        that a chain that is selected or released shows at once (Parallax §3.3).
+        what the cost model says of a batch with one more session than are open here, so that a chain that is selected
+        or released shows at once (Parallax §3.3). Prefill that waits is left out: it delays a session once, and τ is
+        paid for every token.
         """
         span = self.span
         if span is None:
@@ -192,9 +193,7 @@ class SimNode:
         tokens = sum(h.session.most_tokens for h in self.held.values())
         batch = self.cost.device.step_overhead_ms + layers * self.cost.layer_ms(rows, tokens, tokens)
         ends = self.cost.head_ms(rows) if span.end == self.cost.model.layers else 0.0
-        waiting = sum(step.rows for step in self._prefill)
-        prefill = waiting * layers * self.cost.model.row_flops / self.cost.flops_per_s * 1e3 if waiting else 0.0
-        each = (batch + prefill) / layers
+        each = batch / layers
         return (*(each for _ in range(layers - 1)), each + ends)
 
     def profile(self, now: float, expected: bool) -> NodeProfile:
