@@ -80,7 +80,9 @@ class MemorySwarm:
         carrier = self.network.carrier(peer)
         self.stack.push_async_callback(carrier.close)
         pool = await self.stack.enter_async_context(ConnectionPool(carrier, on_frame, on_lost, LIMITS))
-        service = await self.stack.enter_async_context(Service(Served("tiny", source.weight_hash, dtype), pool, LIMITS))
+        service = await self.stack.enter_async_context(
+            Service(Served(source.name, source.weight_hash, dtype), pool, LIMITS)
+        )
         services.append(service)
         executor = Executor(engine, InlineDevice(0.002), LIMITS.batch_tokens, clock=asyncio.get_running_loop().time)
         self.stack.push_async_callback(executor.close)
@@ -106,7 +108,7 @@ class MemorySwarm:
         announcer = Announcer(
             self.network.directory(peer),
             identity.sign,
-            "tiny",
+            source.name,
             source.config.num_layers,
             profile,
             LIMITS,
