@@ -109,7 +109,7 @@ def bench_model(seconds: float, dtype: torch.dtype) -> None:
     model = Model.random(dtype)
     name = str(dtype).removeprefix("torch.")
     layer_flop = 2e-9 * model.layer_bytes / dtype.itemsize
-    norm = torch.ones(HIDDEN)
+    norm, memory = torch.ones(HIDDEN), torch.ones(64 << 20)
     for label, context, rows, tree in (
         ("1 token", 256, 1, False),
         ("1 token", 1024, 1, False),
@@ -129,10 +129,11 @@ def bench_model(seconds: float, dtype: torch.dtype) -> None:
             out = ops.decoder_layers(hidden, model.layers, cos, sin, caches, plan)  # noqa: B023
             return model.head(ops.rms_norm(out[-64:] if tree else out[-1:], norm, 1e-5))  # noqa: B023
 
-        (result,) = measure(seconds, step)
+        result, read = measure(seconds, step, memory.sum)
         title = f"SmolLM2 {name}, {label}, context {context}"
         if rows == 1:
             row(title, result, (model.layer_bytes + model.head.nbytes) / 1e9, "GB/s")
+            row("  torch's sum of 256 MB meanwhile", read, memory.nbytes / 1e9, "GB/s")
         else:
             row(title, result, layer_flop * rows + (2e-9 * HIDDEN * VOCAB * rows if tree else 0), "GFLOP/s")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swarm_kernels import compiled, native, reference
+from swarm_kernels import compiled, native, prepared, reference
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.checks import check_cache, check_plan, check_rows, check_slots
 
@@ -31,7 +31,7 @@ def attend(
     Compiled, dense past and sparse tree are computed apart and merged by online softmax (Ghidorah, section III-B), so
     no mask over the context is built.
     """
-    library = native.library() if compiled.covers_cache(k_pages) else None
+    library = native.library() if prepared.covers_cache(k_pages) else None
     check_rows(q, k, v, k_pages, v_pages, plan)
     if library is not None:
         return compiled.attend(library, q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
@@ -45,7 +45,7 @@ def move_slots(
     """Commit tree slots of one layer: copy keys and values at flat slots `copy_from [m]` to `copy_to [m]`, in place."""
     check_cache(k_pages, v_pages)
     check_slots(copy_from, copy_to, k_pages.shape[0])
-    library = native.library() if compiled.covers_cache(k_pages) else None
+    library = native.library() if prepared.covers_cache(k_pages) else None
     if library is not None:
         compiled.move_slots(library, k_pages, v_pages, copy_from, copy_to)
     else:

@@ -47,23 +47,37 @@ def check_rows(
     check_plan_shapes(plan)
 
 
-def check_layer(
-    hidden: torch.Tensor, weights: LayerWeights, k_pages: torch.Tensor, v_pages: torch.Tensor, plan: BatchPlan
-) -> None:
-    """`hidden [n, width]` for the plan's n rows, and a cache of this layer's heads."""
+def check_layer(weights: LayerWeights, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+    """A layer's linears and norms fit each other, and the cache is of its heads."""
     check_cache(k_pages, v_pages)
-    if hidden.shape != (plan.rows, weights.o.out_features):
-        raise KernelError(f"hidden states have shape {tuple(hidden.shape)}, not {(plan.rows, weights.o.out_features)}")
     if k_pages.shape[1:3] != (weights.kv_heads, weights.head_dim) or weights.heads % weights.kv_heads:
         raise KernelError(f"pages of shape {tuple(k_pages.shape)} are not of this layer's heads")
-    if hidden.device != k_pages.device:
-        raise KernelError("hidden states and pages are on different devices")
+    width, inner, dim = weights.o.out_features, weights.down.in_features, weights.head_dim
+    attended, shared = weights.heads * dim, 2 * weights.kv_heads * dim
+    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    shapes = [(linear.in_features, linear.out_features) for linear in linears]
+    if shapes != [(width, attended + shared), (attended, width), (width, 2 * inner), (inner, width)]:
+        raise KernelError(f"the linear layers of a decoder layer do not fit each other: {shapes}")
+    sizes = {"attn_norm": width, "mlp_norm": width, "q_norm": dim, "k_norm": dim}
+    for name, size in sizes.items():
+        norm = getattr(weights, name)
+        if norm is not None and norm.shape != (size,):
+            raise KernelError(f"{name} of a decoder layer has shape {tuple(norm.shape)}, not {(size,)}")
 
 
-def check_rope(cos: torch.Tensor, sin: torch.Tensor, rows: int, head_dim: int) -> None:
-    """`cos` and `sin` `[n, rot]`, rot even and at most the head size."""
-    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != rows or cos.shape[1] % 2 or cos.shape[1] > head_dim:
-        raise KernelError(f"rotary tables have shapes {tuple(cos.shape)} and {tuple(sin.shape)} for {rows} rows")
+def check_step(
+    hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, head_dim: int, plan: BatchPlan
+) -> None:
+    """`hidden [n, width]`, `cos` and `sin` `[n, rot]` for the plan's n rows; rot even and at most the head size."""
+    check_plan_shapes(plan)
+    if hidden.shape != (plan.rows, width):
+        raise KernelError(f"hidden states have shape {tuple(hidden.shape)}, not {(plan.rows, width)}")
+    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != plan.rows:
+        raise KernelError(f"rotary tables are {tuple(cos.shape)} and {tuple(sin.shape)} for {plan.rows} rows")
+    if cos.shape[1] % 2 or cos.shape[1] > head_dim:
+        raise KernelError(f"{cos.shape[1]} rotary dimensions do not fit a head of {head_dim}")
+    if not hidden.device == cos.device == sin.device == plan.positions.device:
+        raise KernelError("hidden states, rotary tables and plan are on different devices")
 
 
 def check_plan_shapes(plan: BatchPlan) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import compiled, native, reference
+from swarm_kernels import compiled, native, packed, reference
 from swarm_kernels.attention import attend, move_slots
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.checks import check_layer, check_plan, check_plan_shapes, check_rope
+from swarm_kernels.checks import check_layer, check_plan, check_step
 from swarm_kernels.native import available, describe, set_threads, use
+from swarm_kernels.prepared import stack_of
 from swarm_kernels.reference import LayerWeights, Linear, apply_rope
 
 __all__ = [
@@ -45,7 +46,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
         raise KernelError(f"a linear layer of shape {tuple(weight.shape)} cannot be packed with this bias")
     packable = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32)
     if packable and native.library() is not None:
-        return compiled.pack_linear(weight, bias)
+        return packed.pack_linear(weight, bias)
     return reference.pack_linear(weight, bias)
 
 
@@ -87,15 +88,13 @@ def decoder_layers(
     Prefer it to a loop: compiled, the stack is one call that holds no GIL from beginning to end, so a busy event loop
     delays a step once instead of once a layer.
     """
-    check_plan_shapes(plan)
-    covered = hidden.device.type == "cpu" and hidden.dtype == torch.float32
+    library = native.library() if hidden.device.type == "cpu" and hidden.dtype == torch.float32 else None
+    stack = stack_of(layers, caches) if library is not None and layers else None
+    if library is not None and stack is not None:
+        check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
+        return compiled.decoder_layers(library, hidden, stack, cos, sin, plan)
     for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
-        check_layer(hidden, weights, k_pages, v_pages, plan)
-        check_rope(cos, sin, plan.rows, weights.head_dim)
-        covered = covered and compiled.covers_cache(k_pages) and compiled.covers_layer(weights)
-    library = native.library() if covered else None
-    if library is not None and plan.rows and layers:
-        return compiled.decoder_layers(library, hidden, layers, cos, sin, caches, plan)
-    for k_pages, _ in caches:
+        check_layer(weights, k_pages, v_pages)
+        check_step(hidden, cos, sin, weights.o.out_features, weights.head_dim, plan)
         check_plan(plan, k_pages.shape[0])
     return reference.decoder_layers(hidden, layers, cos, sin, caches, plan)

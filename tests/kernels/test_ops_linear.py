@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import compiled, ops
+from swarm_kernels import ops
+from swarm_kernels.packed import PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((64, 64), (960, 576), (40, 33), (17, 250), (1, 16))  # [N, K]: whole blocks, padded ones, an odd K
@@ -54,7 +55,7 @@ def test_result_has_the_dtype_of_the_input() -> None:
 def test_half_weights_take_torch() -> None:
     weight = torch.randn(32, 48).half()
     linear = ops.pack_linear(weight)
-    assert not isinstance(linear, compiled.PackedLinear)
+    assert not isinstance(linear, PackedLinear)
     x = torch.randn(3, 48)
     torch.testing.assert_close(linear(x), x @ weight.float().T, rtol=2e-2, atol=2e-2)
 
