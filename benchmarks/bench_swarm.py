@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 from harness import LocalSwarm, reference_model, tree_pss_mb
-from swarm_kernels.loader import open_model
 from transformers import PreTrainedModel
 
 from swarm_client import SwarmClient
+from swarm_kernels.loader import open_model
 
 SHORT, LONG = 51, 1000  # prompt tokens
 CLIENTS = 4

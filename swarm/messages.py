@@ -49,9 +49,7 @@ class WireSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     @classmethod
     def of(cls, sampling: Sampling) -> WireSampling:
-        return cls(
-            sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty, sampling.seed
-        )
+        return cls(sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty, sampling.seed)
 
     def to_sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)

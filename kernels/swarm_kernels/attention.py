@@ -39,9 +39,7 @@ def attend(
     return reference.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
 
 
-def move_slots(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
-) -> None:
+def move_slots(k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
     """Commit tree slots of one layer: copy keys and values at flat slots `copy_from [m]` to `copy_to [m]`, in place."""
     check_cache(k_pages, v_pages)
     check_slots(copy_from, copy_to, k_pages.shape[0])

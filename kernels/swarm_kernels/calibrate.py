@@ -137,9 +137,7 @@ def self_check(span: Span, source: ModelSource) -> None:
         got = span.forward(hidden, ours.plan([step]), ours, layer, layer + 1)
         plan = theirs.plan([step])
         cos, sin = span.rope.at(plan.positions.to(span.device), theirs.top_position)
-        want = reference.decoder_layer(
-            hidden.float(), plain, cos.cpu(), sin.cpu(), theirs.k[0], theirs.v[0], plan
-        )
+        want = reference.decoder_layer(hidden.float(), plain, cos.cpu(), sin.cpu(), theirs.k[0], theirs.v[0], plan)
         error = float((got.cpu().float() - want).norm() / (want - hidden.float()).norm())
         if not error <= _TOLERANCE[span.dtype]:
             raise ResourceError(

@@ -111,15 +111,17 @@ def check_plan(plan: BatchPlan, pages: int) -> None:
         return
     slots = pages * PAGE
     tree_slots = plan.tree_pages.shape[1] * PAGE
-    faults = torch.stack((
-        _outside(plan.session, plan.pages.shape[0]),
-        _outside(plan.past, plan.pages.shape[1] * PAGE + 1),
-        _outside(plan.write, slots),
-        _outside(plan.pages, pages),
-        _outside(plan.tree_pages, pages),
-        _beyond(plan.tree_mask, tree_slots),
-        _outside(plan.copy_from, slots) | _outside(plan.copy_to, slots),
-    ))
+    faults = torch.stack(
+        (
+            _outside(plan.session, plan.pages.shape[0]),
+            _outside(plan.past, plan.pages.shape[1] * PAGE + 1),
+            _outside(plan.write, slots),
+            _outside(plan.pages, pages),
+            _outside(plan.tree_pages, pages),
+            _beyond(plan.tree_mask, tree_slots),
+            _outside(plan.copy_from, slots) | _outside(plan.copy_to, slots),
+        )
+    )
     for code, fault in zip(sorted(PLAN_FAULTS), faults.tolist(), strict=True):
         if fault:
             raise KernelError(PLAN_FAULTS[code])

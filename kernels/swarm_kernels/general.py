@@ -260,7 +260,6 @@ class GeneralSpan:
             raise self._unsupported("not every layer attends once, with keys of the same shape")
         return shapes.pop()
 
-
     def _unsupported(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"models of type {self.config.model_type} cannot be served in slices: {reason}")
 

@@ -138,9 +138,7 @@ class SessionPages:
         }
 
     @staticmethod
-    def _with_rows(
-        tree: dict[int, TreeNode], request: RowsRequest, length: int, max_slots: int
-    ) -> dict[int, TreeNode]:
+    def _with_rows(tree: dict[int, TreeNode], request: RowsRequest, length: int, max_slots: int) -> dict[int, TreeNode]:
         tree = dict(tree)
         for parent, slot in zip(request.parents, request.slots, strict=True):
             if not 0 <= slot < max_slots:

@@ -158,14 +158,10 @@ def _load_layer(reader: _Reader, config: ModelConfig, layer: int, pack: Pack) ->
 
     return ops.LayerWeights(
         attn_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=linear(
-            [f"{attention}.{name}_proj.weight" for name in "qkv"], (q, kv, kv), hidden, config.qkv_bias
-        ),
+        qkv=linear([f"{attention}.{name}_proj.weight" for name in "qkv"], (q, kv, kv), hidden, config.qkv_bias),
         o=linear([f"{attention}.o_proj.weight"], (hidden,), q, config.o_bias),
         mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=linear(
-            [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (wide, wide), hidden, config.mlp_bias
-        ),
+        gate_up=linear([f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (wide, wide), hidden, config.mlp_bias),
         down=linear([f"{mlp}.down_proj.weight"], (hidden,), wide, config.mlp_bias),
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,

@@ -59,9 +59,7 @@ class Stack:
 _stacks: dict[tuple[int, ...], Stack] = {}
 
 
-def stack_of(
-    layers: Sequence[LayerWeights], caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> Stack | None:
+def stack_of(layers: Sequence[LayerWeights], caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Stack | None:
     """The stack's description, or None if a layer of it does not run as one call. Raises KernelError."""
     parts = [part for weights, cache in zip(layers, caches, strict=True) for part in (weights, *cache)]
     key = (id(parts[0]), id(parts[1]), id(parts[-1]), len(parts))

@@ -107,9 +107,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((turned.to(x.dtype), x[..., rot:]), -1)
 
 
-def move_slots(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
-) -> None:
+def move_slots(k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
     """Copy keys and values at flat slots `copy_from [m]` to `copy_to [m]`, in place; reads all before writing any."""
     if copy_from.numel() == 0:
         return
@@ -119,9 +117,7 @@ def move_slots(
     values[target] = values[source]
 
 
-def append(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, write: torch.Tensor
-) -> None:
+def append(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, write: torch.Tensor) -> None:
     """Store `k` and `v` `[n, G, D]` at flat slots `write [n]`, in place, rounded to the cache's dtype."""
     slots = _split_slots(write)
     _key_slots(k_pages)[slots] = k.to(k_pages.dtype)

@@ -24,9 +24,7 @@ def to_wire(hidden: torch.Tensor, dtype: torch.dtype) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def from_wire(
-    body: bytes | bytearray | memoryview, rows: int, hidden_size: int, dtype: torch.dtype
-) -> torch.Tensor:
+def from_wire(body: bytes | bytearray | memoryview, rows: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
     """A body -> `[rows, hidden]` of `dtype` on the CPU; shares memory with a writable body. Raises ProtocolError."""
     view = memoryview(body)
     expected = wire_bytes(rows, hidden_size, dtype)

@@ -204,9 +204,7 @@ class _Pool:
         return [[waiting[c].pop() for c in members] for members in bins]
 
 
-def _climb(
-    num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Budget
-) -> tuple[list[_Pool], _Ladder]:
+def _climb(num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Budget) -> tuple[list[_Pool], _Ladder]:
     """-> the pools, one a region and one of what they leave over, and what they form together."""
     regions = sorted({node.region for node in nodes})
     turns = len(regions) if len(regions) == 1 else len(regions) + 1

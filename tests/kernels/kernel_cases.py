@@ -71,9 +71,7 @@ def make_plan(parts: list[Part], generator: torch.Generator) -> tuple[BatchPlan,
             rows.append((part.committed + depth - 1, s, part.committed, flat))
             masks.append(mask[slot])
     positions, session, past, write = (torch.tensor(column) for column in zip(*rows, strict=True))
-    plan = BatchPlan(
-        positions, session.int(), past.int(), write, pages, tree_pages, torch.stack(masks), NONE, NONE
-    )
+    plan = BatchPlan(positions, session.int(), past.int(), write, pages, tree_pages, torch.stack(masks), NONE, NONE)
     return plan, total
 
 

@@ -125,9 +125,7 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(isa: str, dtype: torch.d
         assert torch.equal(ops.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan), together)
         for row in range(0, plan.rows, 9):
             one = slice(row, row + 1)
-            alone = ops.decoder_layer(
-                hidden[one], layer, cos[one], sin[one], k_pages, v_pages, take_rows(plan, [row])
-            )
+            alone = ops.decoder_layer(hidden[one], layer, cos[one], sin[one], k_pages, v_pages, take_rows(plan, [row]))
             assert torch.equal(alone[0], together[row])
 
 

@@ -32,9 +32,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SCALINGS)
 def test_tables_are_transformers(name: str) -> None:
     parameters = {"rope_type": name.split()[0], "rope_theta": 1000.0, **SCALINGS[name]}
-    hf = LlamaConfig(
-        hidden_size=64, num_attention_heads=4, max_position_embeddings=CONTEXT, rope_parameters=parameters
-    )
+    hf = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=CONTEXT, rope_parameters=parameters)
     ours = model_config({**hf.to_dict(), "num_hidden_layers": 2})
     table = RopeTable(ours.rope, ours.head_dim, CONTEXT, torch.device("cpu"))
     positions = torch.tensor([0, 1, 17, 31, 32, 100, CONTEXT - 1])
@@ -47,9 +45,7 @@ def test_tables_are_transformers(name: str) -> None:
 def test_beyond_the_context_a_row_takes_the_length_that_ends_with_it() -> None:
     """transformers takes the longest row of a batch; for that row alone both agree."""
     parameters = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
-    hf = LlamaConfig(
-        hidden_size=64, num_attention_heads=4, max_position_embeddings=CONTEXT, rope_parameters=parameters
-    )
+    hf = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=CONTEXT, rope_parameters=parameters)
     ours = model_config({**hf.to_dict(), "num_hidden_layers": 2})
     table = RopeTable(ours.rope, ours.head_dim, CONTEXT, torch.device("cpu"))
     for position in (CONTEXT, 3 * CONTEXT):

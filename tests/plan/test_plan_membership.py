@@ -179,9 +179,7 @@ def random_span(rng: random.Random, num_layers: int, longest: int) -> LayerSpan:
     return LayerSpan(start, start + length)
 
 
-def cost_of_deal(
-    old: dict[str, LayerSpan], peers: list[str], order: Iterable[LayerSpan | None]
-) -> tuple[int, int]:
+def cost_of_deal(old: dict[str, LayerSpan], peers: list[str], order: Iterable[LayerSpan | None]) -> tuple[int, int]:
     pairs = [(old.get(p), s) for p, s in zip(peers, order, strict=True) if s is not None]
     return sum(loads(a, b) for a, b in pairs), sum(a != b for a, b in pairs)
 

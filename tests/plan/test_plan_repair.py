@@ -17,7 +17,15 @@ from swarm.types import Chain, Hop, LayerSpan, NodeProfile, NodeState, Snapshot
 def serving(peer: str, start: int, end: int, ms: float = 1.0, **more: object) -> NodeProfile:
     span = LayerSpan(start, end)
     return NodeProfile(
-        peer, peer, NodeState.SERVING, "bf16", "w", end - start, span, layer_ms=(ms,) * len(span), **more  # type: ignore[arg-type]
+        peer,
+        peer,
+        NodeState.SERVING,
+        "bf16",
+        "w",
+        end - start,
+        span,
+        layer_ms=(ms,) * len(span),
+        **more,  # type: ignore[arg-type]
     )
 
 
