@@ -2,8 +2,8 @@
 
     python benchmarks/bench_swarm.py [--dtype bf16] [--tokens 128] [--rounds 3] [--nodes 1 2 3]
 
-Prints a table and, with --json FILE, writes the figures. Each round measures transformers and the swarm one after the
-other, so that a machine that speeds up or slows down meanwhile changes both; the ratio of a round is what counts and the
+Prints a table and, with --json FILE, writes the figures. Each round measures transformers and the swarm one after
+the other, so that a machine that speeds up or slows down changes both; the ratio of a round is what counts and the
 median over the rounds is what is printed. The nodes stay up, idle, while transformers runs.
 """
 
