@@ -22,7 +22,10 @@ from pathlib import Path
 from swarm.config import data_dir
 
 SOURCES = Path(__file__).parent / "cpu"
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=default", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-pthread"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # fused multiply-adds; NaN and infinity as they are
+)
 _X86_VARIANTS = {
     "avx512": (
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"),

@@ -40,7 +40,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     """Prepare a linear layer once. `weight [N, K]` bf16, fp32 or fp16 on any device, `bias [N]` or None.
 
     The result maps `x [n, K]` to `[n, N]` of x's dtype; a row's result does not depend on the other rows. Fused
-    projections (QKV, gate-up) are concatenated by output before packing. The weight may be dropped afterwards.
+    projections (QKV, gate-up) are concatenated by output before packing. The weight may be dropped afterwards. fp16 on
+    the CPU is left to torch: a span there computes in bf16 or fp32.
     """
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise KernelError(f"a linear layer of shape {tuple(weight.shape)} cannot be packed with this bias")
