@@ -24,7 +24,7 @@ from swarm.config import data_dir
 SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread"),
-    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # fused multiply-adds; NaN and infinity as they are
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # NaN and infinity stay what they are
 )
 _X86_VARIANTS = {
     "avx512": (
