@@ -58,7 +58,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.names or NAMES:
         found = sweep(name, options.jobs)
-        (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in found)
+        (folder / f"{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     results = {n: json.loads(p.read_text("utf-8")) for n in NAMES if (p := folder / f"{n}.json").exists()}
     reported = tomllib.loads((SCENARIOS / "papers.toml").read_text(encoding="utf-8"))
     (options.out / "papers.md").write_text(papers_report.document(results, reported), encoding="utf-8")

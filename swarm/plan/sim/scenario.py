@@ -67,7 +67,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     alpha: float = 1.0  # swarm: how much phase 1 prefers replicas
     dispatch: Literal["least_loaded", "weighted", "round_robin"] = "least_loaded"  # hexgen: requests to pipelines
     partition: Literal["proportional", "fill"] = "proportional"  # heft: its memory-aware greedy partition
-    objective: Literal["latency", "throughput"] = "latency"  # edgeshard: which of its two programs
+    objective: Literal["latency", "throughput"] = "latency"  # edgeshard, hexgen: what their search is for
     sessions_per_batch: int = 0  # instead of the serving table's; 1: an engine that cannot batch
     draft_tokens: int = 0  # jupiter: drafted tokens a step, each from a head of its own (Medusa, top 1)
     acceptance: tuple[float, ...] = ()  # jupiter: chance that head i is right if those before it were

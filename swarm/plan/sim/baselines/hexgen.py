@@ -7,6 +7,7 @@ machines milliseconds apart, two all-reduces a layer cost more than any stage.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from swarm.errors import Infeasible, Unsupported
@@ -24,7 +25,11 @@ Kinds = tuple[int, ...]
 
 
 class HexGen(StaticPipelines):
-    """The grouping with the highest throughput, of those the one with the least latency."""
+    """The grouping that completes most tokens a second; `objective` says when.
+
+    "throughput": with every stage busy all the time, each pipeline yields a token a bottleneck. "latency": with one
+    request in each pipeline, it yields a token a passage, links included.
+    """
 
     def form(self, view: View) -> Sequence[Sequence[Hop]]:
         nodes = [node for node in alive(view) if node.capacity > 0]
@@ -39,14 +44,20 @@ class HexGen(StaticPipelines):
             if not formed:
                 continue
             pipelines = self._deal(formed, members, layouts)
-            rate = sum(1.0 / bottleneck_ms(view.nodes, p) for p in pipelines)
-            latency = sum(pipeline_ms(view.nodes, p) for p in pipelines) / len(pipelines)
+            latencies = [self._token_ms(view, pipeline) for pipeline in pipelines]
+            bottlenecks = [bottleneck_ms(view.nodes, pipeline) for pipeline in pipelines]
+            rate = sum(1.0 / ms for ms in (latencies if self.spec.objective == "latency" else bottlenecks))
+            latency = sum(latencies) / len(latencies)
             key = (-round(rate, 12), round(latency, 9))
             if best is None or key < best[0]:
                 best = key, formed
         if best is None:
             raise Infeasible("no group of nodes holds the model")
         return self._deal(best[1], members, layouts)
+
+    def _token_ms(self, view: View, pipeline: Sequence[Hop]) -> float:
+        links = sum(self.network.latency(a.peer, b.peer) for a, b in itertools.pairwise(pipeline))
+        return pipeline_ms(view.nodes, pipeline) + links
 
     def _shares(
         self, group: Kinds, members: Sequence[Sequence[SimNode]], known: dict[Kinds, tuple[int, ...] | None]
