@@ -161,7 +161,9 @@ def churn(runs: Sequence[Run], papers: Mapping[str, Any]) -> str:
 def plots(results: Results, papers: Mapping[str, Any], folder: Path) -> None:
     """One SVG a paper; the same bytes for the same numbers."""
     mpl.use("svg")
-    plt.rcParams.update({"svg.hashsalt": "papers", "svg.fonttype": "none", "font.size": 8, "axes.grid": True, "grid.alpha": 0.3})
+    plt.rcParams.update(
+        {"svg.hashsalt": "papers", "svg.fonttype": "none", "font.size": 8, "axes.grid": True, "grid.alpha": 0.3}
+    )
     for name, draw in (("parallax", _plot_parallax), ("hyperion", _plot_hyperion), ("jupiter", _plot_jupiter)):
         if results.get(name):
             draw(results[name], papers)
