@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPANY_S = 0.25  # a session that decoded so recently is expected to come back
-GATHER_SHARE = 0.2  # of a batch's time: how long the first step of a batch waits for those that ran beside it
-GATHER_MAX_S = 0.0015
+GATHER_SHARE = 0.5  # of a batch's time: the longest that its first step waits for those that ran beside it
+GATHER_MAX_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Executor:
         self._queue: StepQueue[Work] = StepQueue(batch_tokens)
         self._alone: deque[Work] = deque()  # steps of a batch that was refused: one of them is to blame
         self._running: asyncio.Future[_Timed] | None = None
-        self._scheduled = False
+        self._start_soon: asyncio.TimerHandle | None = None
         self._closed = False
         self._company: dict[int, float] = {}  # session key -> when it last decoded
         self._decode_s = 0.0  # what the last batch took that decoded
@@ -178,6 +178,9 @@ class Executor:
         """Compute one step. Raises SwarmError. Cancelling it forgets the step, or its result if it runs already."""
         done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._queue.push(Work(session, arrival, done, self._clock()))
+        if self._start_soon is not None and not self._gather_s():
+            self._start_soon.cancel()  # everybody is here
+            self._start_soon = None
         self._schedule()
         return await done
 
@@ -190,9 +193,8 @@ class Executor:
 
     def _schedule(self) -> None:
         """Start a batch soon, so that steps arriving together share it."""
-        if not self._scheduled and self._running is None:
-            self._scheduled = True
-            asyncio.get_running_loop().call_later(self._gather_s(), self._start)
+        if self._start_soon is None and self._running is None:
+            self._start_soon = asyncio.get_running_loop().call_later(self._gather_s(), self._start)
 
     def _gather_s(self) -> float:
         """How long to wait for company, in seconds.
@@ -208,7 +210,7 @@ class Executor:
         return min(GATHER_MAX_S, GATHER_SHARE * self._decode_s)
 
     def _start(self) -> None:
-        self._scheduled = False
+        self._start_soon = None
         batch = self._next_batch()
         if not batch:
             return
@@ -258,7 +260,7 @@ class Executor:
                 work.done.set_result(Outcome(output, queue_ms, compute_ms))
         decode = [wait for work, wait in zip(batch, waits, strict=True) if not work.prefill]
         if decode:
-            self._decode_s = compute_ms / 1e3
+            self._decode_s = self._clock() - started
             self._company.update((work.session.key, self._clock()) for work in batch if not work.prefill)
         rows = sum(work.rows for work in batch)
         queue_ms = sum(decode) / max(1, len(decode))

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 from node_fakes import ROWS, ToyEngine
+from virtual_clock import virtual_time
 
 from swarm.errors import InvalidRequest, ResourceError
 from swarm.messages import Open, Step
 from swarm.types import LayerSpan
-from swarm_node.executor import BatchStats, Compute, Executor, ThreadDevice, Work
+from swarm_node.executor import BatchStats, Compute, Executor, InlineDevice, ThreadDevice, Work
 from swarm_node.sessions import Arrival, Session
 
 WHOLE = LayerSpan(0, ROWS.num_layers)
@@ -112,4 +113,44 @@ async def test_prefill_is_not_held_against_tau() -> None:
     executor = Executor(ToyEngine(WHOLE), ThreadDevice(), 512, stats.append)
     await executor.run(session(0), arrival(rows=5))
     assert [(s.decode_steps, s.queue_ms) for s in stats] == [(0, 0.0)]
+    await executor.close()
+
+
+def gathering(delay_s: float = 0.01) -> tuple[Executor, ToyEngine]:
+    engine = ToyEngine(WHOLE)
+    for key in range(3):
+        engine.admit(key, 10)
+    return Executor(engine, InlineDevice(delay_s), 100, clock=asyncio.get_running_loop().time), engine
+
+
+async def later(executor: Executor, seconds: float, member: Session) -> float:
+    """Run a step `seconds` from now; -> when it was done, loop time."""
+    await asyncio.sleep(seconds)
+    await executor.run(member, arrival())
+    return asyncio.get_running_loop().time()
+
+
+@virtual_time
+async def test_sessions_that_decoded_together_wait_a_moment_for_each_other() -> None:
+    executor, engine = gathering()
+    pair = [session(0), session(1)]
+    await asyncio.gather(*(later(executor, 0.0, member) for member in pair))
+    started = asyncio.get_running_loop().time()
+    done = await asyncio.gather(later(executor, 0.0, pair[0]), later(executor, 0.002, pair[1]))
+    assert engine.batches == [2, 2]
+    assert max(done) - started == pytest.approx(0.012)  # begun when the second came, not when patience ended
+    await executor.close()
+
+
+@virtual_time
+async def test_nobody_waits_for_long_or_alone() -> None:
+    executor, engine = gathering()
+    pair = [session(0), session(1)]
+    await asyncio.gather(*(later(executor, 0.0, member) for member in pair))
+    started = asyncio.get_running_loop().time()
+    assert await later(executor, 0.0, pair[0]) - started == pytest.approx(0.015)  # half a batch of patience
+    await asyncio.sleep(1.0)  # the other has not been seen for long
+    started = asyncio.get_running_loop().time()
+    assert await later(executor, 0.0, pair[0]) - started == pytest.approx(0.010)
+    assert engine.batches == [2, 1, 1]
     await executor.close()
