@@ -6,15 +6,14 @@
 
 namespace SWARM_ISA {
 
-// Registers: ROWS x blocks x VECS accumulators; 32 vector registers with AVX-512 and NEON, 16 otherwise.
+// Most rows of a tile, and the most for which two blocks side by side still fit the registers: rows x blocks x VECS sums,
+// of 32 vector registers with AVX-512 and NEON, of 16 otherwise. Few rows need two blocks to keep enough sums in flight.
 #if defined(__AVX512F__)
-constexpr int ROW_TILE = 12, WIDE = 2;
-#elif defined(__aarch64__)
-constexpr int ROW_TILE = 6, WIDE = 1;
-#elif defined(__AVX2__)
-constexpr int ROW_TILE = 6, WIDE = 1;
+constexpr int ROW_TILE = 12, PAIR_ROWS = 12;
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int ROW_TILE = 6, PAIR_ROWS = 3;
 #else
-constexpr int ROW_TILE = 3, WIDE = 1;
+constexpr int ROW_TILE = 3, PAIR_ROWS = 1;
 #endif
 
 // Bytes from a weight in use to the one asked of memory: the hardware's own prefetch stops at each 4 KB page, and weights
@@ -85,8 +84,8 @@ void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int
 template <typename W>
 using Multiply = void (*)(const float*, int64_t, int64_t, const W*, int64_t, float*);
 
-// multiply<rows, BLOCKS> for a number of rows known at run time.
-template <typename W, int BLOCKS, int ROWS = ROW_TILE>
+// multiply<rows, BLOCKS> for a number of rows, up to ROWS, known at run time.
+template <typename W, int BLOCKS, int ROWS>
 SWARM_INLINE Multiply<W> multiply_for(int64_t rows) {
   if constexpr (ROWS == 1)
     return static_cast<Multiply<W>>(multiply<1, BLOCKS>);
@@ -127,34 +126,36 @@ inline void finish_gated(const swarm::LinearJob& job, int64_t row, int64_t rows,
     }
 }
 
+// The blocks of an item are taken in pairs, half the item apart: two streams, each of which goes on where it is.
 template <typename W>
 void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   const W* weight = static_cast<const W*>(job.weight);
-  const int64_t size = job.in * BLOCK, half = job.out / 2 / BLOCK;
-  float c[ROW_TILE * 2 * BLOCK];
+  const int64_t size = job.in * BLOCK;
+  const bool gated = job.epilogue == swarm::LinearJob::GATE_UP;
+  const int64_t apart = gated ? job.out / 2 / BLOCK : (end - begin) / 2;
+  const int64_t middle = gated ? end : begin + apart;
+  float c[2 * ROW_TILE * BLOCK];
   for (int64_t t = tile_begin; t < tile_end; t++) {
     const int64_t row = t * job.tile_rows;
     const int64_t rows = job.rows - row < job.tile_rows ? job.rows - row : job.tile_rows;
     const float* x = job.x + row * job.in;
-    const Multiply<W> one = multiply_for<W, 1>(rows), wide = multiply_for<W, WIDE>(rows);
-    int64_t b = begin;
-    if (job.epilogue == swarm::LinearJob::GATE_UP) {
-      for (; b < end; b++) {
-        float* up = WIDE == 2 ? c + BLOCK : c + ROW_TILE * BLOCK;
-        wide(x, job.tile_rows, job.in, weight + b * size, half * size, c);
-        if (WIDE == 1) one(x, job.tile_rows, job.in, weight + (b + half) * size, 0, up);
-        finish_gated(job, row, rows, b, b + half, c, up, WIDE * BLOCK);
+    const bool pairs = rows <= PAIR_ROWS;
+    const Multiply<W> one = multiply_for<W, 1, ROW_TILE>(rows), two = multiply_for<W, 2, PAIR_ROWS>(rows);
+    const int64_t ld = pairs ? 2 * BLOCK : BLOCK;
+    float* second = pairs ? c + BLOCK : c + ROW_TILE * BLOCK;
+    for (int64_t b = begin; b < middle; b++) {
+      const W* w = weight + b * size;
+      (pairs ? two : one)(x, job.tile_rows, job.in, w, apart * size, c);
+      if (!pairs) one(x, job.tile_rows, job.in, w + apart * size, 0, second);
+      if (gated) {
+        finish_gated(job, row, rows, b, b + apart, c, second, ld);
+      } else {
+        finish(job, row, rows, b, c, ld);
+        finish(job, row, rows, b + apart, second, ld);
       }
     }
-    if (WIDE == 2)  // two streams, each through half of the blocks, so both go on where they are
-      for (const int64_t apart = (end - b) / 2, middle = b + apart; b < middle; b++) {
-        wide(x, job.tile_rows, job.in, weight + b * size, apart * size, c);
-        finish(job, row, rows, b, c, WIDE * BLOCK);
-        finish(job, row, rows, b + apart, c + BLOCK, WIDE * BLOCK);
-      }
-    if (WIDE == 2) b += (end - begin) / 2;
-    for (; b < end; b++) {
-      one(x, job.tile_rows, job.in, weight + b * size, size, c);
+    for (int64_t b = middle + (gated ? 0 : apart); b < end; b++) {
+      one(x, job.tile_rows, job.in, weight + b * size, 0, c);
       finish(job, row, rows, b, c, BLOCK);
     }
   }
