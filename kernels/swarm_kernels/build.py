@@ -54,7 +54,7 @@ def library() -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_suffix(".lock")):
+        with _locked(target.with_name("build.lock")):
             if not target.exists():
                 _compile(compiler, target)
     except OSError as error:

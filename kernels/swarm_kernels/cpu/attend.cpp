@@ -8,14 +8,15 @@
 namespace swarm {
 namespace {
 
-constexpr int64_t MAX_QUERY_ROWS = 48;  // of a tile: queries and mixes stay in the first-level cache with a chunk of keys
+constexpr int64_t MAX_QUERY_ROWS = 48;  // of a tile: queries and mixes share the first-level cache with a chunk of keys
 // Keys are softmaxed in blocks of this many chunks, merged in order. Always, so that spreading the blocks over threads,
 // which pays when there are few rows, changes no bit of the result.
 constexpr int64_t BLOCK_CHUNKS = 2;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Consecutive rows of one session. Its blocks: dense [first_block, dense_blocks), then one sparse if there are tree slots.
+// Consecutive rows of one session. Its blocks: dense [first_block, dense_blocks), then one sparse if there are tree
+// slots.
 struct RowTile {
   int64_t row, rows, session, first_block, dense_blocks, blocks;
 };

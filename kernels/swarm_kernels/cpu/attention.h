@@ -1,6 +1,6 @@
-// Attention of query rows against paged keys and values, 64 keys at a time, by online softmax. A row's arithmetic is the
-// same whichever rows share its tile: chunks come in order, sums run over k, then over keys, in rising order, and keys a
-// row does not see weigh exactly nothing.
+// Attention of query rows against paged keys and values, 64 keys at a time, by online softmax. A row's arithmetic is
+// the same whichever rows share its tile: chunks come in order, sums run over k, then over keys, in rising order, and
+// keys a row does not see weigh exactly nothing.
 #pragma once
 #include "kernels.h"
 #include "simd.h"
@@ -12,8 +12,8 @@ using swarm::CHUNK;
 using swarm::PAGE;
 using swarm::SoftmaxState;
 
-// Rows of a register tile, and the blocks (pages of keys, 16 dimensions of values) it spans: few rows need many blocks to
-// keep enough sums in flight.
+// Rows of a register tile, and the blocks (pages of keys, 16 dimensions of values) it spans: few rows need many blocks
+// to keep enough sums in flight.
 #if defined(__AVX512F__)
 constexpr int QUERY_TILE = 12;
 constexpr int blocks_wide(int rows) { return rows > 6 ? 2 : 4; }
@@ -94,7 +94,8 @@ SWARM_INLINE V cap(V scores, float limit) {
   return LOG2E * (limit - (2.0f * limit) / (exp2(twice) + 1.0f));
 }
 
-// One row's 64 scores, in units of log2, -> weights in place; updates its maximum and sum, returns what its mix shrinks by.
+// One row's 64 scores, in units of log2, -> weights in place; updates its maximum and sum, returns what its mix shrinks
+// by.
 inline float soften(float* scores, uint64_t bits, float softcap, float* running_max, float* running_sum) {
   constexpr int N = CHUNK / LANES;
   if (bits == 0) {

@@ -62,8 +62,8 @@ const float* Engine::tiles_of(const float* x, int64_t rows, int64_t in, int64_t 
   return tiles;
 }
 
-// Where the items of a linear end. With few rows they are long at first, to read memory in long streams, and short towards
-// the end, so that all threads finish together; with many rows they are alike.
+// Where the items of a linear end. With few rows they are long at first, to read memory in long streams, and short
+// towards the end, so that all threads finish together; with many rows they are alike.
 const std::vector<int64_t>& Engine::column_ends(int64_t blocks, int64_t tiles) {
   ends_.clear();
   const int64_t threads = pool_->threads();

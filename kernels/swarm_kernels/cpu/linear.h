@@ -1,13 +1,14 @@
-// y = x W^T for packed weights. A result is one chain of fused multiply-adds over k in rising order, whatever the tile it
-// is computed in: so a row's result is bit for bit the same alone and among others.
+// y = x W^T for packed weights. A result is one chain of fused multiply-adds over k in rising order, whatever the tile
+// it is computed in: so a row's result is bit for bit the same alone and among others.
 #pragma once
 #include "kernels.h"
 #include "simd.h"
 
 namespace SWARM_ISA {
 
-// Most rows of a tile, and the most for which two blocks side by side still fit the registers: rows x blocks x VECS sums,
-// of 32 vector registers with AVX-512 and NEON, of 16 otherwise. Few rows need two blocks to keep enough sums in flight.
+// Most rows of a tile, and the most for which two blocks side by side still fit the registers: rows x blocks x VECS
+// sums, of 32 vector registers with AVX-512 and NEON, of 16 otherwise. Few rows need two blocks to keep enough sums in
+// flight.
 #if defined(__AVX512F__)
 constexpr int ROW_TILE = 12, PAIR_ROWS = 12;
 #elif defined(__AVX2__) || defined(__aarch64__)
@@ -16,8 +17,8 @@ constexpr int ROW_TILE = 6, PAIR_ROWS = 3;
 constexpr int ROW_TILE = 3, PAIR_ROWS = 1;
 #endif
 
-// Bytes from a weight in use to the one asked of memory: the hardware's own prefetch stops at each 4 KB page, and weights
-// are read once a step.
+// Bytes from a weight in use to the one asked of memory: the hardware's own prefetch stops at each 4 KB page, and
+// weights are read once a step.
 constexpr int64_t AHEAD = 2048;
 
 // [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16].

@@ -54,7 +54,8 @@ void Pool::run_region(int64_t items, Call call, const void* context) {
 bool Pool::claim_one(int thread) {
   uint64_t ticket = ticket_.load(std::memory_order_acquire);
   while (unclaimed(ticket) > 0) {
-    if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+      continue;
     // The region cannot end, nor its function change, before this item is done.
     call_(context_, (int64_t)unclaimed(ticket) - 1, thread);
     unfinished_.fetch_sub(1, std::memory_order_release);

@@ -1,5 +1,5 @@
-// A small pool of threads for regions of a few microseconds. The caller works too; idle workers spin briefly, then sleep, so
-// a region that follows at once starts in well under a microsecond and an idle process costs nothing.
+// A small pool of threads for regions of a few microseconds. The caller works too; idle workers spin briefly, then
+// sleep, so a region that follows at once starts in well under a microsecond and an idle process costs nothing.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -19,8 +19,8 @@ class Pool {
 
   int threads() const { return (int)workers_.size() + 1; }
 
-  // Calls work(item, thread) once for each item, from the caller and the workers, highest item first; thread < threads().
-  // Returns when all are done. One region at a time.
+  // Calls work(item, thread) once for each item, from the caller and the workers, highest item first; thread <
+  // threads(). Returns when all are done. One region at a time.
   template <typename Work>
   void run(int64_t items, const Work& work) {
     if (items <= 1 || workers_.empty()) {
@@ -41,8 +41,8 @@ class Pool {
   bool await_region();
 
   std::vector<std::thread> workers_;
-  // Upper half: the region's number; lower half: its items not yet claimed. Claiming is a compare-and-swap of both, so a
-  // worker that comes late can never take an item of one region with the function of another.
+  // Upper half: the region's number; lower half: its items not yet claimed. Claiming is a compare-and-swap of both, so
+  // a worker that comes late can never take an item of one region with the function of another.
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<int64_t> unfinished_{0};
   alignas(64) Call call_ = nullptr;

@@ -68,7 +68,8 @@ inline void rope(float* head, int64_t rot, const float* cos, const float* sin) {
 }
 
 // One head's key and value to token `offset` of its page: k_page [dim][16], v_page [16][dim].
-inline void write_kv(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_page, void* v_page) {
+inline void write_kv(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_page,
+                     void* v_page) {
   if (bf16) {
     uint16_t* keys = static_cast<uint16_t*>(k_page) + offset;
     uint16_t* values = static_cast<uint16_t*>(v_page) + offset * dim;
