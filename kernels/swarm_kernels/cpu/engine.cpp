@@ -40,7 +40,7 @@ void Scratch::reset() {
 
 void Engine::prepare(const KernelTable& table, int threads) {
   table_ = &table;
-  if (threads != pool_->threads()) pool_ = std::make_unique<Pool>(threads);
+  if (threads != pool_->asked()) pool_ = std::make_unique<Pool>(threads);
   scratch_.reset();
 }
 

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <sched.h>
+#include <system_error>
 
 namespace swarm {
 namespace {
@@ -22,8 +23,12 @@ uint32_t unclaimed(uint64_t ticket) { return (uint32_t)ticket; }
 
 }  // namespace
 
-Pool::Pool(int threads) {
-  for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
+Pool::Pool(int threads) : asked_(threads) {
+  workers_.reserve(threads);
+  try {
+    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
+  } catch (const std::system_error&) {  // the system has no more threads: go on with those there are
+  }
 }
 
 Pool::~Pool() {

@@ -1,5 +1,5 @@
 // A small pool of threads for regions of a few microseconds. The caller works too; idle workers spin briefly, then
-// sleep, so a region that follows at once starts in well under a microsecond and an idle process costs nothing.
+// sleep, so a region that follows soon needs no system call to start, and an idle process costs nothing.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -17,9 +17,10 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int threads() const { return (int)workers_.size() + 1; }
+  int asked() const { return asked_; }
+  int threads() const { return (int)workers_.size() + 1; }  // fewer than asked if the system gave no more
 
-  // Calls work(item, thread) once for each item, from the caller and the workers, highest item first; thread <
+  // Calls work(item, thread) once for each item, from the caller and the workers, highest item first; thread is below
   // threads(). Returns when all are done. One region at a time.
   template <typename Work>
   void run(int64_t items, const Work& work) {
@@ -40,6 +41,7 @@ class Pool {
   void serve(int thread);
   bool await_region();
 
+  const int asked_;
   std::vector<std::thread> workers_;
   // Upper half: the region's number; lower half: its items not yet claimed. Claiming is a compare-and-swap of both, so
   // a worker that comes late can never take an item of one region with the function of another.
