@@ -12,8 +12,9 @@ from types import TracebackType
 
 import psutil
 import torch
-from swarm_kernels.loader import ModelSource
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from swarm_kernels.loader import ModelSource
 
 START_TIMEOUT_S = 120.0
 
