@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPANY_S = 0.25  # a session that decoded so recently is expected to come back
-GATHER_SHARE = 0.5  # of a batch's time: the longest that its first step waits for those that ran beside it
+GATHER_SHARE = 1.5  # of a batch's time: the longest that its first step waits for those that ran beside it
 GATHER_MAX_S = 0.02
 
 
