@@ -9,6 +9,7 @@
         ModelNotFound
         CorruptModel                  truncated, malformed or of the wrong hash
         UnsupportedModel
+        DrafterFailed                 a drafter cannot be used, raised or stalled; generation goes on without it
       ResourceError                 this machine cannot do it
         OutOfMemory                   too little memory for one layer, or no KV pages left
         DeviceUnavailable             the GPU that was asked for is not there
@@ -79,6 +80,12 @@ class CorruptModel(ModelError):
 
 class UnsupportedModel(ModelError):
     code = "unsupported_model"
+
+
+class DrafterFailed(ModelError):
+    """A source of guesses is of no use (any more). Nothing but speed is lost: the sentence says which one and why."""
+
+    code = "drafter_failed"
 
 
 class ResourceError(SwarmError):

@@ -1,0 +1,1 @@
+"""Who guesses the next tokens. `base` is the contract; importing it loads no torch."""
