@@ -86,10 +86,14 @@ class EmitTokens:
 
 @dataclass(frozen=True, slots=True)
 class RepairChain:
-    """Find a chain without `lost`, open the session on it, then report ChainReady."""
+    """Find a chain without `lost`, open the session on it, then report ChainReady.
+
+    `settled`: tokens that have passed the whole chain, so every hop that lives on holds at least their keys and values.
+    """
 
     lost: str
     reason: str
+    settled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,8 @@ class Generation:
     epoch: int = field(init=False, default=0)
     _cursor: int = field(init=False, default=0)  # known tokens already sent in this epoch
     _next_step: int = field(init=False, default=0)
-    _in_flight: dict[int, bool] = field(init=False, default_factory=dict)  # step -> whether it samples
+    _settled_to: int = field(init=False, default=0)  # known tokens that have passed the whole chain
+    _in_flight: dict[int, SendStep] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.known = list(self.plan.prompt)
@@ -188,7 +193,7 @@ class Generation:
             return []
         self.phase = Phase.RUNNING
         # The last known token must be sent even if held, for its row is what the next token is drawn from.
-        self._cursor = min(event.held, len(self.known) - 1)
+        self._cursor = self._settled_to = min(event.held, len(self.known) - 1)
         return self._send()
 
     def _lost(self, event: HopLost) -> list[Action]:
@@ -197,14 +202,15 @@ class Generation:
         self.phase = Phase.WAITING
         self.epoch += 1  # whatever is still in flight belongs to the past
         self._in_flight.clear()
-        return [RepairChain(event.peer, event.reason)]
+        return [RepairChain(event.peer, event.reason, self._settled_to)]
 
     def _settled(self, event: StepSettled) -> list[Action]:
         if event.epoch != self.epoch or event.step not in self._in_flight:
             return []  # late news from before a repair
-        samples = self._in_flight.pop(event.step)
-        if not samples:
-            return list(self._send())
+        sent = self._in_flight.pop(event.step)
+        self._settled_to = max(self._settled_to, sent.base + len(sent.tokens))
+        if not sent.sample:
+            return self._send()
         actions: list[Action] = []
         tokens, reason = self._accept(event.tokens)
         if tokens:
@@ -229,10 +235,15 @@ class Generation:
         actions: list[Action] = []
         while self._cursor < len(self.known) and len(self._in_flight) < self.plan.window:
             end = min(self._cursor + self.plan.prefill_chunk, len(self.known))
-            sample = end == len(self.known)
-            step = self._next_step
-            actions.append(SendStep(self.epoch, step, self._cursor, tuple(self.known[self._cursor : end]), sample))
-            self._in_flight[step] = sample
+            sent = SendStep(
+                self.epoch,
+                self._next_step,
+                self._cursor,
+                tuple(self.known[self._cursor : end]),
+                sample=end == len(self.known),
+            )
+            actions.append(sent)
+            self._in_flight[sent.step] = sent
             self._next_step += 1
             self._cursor = end
         return actions
