@@ -1,4 +1,4 @@
-"""Joining, leaving, rebalancing: rules, brute force on small cases, and a swarm of keepers in virtual time."""
+"""Joining, leaving, rebalancing: rules, and brute force on small cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from swarm.errors import Infeasible, UsageError
 from swarm.plan.assignment import assign
-from swarm.plan.keeper import Keeper, Policy
 from swarm.plan.membership import join_span, place_joiners, uncovered_without
 from swarm.plan.moves import Move, list_moves, loads, redeal, schedule
 from swarm.plan.rebalance import LayerLoad, judge, target
@@ -294,92 +293,3 @@ def test_every_reader_of_a_snapshot_gets_the_same_target() -> None:
         capacity = {n.peer: n.layer_capacity for n in members}
         assert all(len(span) <= capacity[peer] for peer, span in one.spans.items())
         assert min(coverage(one.spans.values(), num_layers)) >= 1
-
-
-# Keepers ------------------------------------------------------------------------------------------------------------
-
-
-class Town:
-    """Nodes with keepers; each sees the swarm a little late, and reads weights for a while when it moves."""
-
-    READING_S = 5.0
-
-    def __init__(self, num_layers: int, nodes: Iterable[NodeProfile], rng: random.Random) -> None:
-        self.num_layers, self.rng, self.now = num_layers, rng, 0.0
-        self.nodes = {n.peer: n for n in nodes}
-        self.keepers = {peer: Keeper(peer, Policy(patience_s=10.0, rest_s=60.0)) for peer in self.nodes}
-        self.ready: dict[str, float] = {}
-        self.moves = 0
-        self.seen = [self.view()] * 3
-
-    def view(self) -> Snapshot:
-        return snapshot(self.num_layers, self.nodes.values())
-
-    def covered(self) -> bool:
-        return min(self.view().coverage()) > 0
-
-    def run(self, seconds: int) -> None:
-        for _ in range(seconds):
-            self.now += 1.0
-            for peer, at in list(self.ready.items()):
-                if self.now >= at:
-                    self.nodes[peer] = replace(self.nodes[peer], state=NodeState.SERVING)
-                    del self.ready[peer]
-            self.seen = [*self.seen[1:], self.view()]
-            whole = self.covered()
-            for peer in self.rng.sample(sorted(self.keepers), len(self.keepers)):
-                late = self.rng.choice(self.seen[-2:])
-                decision = self.keepers[peer].observe(late, self.now)
-                assert decision.reason
-                if decision.move is not None:
-                    self.keepers[peer].moved(self.now)
-                    self.nodes[peer] = replace(self.nodes[peer], span=decision.move.new, state=NodeState.LOADING)
-                    self.ready[peer] = self.now + self.READING_S
-                    self.moves += 1
-            if whole:
-                assert self.covered(), "a move uncovered a layer"
-
-    def leave(self, peer: str) -> None:
-        del self.nodes[peer], self.keepers[peer]
-
-
-def test_keepers_heal_a_swarm_without_thrashing() -> None:
-    rng = random.Random(7)
-    nodes = [node(f"p{i}", 12, (10 * (i % 3), 10 * (i % 3) + 10), kv=1000) for i in range(9)]
-    town = Town(30, nodes, rng)
-    town.run(60)
-    assert town.moves == 0
-    for peer in ("p2", "p5", "p8"):  # all that serve 20:30
-        town.leave(peer)
-    assert not town.covered()
-    town.run(60)
-    assert town.covered()
-    healing = town.moves
-    assert 1 <= healing <= 4
-    town.run(200)
-    assert town.moves - healing <= 2
-
-
-def test_keepers_even_out_a_lopsided_swarm_and_then_rest() -> None:
-    nodes = [node(f"p{i}", 10, (0, 10) if i < 7 else (10, 20), kv=1000) for i in range(8)]
-    town = Town(20, nodes, random.Random(8))
-    town.run(150)
-    assert sorted(town.view().coverage()) == [4] * 20
-    assert town.moves == 3
-    town.run(150)
-    assert town.moves == 3
-
-
-def test_a_keeper_leaves_pinned_and_loading_nodes_alone() -> None:
-    nodes = [node("a", 10, (0, 10)), node("b", 10, (0, 10), pinned=True), node("c", 10, (0, 10))]
-    lopsided = snapshot(20, nodes)
-    keeper = Keeper("b")
-    for second in range(100):
-        assert keeper.observe(lopsided, float(second)).move is None
-    decisions = [Keeper("a"), Keeper("c")]
-    moves = []
-    for second in range(10):
-        moves += [d for k in decisions if (d := k.observe(lopsided, float(second)).move)]
-    assert {m.peer for m in moves} == {"a"} or {m.peer for m in moves} == {"c"}
-    joining = snapshot(20, [*nodes, node("d", 10)])
-    assert Keeper("a").observe(joining, 0.0).move is None  # the joiner will fill the gap
