@@ -101,6 +101,7 @@ class DaemonCarrier:
             raise
         except NetworkError as error:
             raise PeerUnreachable(f"cannot reach {peer}: {error}") from None
+        stream.begin()
         self._adopt(stream)
         return stream
 
@@ -154,6 +155,7 @@ class DaemonCarrier:
         try:
             async with asyncio.timeout(PREAMBLE_TIMEOUT_S):
                 stream.peer = accepted_peer(await stream.preamble())
+                stream.begin()
         except (TimeoutError, NetworkError) as error:
             logger.warning("a stream that the p2p daemon did not introduce: %s", error)
             stream.abort()

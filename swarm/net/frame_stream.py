@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -30,7 +30,8 @@ CLOSE_GRACE_S = 5.0  # for the other side to take what is still buffered
 class FrameStream(asyncio.BufferedProtocol):
     """One end of a connection; see `carrier.Connection`. Made by an asyncio transport factory.
 
-    `preamble`: before the frames comes one message of another protocol, preceded by its length as a varint.
+    `preamble`: before the frames come messages of other protocols, each preceded by its length as a varint. They are
+    read one by one with `preamble()`, and not one frame is looked at before `begin()`.
     `on_made` is called once the transport is there.
     """
 
@@ -56,8 +57,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._start = self._stop = 0
         self._piece: memoryview | None = None
         self._piece_filled = 0
-        self._want_preamble = preamble
-        self._preamble: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._begun = not preamble
         self._sizes: tuple[int, int] | None = None  # of the frame being read: header, body
         self._header: bytes | None = None
         self._frames: deque[tuple[bytes, memoryview]] = deque()
@@ -94,10 +94,8 @@ class FrameStream(asyncio.BufferedProtocol):
             await self._arrived.wait()
         header, body = self._frames.popleft()
         self._unread -= len(header) + len(body) + FRAME_COST
-        if self._reading_paused and self._unread <= UNREAD_LOW and self._transport is not None:
-            self._reading_paused = False
-            if not self._transport.is_closing():
-                self._transport.resume_reading()
+        if self._unread <= UNREAD_LOW:
+            self._resume_reading()
         try:
             return codec.decode(header), body
         except ProtocolError:
@@ -120,6 +118,10 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def transport_info(self, name: str) -> Any:
+        """See `asyncio.BaseTransport.get_extra_info`; None without a transport."""
+        return self._transport.get_extra_info(name) if self._transport is not None else None
+
     async def closed(self) -> None:
         """Wait until the transport is gone, what was buffered sent or given up."""
         await self._gone.wait()
@@ -130,9 +132,27 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._gone.is_set():
             callback(self)
 
-    async def preamble(self) -> bytes:
-        """The message before the frames. Raises ConnectionLost, ProtocolError."""
-        return await asyncio.shield(self._preamble)
+    async def preamble(self, limit: int = STAGING // 2) -> bytes:
+        """The next message before the frames. Raises ConnectionLost, and ProtocolError if it is over `limit` bytes."""
+        while True:
+            try:
+                message = self._cut_preamble(limit)
+            except ProtocolError:
+                self.abort()
+                raise
+            if message is not None:
+                return message
+            if self._end is not None:
+                raise self._end
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def begin(self) -> None:
+        """Frames from here on. Idempotent."""
+        if not self._begun:
+            self._begun = True
+            self._guarded(self._parse)
+            self._resume_reading()
 
     async def write_delimited(self, data: bytes) -> None:
         """A message of another protocol, preceded by its length as a varint."""
@@ -154,9 +174,6 @@ class FrameStream(asyncio.BufferedProtocol):
             self._end = error
         self._arrived.set()
         self._writable.set()
-        if not self._preamble.done():
-            self._preamble.set_exception(self._end)
-            self._preamble.exception()
 
     # What asyncio calls.
 
@@ -189,27 +206,45 @@ class FrameStream(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._end is not None:
             return
+        if self._piece is None:
+            self._stop += nbytes
+        else:
+            self._piece_filled += nbytes
+        if self._begun:
+            self._guarded(self._parse)
+        else:
+            if self._stop == STAGING:
+                self._pause_reading()
+            self._arrived.set()
+
+    def _pause_reading(self) -> None:
+        if not self._reading_paused and self._transport is not None:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused and self._transport is not None:
+            self._reading_paused = False
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    # Parsing.
+
+    def _guarded(self, parse: Callable[[], None]) -> None:
         try:
-            if self._piece is None:
-                self._stop += nbytes
-            else:
-                self._piece_filled += nbytes
-                if self._piece_filled < len(self._piece):
-                    return
-                piece, self._piece = self._piece, None
-                self._take(piece)
-            self._parse()
+            parse()
         except ProtocolError as error:
             self._finish(error)
             if self._transport is not None:
                 self._transport.abort()
 
-    # Parsing.
-
     def _parse(self) -> None:
-        """Cut whatever is complete out of the staging buffer."""
-        if self._want_preamble and not self._parse_preamble():
-            return
+        """Take the piece that is complete, then cut whatever is complete out of the staging buffer."""
+        if self._piece is not None:
+            if self._piece_filled < len(self._piece):
+                return
+            piece, self._piece = self._piece, None
+            self._take(piece)
         while True:
             if self._sizes is None:
                 if self._stop - self._start < PREFIX.size:
@@ -242,27 +277,24 @@ class FrameStream(asyncio.BufferedProtocol):
         self._unread += len(self._header) + len(piece) + FRAME_COST
         self._sizes = self._header = None
         self._arrived.set()
-        if self._unread > UNREAD_HIGH and not self._reading_paused and self._transport is not None:
-            self._reading_paused = True
-            self._transport.pause_reading()
+        if self._unread > UNREAD_HIGH:
+            self._pause_reading()
 
-    def _parse_preamble(self) -> bool:
+    def _cut_preamble(self, limit: int) -> bytes | None:
+        """The next message of another protocol; None while it is incomplete."""
         data = bytes(self._staging[self._start : self._stop])
         length = next((i for i, byte in enumerate(data[:5], 1) if byte < 0x80), 0)  # of the varint
         if not length:
             if len(data) >= 5:
                 raise ProtocolError("a preamble without a length")
-            return False
+            return None
         end = length + sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data[:length]))
-        if end > STAGING:
-            raise ProtocolError(f"a preamble of {end} bytes")
+        if end - length > limit:
+            raise ProtocolError(f"a preamble of {end - length} bytes")
         if len(data) < end:
-            return False
+            return None
         self._start += end
-        self._want_preamble = False
-        if not self._preamble.done():
-            self._preamble.set_result(data[length:end])
-        return True
+        return data[length:end]
 
     def _compact(self) -> None:
         """Move what is left in the staging buffer to its front, so that there is room to read."""

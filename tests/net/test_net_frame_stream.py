@@ -97,7 +97,34 @@ async def test_a_preamble_comes_first(cut: int) -> None:
         await asyncio.sleep(0.01)
         far.sendall(data[cut:])
         assert await frames.preamble() == b"hello word"
+        frames.begin()
         assert await frames.receive() == (Ping(1), b"body")
+
+
+async def test_no_frame_is_looked_at_before_the_preambles_are_done_with() -> None:
+    async with stream(preamble=True) as (frames, far):
+        far.setblocking(False)
+        loop = asyncio.get_running_loop()
+        sending = asyncio.create_task(loop.sock_sendall(far, b"\x02ab\x00\x01c" + frame(Ping(1), bytes(300_000)) * 3))
+        await asyncio.sleep(0.02)
+        assert [await frames.preamble() for _ in range(3)] == [b"ab", b"", b"c"]
+        waiting = asyncio.create_task(frames.receive())
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        frames.begin()
+        assert await waiting == (Ping(1), bytes(300_000))
+        for _ in range(2):
+            assert await frames.receive() == (Ping(1), bytes(300_000))
+        await sending
+
+
+async def test_a_preamble_over_the_limit_its_reader_sets() -> None:
+    async with stream(preamble=True) as (frames, far):
+        far.sendall(b"\x20" + bytes(32))
+        with pytest.raises(ProtocolError, match="32"):
+            await frames.preamble(limit=31)
+        with pytest.raises(ConnectionLost):
+            await frames.receive()
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff\xff\xff", b"\xff\xff\xff\x7f"])

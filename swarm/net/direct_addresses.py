@@ -1,0 +1,79 @@
+"""Addresses of the direct carrier: `/ip4/192.0.2.1/tcp/4001/tls/p2p/<peer id>`.
+
+Owns that notation and which of a machine's addresses to announce. They lie beside the p2p daemon's own addresses in
+a record; the daemon knows nothing of `/tls` and passes over them. Opens no socket.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from swarm.types import PeerId
+
+MAX_ANNOUNCED = 3  # a record has room for eight addresses in all
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An IP address, written as text, and a TCP port."""
+
+    host: str
+    port: int
+
+    def address(self, peer: PeerId) -> str:
+        kind = "ip6" if ":" in self.host else "ip4"
+        return f"/{kind}/{self.host}/tcp/{self.port}/tls/p2p/{peer}"
+
+
+def is_direct(address: str) -> bool:
+    return "/tls/p2p/" in address
+
+
+def parse(address: str, peer: PeerId) -> Endpoint | None:
+    """The endpoint of a direct address of `peer`; None if it is none."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6", host, "tcp", port, "tls", "p2p", owner] if owner == peer and re.fullmatch(
+            r"[0-9]{1,5}", port
+        ):
+            ip = _ip(host)
+            return Endpoint(host, int(port)) if ip is not None and 0 < int(port) < 1 << 16 else None
+    return None
+
+
+def listened(address: str) -> str | None:
+    """The IP address that a daemon's listen address is on; None if it has none."""
+    parts = address.split("/")
+    return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6") and _ip(parts[2]) is not None else None
+
+
+def announced(bound: Sequence[Endpoint], daemon_addresses: Iterable[str]) -> list[Endpoint]:
+    """Where others may reach the sockets in `bound`, given the addresses that the daemon found out to be ours.
+
+    Loopback only if there is nothing else; public addresses first.
+    """
+    found: dict[str, Endpoint] = {}
+    for address in daemon_addresses:
+        host = listened(address)
+        if host is None or "/p2p-circuit" in address:
+            continue
+        for socket in bound:
+            if socket.host == host or (ipaddress.ip_address(socket.host).is_unspecified and _same_kind(socket, host)):
+                found.setdefault(host, Endpoint(host, socket.port))
+    ips = {host: ipaddress.ip_address(host) for host in found}
+    outside = [host for host in found if not (ips[host].is_loopback or ips[host].is_link_local)]
+    chosen = sorted(outside or found, key=lambda host: ips[host].is_private)
+    return [found[host] for host in chosen[:MAX_ANNOUNCED]]
+
+
+def _same_kind(socket: Endpoint, host: str) -> bool:
+    return (":" in socket.host) == (":" in host)
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
