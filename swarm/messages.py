@@ -157,4 +157,11 @@ class Pong(Message, frozen=True, tag="pong"):
     nonce: Serial
 
 
-AnyMessage = Open | Opened | Step | Result | Prune | Close | Failed | Ping | Pong
+class Move(Message, frozen=True, tag="move"):
+    """The last frame of one direction of a connection that goes on over another path, and the first on a new path that
+    its dialler opened; see `net.link`. Peers pair the paths by the nonce."""
+
+    nonce: Serial
+
+
+AnyMessage = Open | Opened | Step | Result | Prune | Close | Failed | Ping | Pong | Move
