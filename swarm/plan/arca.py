@@ -1,8 +1,9 @@
 """The static draft tree that settles most tokens for its width (Ghidorah §III-C, ARCA), and the acceptance it rests on.
 
-Owns which candidates of which rank to verify. Knows neither the tokens (they come with each round) nor what a width
-costs (`speculation`). A width counts the rows verified in a step: the drafted nodes and the root's own row, so width 1
-is plain decoding, as in the paper's Table I.
+Owns which candidates of which rank to verify: what a width is worth on average, before a round's own guesses are known
+(`plan.tree` then sends the likeliest of them). Knows neither tokens nor what a width costs (`speculation`). A width
+counts the rows verified in a step: the drafted nodes and the root's own row, so width 1 is plain decoding, as in the
+paper's Table I.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import UsageError
-from swarm.plan.tree import ROOT, DraftTree
+from swarm.plan.tree import ROOT
 
 AcceptanceTable = Sequence[Sequence[float]]
 """`[depth][rank]`: how likely the drafter's rank-th guess so deep below the root is the target's token, given that the
@@ -55,29 +56,6 @@ class TreeShape:
         except KeyError:
             raise UsageError("a tree holds a node only together with its parent") from None
         return cls(parents, tuple(path[-1] for path in ordered))
-
-    def fill(self, guesses: Sequence[Sequence[tuple[int, float]]]) -> DraftTree:
-        """With this round's guesses `[depth][rank]` of (token, log-probability), the same below every parent.
-
-        A rank the drafter did not offer, or a token it offered twice, is left out with what hangs below it.
-        """
-        tokens: list[int] = []
-        parents: list[int] = []
-        logprobs: list[float] = []
-        number = {ROOT: ROOT}
-        known: set[tuple[int, int]] = set()
-        for node, path in enumerate(self.paths()):
-            parent = number.get(self.parents[node])
-            offered = guesses[len(path) - 1] if len(path) <= len(guesses) else ()
-            if parent is None or path[-1] >= len(offered) or (parent, offered[path[-1]][0]) in known:
-                continue
-            token, logprob = offered[path[-1]]
-            number[node] = len(tokens)
-            known.add((parent, token))
-            tokens.append(token)
-            parents.append(parent)
-            logprobs.append(logprob)
-        return DraftTree(tuple(tokens), tuple(parents), tuple(logprobs))
 
 
 def check_acceptance(acceptance: AcceptanceTable) -> None:
@@ -170,38 +148,3 @@ def _moves(paths: set[RankPath], ranks: Sequence[int]) -> list[tuple[RankPath, R
         if (*parent, rank) not in paths
     )
     return [(leaf, new) for leaf in leaves for new in additions if new[: len(leaf)] != leaf]
-
-
-class AcceptanceMeter:
-    """Live acceptance, `[depth][rank]`: what was seen, older rounds counting less, on top of a prior.
-
-    `prior`: the table to start from; it weighs as much as `strength` rounds. `memory`: what a round still weighs once
-    another has been seen.
-    """
-
-    def __init__(self, prior: AcceptanceTable, strength: float = 16.0, memory: float = 0.98) -> None:
-        check_acceptance(prior)
-        if strength <= 0 or not 0 < memory <= 1:
-            raise UsageError("a meter's strength is above 0 and its memory in (0, 1]")
-        self._prior = [tuple(row) for row in prior]
-        self._strength, self._memory = strength, memory
-        self._tried = [0.0] * len(prior)
-        self._hits = [[0.0] * len(row) for row in prior]
-
-    def observe(self, trace: Sequence[int | None]) -> None:
-        """One round: at each depth the rank of the guess that was right. None ends it: none of the guesses was."""
-        for depth, rank in enumerate(trace[: len(self._tried)]):
-            self._tried[depth] = self._tried[depth] * self._memory + 1.0
-            hits = self._hits[depth]
-            for i in range(len(hits)):
-                hits[i] *= self._memory
-            if rank is None:
-                break
-            if rank < len(hits):
-                hits[rank] += 1.0
-
-    def table(self) -> tuple[tuple[float, ...], ...]:
-        return tuple(
-            tuple((self._strength * p + hit) / (self._strength + tried) for p, hit in zip(row, hits, strict=True))
-            for row, hits, tried in zip(self._prior, self._hits, self._tried, strict=True)
-        )

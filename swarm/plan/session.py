@@ -1,171 +1,120 @@
-"""One generation as a state machine: events in, actions out (design sections 2 and 4).
+"""One generation as a state machine: events in, actions out (design sections 2, 4 and 8).
 
-Owns a session's tokens: the prompt, what was generated, and how much of it has been sent down the chain. A driver
-performs the actions and reports events; nothing here knows sockets, clocks or tokenizers, so every interleaving can be
-tested by calling `handle`.
+Owns a session's tokens: the prompt, what was generated, how much of it the chain holds, and the guesses under way. A
+driver performs the actions and reports events; nothing here knows sockets, clocks, tokenizers or drafters, so every
+interleaving can be tested by calling `handle`.
 
-The rule that makes recovery free: rows are cut from the one list of known tokens. A prompt is known from the start, a
-generated token becomes known when the tail reports it, and after a repair the cursor moves back to what the new chain
-already holds. Prefill, decoding and replay are the same loop.
+Two rules make it small. Rows are cut from the one list of known tokens: a prompt is known from the start, a generated
+token when the tail reports it, and after a repair the cursor moves back to what the new chain holds, so prefill,
+decoding and replay are one loop. And the tail draws after every row whatever was guessed: guesses are only matched with
+what it drew, so they change when a token comes and never which.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
-from swarm.errors import ContextOverflow, InvalidRequest
+from swarm.errors import ProtocolError
+from swarm.plan.session_events import (
+    SEQUENTIAL,
+    Action,
+    ChainReady,
+    Draft,
+    Drafted,
+    DraftsEnded,
+    DropStale,
+    EmitTokens,
+    Event,
+    Finish,
+    FinishReason,
+    GenerationPlan,
+    HopLost,
+    Policy,
+    RepairChain,
+    SendStep,
+    StepSettled,
+    StopRequested,
+)
+from swarm.plan.tree import NO_SLOT, Node, PredictionTree
 
+__all__ = [
+    "Action",
+    "ChainReady",
+    "Draft",
+    "Drafted",
+    "DraftsEnded",
+    "DropStale",
+    "EmitTokens",
+    "Event",
+    "Finish",
+    "FinishReason",
+    "Generation",
+    "GenerationPlan",
+    "HopLost",
+    "Phase",
+    "Policy",
+    "RepairChain",
+    "SendStep",
+    "StepSettled",
+    "StopRequested",
+    "Tally",
+]
 
-class FinishReason(enum.StrEnum):
-    EOS = "eos"  # the model ended its turn
-    LENGTH = "length"  # max_new_tokens, or the end of the model's context
-    STOP = "stop"  # a stop string
-    CANCELLED = "cancelled"
-
-
-# Events -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ChainReady:
-    """Every hop has opened the session. `held`: tokens whose keys and values the whole chain already holds."""
-
-    held: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettled:
-    """The tail's result for one step; `tokens` is empty for a prefill chunk that was not to be sampled."""
-
-    epoch: int
-    step: int
-    tokens: tuple[int, ...]
-    trace: tuple[tuple[float, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class HopLost:
-    """A hop died, refused to go on, or fell silent past its deadline."""
-
-    peer: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """The user, or the reader of the text, wants no more."""
-
-    reason: FinishReason
-
-
-Event = ChainReady | StepSettled | HopLost | StopRequested
-
-# Actions ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SendStep:
-    """Send `tokens`, committed on arrival after the first `base` tokens; the tail draws the next one if `sample`."""
-
-    epoch: int
-    step: int
-    base: int
-    tokens: tuple[int, ...]
-    sample: bool
+MAX_WIDTH = 8  # guesses asked for after one node; less likely ones are never worth a row
+PAGE_SLACK = 32  # tokens of room that pages only partly filled may waste
 
 
-@dataclass(frozen=True, slots=True)
-class EmitTokens:
-    """Hand new tokens to the user. `trace`: (queue ms, compute ms) of each hop for the step that made them."""
-
-    tokens: tuple[int, ...]
-    trace: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RepairChain:
-    """Find a chain without `lost`, open the session on it, then report ChainReady.
-
-    `settled`: tokens that have passed the whole chain, so every hop that lives on holds at least their keys and values.
-    """
-
-    lost: str
-    reason: str
-    settled: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    reason: FinishReason
-
-
-Action = SendStep | EmitTokens | RepairChain | Finish
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationPlan:
-    """What to generate. Lengths in tokens.
-
-    `prefill_chunk`: the most rows in one step. `window`: the most unanswered steps; more than one lets prefill chunks
-    follow each other through the hops.
-    """
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    eos_ids: frozenset[int] = frozenset()
-    prefill_chunk: int = 256
-    window: int = 4
-
-    @classmethod
-    def checked(
-        cls,
-        prompt: Sequence[int],
-        max_new_tokens: int,
-        *,
-        eos_ids: Sequence[int],
-        context_length: int,
-        vocab_size: int,
-        prefill_chunk: int = 256,
-    ) -> GenerationPlan:
-        """A plan that a swarm can serve. Raises InvalidRequest and ContextOverflow."""
-        if not prompt:
-            raise InvalidRequest("the prompt is empty; give at least one token of text")
-        if max_new_tokens < 1:
-            raise InvalidRequest(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-        bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
-        if bad is not None:
-            raise InvalidRequest(f"token id {bad} is outside the model's vocabulary of {vocab_size}")
-        if len(prompt) >= context_length:
-            raise ContextOverflow(
-                f"the prompt has {len(prompt)} tokens and the model's context holds {context_length}; shorten it"
-            )
-        room = context_length - len(prompt)
-        return cls(tuple(prompt), min(max_new_tokens, room), frozenset(eos_ids), prefill_chunk)
-
-
-class Phase(enum.Enum):
+class Phase(Enum):
     WAITING = "waiting for a chain"
     RUNNING = "running"
     DONE = "done"
 
 
 @dataclass(slots=True)
+class Tally:
+    """What guessing has brought so far, in counts."""
+
+    steps: int = 0  # sent to draw at least one token
+    rows: int = 0  # tree nodes sent
+    hits: int = 0  # tokens that had been sent as a guess before they were drawn
+    misses: int = 0  # tokens that had not
+    stale: int = 0  # steps in flight that a miss made void
+
+
+@dataclass(slots=True)
+class _Sent:
+    step: SendStep
+    nodes: tuple[Node, ...]  # whose draws the result brings, in order
+
+
+@dataclass(slots=True)
 class Generation:
-    """The state of one generation. `handle(event)` returns what to do next; a finished generation ignores events."""
+    """The state of one generation. `handle(event)` returns what to do next; a finished generation ignores events.
+
+    `policy` may be set at any time and counts from the next step on.
+    """
 
     plan: GenerationPlan
+    policy: Policy = SEQUENTIAL
     known: list[int] = field(init=False)  # prompt, then generated tokens
     phase: Phase = field(init=False, default=Phase.WAITING)
     epoch: int = field(init=False, default=0)
-    _cursor: int = field(init=False, default=0)  # known tokens already sent in this epoch
+    tally: Tally = field(init=False, default_factory=Tally)
+    _tree: PredictionTree = field(init=False)  # below the last known token
+    _sent_to: int = field(init=False, default=0)  # known tokens the chain has committed once it ran all steps sent
+    _settled_to: int = field(init=False, default=0)  # ... and those that every hop has committed already
+    _accepted: list[int] = field(init=False, default_factory=list)  # slots of the known tokens from _settled_to on
+    _named: int = field(init=False, default=0)  # how many of them steps under way name for committing
     _next_step: int = field(init=False, default=0)
-    _settled_to: int = field(init=False, default=0)  # known tokens that have passed the whole chain
-    _in_flight: dict[int, SendStep] = field(init=False, default_factory=dict)
+    _in_flight: dict[int, _Sent] = field(init=False, default_factory=dict)
+    _asked: tuple[Node, ...] = field(init=False, default=())  # whom the drafter is guessing about
+    _rounds: int = field(init=False, default=0)  # of drafting for the next step
 
     def __post_init__(self) -> None:
         self.known = list(self.plan.prompt)
+        self._tree = PredictionTree(self.known[-1], len(self.known) - 1)
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -174,76 +123,189 @@ class Generation:
     @property
     def max_tokens(self) -> int:
         """KV tokens a hop must be able to hold. The last token drawn is never sent back in."""
+        return self._end + self.plan.tree_room
+
+    @property
+    def _end(self) -> int:
+        """The position that no token will have."""
         return len(self.plan.prompt) + self.plan.max_new_tokens
 
     def handle(self, event: Event) -> list[Action]:
+        """Raises ProtocolError when the tail answers a step with more or fewer tokens than it was to draw."""
         if self.phase is Phase.DONE:
             return []
-        if isinstance(event, ChainReady):
-            return self._chain_ready(event)
-        if isinstance(event, StepSettled):
-            return self._settled(event)
-        if isinstance(event, HopLost):
-            return self._lost(event)
-        self.phase = Phase.DONE
-        return [Finish(event.reason)]
+        match event:
+            case ChainReady():
+                return self._chain_ready(event)
+            case StepSettled():
+                return self._settled(event)
+            case Drafted():
+                return self._drafted(event)
+            case DraftsEnded():
+                self.policy, self._asked = SEQUENTIAL, ()
+                return self._go_on() if self.phase is Phase.RUNNING else []
+            case HopLost():
+                return self._lost(event)
+            case StopRequested():
+                self.phase = Phase.DONE
+                return [Finish(event.reason)]
+
+    # Chains ----------------------------------------------------------------------------------------------------------
 
     def _chain_ready(self, event: ChainReady) -> list[Action]:
         if self.phase is not Phase.WAITING:
             return []
         self.phase = Phase.RUNNING
         # The last known token must be sent even if held, for its row is what the next token is drawn from.
-        self._cursor = self._settled_to = min(event.held, len(self.known) - 1)
-        return self._send()
+        self._sent_to = self._settled_to = min(event.held, len(self.known) - 1)
+        return self._go_on()
 
     def _lost(self, event: HopLost) -> list[Action]:
         if self.phase is Phase.WAITING:
             return []  # a repair is under way already
         self.phase = Phase.WAITING
-        self.epoch += 1  # whatever is still in flight belongs to the past
-        self._in_flight.clear()
+        self._void()
+        self._accepted.clear()  # a replacement holds no slots: what lies beyond the settled tokens is sent again
+        self._named = 0
         return [RepairChain(event.peer, event.reason, self._settled_to)]
 
+    def _void(self) -> None:
+        """Whatever is in flight belongs to the past."""
+        self.epoch += 1
+        self._in_flight.clear()
+        self._tree.forget_slots()
+
+    # Results ---------------------------------------------------------------------------------------------------------
+
     def _settled(self, event: StepSettled) -> list[Action]:
-        if event.epoch != self.epoch or event.step not in self._in_flight:
-            return []  # late news from before a repair
-        sent = self._in_flight.pop(event.step)
-        self._settled_to = max(self._settled_to, sent.base + len(sent.tokens))
-        if not sent.sample:
-            return self._send()
+        sent = self._in_flight.get(event.step)
+        if event.epoch != self.epoch or sent is None:
+            return []  # late news from before a repair or a miss
+        if len(event.tokens) != sent.step.draws:
+            raise ProtocolError(f"the tail drew {len(event.tokens)} tokens where {sent.step.draws} were asked for")
+        del self._in_flight[event.step]
+        del self._accepted[: len(sent.step.commit)]
+        self._named -= len(sent.step.commit)
+        self._settled_to = sent.step.after
+        self._rounds = 0
+        for node, token in zip(sent.nodes, event.tokens, strict=True):
+            node.drawn = token
         actions: list[Action] = []
-        tokens, reason = self._accept(event.tokens)
+        tokens, reason, missed = self._match()
         if tokens:
             self.known.extend(tokens)
             actions.append(EmitTokens(tokens, event.trace))
         if reason is not None:
             self.phase = Phase.DONE
             return [*actions, Finish(reason)]
-        return [*actions, *self._send()]
+        if missed:
+            actions += self._restart()
+        return [*actions, *self._go_on()]
 
-    def _accept(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Cut a step's tokens at the end of the turn or of the budget. The end-of-turn token itself is kept."""
-        left = self.plan.max_new_tokens - (len(self.known) - len(self.plan.prompt))
-        for i, token in enumerate(tokens[:left]):
+    def _match(self) -> tuple[tuple[int, ...], FinishReason | None, bool]:
+        """Walk the tree along what the tail drew. -> (new tokens, why it ends if it does, whether the last was a miss)
+
+        The end-of-turn token itself is kept.
+        """
+        tokens: list[int] = []
+        while (token := self._tree.root.drawn) is not None:
+            tokens.append(token)
             if token in self.plan.eos_ids:
-                return tuple(tokens[: i + 1]), FinishReason.EOS
-        if len(tokens) >= left:
-            return tuple(tokens[:left]), FinishReason.LENGTH
-        return tuple(tokens), None
+                return tuple(tokens), FinishReason.EOS, False
+            if len(self.known) + len(tokens) >= self._end:
+                return tuple(tokens), FinishReason.LENGTH, False
+            slot = self._tree.advance(token)
+            if slot == NO_SLOT:
+                self.tally.misses += 1
+                return tuple(tokens), None, True
+            self.tally.hits += 1
+            self._accepted.append(slot)
+        return tuple(tokens), None, False
 
-    def _send(self) -> list[Action]:
+    def _restart(self) -> list[Action]:
+        """The token drawn last was not on its way: it goes out alone, after what is accepted."""
+        if not self._in_flight:
+            return []
+        self.tally.stale += len(self._in_flight)
+        self._void()
+        # Hops that dropped steps may lack commits that others have made. Named again from the last token that all of
+        # them hold, each takes those it lacks (`messages.Step`).
+        self._sent_to, self._named = self._settled_to, 0
+        return [DropStale(self.epoch)]
+
+    # Guessing --------------------------------------------------------------------------------------------------------
+
+    def _drafted(self, event: Drafted) -> list[Action]:
+        asked, self._asked = self._asked, ()
+        for node, candidates in zip(asked, event.candidates, strict=False):
+            self._tree.add(node, candidates)
+            for token in self.plan.eos_ids & node.children.keys():
+                node.children[token].expanded = True  # nothing follows the end
+        return self._go_on() if asked else []
+
+    def _ask(self) -> list[Action]:
+        """Ask for the guesses that the next step could carry; none if all are there."""
+        policy = self.policy
+        if self._rounds >= policy.levels or not self._room():
+            return []
+        sent_only = policy.levels == 1
+        nodes = self._tree.frontier(policy.rows, policy.log_floor, self._end - 1, sent_only=sent_only)
+        if not nodes:
+            return []
+        self._rounds += 1
+        self._asked = tuple(nodes)
+        paths = tuple(self._tree.path(node) for node in nodes)
+        return [Draft(paths, min(policy.rows, MAX_WIDTH))]
+
+    def _room(self) -> int:
+        """How many more tree nodes may be sent."""
+        room = self.max_tokens - len(self.known) - PAGE_SLACK - self._tree.held
+        return max(0, min(self.policy.rows, room))
+
+    # Sending ---------------------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> list[Action]:
         actions: list[Action] = []
-        while self._cursor < len(self.known) and len(self._in_flight) < self.plan.window:
-            end = min(self._cursor + self.plan.prefill_chunk, len(self.known))
-            sent = SendStep(
-                self.epoch,
-                self._next_step,
-                self._cursor,
-                tuple(self.known[self._cursor : end]),
-                sample=end == len(self.known),
-            )
-            actions.append(sent)
-            self._in_flight[sent.step] = sent
-            self._next_step += 1
-            self._cursor = end
+        while not self._asked and (asked := self._next()):
+            actions += asked
         return actions
+
+    def _next(self) -> list[Action]:
+        """The next step, or the question that must be answered before it; nothing while enough is in flight."""
+        start = self._sent_to + len(self._accepted) - self._named
+        line = self.known[start : start + self.plan.prefill_chunk]
+        if start + len(line) < len(self.known):  # a prompt or a replay: chunks follow each other
+            return self._send(line, sample=False) if len(self._in_flight) < self.plan.window else []
+        if not line and (not self.policy.rows or len(self._in_flight) >= self.policy.in_flight):
+            return []
+        if line and len(self._in_flight) >= self.plan.window:
+            return []
+        if self.policy.rows and (question := self._ask()):
+            return question
+        return self._send(line, sample=True)
+
+    def _send(self, line: Sequence[int], *, sample: bool) -> list[Action]:
+        nodes: list[Node] = []
+        if sample:
+            self._rounds = 0
+            nodes = self._tree.send(self._room(), self.policy.levels, self.policy.log_floor)
+            if not line and not nodes:
+                return []
+            self.tally.steps += 1
+            self.tally.rows += len(nodes)
+        step = SendStep(
+            self.epoch,
+            self._next_step,
+            self._sent_to,
+            tuple(line),
+            sample,
+            commit=tuple(self._accepted[self._named :]),
+            rows=tuple(node.token for node in nodes),
+            parents=self._tree.parent_slots(nodes),
+            slots=tuple(node.slot for node in nodes),
+        )
+        self._next_step += 1
+        self._sent_to, self._named = step.after, len(self._accepted)
+        drawing = (self._tree.root, *nodes) if line and sample else tuple(nodes)
+        self._in_flight[step.step] = _Sent(step, drawing)
+        return [step]

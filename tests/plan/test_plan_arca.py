@@ -1,4 +1,4 @@
-"""ARCA's trees against every tree of the same width; measured acceptance; the local search; the live meter."""
+"""ARCA's trees against every tree of the same width; measured acceptance; the local search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from swarm.errors import UsageError
 from swarm.plan.arca import (
-    AcceptanceMeter,
     RankPath,
     TreeShape,
     best_shape,
@@ -107,40 +106,11 @@ def test_local_search_cannot_improve_the_greedy_tree_on_its_own_table(seed: int)
         assert local_search(shape, lambda other, t=table: expected_tokens(other, t), ranks) == shape  # type: ignore[misc]
 
 
-def test_a_shape_is_filled_with_this_rounds_guesses() -> None:
-    shape = TreeShape.of_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-    tree = shape.fill([[(7, -0.1), (8, -2.0)], [(7, -0.5), (9, -1.0)], [(3, -0.2)]])
-    assert [[tree.tokens[i] for i in tree.path(node)] for node in range(len(tree))] == [
-        [7],
-        [8],
-        [7, 7],
-        [7, 9],
-        [8, 7],
-        [7, 7, 3],
-    ]
-    fewer = shape.fill([[(7, -0.1), (7, -2.0)], [(9, -0.5)]])
-    assert [[fewer.tokens[i] for i in fewer.path(node)] for node in range(len(fewer))] == [[7], [7, 9]]
-    assert len(shape.fill([])) == 0
-
-
 def test_measured_tokens_counts_the_longest_match() -> None:
     shape = TreeShape.of_paths([(0,), (0, 1)])
     assert measured_tokens(shape, [[0, 1, 0], [0, 0], [None], [1, 1]]) == pytest.approx(1 + 3 / 4)
     with pytest.raises(UsageError):
         measured_tokens(shape, [])
-
-
-def test_the_meter_moves_from_the_prior_to_what_is_seen() -> None:
-    meter = AcceptanceMeter([[0.5, 0.1], [0.5]], strength=4, memory=0.9)
-    assert meter.table() == ((0.5, 0.1), (0.5,))
-    for _ in range(200):
-        meter.observe([1, None])
-    (first, second), (deeper,) = meter.table()
-    assert first < 0.2
-    assert second > 0.6
-    assert deeper < 0.2
-    meter.observe([5, 0, 0, 0])  # a rank and depths beyond the table are no error
-    assert all(sum(row) <= 1 for row in meter.table())
 
 
 @pytest.mark.parametrize("table", [[[1.2]], [[-0.1]], [[0.6, 0.6]], [[float("nan")]]])
@@ -154,5 +124,3 @@ def test_impossible_widths_and_shapes_are_refused() -> None:
         best_shape([[0.5]], 0)
     with pytest.raises(UsageError):
         TreeShape.of_paths([(0, 0)])
-    with pytest.raises(UsageError):
-        AcceptanceMeter([[0.5]], strength=0)

@@ -1,96 +1,193 @@
-"""The generation state machine against a toy chain: whatever the interleaving of chunks and losses, the same tokens."""
+"""The generation state machine against a toy chain: whatever is guessed, lost or re-ordered, the same tokens."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from toy_chain import ToyChain, toy_answer, toy_model
 
-from swarm.errors import ContextOverflow, InvalidRequest
+from swarm.errors import ContextOverflow, InvalidRequest, ProtocolError, UsageError
 from swarm.plan.session import (
     Action,
     ChainReady,
+    Draft,
+    Drafted,
+    DraftsEnded,
+    DropStale,
     EmitTokens,
     Finish,
     FinishReason,
     Generation,
     GenerationPlan,
     HopLost,
+    Policy,
     RepairChain,
     SendStep,
     StepSettled,
     StopRequested,
 )
 
-
-def toy_model(tokens: list[int]) -> int:
-    """The next token as a function of every token before it."""
-    return (sum((i + 1) * t for i, t in enumerate(tokens)) * 2654435761 + 7) % 97
+Guess = Callable[[list[int], int], list[tuple[int, float]]]
+"""(text, width) -> what may follow it."""
 
 
-def toy_answer(prompt: list[int], count: int, eos: frozenset[int] = frozenset()) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < count:
-        tokens.append(toy_model(tokens))
-        if tokens[-1] in eos:
-            break
-    return tokens[len(prompt) :]
+def right(text: list[int], width: int) -> list[tuple[int, float]]:
+    return [(toy_model(text), -0.1)]
 
 
-class ToyChain:
-    """Runs steps in order, as a chain does, and refuses steps that do not continue what it holds."""
-
-    def __init__(self) -> None:
-        self.held: list[int] = []
-        self.queue: list[SendStep] = []
-
-    def settle(self) -> StepSettled:
-        step = self.queue.pop(0)
-        assert step.base == len(self.held), "a step must continue what the chain holds"
-        self.held.extend(step.tokens)
-        return StepSettled(step.epoch, step.step, (toy_model(self.held),) if step.sample else ())
+def wrong(text: list[int], width: int) -> list[tuple[int, float]]:
+    return [((toy_model(text) + i) % 97, -0.5 * i) for i in range(1, width + 1)]
 
 
-def run(generation: Generation, rng: random.Random, loss: float = 0.0) -> tuple[list[int], FinishReason]:
+def silent(text: list[int], width: int) -> list[tuple[int, float]]:
+    return []
+
+
+def sometimes(rng: random.Random, rate: float) -> Guess:
+    def guess(text: list[int], width: int) -> list[tuple[int, float]]:
+        tokens = rng.sample(range(97), min(width, rng.randint(0, 4)))
+        if rng.random() < rate:
+            tokens = [toy_model(text), *(t for t in tokens if t != toy_model(text))][:width]
+        rng.shuffle(tokens)
+        return [(t, -rng.random() * 3) for t in tokens]
+
+    return guess
+
+
+def run(
+    generation: Generation,
+    rng: random.Random,
+    guess: Guess = silent,
+    *,
+    hops: int = 3,
+    loss: float = 0.0,
+    change: Callable[[], Policy] | None = None,
+) -> tuple[list[int], FinishReason]:
     emitted: list[int] = []
     stale: list[StepSettled] = []
-    chain = ToyChain()
+    chain = ToyChain.of(hops, rng)
     actions: list[Action] = generation.handle(ChainReady())
-    for _ in range(10_000):
+    for _ in range(20_000):
+        event: Drafted | ChainReady | None = None
         for action in actions:
             match action:
                 case SendStep():
-                    chain.queue.append(action)
+                    chain.send(action)
+                case Draft(paths=paths, width=width):
+                    texts = [[*generation.known, *path] for path in paths]
+                    event = Drafted(tuple(tuple(guess(text, width)) for text in texts))
+                case DropStale(epoch=epoch):
+                    chain.drop(epoch)
                 case EmitTokens(tokens=tokens):
                     emitted.extend(tokens)
                 case Finish(reason=reason):
                     return emitted, reason
-                case RepairChain():
-                    kept = rng.randint(0, len(chain.held))  # a repair may save any prefix
-                    stale += [StepSettled(s.epoch, s.step, (1,)) for s in chain.queue]
-                    held, chain = chain.held[:kept], ToyChain()
-                    chain.held = held[: len(generation.known) - 1]
-        if not generation._in_flight:
-            actions = generation.handle(ChainReady(len(chain.held)))
-        elif stale and rng.random() < 0.5:
-            assert generation.handle(stale.pop()) == []
+                case RepairChain(settled=settled):
+                    held = rng.choice([0, settled])
+                    if held:
+                        chain.lose(held)
+                    else:
+                        chain = ToyChain.of(rng.randint(1, 5), rng)
+                    event = ChainReady(held)
+        if change is not None and rng.random() < 0.1:
+            generation.policy = change()
+        if event is not None:
+            actions = generation.handle(event)
+        elif stale and rng.random() < 0.3:
+            assert generation.handle(stale.pop()) == [], "late news must not matter"
             actions = []
         elif rng.random() < loss:
+            stale.append(StepSettled(generation.epoch, 0, (1,)))
             actions = generation.handle(HopLost("b", "killed"))
         else:
-            actions = generation.handle(chain.settle())
+            settled_step = chain.settle()
+            assert settled_step is not None, "the generation waits for nothing"
+            actions = generation.handle(settled_step)
     raise AssertionError("the generation never finished")
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_chunks_and_losses_never_change_the_tokens(seed: int) -> None:
+def policies(rng: random.Random) -> Policy:
+    return Policy(rng.choice([0, 1, 2, 5, 16]), rng.randint(1, 6), rng.randint(1, 9), rng.choice([0.0, 0.05, 0.5]))
+
+
+@pytest.mark.parametrize("seed", range(600))
+def test_guesses_chunks_and_losses_never_change_the_tokens(seed: int) -> None:
     rng = random.Random(seed)
     prompt = [rng.randrange(97) for _ in range(rng.randint(1, 40))]
-    count = rng.randint(1, 20)
-    plan = GenerationPlan(tuple(prompt), count, frozenset(), rng.randint(1, 16), rng.randint(1, 5))
-    tokens, reason = run(Generation(plan), rng, loss=rng.choice([0.0, 0.05]))
-    assert tokens == toy_answer(prompt, count)
-    assert reason is FinishReason.LENGTH
+    count = rng.randint(1, 40)
+    eos = frozenset(rng.sample(range(97), rng.choice([0, 0, 2])))
+    plan = GenerationPlan(tuple(prompt), count, eos, rng.randint(1, 16), rng.randint(1, 5), tree_room=200)
+    guess = rng.choice([right, wrong, silent, sometimes(rng, 0.5), sometimes(rng, 0.9)])
+    change = rng.choice([None, lambda: policies(rng)])
+    tokens, reason = run(
+        Generation(plan, policies(rng)),
+        rng,
+        guess,
+        hops=rng.randint(1, 5),
+        loss=rng.choice([0.0, 0.05]),
+        change=change,
+    )
+    assert tokens == toy_answer(prompt, count, eos)
+    assert reason is (FinishReason.EOS if tokens[-1] in eos else FinishReason.LENGTH)
+
+
+def test_right_guesses_settle_many_tokens_a_step() -> None:
+    plan = GenerationPlan((3, 1, 4), 60, tree_room=100)
+    tree = Generation(plan, Policy(rows=5, levels=5))
+    run(tree, random.Random(1), right)
+    assert tree.tally.steps == 10  # the root and five right guesses each
+    pipelined = Generation(plan, Policy(rows=1, in_flight=8))
+    run(pipelined, random.Random(1), right)
+    assert pipelined.tally.misses == 0
+    assert pipelined.tally.stale == 0
+    assert pipelined.tally.hits == 59  # all but the last, which nothing follows
+
+
+def test_one_level_a_step_keeps_so_many_in_flight() -> None:
+    generation = Generation(GenerationPlan((3,), 60, tree_room=100), Policy(rows=2, in_flight=4))
+    steps: list[SendStep] = []
+    actions = generation.handle(ChainReady())
+    while actions:
+        steps += [action for action in actions if isinstance(action, SendStep)]
+        asked = [action for action in actions if isinstance(action, Draft)]
+        texts = [[3, *path] for draft in asked for path in draft.paths]
+        actions = generation.handle(Drafted(tuple(tuple(wrong(text, 2)) for text in texts))) if asked else []
+    assert [len(step.rows) for step in steps] == [2, 2, 2, 2]
+    assert [len(step.tokens) for step in steps] == [1, 0, 0, 0]
+    assert [step.base for step in steps] == [0, 1, 1, 1]
+
+
+def test_a_floor_keeps_unlikely_guesses_at_home() -> None:
+    generation = Generation(GenerationPlan((3,), 60, tree_room=100), Policy(rows=8, levels=3, floor=0.3))
+    (draft,) = generation.handle(ChainReady())
+    assert isinstance(draft, Draft)
+    candidates = ((5, -0.1), (6, -1.0), (7, -2.0))
+    actions = generation.handle(Drafted((candidates,)))
+    while isinstance(actions[0], Draft):
+        actions = generation.handle(Drafted(tuple(((9, -0.9),) for _ in actions[0].paths)))
+    (step,) = actions
+    assert isinstance(step, SendStep)
+    assert sorted(step.rows) == [5, 6, 9]  # p = .90, .37 and .90 * .41; .14 and .37 * .41 are below the floor
+
+
+def test_a_drafter_that_fails_is_done_without() -> None:
+    generation = Generation(GenerationPlan((3,), 4, tree_room=100), Policy(rows=4, levels=2))
+    (draft,) = generation.handle(ChainReady())
+    assert isinstance(draft, Draft)
+    (step,) = generation.handle(DraftsEnded())
+    assert isinstance(step, SendStep)
+    assert (step.tokens, step.rows) == ((3,), ())
+
+
+@pytest.mark.parametrize("tokens", [(), (1, 2), (1, 2, 3)])
+def test_a_tail_that_miscounts_is_caught(tokens: tuple[int, ...]) -> None:
+    generation = Generation(GenerationPlan((3,), 4))
+    generation.handle(ChainReady())
+    with pytest.raises(ProtocolError, match="drew"):
+        generation.handle(StepSettled(0, 0, tokens))
 
 
 def test_end_of_turn_is_kept_and_ends_it() -> None:
@@ -98,52 +195,62 @@ def test_end_of_turn_is_kept_and_ends_it() -> None:
     answer = toy_answer(prompt, 8)
     eos = frozenset({answer[4]})
     tokens, reason = run(Generation(GenerationPlan(tuple(prompt), 50, eos)), random.Random(0))
-    assert tokens == toy_answer(prompt, 50, eos)
     assert reason is FinishReason.EOS
+    assert tokens == toy_answer(prompt, 50, eos)
 
 
-def test_prefill_chunks_are_windowed_and_only_the_last_samples() -> None:
-    generation = Generation(GenerationPlan(tuple(range(10)), 5, prefill_chunk=2, window=3))
-    steps = [a for a in generation.handle(ChainReady()) if isinstance(a, SendStep)]
-    assert [(s.base, len(s.tokens), s.sample) for s in steps] == [(0, 2, False), (2, 2, False), (4, 2, False)]
-    steps = [a for a in generation.handle(StepSettled(0, 0, ())) if isinstance(a, SendStep)]
-    assert [(s.base, s.sample) for s in steps] == [(6, False)]
+def test_prefill_chunks_follow_each_other() -> None:
+    generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=3, window=2))
+    first, second = generation.handle(ChainReady())
+    assert isinstance(first, SendStep)
+    assert isinstance(second, SendStep)
+    assert (first.tokens, first.sample, second.base) == ((0, 1, 2), False, 3)
+    (third,) = generation.handle(StepSettled(0, 0, ()))
+    assert isinstance(third, SendStep)
+    assert (third.base, third.tokens, third.sample) == (6, (6, 7, 8), False)
+    (fourth,) = generation.handle(StepSettled(0, 1, ()))
+    assert isinstance(fourth, SendStep)
+    assert (fourth.tokens, fourth.sample) == ((9,), True)
 
 
-def test_a_multi_token_result_is_cut_at_the_budget() -> None:
-    generation = Generation(GenerationPlan((1,), 3))
+def test_losses_are_reported_once_and_say_what_is_settled() -> None:
+    generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=4))
     generation.handle(ChainReady())
-    actions = generation.handle(StepSettled(0, 0, (5, 6, 7, 8)))
-    assert actions == [EmitTokens((5, 6, 7), ()), Finish(FinishReason.LENGTH)]
-    assert generation.generated == (5, 6, 7)
+    generation.handle(StepSettled(0, 0, ()))
+    assert generation.handle(HopLost("a", "gone")) == [RepairChain("a", "gone", 4)]
+    assert generation.handle(HopLost("b", "gone too")) == []
+    assert generation.handle(StepSettled(0, 1, ())) == []
+    first, *_ = generation.handle(ChainReady(held=4))
+    assert isinstance(first, SendStep)
+    assert (first.epoch, first.base, first.tokens) == (1, 4, (4, 5, 6, 7))
 
 
-def test_stop_ends_it_once() -> None:
-    generation = Generation(GenerationPlan((1, 2), 3))
+def test_the_last_known_token_is_sent_even_if_held() -> None:
+    generation = Generation(GenerationPlan((1, 2, 3), 4))
+    (step,) = generation.handle(ChainReady(held=3))
+    assert isinstance(step, SendStep)
+    assert (step.base, step.tokens) == (2, (3,))
+
+
+def test_stopping_ends_it() -> None:
+    generation = Generation(GenerationPlan((1, 2, 3), 4))
     generation.handle(ChainReady())
     assert generation.handle(StopRequested(FinishReason.CANCELLED)) == [Finish(FinishReason.CANCELLED)]
-    assert generation.handle(StepSettled(0, 0, (5,))) == []
-    assert generation.handle(HopLost("a", "gone")) == []
+    assert generation.handle(ChainReady()) == []
 
 
-def test_a_second_loss_during_a_repair_is_not_a_second_repair() -> None:
-    generation = Generation(GenerationPlan((1, 2), 3))
-    generation.handle(ChainReady())
-    assert generation.handle(HopLost("a", "gone")) == [RepairChain("a", "gone")]
-    assert generation.handle(HopLost("b", "gone")) == []
-    assert [type(a) for a in generation.handle(ChainReady())] == [SendStep]
-
-
-def test_impossible_requests_are_refused() -> None:
-    def check(prompt: list[int], new: int) -> GenerationPlan:
-        return GenerationPlan.checked(prompt, new, eos_ids=[0], context_length=8, vocab_size=100)
-
+def test_plans_are_checked() -> None:
+    good: dict[str, Any] = {"eos_ids": (2,), "context_length": 16, "vocab_size": 100}
+    assert GenerationPlan.checked([1, 2], 50, **good).max_new_tokens == 14
+    assert GenerationPlan.checked([1, 2], 50, tree_room=64, **good).tree_room == 0
+    assert GenerationPlan.checked([1, 2], 4, tree_room=64, **good).tree_room == 10
     with pytest.raises(InvalidRequest, match="empty"):
-        check([], 1)
-    with pytest.raises(InvalidRequest, match="at least 1"):
-        check([1], 0)
+        GenerationPlan.checked([], 5, **good)
+    with pytest.raises(InvalidRequest, match="max_new_tokens"):
+        GenerationPlan.checked([1], 0, **good)
     with pytest.raises(InvalidRequest, match="vocabulary"):
-        check([100], 1)
-    with pytest.raises(ContextOverflow, match="8 tokens"):
-        check(list(range(8)), 1)
-    assert check([1] * 6, 100).max_new_tokens == 2
+        GenerationPlan.checked([100], 5, **good)
+    with pytest.raises(ContextOverflow):
+        GenerationPlan.checked([1] * 16, 5, **good)
+    with pytest.raises(UsageError):
+        Policy(rows=-1)

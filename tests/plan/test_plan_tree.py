@@ -1,4 +1,4 @@
-"""Draft trees against plain definitions on random trees, and ARCA's trees against every tree of the same width."""
+"""The prediction tree against plain definitions on random trees."""
 
 from __future__ import annotations
 
@@ -6,170 +6,117 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from swarm.errors import UsageError
-from swarm.plan.tree import ROOT, DraftTree, TreeRows
+from swarm.plan.tree import NO_SLOT, ROOT, Node, PredictionTree
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> DraftTree:
-    size = draw(st.integers(0, 24))
-    parents = [draw(st.integers(ROOT, node - 1)) for node in range(size)]
-    tokens = [draw(st.integers(0, 3)) * 100 + node for node in range(size)]
-    return DraftTree(tuple(tokens), tuple(parents), tuple(-draw(st.floats(0, 5)) for _ in range(size)))
+def random_tree(rng: random.Random, nodes: int) -> PredictionTree:
+    tree = PredictionTree(0, 10)
+    everyone = [tree.root]
+    while len(tree) < nodes:
+        parent = rng.choice(everyone)
+        tree.add(parent, [(rng.randrange(50), -rng.random() * 2) for _ in range(rng.randint(1, 3))])
+        everyone = [tree.root, *tree.root.below()]
+    return tree
 
 
-few = settings(max_examples=50, deadline=None)
+def everyone(tree: PredictionTree) -> list[Node]:
+    return [tree.root, *tree.root.below()]
 
 
-def ancestors(tree: DraftTree, node: int) -> set[int]:
-    return set() if node == ROOT else {node} | ancestors(tree, tree.parents[node])
+def slots(tree: PredictionTree) -> list[int]:
+    return [node.slot for node in tree.root.below() if node.slot != NO_SLOT]
 
 
-@few
-@given(trees())
-def test_what_follows_from_the_parents(tree: DraftTree) -> None:
-    for node in range(len(tree)):
-        above = ancestors(tree, node)
-        assert set(tree.path(node)) == above
-        assert tree.depths()[node] == len(above)
-        assert tree.masks()[node] == sum(1 << i for i in above)
-        assert tree.cumulative()[node] == pytest.approx(sum(tree.logprobs[i] for i in above))
-        assert tree.child(tree.parents[node], tree.tokens[node]) == node
-    assert sorted(node for level in tree.levels() for node in level) == list(range(len(tree)))
-    assert all(tree.depths()[node] == d for d, level in enumerate(tree.levels(), 1) for node in level)
+@pytest.mark.parametrize("seed", range(50))
+def test_paths_positions_and_scores_follow_from_the_parents(seed: int) -> None:
+    tree = random_tree(random.Random(seed), 20)
+    for node in tree.root.below():
+        assert node.parent is not None
+        assert tree.path(node) == (*tree.path(node.parent), node.token)
+        assert node.position == tree.root.position + len(tree.path(node))
+        assert node.score <= node.parent.score
+    assert tree.path(tree.root) == ()
 
 
-@few
-@given(trees(), st.randoms(use_true_random=False))
-def test_masks_and_rows_follow_the_slots(tree: DraftTree, rng: random.Random) -> None:
-    slots = rng.sample(range(200), len(tree))
-    for node, mask in enumerate(tree.masks(slots)):
-        assert mask == sum(1 << slots[i] for i in ancestors(tree, node))
-    rows = tree.flatten(slots)
-    assert rows.slots == tuple(slots)
-    for token, parent, slot in zip(rows.tokens, rows.parents, rows.slots, strict=True):
-        node = slots.index(slot)
-        assert token == tree.tokens[node]
-        assert parent == (ROOT if tree.parents[node] == ROOT else slots[tree.parents[node]])
-    if tree.levels():
-        last = tree.levels()[-1]
-        assert tree.flatten(slots, last) == TreeRows(
-            tuple(rows.tokens[i] for i in last), tuple(rows.parents[i] for i in last), tuple(slots[i] for i in last)
-        )
+@pytest.mark.parametrize("seed", range(100))
+def test_the_likeliest_nodes_within_reach_are_sent(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = random_tree(rng, 25)
+    for _ in range(4):
+        before = {node for node in everyone(tree) if node.slot != NO_SLOT} | {tree.root}
+        rows, levels, floor = rng.randint(1, 8), rng.randint(1, 4), rng.choice([-math.inf, -1.5])
+        chosen = tree.send(rows, levels, floor)
+        assert len(chosen) <= rows
+        for i, node in enumerate(chosen):
+            assert node.parent in before or node.parent in chosen[:i], "parents come before children"
+            assert node.score >= floor
+        left_out = [
+            node
+            for node in tree.root.below()
+            if node.slot == NO_SLOT and (node.parent in before) and node.score >= floor
+        ]
+        if left_out and chosen:
+            assert len(chosen) == rows, "rows must not be wasted while guesses wait"
+            assert max(n.score for n in left_out) <= min(n.score for n in chosen if n.parent in before)
+        assert len(set(slots(tree))) == len(slots(tree)), "a slot holds one node"
+        for node, parent in zip(chosen, tree.parent_slots(chosen), strict=True):
+            assert node.parent is not None
+            assert parent == (ROOT if node.parent is tree.root else node.parent.slot)
 
 
-@few
-@given(trees(), st.data())
-def test_reroot_keeps_what_hangs_below(tree: DraftTree, data: st.DataObject) -> None:
-    if not len(tree):
-        return
-    node = data.draw(st.integers(0, len(tree) - 1))
-    below, kept = tree.reroot(node)
-    assert kept == tuple(i for i in range(len(tree)) if i != node and node in ancestors(tree, i))
-    assert below.tokens == tuple(tree.tokens[i] for i in kept)
-    for new, old in enumerate(kept):
-        assert [below.tokens[i] for i in below.path(new)] == [tree.tokens[i] for i in tree.path(old) if i in set(kept)]
+def depth_within(tree: PredictionTree, chosen: list[Node], node: Node) -> int:
+    depth = 0
+    while node is not tree.root and node in chosen:
+        depth += 1
+        assert node.parent is not None
+        node = node.parent
+    return depth
 
 
-@few
-@given(trees(), st.data())
-def test_prune_drops_descendants_too(tree: DraftTree, data: st.DataObject) -> None:
-    dropped = data.draw(st.sets(st.integers(0, max(0, len(tree) - 1))))
-    pruned, kept = tree.prune(dropped)
-    assert kept == tuple(i for i in range(len(tree)) if not ancestors(tree, i) & dropped)
-    for new, old in enumerate(kept):
-        assert [pruned.tokens[i] for i in pruned.path(new)] == [tree.tokens[i] for i in tree.path(old)]
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_a_step_hangs_so_many_levels_below_what_is_held(levels: int) -> None:
+    tree = random_tree(random.Random(levels), 40)
+    chosen = tree.send(100, levels, -math.inf)
+    assert max(depth_within(tree, chosen, node) for node in chosen) == levels
 
 
-@few
-@given(trees(), st.integers(0, 30))
-def test_the_best_nodes_come_with_their_ancestors(tree: DraftTree, count: int) -> None:
-    best = tree.best(count)
-    assert len(best) == min(count, len(tree))
-    sums = tree.cumulative()
-    assert sorted((sums[i] for i in best), reverse=True) == sorted(sums, reverse=True)[: len(best)]
-    assert tree.select(best).tokens == tuple(tree.tokens[i] for i in best)  # raises if a parent is missing
+@pytest.mark.parametrize("seed", range(100))
+def test_advancing_keeps_what_hangs_on_the_token_and_frees_the_rest(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = random_tree(rng, 25)
+    tree.send(12, 5, -math.inf)
+    child = rng.choice(list(tree.root.children.values()))
+    kept = {(n.token, n.position, n.slot) for n in child.below()}
+    position, slot = tree.root.position, child.slot
+    assert tree.advance(child.token) == slot
+    assert tree.root is child
+    assert tree.root.position == position + 1
+    assert {(n.token, n.position, n.slot) for n in tree.root.below()} == kept
+    tree.send(30, 9, -math.inf)
+    assert len(set(slots(tree))) == len(slots(tree))
+    assert max(slots(tree), default=0) < 40, "slots are used again"
+    assert tree.advance(999) == NO_SLOT
+    assert (tree.root.token, len(tree)) == (999, 0)
 
 
-@few
-@given(trees(), st.data())
-def test_grow_takes_the_most_probable_paths(tree: DraftTree, data: st.DataObject) -> None:
-    candidates = data.draw(
-        st.lists(st.tuples(st.integers(ROOT, len(tree) - 1), st.integers(0, 330), st.floats(-5, 0)), max_size=12)
-    )
-    width = data.draw(st.integers(0, 8))
-    grown = tree.grow(candidates, width)
-    assert grown.tokens[: len(tree)] == tree.tokens
-    known = set(zip(tree.parents, tree.tokens, strict=True))
-    fresh: dict[tuple[int, int], float] = {}
-    for parent, token, logprob in candidates:
-        if (parent, token) not in known:
-            fresh.setdefault((parent, token), logprob)
-    sums = tree.cumulative()
-    totals = sorted((p + (sums[parent] if parent != ROOT else 0.0) for (parent, _), p in fresh.items()), reverse=True)
-    added = sorted(grown.cumulative()[len(tree) :], reverse=True)
-    assert added == pytest.approx(totals[:width])
+def test_forgetting_slots_keeps_the_guesses() -> None:
+    tree = random_tree(random.Random(5), 15)
+    first = [n.token for n in tree.send(6, 3, -math.inf)]
+    tree.forget_slots()
+    assert slots(tree) == []
+    assert len(tree) >= 15
+    assert [n.token for n in tree.send(6, 3, -math.inf)] == first
 
 
-def test_growing_by_levels_stays_breadth_first() -> None:
-    rng, tree = random.Random(0), DraftTree()
-    for _ in range(5):
-        last = tree.levels()[-1] if len(tree) else (ROOT,)
-        tree = tree.grow([(node, rng.randrange(1000), -rng.random()) for node in last for _ in range(4)], 6)
-    assert list(tree.depths()) == sorted(tree.depths())
-    assert [len(level) for level in tree.levels()] == [4, 6, 6, 6, 6]
-
-
-@few
-@given(trees(), st.data())
-def test_only_tokens_the_target_draws_are_accepted(tree: DraftTree, data: st.DataObject) -> None:
-    """The target's text is fixed; whatever the tree, what is settled is a prefix of it, one longer than the match."""
-    truth: dict[int, int] = {}
-
-    def draw(node: int) -> int:
-        drafted = [tree.tokens[i] for i in range(len(tree)) if tree.parents[i] == node]
-        truth[node] = data.draw(st.sampled_from([*drafted, -7]))
-        return truth[node]
-
-    accepted, last = tree.accept(draw)
-    assert [tree.parents[node] for node in accepted] == [ROOT, *accepted[:-1]][: len(accepted)]
-    for parent, node in zip([ROOT, *accepted], accepted, strict=False):
-        assert truth[parent] == tree.tokens[node]
-    end = accepted[-1] if accepted else ROOT
-    assert last == truth[end]
-    assert tree.child(end, last) is None
-
-
-def test_paths_are_merged_where_they_begin_alike() -> None:
-    tree = DraftTree.of_paths([[5, 6, 7], [5, 8], [9], [5, 6, 7, 1]], [[-1, -2, -3], [-1, -4], [-5], [-1, -2, -3, -6]])
-    assert tree.tokens == (5, 6, 7, 8, 9, 1)
-    assert tree.parents == (ROOT, 0, 1, 0, ROOT, 2)
-    assert tree.cumulative() == (-1, -3, -6, -5, -5, -12)
-    assert DraftTree.of_paths([[1, 2], []]).logprobs == (0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    "arrays",
-    [
-        ((1,), (), (0.0,)),
-        ((1,), (0,), (0.0,)),
-        ((1,), (-2,), (0.0,)),
-        ((1, 1), (-1, -1), (0.0, 0.0)),
-        ((1,), (-1,), (0.5,)),
-        ((1,), (-1,), (math.nan,)),
-    ],
-)
-def test_what_is_no_tree_is_refused(arrays: tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]) -> None:
-    with pytest.raises(UsageError):
-        DraftTree(*arrays)
-
-
-def test_a_node_is_not_kept_without_its_parent() -> None:
-    tree = DraftTree.of_paths([[1, 2]])
-    with pytest.raises(UsageError, match="parent"):
-        tree.select([1])
-    with pytest.raises(UsageError, match="candidate's parent"):
-        tree.grow([(5, 1, 0.0)], 1)
+def test_the_frontier_is_what_may_matter() -> None:
+    tree = PredictionTree(0, 0)
+    assert tree.frontier(4, -math.inf, 99, sent_only=False) == [tree.root]
+    tree.add(tree.root, [(1, -0.1), (2, -1.0), (3, -3.0)])
+    ahead = tree.frontier(2, -math.inf, 99, sent_only=False)
+    assert [n.token for n in ahead] == [1, 2], "two rows: nothing below the third can be among them"
+    assert [n.token for n in tree.frontier(8, -2.0, 99, sent_only=False)] == [1, 2]
+    assert tree.frontier(8, -math.inf, 99, sent_only=True) == []
+    tree.send(1, 1, -math.inf)
+    assert [n.token for n in tree.frontier(8, -math.inf, 99, sent_only=True)] == [1]
+    assert tree.frontier(8, -math.inf, 2, sent_only=True) == [], "no child may stand at the end"
