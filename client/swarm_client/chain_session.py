@@ -15,7 +15,7 @@ from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, NodeBusy, PeerUnreachable, ProtocolError, RemoteError, WrongModel
 from swarm.messages import AnyMessage, Close, Failed, Open, Opened, Result, Step, WireSampling
-from swarm.net.carrier import Connection
+from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
 from swarm.plan.session import SendStep
 from swarm.types import Chain, Hop, NodeProfile, PeerId, Sampling
@@ -56,7 +56,7 @@ class Inboxes:
     def forget(self, session: bytes) -> None:
         self._queues.pop(session, None)
 
-    async def on_frame(self, connection: Connection, message: AnyMessage, body: memoryview) -> None:
+    async def on_frame(self, connection: Link, message: AnyMessage, body: memoryview) -> None:
         if not isinstance(message, Opened | Failed | Result | Step):
             raise ProtocolError(f"a node sent a client a {type(message).__name__}")
         queue = self._queues.get(message.session)
@@ -66,7 +66,7 @@ class Inboxes:
             raise ProtocolError(f"a node sent {MAX_UNREAD} frames that nobody asked for")
         queue.put_nowait(Incoming(connection.peer, message, body))
 
-    async def on_lost(self, connection: Connection, error: NetworkError) -> None:
+    async def on_lost(self, connection: Link, error: NetworkError) -> None:
         for queue in self._queues.values():
             while queue.full():
                 queue.get_nowait()  # the loss matters more than what came before it
@@ -93,7 +93,7 @@ class ChainSession:
     _pool: ConnectionPool
     _inboxes: Inboxes
     _inbox: asyncio.Queue[Incoming]
-    _connections: dict[PeerId, Connection] = field(default_factory=dict)
+    _connections: dict[PeerId, Link] = field(default_factory=dict)
     _relayed: set[PeerId] = field(default_factory=set)
 
     @classmethod

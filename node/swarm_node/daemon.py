@@ -20,8 +20,8 @@ import swarm
 from swarm.config import NodeConfig
 from swarm.errors import ConnectionLost, NetworkError, SwarmError
 from swarm.messages import AnyMessage
-from swarm.net.carrier import Connection
 from swarm.net.identity import verify
+from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
 from swarm.records import to_snapshot
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
@@ -288,10 +288,10 @@ class Node:
         await self._network.failed.wait()
         raise ConnectionLost("the network is gone because the p2p daemon died; start the node again")
 
-    async def _on_frame(self, connection: Connection, message: AnyMessage, body: memoryview) -> None:
+    async def _on_frame(self, connection: Link, message: AnyMessage, body: memoryview) -> None:
         await self._service.on_frame(connection, message, body)
 
-    async def _on_lost(self, connection: Connection, error: NetworkError) -> None:
+    async def _on_lost(self, connection: Link, error: NetworkError) -> None:
         await self._service.on_lost(connection, error)
 
 

@@ -1,5 +1,5 @@
 """The Carrier protocol: how frames reach a peer whose identity is proven. Its implementations are
-`daemon_streams`, `memory` and the wrapper `shaped`.
+`daemon_streams`, `direct`, `reach` (both of them), `memory` and the wrapper `shaped`.
 
 Owns what a connection promises; knows neither what the messages mean nor how peers are found.
 """
@@ -7,7 +7,7 @@ Owns what a connection promises; knows neither what the messages mean nor how pe
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from swarm.codec import Buffer
 from swarm.messages import AnyMessage
@@ -69,6 +69,19 @@ class Carrier(Protocol):
 
     async def close(self) -> None:
         """Close every connection, end every handler, release every port and child process. Idempotent."""
+        ...
+
+
+OnBetter = Callable[[Connection, Connection], Awaitable[None]]
+"""(a connection that was dialled, a better one to the same peer), which it may use instead or must close."""
+
+
+@runtime_checkable
+class Improving(Protocol):
+    """A carrier that goes on looking for a better way to the peers it has dialled."""
+
+    def on_better(self, found: OnBetter) -> None:
+        """Have `found` awaited, in a task of the carrier's, for every better connection."""
         ...
 
 
