@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import compiled, native, packed, reference
+from swarm_kernels import compiled, native, packed, quantised, reference
 from swarm_kernels.attention import attend, move_slots
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.checks import check_layer, check_plan, check_step
@@ -30,6 +30,7 @@ __all__ = [
     "describe",
     "move_slots",
     "pack_linear",
+    "quantise_linear",
     "rms_norm",
     "set_threads",
     "use",
@@ -43,12 +44,27 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     projections (QKV, gate-up) are concatenated by output before packing. The weight may be dropped afterwards. fp16 on
     the CPU is left to torch: a span there computes in bf16 or fp32.
     """
-    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-        raise KernelError(f"a linear layer of shape {tuple(weight.shape)} cannot be packed with this bias")
+    _check_shapes(weight, bias)
     packable = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32)
     if packable and native.library() is not None:
         return packed.pack_linear(weight, bias)
     return reference.pack_linear(weight, bias)
+
+
+def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Prepare a linear layer in 8 bits, see `quantised`. `weight [N, K]` of any float dtype, best fp32, `bias [N]`.
+
+    As `pack_linear` otherwise; half the memory of bf16.
+    """
+    _check_shapes(weight, bias)
+    if weight.device.type == "cpu" and native.library() is not None:
+        return packed.quantise_linear(weight, bias)
+    return quantised.quantise_linear(weight, bias)
+
+
+def _check_shapes(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise KernelError(f"a linear layer of shape {tuple(weight.shape)} cannot be packed with this bias")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

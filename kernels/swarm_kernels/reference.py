@@ -30,6 +30,10 @@ class Linear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The weights of outputs `ids [n]`, `[n, in_features]`: a head that is tied to the embedding serves as it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainLinear:
@@ -52,6 +56,9 @@ class PlainLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight.index_select(0, ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

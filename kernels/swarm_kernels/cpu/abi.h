@@ -18,12 +18,17 @@ enum SwarmStatus : int32_t {
   SWARM_BAD_COPY = 16,
 };
 
-// Weights packed in blocks of 16 outputs, zero-padded: fp32 [out/16][in][16]; bf16 [out/16][in/2][16][2], `in` even.
+enum SwarmFormat : int32_t { SWARM_FP32 = 0, SWARM_BF16 = 1, SWARM_INT8 = 2 };
+
+// Weights packed in blocks of 16 outputs, zero-padded: fp32 [out/16][in][16]; bf16 [out/16][in/2][16][2], `in` even;
+// int8 [out/16][in/4][16][4], `in` rounded up to a multiple of 4, each plus 128.
 struct SwarmLinear {
   const void* weight;
-  const float* bias;  // [out rounded up to 16] or null
+  const float* scale;  // int8: what each output's weights are multiplied by, [out rounded up to 16]
+  const float* bias;   // [out rounded up to 16] or null
   int64_t in, out;
-  int32_t bf16, unused;
+  SwarmFormat format;
+  int32_t unused;
 };
 
 struct SwarmLayer {

@@ -10,6 +10,7 @@
 #include "engine.h"
 
 #if defined(SWARM_X86)
+namespace avx512vnni { extern const swarm::KernelTable table; }
 namespace avx512 { extern const swarm::KernelTable table; }
 namespace avx2 { extern const swarm::KernelTable table; }
 #endif
@@ -27,6 +28,8 @@ const swarm::KernelTable* find(const char* name) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (vnni && (!name || !std::strcmp(name, "avx512vnni"))) return &avx512vnni::table;
   if (avx512 && (!name || !std::strcmp(name, "avx512"))) return &avx512::table;
   if (avx2 && (!name || !std::strcmp(name, "avx2"))) return &avx2::table;
 #endif

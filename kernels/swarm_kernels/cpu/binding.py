@@ -7,6 +7,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 OK, NO_MEMORY, UNKNOWN_ISA = 0, 1, 2
+FP32, BF16, INT8 = 0, 1, 2  # SwarmFormat
 
 PLAN_FAULTS = {
     10: "a row's session is not in the page table",
@@ -23,10 +24,11 @@ PLAN_FAULTS = {
 class Linear(ctypes.Structure):
     _fields_ = [
         ("weight", c_void_p),
+        ("scale", c_void_p),
         ("bias", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
-        ("bf16", c_int32),
+        ("format", c_int32),
         ("unused", c_int32),
     ]
 

@@ -11,6 +11,7 @@ namespace {
 // An item of a linear: with few rows, a stretch of weight blocks; with many, as many as stay in the second-level cache
 // while a group of row tiles passes.
 constexpr int64_t FEW_TILES = 2, TILES_A_GROUP = 8;
+constexpr int64_t QUANTISED_ROWS = 4;  // an item when rows become integers: sooner done than shared out
 constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 64, CACHED_BLOCKS = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -42,6 +43,22 @@ void Engine::prepare(const KernelTable& table, int threads) {
   table_ = &table;
   if (threads != pool_->asked()) pool_ = std::make_unique<Pool>(threads);
   scratch_.reset();
+}
+
+// The rows as tiles of integers for int8 weights.
+const char* Engine::quantised_tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm) {
+  const int64_t row_bytes = table_->quantised_bytes(in);
+  char* tiles = reinterpret_cast<char*>(scratch_.take(ceil_div(rows, tile_rows) * tile_rows * row_bytes / 4));
+  pool_->run(ceil_div(rows, QUANTISED_ROWS), [&](int64_t item, int) {
+    const int64_t begin = item * QUANTISED_ROWS, end = std::min(rows, begin + QUANTISED_ROWS);
+    for (int64_t r = begin; r < end; r++) {
+      const float* from = x + r * in;
+      const float scale = norm ? table_->inverse_rms(from, in, norm->eps) : 1.0f;
+      char* tile = tiles + r / tile_rows * tile_rows * row_bytes;
+      table_->quantise(from, in, scale, norm ? norm->weight : nullptr, tile_rows, r % tile_rows, tile);
+    }
+  });
+  return tiles;
 }
 
 // The rows as a linear's tiles, normed on the way if asked.
@@ -81,9 +98,12 @@ void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, 
   if (rows == 0) return;
   const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile));
   LinearJob job;
-  job.x = tiles_of(x, rows, weights.in, tile_rows, norm);
-  job.rows = rows, job.tile_rows = tile_rows, job.in = weights.in;
-  job.weight = weights.weight, job.bias = weights.bias, job.bf16 = weights.bf16 != 0;
+  const bool int8 = weights.format == SWARM_INT8;
+  job.x = int8 ? quantised_tiles_of(x, rows, weights.in, tile_rows, norm)
+               : reinterpret_cast<const char*>(tiles_of(x, rows, weights.in, tile_rows, norm));
+  job.row_bytes = int8 ? table_->quantised_bytes(weights.in) : weights.in * (int64_t)sizeof(float);
+  job.rows = rows, job.tile_rows = tile_rows, job.in = int8 ? ceil_div(weights.in, 4) * 4 : weights.in;
+  job.weight = weights.weight, job.scale = weights.scale, job.bias = weights.bias, job.format = weights.format;
   job.out = weights.out, job.epilogue = epilogue, job.y = y, job.ldy = ldy;
 
   const int64_t tiles = ceil_div(rows, tile_rows);

@@ -2,20 +2,25 @@
 #pragma once
 #include <cstdint>
 
+#include "abi.h"
+
 namespace swarm {
 
 constexpr int64_t PAGE = 16;     // tokens in a KV page (batch.py)
 constexpr int64_t CHUNK = 64;    // keys scored at a time: 4 pages, one word of a tree mask
 
 // Activations are handed to a linear in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
-// k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile.
+// k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile. For int8
+// weights `quantise` has filled them.
 struct LinearJob {
   enum Epilogue { STORE, ADD, GATE_UP };
-  const float* x;
-  int64_t rows, tile_rows, in;
+  const char* x;
+  int64_t row_bytes;  // of a row in x
+  int64_t rows, tile_rows;
+  int64_t in;  // as packed
   const void* weight;
-  const float* bias;
-  bool bf16;
+  const float *scale, *bias;  // or null
+  SwarmFormat format;
   int64_t out;  // of the weights; with GATE_UP the result has out / 2 columns
   Epilogue epilogue;  // y = v; y += v; y = silu(gate) * up
   float* y;
@@ -50,6 +55,10 @@ struct KernelTable {
   // x [rows, in] with row stride ldx -> tile; scale[r] * norm[k] multiply where norm is not null
   void (*fill_tile)(const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in, const float* scale,
                     const float* norm, float* tile);
+  // The same for int8 weights, one row, in quantised_bytes(in) a row.
+  void (*quantise)(const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows, int64_t row,
+                   char* tile);
+  int64_t (*quantised_bytes)(int64_t in);
   void (*linear)(const LinearJob&, int64_t tile_begin, int64_t tile_end, int64_t block_begin, int64_t block_end);
   float (*inverse_rms)(const float* x, int64_t in, float eps);
   void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);

@@ -1,6 +1,9 @@
-// y = x W^T for packed weights. A result is one chain of fused multiply-adds over k in rising order, whatever the tile
+// y = x W^T for packed weights; those of 8 bits are int8.h's. A result is one chain of fused multiply-adds over k in rising order, whatever the tile
 // it is computed in: so a row's result is bit for bit the same alone and among others.
 #pragma once
+#include <type_traits>
+
+#include "int8.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -16,10 +19,6 @@ constexpr int ROW_TILE = 6, PAIR_ROWS = 3;
 #else
 constexpr int ROW_TILE = 3, PAIR_ROWS = 1;
 #endif
-
-// Bytes from a weight in use to the one asked of memory: the hardware's own prefetch stops at each 4 KB page, and
-// weights are read once a step.
-constexpr int64_t AHEAD = 2048;
 
 // [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16].
 template <int ROWS, int BLOCKS>
@@ -82,8 +81,11 @@ void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int
     for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
 }
 
+// The type of a tile's elements: int8 weights multiply what `quantise` wrote.
 template <typename W>
-using Multiply = void (*)(const float*, int64_t, int64_t, const W*, int64_t, float*);
+using Input = std::conditional_t<std::is_same_v<W, uint8_t>, char, float>;
+template <typename W>
+using Multiply = void (*)(const Input<W>*, int64_t, int64_t, const W*, int64_t, float*);
 
 // multiply<rows, BLOCKS> for a number of rows, up to ROWS, known at run time.
 template <typename W, int BLOCKS, int ROWS>
@@ -106,6 +108,7 @@ inline void finish(const swarm::LinearJob& job, int64_t row, int64_t rows, int64
     SWARM_UNROLL
     for (int j = 0; j < BLOCK; j += LANES) {
       V value = load(c + r * ld + j);
+      if (job.scale) value = rounded(value * load(job.scale + column + j));
       if (job.bias) value += load(job.bias + column + j);
       store(y + j, job.epilogue == swarm::LinearJob::ADD ? load(y + j) + value : value);
     }
@@ -119,6 +122,10 @@ inline void finish_gated(const swarm::LinearJob& job, int64_t row, int64_t rows,
   for (int64_t r = 0; r < rows; r++)
     for (int j = 0; j < BLOCK; j += LANES) {
       V g = load(gate + r * ld + j), u = load(up + r * ld + j);
+      if (job.scale) {
+        g = rounded(g * load(job.scale + block * BLOCK + j));
+        u = rounded(u * load(job.scale + up_block * BLOCK + j));
+      }
       if (job.bias) {
         g += load(job.bias + block * BLOCK + j);
         u += load(job.bias + up_block * BLOCK + j);
@@ -139,7 +146,7 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
   for (int64_t t = tile_begin; t < tile_end; t++) {
     const int64_t row = t * job.tile_rows;
     const int64_t rows = job.rows - row < job.tile_rows ? job.rows - row : job.tile_rows;
-    const float* x = job.x + row * job.in;
+    const Input<W>* x = reinterpret_cast<const Input<W>*>(job.x + row * job.row_bytes);
     const bool pairs = rows <= PAIR_ROWS;
     const Multiply<W> one = multiply_for<W, 1, ROW_TILE>(rows), two = multiply_for<W, 2, PAIR_ROWS>(rows);
     const int64_t ld = pairs ? 2 * BLOCK : BLOCK;
@@ -163,8 +170,11 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
 }
 
 inline void linear(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
-  job.bf16 ? linear_of<uint16_t>(job, tile_begin, tile_end, begin, end)
-           : linear_of<float>(job, tile_begin, tile_end, begin, end);
+  switch (job.format) {
+    case SWARM_INT8: return linear_of<uint8_t>(job, tile_begin, tile_end, begin, end);
+    case SWARM_BF16: return linear_of<uint16_t>(job, tile_begin, tile_end, begin, end);
+    case SWARM_FP32: return linear_of<float>(job, tile_begin, tile_end, begin, end);
+  }
 }
 
 }  // namespace SWARM_ISA

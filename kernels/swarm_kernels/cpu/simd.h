@@ -4,11 +4,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
+#define SWARM_ISA avx512vnni
+#define SWARM_LANES 16
+#elif defined(__AVX512F__)
 #define SWARM_ISA avx512
 #define SWARM_LANES 16
 #elif defined(__AVX2__)
@@ -32,6 +35,10 @@ constexpr int LANES = SWARM_LANES;
 constexpr int BLOCK = 16;            // outputs of a weight block, tokens of a KV page
 constexpr int VECS = BLOCK / LANES;  // vectors in a block
 
+// Bytes from a weight in use to the one asked of memory: the hardware's own prefetch stops at each 4 KB page, and
+// weights are read once a step.
+constexpr int64_t AHEAD = 2048;
+
 typedef float V __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
@@ -51,6 +58,16 @@ SWARM_INLINE void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
 SWARM_INLINE V zero() { return V{}; }
 SWARM_INLINE V splat(float x) { return V{} + x; }
 SWARM_INLINE V max(V a, V b) { return a > b ? a : b; }
+
+// A product that is not to be fused with a sum: rounded alike on every instruction set.
+SWARM_INLINE V rounded(V product) {
+#if defined(__x86_64__) || defined(__i386__)
+  asm("" : "+v"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#endif
+  return product;
+}
 
 // bf16 is the upper half of an fp32.
 SWARM_INLINE V low_half(U pair) { return (V)(pair << 16); }

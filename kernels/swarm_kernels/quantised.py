@@ -1,0 +1,81 @@
+"""8-bit linear layers: how weights and activations become integers, and the layer in plain torch.
+
+Weights are int8 with one scale an output. A row's inputs become int8 when it is multiplied, in groups of 64 with a step
+of their own: a large value costs its group its precision, not the row. Groups are multiplied exactly and added in
+rising order in fp32, so a row's result depends neither on its neighbours nor on who computes it, to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from swarm.errors import KernelError
+
+GROUP = 64
+"""Inputs that share a step."""
+
+MAX_INPUTS = 1 << 17
+"""Products of a longer row could overflow 32 bits."""
+
+_LARGEST = 127.0
+_TINY = 1e-30  # a group below this counts as zero
+
+
+def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[N, K]` of any float dtype -> int8 `[N, K]`, and fp32 `[N]` to multiply each output's integers by."""
+    if weight.shape[1] > MAX_INPUTS:
+        raise KernelError(f"a linear layer of {weight.shape[1]} inputs cannot be held in 8 bits; {MAX_INPUTS} is the most")
+    wide = weight.float()
+    scale = wide.abs().amax(1) / _LARGEST
+    numbers = (wide / scale.clamp_min(_TINY)[:, None]).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
+    return numbers, scale
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, K]` -> whole numbers up to 127 as fp32 `[n, groups, GROUP]`, zero-padded, and steps `[n, groups]`."""
+    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(x.shape[0], -1, GROUP)
+    peak = groups.abs().amax(2)
+    tiny = peak <= _TINY
+    inverse = torch.where(tiny, 0.0, _LARGEST / peak)
+    return (groups * inverse[..., None]).round(), torch.where(tiny, 0.0, peak / _LARGEST)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Linear:
+    """See `reference.Linear`; any device. The compiled kernels compute the same bits."""
+
+    numbers: torch.Tensor  # [N, K] int8
+    scale: torch.Tensor  # [N] fp32
+    bias: torch.Tensor | None  # [N] fp32
+
+    @property
+    def in_features(self) -> int:
+        return self.numbers.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.numbers.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        numbers, steps = quantise_rows(x)
+        total = torch.zeros(x.shape[0], self.out_features, device=x.device)
+        for group, weights in enumerate(self.numbers.split(GROUP, 1)):
+            sums = numbers[:, group, : weights.shape[1]] @ weights.float().T  # below 2^24: exact in any order
+            total += steps[:, group, None] * sums
+        total = total * self.scale
+        return (total if self.bias is None else total + self.bias).to(x.dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.numbers.index_select(0, ids).float() * self.scale.index_select(0, ids)[:, None]
+
+
+def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+    """Prepare `[N, K]` weights of any float dtype. Raises KernelError for more inputs than `MAX_INPUTS`."""
+    return Int8Linear(*quantise_weight(weight), None if bias is None else bias.float())
