@@ -39,6 +39,7 @@ class Limits:
     max_connections: int = 256
     max_protocol_errors: int = 8  # from one peer, before its connections are cut
     batch_tokens: int = 512  # rows of one packed batch
+    log_bytes: int = 256 << 20  # outputs kept for replay, of all sessions of a node together
     record_lifetime_s: float = 12.0  # how long a record outlives its last refresh
     publish_interval_s: float = 1.5
 

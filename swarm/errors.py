@@ -14,6 +14,7 @@
         OutOfMemory                   too little memory for one layer, or no KV pages left
         DeviceUnavailable             the GPU that was asked for is not there
         AddressInUse                  the port to listen on is taken
+        LogLost                       a hop no longer has the outputs that are to be replayed
       KernelError                   tensors or slots that cannot be right, refused before any kernel ran
         IdentityError                 the file with this peer's key cannot be read or written
       PlanError                     a planner's input that has no answer
@@ -24,8 +25,10 @@
         ConnectionLost                the other side, or the link to it, went away
         ProtocolError                 a peer sent what the protocol does not allow
         WrongModel                    a peer serves other weights than ours
+        ClockWrong                    this machine's clock is off, so nobody would believe our records
         RemoteError                   a peer refused or failed; carries its code and sentence
           NodeBusy                      refused for want of capacity; carries `retry_after_s`
+          NodeLeaving                   the node leaves or changes its layers: go on elsewhere
 
 What it does not know: how errors are shown. Command lines print `str(error)` and exit with `error.exit_code`.
 """
@@ -104,6 +107,12 @@ class AddressInUse(ResourceError):
     code = "address_in_use"
 
 
+class LogLost(ResourceError):
+    """Outputs of a session were dropped for want of memory, so they cannot be replayed."""
+
+    code = "log_lost"
+
+
 class IdentityError(ResourceError):
     """The identity file is missing its key, unreadable or unwritable; the sentence names it."""
 
@@ -159,6 +168,12 @@ class WrongModel(NetworkError):
     code = "wrong_model"
 
 
+class ClockWrong(NetworkError):
+    """Records and the directory live by the clock: peers' clocks must agree within 3 s."""
+
+    code = "clock"
+
+
 class RemoteError(NetworkError):
     """A peer answered with an error; `remote_code` is its machine-readable kind."""
 
@@ -178,3 +193,12 @@ class NodeBusy(RemoteError):
     def __init__(self, message: str, peer: str = "", retry_after_s: float = 1.0) -> None:
         super().__init__(message, "busy", peer)
         self.retry_after_s = retry_after_s
+
+
+class NodeLeaving(RemoteError):
+    """A node is about to leave, or to change its layers; its sessions go on along another chain."""
+
+    code = "leaving"
+
+    def __init__(self, message: str, peer: str = "") -> None:
+        super().__init__(message, "leaving", peer)

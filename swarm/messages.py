@@ -2,8 +2,8 @@
 
 Owns the names, fields and size bounds of everything peers say to each other. Knows neither sockets nor tensors.
 
-    client -> hop   Open, Step (to the first hop), Prune, Close, Ping
-    hop -> hop      Step (with a body of hidden states), Ping
+    client -> hop   Open, Reroute, Step (to the first hop), Prune, Close, Ping
+    hop -> hop      Step (with a body of hidden states), Failed, Ping
     hop -> client   Opened, Failed, Result (from the tail), Step (an edge the client relays), Pong
 """
 
@@ -60,7 +60,10 @@ class Open(Message, frozen=True, tag="open"):
 
     `max_tokens`: KV tokens to reserve a layer. `upstream`: who will send the steps, "" for the client itself.
     `downstream`: whom to send them on to, "" on the tail. `sampling` and `history` (the tokens so far, for the
-    repetition penalty) go to the tail only.
+    repetition penalty) go to the tail only. `epoch`: steps of an older one are dropped; the answer repeats it.
+
+    `onward_from`: for the replacement of a lost hop. Rows at positions before it are computed and logged, but neither
+    sent on (the hops behind hold them) nor answered by a Result.
     """
 
     session: SessionId
@@ -75,13 +78,35 @@ class Open(Message, frozen=True, tag="open"):
     downstream_addresses: Addresses = []
     sampling: WireSampling | None = None
     history: Annotated[list[TokenId], Meta(max_length=MAX_HISTORY)] = []
+    epoch: Serial = 0
+    onward_from: Count = 0
 
 
 class Opened(Message, frozen=True, tag="opened"):
-    """The hop is ready. `relay`: it cannot reach its downstream; the client must carry that edge."""
+    """The hop is ready, or has taken its new route. `epoch` is that of the Open or Reroute which this answers.
+
+    `relay`: it cannot reach its downstream; the client must carry that edge.
+    """
 
     session: SessionId
     relay: bool = False
+    epoch: Serial = 0
+
+
+class Reroute(Message, frozen=True, tag="reroute"):
+    """To a hop that lives on beside one that was replaced: take steps from `upstream`, send outputs to `downstream`.
+
+    Handled in its turn among the session's steps, but steps of an epoch before `epoch` are dropped from its arrival on.
+    Answered by Opened; then the outputs for the first `replay` committed tokens are sent to `downstream` as line steps
+    of `epoch` that sample nothing, before any other step. Failed with `log_lost` if they are no longer to be had.
+    """
+
+    session: SessionId
+    epoch: Serial
+    upstream: Annotated[str, Meta(max_length=128)] = ""
+    downstream: Annotated[str, Meta(max_length=128)] = ""
+    downstream_addresses: Addresses = []
+    replay: Count = 0
 
 
 class Step(Message, frozen=True, tag="step"):
@@ -92,8 +117,10 @@ class Step(Message, frozen=True, tag="step"):
     tree nodes whose parent is a tree slot, or -1 for the last committed token. `tokens` has an id for every row on the
     first hop and is empty on later hops, where the body holds a `[rows, hidden]` tensor in the session's dtype.
 
-    `base`: committed tokens before this step, checked by every hop. `sample`: the tail draws a token after the last
-    line row (and walks the tree). `trace`: (queue ms, compute ms) of each hop so far.
+    `base`: committed tokens before this step. A hop that holds fewer refuses it. One that holds more has run what
+    others dropped: it skips what it has of `commit`, and if it holds more than `base + len(commit)` it forgets the
+    rest, provided that the step begins a new epoch. `sample`: the tail draws a token after the last line row and after
+    each tree row. `trace`: (queue ms, compute ms) of each hop so far.
     """
 
     session: SessionId
@@ -114,13 +141,13 @@ class Step(Message, frozen=True, tag="step"):
 
 
 class Result(Message, frozen=True, tag="result"):
-    """From the tail: the tokens that step `step` settled (the accepted slots' tokens and the one drawn after them)."""
+    """From the tail: the tokens drawn in step `step`, if it samples: after its last line row, if it has one, then after
+    each of its tree rows in their order. Which of them come true is for the client to see: it knows what it drafted."""
 
     session: SessionId
     epoch: Serial
     step: Serial
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_ROWS)] = []
-    accepted: Slots = []
     trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
 
 
@@ -139,12 +166,17 @@ class Close(Message, frozen=True, tag="close"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """This session cannot go on here. `error` is a code of `swarm.errors`, `detail` a sentence for people."""
+    """This session cannot go on here. `error` is a code of `swarm.errors`, `detail` a sentence for people.
+
+    `lost`: the sender has lost this next hop of the session; it keeps what it holds and waits for a Reroute. Without
+    it the session is gone from the sender.
+    """
 
     session: SessionId
     error: Annotated[str, Meta(max_length=64)]
     detail: Text
     retry_after_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
+    lost: Annotated[str, Meta(max_length=128)] = ""
 
 
 class Ping(Message, frozen=True, tag="ping"):
@@ -164,4 +196,4 @@ class Move(Message, frozen=True, tag="move"):
     nonce: Serial
 
 
-AnyMessage = Open | Opened | Step | Result | Prune | Close | Failed | Ping | Pong | Move
+AnyMessage = Open | Opened | Reroute | Step | Result | Prune | Close | Failed | Ping | Pong | Move

@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 
 from swarm import codec
 from swarm.errors import ProtocolError
-from swarm.messages import MAX_ROWS, MAX_SLOTS, AnyMessage, Close, Failed, Open, Ping, Pong, Prune, Result, Step
+from swarm.messages import (
+    MAX_ROWS,
+    MAX_SLOTS,
+    AnyMessage,
+    Close,
+    Failed,
+    Open,
+    Ping,
+    Pong,
+    Prune,
+    Reroute,
+    Result,
+    Step,
+)
 
 TAGS = [cls.__struct_config__.tag for cls in get_args(AnyMessage)]
 
@@ -29,7 +42,8 @@ messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.builds(Close, session),
     st.builds(Prune, session, serial, slots),
     st.builds(Failed, session, st.text(string.ascii_lowercase, max_size=20), text, st.floats(0, 3600)),
-    st.builds(Result, session, serial, serial, tokens, slots, trace),
+    st.builds(Result, session, serial, serial, tokens, trace),
+    st.builds(Reroute, session, serial, text, text, st.lists(text, max_size=3), st.integers(0, 1 << 20)),
     st.builds(Step, session, serial, serial, st.integers(0, 1 << 20), st.integers(0, MAX_ROWS), st.booleans(), tokens),
     st.builds(Open, session, text, text, st.just("bf16"), st.integers(0, 9), st.integers(10, 99), st.integers(0, 4096)),
 )

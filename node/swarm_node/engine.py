@@ -22,7 +22,7 @@ from swarm_node.sessions import Rows, Session
 
 
 class SpanEngine:
-    """See `service.ServedEngine`. `admit`, `release`, `prune` and `prepare` belong to the event loop."""
+    """See `homes.ServedEngine`. `admit`, `release`, `prune`, `rollback` and `prepare` belong to the event loop."""
 
     def __init__(self, span: Span, cache: KVCache) -> None:
         self._span = span
@@ -33,6 +33,10 @@ class SpanEngine:
     @property
     def span(self) -> LayerSpan:
         return self._span.layers
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.cache.capacity_tokens
 
     def admit(self, key: int, max_tokens: int) -> None:
         context = self._span.config.context_length
@@ -46,12 +50,15 @@ class SpanEngine:
     def prune(self, key: int, slots: Sequence[int]) -> None:
         self.cache.prune(_key(key), slots)
 
+    def rollback(self, key: int, length: int) -> None:
+        self.cache.rollback(_key(key), length)
+
     def prepare(self, works: Sequence[Work]) -> Compute:
         requests = []
         for work in works:
             step, session = work.arrival.step, work.session
-            if session.tail and step.slots:
-                raise Unsupported("the tail cannot match a drafted tree: steps do not carry its tokens this far")
+            if session.tail and step.slots and session.sampling.repetition_penalty != 1.0:
+                raise Unsupported("a repetition penalty counts the tokens before a row, and drafts do not travel here")
             requests.append(RowsRequest(_key(session.key), step.base, step.line, step.parents, step.slots, step.commit))
         return partial(self._compute, works, self.cache.plan(requests))
 
@@ -60,7 +67,7 @@ class SpanEngine:
         part = works[0].span  # the same for all works of a batch
         hidden = self._span.forward(self._input(works), plan, self.cache, part.start, part.end)
         if works[0].session.tail:
-            return self._draw(works, hidden)
+            return self._draw(works, hidden, plan.positions)
         body = to_wire(hidden, self._span.dtype)
         outputs: list[Output | SwarmError] = []
         row_bytes, at = self.rows.hidden_size * self.rows.element_bytes, 0
@@ -76,34 +83,49 @@ class SpanEngine:
         body = bytearray().join(work.arrival.body for work in works)
         return from_wire(body, sum(work.rows for work in works), self.rows.hidden_size, self._span.dtype)
 
-    def _draw(self, works: Sequence[Work], hidden: torch.Tensor) -> list[Output | SwarmError]:
-        """Draw a token after the last row of every work that asks for one."""
-        last, drawing, at = [], [], 0
+    def _draw(self, works: Sequence[Work], hidden: torch.Tensor, positions: torch.Tensor) -> list[Output | SwarmError]:
+        """For every work that asks for it: a token after its last line row and one after each of its tree rows.
+
+        The draw after the row at position p is that of position p + 1. `hidden [rows, hidden]`, `positions [rows]`.
+        """
+        rows: list[int] = []
+        drawing: list[tuple[Session, int]] = []  # and how many of `rows` are its own
+        at = 0
         for work in works:
-            at += work.rows
-            if work.arrival.step.sample:
-                last.append(at - 1)
-                drawing.append(work.session)
-        outputs: list[Output | SwarmError] = [Output() for _ in works]
-        if drawing:
-            drawn = iter(_sample(self._span.logits(hidden[last]), drawing))
-            for i, work in enumerate(works):
-                if work.arrival.step.sample:
-                    outputs[i] = next(drawn)
-        return outputs
+            step, end = work.arrival.step, at + work.rows
+            if step.sample:
+                first = at + max(step.line - 1, 0)
+                rows.extend(range(first, end))
+                drawing.append((work.session, end - first))
+            at = end
+        if not drawing:
+            return [Output() for _ in works]
+        following = [position + 1 for position in positions[rows].tolist()]
+        drawn = iter(_sample(self._span.logits(hidden[rows]), drawing, following))
+        return [next(drawn) if work.arrival.step.sample else Output() for work in works]
 
 
-def _sample(logits: torch.Tensor, sessions: Sequence[Session]) -> list[Output | SwarmError]:
-    """`logits [m, vocab]` -> each session's next token. Broken numbers are the fault of one session's rows only."""
+def _sample(
+    logits: torch.Tensor, drawing: Sequence[tuple[Session, int]], positions: Sequence[int]
+) -> list[Output | SwarmError]:
+    """`logits [m, vocab]`, of each session its count of rows -> its tokens for `positions [m]`.
+
+    Broken numbers are the fault of one session's rows only.
+    """
+    owners = [session for session, count in drawing for _ in range(count)]
     try:
-        tokens = sample_rows(
-            logits, [s.sampling for s in sessions], [s.committed for s in sessions], [s.history for s in sessions]
-        )
+        tokens = sample_rows(logits, [s.sampling for s in owners], positions, [s.history for s in owners])
     except (ModelError, InvalidRequest) as error:
-        if len(sessions) == 1:
+        if len(drawing) == 1:
             return [error]
-        return [_sample(row[None], [session])[0] for row, session in zip(logits, sessions, strict=True)]
-    return [Output(tokens=(token,)) for token in tokens]
+        tokens = None
+    outputs: list[Output | SwarmError] = []
+    at = 0
+    for one in drawing:
+        part = slice(at, at + one[1])
+        outputs += [Output(tokens=tuple(tokens[part]))] if tokens else _sample(logits[part], [one], positions[part])
+        at += one[1]
+    return outputs
 
 
 def _key(key: int) -> bytes:

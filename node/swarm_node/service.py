@@ -1,9 +1,10 @@
-"""Serves sessions to whoever connects: frames in, steps to the executor, outputs to the next hop or the client.
+"""Serves sessions to whoever connects: judges every frame, admits sessions, and gives each a task.
 
-Owns the table of sessions and their tasks. Knows no tensors (the engine does) and no records (the announcer does).
+Owns the table of sessions and their tasks. What a session's task does is `flow`'s; knows no tensors (the engine does)
+and no records (the announcer does).
 
-The pool's reader of a connection calls `on_frame`, which judges a frame and never waits; one task a session opens its
-route, runs its steps in order and sends what comes out, so a slow next hop holds back its own sessions only.
+The pool's reader of a connection calls `on_frame`, which never waits; one task a session runs its steps in order and
+sends what comes out, so a slow next hop holds back its own sessions only.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 from swarm.codec import Buffer
 from swarm.config import Limits
@@ -22,46 +22,22 @@ from swarm.errors import (
     ConnectionLost,
     NetworkError,
     NodeBusy,
-    NoRoute,
-    PeerUnreachable,
     ProtocolError,
     SwarmError,
     WrongModel,
 )
-from swarm.messages import AnyMessage, Close, Failed, Open, Opened, Ping, Pong, Prune, Result, Step
+from swarm.messages import AnyMessage, Close, Failed, Open, Ping, Pong, Prune, Reroute, Step
 from swarm.net.tasks import TaskScope
-from swarm.types import LayerSpan, PeerId
-from swarm_node.executor import Engine, Executor, Outcome
+from swarm.types import LayerSpan
+from swarm_node.answers import Answers
+from swarm_node.executor import Executor
+from swarm_node.flow import Counters, Flow, Pool
+from swarm_node.homes import Home, Homes, ServedEngine
+from swarm_node.hop_log import HopLogs
 from swarm_node.quotas import Quotas
-from swarm_node.sessions import Arrival, Link, Rows, Session
+from swarm_node.sessions import Arrival, Link, Session
 
 logger = logging.getLogger(__name__)
-
-
-class Pool(Protocol):
-    """The connections of this node, as `net.pool` keeps them."""
-
-    async def get(self, peer: PeerId, addresses: Sequence[str] = ()) -> Link:
-        """Raises PeerUnreachable."""
-        ...
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine together with what it serves and the pages of its sessions."""
-
-    @property
-    def span(self) -> LayerSpan: ...
-
-    @property
-    def rows(self) -> Rows: ...
-
-    def admit(self, key: int, max_tokens: int) -> None:
-        """Reserve pages. Raises OutOfMemory or ContextOverflow."""
-        ...
-
-    def release(self, key: int) -> None: ...
-
-    def prune(self, key: int, slots: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,38 +49,26 @@ class Served:
     dtype: str
 
 
-@dataclass(slots=True, eq=False)
-class Counters:
-    """What happened since the start, for `status` and the record."""
-
-    sessions: int = 0
-    steps: int = 0
-    tokens: int = 0
-    failed: int = 0
-    refused: int = 0
-    protocol_errors: int = 0
-    last_errors: list[str] = field(default_factory=list)
-
-
 class Service:
-    """`async with Service(...)`; `begin(engine, executor)` when the span is loaded; `drain()` before the end."""
+    """`async with Service(...)`; `begin(engine, executor)` when a span is loaded; `drain()` before the end."""
 
     def __init__(self, served: Served, pool: Pool, limits: Limits, on_load: Callable[[], None] = lambda: None) -> None:
         self.counters = Counters()
+        self.homes = Homes()
         self._served = served
-        self._pool = pool
         self._limits = limits
         self._on_load = on_load
         self._quotas = Quotas(limits)
         self._sessions: dict[bytes, Session] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._keys = itertools.count()
-        self._engine: ServedEngine | None = None
-        self._executor: Executor | None = None
-        self._draining = False
+        self._refusal: Callable[[], SwarmError] | None = None
         self._empty = asyncio.Event()
         self._empty.set()
         self._scope = TaskScope("service")
+        self._answers = Answers(self._scope, self._quotas, limits.dial_timeout_s)
+        self._logs = HopLogs(limits.log_bytes)
+        self._flow = Flow(pool, limits, self._logs, self.counters, self._answers.tell)
 
     async def __aenter__(self) -> Service:
         return self
@@ -120,13 +84,30 @@ class Service:
     def sessions(self) -> int:
         return len(self._sessions)
 
-    def begin(self, engine: ServedEngine, executor: Executor) -> None:
-        """Take sessions from now on."""
-        self._engine, self._executor = engine, executor
+    def begin(self, engine: ServedEngine, executor: Executor) -> Home:
+        """Take sessions on this span from now on."""
+        return self.homes.add(engine, executor)
+
+    async def end(self, home: Home) -> None:
+        """Forget a span once the last session has left it. What it ran on is the caller's to close."""
+        home.open = False
+        await home.empty.wait()
+        self.homes.remove(home)
+
+    def refuse(self, why: Callable[[], SwarmError] | None) -> None:
+        """Take no new session, for the reason that `why` makes; None: take them again. Those that are open go on."""
+        self._refusal = why
+
+    def evict(self, why: SwarmError, where: Callable[[LayerSpan], bool], home: Home | None = None) -> int:
+        """End the sessions (of `home`) on layers for which `where` holds; their clients go on elsewhere. How many."""
+        going = [s for s in self._sessions.values() if (home is None or s.key in home.keys) and where(s.span)]
+        for session in going:
+            self._give_up(session, why)
+        return len(going)
 
     async def drain(self) -> None:
         """Take no new session and wait until the last one is closed."""
-        self._draining = True
+        self.refuse(lambda: NodeBusy("this node is leaving the swarm"))
         await self._empty.wait()
 
     # Frames ----------------------------------------------------------------------------------------------------------
@@ -144,9 +125,10 @@ class Service:
                     self._on_open(connection, message)
                 case Prune():
                     session = self._owned(connection, message.session)
-                    if session is not None and self._engine is not None:
-                        session.prune(message)
-                        self._engine.prune(session.key, message.slots)
+                    if session is not None:
+                        self._prune(session, message)
+                case Reroute():
+                    self._on_reroute(connection, message)
                 case Close():
                     session = self._owned(connection, message.session)
                     if session is not None:
@@ -159,17 +141,19 @@ class Service:
             self._offence(connection, message, error)
 
     async def on_lost(self, connection: Link, error: NetworkError) -> None:
-        """The pool's callback: a client's sessions end with its connection, and so do those whose next hop is gone."""
+        """The pool's callback: a client's sessions end with its connection; those whose next hop is gone wait."""
         for session in list(self._sessions.values()):
             if session.client is connection:
                 self._drop(session)
             elif session.next_hop is connection:
-                self._give_up(session, ConnectionLost(f"lost the next hop {connection.peer}: {error}"))
+                lost = ConnectionLost(f"lost the next hop {connection.peer}: {error}")
+                self._flow.lose_next(session, lost)
 
     def _on_failed(self, connection: Link, message: Failed) -> None:
         session = self._sessions.get(message.session)
         if session is not None and session.next_hop is connection:
-            self._give_up(session, ConnectionLost(f"the next hop {connection.peer} gave up: {message.detail}"))
+            lost = ConnectionLost(f"the next hop {connection.peer} gave up: {message.detail}")
+            self._flow.lose_next(session, lost)
 
     def _offence(self, connection: Link, message: AnyMessage, error: ProtocolError) -> None:
         """Count a broken rule and say so. Raises ProtocolError past the limit."""
@@ -178,26 +162,45 @@ class Service:
         if self._quotas.offence(connection.peer):
             raise error
         if not isinstance(message, Ping | Pong):
-            self._tell(connection, _failed(message.session, error))
+            self._answers.tell(connection, _failed(message.session, error))
 
     def _owned(self, connection: Link, session_id: bytes) -> Session | None:
         """The session if the sender is its client; None when it is gone already."""
         session = self._sessions.get(session_id)
         if session is not None and session.client.peer != connection.peer:
-            raise ProtocolError("only its client may close or prune a session")
+            raise ProtocolError("only its client may close, prune or reroute a session")
         return session
 
     def _on_step(self, connection: Link, step: Step, body: Buffer) -> None:
         session = self._sessions.get(step.session)
         if session is None:
             # Not an offence: steps in flight when a session ends are nobody's fault.
-            self._tell(connection, Failed(step.session, "unknown_session", "this node holds no such session"))
+            self._answers.tell(connection, _unknown(step.session))
             return
         try:
             session.arrive(connection.peer, Arrival(step, body))
         except ProtocolError as error:
             if session.allows(connection.peer):
                 self._give_up(session, error)
+            raise
+        except NodeBusy as error:
+            self._give_up(session, error)
+
+    def _prune(self, session: Session, message: Prune) -> None:
+        session.prune(message)
+        home = self.homes.of(session.key)
+        if home is not None:
+            home.engine.prune(session.key, message.slots)
+
+    def _on_reroute(self, connection: Link, message: Reroute) -> None:
+        session = self._owned(connection, message.session)
+        if session is None:
+            self._answers.tell(connection, _unknown(message.session))
+            return
+        try:
+            session.redirect(message)
+        except ProtocolError as error:
+            self._give_up(session, error)
             raise
         except NodeBusy as error:
             self._give_up(session, error)
@@ -211,98 +214,58 @@ class Service:
                 raise ProtocolError("this session belongs to another client")
             self._drop(previous)  # its client starts it afresh, along another chain
         try:
-            session = self._admit(connection, message)
+            home = self._find(message)
+            session = self._admit(home, connection, message)
         except ProtocolError:
             raise
         except SwarmError as error:
             self.counters.refused += 1
-            self._tell(connection, _failed(message.session, error))
+            self._answers.tell(connection, _failed(message.session, error))
             return
-        self._tasks[session.key] = self._scope.start(self._run(session), f"session {session.key}")
+        self._tasks[session.key] = self._scope.start(self._run(session, home), f"session {session.key}")
 
-    def _admit(self, connection: Link, message: Open) -> Session:
-        """Check that this node can and may serve the session, and reserve what it needs. Raises SwarmError."""
-        engine, served = self._engine, self._served
+    def _find(self, message: Open) -> Home:
+        """Where this node can serve what is asked for. Raises SwarmError."""
+        served = self._served
         if message.model != served.model:
             raise WrongModel(f"this node serves {served.model}, not {message.model}")
         if message.weight_hash != served.weight_hash:
             raise WrongModel(f"this node's weights of {served.model} hash to {served.weight_hash}")
         if message.dtype != served.dtype:
             raise WrongModel(f"this node computes in {served.dtype}, not in {message.dtype}")
-        if engine is None:
-            raise NodeBusy("this node is still loading its layers")
-        if self._draining:
-            raise NodeBusy("this node is leaving the swarm")
-        if not engine.span.start <= message.start < message.end <= engine.span.end:
-            raise NoRoute(f"this node serves layers {engine.span}, not {message.start}:{message.end}")
-        if bool(message.downstream) == (message.end == engine.rows.num_layers):
+        if self._refusal is not None:
+            raise self._refusal()
+        home = self.homes.find(message.start, message.end)
+        if bool(message.downstream) == (message.end == home.engine.rows.num_layers):
             raise ProtocolError("a hop has a next one unless it holds the last layer")
+        return home
+
+    def _admit(self, home: Home, connection: Link, message: Open) -> Session:
+        """Reserve what a session needs and note it. Raises NodeBusy, OutOfMemory, ContextOverflow."""
         self._quotas.take_session(connection.peer)
-        session = Session.of(message, connection, next(self._keys), engine.rows)
+        session = Session.of(message, connection, next(self._keys), home.engine.rows)
         try:
-            engine.admit(session.key, session.max_tokens)
+            home.admit(session.key, session.max_tokens, self._quotas.retry_after_s)
         except SwarmError:
             self._quotas.give_session(connection.peer)
             raise
+        if not session.tail:
+            self._logs.open(session.key)
         self._sessions[session.id] = session
         self._empty.clear()
         self.counters.sessions += 1
         self._on_load()
         return session
 
-    async def _run(self, session: Session) -> None:
-        """A session's life after it was admitted."""
+    async def _run(self, session: Session, home: Home) -> None:
         try:
-            await self._connect(session)
-            while True:
-                async with asyncio.timeout(self._limits.session_idle_s):
-                    arrival = await session.next()
-                session.admit(arrival.step)
-                assert self._executor is not None  # sessions are admitted only after `begin`
-                outcome = await self._executor.run(session, arrival)
-                async with asyncio.timeout(self._limits.step_timeout_s):
-                    await self._deliver(session, arrival.step, outcome)
+            await self._flow.run(session, home)
         except TimeoutError:
-            self._give_up(session, ConnectionLost("the session was idle, or its next hop did not read, for too long"))
+            self._give_up(session, ConnectionLost("the session was idle for too long"))
         except SwarmError as error:
             self._give_up(session, error)
         finally:
             self._drop(session)  # whatever ended it, its pages are free
-
-    async def _connect(self, session: Session) -> None:
-        """Reach the next hop, or leave that edge to the client, and say which."""
-        if session.downstream:
-            try:
-                session.next_hop = await self._pool.get(session.downstream, session.downstream_addresses)
-            except PeerUnreachable as error:
-                logger.info("the client relays for session %s: %s", session.id.hex(), error)
-                session.next_hop = session.client
-        await session.client.send(Opened(session.id, relay=session.next_hop is session.client))
-
-    async def _deliver(self, session: Session, step: Step, outcome: Outcome) -> None:
-        self.counters.steps += 1
-        trace = [*step.trace, (outcome.queue_ms, outcome.compute_ms)]
-        output = outcome.output
-        if session.next_hop is None:
-            self.counters.tokens += len(output.tokens)
-            for token in output.tokens:
-                session.drew(token, session.committed)
-            result = Result(step.session, step.epoch, step.step, list(output.tokens), trace=trace)
-            await session.client.send(result)
-            return
-        onward = Step(
-            session=step.session,
-            epoch=step.epoch,
-            step=step.step,
-            base=step.base,
-            line=step.line,
-            sample=step.sample,
-            parents=step.parents,
-            slots=step.slots,
-            commit=step.commit,
-            trace=trace,
-        )
-        await session.next_hop.send(onward, output.body)
 
     def _give_up(self, session: Session, error: SwarmError) -> None:
         """Drop a session that cannot go on and tell its client why."""
@@ -312,7 +275,7 @@ class Service:
         self.counters.failed += 1
         self.counters.last_errors = [*self.counters.last_errors[-9:], str(error)]
         logger.info("session %s ends: %s", session.id.hex(), error)
-        self._tell(session.client, _failed(session.id, error))
+        self._answers.tell(session.client, _failed(session.id, error))
 
     def _drop(self, session: Session) -> None:
         """Free what a session holds. Idempotent; its task ends at its next wait unless it is the one calling."""
@@ -321,8 +284,10 @@ class Service:
         session.closed = True
         del self._sessions[session.id]
         self._quotas.give_session(session.client.peer)
-        if self._engine is not None:
-            self._engine.release(session.key)
+        self._logs.close(session.key)
+        home = self.homes.of(session.key)
+        if home is not None:
+            home.release(session.key)
         task = self._tasks.pop(session.key, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -330,21 +295,11 @@ class Service:
             self._empty.set()
         self._on_load()
 
-    def _tell(self, peer: Link, message: Failed) -> None:
-        """Best effort and in a task of its own: a peer that does not read must hold up nobody else."""
-        if self._quotas.take_answer(peer.peer):
-            self._scope.start(self._send_answer(peer, message), f"answer to {peer.peer}")
-
-    async def _send_answer(self, peer: Link, message: Failed) -> None:
-        try:
-            async with asyncio.timeout(self._limits.dial_timeout_s):
-                await peer.send(message)
-        except (ConnectionLost, TimeoutError):
-            logger.debug("%s does not listen to: %s", peer.peer, message.detail)
-        finally:
-            self._quotas.give_answer(peer.peer)
-
 
 def _failed(session: bytes, error: SwarmError) -> Failed:
     retry = error.retry_after_s if isinstance(error, NodeBusy) else 0.0
     return Failed(session, error.code, str(error)[:1024], retry)
+
+
+def _unknown(session: bytes) -> Failed:
+    return Failed(session, "unknown_session", "this node holds no such session")

@@ -7,15 +7,19 @@ tensors: a link is whatever can send a message, and pages belong to the engine.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
-from swarm.messages import MAX_HOPS, AnyMessage, Open, Prune, Step
+from swarm.messages import MAX_HOPS, AnyMessage, Open, Prune, Reroute, Step
 from swarm.types import LayerSpan, PeerId, Sampling
 
 MAX_WAITING_STEPS = 64  # of one session; a client that keeps more in flight is not listening to us
+FORMER_UPSTREAMS = 8  # that may send a late step without offence
 
 
 class Link(Protocol):
@@ -62,11 +66,16 @@ class Session:
     max_tokens: int
     sampling: Sampling
     history: list[int]
-    next_hop: Link | None = None  # where outputs go; the client itself when it relays this edge
-    epoch: int = 0
+    onward_from: int = 0  # rows at positions before it are neither sent on nor answered
+    epoch: int = 0  # the newest that has arrived; older steps are dropped
+    ran_epoch: int = 0  # of the last step that ran here
     committed: int = 0
+    next_hop: Link | None = None  # where outputs go; the client itself when it relays this edge
+    stalled: bool = False  # the next hop is lost: steps are dropped until a Reroute names another
+    sending: asyncio.Timeout | None = None  # around a send to the next hop
     closed: bool = False
-    waiting: asyncio.Queue[Arrival] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
+    former: deque[PeerId] = field(default_factory=lambda: deque(maxlen=FORMER_UPSTREAMS))
+    waiting: asyncio.Queue[Arrival | Reroute] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
 
     @classmethod
     def of(cls, message: Open, client: Link, key: int, rows: Rows) -> Session:
@@ -82,6 +91,9 @@ class Session:
             max_tokens=message.max_tokens,
             sampling=message.sampling.to_sampling() if message.sampling else Sampling(),
             history=list(message.history),
+            onward_from=message.onward_from,
+            epoch=message.epoch,
+            ran_epoch=message.epoch,
         )
 
     @property
@@ -101,36 +113,72 @@ class Session:
     def arrive(self, sender: PeerId, arrival: Arrival) -> None:
         """Queue a step of `sender`. Raises ProtocolError when its form is wrong and NodeBusy when too many wait.
 
-        A step of an older epoch is dropped without a word: it was sent before its sender knew.
+        A step of an older epoch is dropped without a word: it was sent before its sender knew. So is one of a sender
+        that was our upstream before a Reroute.
         """
         if not self.allows(sender):
+            if sender in self.former:
+                return
             raise ProtocolError("a step from a peer that is neither this session's upstream nor its client")
         check_form(arrival.step, len(memoryview(arrival.body)), self.first, self.rows)
         if arrival.step.epoch < self.epoch:
             return
         self.epoch = arrival.step.epoch
+        self._enqueue(arrival)
+
+    def redirect(self, message: Reroute) -> None:
+        """Queue a new route. Raises ProtocolError when it is none for this hop, NodeBusy when too much waits."""
+        if bool(message.downstream) == self.tail:
+            raise ProtocolError("a hop has a next one unless it holds the last layer")
+        if self.tail and message.replay:
+            raise ProtocolError("there is nobody behind the last layer to replay to")
+        if self.sending is not None and not self.sending.expired():
+            self.sending.reschedule(asyncio.get_running_loop().time())  # whoever it was meant for is out
+        self.epoch = max(self.epoch, message.epoch)
+        self._enqueue(message)
+
+    def _enqueue(self, item: Arrival | Reroute) -> None:
         try:
-            self.waiting.put_nowait(arrival)
+            self.waiting.put_nowait(item)
         except asyncio.QueueFull:
-            raise NodeBusy(f"more than {MAX_WAITING_STEPS} steps of this session wait here", sender) from None
+            raise NodeBusy(f"more than {MAX_WAITING_STEPS} steps of this session wait here", self.client.peer) from None
 
-    async def next(self) -> Arrival:
-        """The next step of the current epoch, in order of arrival."""
+    async def next(self) -> Arrival | Reroute:
+        """What is to be done next, in order of arrival: a step of the current epoch, or a new route."""
         while True:
-            arrival = await self.waiting.get()
-            if arrival.step.epoch >= self.epoch:
-                return arrival
+            item = await self.waiting.get()
+            if isinstance(item, Reroute) or (item.step.epoch >= self.epoch and not self.stalled):
+                return item
 
-    def admit(self, step: Step) -> None:
-        """Check a step's turn and count what it commits. Raises ProtocolError and ContextOverflow."""
-        if step.base != self.committed:
-            raise ProtocolError(
-                f"step {step.step} begins after {step.base} committed tokens and this hop holds {self.committed}"
-            )
-        after = self.committed + len(step.commit) + step.line
+    def admit(self, step: Step) -> Step:
+        """Check a step's turn, count what it commits, and return it as this hop has to run it.
+
+        Hops drop the steps of an older epoch, each when it hears of the new one, so they may have committed different
+        numbers of tokens; `base` and `commit` are those of the hop that has committed the fewest. A hop that is ahead
+        skips the commits it has made. One that is ahead of all that the step commits rolls back, and only where an
+        epoch begins: its caller sees that by a `base` below the `committed` of before.
+
+        Raises ProtocolError and ContextOverflow.
+        """
+        held, target = self.committed, step.base + len(step.commit)
+        if held < step.base:
+            raise ProtocolError(f"step {step.step} begins after {step.base} committed tokens and this hop holds {held}")
+        if held > target and step.epoch <= self.ran_epoch:
+            raise ProtocolError(f"step {step.step} commits up to {target} tokens and this hop holds {held}")
+        after = target + step.line
         if after > self.max_tokens:
             raise ContextOverflow(f"step {step.step} makes {after} tokens and the session reserved {self.max_tokens}")
-        self.committed = after
+        if (after < self.onward_from and step.slots) or target < self.onward_from < after:
+            raise ProtocolError(f"step {step.step} has rows both before and after position {self.onward_from}")
+        self.committed, self.ran_epoch = after, step.epoch
+        base = min(held, target)
+        if base == step.base:
+            return step
+        return msgspec.structs.replace(step, base=base, commit=step.commit[base - step.base :])
+
+    def silent(self, step: Step) -> bool:
+        """Whether a step that has run only rebuilt what the hops behind hold already."""
+        return not step.slots and self.committed <= self.onward_from
 
     def prune(self, message: Prune) -> None:
         """Steps of an epoch before the message's are dropped when their turn comes."""

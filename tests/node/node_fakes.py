@@ -18,7 +18,8 @@ from swarm.net.memory import MemoryNetwork
 from swarm.net.pool import ConnectionPool
 from swarm.types import LayerSpan, PeerId, Sampling
 from swarm_node.executor import Executor, InlineDevice, Output, Work
-from swarm_node.service import Served, ServedEngine, Service
+from swarm_node.homes import ServedEngine
+from swarm_node.service import Served, Service
 from swarm_node.sessions import Rows
 
 LAYERS = 6
@@ -29,7 +30,7 @@ LIMITS = Limits(max_sessions=4, max_sessions_per_peer=3, max_protocol_errors=3)
 
 @dataclass
 class ToyEngine:
-    """A row is one byte; a layer adds one to it (mod 200); the token drawn is what the last line row became."""
+    """A row is one byte; a layer adds one to it (mod 200); the token drawn after a row is what it became."""
 
     span: LayerSpan
     rows: Rows = ROWS
@@ -38,6 +39,11 @@ class ToyEngine:
     batches: list[int] = field(default_factory=list)
     fail: Exception | None = None
     refuse_key: int | None = None
+    rolled_back: list[int] = field(default_factory=list)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.capacity
 
     def admit(self, key: int, max_tokens: int) -> None:
         if sum(self.pages.values()) + max_tokens > self.capacity:
@@ -49,6 +55,10 @@ class ToyEngine:
 
     def prune(self, key: int, slots: Sequence[int]) -> None:
         assert key in self.pages
+
+    def rollback(self, key: int, length: int) -> None:
+        assert key in self.pages
+        self.rolled_back.append(length)
 
     def prepare(self, works: Sequence[Work]) -> Callable[[], list[Output]]:
         assert len({id(w.session) for w in works}) == len(works)
@@ -65,7 +75,7 @@ class ToyEngine:
         rows = bytes(step.tokens) if session.first else bytes(work.arrival.body)
         rows = bytes((r + len(session.span)) % 200 for r in rows)
         if session.tail:
-            return Output(tokens=(rows[step.line - 1],) if step.sample else ())
+            return Output(tokens=tuple(rows[max(step.line - 1, 0) :]) if step.sample else ())
         return Output(body=rows)
 
 

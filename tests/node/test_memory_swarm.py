@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
-from node_fakes import Generation, ToyClient, prompt_of, serving, toy_client
+from node_fakes import Generation, ToyClient, line_step, prompt_of, serving, toy_client
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.messages import Failed, Result, Step
+from swarm.messages import Close, Failed, Result, Step
 from swarm.net.memory import Link, MemoryNetwork
 from swarm.types import LayerSpan, Sampling
 from swarm_kernels.span_loading import load_span
@@ -123,13 +125,75 @@ async def test_hidden_states_that_are_no_numbers_end_one_session_only() -> None:
 
 
 @virtual_time
-async def test_a_tree_at_the_tail_is_answered_unsupported() -> None:
+async def test_a_tree_under_a_repetition_penalty_is_answered_unsupported() -> None:
     async with swarm(*HOPS) as (client, _):
-        await client.open(A, HOPS, 20)
+        await client.open(A, HOPS, 20, Sampling(repetition_penalty=1.2))
         await client.send("n0", Step(A, 0, 0, 0, 1, tokens=[1, 2], parents=[-1], slots=[0]))
         peer, answer, _ = await client.next()
         assert isinstance(answer, Failed)
         assert (peer, answer.error) == ("n2", "unsupported")
+
+
+def random_tree(rng: random.Random, nodes: int) -> list[int]:
+    """Parents of `nodes` tree rows, in an order in which a parent comes before its children."""
+    return [rng.randrange(-1, i) for i in range(nodes)]
+
+
+def path(parents: Sequence[int], node: int) -> list[int]:
+    above = [] if parents[node] < 0 else path(parents, parents[node])
+    return [*above, node]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=5)], ids=["greedy", "seeded"]
+)
+@pytest.mark.parametrize("seed", range(3))
+@virtual_time
+async def test_a_tree_rows_token_is_that_of_decoding_its_path_one_by_one(seed: int, sampling: Sampling) -> None:
+    rng = random.Random(seed)
+    prompt, parents = prompt_of(9, seed), random_tree(rng, 7)
+    drafted = [rng.randrange(131) for _ in parents]
+    async with swarm(*HOPS) as (client, _):
+        await client.open(A, HOPS, 60, sampling)
+        slots = rng.sample(range(40), len(parents))
+        wired = [slots[p] if p >= 0 else -1 for p in parents]
+        await client.send("n0", Step(A, 0, 0, 0, 9, tokens=prompt + drafted, parents=wired, slots=slots))
+        result = await client.message()
+        assert isinstance(result, Result)
+        for node, token in enumerate(result.tokens, start=-1):
+            rows = prompt + [drafted[n] for n in (path(parents, node) if node >= 0 else ())]
+            session = bytes([node + 2]) * 16
+            await client.open(session, HOPS, 60, sampling)
+            await client.send("n0", line_step(session, 0, 0, rows))
+            alone = await client.message()
+            assert isinstance(alone, Result)
+            assert alone.tokens == [token]
+            for name, _, _ in HOPS:
+                await client.send(name, Close(session))
+
+
+@virtual_time
+async def test_commits_skips_and_rollbacks_leave_the_hops_as_sequential_decoding_does() -> None:
+    prompt = prompt_of(6, 21)
+    truth = hf_greedy(model(), prompt, 6)
+    async with swarm(*HOPS) as (client, engines):
+        await client.open(A, HOPS, 60)
+        await client.send("n0", Step(A, 0, 0, 0, 6, tokens=[*prompt, truth[0], 7], parents=[-1, 0], slots=[0, 1]))
+        assert (await client.message()).tokens[:2] == truth[:2]  # type: ignore[union-attr]
+        # The first token drafted was right: commit its slot. The new leaf is right too, but nobody commits it yet.
+        await client.send("n0", Step(A, 0, 1, 6, 0, tokens=[truth[1]], parents=[-1], slots=[5], commit=[0]))
+        assert (await client.message()).tokens == [truth[2]]  # type: ignore[union-attr]
+        # A new epoch from the last point that all hops surely share: those ahead skip what they have committed.
+        await client.send("n0", Step(A, 1, 2, 6, 0, tokens=[truth[2]], parents=[5], slots=[6], commit=[0]))
+        assert (await client.message()).tokens == [truth[3]]  # type: ignore[union-attr]
+        assert [e.cache.length(key) for e in engines for key in e.cache._sessions] == [7, 7, 7]
+        # And one that takes back even that: tokens 0 to 3 again, from there on line by line.
+        await client.send("n0", Step(A, 2, 3, 4, 3, tokens=[*prompt[4:], truth[0]]))
+        assert (await client.message()).tokens == [truth[1]]  # type: ignore[union-attr]
+        await client.send("n0", Step(A, 2, 4, 7, 2, tokens=truth[1:3]))
+        assert (await client.message()).tokens == [truth[3]]  # type: ignore[union-attr]
+        for engine in engines:
+            engine.cache.check_integrity()
 
 
 @virtual_time

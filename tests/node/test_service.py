@@ -128,16 +128,17 @@ async def test_a_lost_client_frees_its_pages() -> None:
 
 
 @virtual_time
-async def test_a_dead_next_hop_is_reported_to_the_client_by_name() -> None:
+async def test_a_dead_next_hop_is_reported_to_the_client_by_name_and_the_session_waits() -> None:
     async with rig() as r:
         await r.client.open(A, HOPS)
         r.network.kill("n1")
         peer, message, _ = await r.client.next()
         assert peer == "n0"
         assert isinstance(message, Failed)
-        assert message.error == "connection_lost"
-        assert "n1" in message.detail
-        assert r.engines[0].pages == {}
+        assert (message.error, message.lost) == ("connection_lost", "n1")
+        assert len(r.engines[0].pages) == len(r.engines[2].pages) == 1
+        await asyncio.sleep(LIMITS.session_idle_s + 1)  # but not for ever
+        assert r.engines[0].pages == r.engines[2].pages == {}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""What a hop sent on, kept so that a replacement of the next hop can be fed again (design section 4, Recovery).
+
+Owns the rows and the memory they take, under one cap for all sessions of the node. Knows neither peers nor tensors: a
+row is the raw bytes that went over the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from swarm.codec import Buffer
+from swarm.errors import LogLost
+from swarm.messages import Step
+
+REPLAY_ROWS = 256  # rows of one replayed step
+
+
+@dataclass(slots=True)
+class _Log:
+    """`rows`: one item a committed token. `tree`: slot -> row, for tree rows that may yet be committed."""
+
+    rows: list[bytes] = field(default_factory=list)
+    tree: dict[int, bytes] = field(default_factory=dict)
+    size: int = 0
+
+
+class HopLogs:
+    """One a node. When the cap is passed the longest log goes, so that a greedy session costs nobody else theirs."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self._cap = cap_bytes
+        self._logs: dict[int, _Log] = {}
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        return self._size
+
+    def open(self, key: int) -> None:
+        self._logs[key] = _Log()
+
+    def close(self, key: int) -> None:
+        """Idempotent."""
+        log = self._logs.pop(key, None)
+        if log is not None:
+            self._size -= log.size
+
+    def append(self, key: int, step: Step, body: Buffer) -> None:
+        """Note that `step`, as this hop ran it, became `body`. A log that was dropped stays so."""
+        log = self._logs.get(key)
+        if log is None:
+            return
+        view = memoryview(body)
+        row_bytes = len(view) // step.rows
+        rows = [bytes(view[at : at + row_bytes]) for at in range(0, len(view), row_bytes)]
+        before = log.size
+        log.rows.extend(log.tree.pop(slot) for slot in step.commit)
+        if step.line:  # rows committed on arrival end every branch that is not committed by now
+            self._forget_tree(log)
+        log.rows.extend(rows[: step.line])
+        log.size += len(view)
+        for slot, row in zip(step.slots, rows[step.line :], strict=True):
+            log.size -= len(log.tree.pop(slot, b""))
+            log.tree[slot] = row
+        self._size += log.size - before
+        while self._size > self._cap:
+            self.close(max(self._logs, key=lambda k: self._logs[k].size))
+
+    def rollback(self, key: int, length: int) -> None:
+        """Forget the rows of the committed tokens from `length` on, and those of the tree."""
+        log = self._logs.get(key)
+        if log is not None:
+            before = log.size
+            self._forget_tree(log)
+            log.size -= sum(map(len, log.rows[length:]))
+            del log.rows[length:]
+            self._size += log.size - before
+
+    def replay(self, key: int, count: int) -> Iterator[tuple[int, int, bytes]]:
+        """The rows of the first `count` committed tokens as (first position, rows, body). Raises LogLost at once.
+
+        What was promised is delivered even if the log is dropped meanwhile.
+        """
+        log = self._logs.get(key)
+        if log is None or len(log.rows) < count:
+            raise LogLost("the outputs of this session were dropped for want of memory")
+        return _chunks(log.rows[:count])
+
+    @staticmethod
+    def _forget_tree(log: _Log) -> None:
+        log.size -= sum(map(len, log.tree.values()))
+        log.tree.clear()
+
+
+def _chunks(rows: list[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    for start in range(0, len(rows), REPLAY_ROWS):
+        part = rows[start : start + REPLAY_ROWS]
+        yield start, len(part), b"".join(part)
