@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from swarm.errors import UsageError
 from swarm.plan.tree import ROOT
@@ -72,21 +73,24 @@ def best_shape(acceptance: AcceptanceTable, width: int, max_depth: int | None = 
     node is likelier than its parent, so this is not only ARCA's estimate but the optimum. Guesses that never succeed
     are left out. On ties the shallower node, then the lower ranks.
     """
-    check_acceptance(acceptance)
     if width < 1:
         raise UsageError(f"a step verifies at least one row, not {width}")
+    return TreeShape.of_paths([path for path, _ in islice(best_nodes(acceptance, max_depth), width - 1)])
+
+
+def best_nodes(acceptance: AcceptanceTable, max_depth: int | None = None) -> Iterator[tuple[RankPath, float]]:
+    """The nodes of the best trees, each with its chance: the best tree of width w is its first w - 1 nodes."""
+    check_acceptance(acceptance)
     rows = acceptance[:max_depth] if max_depth is not None else acceptance
-    chosen: list[RankPath] = []
     frontier: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]
-    while frontier and len(chosen) <= width - 1:
+    while frontier:
         likelihood, depth, path = heapq.heappop(frontier)
         if path:
-            chosen.append(path)
+            yield path, -likelihood
         if depth < len(rows):
             for rank, p in enumerate(rows[depth]):
                 if likelihood * p < 0:
                     heapq.heappush(frontier, (likelihood * p, depth + 1, (*path, rank)))
-    return TreeShape.of_paths(chosen[: width - 1])
 
 
 def expected_tokens(shape: TreeShape, acceptance: AcceptanceTable) -> float:

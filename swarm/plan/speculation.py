@@ -14,10 +14,10 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from swarm.errors import UsageError
-from swarm.plan.arca import AcceptanceTable, TreeShape, best_shape, check_acceptance, expected_tokens
+from swarm.plan.arca import AcceptanceTable, TreeShape, best_nodes, best_shape, check_acceptance, expected_tokens
 from swarm.types import Chain, CostCurve, PeerId, Snapshot
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # powers of two suit vector units (Ghidorah §III-C 2)
@@ -181,24 +181,34 @@ def sequential(costs: ChainCosts) -> Forecast:
 
 def tree(costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS) -> Forecast | None:
     """A whole tree a step; the width and depth with most tokens a second. None if nothing can be guessed."""
-    best: Forecast | None = None
+    candidates: list[tuple[float, int, int, int]] = []  # tokens/ms, -rows, -levels, limit of depth
     depths = range(1, len(drafter.acceptance) + 1) if drafter.level_ms else [len(drafter.acceptance)]
-    for width in sorted(set(widths)):
-        for limit in depths:
-            shape = best_shape(drafter.acceptance, width, limit)
-            if shape.width == 1:
-                continue
-            tokens = expected_tokens(shape, drafter.acceptance)
-            draft = drafter.round_ms + drafter.level_ms * shape.depth
-            period = draft + costs.round_ms(shape.width)
-            if best is None or tokens / period > best.tokens / best.period_ms * (1 + 1e-9):
-                reason = (
-                    f"a tree of {shape.width} rows, {shape.depth} deep, settles {tokens:.2f} tokens a round of"
-                    f" {period:.1f} ms ({draft:.1f} drafting, {costs.compute_ms(shape.width):.1f} computing,"
-                    f" {costs.links_ms(shape.width):.1f} on the links)"
-                )
-                best = Forecast(Strategy.TREE, shape.width, shape.depth, 1, tokens, period, reason, shape)
-    return best
+    wanted = set(widths)
+    for limit in depths:
+        tokens, depth = 1.0, 0
+        nodes = list(islice(best_nodes(drafter.acceptance, limit), max(wanted) - 1))
+        for rows, (path, chance) in enumerate(nodes, 2):
+            tokens, depth = tokens + chance, max(depth, len(path))
+            if rows in wanted or rows == len(nodes) + 1:
+                period = drafter.round_ms + drafter.level_ms * depth + costs.round_ms(rows)
+                candidates.append((tokens / period, -rows, -depth, limit))
+    if not candidates:
+        return None
+    most = max(candidates)[0] * (1 - 1e-9)
+    _, rows, _, limit = max((c for c in candidates if c[0] >= most), key=lambda c: c[1:])
+    return _tree_forecast(costs, drafter, best_shape(drafter.acceptance, -rows, limit))
+
+
+def _tree_forecast(costs: ChainCosts, drafter: Drafter, shape: TreeShape) -> Forecast:
+    tokens = expected_tokens(shape, drafter.acceptance)
+    draft = drafter.round_ms + drafter.level_ms * shape.depth
+    period = draft + costs.round_ms(shape.width)
+    reason = (
+        f"a tree of {shape.width} rows, {shape.depth} deep, settles {tokens:.2f} tokens a round of"
+        f" {period:.1f} ms ({draft:.1f} drafting, {costs.compute_ms(shape.width):.1f} computing,"
+        f" {costs.links_ms(shape.width):.1f} on the links)"
+    )
+    return Forecast(Strategy.TREE, shape.width, shape.depth, 1, tokens, period, reason, shape)
 
 
 def pipelined(
