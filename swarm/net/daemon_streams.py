@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.errors import NetworkError, PeerUnreachable
-from swarm.net.carrier import Connection, Handler
+from swarm.net.carrier import Handler
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.frame_stream import FrameStream
+from swarm.net.hello import Prove, introduce, welcome
 from swarm.net.identity import Identity
 from swarm.net.p2pd import P2PDaemon
 from swarm.net.p2pd_control import Control, accepted_peer
@@ -24,6 +25,7 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/swarm/rpc/1"
+PRIVATE_PROTOCOL = "/swarm/private/1"  # frames come after a `hello`
 MAX_CONNECTIONS = 256
 PREAMBLE_TIMEOUT_S = 5.0
 FLUSH_S = 0.5  # for what is buffered when the carrier closes
@@ -33,13 +35,21 @@ class DaemonCarrier:
     """See `carrier.Carrier`. Made by `await DaemonCarrier.start(...)`."""
 
     def __init__(
-        self, identity: Identity, daemon: P2PDaemon, limits: FrameLimits, max_connections: int, dial_timeout_s: float
+        self,
+        identity: Identity,
+        daemon: P2PDaemon,
+        limits: FrameLimits,
+        max_connections: int,
+        dial_timeout_s: float,
+        prove: Prove | None = None,
     ) -> None:
         self._identity = identity
         self._daemon = daemon
         self._limits = limits
         self._max_connections = max_connections
         self._dial_timeout_s = dial_timeout_s
+        self._prove = prove
+        self._protocol = PROTOCOL if prove is None else PRIVATE_PROTOCOL
         self._handler: Handler | None = None
         self._server: asyncio.Server | None = None
         self._streams: set[FrameStream] = set()
@@ -54,10 +64,14 @@ class DaemonCarrier:
         limits: FrameLimits = DEFAULT_LIMITS,
         max_connections: int = MAX_CONNECTIONS,
         dial_timeout_s: float = 10.0,
+        prove: Prove | None = None,
     ) -> DaemonCarrier:
-        """Start a p2p daemon and join `options.peers`. Raises what `P2PDaemon.start` does."""
+        """Start a p2p daemon and join `options.peers`. With `prove`, members of a private swarm only are connected.
+
+        Raises what `P2PDaemon.start` does.
+        """
         daemon = await P2PDaemon.start(identity, options)
-        return cls(identity, daemon, limits, max_connections, dial_timeout_s)
+        return cls(identity, daemon, limits, max_connections, dial_timeout_s, prove)
 
     @property
     def peer(self) -> PeerId:
@@ -77,15 +91,20 @@ class DaemonCarrier:
         return self._daemon.control
 
     @property
+    def daemon(self) -> P2PDaemon:
+        """For others that share it. If it dies, every connection is lost; it is started again."""
+        return self._daemon
+
+    @property
     def failed(self) -> asyncio.Event:
-        """Set when the daemon dies by itself: every connection is lost and none can be made."""
+        """Set when the daemon has died and cannot be brought back: no connection can be made any more."""
         return self._daemon.failed
 
     @property
     def daemon_pid(self) -> int:
         return self._daemon.pid
 
-    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
+    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FrameStream:
         if self._scope.closed or self.failed.is_set():
             raise PeerUnreachable("this carrier is closed")
         if len(self._streams) >= self._max_connections:
@@ -94,16 +113,26 @@ class DaemonCarrier:
             async with asyncio.timeout(self._dial_timeout_s):
                 if addresses:
                     await self.control.connect(peer, addresses)
-                stream = await self.control.open_stream(peer, PROTOCOL, self._limits)
+                stream = await self.control.open_stream(peer, self._protocol, self._limits)
+                await self._introduce(stream)
         except TimeoutError:
             raise PeerUnreachable(f"{peer} did not answer within {self._dial_timeout_s:g} s") from None
         except PeerUnreachable:
             raise
         except NetworkError as error:
             raise PeerUnreachable(f"cannot reach {peer}: {error}") from None
-        stream.begin()
         self._adopt(stream)
         return stream
+
+    async def _introduce(self, stream: FrameStream) -> None:
+        if self._prove is None:
+            stream.begin()
+            return
+        try:
+            await introduce(stream, self.peer, self._prove)
+        except BaseException:
+            stream.abort()
+            raise
 
     async def serve(self, handler: Handler) -> None:
         self._handler = handler
@@ -113,7 +142,11 @@ class DaemonCarrier:
             self._server = await loop.create_unix_server(
                 lambda: FrameStream(self._limits, preamble=True, on_made=self._made), str(inbound)
             )
-            await self.control.accept_streams(PROTOCOL, inbound)
+            await self._accept_streams()
+            self._daemon.on_up(self._accept_streams)
+
+    async def _accept_streams(self) -> None:
+        await self.control.accept_streams(self._protocol, self._daemon.inbound)
 
     async def close(self) -> None:
         try:
@@ -155,9 +188,17 @@ class DaemonCarrier:
         try:
             async with asyncio.timeout(PREAMBLE_TIMEOUT_S):
                 stream.peer = accepted_peer(await stream.preamble())
-                stream.begin()
         except (TimeoutError, NetworkError) as error:
             logger.warning("a stream that the p2p daemon did not introduce: %s", error)
+            stream.abort()
+            return
+        try:
+            if self._prove is None:
+                stream.begin()
+            else:
+                await welcome(stream, self.peer, self._prove)
+        except NetworkError as error:
+            logger.info("refused a stream: %s", error)
             stream.abort()
             return
         assert self._handler is not None  # streams are accepted only after `serve`

@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P
+    from hivemind.p2p import P2P, PeerID
     from hivemind.proto import p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
     from hivemind.utils.serializer import MSGPackSerializer
@@ -52,6 +52,7 @@ __all__ = [
     "DictionaryDHTValue",
     "HivemindMultiaddr",
     "MSGPackSerializer",
+    "PeerID",
     "RecordValidatorBase",
     "ValueWithExpiration",
     "p2pd_pb2",

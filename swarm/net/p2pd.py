@@ -1,25 +1,32 @@
 """hivemind's p2p daemon, a Go program on libp2p, as a child process.
 
-Owns the process: it is started, watched, and gone after `stop`, whatever is cancelled in between. It ends by itself
-when the connection that we hold to it breaks, so not even our own sudden death leaves it behind. What it can do is
-asked through `control`.
+Owns the process: it is started, watched, started again if it dies, and gone after `stop`, whatever is cancelled in
+between. It dies with us, be our own end ever so sudden. What it can do is asked through `control`.
+
+A daemon that was started again has the identity and the ports of the first one, and no connection: who shares it is
+told (`on_down`, `on_up`) and makes its own anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import ipaddress
 import itertools
 import logging
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, UsageError
+from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, SwarmError, UsageError
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.frame_stream import FrameStream
 from swarm.net.hivemind_parts import P2PD
@@ -31,44 +38,63 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0  # joining a swarm whose first peers do not answer takes long
 STOP_TIMEOUT_S = 2.0
+RESTART_TIMEOUT_S = 5.0
+RESTART_AFTER_S = (0.0, 0.5, 2.0)  # each try to bring a dead daemon back waits so long before
+MAX_DEATHS = 5  # within DEATHS_WITHIN_S: then something is wrong that starting it again does not cure
+DEATHS_WITHIN_S = 60.0
+PR_SET_PDEATHSIG = 1
 _KEY = "identity"
 MAX_SOCKET_PATH = 80  # bytes of folder, so that the names of unix sockets in it stay under their 108
 
 
 class P2PDaemon:
-    """`await P2PDaemon.start(...)`; then ask its `control`; then `await stop()`. `failed` is set if it dies before."""
+    """`await P2PDaemon.start(...)`; then ask its `control`; then `await stop()`.
+
+    `failed` is set when it has died and cannot be brought back; `reason` says why.
+    """
 
     def __init__(self, identity: Identity, options: DaemonOptions) -> None:
+        """Raises NetworkError when there is no room for its sockets."""
         self._identity = identity
         self._options = options
         place = None if len(tempfile.gettempdir()) <= MAX_SOCKET_PATH else "/tmp"
-        self._folder = Path(tempfile.mkdtemp(prefix="swarm-", dir=place))  # 0700: nobody else may command the daemon
+        try:
+            # 0700: nobody else may command the daemon
+            self._folder = Path(tempfile.mkdtemp(prefix="swarm-", dir=place))
+        except OSError as error:
+            raise NetworkError(f"no folder for the p2p daemon's sockets: {error.strerror}; free some space") from None
         self.control = Control(self._folder / "control")
         self.inbound = self._folder / "inbound"  # for the socket to which it delivers streams
         self.addresses: tuple[str, ...] = ()
         self.failed = asyncio.Event()
+        self.restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks = TaskScope("p2p daemon")
         self._lifeline: FrameStream | None = None
         self._ready = asyncio.Event()  # it answers, or has ended
         self._ended = asyncio.Event()
+        self._serving = False  # it has answered, and its death would be news
         self._stopping = False
         self._said: deque[str] = deque(maxlen=6)
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)  # loop times
+        self._on_down: list[Callable[[], None]] = []
+        self._on_up: list[Callable[[], Awaitable[None]]] = []
 
     @classmethod
     async def start(cls, identity: Identity, options: DaemonOptions | None = None) -> P2PDaemon:
-        """Raises UsageError, AddressInUse, PeerUnreachable (of `peers`, none answered), NetworkError."""
+        """Raises UsageError, AddressInUse, IdentityError, PeerUnreachable (of `peers`, none answered), NetworkError."""
         options = options or DaemonOptions()
         self = cls(identity, options)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await self._start()
+                await self._launch(options)
         except TimeoutError:
             await self.stop()
             raise NetworkError(f"the p2p daemon did not start within {START_TIMEOUT_S:g} s: {self.reason}") from None
         except BaseException:
             await self.stop()
             raise
+        self._serving = True
         return self
 
     @property
@@ -79,6 +105,14 @@ class P2PDaemon:
     def reason(self) -> str:
         """The daemon's last words."""
         return " / ".join(self._said) or "it said nothing"
+
+    def on_down(self, tell: Callable[[], None]) -> None:
+        """Call `tell` whenever the daemon has died: every connection through it is lost."""
+        self._on_down.append(tell)
+
+    def on_up(self, tell: Callable[[], Awaitable[None]]) -> None:
+        """Await `tell` whenever it has been started again, those who asked first before the others."""
+        self._on_up.append(tell)
 
     async def stop(self) -> None:
         """End the process and reap it, even if cancelled meanwhile. Idempotent."""
@@ -95,47 +129,88 @@ class P2PDaemon:
                 self._lifeline.abort()
             self._reap()
 
-    async def _start(self) -> None:
-        self._process = self._spawn()
+    async def _launch(self, options: DaemonOptions) -> None:
+        """Start a process and wait until it answers. Raises as `start`."""
+        self._ready.clear()
+        self._ended.clear()
+        self.control.path.unlink(missing_ok=True)
+        self._process = self._spawn(options)
         self._tasks.start(self._watch(self._process), "watch")
         await self._ready.wait()
         (self._folder / _KEY).unlink(missing_ok=True)  # it has been read, and should not outlive a sudden death
-        if self.failed.is_set():
-            raise _start_error(self.reason, self._options)
+        if self._ended.is_set():
+            raise _start_error(self.reason, options)
         self._lifeline = await self.control.lifeline()
         peer, self.addresses = await self.control.identify()
         if peer != self._identity.peer:
             raise NetworkError(f"the p2p daemon runs as {peer} instead of {self._identity.peer}")
-        for wanted in self._options.listen:
+        for wanted in options.listen:
             port = _port(wanted)
             if port and all(_port(address) != port for address in self.addresses):
                 raise AddressInUse(f"cannot listen on {wanted}: the port is taken; choose another, or use 0")
+        if self._ended.is_set():
+            raise _start_error(self.reason, options)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    async def _revive(self) -> None:
+        """Bring a daemon that died back, with its identity and its ports; set `failed` if that cannot be done."""
+        logger.warning("the p2p daemon has died: %s; starting it again", self.reason)
+        self._kill()
+        for tell in self._on_down:
+            tell()
+        now = asyncio.get_running_loop().time()
+        hopeless = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WITHIN_S
+        self._deaths.append(now)
+        # No peers: they may be gone by now, and it would refuse to start without them.
+        same = replace(self._options, listen=_same_ports(self._options.listen, self.addresses), peers=())
+        tries = () if hopeless else RESTART_AFTER_S
+        for number, pause_s in enumerate(tries, start=1):
+            await asyncio.sleep(pause_s)
+            options = same if number < len(tries) else replace(same, listen=self._options.listen)
+            try:
+                async with asyncio.timeout(RESTART_TIMEOUT_S):
+                    await self._launch(options)
+                    for again in self._on_up:
+                        await again()
+            except (SwarmError, TimeoutError) as error:
+                logger.warning("the p2p daemon could not be started again (try %d): %s", number, error)
+                self._kill()
+                continue
+            if self._ended.is_set():
+                continue
+            self.restarts += 1
+            self._serving = True
+            return
+        logger.error("the p2p daemon is dead for good: %s", self.reason)
+        self.failed.set()
+
+    def _spawn(self, options: DaemonOptions) -> subprocess.Popen[bytes]:
         """Not asyncio's way of it: here is no moment at which a cancellation could lose the child."""
         key = self._folder / _KEY
+        key.unlink(missing_ok=True)
         self._identity.save(key)
         try:
             return subprocess.Popen(
-                self._command(key),
+                self._command(key, options),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "GOLOG_LOG_LEVEL": "error"},
                 start_new_session=True,  # Ctrl-C is for us: we may want to drain before the network goes
+                preexec_fn=_die_with_parent if _libc is not None else None,
             )
         except OSError as error:
             raise NetworkError(f"cannot run hivemind's p2p daemon: {error.strerror}; reinstall hivemind") from None
 
     def _reap(self) -> None:
-        if self._process is not None:
-            if self._process.poll() is None:
-                self._process.kill()
-            self._process.wait()
+        self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _command(self, key: Path) -> list[str]:
-        options = self._options
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _command(self, key: Path, options: DaemonOptions) -> list[str]:
         outside = not all(map(_is_loopback, options.listen))
         command = [
             str(P2PD),
@@ -169,11 +244,11 @@ class P2PDaemon:
                     self._ready.set()
         finally:
             pipe.close()
-            if not self._stopping:
-                self.failed.set()
-                logger.error("the p2p daemon has died: %s", self.reason)
             self._ended.set()
             self._ready.set()
+            if self._serving and not self._stopping:
+                self._serving = False
+                self._tasks.start(self._revive(), "revive")
 
 
 def _start_error(said: str, options: DaemonOptions) -> NetworkError | AddressInUse | UsageError:
@@ -186,6 +261,21 @@ def _start_error(said: str, options: DaemonOptions) -> NetworkError | AddressInU
     if "bootstrap" in said:
         return PeerUnreachable(f"none of the peers to join answered: {', '.join(options.peers)}")
     return NetworkError(f"the p2p daemon did not start: {said}")
+
+
+def _same_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
+    """`listen` with the ports that `addresses` show in place of 0."""
+    return tuple(next((kept for a in addresses if (kept := _with_port_of(wanted, a))), wanted) for wanted in listen)
+
+
+def _with_port_of(wanted: str, address: str) -> str:
+    """`/ip4/0.0.0.0/tcp/0` and `/ip4/10.0.0.1/tcp/4001/p2p/...` -> `/ip4/0.0.0.0/tcp/4001`; "" if they differ."""
+    ours, theirs = wanted.split("/"), address.split("/")
+    if len(ours) < 5 or ours[4] != "0" or len(theirs) < 5:
+        return ""
+    same_host = ours[2] == theirs[2] or ours[2] in ("0.0.0.0", "::")
+    same_rest = ours[1] == theirs[1] and ours[3] == theirs[3] and ours[5:] == theirs[5 : len(ours)]
+    return "/".join((*ours[:4], theirs[4], *ours[5:])) if same_host and same_rest else ""
 
 
 def _port(address: str) -> int:
@@ -205,3 +295,12 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(parts[2]).is_loopback
     except ValueError:
         return False
+
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # looked up before any fork
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the daemon: be killed when the thread that started it ends."""
+    assert _libc is not None
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -27,6 +27,7 @@ from swarm.errors import (
     UsageError,
 )
 from swarm.messages import AnyMessage, Close, Ping, Prune
+from swarm.net import p2pd
 from swarm.net.carrier import Carrier, Connection
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
@@ -131,18 +132,65 @@ async def test_options_that_cannot_work(
         await DaemonCarrier.start(Identity.generate(), DaemonOptions(**options))
 
 
-async def test_the_death_of_the_daemon_is_noticed() -> None:
+async def test_a_daemon_that_dies_comes_back_as_the_same_peer_at_the_same_address() -> None:
     async with running() as listener, running() as caller:
         await listener.serve(echo)
-        connection = await caller.dial(listener.peer, listener.addresses)
-        os.kill(listener.daemon_pid, signal.SIGKILL)
+        addresses = listener.addresses
+        revived: asyncio.Queue[None] = asyncio.Queue()
+        listener.daemon.on_up(lambda: revived.put(None))
+        for round_ in range(2):
+            connection = await caller.dial(listener.peer, addresses)
+            victim = listener.daemon_pid
+            os.kill(victim, signal.SIGKILL)
+            async with asyncio.timeout(10):
+                with pytest.raises(ConnectionLost):
+                    await drain(connection)
+                await revived.get()
+            assert listener.daemon_pid != victim
+            assert listener.addresses == addresses
+            assert not psutil.pid_exists(victim), "the dead daemon was not reaped"
+            # From its side first: the other daemon may have seen it gone, and would wait before it dials again.
+            await listener.control.connect(caller.peer, caller.addresses)
+            again = await caller.dial(listener.peer, addresses)
+            await again.send(Ping(round_))
+            assert (await again.receive())[0] == Ping(round_)
+            await again.close()
+
+
+async def test_a_daemon_that_cannot_be_brought_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2pd, "RESTART_AFTER_S", (0.0, 0.1))
+    async with running() as carrier:
+        monkeypatch.setattr(p2pd, "P2PD", "/nowhere/p2pd")
+        os.kill(carrier.daemon_pid, signal.SIGKILL)
         async with asyncio.timeout(10):
-            await listener.failed.wait()
-            with pytest.raises(ConnectionLost):
-                await drain(connection)
-        assert not caller.failed.is_set()
+            await carrier.failed.wait()
         with pytest.raises(PeerUnreachable):
-            await listener.dial(caller.peer, caller.addresses)
+            await carrier.dial(NOBODY, ())
+
+
+async def test_a_daemon_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2pd, "MAX_DEATHS", 2)
+    async with running() as carrier:
+        async with asyncio.timeout(20):
+            while not carrier.failed.is_set():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(carrier.daemon_pid, signal.SIGKILL)
+                await asyncio.sleep(0.3)
+        assert carrier.daemon.restarts <= 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "bound", "kept"),
+    [
+        ("/ip4/0.0.0.0/tcp/0", "/ip4/10.0.0.7/tcp/4001/p2p/Q", "/ip4/0.0.0.0/tcp/4001"),
+        ("/ip4/127.0.0.1/tcp/0", "/ip4/10.0.0.7/tcp/4001/p2p/Q", "/ip4/127.0.0.1/tcp/0"),
+        ("/ip4/127.0.0.1/tcp/99", "/ip4/127.0.0.1/tcp/99/p2p/Q", "/ip4/127.0.0.1/tcp/99"),
+        ("/ip4/0.0.0.0/udp/0/quic-v1", "/ip4/10.0.0.7/udp/55/quic-v1/p2p/Q", "/ip4/0.0.0.0/udp/55/quic-v1"),
+        ("/ip4/0.0.0.0/tcp/0", "/ip6/::1/tcp/4001/p2p/Q", "/ip4/0.0.0.0/tcp/0"),
+    ],
+)
+def test_ports_that_were_free_to_choose_are_kept_in_a_restart(wanted: str, bound: str, kept: str) -> None:
+    assert p2pd._same_ports((wanted,), (bound,)) == (kept,)
 
 
 async def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing_behind() -> None:
