@@ -12,6 +12,7 @@ what it drew, so they change when a token comes and never which.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -78,6 +79,7 @@ class Tally:
 
     steps: int = 0  # sent to draw at least one token
     rows: int = 0  # tree nodes sent
+    expected: float = 0.0  # hits that the drafter's odds promised for them
     hits: int = 0  # tokens that had been sent as a guess before they were drawn
     misses: int = 0  # tokens that had not
     stale: int = 0  # steps in flight that a miss made void
@@ -161,9 +163,7 @@ class Generation:
         return self._go_on()
 
     def _lost(self, event: HopLost) -> list[Action]:
-        if self.phase is Phase.WAITING:
-            return []  # a repair is under way already
-        self.phase = Phase.WAITING
+        self.phase = Phase.WAITING  # or still: a repair has failed, and the next one is an epoch of its own
         self._void()
         self._accepted.clear()  # a replacement holds no slots: what lies beyond the settled tokens is sent again
         self._named = 0
@@ -293,6 +293,7 @@ class Generation:
                 return []
             self.tally.steps += 1
             self.tally.rows += len(nodes)
+            self.tally.expected += sum(math.exp(node.score - self._tree.root.score) for node in nodes)
         step = SendStep(
             self.epoch,
             self._next_step,

@@ -213,16 +213,16 @@ def test_prefill_chunks_follow_each_other() -> None:
     assert (fourth.tokens, fourth.sample) == ((9,), True)
 
 
-def test_losses_are_reported_once_and_say_what_is_settled() -> None:
+def test_a_loss_says_what_is_settled_and_one_during_a_repair_begins_another() -> None:
     generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=4))
     generation.handle(ChainReady())
     generation.handle(StepSettled(0, 0, ()))
     assert generation.handle(HopLost("a", "gone")) == [RepairChain("a", "gone", 4)]
-    assert generation.handle(HopLost("b", "gone too")) == []
+    assert generation.handle(HopLost("b", "gone too")) == [RepairChain("b", "gone too", 4)]
     assert generation.handle(StepSettled(0, 1, ())) == []
     first, *_ = generation.handle(ChainReady(held=4))
     assert isinstance(first, SendStep)
-    assert (first.epoch, first.base, first.tokens) == (1, 4, (4, 5, 6, 7))
+    assert (first.epoch, first.base, first.tokens) == (2, 4, (4, 5, 6, 7))
 
 
 def test_the_last_known_token_is_sent_even_if_held() -> None:
