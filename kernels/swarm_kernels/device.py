@@ -12,8 +12,8 @@ import torch
 
 from swarm.errors import DeviceUnavailable, UsageError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The number formats of weights, keys, values and hidden states on the wire."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+"""The number formats of weights; `state_dtype` is that of everything else."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CGROUP = Path("/sys/fs/cgroup")
@@ -33,6 +33,11 @@ def dtype_name(dtype: torch.dtype) -> str:
         return _NAMES[dtype]
     except KeyError:
         raise UsageError(f"{dtype} is not a number format of this program") from None
+
+
+def state_dtype(weights: torch.dtype) -> torch.dtype:
+    """Format of keys, values and hidden states on the wire: the weights' own, bf16 where these are integers."""
+    return weights if weights.is_floating_point else torch.bfloat16
 
 
 def choose_device(gpu: int | None) -> torch.device:

@@ -162,6 +162,8 @@ class GeneralSpan:
         cls, source: ModelSource, layers: LayerSpan, dtype: torch.dtype, device: torch.device, progress: Progress
     ) -> GeneralSpan:
         """see `span_loading.load_span`."""
+        if not dtype.is_floating_point:
+            raise UnsupportedModel(f"models of type {source.config.model_type} are not served in 8 bits; use bf16")
         try:
             model = skeleton(source.config, ATTENTION, dtype)
             load_weights(model, source, layers, device, progress)

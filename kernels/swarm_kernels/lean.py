@@ -12,9 +12,9 @@ import torch
 
 from swarm.errors import CorruptModel, InvalidRequest, OutOfMemory
 from swarm.types import LayerSpan
-from swarm_kernels import ops
+from swarm_kernels import ops, quantised, reference
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.device import activation_dtype
+from swarm_kernels.device import activation_dtype, state_dtype
 from swarm_kernels.kv_cache import KVCache, KvShape
 from swarm_kernels.model_config import ModelConfig
 from swarm_kernels.model_source import ModelSource
@@ -35,10 +35,10 @@ class LeanSpan:
 
     config: ModelConfig
     layers: LayerSpan
-    dtype: torch.dtype
+    weight_dtype: torch.dtype
     device: torch.device
     weights: list[ops.LayerWeights]
-    embedding: torch.Tensor | None  # [vocab, hidden]
+    embedding: ops.Linear | None  # its rows are the tokens' [hidden]; where both are here and tied, the head itself
     final_norm: torch.Tensor | None  # [hidden]
     head: ops.Linear | None  # hidden -> vocab
     rope: RopeTable
@@ -49,25 +49,34 @@ class LeanSpan:
     ) -> LeanSpan:
         """see `span_loading.load_span`."""
         config = source.config
-        reader = _Reader(source, dtype, device)
+        pack, stored = (ops.quantise_linear, torch.float32) if dtype == torch.int8 else (ops.pack_linear, dtype)
+        reader = _Reader(source, stored, device)
         is_first, is_last = layers.start == 0, layers.end == config.num_layers
         steps = len(layers) + is_first + is_last
         embedding = norm = head = None
         weights: list[ops.LayerWeights] = []
         try:
             if is_first:
-                embedding = reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size)
+                both = is_last and _tied(source)
+                plain = quantised.quantise_linear if dtype == torch.int8 else reference.pack_linear
+                embedding = (pack if both else plain)(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size))
+                head = embedding if both else None
             for layer in layers:
-                weights.append(_load_layer(reader, config, layer, ops.pack_linear))
+                weights.append(_load_layer(reader, config, layer, pack))
                 progress((len(weights) + is_first) / steps)
             if is_last:
                 norm = reader.vector(FINAL_NORM, config.hidden_size)
-                head = ops.pack_linear(_head_matrix(reader, embedding))
+                name = EMBEDDING if _tied(source) else HEAD
+                head = head or pack(reader.matrix(name, config.vocab_size, config.hidden_size))
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
         progress(1.0)
         rope = RopeTable(config.rope, config.head_dim, config.context_length, device)
         return cls(config, layers, dtype, device, weights, embedding, norm, head, rope)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return state_dtype(self.weight_dtype)
 
     @property
     def is_first(self) -> bool:
@@ -87,8 +96,8 @@ class LeanSpan:
 
     @property
     def edge_bytes(self) -> int:
-        tensors = (self.embedding, self.final_norm, self.head)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        embedding = None if self.embedding is self.head else self.embedding
+        return sum(part.nbytes for part in (embedding, self.final_norm, self.head) if part is not None)
 
     def _kv_shape(self) -> KvShape:
         return KvShape(len(self.layers), self.config.num_kv_heads, self.config.head_dim, self.dtype)
@@ -102,7 +111,7 @@ class LeanSpan:
             raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
         check_tokens(token_ids, self.config.vocab_size)
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
-        return self.embedding.index_select(0, ids).to(activation_dtype(self.dtype, self.device))
+        return self.embedding.rows(ids).to(activation_dtype(self.dtype, self.device))
 
     @torch.inference_mode()
     def forward(
@@ -123,20 +132,13 @@ class LeanSpan:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None or self.final_norm is None:
             raise InvalidRequest(f"layers {self.layers} do not hold the head")
-        if not hidden.shape[0]:
-            return torch.empty(0, self.config.vocab_size, device=self.device)
         hidden = hidden.to(device=self.device, dtype=activation_dtype(self.dtype, self.device))
         return self.head(ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
 
 
-def _head_matrix(reader: _Reader, embedding: torch.Tensor | None) -> torch.Tensor:
-    """`[vocab, hidden]`: the head's own weights, or the embedding's where they are tied."""
-    config = reader.source.config
-    if reader.source.has(HEAD) and not config.tie_word_embeddings:
-        return reader.matrix(HEAD, config.vocab_size, config.hidden_size)
-    if embedding is not None:
-        return embedding
-    return reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size)
+def _tied(source: ModelSource) -> bool:
+    """Whether the head's weights are the embedding's."""
+    return source.config.tie_word_embeddings or not source.has(HEAD)
 
 
 def load_layer(

@@ -27,7 +27,7 @@ _TINY = 1e-30  # a group below this counts as zero
 def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`[N, K]` of any float dtype -> int8 `[N, K]`, and fp32 `[N]` to multiply each output's integers by."""
     if weight.shape[1] > MAX_INPUTS:
-        raise KernelError(f"a linear layer of {weight.shape[1]} inputs cannot be held in 8 bits; {MAX_INPUTS} is the most")
+        raise KernelError(f"a linear layer of {weight.shape[1]} inputs cannot be held in 8 bits: {MAX_INPUTS} at most")
     wide = weight.float()
     scale = wide.abs().amax(1) / _LARGEST
     numbers = (wide / scale.clamp_min(_TINY)[:, None]).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
@@ -66,7 +66,7 @@ class Int8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         numbers, steps = quantise_rows(x)
         total = torch.zeros(x.shape[0], self.out_features, device=x.device)
-        for group, weights in enumerate(self.numbers.split(GROUP, 1)):
+        for group, weights in enumerate(torch.split(self.numbers, GROUP, 1)):
             sums = numbers[:, group, : weights.shape[1]] @ weights.float().T  # below 2^24: exact in any order
             total += steps[:, group, None] * sums
         total = total * self.scale

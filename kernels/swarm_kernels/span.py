@@ -34,7 +34,7 @@ class Span(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, keys, values and the wire."""
+        """Of keys, values and the wire."""
         ...
 
     @property

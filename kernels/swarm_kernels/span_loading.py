@@ -23,8 +23,9 @@ def load_span(
 ) -> Span:
     """Read the tensors of `layers` (and the embedding, norm and head where the span has an end of the model).
 
-    Layer by layer, each read, converted and packed before the next, so memory never holds the weights twice. Raises
-    CorruptModel, UnsupportedModel, OutOfMemory, UsageError.
+    `dtype`: of the weights, one of `device.DTYPES`; int8 for lean spans only. Layer by layer, each read, converted and
+    packed before the next, so memory never holds the weights twice. Raises CorruptModel, UnsupportedModel, OutOfMemory,
+    UsageError.
     """
     if layers.end > source.config.num_layers:
         raise UsageError(f"layers {layers} are asked for, but the model has {source.config.num_layers}")

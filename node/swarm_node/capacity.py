@@ -35,7 +35,8 @@ class Weights:
     context: int  # tokens
 
     @classmethod
-    def of(cls, source: ModelSource, element_bytes: int) -> Weights:
+    def of(cls, source: ModelSource, element_bytes: int, state_bytes: int | None = None) -> Weights:
+        """Of weights in `element_bytes` an element; keys and values too, unless `state_bytes` is given."""
         layers = [0] * source.config.num_layers
         embedding = head = 0
         for name in source.names():
@@ -50,7 +51,7 @@ class Weights:
         config = source.config
         if config.tie_word_embeddings or not source.has("lm_head.weight"):
             head += embedding
-        kv_token = 2 * config.num_kv_heads * config.head_dim * element_bytes
+        kv_token = 2 * config.num_kv_heads * config.head_dim * (state_bytes or element_bytes)
         return cls(len(layers), max(layers), embedding, head, kv_token, config.context_length)
 
     @property

@@ -44,7 +44,7 @@ Peers = Annotated[
     typer.Option("--peer", metavar="MADDR", help="A node of the swarm to join; repeatable. None: begin a new swarm."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON lines instead of sentences.")]
-Dtype = Annotated[str | None, typer.Option(help=f"bf16, fp16 or fp32; a chain has one. [{DEFAULTS.dtype}]")]
+Dtype = Annotated[str | None, typer.Option(help=f"bf16, int8, fp16 or fp32; a chain has one. [{DEFAULTS.dtype}]")]
 MaxMemory = Annotated[
     str | None, typer.Option(metavar="BYTES", help="For weights, keys and values, as in 6GB. [most of what is free]")
 ]

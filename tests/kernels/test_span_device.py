@@ -16,6 +16,7 @@ from swarm_kernels.device import (
     dtype_name,
     parse_dtype,
     physical_cores,
+    state_dtype,
 )
 
 
@@ -23,10 +24,12 @@ def test_number_formats() -> None:
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         assert parse_dtype(name) is dtype
         assert dtype_name(dtype) == name
-    with pytest.raises(UsageError, match="'int8' is not a number format; choose one of fp32, bf16, fp16"):
-        parse_dtype("int8")
+    with pytest.raises(UsageError, match="'int9' is not a number format; choose one of fp32, bf16, fp16, int8"):
+        parse_dtype("int9")
     with pytest.raises(UsageError):
         dtype_name(torch.int64)
+    assert state_dtype(torch.int8) is torch.bfloat16
+    assert state_dtype(torch.float16) is torch.float16
     assert activation_dtype(torch.bfloat16, torch.device("cpu")) is torch.float32
     assert activation_dtype(torch.bfloat16, torch.device("cuda", 0)) is torch.bfloat16
 
