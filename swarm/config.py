@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from platformdirs import PlatformDirs
@@ -21,6 +21,8 @@ from platformdirs import PlatformDirs
 from swarm.errors import UsageError
 
 DEFAULT_MODEL = "smollm2-135m"
+Carriers = Literal["auto", "daemon"]
+"""What carries frames: direct connections where they work and the p2p daemon elsewhere, or the daemon alone."""
 _dirs = PlatformDirs("swarm", appauthor=False)
 
 
@@ -62,6 +64,9 @@ class NodeConfig:
     share: int = 1  # take at most one `share`-th of the model, for several nodes on one machine
     threads: int | None = None  # None: chosen by measurement
     json: bool = False
+    carrier: Carriers = "auto"
+    direct_port: int = 0  # for direct connections; 0: any
+    secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
     limits: Limits = field(default_factory=Limits)
 
 
@@ -74,6 +79,8 @@ class ClientConfig:
     dtype: str | None = None  # None: whichever the swarm serves
     strategy: str = "auto"
     prefill_chunk: int = 256
+    carrier: Carriers = "auto"
+    secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
     limits: Limits = field(default_factory=Limits)
 
 
@@ -180,7 +187,7 @@ def _from_text(name: str, text: str) -> Any:
         return tuple(part for part in text.replace(",", " ").split() if part)
     if name == "max_memory":
         return parse_bytes(text)
-    if name in ("gpu", "threads", "prefill_chunk", "share", "wait_s"):
+    if name in ("gpu", "threads", "prefill_chunk", "share", "wait_s", "direct_port"):
         try:
             return float(text) if name == "wait_s" else int(text)
         except ValueError:
