@@ -22,6 +22,7 @@
         NoRoute                       carries `missing`: the layers nobody serves
       NetworkError                  something between peers
         PeerUnreachable
+          NotAdmitted                   it answered, and we are not of its swarm
         ConnectionLost                the other side, or the link to it, went away
         ProtocolError                 a peer sent what the protocol does not allow
         WrongModel                    a peer serves other weights than ours
@@ -154,6 +155,12 @@ class NetworkError(SwarmError):
 
 class PeerUnreachable(NetworkError):
     code = "peer_unreachable"
+
+
+class NotAdmitted(PeerUnreachable):
+    """A peer that is there belongs to another swarm: one is private and the other not, or their secrets differ."""
+
+    code = "not_admitted"
 
 
 class ConnectionLost(NetworkError):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
-from swarm.errors import NetworkError, PeerUnreachable
+from swarm.errors import NetworkError, NotAdmitted, PeerUnreachable
 from swarm.net.carrier import Handler
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.frame_stream import FrameStream
@@ -113,7 +113,7 @@ class DaemonCarrier:
             async with asyncio.timeout(self._dial_timeout_s):
                 if addresses:
                     await self.control.connect(peer, addresses)
-                stream = await self.control.open_stream(peer, self._protocol, self._limits)
+                stream = await self._open(peer)
                 await self._introduce(stream)
         except TimeoutError:
             raise PeerUnreachable(f"{peer} did not answer within {self._dial_timeout_s:g} s") from None
@@ -123,6 +123,21 @@ class DaemonCarrier:
             raise PeerUnreachable(f"cannot reach {peer}: {error}") from None
         self._adopt(stream)
         return stream
+
+    async def _open(self, peer: PeerId) -> FrameStream:
+        try:
+            return await self.control.open_stream(peer, self._protocol, self._limits)
+        except PeerUnreachable as error:
+            if "protocols not supported" not in str(error):
+                raise
+        try:
+            other = await self.control.open_stream(peer, PROTOCOL if self._prove else PRIVATE_PROTOCOL, self._limits)
+        except PeerUnreachable:
+            raise PeerUnreachable(f"{peer} takes no connections of this protocol") from None
+        other.abort()
+        if self._prove:
+            raise NotAdmitted(f"{peer} is of an open swarm, which has no secret: join it without one")
+        raise NotAdmitted(f"{peer} is of a private swarm: ask its members for an invitation")
 
     async def _introduce(self, stream: FrameStream) -> None:
         if self._prove is None:

@@ -15,7 +15,7 @@ import hmac
 import os
 from collections.abc import Callable
 
-from swarm.errors import ConnectionLost, PeerUnreachable, ProtocolError
+from swarm.errors import ConnectionLost, NotAdmitted, PeerUnreachable, ProtocolError
 from swarm.net.frame_stream import FrameStream
 from swarm.types import PeerId
 
@@ -45,7 +45,7 @@ async def welcome(stream: FrameStream, own: PeerId, prove: Prove) -> None:
 
 
 async def introduce(stream: FrameStream, own: PeerId, prove: Prove) -> None:
-    """The dialler's part; frames may follow. Raises PeerUnreachable."""
+    """The dialler's part; frames may follow. Raises PeerUnreachable, NotAdmitted if the peer is of another swarm."""
     ours = os.urandom(NONCE)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -54,9 +54,11 @@ async def introduce(stream: FrameStream, own: PeerId, prove: Prove) -> None:
             await stream.write_delimited(ours + prove(b"dial", *parts))
             proof = await stream.preamble(limit=PROOF)
     except (ConnectionLost, ProtocolError):
-        raise PeerUnreachable(f"{stream.peer} did not let us in; is it of this swarm, and the secret right?") from None
+        raise NotAdmitted(
+            f"{stream.peer} did not let us in: the network secret is wrong, or the invitation old"
+        ) from None
     except TimeoutError:
         raise PeerUnreachable(f"{stream.peer} said no hello within {TIMEOUT_S:g} s") from None
     if not hmac.compare_digest(proof, prove(b"accept", *parts)):
-        raise PeerUnreachable(f"{stream.peer} could not prove that it is of this swarm")
+        raise NotAdmitted(f"{stream.peer} could not prove that it is of this swarm")
     stream.begin()

@@ -1,0 +1,96 @@
+"""Invitations: all that a newcomer needs to join a swarm, in one string to paste.
+
+    token = "swarm1" + base58(version | MessagePack of an `Invite`'s fields | checksum of 4 bytes)
+
+Owns that notation. Knows neither the network nor who made a token: it is as good as whoever handed it over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import base58
+import msgspec
+from msgspec import Meta
+from multiaddr import Multiaddr
+
+from swarm.codec import UNDECODABLE
+from swarm.errors import UsageError
+
+PREFIX = "swarm1"
+VERSION = 1
+MAX_PEERS = 8
+MAX_TOKEN = 4096  # characters
+
+_Text = Annotated[str, Meta(max_length=256)]
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True):
+    """What a token holds; addresses in their binary form. Later versions may add fields at the end."""
+
+    peers: Annotated[list[Annotated[bytes, Meta(max_length=256)]], Meta(min_length=1, max_length=MAX_PEERS)]
+    model: _Text
+    network: _Text = ""
+    secret: _Text = ""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Packed).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """`peers`: multiaddrs to join by. `network`: what people call the swarm. `secret`: "" for an open one."""
+
+    peers: tuple[str, ...]
+    model: str
+    network: str = ""
+    secret: str = ""
+
+    def token(self) -> str:
+        """Raises UsageError if a peer is not an address that others could join by."""
+        packed = _Packed([_to_bytes(peer) for peer in self.peers[:MAX_PEERS]], self.model, self.network, self.secret)
+        return PREFIX + base58.b58encode_check(bytes([VERSION]) + _encode(packed)).decode()
+
+    def settings(self) -> dict[str, Any]:
+        """What it sets in a config."""
+        found: dict[str, Any] = {"peers": self.peers, "model": self.model}
+        return {**found, "secret": self.secret} if self.secret else found
+
+
+def parse(token: str) -> Invite:
+    """Raises UsageError, saying what is wrong with the token."""
+    text = "".join(token.split())  # a line break from pasting does no harm
+    if not text.startswith(PREFIX) or len(text) > MAX_TOKEN:
+        raise UsageError(
+            f"'{token[:20]}' is not an invitation: one begins with {PREFIX}; paste all that was sent to you"
+        )
+    try:
+        data = base58.b58decode_check(text[len(PREFIX) :])
+    except ValueError:
+        raise UsageError("the invitation is damaged: a character is missing or was changed; paste it again") from None
+    if not data or data[0] != VERSION:
+        raise UsageError("the invitation is for another version of swarm; update, or ask for a new one")
+    try:
+        packed = _decode(data[1:])
+        peers = tuple(str(Multiaddr(peer)) for peer in packed.peers)
+    except (*UNDECODABLE, ValueError) as error:
+        raise UsageError(f"the invitation makes no sense: {error}") from None
+    invite = Invite(peers, packed.model, packed.network, packed.secret)
+    for peer in peers:
+        _to_bytes(peer)
+    if not all(text.isprintable() for text in (invite.model, invite.network, invite.secret)) or not invite.model:
+        raise UsageError("the invitation makes no sense: a name in it is not text")
+    return invite
+
+
+def _to_bytes(peer: str) -> bytes:
+    try:
+        address = Multiaddr(peer)
+        names = [protocol.name for protocol in address.protocols()]
+    except ValueError as error:
+        raise UsageError(f"'{peer}' is not a multiaddr: {error}") from None
+    if not names or names[-1] != "p2p":
+        raise UsageError(f"'{peer}' does not say which peer it is; it must end in /p2p/<peer id>")
+    return bytes(address.to_bytes())

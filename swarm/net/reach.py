@@ -1,0 +1,153 @@
+"""Both carriers as one: direct connections to peers that can be dialled, the daemon's streams to the others.
+
+Owns the choice. A peer's direct addresses are tried for a moment, then its daemon is asked; whoever was reached that
+way is tried directly again and again in the background, and what succeeds is offered to the pool, which moves the link.
+Knows neither TLS nor daemons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from swarm.codec import DEFAULT_LIMITS, FrameLimits
+from swarm.errors import NetworkError, PeerUnreachable
+from swarm.net.carrier import Connection, Handler, OnBetter
+from swarm.net.daemon_options import DaemonOptions
+from swarm.net.daemon_streams import DaemonCarrier
+from swarm.net.direct import DirectCarrier
+from swarm.net.direct_addresses import announced, is_direct, listened
+from swarm.net.frame_stream import FrameStream
+from swarm.net.identity import Identity
+from swarm.net.network_secret import NetworkSecret, open_proof
+from swarm.net.tasks import TaskScope
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+DIRECT_FIRST_S = 0.3  # for the direct addresses, before the daemon is asked
+PROBE_TIMEOUT_S = 5.0
+PROBE_AFTER_S = (1.0, 5.0, 30.0, 120.0)  # between probes of one peer; the last again and again
+
+
+class ReachCarrier:
+    """See `carrier.Carrier` and `carrier.Improving`. Made by `await ReachCarrier.start(...)`.
+
+    `without_direct`: why there are no direct connections here; "" if there are.
+    """
+
+    def __init__(self, daemon: DaemonCarrier, direct: DirectCarrier | None, without_direct: str) -> None:
+        self.daemon = daemon
+        self.without_direct = without_direct
+        self._direct = direct
+        self._on_better: OnBetter | None = None
+        self._scope = TaskScope("reach")
+
+    @classmethod
+    async def start(
+        cls,
+        identity: Identity,
+        options: DaemonOptions | None = None,
+        *,
+        direct: bool = True,
+        direct_port: int = 0,
+        accept: bool = True,
+        secret: NetworkSecret | None = None,
+        limits: FrameLimits = DEFAULT_LIMITS,
+        dial_timeout_s: float = 10.0,
+    ) -> ReachCarrier:
+        """Start a p2p daemon, and direct connections beside it if `direct` and this system can.
+
+        `accept`: also listen for direct connections, on `direct_port` (0: any) of the IP addresses that the daemon
+        listens on. Raises what `DaemonCarrier.start` does, AddressInUse also for a `direct_port` that is taken.
+        """
+        options = options or DaemonOptions()
+        beside: DirectCarrier | None = None
+        problem = "" if direct else "they are turned off"
+        if direct:
+            hosts = [host for address in options.listen if (host := listened(address)) is not None] if accept else []
+            prove = secret.prove if secret else open_proof
+            try:
+                beside = await DirectCarrier.start(identity, hosts, direct_port, prove=prove, limits=limits)
+            except NetworkError as error:
+                problem = str(error)
+                logger.warning("no direct connections, everything goes through the p2p daemon: %s", error)
+        try:
+            daemon = await DaemonCarrier.start(
+                identity,
+                options,
+                limits=limits,
+                dial_timeout_s=dial_timeout_s,
+                prove=secret.prove if secret else None,
+            )
+        except BaseException:
+            if beside is not None:
+                await beside.close()
+            raise
+        return cls(daemon, beside, problem)
+
+    @property
+    def peer(self) -> PeerId:
+        return self.daemon.peer
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The daemon's first address leads, for people to pass on; then the direct ones, then the daemon's others."""
+        first, *others = self.daemon.addresses
+        bound = self._direct.bound if self._direct is not None else ()
+        direct = (endpoint.address(self.peer) for endpoint in announced(bound, (first, *others)))
+        return (first, *direct, *others)
+
+    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
+        direct = tuple(address for address in addresses if is_direct(address)) if self._direct is not None else ()
+        if direct and self._direct is not None:
+            try:
+                async with asyncio.timeout(DIRECT_FIRST_S):
+                    return await self._direct.dial(peer, direct)
+            except (TimeoutError, PeerUnreachable) as error:
+                logger.debug("not directly: %s", error)
+        stream = await self.daemon.dial(peer, [address for address in addresses if not is_direct(address)])
+        if direct and self._on_better is not None:
+            self._scope.start(self._probe(stream, direct, self._on_better), f"probe of {peer}")
+        return stream
+
+    async def serve(self, handler: Handler) -> None:
+        if self._direct is not None:
+            await self._direct.serve(handler)
+        await self.daemon.serve(handler)
+
+    def on_better(self, found: OnBetter) -> None:
+        self._on_better = found
+
+    async def close(self) -> None:
+        await self._scope.close()
+        try:
+            if self._direct is not None:
+                await self._direct.close()
+        finally:
+            await self.daemon.close()
+
+    async def _probe(self, stream: FrameStream, addresses: Sequence[str], found: OnBetter) -> None:
+        """Try a peer that is connected through the daemon directly, until it works or the stream is gone."""
+        assert self._direct is not None  # or nobody would probe
+        turn = 0
+        while not await _gone_within(stream, PROBE_AFTER_S[min(turn, len(PROBE_AFTER_S) - 1)]):
+            turn += 1
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    better = await self._direct.dial(stream.peer, addresses)
+            except (TimeoutError, PeerUnreachable) as error:
+                logger.debug("still not directly: %s", error)
+                continue
+            await found(stream, better)
+            return
+
+
+async def _gone_within(stream: FrameStream, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await stream.closed()
+    except TimeoutError:
+        return False
+    return True
