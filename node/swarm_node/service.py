@@ -26,7 +26,7 @@ from swarm.errors import (
     SwarmError,
     WrongModel,
 )
-from swarm.messages import AnyMessage, Close, Failed, Open, Ping, Pong, Prune, Reroute, Step
+from swarm.messages import AnyMessage, Close, Failed, Move, Open, Ping, Pong, Prune, Reroute, Step
 from swarm.net.tasks import TaskScope
 from swarm.types import LayerSpan
 from swarm_node.answers import Answers
@@ -161,7 +161,7 @@ class Service:
         logger.warning("%s broke the protocol: %s", connection.peer, error)
         if self._quotas.offence(connection.peer):
             raise error
-        if not isinstance(message, Ping | Pong):
+        if not isinstance(message, Move | Ping | Pong):
             self._answers.tell(connection, _failed(message.session, error))
 
     def _owned(self, connection: Link, session_id: bytes) -> Session | None:
