@@ -33,6 +33,8 @@ class Limits:
     dial_timeout_s: float = 10.0
     open_timeout_s: float = 15.0
     route_timeout_s: float = 5.0  # how long a client waits for layers nobody serves
+    repair_timeout_s: float = 30.0  # ... when they went away in the middle of an answer
+    silence_s: float = 1.0  # a peer that lets a ping wait for so long is lost
     step_timeout_s: float = 60.0
     drain_timeout_s: float = 20.0
     session_idle_s: float = 300.0  # a session that sends no step for so long gives its pages back
@@ -67,6 +69,13 @@ class NodeConfig:
     carrier: Carriers = "auto"
     direct_port: int = 0  # for direct connections; 0: any
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
+    max_sessions: int | None = None  # None: `limits.max_sessions`
+    max_upload: int | None = None  # bytes a second; None: no cap
+    schedule: str = ""  # local time in which to serve, as in "22:00-08:00"; "": always
+    pause_when_busy: bool = False  # take no sessions while others use the machine
+    log_format: Literal["text", "json"] = "text"
+    metrics_port: int | None = None  # for Prometheus; None: no metrics
+    metrics_host: str = "127.0.0.1"
     limits: Limits = field(default_factory=Limits)
 
 
@@ -116,6 +125,18 @@ def local_swarm() -> tuple[str, tuple[str, ...]]:
     return model, peers
 
 
+_BYTES = ("max_memory", "max_upload")
+_NUMBERS = (
+    "gpu",
+    "threads",
+    "prefill_chunk",
+    "share",
+    "wait_s",
+    "direct_port",
+    "max_sessions",
+    "metrics_port",
+)
+
 _Config = TypeVar("_Config", NodeConfig, ClientConfig)
 
 
@@ -136,8 +157,9 @@ def load(cls: type[_Config], overrides: Mapping[str, Any], file: Path | None = N
         if name in merged:
             value = merged[name]
             merged[name] = (value,) if isinstance(value, str) else value
-    if isinstance(merged.get("max_memory"), str):
-        merged["max_memory"] = parse_bytes(merged["max_memory"])
+    for name in _BYTES:
+        if isinstance(merged.get(name), str):
+            merged[name] = parse_bytes(merged[name])
     try:
         return msgspec.convert(merged, cls, dec_hook=_to_path)
     except msgspec.ValidationError as error:
@@ -185,13 +207,13 @@ def _limits(table: Mapping[str, Any]) -> Limits:
 def _from_text(name: str, text: str) -> Any:
     if name in ("peers", "listen"):
         return tuple(part for part in text.replace(",", " ").split() if part)
-    if name == "max_memory":
+    if name in _BYTES:
         return parse_bytes(text)
-    if name in ("gpu", "threads", "prefill_chunk", "share", "wait_s", "direct_port"):
+    if name in _NUMBERS:
         try:
             return float(text) if name == "wait_s" else int(text)
         except ValueError:
             raise UsageError(f"SWARM_{name.upper()} is '{text}', which is not a number") from None
-    if name == "json":
+    if name in ("json", "pause_when_busy"):
         return text.lower() in ("1", "true", "yes")
     return text
