@@ -1,6 +1,7 @@
-"""One session opened on every hop of one chain. Owns its id, its connections and the edges the client relays.
+"""One session opened on every hop of one chain, and mended in place when hops are lost (docs/recovery.md).
 
-Knows nothing of tokens to come: `driver` decides what to send, this carries it.
+Owns its id, its connections, the edges the client relays, and who was lost. Knows nothing of tokens to come: `driver`
+decides what to send, this carries it.
 """
 
 from __future__ import annotations
@@ -8,19 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from swarm.codec import Buffer
 from swarm.config import Limits
-from swarm.errors import ConnectionLost, NetworkError, NodeBusy, PeerUnreachable, ProtocolError, RemoteError, WrongModel
-from swarm.messages import AnyMessage, Close, Failed, Open, Opened, Result, Step, WireSampling
+from swarm.errors import ConnectionLost, NetworkError, NodeBusy, ProtocolError, RemoteError, WrongModel
+from swarm.messages import AnyMessage, Close, Failed, Open, Opened, Prune, Reroute, Result, Step, WireSampling
 from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
+from swarm.plan.repair import Repair
 from swarm.plan.session import SendStep
 from swarm.types import Chain, Hop, NodeProfile, PeerId, Sampling
+from swarm_client.inbox import Inboxes, Incoming
 
-MAX_UNREAD = 256  # frames waiting in one session's queue; its window of steps is far smaller
+_T = TypeVar("_T")
+
+CLOSE_TIMEOUT_S = 1.0
+REPLAY_ROWS = 256  # tokens of one step that feeds a new first hop
 
 
 class HopFailed(NetworkError):
@@ -32,45 +39,6 @@ class HopFailed(NetworkError):
         super().__init__(str(cause))
         self.peer = peer
         self.cause = cause
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """A frame for one session, or (without a message) the news that the connection to `peer` is gone."""
-
-    peer: PeerId
-    message: AnyMessage | None
-    body: Buffer = b""
-    error: NetworkError | None = None
-
-
-class Inboxes:
-    """Sorts the frames of all connections into the queues of the sessions they belong to."""
-
-    def __init__(self) -> None:
-        self._queues: dict[bytes, asyncio.Queue[Incoming]] = {}
-
-    def register(self, session: bytes) -> asyncio.Queue[Incoming]:
-        return self._queues.setdefault(session, asyncio.Queue(MAX_UNREAD))
-
-    def forget(self, session: bytes) -> None:
-        self._queues.pop(session, None)
-
-    async def on_frame(self, connection: Link, message: AnyMessage, body: memoryview) -> None:
-        if not isinstance(message, Opened | Failed | Result | Step):
-            raise ProtocolError(f"a node sent a client a {type(message).__name__}")
-        queue = self._queues.get(message.session)
-        if queue is None:
-            return  # late news of a session that is closed
-        if queue.full():
-            raise ProtocolError(f"a node sent {MAX_UNREAD} frames that nobody asked for")
-        queue.put_nowait(Incoming(connection.peer, message, body))
-
-    async def on_lost(self, connection: Link, error: NetworkError) -> None:
-        for queue in self._queues.values():
-            while queue.full():
-                queue.get_nowait()  # the loss matters more than what came before it
-            queue.put_nowait(Incoming(connection.peer, None, error=error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +54,22 @@ class SessionSpec:
 
 @dataclass(slots=True)
 class ChainSession:
-    """Use `await ChainSession.open(...)`; then `send`, `receive`, `close`."""
+    """Use `await ChainSession.open(...)`; then `send`, `receive`, `close`, and `repair` after HopFailed.
+
+    `lost`: the peers that are known to be lost, and why. `whole`: the last chain that was ready, whose hops hold what
+    has settled; `chain` runs ahead of it during a repair.
+    """
 
     id: bytes
     chain: Chain
+    spec: SessionSpec
     _pool: ConnectionPool
     _inboxes: Inboxes
+    _limits: Limits
     _inbox: asyncio.Queue[Incoming]
+    epoch: int = 0  # of the last repair: older answers are stale
+    lost: dict[PeerId, NetworkError] = field(default_factory=dict)
+    whole: Chain = Chain(())
     _connections: dict[PeerId, Link] = field(default_factory=dict)
     _relayed: set[PeerId] = field(default_factory=set)
 
@@ -106,71 +83,18 @@ class ChainSession:
         pool: ConnectionPool,
         inboxes: Inboxes,
         limits: Limits,
+        epoch: int = 0,
     ) -> ChainSession:
         """Dial every hop, open the session on all of them at once and wait until all are ready. Raises HopFailed."""
         session = os.urandom(16)
-        self = cls(session, chain, pool, inboxes, inboxes.register(session))
+        self = cls(session, chain, spec, pool, inboxes, limits, inboxes.register(session), epoch)
         try:
-            async with asyncio.timeout(limits.open_timeout_s):
-                await self._open_all(nodes, spec, history)
-                waiting = set(chain.peers)
-                while waiting:
-                    waiting.discard(await self._opened())
-        except TimeoutError:
-            late = next((p for p in chain.peers if p not in self._connections), chain.peers[-1])
-            await self.close()
-            raise HopFailed(late, ConnectionLost(f"node {late} did not open the session in time")) from None
+            await self._open_hops({hop: 0 for hop in chain.hops}, nodes, history)
         except BaseException:
             await self.close()
             raise
+        self.whole = chain
         return self
-
-    async def _open_all(self, nodes: Mapping[PeerId, NodeProfile], spec: SessionSpec, history: Sequence[int]) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for i, hop in enumerate(self.chain.hops):
-                    group.create_task(self._open_hop(i, hop, nodes, spec, history))
-        except ExceptionGroup as group_error:
-            failures, others = group_error.split(HopFailed)
-            if failures is None or others is not None:
-                raise
-            raise failures.exceptions[0] from None
-
-    async def _open_hop(
-        self, index: int, hop: Hop, nodes: Mapping[PeerId, NodeProfile], spec: SessionSpec, history: Sequence[int]
-    ) -> None:
-        hops = self.chain.hops
-        after = hops[index + 1].peer if index + 1 < len(hops) else ""
-        tail = not after
-        message = Open(
-            session=self.id,
-            model=spec.model,
-            weight_hash=spec.weight_hash,
-            dtype=spec.dtype,
-            start=hop.start,
-            end=hop.end,
-            max_tokens=spec.max_tokens,
-            upstream=hops[index - 1].peer if index else "",
-            downstream=after,
-            downstream_addresses=list(nodes[after].addresses) if after else [],
-            sampling=WireSampling.of(spec.sampling) if tail else None,
-            history=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
-        )
-        try:
-            connection = await self._pool.get(hop.peer, nodes[hop.peer].addresses)
-            self._connections[hop.peer] = connection
-            await connection.send(message)
-        except NetworkError as error:
-            raise HopFailed(hop.peer, error) from error
-
-    async def _opened(self) -> PeerId:
-        """The next hop that is ready."""
-        incoming = await self._receive()
-        if not isinstance(incoming.message, Opened):
-            raise HopFailed(incoming.peer, ProtocolError(f"node {incoming.peer} answered out of turn"))
-        if incoming.message.relay:
-            self._relayed.add(incoming.peer)
-        return incoming.peer
 
     async def send(self, action: SendStep) -> None:
         """Send a step to the first hop. Raises HopFailed."""
@@ -181,55 +105,244 @@ class ChainSession:
             base=action.base,
             line=len(action.tokens),
             sample=action.sample,
-            tokens=list(action.tokens),
+            tokens=[*action.tokens, *action.rows],
+            parents=list(action.parents),
+            slots=list(action.slots),
+            commit=list(action.commit),
         )
-        await self._send_to(self.chain.hops[0].peer, step)
+        await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.silence_s)
 
-    async def receive(self) -> Result:
-        """The tail's next result; relays the edges that hops could not dial. Raises HopFailed."""
-        while True:
-            incoming = await self._receive()
-            match incoming.message:
-                case Result() as result if incoming.peer == self.chain.hops[-1].peer:
-                    return result
-                case Step() as step if incoming.peer in self._relayed:
-                    after = self.chain.peers.index(incoming.peer) + 1
-                    await self._send_to(self.chain.peers[after], step, incoming.body)
-                case _:
-                    raise HopFailed(incoming.peer, ProtocolError(f"node {incoming.peer} answered out of turn"))
+    async def receive(self, patience_s: float) -> Result:
+        """The tail's next result. Whenever `patience_s` passes without one, all hops are asked whether they live.
+
+        Raises HopFailed.
+        """
+        return await self._patiently(self._result(), patience_s)
+
+    async def drop_stale(self, epoch: int) -> None:
+        """Tell every hop that steps before `epoch` are void, best effort: the next step says so too, only later."""
+        for connection in self._connections.values():
+            with contextlib.suppress(NetworkError):
+                await connection.send(Prune(self.id, epoch))
 
     async def close(self) -> None:
         """Tell every hop, best effort: a hop that cannot be told notices when the connection goes."""
         self._inboxes.forget(self.id)
-        for connection in self._connections.values():
-            with contextlib.suppress(NetworkError):
-                await connection.send(Close(self.id))
+        await self._dismiss(list(self._connections))
 
-    def _blamed(self, peer: PeerId, failed: Failed) -> PeerId:
-        """Who is to be left out of the next chain: a hop that lost its connection speaks of the one after it."""
-        after = self.chain.peers.index(peer) + 1
-        if failed.error in (ConnectionLost.code, PeerUnreachable.code) and after < len(self.chain):
-            return self.chain.peers[after]
-        return peer
+    # Repair ----------------------------------------------------------------------------------------------------------
 
-    async def _send_to(self, peer: PeerId, step: Step, body: Buffer = b"") -> None:
+    def note_losses(self) -> None:
+        """Take in what is known of further losses without waiting for more."""
+        while not self._inbox.empty():
+            with contextlib.suppress(HopFailed):
+                self._judge(self._inbox.get_nowait())
+
+    async def repair(
+        self, repair: Repair, nodes: Mapping[PeerId, NodeProfile], tokens: Sequence[int], settled: int, epoch: int
+    ) -> None:
+        """Go on along `repair.chain`, which mends `whole`. Afterwards every hop holds at least the first `settled` of `tokens`.
+
+        Replacements are opened with this session's id, the hops beside them are rerouted, and what a replacement lacks
+        comes from the log of the hop before it, or from here. `epoch` is newer than that of all steps sent so far.
+        Raises HopFailed, and may then be tried again with another repair and a newer epoch.
+        """
+        hops, kept = repair.chain.hops, set(repair.kept)
+        await self._dismiss([p for p in self._connections if p not in {hop.peer for hop in kept}])
+        self.chain, self.epoch = repair.chain, epoch
+        fresh: dict[Hop, int] = {}
+        for i, hop in enumerate(hops):
+            if hop not in kept:
+                last = i + 1 == len(hops) or hops[i + 1] in kept
+                fresh[hop] = settled if last else 0
+        await self._open_hops(fresh, nodes, tokens)
+        rerouted: list[tuple[int, Hop]] = []
+        for i, hop in enumerate(hops):
+            beside = (*hops[max(0, i - 1) : i], *hops[i + 1 : i + 2])
+            if hop in kept and any(other not in kept for other in beside):
+                rerouted.append((i, hop))
+        for i, hop in rerouted:
+            replaced = i + 1 < len(hops) and hops[i + 1] not in kept
+            await self._patiently(
+                self._send_to(hop.peer, self._reroute(i, nodes, settled if replaced else 0)), self._limits.silence_s
+            )
+        await self._all_open({hop.peer for _, hop in rerouted})
+        if hops[0] not in kept:
+            await self._replay(tokens[:settled])
+        self.whole = repair.chain
+        self.lost.clear()
+
+    def _reroute(self, index: int, nodes: Mapping[PeerId, NodeProfile], replay: int) -> Reroute:
+        before, after = self._neighbours(index)
+        addresses = list(nodes[after].addresses) if after in nodes else []
+        return Reroute(self.id, self.epoch, before, after, addresses, replay)
+
+    async def _replay(self, tokens: Sequence[int]) -> None:
+        """Feed a new first hop what the others hold already."""
+        for start in range(0, len(tokens), REPLAY_ROWS):
+            part = list(tokens[start : start + REPLAY_ROWS])
+            step = Step(self.id, self.epoch, 0, start, len(part), sample=False, tokens=part)
+            await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.silence_s)
+
+    # Opening ---------------------------------------------------------------------------------------------------------
+
+    async def _open_hops(
+        self, hops: Mapping[Hop, int], nodes: Mapping[PeerId, NodeProfile], history: Sequence[int]
+    ) -> None:
+        """Open the session on `hops` (of the chain; with their `onward_from`) and wait until all are ready."""
+        waiting = {hop.peer for hop in hops}
         try:
-            await self._connections[peer].send(step, body)
-        except NetworkError as error:
-            raise HopFailed(peer, error) from error
+            async with asyncio.timeout(self._limits.open_timeout_s):
+                async with asyncio.TaskGroup() as group:
+                    for hop, onward_from in hops.items():
+                        group.create_task(self._open_hop(hop, onward_from, nodes, history))
+                await self._all_open(waiting)
+        except TimeoutError:
+            late = next(hop.peer for hop in hops if hop.peer in waiting)
+            raise self._lose(late, ConnectionLost(f"node {late} did not open the session in time")) from None
+        except ExceptionGroup as group_error:
+            failures, others = group_error.split(HopFailed)
+            if failures is None or others is not None:
+                raise
+            raise failures.exceptions[0] from None
 
-    async def _receive(self) -> Incoming:
+    async def _open_hop(
+        self, hop: Hop, onward_from: int, nodes: Mapping[PeerId, NodeProfile], history: Sequence[int]
+    ) -> None:
+        before, after = self._neighbours(self.chain.hops.index(hop))
+        spec, tail = self.spec, not after
+        message = Open(
+            session=self.id,
+            model=spec.model,
+            weight_hash=spec.weight_hash,
+            dtype=spec.dtype,
+            start=hop.start,
+            end=hop.end,
+            max_tokens=spec.max_tokens,
+            upstream=before,
+            downstream=after,
+            downstream_addresses=list(nodes[after].addresses) if after in nodes else [],
+            sampling=WireSampling.of(spec.sampling) if tail else None,
+            history=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
+            epoch=self.epoch,
+            onward_from=onward_from,
+        )
+        try:
+            self._connections[hop.peer] = await self._pool.get(hop.peer, nodes[hop.peer].addresses)
+        except NetworkError as error:
+            raise self._lose(hop.peer, error) from error
+        await self._send_to(hop.peer, message)
+
+    def _neighbours(self, index: int) -> tuple[PeerId, PeerId]:
+        """The peers before and after a hop; "" is the client."""
+        peers = ("", *self.chain.peers, "")
+        return peers[index], peers[index + 2]
+
+    async def _all_open(self, waiting: set[PeerId]) -> None:
+        """Wait until all of `waiting` have answered an Open or Reroute of this epoch."""
+        while waiting:
+            incoming = await self._patiently(self._next(), self._limits.silence_s, frozenset(waiting))
+            opened = incoming.message
+            if isinstance(opened, Opened) and opened.epoch == self.epoch:
+                waiting.discard(incoming.peer)
+                (self._relayed.add if opened.relay else self._relayed.discard)(incoming.peer)
+
+    # Frames ----------------------------------------------------------------------------------------------------------
+
+    async def _result(self) -> Result:
         while True:
-            incoming = await self._inbox.get()
-            if incoming.peer not in self.chain.peers:
-                continue  # another session's node; none of our business
-            if incoming.error is not None:
-                raise HopFailed(incoming.peer, incoming.error)
-            if isinstance(incoming.message, Failed):
-                raise HopFailed(
-                    self._blamed(incoming.peer, incoming.message), _remote_error(incoming.peer, incoming.message)
-                )
+            incoming = await self._next()
+            if isinstance(incoming.message, Result) and incoming.peer == self.chain.peers[-1]:
+                return incoming.message
+
+    async def _next(self) -> Incoming:
+        """The next answer. Edges that hops could not dial are relayed on the way. Raises HopFailed."""
+        while True:
+            incoming = self._judge(await self._inbox.get())
+            if incoming is None:
+                continue
+            step = incoming.message
+            if not isinstance(step, Step):
+                return incoming
+            if incoming.peer not in self._relayed:
+                raise self._lose(incoming.peer, ProtocolError(f"node {incoming.peer} answered out of turn"))
+            if step.epoch >= self.epoch:
+                _, after = self._neighbours(self.chain.peers.index(incoming.peer))
+                await self._send_to(after, step, incoming.body)
+
+    def _judge(self, incoming: Incoming) -> Incoming | None:
+        """None for what is none of our business: another session's node, or one that is out. Raises HopFailed."""
+        if incoming.peer not in self.chain.peers:
+            return None
+        if incoming.error is not None:
+            raise self._lose(incoming.peer, incoming.error)
+        failed = incoming.message
+        if not isinstance(failed, Failed):
             return incoming
+        if not failed.lost:
+            raise self._lose(incoming.peer, _remote_error(incoming.peer, failed))
+        if failed.lost not in self.chain.peers:
+            return None
+        raise self._lose(failed.lost, _remote_error(incoming.peer, failed))
+
+    async def _send_to(self, peer: PeerId, message: AnyMessage, body: Buffer = b"") -> None:
+        try:
+            await self._connections[peer].send(message, body)
+        except NetworkError as error:
+            raise self._lose(peer, error) from error
+
+    async def _dismiss(self, peers: Collection[PeerId]) -> None:
+        """These have nothing to do with this session any more."""
+        leaving = [self._connections.pop(peer) for peer in peers]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):  # one that does not read must not hold us up
+                await asyncio.gather(*(_tell_closed(link, self.id) for link in leaving))
+
+    # Who is alive ----------------------------------------------------------------------------------------------------
+
+    def _lose(self, peer: PeerId, cause: NetworkError) -> HopFailed:
+        self.lost.setdefault(peer, cause)
+        return HopFailed(peer, cause)
+
+    async def _patiently(
+        self, work: Coroutine[Any, Any, _T], patience_s: float, peers: Collection[PeerId] | None = None
+    ) -> _T:
+        """Await `work`; whenever it has taken `patience_s` more, ask `peers` (all hops) for a sign of life.
+
+        A ping is answered by a node's event loop, so a node that is only busy answers. Raises HopFailed.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=patience_s))[0]:
+                await self._probe(self.chain.peers if peers is None else peers)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def _probe(self, peers: Collection[PeerId]) -> None:
+        """Raises HopFailed for one of those that are silent; `lost` has them all."""
+        silent = [
+            p for p, alive in zip(peers, await asyncio.gather(*map(self._lives, peers)), strict=True) if not alive
+        ]
+        for peer in silent:
+            self._lose(peer, ConnectionLost(f"node {peer} fell silent"))
+        if silent:
+            raise HopFailed(silent[0], self.lost[silent[0]])
+
+    async def _lives(self, peer: PeerId) -> bool:
+        try:
+            async with asyncio.timeout(self._limits.silence_s):
+                await self._pool.rtt(peer)
+        except (NetworkError, TimeoutError):
+            return False
+        return True
+
+
+async def _tell_closed(link: Link, session: bytes) -> None:
+    with contextlib.suppress(NetworkError):
+        await link.send(Close(session))
 
 
 def _remote_error(peer: PeerId, failed: Failed) -> NetworkError:

@@ -11,9 +11,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from swarm.config import Limits
-from swarm.errors import ConnectionLost, NetworkError, NoRoute, RemoteError
+from swarm.errors import ConnectionLost, NetworkError, NoRoute, ProtocolError, RemoteError
 from swarm.plan.session import (
+    Action,
     ChainReady,
+    Draft,
+    DropStale,
     EmitTokens,
     Event,
     Finish,
@@ -25,6 +28,7 @@ from swarm.plan.session import (
 )
 from swarm.types import Chain, PeerId
 from swarm_client.chain_session import ChainSession, HopFailed
+from swarm_client.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ class Driver:
     generation: Generation
     open_chain: OpenChain
     limits: Limits
+    speculator: Speculator | None = None
     chain: Chain | None = None
     repairs: list[str] = field(default_factory=list)
     _banned: set[PeerId] = field(default_factory=set)
@@ -53,17 +58,26 @@ class Driver:
         Raises NoRoute when no chain covers the model, or the last hop's own error when every chain failed.
         """
         try:
+            if self.speculator is not None:
+                await self.speculator.begin()
             pending: list[Event] = [await self._connect()]
             while True:
                 event = pending.pop() if pending else await self._next_event()
-                for action in self.generation.handle(event):
+                for action in self._handle(event):
                     match action:
                         case SendStep():
                             lost = await self._send(action)
                             if lost is not None:
                                 pending.append(lost)
                                 break
+                        case Draft():
+                            assert self.speculator is not None  # without one the policy asks for no guesses
+                            pending.append(await self.speculator.draft(action))
+                        case DropStale():
+                            await self._drop_stale(action)
                         case EmitTokens():
+                            if self.speculator is not None:
+                                await self.speculator.emitted(action.tokens)
                             yield action
                         case RepairChain():
                             pending.append(await self._repair(action))
@@ -73,8 +87,26 @@ class Driver:
         finally:
             await self._close()
 
+    def _handle(self, event: Event) -> list[Action]:
+        """The generation's answer to an event; a tail that breaks the rules is lost to us."""
+        if isinstance(event, StepSettled) and self.speculator is not None:
+            self.speculator.settled(event)
+        try:
+            return self.generation.handle(event)
+        except ProtocolError as error:
+            assert self.chain is not None  # results come along a chain
+            return self.generation.handle(HopLost(self.chain.peers[-1], str(error)))
+
+    async def _drop_stale(self, action: DropStale) -> None:
+        assert self._session is not None  # what is stale was sent
+        if self.speculator is not None:
+            self.speculator.voided()
+        await self._session.drop_stale(action.epoch)
+
     async def _send(self, action: SendStep) -> HopLost | None:
         assert self._session is not None  # the generation sends only after ChainReady
+        if self.speculator is not None:
+            self.speculator.sent(action)
         try:
             await self._session.send(action)
         except HopFailed as failed:
@@ -123,6 +155,8 @@ class Driver:
                 await asyncio.sleep(ROUTE_RETRY_S)
                 continue
             self.chain = self._session.chain
+            if self.speculator is not None:
+                self.speculator.chain_ready(self.chain)
             return ChainReady()
 
     async def _close(self) -> None:

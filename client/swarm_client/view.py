@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from swarm.errors import NetworkError, NoRoute, WrongModel
 from swarm.net import identity
 from swarm.net.carrier import Directory
 from swarm.net.pool import ConnectionPool
-from swarm.plan.routing import explain_snapshot, route_snapshot
+from swarm.plan.routing import DEFAULT_LINK_MS, explain_snapshot, route_snapshot, snapshot_rho
+from swarm.plan.speculation import ChainCosts
 from swarm.records import to_snapshot
-from swarm.types import Chain, NodeProfile, PeerId, Snapshot
+from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
 
 MAX_AGE_S = 1.0
 LINK_AGE_S = 30.0  # how long a measured link time is believed
@@ -69,6 +71,20 @@ class SwarmView:
             raise self._refusal(snapshot, error) from None
         return chain, snapshot
 
+    def costs(self, chain: Chain) -> ChainCosts:
+        """What a step along `chain` costs by the live map; a node that has left it is assumed to be ordinary."""
+        assert self._snapshot is not None  # the chain was routed on one
+        nodes = [self._snapshot.node(hop.peer) or _unknown(hop) for hop in chain.hops]
+        place = {node.peer: i for i, node in enumerate(nodes)}
+        rho = snapshot_rho(nodes)
+
+        def link_ms(a: PeerId, b: PeerId) -> float:
+            if not a or not b:
+                return self._client_ms().get(a or b, DEFAULT_LINK_MS)
+            return float(rho[place[a], place[b]])
+
+        return ChainCosts.of(chain, replace(self._snapshot, nodes=tuple(nodes)), link_ms)
+
     def explain(self, chain: Chain) -> str:
         """Why this chain, in plain words."""
         if self._snapshot is None or any(self._snapshot.node(p) is None for p in chain.peers):
@@ -113,3 +129,7 @@ class SwarmView:
         except (TimeoutError, NetworkError):
             return  # routing falls back to what it assumes of strangers; opening the session will tell
         self._links[node.peer] = (now, rtt / 2.0)
+
+
+def _unknown(hop: Hop) -> NodeProfile:
+    return NodeProfile(hop.peer, "", NodeState.SERVING, "", "", len(hop.span), hop.span)

@@ -1,0 +1,156 @@
+"""One generation's guesses: asks the drafter, measures what became of the guesses, sets the policy.
+
+Owns the clock of a generation's rounds. What to guess is the drafter's, how far `plan.tuning`'s, and what a guess means
+`plan.session`'s. A drafter that fails ends the guessing and never the generation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from swarm.errors import DrafterFailed
+from swarm.plan.arca import AcceptanceTable
+from swarm.plan.session import Draft, Drafted, DraftsEnded, Generation, Policy, SendStep, StepSettled
+from swarm.plan.speculation import ChainCosts, Drafter, Strategy
+from swarm.plan.tuning import MAX_DEPTH, Observation, Setting, Tuner
+from swarm.types import Chain
+from swarm_client.drafters.base import Candidate
+
+logger = logging.getLogger(__name__)
+
+DRAFT_MEMORY = 0.9  # what the drafting times before the last one weigh together
+
+
+class Guesser(Protocol):
+    """A drafter as a generation uses it. Every call raises DrafterFailed once it has failed."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def reset(self, prompt_ids: Sequence[int]) -> None: ...
+
+    async def extend(self, tokens: Sequence[int]) -> None: ...
+
+    async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]: ...
+
+    def acceptance(self, depths: int) -> AcceptanceTable: ...
+
+
+@dataclass(slots=True)
+class Speculator:
+    """`only`: the strategy the user asked for, None to choose the best one as it goes."""
+
+    generation: Generation
+    guesser: Guesser
+    costs_of: Callable[[Chain], ChainCosts]
+    only: Strategy | None = None
+    fixed: Policy | None = None  # for experiments: this policy, whatever is measured
+    clock: Callable[[], float] = time.perf_counter
+    setting: Setting | None = None
+    failure: str = ""
+    changes: list[str] = field(default_factory=list)
+    _tuner: Tuner | None = None
+    _sent_at: dict[int, tuple[float, int, bool]] = field(default_factory=dict)  # step -> when, rows, whether alone
+    _level_ms: float = 0.0
+    _tokens: int = 0  # known at the last result
+    _hits: int = 0
+    _expected: float = 0.0
+    _last: float = 0.0
+
+    async def begin(self) -> None:
+        """Tell the drafter the prompt."""
+        self._tokens = len(self.generation.known)
+        try:
+            await self.guesser.reset(self.generation.known)
+        except DrafterFailed as error:
+            self._fail(error)
+
+    def chain_ready(self, chain: Chain) -> None:
+        """A chain is open; what was measured on the one before it says nothing of this one."""
+        self._tuner = Tuner(self.costs_of(chain), self.only)
+        self._sent_at.clear()
+        self._last = self.clock()
+        self._choose()
+
+    async def draft(self, action: Draft) -> Drafted | DraftsEnded:
+        started = self.clock()
+        try:
+            answer = await self.guesser.propose_many(action.paths, action.width)
+        except DrafterFailed as error:
+            self._fail(error)
+            return DraftsEnded()
+        took = (self.clock() - started) * 1e3
+        self._level_ms = took if not self._level_ms else DRAFT_MEMORY * self._level_ms + (1 - DRAFT_MEMORY) * took
+        return Drafted(tuple(tuple(candidates) for candidates in answer))
+
+    async def emitted(self, tokens: Sequence[int]) -> None:
+        """These tokens are certain now."""
+        if self.failure:
+            return
+        try:
+            await self.guesser.extend(tokens)
+        except DrafterFailed as error:
+            self._fail(error)
+
+    def sent(self, step: SendStep) -> None:
+        self._sent_at[step.step] = (self.clock(), len(step.tokens) + len(step.rows), not self._sent_at)
+
+    def voided(self) -> None:
+        """What is under way counts no more."""
+        self._sent_at.clear()
+
+    def settled(self, result: StepSettled) -> None:
+        """Measure a result before the generation sees it, and choose how to go on."""
+        sent = self._sent_at.pop(result.step, None)
+        if sent is None or self._tuner is None:
+            return
+        now, (at, width, alone), tally = self.clock(), sent, self.generation.tally
+        known = len(self.generation.known)
+        self._tuner.settled(
+            Observation(width, result.trace, (now - at) * 1e3 if alone else None),
+            tokens=known - self._tokens,
+            hits=tally.hits - self._hits,
+            expected=tally.expected - self._expected,
+            took_ms=(now - self._last) * 1e3,
+        )
+        self._tokens, self._hits, self._expected, self._last = known, tally.hits, tally.expected, now
+        self._choose()
+
+    def to_json(self) -> dict[str, Any]:
+        """What `/stats` and `--json` show."""
+        tally = self.generation.tally
+        return {
+            "strategy": str(self.setting.strategy) if self.setting else str(Strategy.SEQUENTIAL),
+            "drafter": self.guesser.name,
+            "reason": self.failure or (self.setting.reason if self.setting else ""),
+            "changes": list(self.changes),
+            "steps": tally.steps,
+            "rows": tally.rows,
+            "hits": tally.hits,
+            "misses": tally.misses,
+            "stale_steps": tally.stale,
+            "tokens_per_step": round(len(self.generation.generated) / tally.steps, 3) if tally.steps else 0.0,
+            "acceptance": [[round(p, 3) for p in row] for row in self.guesser.acceptance(4)],
+        }
+
+    def _choose(self) -> None:
+        if self.failure or self._tuner is None:
+            return
+        if self.fixed is not None:
+            self.generation.policy = self.fixed
+            return
+        drafter = Drafter(self.guesser.acceptance(MAX_DEPTH), level_ms=self._level_ms)
+        setting = self._tuner.setting(drafter)
+        if self.setting is None or setting.strategy is not self.setting.strategy:
+            self.changes.append(f"{len(self.generation.generated)}: {setting.strategy}")
+            logger.info("from token %d on: %s", len(self.generation.generated), setting.reason)
+        self.setting, self.generation.policy = setting, setting.policy
+
+    def _fail(self, error: DrafterFailed) -> None:
+        self.failure = str(error)
+        logger.warning("going on without guesses: %s", error)
+        self.generation.policy = Policy()
