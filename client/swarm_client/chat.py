@@ -15,6 +15,7 @@ import uvloop
 
 from swarm.config import ClientConfig, load, local_swarm
 from swarm.errors import SwarmError, UsageError
+from swarm.invite import parse
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -38,6 +39,10 @@ def run(
         list[str] | None,
         typer.Option(help="Multiaddr of a node of the swarm; repeatable. Default: the swarm of `swarm-node local`."),
     ] = None,
+    invite: Annotated[
+        str | None,
+        typer.Option(help="What `swarm-node invite` printed; replaces --peer, --model.", metavar="TOKEN"),
+    ] = None,
     model: Annotated[str | None, typer.Option(help=f"The model to ask. Default: {_LIBRARY.model}.")] = None,
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
     strategy: Annotated[str | None, typer.Option(help="auto or sequential.")] = None,
@@ -56,11 +61,9 @@ def run(
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:
-        settings = load(
-            ClientConfig,
-            {"model": model, "peers": tuple(peer) if peer else None, "strategy": strategy, "dtype": dtype},
-            config,
-        )
+        given = {"model": model, "peers": tuple(peer) if peer else None, "strategy": strategy, "dtype": dtype}
+        invited = parse(invite).settings() if invite else {}
+        settings = load(ClientConfig, {**invited, **{k: v for k, v in given.items() if v is not None}}, config)
         settings = _with_peers(settings)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -55,14 +56,7 @@ class SwarmClient:
         tokenizer: ChatTokenizer | None = None,
     ) -> None:
         base = config or ClientConfig()
-        self.config = ClientConfig(
-            model=model or base.model,
-            peers=tuple(peers) if peers is not None else base.peers,
-            dtype=base.dtype,
-            strategy=base.strategy,
-            prefill_chunk=base.prefill_chunk,
-            limits=base.limits,
-        )
+        self.config = replace(base, model=model or base.model, peers=tuple(peers) if peers is not None else base.peers)
         self._given_network = network
         self._given_source = source
         self._stack = AsyncExitStack()
@@ -82,7 +76,10 @@ class SwarmClient:
             network = self._given_network
             if network is None:
                 assert options is not None
-                network = await stack.enter_async_context(connect(options, self.config.limits))
+                direct = self.config.carrier != "daemon"
+                network = await stack.enter_async_context(
+                    connect(options, self.config.limits, direct=direct, secret=self.config.secret)
+                )
             self._source, self._network = source, network
             self._tokenizer = self._tokenizer or load_tokenizer(source)
             self._view = SwarmView(
