@@ -15,11 +15,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 
 from swarm.config import NodeConfig
-from swarm.errors import NetworkError, PeerUnreachable, WrongModel
+from swarm.errors import NetworkError, NotAdmitted, PeerUnreachable, WrongModel
 from swarm.messages import Close, Failed, Open
 from swarm.net.carrier import Carrier, Directory
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
+from swarm.net.network_secret import NetworkSecret
 from swarm.records import Sign
 from swarm.types import PeerId
 from swarm_node.service import Served
@@ -51,18 +52,25 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
     """
     identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
     options = DaemonOptions(listen=config.listen, peers=config.peers)
+    secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # slow, and others can work meanwhile
-    from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory
+    from swarm.net.reach import ReachCarrier
 
     async with AsyncExitStack() as stack:
         deadline = asyncio.get_running_loop().time() + config.wait_s
         while True:
             try:
                 async with AsyncExitStack() as attempt:
-                    carrier = await DaemonCarrier.start(identity, options)
+                    carrier = await ReachCarrier.start(
+                        identity,
+                        options,
+                        direct=config.carrier != "daemon",
+                        direct_port=config.direct_port,
+                        secret=secret,
+                    )
                     attempt.push_async_callback(carrier.close)
-                    directory = await DhtDirectory.start(carrier, config.peers)
+                    directory = await DhtDirectory.start(carrier.daemon, config.peers, secret=secret)
                     attempt.push_async_callback(directory.close)
                     stack.push_async_exit(attempt.pop_all())
                 break
@@ -70,11 +78,14 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
                 await asyncio.sleep(RETRY_S)
-        yield Network(carrier, directory, identity.sign, carrier.failed)
+        if carrier.without_direct and config.carrier != "daemon":
+            logger.warning("no direct connections, so the p2p daemon carries everything: %s", carrier.without_direct)
+        yield Network(carrier, directory, identity.sign, carrier.daemon.failed)
 
 
 async def check_peers(carrier: Carrier, peers: Sequence[str], served: Served) -> None:
-    """Ask each of `peers` (multiaddrs) whether it serves what we do. Raises WrongModel with its own words.
+    """Ask each of `peers` (multiaddrs) whether it serves what we do. Raises WrongModel with its own words, and
+    NotAdmitted if one is of another swarm.
 
     A peer that takes no sessions (a client, a node of another kind) is none of our business.
     """
@@ -83,6 +94,8 @@ async def check_peers(carrier: Carrier, peers: Sequence[str], served: Served) ->
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = await _ask(carrier, peer, address, served)
+        except NotAdmitted:
+            raise
         except (NetworkError, TimeoutError) as error:
             logger.info("%s does not say what it serves: %s", address, error)
             continue

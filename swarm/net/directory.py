@@ -8,50 +8,80 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from swarm.errors import NetworkError, PeerUnreachable
+from swarm.errors import ClockWrong, NetworkError, PeerUnreachable, ProtocolError
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.dht_guard import OwnedSubkeys, guard
-from swarm.net.hivemind_parts import P2P, DHTNode, DHTValidationError, HivemindMultiaddr
+from swarm.net.hivemind_parts import P2P, DHTNode, DHTValidationError, HivemindMultiaddr, PeerID
+from swarm.net.network_secret import NetworkSecret
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
 from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
 
 REPLICAS = 5
 BEAM = 8  # peers a look-up visits: those that hold the key, and a few for those that have left
 WORKERS = 8
 TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
+MEET_TIMEOUT_S = 3.0
+CLOCK_PEERS = 5
 TICK_S = 1e-3  # a replacement must expire later than what it replaces
 
 
 class DhtDirectory:
-    """See `carrier.Directory`. Made by `await DhtDirectory.start(carrier, peers)`; close it before the carrier."""
+    """See `carrier.Directory`. Made by `await DhtDirectory.start(carrier, peers)`; close it before the carrier.
 
-    def __init__(self, carrier: DaemonCarrier, p2p: P2P, node: DHTNode) -> None:
+    When the carrier's daemon dies, what is under way fails at once; when it is back, it joins by way of the same
+    `peers`, if they are still there; whoever knows others better has it `meet` them.
+    """
+
+    def __init__(
+        self, carrier: DaemonCarrier, peers: Sequence[str], client: bool, secret: NetworkSecret | None = None
+    ) -> None:
         self._carrier = carrier
-        self._p2p = p2p
-        self._node = node
+        self._secret = secret
+        self._peers = tuple(peers)
+        self._client = client
+        self._validator = OwnedSubkeys(carrier.identity, time.time)
+        self._joined: tuple[P2P, DHTNode] | None = None  # None while the daemon is down
+        self._under_way: set[asyncio.Timeout] = set()
         self._expiry: dict[str, float] = {}  # of what we last published, by model
 
     @classmethod
-    async def start(cls, carrier: DaemonCarrier, peers: Sequence[str] = (), client: bool = False) -> DhtDirectory:
-        """Join the DHT by way of `peers`, or begin one. A `client` reads, but keeps nothing for others.
+    async def start(
+        cls,
+        carrier: DaemonCarrier,
+        peers: Sequence[str] = (),
+        client: bool = False,
+        secret: NetworkSecret | None = None,
+    ) -> DhtDirectory:
+        """Join the DHT by way of `peers`, or begin one. A `client` reads, but keeps nothing for others. With `secret`
+        the records are those of a private swarm: stored under names that strangers cannot guess, and sealed.
 
-        Raises PeerUnreachable if none of `peers` answers, NetworkError if this machine's clock is off.
+        Raises PeerUnreachable if none of `peers` answers, ClockWrong if this machine's clock is off, NetworkError.
         """
-        validator = OwnedSubkeys(carrier.identity, time.time)
-        p2p = await P2P.replicate(HivemindMultiaddr(f"/unix{carrier.control.path}"))
+        self = cls(carrier, peers, client, secret)
+        await self._join(peers)
+        carrier.daemon.on_down(self._down)
+        carrier.daemon.on_up(self._up)
+        return self
+
+    async def _join(self, peers: Sequence[str]) -> None:
+        p2p = await P2P.replicate(HivemindMultiaddr(f"/unix{self._carrier.control.path}"))
         try:
             node = await DHTNode.create(
                 p2p=p2p,
                 initial_peers=list(peers) or None,
                 num_replicas=REPLICAS,
                 num_workers=WORKERS,
-                client_mode=client,
-                record_validator=validator,
+                client_mode=self._client,
+                record_validator=self._validator,
                 # Records live for seconds: caching them would only serve stale ones.
                 cache_locally=False,
                 cache_on_store=False,
@@ -60,15 +90,65 @@ class DhtDirectory:
             )
         except DHTValidationError as error:
             await p2p.shutdown()
-            raise NetworkError(f"cannot take part in the directory: {error}; is this machine's clock right?") from None
+            raise _refused(error) from None
         except RuntimeError:
             await p2p.shutdown()
             raise PeerUnreachable(f"none of the peers to join has a directory: {', '.join(peers)}") from None
         except BaseException:
             await p2p.shutdown()
             raise
-        guard(node, validator)
-        return cls(carrier, p2p, node)
+        guard(node, self._validator)
+        self._joined = p2p, node
+
+    def _down(self) -> None:
+        """The daemon has died: nobody will answer what is under way."""
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            joined[0]._terminate()
+        for timeout in list(self._under_way):
+            timeout.reschedule(0.0)
+
+    async def _up(self) -> None:
+        self._expiry.clear()
+        await self._join(())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MEET_TIMEOUT_S):
+                await self.meet(self._peers)
+
+    async def meet(self, addresses: Sequence[str]) -> int:
+        """Get to know the peers at these multiaddrs (again), and they us; how many answered. Raises NetworkError."""
+        node = self._node
+        met = 0
+        for address in addresses:
+            peer = address.rpartition("/p2p/")[2]
+            try:
+                async with self._deadline("meet a peer of", MEET_TIMEOUT_S):
+                    await self._carrier.control.connect(peer, (address,))
+                    node.blacklist.register_success(PeerID.from_base58(peer))
+                    met += await node.protocol.call_ping(PeerID.from_base58(peer)) is not None
+            except (NetworkError, ValueError) as error:
+                logger.debug("%s cannot be met: %s", address, error)
+        return met
+
+    async def check_clock(self) -> None:
+        """Compare our clock with that of a few peers. Raises ClockWrong when it differs from all of theirs.
+
+        One peer alone proves nothing: it may be the one whose clock is wrong.
+        """
+        node = self._node
+        known = list(node.protocol.routing_table.peer_id_to_uid)
+        wrong: list[DHTValidationError] = []
+        for peer in random.sample(known, min(len(known), CLOCK_PEERS)):
+            try:
+                async with self._deadline("ask a peer of", MEET_TIMEOUT_S):
+                    if await node.protocol.call_ping(peer, validate=True) is not None:
+                        return
+            except DHTValidationError as error:
+                wrong.append(error)
+            except NetworkError as error:
+                logger.debug("%s does not tell its time: %s", peer, error)
+        if len(wrong) > 1:
+            raise _refused(wrong[0])
 
     async def publish(self, record: bytes, model: str, expires_at: float) -> None:
         if len(record) > MAX_RECORD:
@@ -83,44 +163,91 @@ class DhtDirectory:
             await self._store(b"", model, expiry + TICK_S)
 
     async def read(self, model: str) -> dict[PeerId, bytes]:
-        self._check()
-        async with _deadline("read"):
-            found = await self._node.get(key(model), latest=True, beam_size=BEAM, num_workers=WORKERS)
+        node = self._node
+        async with self._deadline("read"):
+            found = await node.get(self._name(model), latest=True, beam_size=BEAM, num_workers=WORKERS)
         entries: Any = found.value if found is not None else {}
         now = time.time()
-        return {
-            peer: entry.value
-            for peer, entry in sorted(entries.items())
-            if entry.expiration_time > now and isinstance(entry.value, bytes) and entry.value
-        }
+        records: dict[PeerId, bytes] = {}
+        for peer, entry in sorted(entries.items()):
+            if entry.expiration_time > now and isinstance(entry.value, bytes):
+                record = self._unsealed(entry.value, peer, model)
+                if record:
+                    records[peer] = record
+        return records
 
     async def close(self) -> None:
         """Leave the DHT. Idempotent."""
-        if not self._carrier.failed.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):  # a dying daemon never answers
-                    await self._node.shutdown()
-        await self._p2p.shutdown()
+        joined, self._joined = self._joined, None
+        if joined is None:
+            return
+        p2p, node = joined
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):  # a dying daemon never answers
+                await node.shutdown()
+        await p2p.shutdown()
 
     async def _store(self, record: bytes, model: str, expires_at: float) -> None:
-        self._check()
+        node = self._node
         self._expiry[model] = expires_at
-        async with _deadline("publish in"):
-            stored = await self._node.store(
-                key(model), record, expires_at, subkey=self._carrier.peer, beam_size=BEAM, num_workers=WORKERS
+        async with self._deadline("publish in"):
+            stored = await node.store(
+                self._name(model),
+                self._sealed(record, model),
+                expires_at,
+                subkey=self._carrier.peer,
+                beam_size=BEAM,
+                num_workers=WORKERS,
             )
         if not stored:
             raise NetworkError("no peer would keep our record; is this machine's clock right?")
 
-    def _check(self) -> None:
-        if self._carrier.failed.is_set():
-            raise NetworkError("the p2p daemon has died")
+    def _name(self, model: str) -> str:
+        return key(model) if self._secret is None else self._secret.name(key(model))
+
+    def _sealed(self, record: bytes, model: str) -> bytes:
+        return record if self._secret is None else self._secret.seal(record, _about(self._carrier.peer, model))
+
+    def _unsealed(self, stored: bytes, peer: PeerId, model: str) -> bytes:
+        """What `peer` published; nothing if no member of this swarm sealed it for that."""
+        if self._secret is None:
+            return stored
+        try:
+            return self._secret.unseal(stored, _about(peer, model))
+        except ProtocolError:
+            return b""
+
+    @property
+    def _node(self) -> DHTNode:
+        """Raises NetworkError while there is none."""
+        if self._joined is None:
+            raise NetworkError("the p2p daemon is down")
+        return self._joined[1]
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, what: str, seconds: float = TIMEOUT_S) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(seconds) as timeout:
+                self._under_way.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._under_way.discard(timeout)
+        except TimeoutError:
+            if self._joined is None:
+                raise NetworkError("the p2p daemon has died") from None
+            raise NetworkError(f"could not {what} the directory within {seconds:g} s") from None
 
 
-@contextlib.asynccontextmanager
-async def _deadline(what: str) -> Any:
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            yield
-    except TimeoutError:
-        raise NetworkError(f"could not {what} the directory within {TIMEOUT_S:g} s") from None
+def _about(peer: PeerId, model: str) -> bytes:
+    return f"{peer} {model}".encode()
+
+
+def _refused(error: DHTValidationError) -> NetworkError:
+    """hivemind says in one kind of error that clocks differ and that we cannot be reached."""
+    if "local time" in str(error):
+        return ClockWrong(
+            "this machine's clock differs from the others' by more than 3 s; set it (for instance with "
+            "`timedatectl set-ntp true`) and start again"
+        )
+    return NetworkError(f"cannot take part in the directory: {error}")

@@ -13,7 +13,8 @@ import msgpack
 import psutil
 import pytest
 
-from swarm.errors import NetworkError, PeerUnreachable, ProtocolError
+from swarm.errors import ClockWrong, NetworkError, PeerUnreachable, ProtocolError
+from swarm.net import p2pd
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.dht_guard import OwnedSubkeys, StrictSerializer
@@ -26,7 +27,8 @@ from swarm.net.hivemind_parts import (
     ValueWithExpiration,
 )
 from swarm.net.identity import Identity
-from swarm.records import MAX_LIFETIME_S, key
+from swarm.net.network_secret import NetworkSecret
+from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
 
 Member = tuple[DaemonCarrier, DhtDirectory]
 
@@ -154,7 +156,8 @@ async def test_joining_by_way_of_peers_without_a_directory() -> None:
     await bare.close()
 
 
-async def test_a_dead_daemon_is_an_error_and_not_an_empty_swarm() -> None:
+async def test_a_dead_daemon_is_an_error_and_not_an_empty_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2pd, "RESTART_AFTER_S", ())
     async with swarm(1) as ((carrier, directory),):
         await directory.publish(b"x", "m", time.time() + 10)
         os.kill(carrier.daemon_pid, signal.SIGKILL)
@@ -162,6 +165,37 @@ async def test_a_dead_daemon_is_an_error_and_not_an_empty_swarm() -> None:
         for doomed in (directory.read("m"), directory.publish(b"x", "m", time.time() + 10), directory.withdraw("m")):
             with pytest.raises(NetworkError):
                 await doomed
+
+
+async def test_after_the_death_of_its_daemon_a_node_is_found_again() -> None:
+    async with swarm(3) as ((first, directory), (_, second), (third, _)):
+        soon = time.time() + 30
+        await second.publish(b"second", "m", soon)
+        revived: asyncio.Queue[None] = asyncio.Queue()
+        first.daemon.on_up(lambda: revived.put(None))
+        os.kill(first.daemon_pid, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            await revived.get()
+        assert await directory.meet([third.addresses[0], f"/ip4/127.0.0.1/tcp/1/p2p/{third.peer[:-1]}x"]) == 1
+        await directory.publish(b"first", "m", time.time() + 30)
+        assert (await directory.read("m"))[first.peer] == b"first"
+        assert set((await second.read("m")).values()) == {b"first", b"second"}
+
+
+async def test_a_clock_that_differs_from_all_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm(3) as members:
+        carrier, directory = members[0]
+        await directory.check_clock()
+        # All live in this process and have one clock, so the tolerance is what must change.
+        monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -600)
+        with pytest.raises(ClockWrong, match="clock"):
+            await directory.check_clock()
+        joiner = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=carrier.addresses))
+        try:
+            with pytest.raises(ClockWrong, match="clock"):
+                await DhtDirectory.start(joiner, carrier.addresses)
+        finally:
+            await joiner.close()
 
 
 def test_the_serializer_reads_what_hivemind_writes() -> None:
@@ -198,3 +232,28 @@ def test_the_serializer_reads_what_hivemind_writes() -> None:
 def test_the_serializer_refuses_everything_else(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         StrictSerializer.loads(data)
+
+
+async def test_the_records_of_a_private_swarm() -> None:
+    """Strangers in the same DHT neither find nor read them, nor have what they plant believed."""
+    secret = NetworkSecret("a secret of our own")
+    async with contextlib.AsyncExitStack() as stack:
+        members: list[Member] = []
+        for chosen in (secret, secret, None, NetworkSecret("another swarm's secret")):
+            peers = members[0][0].addresses if members else ()
+            carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers))
+            stack.push_async_callback(carrier.close)
+            directory = await DhtDirectory.start(carrier, peers, secret=chosen)
+            stack.push_async_callback(directory.close)
+            members.append((carrier, directory))
+        (member, one), (_, two), (stranger, open_one), (_, other) = members
+        soon = time.time() + 10
+        await one.publish(b"x" * MAX_RECORD, "m", soon)
+        assert await two.read("m") == {member.peer: b"x" * MAX_RECORD}
+        assert await open_one.read("m") == await other.read("m") == {}
+        # A stranger that got to know the name can store there, under its own id, and is not heard.
+        for planted in (b"", b"plain", secret.seal(b"sealed for another", f"{member.peer} m".encode())):
+            await open_one._node.store(secret.name(key("m")), planted, soon, subkey=stranger.peer)
+            assert set(await two.read("m")) == {member.peer}
+        await one.withdraw("m")
+        assert await two.read("m") == {}
