@@ -16,6 +16,7 @@ from swarm.config import Limits
 from swarm.net.carrier import Carrier, Directory
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
+from swarm.net.network_secret import NetworkSecret
 from swarm.net.pool import ConnectionPool
 from swarm_client.chain_session import Inboxes
 
@@ -37,19 +38,30 @@ class Network:
 
 
 @asynccontextmanager
-async def connect(options: DaemonOptions, limits: Limits) -> AsyncIterator[Network]:
+async def connect(
+    options: DaemonOptions, limits: Limits, *, direct: bool = True, secret: str = ""
+) -> AsyncIterator[Network]:
     """Join the swarm of `options.peers` as a client: it dials out, serves nothing and is gone at the end.
 
-    Raises PeerUnreachable when none of them answers.
+    `direct`: also dial nodes directly, past the p2p daemon. `secret`: that of a private swarm.
+    Raises PeerUnreachable when none of them answers, UsageError if `secret` cannot be one.
     """
+    keys = await asyncio.to_thread(NetworkSecret, secret) if secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # a second in which others can work
-    from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory
+    from swarm.net.reach import ReachCarrier
 
     async with AsyncExitStack() as stack:
-        carrier = await DaemonCarrier.start(Identity.generate(), options, dial_timeout_s=limits.dial_timeout_s)
+        carrier = await ReachCarrier.start(
+            Identity.generate(),
+            options,
+            direct=direct,
+            accept=False,
+            secret=keys,
+            dial_timeout_s=limits.dial_timeout_s,
+        )
         stack.push_async_callback(carrier.close)
-        directory = await DhtDirectory.start(carrier, options.peers, client=True)
+        directory = await DhtDirectory.start(carrier.daemon, options.peers, client=True, secret=keys)
         stack.push_async_callback(directory.close)
         network = Network.over(carrier, directory, limits)
         async with network.pool:
