@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup test check demo chat bench bench-kernels bench-plan bench-papers clean lock
+.PHONY: setup test check demo chat bench bench-kernels bench-plan bench-carriers bench-papers clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.build
@@ -37,6 +37,9 @@ bench-kernels: setup ## the CPU kernels against torch's, in one run
 bench-plan: setup ## the planner's algorithms at 4 to 4096 nodes
 	$(BIN)/python benchmarks/bench_plan_allocation.py
 	$(BIN)/python benchmarks/bench_plan_routing.py
+
+bench-carriers: setup ## round trips and throughput of each carrier, and what they mean for tokens/s
+	$(BIN)/python benchmarks/bench_carriers.py
 
 bench-papers: setup ## the papers' comparisons in the simulator; tables and plots into docs/
 	$(BIN)/python benchmarks/bench_papers.py
