@@ -12,11 +12,15 @@ from swarm.types import Chain
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Text that one step settled. `trace`: (queue ms, compute ms) of each hop for that step; `text` may be empty
-    while a character or a possible stop string is incomplete."""
+    while a character or a possible stop string is incomplete.
+
+    `waiting`: there is no chain now, and why; such a piece brings nothing else.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     trace: tuple[tuple[float, float], ...]
+    waiting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Answer:
     repairs: tuple[str, ...] = ()
     hop_ms: tuple[tuple[float, float], ...] = ()  # mean (queue, compute) of each hop over the decoded tokens
     network_ms: float = 0.0  # mean of what a token took beyond the hops' own time
+    speculation: dict[str, Any] | None = None  # see `Speculator.to_json`; None when nothing was guessed
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -52,4 +57,5 @@ class Answer:
             "repairs": list(self.repairs),
             "hop_ms": [{"queue": round(q, 3), "compute": round(c, 3)} for q, c in self.hop_ms],
             "network_ms": round(self.network_ms, 3),
+            "speculation": self.speculation,
         }

@@ -69,7 +69,7 @@ class ChainSession:
     _inbox: asyncio.Queue[Incoming]
     epoch: int = 0  # of the last repair: older answers are stale
     lost: dict[PeerId, NetworkError] = field(default_factory=dict)
-    whole: Chain = Chain(())
+    whole: Chain = field(default_factory=lambda: Chain(()))
     _connections: dict[PeerId, Link] = field(default_factory=dict)
     _relayed: set[PeerId] = field(default_factory=set)
 
@@ -89,7 +89,7 @@ class ChainSession:
         session = os.urandom(16)
         self = cls(session, chain, spec, pool, inboxes, limits, inboxes.register(session), epoch)
         try:
-            await self._open_hops({hop: 0 for hop in chain.hops}, nodes, history)
+            await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
         except BaseException:
             await self.close()
             raise
@@ -132,6 +132,10 @@ class ChainSession:
 
     # Repair ----------------------------------------------------------------------------------------------------------
 
+    def leave(self, peer: PeerId, cause: NetworkError) -> HopFailed:
+        """Count a hop as lost for a reason that shows elsewhere."""
+        return self._lose(peer, cause)
+
     def note_losses(self) -> None:
         """Take in what is known of further losses without waiting for more."""
         while not self._inbox.empty():
@@ -141,7 +145,7 @@ class ChainSession:
     async def repair(
         self, repair: Repair, nodes: Mapping[PeerId, NodeProfile], tokens: Sequence[int], settled: int, epoch: int
     ) -> None:
-        """Go on along `repair.chain`, which mends `whole`. Afterwards every hop holds at least the first `settled` of `tokens`.
+        """Go on along `repair.chain`, which mends `whole`. Every hop then holds the first `settled` of `tokens`.
 
         Replacements are opened with this session's id, the hops beside them are rerouted, and what a replacement lacks
         comes from the log of the hop before it, or from here. `epoch` is newer than that of all steps sent so far.

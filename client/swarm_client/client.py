@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -22,13 +22,14 @@ from swarm.config import ClientConfig
 from swarm.errors import UsageError
 from swarm.net.daemon_options import DaemonOptions
 from swarm.plan.session import Generation, GenerationPlan
-from swarm.types import Chain, PeerId, Sampling, Snapshot
+from swarm.types import Chain, Snapshot
 from swarm_client.answer import Answer
-from swarm_client.chain_session import ChainSession, SessionSpec
+from swarm_client.chain_keeper import ChainKeeper
 from swarm_client.driver import Driver
 from swarm_client.generation import TextStream
 from swarm_client.network import Network, connect
 from swarm_client.request import ChatMessage, Options, check_messages
+from swarm_client.speculator import Guesser, Speculator
 from swarm_client.stops import StopStrings
 from swarm_client.view import SwarmView
 from swarm_kernels.loader import ModelSource, open_model
@@ -36,13 +37,16 @@ from swarm_kernels.tokenizer import ChatTokenizer, load_tokenizer
 
 _T = TypeVar("_T")
 
+TREE_ROOM = 192  # tree nodes that the hops keep room for beside a session's tokens
+
 
 class SwarmClient:
     """One swarm, one model, any number of generations at once.
 
     `peers`: multiaddrs of any nodes of the swarm. `network`: a ready-made connection (tests use an in-memory one);
     by default one is made over the p2p daemon when the context is entered. `source`, `tokenizer`: an opened model and
-    its tokenizer, to share them between clients or to bring one's own.
+    its tokenizer, to share them between clients or to bring one's own. `guesser`: makes the source of guesses of one
+    generation; without it nothing is guessed ahead.
     """
 
     def __init__(
@@ -54,11 +58,13 @@ class SwarmClient:
         network: Network | None = None,
         source: ModelSource | None = None,
         tokenizer: ChatTokenizer | None = None,
+        guesser: Callable[[], Guesser] | None = None,
     ) -> None:
         base = config or ClientConfig()
         self.config = replace(base, model=model or base.model, peers=tuple(peers) if peers is not None else base.peers)
         self._given_network = network
         self._given_source = source
+        self._guesser = guesser
         self._stack = AsyncExitStack()
         self._network: Network | None = None
         self._view: SwarmView | None = None
@@ -91,6 +97,7 @@ class SwarmClient:
                 weight_hash=source.weight_hash,
                 wall_clock=network.wall_clock,
             )
+            stack.push_async_callback(self._view.close)
             self._stack = stack.pop_all()
         return self
 
@@ -146,33 +153,25 @@ class SwarmClient:
             context_length=source.config.context_length,
             vocab_size=source.config.vocab_size,
             prefill_chunk=self.config.prefill_chunk,
+            tree_room=TREE_ROOM if options.guesses else 0,
         )
         sampling = options.sampling()
         generation = Generation(plan)
+        speculator = None
+        if options.guesses and self._guesser is not None:
+            speculator = Speculator(generation, self._guesser(), _entered(self._view).costs, options.only)
 
-        async def open_chain(banned: frozenset[PeerId], tokens: tuple[int, ...]) -> ChainSession:
-            return await self._open_chain(banned, tokens, generation.max_tokens, sampling)
-
-        driver = Driver(generation, open_chain, self.config.limits)
+        network, view = _entered(self._network), _entered(self._view)
+        chains = ChainKeeper(view, network, self.config.limits, source.name, sampling)
+        driver = Driver(generation, chains, self.config.limits, speculator)
         return TextStream(
             driver,
             self.tokenizer.stream(),
             StopStrings(options.stop),
             time.perf_counter,
-            strategy="sequential",
             seed=sampling.seed,
             explain=self._explain,
         )
-
-    async def _open_chain(
-        self, banned: frozenset[PeerId], tokens: tuple[int, ...], max_tokens: int, sampling: Sampling
-    ) -> ChainSession:
-        network, source = _entered(self._network), _entered(self._source)
-        chain, snapshot = await _entered(self._view).route(banned)
-        nodes = {n.peer: n for n in snapshot.nodes}
-        first = nodes[chain.hops[0].peer]
-        spec = SessionSpec(source.name, first.weight_hash, first.dtype, max_tokens, sampling)
-        return await ChainSession.open(chain, nodes, spec, tokens, network.pool, network.inboxes, self.config.limits)
 
     def _explain(self, chain: Chain) -> str:
         return _entered(self._view).explain(chain)

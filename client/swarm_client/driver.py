@@ -1,13 +1,13 @@
 """Drives one generation along chains: performs the actions of `plan.session` and reports events back to it.
 
-Owns the repair loop (which peers to leave out, how long to wait for a chain). Decides no token and no route itself.
+Owns the repair loop (when a hop counts as lost, how long to wait for a chain). Decides no token and no route itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from swarm.config import Limits
@@ -26,33 +26,42 @@ from swarm.plan.session import (
     SendStep,
     StepSettled,
 )
-from swarm.types import Chain, PeerId
+from swarm.types import Chain
+from swarm_client.bans import BLAMELESS, TooSlow
+from swarm_client.chain_keeper import ChainKeeper
 from swarm_client.chain_session import ChainSession, HopFailed
+from swarm_client.round_watch import RoundWatch
 from swarm_client.speculator import Speculator
 
 logger = logging.getLogger(__name__)
-
-OpenChain = Callable[[frozenset[PeerId], tuple[int, ...]], Awaitable[ChainSession]]
-"""(peers to leave out, tokens so far) -> a session open on the best chain. Raises NoRoute and HopFailed."""
 
 MAX_REPAIRS = 16
 ROUTE_RETRY_S = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """There is no chain now. `reason`: a sentence for people; `missing`: half-open ranges of layers nobody serves."""
+
+    reason: str
+    missing: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(slots=True)
 class Driver:
-    """Iterate `run()` for EmitTokens and one final Finish. `repairs` tells what went wrong on the way."""
+    """Iterate `run()` for EmitTokens, Waiting and one final Finish. `repairs` tells what went wrong on the way."""
 
     generation: Generation
-    open_chain: OpenChain
+    chains: ChainKeeper
     limits: Limits
     speculator: Speculator | None = None
     chain: Chain | None = None
     repairs: list[str] = field(default_factory=list)
-    _banned: set[PeerId] = field(default_factory=set)
     _session: ChainSession | None = None
+    _watch: RoundWatch = field(default_factory=lambda: RoundWatch(Chain(())))
+    _pending: list[Event] = field(default_factory=list)
 
-    async def run(self) -> AsyncGenerator[EmitTokens | Finish, None]:
+    async def run(self) -> AsyncGenerator[EmitTokens | Waiting | Finish, None]:
         """Yields tokens as they settle. Closing the generator closes the session on every hop.
 
         Raises NoRoute when no chain covers the model, or the last hop's own error when every chain failed.
@@ -60,19 +69,20 @@ class Driver:
         try:
             if self.speculator is not None:
                 await self.speculator.begin()
-            pending: list[Event] = [await self._connect()]
+            async for notice in self._connect(self.limits.route_timeout_s):
+                yield notice
             while True:
-                event = pending.pop() if pending else await self._next_event()
+                event = self._pending.pop() if self._pending else await self._next_event()
                 for action in self._handle(event):
                     match action:
                         case SendStep():
                             lost = await self._send(action)
                             if lost is not None:
-                                pending.append(lost)
+                                self._pending.append(lost)
                                 break
                         case Draft():
                             assert self.speculator is not None  # without one the policy asks for no guesses
-                            pending.append(await self.speculator.draft(action))
+                            self._pending.append(await self.speculator.draft(action))
                         case DropStale():
                             await self._drop_stale(action)
                         case EmitTokens():
@@ -80,7 +90,9 @@ class Driver:
                                 await self.speculator.emitted(action.tokens)
                             yield action
                         case RepairChain():
-                            pending.append(await self._repair(action))
+                            self._lose(action)
+                            async for notice in self._connect(self.limits.repair_timeout_s, action.settled):
+                                yield notice
                         case Finish():
                             yield action
                             return
@@ -101,12 +113,14 @@ class Driver:
         assert self._session is not None  # what is stale was sent
         if self.speculator is not None:
             self.speculator.voided()
+        self._watch.voided()
         await self._session.drop_stale(action.epoch)
 
     async def _send(self, action: SendStep) -> HopLost | None:
         assert self._session is not None  # the generation sends only after ChainReady
         if self.speculator is not None:
             self.speculator.sent(action)
+        self._watch.sent(action.step, len(action.tokens) + len(action.rows), _now())
         try:
             await self._session.send(action)
         except HopFailed as failed:
@@ -114,10 +128,11 @@ class Driver:
         return None
 
     async def _next_event(self) -> Event:
-        assert self._session is not None
+        session = self._session
+        assert session is not None
         try:
             async with asyncio.timeout(self.limits.step_timeout_s):
-                result = await self._session.receive()
+                result = await session.receive(self._watch.patience_s(self.limits.silence_s))
         except HopFailed as failed:
             return HopLost(failed.peer, str(failed))
         except TimeoutError:
@@ -125,44 +140,81 @@ class Driver:
                 f"no token came back within {self.limits.step_timeout_s:.0f} s along {self.chain}; "
                 "one of its nodes hangs"
             ) from None
+        suspect = self._watch.settled(result.step, result.trace, _now())
+        if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.round_ms):
+            slow = session.leave(suspect, TooSlow("it has become slow, and others are much quicker"))
+            self._pending.append(HopLost(slow.peer, str(slow)))
         return StepSettled(result.epoch, result.step, tuple(result.tokens), tuple(result.trace))
 
-    async def _repair(self, action: RepairChain) -> ChainReady:
-        logger.warning("lost %s (%s); looking for another chain", action.lost, action.reason)
+    # Chains ----------------------------------------------------------------------------------------------------------
+
+    def _lose(self, action: RepairChain) -> None:
+        """Note what was lost. Raises ConnectionLost when it happens too often."""
+        logger.warning("lost %s (%s); looking for another way", action.lost, action.reason)
         self.repairs.append(f"{action.lost}: {action.reason}")
         if len(self.repairs) > MAX_REPAIRS:
             raise ConnectionLost(f"gave up after {MAX_REPAIRS} broken chains; the last reason: {action.reason}")
-        self._banned.add(action.lost)
-        await self._close()
-        return await self._connect()
+        self._pending.clear()
+        if self._session is not None:
+            self._session.leave(action.lost, ProtocolError(action.reason))
+            self.chains.ban_lost(self._session)
 
-    async def _connect(self) -> ChainReady:
-        """Open the best chain; while none can be had, wait for the swarm to change until `route_timeout_s`."""
-        deadline = asyncio.get_running_loop().time() + self.limits.route_timeout_s
+    async def _connect(self, timeout_s: float, settled: int = 0) -> AsyncGenerator[Waiting, None]:
+        """Mend the session, or else open one on the best chain; while neither can be, wait for the swarm to change.
+
+        Leaves the event that tells how it went in `_pending`. Raises NoRoute after `timeout_s`.
+        """
+        deadline = _now() + timeout_s
         cause: NetworkError | None = None
+        shown: Waiting | None = None
         while True:
             try:
-                self._session = await self.open_chain(frozenset(self._banned), tuple(self.generation.known))
+                self._pending.append(await self._attempt(settled))
+                return
             except HopFailed as failed:
                 logger.info("node %s would not open: %s", failed.peer, failed)
-                self._banned.add(failed.peer)
                 cause = failed.cause
-                continue
             except NoRoute as error:
-                if asyncio.get_running_loop().time() >= deadline:
+                if _now() >= deadline:
                     raise _explained(error, cause) from cause
-                self._banned.clear()  # a node that was busy or gone may be back
+                notice = Waiting(str(error), error.missing)
+                if notice != shown:
+                    shown = notice
+                    yield notice
                 await asyncio.sleep(ROUTE_RETRY_S)
-                continue
-            self.chain = self._session.chain
-            if self.speculator is not None:
-                self.speculator.chain_ready(self.chain)
-            return ChainReady()
+
+    async def _attempt(self, settled: int) -> ChainReady | HopLost:
+        """Raises NoRoute, and HopFailed when a hop of a new chain refused."""
+        broken = self._session
+        if broken is not None:
+            try:
+                await self.chains.mend(broken, self.generation, settled)
+                return self._ready(broken, settled)
+            except HopFailed as failed:
+                if not (isinstance(failed.cause, RemoteError) and failed.cause.remote_code in BLAMELESS):
+                    return HopLost(failed.peer, str(failed))
+            except NoRoute as error:
+                logger.info("the chain cannot be mended: %s", error)
+        session = await self.chains.open(self.generation)
+        if broken is not None:
+            await broken.close()
+        return self._ready(session, 0)
+
+    def _ready(self, session: ChainSession, held: int) -> ChainReady:
+        self._session, self.chain = session, session.chain
+        self._watch = RoundWatch(session.chain)
+        if self.speculator is not None:
+            self.speculator.chain_ready(session.chain)
+        return ChainReady(held)
 
     async def _close(self) -> None:
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _explained(error: NoRoute, cause: NetworkError | None) -> Exception:

@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from swarm.plan.session import EmitTokens, Finish, FinishReason, StopRequested
+from swarm.plan.speculation import Strategy
 from swarm.types import Chain
 from swarm_client.answer import Answer, Piece
-from swarm_client.driver import Driver
+from swarm_client.driver import Driver, Waiting
 from swarm_client.stops import StopStrings
 
 Trace = tuple[tuple[float, float], ...]
@@ -91,7 +92,6 @@ class TextStream:
         stops: StopStrings,
         clock: Callable[[], float],
         *,
-        strategy: str,
         seed: int,
         explain: Callable[[Chain], str],
     ) -> None:
@@ -99,7 +99,6 @@ class TextStream:
         self._decoder = decoder
         self._stops = stops
         self._timing = Timing(clock)
-        self._strategy = strategy
         self._seed = seed
         self._explain = explain
         self._text: list[str] = []
@@ -150,13 +149,24 @@ class TextStream:
             tokens_per_second=self._timing.tokens_per_second,
             time_to_first_token_s=self._timing.time_to_first_token_s,
             chain=chain,
-            strategy=self._strategy,
+            strategy=self._strategy(),
             seed=self._seed,
             explanation=self._explain(chain) if chain.hops else "no chain was opened",
             repairs=tuple(self._driver.repairs),
             hop_ms=self._timing.hop_ms(len(chain)),
             network_ms=self._timing.network_ms(),
+            speculation=self.speculation,
         )
+
+    @property
+    def speculation(self) -> dict[str, Any] | None:
+        """How guessing goes, for people and programs; None without any."""
+        speculator = self._driver.speculator
+        return speculator.to_json() if speculator is not None else None
+
+    def _strategy(self) -> str:
+        """The strategy in use at the end."""
+        return str((self.speculation or {}).get("strategy", Strategy.SEQUENTIAL))
 
     async def _run(self) -> AsyncGenerator[Piece, None]:
         async with aclosing(self._driver.run()) as actions:
@@ -170,6 +180,8 @@ class TextStream:
                             self._reason = FinishReason.STOP
                             self._driver.generation.handle(StopRequested(self._reason))
                             return
+                    case Waiting():
+                        yield Piece("", (), (), waiting=action.reason)
                     case Finish():
                         rest = self._stops.push(self._decoder.finish()) + self._stops.flush()
                         self._text.append(rest)

@@ -18,7 +18,7 @@ from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
 from swarm.net.pool import ConnectionPool
-from swarm_client.chain_session import Inboxes
+from swarm_client.inbox import Inboxes
 
 
 @dataclass(frozen=True, slots=True)

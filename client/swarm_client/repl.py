@@ -124,7 +124,8 @@ class Chat:
         with Live(console=self.console, refresh_per_second=REFRESH_HZ, vertical_overflow="visible") as live:
             async for piece in stream:
                 text += piece.text
-                live.update(Markdown(text))
+                waiting = f"\n\n*waiting: {piece.waiting}*" if piece.waiting else ""
+                live.update(Markdown(text + waiting))
 
     async def _help(self, _: str) -> None:
         self.console.print(HELP, highlight=False, markup=False)

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import InvalidRequest
+from swarm.plan.speculation import Strategy
 from swarm.types import Sampling
 
 ChatMessage = Mapping[str, str]
 """`{"role": "system" | "user" | "assistant", "content": text}`."""
 
-STRATEGIES = ("auto", "sequential")
+STRATEGIES = ("auto", *Strategy)
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 
@@ -60,8 +61,18 @@ class Options:
         )
         _require(
             self.strategy in STRATEGIES,
-            f"strategy is '{self.strategy}'; this version knows {' and '.join(STRATEGIES)}",
+            f"strategy is '{self.strategy}'; there are {', '.join(STRATEGIES)}",
         )
+
+    @property
+    def guesses(self) -> bool:
+        """Whether tokens may be guessed ahead. A repetition penalty needs every token before the next is drawn."""
+        return self.strategy != Strategy.SEQUENTIAL and self.repetition_penalty == 1.0
+
+    @property
+    def only(self) -> Strategy | None:
+        """The one strategy to use, None to choose."""
+        return None if self.strategy == "auto" else Strategy(self.strategy)
 
     def sampling(self) -> Sampling:
         """The wire's view, with a seed drawn if none was given."""

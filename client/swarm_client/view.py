@@ -1,28 +1,33 @@
 """The client's view of the swarm: a fresh Snapshot when one is needed, and the chain it picks.
 
-Owns the snapshot's age and the link times that this client measured. The choice itself is `plan.routing`'s.
+Owns the snapshot's age, the link times that this client measured and the nodes it leaves out for now. The choice itself
+is `plan.routing`'s and `plan.repair`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from swarm.errors import NetworkError, NoRoute, WrongModel
 from swarm.net import identity
 from swarm.net.carrier import Directory
 from swarm.net.pool import ConnectionPool
-from swarm.plan.routing import DEFAULT_LINK_MS, explain_snapshot, route_snapshot, snapshot_rho
+from swarm.net.tasks import TaskScope
+from swarm.plan.repair import Repair, repair
+from swarm.plan.routing import DEFAULT_LINK_MS, RouteTable, explain_snapshot, snapshot_rho
 from swarm.plan.speculation import ChainCosts
 from swarm.records import to_snapshot
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
+from swarm_client.bans import Bans
 
 MAX_AGE_S = 1.0
 LINK_AGE_S = 30.0  # how long a measured link time is believed
 PING_TIMEOUT_S = 0.6  # a node that is slower than this to answer counts as unmeasured
 MAX_PINGED = 32
+HURRY_S = 0.3  # how long a repair waits for a newer map than the one at hand
 
 
 class SwarmView:
@@ -48,28 +53,77 @@ class SwarmView:
         self._wall_clock = wall_clock
         self._snapshot: Snapshot | None = None
         self._links: dict[PeerId, tuple[float, float]] = {}  # peer -> (when measured, one-way ms)
-        self._lock = asyncio.Lock()
+        self._bans = Bans()
+        self._scope = TaskScope("view")
+        self._reading: asyncio.Task[NetworkError | None] | None = None
 
-    async def snapshot(self, *, fresh: bool = False) -> Snapshot:
-        """At most a second old unless `fresh`. Raises NetworkError."""
-        async with self._lock:
-            now = self._wall_clock()
-            if fresh or self._snapshot is None or now - self._snapshot.taken_at > MAX_AGE_S:
-                records = await self._directory.read(self._model)
-                self._snapshot = to_snapshot(records, self._model, now, identity.verify, num_layers=self._num_layers)
-            return self._snapshot
+    async def close(self) -> None:
+        await self._scope.close()
 
-    async def route(self, banned: frozenset[PeerId] = frozenset()) -> tuple[Chain, Snapshot]:
-        """The quickest chain now, from and back to this client. Raises NoRoute, WrongModel and NetworkError."""
-        snapshot = await self.snapshot(fresh=bool(banned))
-        await self._measure([n for n in snapshot.serving() if n.peer not in banned])
+    async def snapshot(self, *, fresh: bool = False, hurry: bool = False) -> Snapshot:
+        """At most a second old unless `fresh`; in a `hurry` the one at hand will do if a newer one is not quick to get.
+
+        Raises NetworkError.
+        """
+        known = self._snapshot
+        if known is not None and not fresh and self._wall_clock() - known.taken_at <= MAX_AGE_S:
+            return known
+        if self._reading is None or self._reading.done():
+            self._reading = self._scope.start(self._read(), "snapshot")
+        reading = self._reading
+        await asyncio.wait({reading}, timeout=HURRY_S if hurry and known is not None else None)
+        if not (hurry and known is not None) and (error := reading.result()) is not None:
+            raise error
+        assert self._snapshot is not None  # it has just been read, or was there before
+        return self._snapshot
+
+    async def _read(self) -> NetworkError | None:
+        """Get a new snapshot. -> why there is none; readers that have given up waiting leave the error to nobody."""
+        now = self._wall_clock()
         try:
-            chain = route_snapshot(
-                snapshot, client_ms=self._client_ms(), banned=banned, dtype=self._dtype, weight_hash=self._weight_hash
-            )
+            records = await self._directory.read(self._model)
+        except NetworkError as error:
+            return error
+        self._snapshot = to_snapshot(records, self._model, now, identity.verify, num_layers=self._num_layers)
+        return None
+
+    async def route(self, min_free_tokens: int = 0) -> tuple[Chain, Snapshot]:
+        """The quickest chain now, from and back to this client. Raises NoRoute, WrongModel and NetworkError.
+
+        Left out are nodes with less room than `min_free_tokens` and those that are banned. One that was only slow is
+        taken back when there is no other way.
+        """
+        snapshot = await self.snapshot()
+        if self._banned(snapshot):
+            snapshot = await self.snapshot(fresh=True)
+        banned = self._banned(snapshot)
+        await self._measure([n for n in snapshot.serving() if n.peer not in banned])
+        table = self._table(snapshot, min_free_tokens)
+        try:
+            chain = table.route(client_ms=self._client_ms(), banned=banned)
         except NoRoute as error:
-            raise self._refusal(snapshot, error) from None
+            try:
+                chain = table.route(client_ms=self._client_ms(), banned=self._banned(snapshot, and_slow=False))
+            except NoRoute:
+                raise self._refusal(snapshot, error) from None
         return chain, snapshot
+
+    async def repair(self, chain: Chain, lost: Collection[PeerId], min_free_tokens: int = 0) -> tuple[Repair, Snapshot]:
+        """How `chain` goes on without `lost`. Raises NoRoute, and NetworkError if there has never been a snapshot."""
+        snapshot = await self.snapshot(fresh=True, hurry=True)
+        table = self._table(snapshot, min_free_tokens)
+        mended = repair(table, chain, lost, client_ms=self._client_ms(), banned=self._banned(snapshot))
+        return mended, snapshot
+
+    def ban(self, peer: PeerId, cause: NetworkError) -> None:
+        """Leave a node out, for as long as `cause` suggests (`bans`)."""
+        self._bans.add(peer, cause, asyncio.get_running_loop().time(), self._wall_clock())
+
+    def _banned(self, snapshot: Snapshot, *, and_slow: bool = True) -> frozenset[PeerId]:
+        return self._bans.of(snapshot.nodes, asyncio.get_running_loop().time(), and_slow=and_slow)
+
+    def _table(self, snapshot: Snapshot, min_free_tokens: int) -> RouteTable:
+        return RouteTable(snapshot, dtype=self._dtype, weight_hash=self._weight_hash, min_free_tokens=min_free_tokens)
 
     def costs(self, chain: Chain) -> ChainCosts:
         """What a step along `chain` costs by the live map; a node that has left it is assumed to be ordinary."""

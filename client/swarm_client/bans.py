@@ -1,0 +1,62 @@
+"""Which nodes this client leaves out for now, and until when. Pure bookkeeping: clocks are handed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from swarm.errors import NetworkError, NodeBusy, RemoteError
+from swarm.types import NodeProfile, PeerId
+
+REFUSAL_S = 30.0  # a node that failed at the work itself
+SLOW_S = 30.0  # one that another was so much quicker than
+REBORN_S = 3.0  # a record published so much later than the loss is a sign of life; clocks may differ by as much
+BLAMELESS = frozenset({"log_lost", "unknown_session"})
+"""A node may forget a session for good reasons; it can be asked for another at once."""
+
+
+class TooSlow(NetworkError):
+    """A hop became so slow that a chain without it is much quicker."""
+
+    code = "too_slow"
+
+
+@dataclass(frozen=True, slots=True)
+class _Ban:
+    until: float  # by the client's clock, seconds
+    dead_since: float | None = None  # wall clock; lifted by a record published well after it
+    slow: bool = False
+
+
+@dataclass(slots=True)
+class Bans:
+    """Shared by all generations of a client: what one found out spares the others the same."""
+
+    _bans: dict[PeerId, _Ban] = field(default_factory=dict)
+
+    def add(self, peer: PeerId, cause: NetworkError, now: float, wall: float) -> None:
+        """`cause`: why it is left out. `now`, `wall`: the time by the client's clock and by the calendar, seconds."""
+        if isinstance(cause, NodeBusy):
+            self._bans[peer] = _Ban(now + cause.retry_after_s)
+        elif isinstance(cause, RemoteError):
+            if cause.remote_code not in BLAMELESS:
+                self._bans[peer] = _Ban(now + REFUSAL_S)
+        elif isinstance(cause, TooSlow):
+            self._bans[peer] = _Ban(now + SLOW_S, slow=True)
+        elif (known := self._bans.get(peer)) is None or known.dead_since is None:
+            self._bans[peer] = _Ban(math.inf, wall)
+
+    def of(self, nodes: Iterable[NodeProfile], now: float, *, and_slow: bool = True) -> frozenset[PeerId]:
+        """Those of `nodes` to leave out now, the slow ones only if `and_slow`. Bans that are over are forgotten."""
+        banned = set()
+        for node in nodes:
+            ban = self._bans.get(node.peer)
+            if ban is None:
+                continue
+            reborn = ban.dead_since is not None and node.published_at > ban.dead_since + REBORN_S
+            if reborn or now >= ban.until:
+                del self._bans[node.peer]
+            elif and_slow or not ban.slow:
+                banned.add(node.peer)
+        return frozenset(banned)

@@ -1,0 +1,71 @@
+"""Chains for one generation: opens the session on the best one, mends it, says whether another would be quicker.
+
+Owns what a session is opened with. The choice is the view's, the frames are `chain_session`'s, when to do what is the
+driver's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.config import Limits
+from swarm.errors import NetworkError, NoRoute
+from swarm.plan.session import Generation
+from swarm.types import PeerId, Sampling
+from swarm_client.chain_session import ChainSession, HopFailed, SessionSpec
+from swarm_client.network import Network
+from swarm_client.view import SwarmView
+
+WORTH = 1.5  # a chain must promise to be so many times quicker before a working hop is left
+
+
+@dataclass(frozen=True, slots=True)
+class ChainKeeper:
+    """All methods raise NoRoute when no chain covers the model, and NetworkError when there is no map to route on."""
+
+    view: SwarmView
+    network: Network
+    limits: Limits
+    model: str
+    sampling: Sampling
+
+    async def open(self, generation: Generation) -> ChainSession:
+        """A session on the best chain. Raises HopFailed when a hop of it refused; it is banned then."""
+        chain, snapshot = await self.view.route(generation.max_tokens)
+        nodes = {n.peer: n for n in snapshot.nodes}
+        first = nodes[chain.hops[0].peer]
+        spec = SessionSpec(self.model, first.weight_hash, first.dtype, generation.max_tokens, self.sampling)
+        try:
+            return await ChainSession.open(
+                chain,
+                nodes,
+                spec,
+                generation.known,
+                self.network.pool,
+                self.network.inboxes,
+                self.limits,
+                generation.epoch,
+            )
+        except HopFailed as failed:
+            self.view.ban(failed.peer, failed.cause)
+            raise
+
+    async def mend(self, session: ChainSession, generation: Generation, settled: int) -> None:
+        """Replace the session's lost hops. Raises HopFailed when that failed at another one."""
+        repair, snapshot = await self.view.repair(session.whole, session.lost, session.spec.max_tokens)
+        nodes = {n.peer: n for n in snapshot.nodes}
+        await session.repair(repair, nodes, generation.known, settled, generation.epoch)
+
+    def ban_lost(self, session: ChainSession) -> None:
+        session.note_losses()
+        for peer, cause in session.lost.items():
+            self.view.ban(peer, cause)
+
+    async def worth_leaving(self, session: ChainSession, peer: PeerId, round_ms: Sequence[float]) -> bool:
+        """Whether the session would be much quicker without `peer` than it has been in its last rounds."""
+        try:
+            repair, _ = await self.view.repair(session.whole, {peer}, session.spec.max_tokens)
+        except (NoRoute, NetworkError):
+            return False
+        return WORTH * repair.chain.cost_ms <= min(round_ms)
