@@ -45,7 +45,13 @@ class LeanSpan:
 
     @classmethod
     def load(
-        cls, source: ModelSource, layers: LayerSpan, dtype: torch.dtype, device: torch.device, progress: Progress
+        cls,
+        source: ModelSource,
+        layers: LayerSpan,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        like: LeanSpan | None = None,
     ) -> LeanSpan:
         """see `span_loading.load_span`."""
         config = source.config
@@ -55,16 +61,20 @@ class LeanSpan:
         steps = len(layers) + is_first + is_last
         embedding = norm = head = None
         weights: list[ops.LayerWeights] = []
+        shared = {} if like is None else dict(zip(like.layers, like.weights, strict=True))
+        same_ends = like is not None and (like.is_first, like.is_last) == (is_first, is_last)
         try:
-            if is_first:
+            if like is not None and same_ends:
+                embedding, norm, head = like.embedding, like.final_norm, like.head
+            elif is_first:
                 both = is_last and _tied(source)
                 plain = quantised.quantise_linear if dtype == torch.int8 else reference.pack_linear
                 embedding = (pack if both else plain)(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size))
                 head = embedding if both else None
             for layer in layers:
-                weights.append(_load_layer(reader, config, layer, pack))
+                weights.append(shared.get(layer) or _load_layer(reader, config, layer, pack))
                 progress((len(weights) + is_first) / steps)
-            if is_last:
+            if is_last and not same_ends:
                 norm = reader.vector(FINAL_NORM, config.hidden_size)
                 name = EMBEDDING if _tied(source) else HEAD
                 head = head or pack(reader.matrix(name, config.vocab_size, config.hidden_size))

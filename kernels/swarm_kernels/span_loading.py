@@ -20,18 +20,21 @@ def load_span(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    like: Span | None = None,
 ) -> Span:
     """Read the tensors of `layers` (and the embedding, norm and head where the span has an end of the model).
 
     `dtype`: of the weights, one of `device.DTYPES`; int8 for lean spans only. Layer by layer, each read, converted and
-    packed before the next, so memory never holds the weights twice. Raises CorruptModel, UnsupportedModel, OutOfMemory,
-    UsageError.
+    packed before the next, so memory never holds the weights twice. What `like`, a span of the same model, dtype and
+    device, holds already is shared with it where spans allow that (lean ones do). Raises CorruptModel,
+    UnsupportedModel, OutOfMemory, UsageError.
     """
     if layers.end > source.config.num_layers:
         raise UsageError(f"layers {layers} are asked for, but the model has {source.config.num_layers}")
     report = progress or (lambda share: None)
     if source.config.lean:
-        return LeanSpan.load(source, layers, dtype, torch.device(device), report)
+        shared = like if isinstance(like, LeanSpan) else None
+        return LeanSpan.load(source, layers, dtype, torch.device(device), report, shared)
     from swarm_kernels.general import GeneralSpan  # imports transformers, which takes seconds
 
     return GeneralSpan.load(source, layers, dtype, torch.device(device), report)

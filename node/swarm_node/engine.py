@@ -35,6 +35,10 @@ class SpanEngine:
         return self._span.layers
 
     @property
+    def loaded(self) -> Span:
+        return self._span
+
+    @property
     def capacity_tokens(self) -> int:
         return self.cache.capacity_tokens
 

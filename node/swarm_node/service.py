@@ -10,6 +10,7 @@ sends what comes out, so a slow next hop holds back its own sessions only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable
@@ -84,6 +85,11 @@ class Service:
     def sessions(self) -> int:
         return len(self._sessions)
 
+    @property
+    def logged_bytes(self) -> int:
+        """What the logs for replay take."""
+        return self._logs.size
+
     def begin(self, engine: ServedEngine, executor: Executor) -> Home:
         """Take sessions on this span from now on."""
         return self.homes.add(engine, executor)
@@ -97,6 +103,16 @@ class Service:
     def refuse(self, why: Callable[[], SwarmError] | None) -> None:
         """Take no new session, for the reason that `why` makes; None: take them again. Those that are open go on."""
         self._refusal = why
+
+    def idle(self, home: Home | None = None) -> bool:
+        """Whether no session is open (in `home`)."""
+        return not (self._sessions if home is None else home.keys)
+
+    async def wait_idle(self, home: Home | None, seconds: float) -> None:
+        """Return when no session is left (in `home`), or after so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await (self._empty if home is None else home.empty).wait()
 
     def evict(self, why: SwarmError, where: Callable[[LayerSpan], bool], home: Home | None = None) -> int:
         """End the sessions (of `home`) on layers for which `where` holds; their clients go on elsewhere. How many."""
