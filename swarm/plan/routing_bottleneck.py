@@ -36,7 +36,9 @@ def best_pipeline(dag: Dag, entries: Ints, exits: Ints) -> tuple[int, Path] | No
             return None
         cap = max(int(dag.spent[v.end, v.row] - dag.spent[v.start, v.row]) for v in known.visits)
     forward = Dag(dag.owner, dag.tau, np.where(np.tri(dag.count, dtype=np.bool_), NEVER, dag.rho))
-    in_order = walk(forward, sweep_capped(forward, exits, cap), entries, cap)  # rows in their order repeat nobody
+    in_order = walk(
+        forward, sweep_capped(forward, exits, cap), entries, exits, cap
+    )  # rows in their order repeat nobody
     known = min((p for p in (known, in_order) if p), key=lambda p: p.key)
     return cap, best_simple(dag, entries, exits, cap, known) or known
 

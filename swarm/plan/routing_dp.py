@@ -9,8 +9,8 @@ and the number of hops, so the order of chains is the order of integers: ties ar
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,7 @@ TICK = 1 << 10  # up to 1,023 hops
 LAYER = 1 << 50  # up to 2^40 ticks: 18 minutes in nanoseconds
 NEVER = 1 << 61  # two of them still add without overflow
 MAX_LAYERS = 1000
+SPREAD = 1.2  # most rows of layers swept together, over the fewest of any of them
 MOST_KEPT = 1 << 17  # links of one boundary that are kept from one sweep to the next
 
 
@@ -50,27 +51,21 @@ class Path:
         return self.cost, self.owners, tuple(-v.end for v in self.visits)
 
 
-def _nobody() -> Ints:
-    return np.zeros(0, np.int64)
-
-
 @dataclass(slots=True)
 class Stage:
-    """Layers `[lo, hi)` that the same rows hold; n rows, m rows in the stage after.
+    """Layers `[lo, hi)` that are swept together; n rows that hold any of them, m rows in the stage after.
 
-    `tau`: `[hi - lo, n]`. `rest`: cost from a layer to the end of the stage, `[hi - lo, n]`. `stay_from`, `stay_to`:
-    places in this stage and in the next of the rows that hold both.
+    `tau`: `[hi - lo, n]`. `rest`: cost from a layer to the end of the stage, `[hi - lo, n]`; None if not all rows hold
+    all its layers. `inside`, `onward`: kept by Dag.inside and Dag.onward.
     """
 
     lo: int
     hi: int
     rows: Ints
     tau: Ints
-    rest: Ints
-    stay_from: Ints = field(default_factory=_nobody)
-    stay_to: Ints = field(default_factory=_nobody)
-    inside: Ints | None = None  # kept by Dag.inside
-    onward: Ints | None = None  # kept by Dag.onward
+    rest: Ints | None
+    inside: Ints | None = None
+    onward: Ints | None = None
 
 
 class Dag:
@@ -89,29 +84,29 @@ class Dag:
         self.may_enter, self.may_leave = may_enter, may_leave
         self.holds: Flags = tau < NEVER
         self.num_layers, self.count = tau.shape
-        self.spent = np.zeros((self.num_layers + 1, self.count), np.int64)  # cost of the held layers before a boundary
-        np.cumsum(np.where(self.holds, tau, 0), axis=0, out=self.spent[1:])
-        self.work = 1 + int((self.holds.sum(axis=1, dtype=np.int64) ** 2).sum())  # relaxations of a sweep, at least 1
         self.stages = self._cut()
-        # where the blocks of the stages, one after the other, belong in a flattened [L + 1, R]
-        self.places = np.flatnonzero(self.holds)
 
     def _cut(self) -> list[Stage]:
+        """Layers with the same rows, or with nearly the same if those are few: links are read once a stage."""
         changes = np.flatnonzero((self.holds[1:] != self.holds[:-1]).any(axis=1)) + 1
-        cuts = [0, *changes.tolist(), self.num_layers]
         stages: list[Stage] = []
-        for lo, hi in itertools.pairwise(cuts):
-            rows = np.flatnonzero(self.holds[lo])
+        for lo, hi in _merged(self.holds, [0, *changes.tolist(), self.num_layers]):
+            holds = self.holds[lo:hi]
+            rows = np.flatnonzero(holds[0] if hi - lo == 1 else holds.any(axis=0))
             tau = self.tau[lo:hi].take(rows, axis=1)
-            stages.append(Stage(lo, hi, rows, tau, tau[::-1].cumsum(axis=0)[::-1]))
-        for stage, after in itertools.pairwise(stages):
-            both = self.holds[stage.lo] & self.holds[after.lo]
-            stage.stay_from = np.flatnonzero(both[stage.rows])
-            stage.stay_to = np.flatnonzero(both[after.rows])
+            even = (tau < NEVER).all()
+            stages.append(Stage(lo, hi, rows, tau, tau[::-1].cumsum(axis=0)[::-1] if even else None))
         return stages
 
-    def covered(self) -> bool:
-        return all(stage.rows.size for stage in self.stages)
+    @cached_property
+    def _complete(self) -> bool:
+        return bool(self.holds.any(axis=1).all())
+
+    def covered(self, closed: Flags | None = None) -> bool:
+        """Whether every layer is held, by a row that is not `closed`, `[R]`."""
+        if closed is None:
+            return self._complete
+        return bool((self.holds & ~closed).any(axis=1).all())
 
     def take(self, rows: Ints) -> Dag:
         """The part of this Dag between the rows `rows`, ascending."""
@@ -120,150 +115,162 @@ class Dag:
         return Dag(self.owner[rows], self.tau.take(rows, axis=1), self.rho[rows[:, None], rows], enter, leave)
 
     @cached_property
+    def spent(self) -> Ints:
+        """Cost of the held layers before a boundary, `[L + 1, R]`."""
+        spent = np.zeros((self.num_layers + 1, self.count), np.int64)
+        np.cumsum(np.where(self.holds, self.tau, 0), axis=0, out=spent[1:])
+        return spent
+
+    @cached_property
+    def work(self) -> int:
+        """Relaxations of a sweep, at least 1."""
+        return 1 + int((self.holds.sum(axis=1, dtype=np.int64) ** 2).sum())
+
+    @cached_property
     def nearest(self) -> Ints:
         """The cheapest link out of each row, `[R]`."""
         cheapest: Ints = self.rho.min(axis=1, initial=NEVER)
         return cheapest
 
+    @cached_property
+    def _onto(self) -> Ints:
+        """Going on as another row, or for nothing as the same, `[R, R]` by (to, from)."""
+        onto = self.rho.T.copy()
+        np.fill_diagonal(onto, 0)
+        return onto
+
     def inside(self, stage: Stage) -> Ints:
-        """rho between the rows of a stage, `[n, n]`."""
-        if stage.inside is None:
-            inside = _part(self.rho, stage.rows, stage.rows)
-            if inside.size > MOST_KEPT:
-                return inside
+        """Going on inside a stage, `[n, n]` by (to, from)."""
+        if stage.inside is not None:
+            return stage.inside
+        inside = _part(self._onto, stage.rows, stage.rows)
+        if inside.size <= MOST_KEPT:
             stage.inside = inside
-        return stage.inside
+        return inside
 
     def onward(self, stage: Stage, after: Stage) -> Ints:
-        """rho from the rows of a stage to those of the next, `[n, m]`."""
-        if stage.onward is None:
-            onward = _part(self.rho, stage.rows, after.rows)
-            if onward.size > MOST_KEPT:
-                return onward
+        """Going on from a stage to the next, `[m, n]` by (to, from)."""
+        if stage.onward is not None:
+            return stage.onward
+        onward = _part(self._onto, after.rows, stage.rows)
+        if onward.size <= MOST_KEPT:
             stage.onward = onward
-        return stage.onward
+        return onward
 
 
-def _part(rho: Ints, rows: Ints, columns: Ints) -> Ints:
-    """The links from `rows` to `columns`; a view where both are consecutive."""
-    if len(rows) == rows[-1] - rows[0] + 1 and len(columns) == columns[-1] - columns[0] + 1:
-        return rho[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    part: Ints = rho[rows[:, None], columns]
+def _merged(holds: Flags, cuts: list[int]) -> Iterator[tuple[int, int]]:
+    """The pieces between `cuts`, neighbours put together while that adds few rows to any of them."""
+    lo, held, fewest = cuts[0], holds[cuts[0]], int(holds[cuts[0]].sum())
+    for cut in cuts[1:-1]:
+        union, fewer = held | holds[cut], min(fewest, int(holds[cut].sum()))
+        if union.sum() > SPREAD * fewer:
+            yield lo, cut
+            lo, union, fewer = cut, holds[cut], int(holds[cut].sum())
+        held, fewest = union, fewer
+    yield lo, cuts[-1]
+
+
+def _part(matrix: Ints, rows: Ints, columns: Ints) -> Ints:
+    """`matrix` between `rows` and `columns`, in one piece: the sweep reads it often."""
+    part: Ints = matrix[rows[:, None], columns]
     return part
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """`go[b, r]`: least cost from boundary b on if row r runs layer b. `leave[b, r]`: if it hands over (or ends) at b.
+def sweep(dag: Dag, exits: Ints, closed: Flags | None = None) -> Ints:
+    """`go[b, r]`: least cost from boundary b on if row r runs layer b, `[L + 1, R]`; NEVER where it cannot.
 
-    `leave` is NEVER where handing over is known not to pay.
+    One backward pass, O(L R²) at worst. `exits`: cost after the last layer, `[R]`. `closed`: rows to do without, `[R]`.
+    A stage of rows that hold all of it is filled in at once on the assumption that nobody switches inside it: the DP
+    over stages. That is exact unless the cheapest link out of some row leads to something better than staying; from the
+    last boundary where it might, the sweep goes on layer by layer.
     """
-
-    go: Ints
-    leave: Ints
-
-
-def sweep(dag: Dag, exits: Ints) -> Table:
-    """One backward pass, O(L R²) at worst; `exits`: cost after the last layer, `[R]`.
-
-    A stage is filled in at once on the assumption that nobody switches inside it: the DP over stages. That is exact
-    unless the cheapest link out of some row leads to something better than staying; from the last boundary where it
-    might, the sweep goes on layer by layer.
-    """
-    table = Table(np.full((dag.num_layers + 1, dag.count), NEVER), np.full((dag.num_layers + 1, dag.count), NEVER))
-    if not dag.covered():
-        return table
-    blocks: list[Ints] = []
-    leaves: list[Ints] = []
+    go = np.full((dag.num_layers + 1, dag.count), NEVER)
+    if not dag.covered(closed):
+        return go
+    sums = np.empty(max(stage.rows.size for stage in dag.stages) ** 2, np.int64)
+    entry: Ints = exits
     after: Stage | None = None
     for stage in reversed(dag.stages):
-        # leave[i] belongs to boundary lo + 1 + i, [hi - lo, n]
-        leave = np.full(stage.tau.shape, NEVER)
-        base = leave[-1]
+        barred = None if closed is None else np.where(closed[stage.rows], NEVER, 0)
         if after is None:
-            base[:] = exits[stage.rows]
+            base = exits[stage.rows]
         else:
-            base = _between(dag, stage, after, blocks[-1][0], base)
-        block = stage.rest + base
+            base = _going_on(dag, dag.onward(stage, after), sums, entry, stage.hi, after.rows, stage.rows)
+        block = (stage.tau if stage.rest is None else stage.rest) + base
         np.minimum(block, NEVER, out=block)
-        if len(block) > 1 and (last := _last_doubt(dag, stage, block)):
-            _layer_by_layer(dag, stage, block, leave, last)
-        blocks.append(block)
-        leaves.append(leave)
-        after = stage
-    table.go.ravel()[dag.places] = np.concatenate([block.ravel() for block in reversed(blocks)])
-    table.leave.ravel()[dag.places + dag.count] = np.concatenate([leave.ravel() for leave in reversed(leaves)])
-    return table
+        if barred is not None:
+            np.maximum(block, barred, out=block)
+        for place in range(_last_doubt(dag, stage, block, barred), 0, -1):
+            before, inside = block[place - 1], dag.inside(stage)
+            base = _going_on(dag, inside, sums, block[place], stage.lo + place, stage.rows, stage.rows)
+            np.add(base, stage.tau[place - 1], out=before)
+            np.minimum(before, NEVER, out=before)
+            if barred is not None:
+                np.maximum(before, barred, out=before)
+        go[stage.lo : stage.hi, stage.rows] = block
+        entry, after = block[0], stage
+    return go
 
 
-def _between(dag: Dag, stage: Stage, after: Stage, entry: Ints, leave: Ints) -> Ints:
-    """Fill `leave` at the end of `stage`; the better of leaving and, where the next stage has the row too, staying.
+def _going_on(dag: Dag, onto: Ints, sums: Ints, entry: Ints, boundary: int, rows: Ints, froms: Ints) -> Ints:
+    """Least cost from `boundary` on for each of `froms` that runs the layer before it, `[n]`.
 
-    `entry`: least cost of the next stage by its rows.
+    `onto`: `[m, n]`. `entry`: least cost of each of `rows` from there on, `[m]`. `sums`: room to work in.
     """
-    enterable = entry if dag.may_enter is None else np.where(dag.may_enter[stage.hi, after.rows], entry, NEVER)
-    np.minimum.reduce(dag.onward(stage, after) + enterable, axis=1, out=leave)
+    sums = sums[: onto.size].reshape(onto.shape)
+    np.add(onto, entry[:, None], out=sums)
+    if dag.may_enter is not None:
+        sums[~dag.may_enter[boundary, rows]] = NEVER
     if dag.may_leave is not None:
-        leave[~dag.may_leave[stage.hi, stage.rows]] = NEVER
-    base = leave.copy()
-    base[stage.stay_from] = np.minimum(base[stage.stay_from], entry[stage.stay_to])
-    return base
+        sums[:, ~dag.may_leave[boundary, froms]] = NEVER
+    if dag.may_enter is not None or dag.may_leave is not None:
+        here, there = np.nonzero(rows[:, None] == froms)
+        sums[here, there] = entry[here]
+    best: Ints = np.minimum.reduce(sums, axis=0)
+    return best
 
 
-def _last_doubt(dag: Dag, stage: Stage, block: Ints) -> int:
+def _last_doubt(dag: Dag, stage: Stage, block: Ints, barred: Ints | None) -> int:
     """The last place inside a stage, `[1, hi - lo)`, where somebody might gain by switching; 0 for none."""
+    if stage.rest is None or len(block) == 1:
+        return len(block) - 1
     inner = block[1:]
     tempted = inner.min(axis=1)[:, None] + dag.nearest[stage.rows] <= inner
+    if barred is not None:
+        tempted &= barred == 0
     places = np.flatnonzero(tempted.any(axis=1))
     return 1 + int(places[-1]) if places.size else 0
 
 
-def _layer_by_layer(dag: Dag, stage: Stage, block: Ints, leave: Ints, last: int) -> None:
-    """Redo `block[:last]`, switching inside the stage allowed; `block[last]` is right."""
-    inside = dag.inside(stage)
-    sums = np.empty_like(inside)
-    enter_ok = None if dag.may_enter is None else dag.may_enter[stage.lo : stage.hi, stage.rows]
-    leave_ok = None if dag.may_leave is None else dag.may_leave[stage.lo : stage.hi, stage.rows]
-    for place in range(last, 0, -1):
-        stay, hand_over, before = block[place], leave[place - 1], block[place - 1]
-        entry = stay if enter_ok is None else np.where(enter_ok[place], stay, NEVER)
-        np.add(inside, entry, out=sums)
-        np.minimum.reduce(sums, axis=1, out=hand_over)
-        if leave_ok is not None:
-            hand_over[~leave_ok[place]] = NEVER
-        np.minimum(hand_over, stay, out=before)
-        before += stage.tau[place - 1]
-        np.minimum(before, NEVER, out=before)
-
-
-def sweep_capped(dag: Dag, exits: Ints, cap: int) -> Table:
+def sweep_capped(dag: Dag, exits: Ints, cap: int) -> Ints:
     """`sweep` where no visit may take longer than `cap`, O(L R² + L² R)."""
-    table = Table(np.full((dag.num_layers + 1, dag.count), NEVER), np.full((dag.num_layers + 1, dag.count), NEVER))
-    table.leave[-1] = np.where(dag.holds[-1], exits, NEVER)
+    go = np.full((dag.num_layers + 1, dag.count), NEVER)
+    leave = go.copy()
+    leave[-1] = np.where(dag.holds[-1], exits, NEVER)
     spent, holds = dag.spent, dag.holds
     for start in range(dag.num_layers - 1, -1, -1):
         boundary = start + 1
         if boundary < dag.num_layers:
-            entry = table.go[boundary]
+            entry = go[boundary]
             if dag.may_enter is not None:
                 entry = np.where(dag.may_enter[boundary], entry, NEVER)
-            leave = (dag.rho + entry).min(axis=1)
+            leave[boundary] = (dag.rho + entry).min(axis=1)
             if dag.may_leave is not None:
-                leave[~dag.may_leave[boundary]] = NEVER
-            table.leave[boundary] = np.where(holds[start], leave, NEVER)
+                leave[boundary, ~dag.may_leave[boundary]] = NEVER
+            leave[boundary, ~holds[start]] = NEVER
         run = spent[boundary:] - spent[start]
-        total = np.where(run <= cap, run + table.leave[boundary:], NEVER).min(axis=0)
-        table.go[start] = np.where(holds[start], np.minimum(total, NEVER), NEVER)
-    return table
+        total = np.where(run <= cap, run + leave[boundary:], NEVER).min(axis=0)
+        go[start] = np.where(holds[start], np.minimum(total, NEVER), NEVER)
+    return go
 
 
-def walk(dag: Dag, table: Table, entries: Ints, cap: int = NEVER) -> Path | None:
-    """The best chain in a table: least cost, then lowest owners hop by hop, then the longest first hops; None for none.
+def walk(dag: Dag, go: Ints, entries: Ints, exits: Ints, cap: int = NEVER) -> Path | None:
+    """The best chain in a sweep: least cost, then lowest owners hop by hop, then the longest first hops; None for none.
 
     `entries`: cost before the first layer, `[R]`. Equal chains may differ in where they switch, so each step keeps all
     layers at which the next node can be entered without losing anything.
     """
-    start = entries + table.go[0]
+    start = entries + go[0]
     best = int(start.min(initial=NEVER))
     if best >= NEVER:
         return None
@@ -271,25 +278,45 @@ def walk(dag: Dag, table: Table, entries: Ints, cap: int = NEVER) -> Path | None
     rows, steps = [row], []  # steps[i]: entry layer of hop i -> the boundaries where it may end
     entered = [0]
     while True:
-        ends = {b: _ends(dag, table, row, b, cap) for b in entered}
+        first = entered[0]
+        leave = _leaving(dag, go, exits, row, first)
+        ends = {b: _ends(dag, go, leave[b - first :], row, b, cap) for b in entered}
         steps.append(ends)
         boundaries = sorted({e for options in ends.values() for e in options})
         if boundaries[-1] == dag.num_layers:
             return _read(dag, best, rows, steps)
-        following = {b: _successors(dag, table, row, b) for b in boundaries}
+        following = {b: _successors(dag, go, row, b, leave[b - first - 1]) for b in boundaries}
         row = _lowest_owner(dag, np.concatenate(list(following.values())))
         rows.append(row)
         entered = [b for b in boundaries if row in following[b]]
 
 
-def _ends(dag: Dag, table: Table, row: int, start: int, cap: int) -> list[int]:
-    run = dag.spent[start + 1 :, row] - dag.spent[start, row]
-    good = (run + table.leave[start + 1 :, row] == table.go[start, row]) & (run <= cap)
+def _leaving(dag: Dag, go: Ints, exits: Ints, row: int, start: int) -> Ints:
+    """Least cost from each boundary after `start` on, as far as `row` goes, if it hands over (or ends) there."""
+    held = dag.holds[start:, row]
+    stop = dag.num_layers if held.all() else start + int(held.argmin())
+    entry = go[start + 1 : stop + 1]
+    if dag.may_enter is not None:
+        entry = np.where(dag.may_enter[start + 1 : stop + 1], entry, NEVER)
+    leave: Ints = (entry + dag.rho[row]).min(axis=1)
+    if dag.may_leave is not None:
+        leave[~dag.may_leave[start + 1 : stop + 1, row]] = NEVER
+    if stop == dag.num_layers:
+        leave[-1] = exits[row]
+    return leave
+
+
+def _ends(dag: Dag, go: Ints, leave: Ints, row: int, start: int, cap: int) -> list[int]:
+    """Where a visit that begins at `start` may end. `leave`: from `start + 1` on."""
+    run = dag.spent[start + 1 : start + 1 + len(leave), row] - dag.spent[start, row]
+    good = run + leave == go[start, row]
+    if cap < NEVER:
+        good &= run <= cap
     return [start + 1 + int(i) for i in np.flatnonzero(good)]
 
 
-def _successors(dag: Dag, table: Table, row: int, boundary: int) -> Ints:
-    good = dag.rho[row] + table.go[boundary] == table.leave[boundary, row]
+def _successors(dag: Dag, go: Ints, row: int, boundary: int, leave: int) -> Ints:
+    good = dag.rho[row] + go[boundary] == leave
     if dag.may_enter is not None:
         good &= dag.may_enter[boundary]
     return np.flatnonzero(good)

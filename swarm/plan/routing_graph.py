@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from swarm.errors import NoRoute, UsageError
 from swarm.plan.routing_bottleneck import best_pipeline
 from swarm.plan.routing_dp import HOP, MAX_LAYERS, NEVER, TICK, Dag, Ints, Path
-from swarm.plan.routing_search import best_simple, cheapest, repeats
+from swarm.plan.routing_focus import Finder
+from swarm.plan.routing_search import best_simple, repeats
 from swarm.types import Chain, Hop, LayerSpan, missing_ranges
 
 Objective = Literal["latency", "bottleneck"]
@@ -129,6 +130,7 @@ class Graph:
         if len(rank) < len(self.ids):
             rho[self.owner[:, None] == self.owner] = NEVER
         self.dag = Dag(self.owner, self.ticks(self.tau_ms), rho)
+        self._finder = Finder(self.dag)
 
     def _check(self) -> None:
         held = np.array([[n.start, n.end] for n in self.nodes], np.int64).reshape(-1, 2)
@@ -169,16 +171,26 @@ class Graph:
         revisits: bool = False,
     ) -> Chain:
         """The best chain; `entry_ms`, `exit_ms`: ρ from and to the client, `[R]`. Raises NoRoute."""
-        rows, dag = np.arange(len(self.ids)), self.dag
-        if banned:
-            rows = np.flatnonzero([peer not in banned for peer in self.ids])
-            dag = dag.take(rows)
-        if not dag.covered():
-            self.check_coverage(rows)
+        dag, rows = self.dag, np.arange(len(self.ids))
+        closed = np.array([peer in banned for peer in self.ids], np.bool_) if banned else None
+        if not dag.covered(closed):
+            self.check_coverage(rows if closed is None else np.flatnonzero(~closed))
         entry_ms = np.zeros(len(self.ids)) if entry_ms is None else entry_ms
         exit_ms = np.zeros(len(self.ids)) if exit_ms is None else exit_ms
-        entries, exits = self.ticks(entry_ms[rows]), self.ticks(exit_ms[rows])
-        path = _solve(dag, entries, exits, objective, revisits)
+        entries, exits = self.ticks(entry_ms), self.ticks(exit_ms)
+        path: Path | None = None
+        if objective == "latency":
+            path = self._finder.cheapest(entries, exits, closed)
+            if path is not None and (revisits or not repeats(path)):
+                return self.chain(path, rows, objective, entry_ms, exit_ms)
+        if closed is not None:
+            rows = np.flatnonzero(~closed)
+            dag, entries, exits, path = dag.take(rows), entries[rows], exits[rows], None
+        if objective == "bottleneck":
+            found = best_pipeline(dag, entries, exits)
+            path = found[1] if found else None
+        else:
+            path = best_simple(dag, entries, exits, first=path)
         if path is None:
             raise NoRoute("every layer is held, but no links join the nodes that hold them into a chain")
         return self.chain(path, rows, objective, entry_ms, exit_ms)
@@ -199,16 +211,6 @@ class Graph:
         hand_overs = [float(self.rho_ms[a[0], b[0]]) for a, b in itertools.pairwise(visits)]
         edges = (float(entry_ms[visits[0][0]]), float(exit_ms[visits[-1][0]]))
         return Chain(hops, math.fsum((*runs, *hand_overs, *edges)))
-
-
-def _solve(dag: Dag, entries: Ints, exits: Ints, objective: Objective, revisits: bool) -> Path | None:
-    if objective == "bottleneck":
-        found = best_pipeline(dag, entries, exits)
-        return found[1] if found else None
-    path = cheapest(dag, entries, exits)
-    if path is None or revisits or not repeats(path):
-        return path
-    return best_simple(dag, entries, exits, first=path)
 
 
 def no_route_sentence(missing: Sequence[tuple[int, int]], num_layers: int) -> str:

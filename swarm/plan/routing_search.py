@@ -24,7 +24,7 @@ MOST_ROUNDS_CAPPED = 32  # where sweeps are dearer and repeats tempting
 
 def cheapest(dag: Dag, entries: Ints, exits: Ints) -> Path | None:
     """The best chain in the DAG; a node may come twice. None if there is no chain."""
-    return walk(dag, sweep(dag, exits), entries)
+    return walk(dag, sweep(dag, exits), entries, exits)
 
 
 def repeats(path: Path) -> bool:
@@ -44,7 +44,7 @@ def best_simple(
     def solve(part: Dag) -> Path | None:
         if cap >= NEVER:
             return cheapest(part, entries, exits)
-        return walk(part, sweep_capped(part, exits, cap), entries, cap)
+        return walk(part, sweep_capped(part, exits, cap), entries, exits, cap)
 
     tickets = itertools.count()
     root = first or solve(dag)

@@ -151,7 +151,7 @@ def three_by_three() -> list[NodeProfile]:
     return [node(f"p{i}", 12, (10 * (i % 3), 10 * (i % 3) + 10)) for i in range(9)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("capacity", [3, 12])
 def test_a_gap_that_lasts_is_filled_whatever_else_goes_on(seed: int, capacity: int) -> None:
     town = Town(30, three_by_three(), random.Random(seed))
@@ -165,18 +165,18 @@ def test_a_gap_that_lasts_is_filled_whatever_else_goes_on(seed: int, capacity: i
     assert town.held()
     filled = town.moves
     assert filled > settled
-    town.run(120, lambda: next(passers_by))
+    town.run(60, lambda: next(passers_by))
     assert town.moves - filled <= 6
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_imbalance_that_lasts_is_evened_out_whatever_else_goes_on(seed: int) -> None:
     town = Town(20, [node(f"p{i}", 10, (0, 10) if i < 7 else (10, 20)) for i in range(8)], random.Random(seed))
     passers_by = town.passers_by((0, 1), 1)
     town.run(round(POLICY.patience_s) + 25, lambda: next(passers_by))
     assert min(town.view().coverage()) >= 3
     moved = town.moves
-    town.run(100, lambda: next(passers_by))
+    town.run(60, lambda: next(passers_by))
     assert town.moves - moved <= 2
 
 
