@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,15 @@ from virtual_clock import wall_clock
 from swarm.config import ClientConfig, Limits
 from swarm.errors import NetworkError
 from swarm.messages import AnyMessage
-from swarm.net.carrier import Connection
 from swarm.net.identity import Identity
-from swarm.net.memory import Link, MemoryNetwork
+from swarm.net.link import Link
+from swarm.net.memory import Link as MemoryLink
+from swarm.net.memory import MemoryNetwork
 from swarm.net.pool import ConnectionPool
 from swarm.types import LayerSpan, NodeProfile, NodeState, PeerId
 from swarm_client import SwarmClient
 from swarm_client.network import Network
+from swarm_client.speculator import Guesser
 from swarm_kernels.span_loading import load_span
 from swarm_node.announcer import Announcer
 from swarm_node.engine import SpanEngine
@@ -29,6 +31,7 @@ from swarm_node.executor import Executor, InlineDevice
 from swarm_node.service import Served, Service
 
 LIMITS = Limits(route_timeout_s=3.0)
+STEP_S = 0.002  # what a batch takes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -54,6 +57,39 @@ class NumberTokenizer:
         return ""
 
 
+class VirtualDevice(InlineDevice):
+    """One whose speed can be changed while it runs."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__(delay_s)
+
+    def slow_down(self, factor: float) -> None:
+        self._delay_s *= factor
+
+
+@dataclass
+class MemoryNode:
+    """One node: the real service, engine, pool and announcer, on a carrier in memory."""
+
+    identity: Identity
+    span: LayerSpan
+    engine: SpanEngine
+    device: VirtualDevice
+    service: Service
+    pool: ConnectionPool
+    announcing: asyncio.Task[None]
+
+    @property
+    def peer(self) -> PeerId:
+        return self.identity.peer
+
+    def leaks(self) -> str:
+        """What is left of sessions that are over; "" if nothing."""
+        self.engine.cache.check_integrity()
+        held = (self.service.sessions, len(self.engine.cache), self.service.logged_bytes)
+        return "" if held == (0, 0, 0) else f"node {self.peer[-6:]} holds {held} sessions, caches, bytes of logs"
+
+
 @dataclass
 class MemorySwarm:
     """`client()` connects a new one; `kill(peer)` ends a node without a word."""
@@ -61,30 +97,40 @@ class MemorySwarm:
     source: Any
     network: MemoryNetwork
     stack: AsyncExitStack
+    limits: Limits = LIMITS
     peers: list[PeerId] = field(default_factory=list)
     engines: dict[PeerId, SpanEngine] = field(default_factory=dict)
+    nodes: dict[PeerId, MemoryNode] = field(default_factory=dict)
+    _spans: dict[tuple[LayerSpan, str], Any] = field(default_factory=dict)
 
-    async def add_node(self, span: LayerSpan, dtype: str = "fp32", kv_tokens: int = 2048) -> PeerId:
-        identity = Identity.from_seed(len(self.peers).to_bytes(32, "big"))
-        peer, source = identity.peer, self.source
-        loaded = load_span(source, span, DTYPES[dtype])
+    async def add_node(
+        self, span: LayerSpan, dtype: str = "fp32", kv_tokens: int = 2048, seed: int | None = None
+    ) -> PeerId:
+        """A new node, or the rebirth of the one with this `seed`."""
+        identity = Identity.from_seed((len(self.peers) if seed is None else seed).to_bytes(32, "big"))
+        peer, source, limits = identity.peer, self.source, self.limits
+        if (span, dtype) not in self._spans:
+            self._spans[span, dtype] = load_span(source, span, DTYPES[dtype])
+        loaded = self._spans[span, dtype]
         engine = SpanEngine(loaded, loaded.new_cache(kv_tokens))
         services: list[Service] = []
 
-        async def on_frame(connection: Connection, message: AnyMessage, body: memoryview) -> None:
+        async def on_frame(connection: Link, message: AnyMessage, body: memoryview) -> None:
             await services[0].on_frame(connection, message, body)
 
-        async def on_lost(connection: Connection, error: NetworkError) -> None:
+        async def on_lost(connection: Link, error: NetworkError) -> None:
             await services[0].on_lost(connection, error)
 
         carrier = self.network.carrier(peer)
         self.stack.push_async_callback(carrier.close)
-        pool = await self.stack.enter_async_context(ConnectionPool(carrier, on_frame, on_lost, LIMITS))
+        pool = await self.stack.enter_async_context(ConnectionPool(carrier, on_frame, on_lost, limits))
         service = await self.stack.enter_async_context(
-            Service(Served(source.name, source.weight_hash, dtype), pool, LIMITS)
+            Service(Served(source.name, source.weight_hash, dtype), pool, limits)
         )
         services.append(service)
-        executor = Executor(engine, InlineDevice(0.002), LIMITS.batch_tokens, clock=asyncio.get_running_loop().time)
+        clock = asyncio.get_running_loop().time
+        device = VirtualDevice(STEP_S)
+        executor = Executor(engine, device, limits.batch_tokens, clock=clock)
         self.stack.push_async_callback(executor.close)
         service.begin(engine, executor)
         await pool.serve()
@@ -92,16 +138,18 @@ class MemorySwarm:
         def profile(now: float) -> NodeProfile:
             return NodeProfile(
                 peer,
-                f"node-{len(self.peers)}",
+                f"node {peer[-4:]}",
                 NodeState.SERVING,
                 dtype,
                 source.weight_hash,
                 len(span),
                 span,
                 carrier.addresses,
-                (0.5,) * len(span),
+                (STEP_S * 1e3 / len(span),) * len(span),
                 kv_capacity_tokens=kv_tokens,
-                kv_free_tokens=kv_tokens,
+                kv_free_tokens=engine.cache.free_tokens,
+                sessions=service.sessions,
+                coordinate=(0.0,),
                 published_at=now,
             )
 
@@ -111,43 +159,59 @@ class MemorySwarm:
             source.name,
             source.config.num_layers,
             profile,
-            LIMITS,
+            limits,
             wall_clock,
         )
         await announcer.publish()
         task = asyncio.get_running_loop().create_task(announcer.run())
         self.stack.callback(task.cancel)
-        self.peers.append(peer)
+        if peer not in self.peers:
+            self.peers.append(peer)
         self.engines[peer] = engine
+        self.nodes[peer] = MemoryNode(identity, span, engine, device, service, pool, task)
         return peer
 
     @asynccontextmanager
-    async def client(self, name: int = 0, eos: Sequence[int] = (), **config: Any) -> AsyncIterator[SwarmClient]:
+    async def client(
+        self,
+        name: int = 0,
+        eos: Sequence[int] = (),
+        guesser: Callable[[], Guesser] | None = None,
+        **config: Any,
+    ) -> AsyncIterator[SwarmClient]:
         peer = Identity.from_seed((1000 + name).to_bytes(32, "big")).peer
         carrier = self.network.carrier(peer)
-        network = Network.over(carrier, self.network.directory(peer), LIMITS, wall_clock)
+        network = Network.over(carrier, self.network.directory(peer), self.limits, wall_clock)
         async with (
             network.pool,
             SwarmClient(
-                config=ClientConfig(limits=LIMITS, **config),
+                config=ClientConfig(limits=self.limits, **config),
                 network=network,
                 source=self.source,
                 tokenizer=NumberTokenizer(eos),  # type: ignore[arg-type]
+                guesser=guesser,
             ) as client,
         ):
             yield client
         await carrier.close()
 
-    def kill(self, peer: PeerId) -> None:
-        self.network.kill(peer)
+    def kill(self, peer: PeerId, silent: bool = False) -> None:
+        """Its process is gone; `silent`: its machine is, and nobody is told."""
+        self.network.kill(peer, silent)
+        self.nodes[peer].announcing.cancel()
 
 
 @asynccontextmanager
 async def memory_swarm(
-    source: Any, spans: Sequence[LayerSpan], link: Link | None = None, dtype: str = "fp32", seed: int = 0
+    source: Any,
+    spans: Sequence[LayerSpan],
+    link: MemoryLink | None = None,
+    dtype: str = "fp32",
+    seed: int = 0,
+    limits: Limits = LIMITS,
 ) -> AsyncIterator[MemorySwarm]:
     async with AsyncExitStack() as stack:
-        swarm = MemorySwarm(source, MemoryNetwork(seed, link, clock=wall_clock), stack)
+        swarm = MemorySwarm(source, MemoryNetwork(seed, link, clock=wall_clock), stack, limits)
         for span in spans:
             await swarm.add_node(span, dtype)
         yield swarm
