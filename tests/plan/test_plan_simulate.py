@@ -170,6 +170,18 @@ def test_what_does_not_fit_is_said() -> None:
         changed(table(), {"devices.9.count": 1})
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_machines_that_cannot_serve_are_refused_whoever_plans(policy: str) -> None:
+    for machines in (device("tiny", 4, memory_gb=0.001), device("small", 1, memory_gb=0.2)):
+        with pytest.raises(Infeasible):
+            simulate_table(table(devices=[machines], policy={"name": policy}))
+    with pytest.raises(UsageError, match="at least one device"):
+        simulate_table(table(devices=[device("none", 0)], policy={"name": policy}))
+    measured = {"name": "m", "memory_gb": 1.0, "widths": [1, 8], "layer_ms": [0.0, 1.0]}
+    with pytest.raises(UsageError, match="more than 0 ms"):
+        simulate_table(table(devices=[measured], policy={"name": policy}))
+
+
 def test_sweeps_name_every_combination() -> None:
     swept = {
         **table(),

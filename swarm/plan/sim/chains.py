@@ -7,25 +7,44 @@ Owns the lines that sessions wait in. The way a client opens chains, waits and t
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from swarm.errors import Infeasible, NoRoute
 from swarm.plan.repair import Repair
+from swarm.plan.sim.clock import Clock
+from swarm.plan.sim.network import Network
 from swarm.plan.sim.node import SimNode
-from swarm.plan.sim.policy import Repeat
+from swarm.plan.sim.policy import Policy, Repeat
+from swarm.plan.sim.scenario import Scenario
 from swarm.plan.sim.session import Phase, Session, Step
-from swarm.types import Hop
-
-if TYPE_CHECKING:
-    from swarm.plan.sim.engine import Engine
+from swarm.plan.sim.view import View
+from swarm.types import Hop, PeerId
 
 TOKEN_BYTES = 4.0
+
+
+class Mover(Protocol):
+    """The engine as it is needed here: what there is, and how steps and sessions are moved on."""
+
+    scenario: Scenario
+    policy: Policy
+    network: Network
+    clock: Clock
+    nodes: dict[PeerId, SimNode]
+
+    def tell(self, kind: str, **facts: object) -> None: ...
+    def see(self) -> View: ...
+    def published(self) -> None: ...
+    def go_on(self, session: Session) -> None: ...
+    def unpark(self, session: Session) -> None: ...
+    def send(self, step: Step, source: str, size: float) -> None: ...
+    def fail(self, session: Session, reason: str) -> None: ...
 
 
 class Chains:
     """`engine` moves the steps; here they get a way to go."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Mover) -> None:
         self._engine = engine
         self._serving = engine.scenario.serving
         self._lines: dict[str, deque[Session]] = {}  # gate -> sessions that wait for a chain

@@ -42,6 +42,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         measured = len(self.widths) == len(self.layer_ms) > 0
         if roofline == measured:
             raise ValueError(f"device {self.name} needs either bandwidth_gb_s and tflops, or widths and layer_ms")
+        if measured and not all(ms > 0 for ms in self.layer_ms):
+            raise ValueError(f"device {self.name}: a layer takes more than 0 ms")
         if self.count < 0 or not self.memory_gb > 0:
             raise ValueError(f"device {self.name} needs memory_gb above 0 and a count from 0 up")
 

@@ -42,6 +42,8 @@ class Faults:
         for device in scenario.devices:
             for _ in range(device.count):
                 self._make(device)
+        if not any(node.capacity for node in self._engine.nodes.values()):
+            raise Infeasible(f"none of the machines has memory for a single layer of {scenario.model.name}")
         placed = self._engine.policy.place(self._engine.see())
         for peer, span in placed.items():
             self._engine.nodes[peer].take_layers(span, NodeState.SERVING)

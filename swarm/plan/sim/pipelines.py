@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -17,9 +18,9 @@ from swarm.types import Chain, Hop, LayerSpan, PeerId
 class StaticPipelines(Policy):
     """`pipelines` are formed once. A request stays with the one it is dealt to and waits in line for it."""
 
+    @abstractmethod
     def form(self, view: View) -> Sequence[Sequence[Hop]]:
         """The pipelines. Raises Infeasible."""
-        raise NotImplementedError
 
     def place(self, view: View) -> Mapping[PeerId, LayerSpan]:
         self.pipelines = [tuple(pipeline) for pipeline in self.form(view)]

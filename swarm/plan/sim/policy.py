@@ -6,6 +6,7 @@ nothing itself.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Repeat:
     from_client: bool = False
 
 
-class Policy:
+class Policy(ABC):
     """`queues_at_nodes`: a session waits in line at a node without room, instead of looking for another chain."""
 
     queues_at_nodes = False
@@ -41,9 +42,9 @@ class Policy:
     def spec(self) -> PolicySpec:
         return self.scenario.policy
 
+    @abstractmethod
     def place(self, view: View) -> Mapping[PeerId, LayerSpan]:
         """Who serves what from the start; nodes left out idle. Raises Infeasible."""
-        raise NotImplementedError
 
     def join(self, view: View) -> Mapping[PeerId, LayerSpan]:
         """The layers of the nodes that are joining now."""
@@ -53,9 +54,9 @@ class Policy:
         """The moves of a new allocation, if there should be one."""
         return None
 
+    @abstractmethod
     def choose(self, session: Session, view: View) -> Chain:
         """The chain of a new session, or, for policies that extend chains, its first hops. Raises NoRoute."""
-        raise NotImplementedError
 
     def extend(self, session: Session, view: View) -> Hop:
         """The next hop of a session whose activations have reached the end of its hops. Raises Infeasible."""
@@ -74,7 +75,7 @@ class Policy:
         """Sessions that cannot start wait in line with those of the same gate."""
         return ""
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: Session) -> None:  # noqa: B027 - most policies have nothing to do
         """The session has ended, one way or the other."""
 
 

@@ -5,6 +5,7 @@ Owns what all schedulers of tiers share, and Hyperion itself. Partition and disp
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from swarm.errors import Infeasible
@@ -22,9 +23,9 @@ class Tiers(Policy):
 
     queues_at_nodes = True
 
+    @abstractmethod
     def split(self, tiers: Sequence[SimNode], view: View) -> Sequence[LayerSpan | None]:
         """Layers of each tier, given the best machine of each. Raises Infeasible."""
-        raise NotImplementedError
 
     def place(self, view: View) -> Mapping[PeerId, LayerSpan]:
         numbers = sorted({node.cost.device.tier for node in alive(view)})
