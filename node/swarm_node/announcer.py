@@ -20,10 +20,11 @@ from swarm.types import NodeProfile
 logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.2  # between two publications, however often something changes
+WITHDRAW_S = 2.0  # that leaving may take
 
 
 class Announcer:
-    """`await run()` in a task; `changed()` when the profile did; `withdraw()` at the end."""
+    """`await run()` in a task; `changed()` when the profile did; `withdraw()` at the end, or until `appear()`."""
 
     def __init__(
         self,
@@ -81,10 +82,15 @@ class Announcer:
             self.failures = 0
 
     async def withdraw(self) -> None:
-        """Take our record back, best effort: one that stays expires by itself. Nothing is published afterwards."""
-        async with self._publishing:
-            self._withdrawn = True
-            try:
+        """Take our record back, best effort: one that stays expires by itself. Until `appear`, nothing is published."""
+        self._withdrawn = True
+        try:
+            async with asyncio.timeout(WITHDRAW_S), self._publishing:
                 await self._directory.withdraw(self._model)
-            except NetworkError as error:
-                logger.warning("could not withdraw our record, it expires by itself: %s", error)
+        except (NetworkError, TimeoutError) as error:
+            logger.warning("could not withdraw our record, it expires by itself: %s", error)
+
+    def appear(self) -> None:
+        """Publish again."""
+        self._withdrawn = False
+        self.changed()

@@ -1,49 +1,46 @@
 """One node from start to end: measure, join, choose layers, load, serve, drain, leave.
 
-Owns the order of these and the node's standing (its state and span). Everything it starts is gone when `join` returns,
-however it returns.
+Owns the order of these. Everything it starts is gone when `join` returns, however it returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import math
 import threading
-import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import replace
+from datetime import datetime
 from typing import Any, TypeVar
 
-import swarm
 from swarm.config import NodeConfig
-from swarm.errors import ConnectionLost, NetworkError, SwarmError
+from swarm.errors import ConnectionLost, NetworkError, NodeLeaving, SwarmError, UsageError
 from swarm.messages import AnyMessage
-from swarm.net.identity import verify
 from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
-from swarm.records import to_snapshot
-from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
-from swarm_kernels.calibrate import self_check
-from swarm_kernels.span_loading import load_span
-from swarm_node import placement
+from swarm.net.throttle import ThrottledCarrier, Upload
+from swarm.plan.keeper import Keeper, Policy
+from swarm.plan.moves import Move
+from swarm.types import NodeState
+from swarm_node import control, metrics
 from swarm_node.announcer import Announcer
-from swarm_node.engine import SpanEngine
-from swarm_node.executor import Executor, ThreadDevice
+from swarm_node.busy import CpuUse, own_pids
+from swarm_node.duty import ASKED, Duty
+from swarm_node.leaving import GRACE_S, clear
 from swarm_node.links import Links
 from swarm_node.machine import Machine, measure
+from swarm_node.moving import Spans
 from swarm_node.network import Connect, Network, check_peers, over_daemon
-from swarm_node.placement import Placement
+from swarm_node.portrait import Portrait
 from swarm_node.profiler import LayerTime
 from swarm_node.report import Reporter
+from swarm_node.schedule import Schedule
 from swarm_node.service import Served, Service
-
-logger = logging.getLogger(__name__)
-
-SETTLE_S = 1.0  # a node's choice of layers must stand for so long before it acts on it
-SETTLE_AT_MOST_S = 4.0
-SETTLE_POLL_S = 0.2
+from swarm_node.settling import Settler
+from swarm_node.standing import Standing
+from swarm_node.upkeep import Upkeep
 
 T = TypeVar("T")
 
@@ -55,23 +52,28 @@ class Stopped(SwarmError):
     exit_code = 0
 
 
-@dataclass(slots=True)
-class Standing:
-    """Where this node is in its life; the one place that says so."""
+async def join(
+    config: NodeConfig,
+    report: Reporter,
+    stop: asyncio.Event,
+    connect: Connect = over_daemon,
+    policy: Policy | None = None,
+) -> None:
+    """Serve until `stop` is set. Raises SwarmError when the node cannot start or loses the network for good.
 
-    state: NodeState = NodeState.JOINING
-    span: LayerSpan | None = None
-    kv_tokens: int = 0
-
-
-async def join(config: NodeConfig, report: Reporter, stop: asyncio.Event, connect: Connect = over_daemon) -> None:
-    """Serve until `stop` is set. Raises SwarmError when the node cannot start or loses the network for good."""
+    `policy`: when this node changes its layers for the swarm's sake.
+    """
+    schedule = Schedule.parse(config.schedule) if config.schedule else None
+    if config.max_sessions is not None:
+        if config.max_sessions < 1:
+            raise UsageError("--max-sessions must be 1 or more; `swarm-node pause` takes none at all")
+        config = replace(config, limits=replace(config.limits, max_sessions=config.max_sessions))
     sentence = f"opening {config.model} and measuring this machine; the first time, it compiles its kernels too"
     report.event("preparing", sentence, model=config.model)
     with contextlib.suppress(Stopped):
         async with AsyncExitStack() as stack:
             machine, network = await _unless(stop, _open(config, connect, stack))
-            await Node(config, report, machine, network).run(stop)
+            await Node(config, report, machine, network, schedule, policy).run(stop)
     report.event("stopped", "stopped")
 
 
@@ -108,22 +110,69 @@ async def _measure(config: NodeConfig, stack: AsyncExitStack) -> Machine:
 class Node:
     """A node that has a network. `await run(stop)`, once."""
 
-    def __init__(self, config: NodeConfig, report: Reporter, machine: Machine, network: Network) -> None:
-        source = machine.source
+    def __init__(
+        self,
+        config: NodeConfig,
+        report: Reporter,
+        machine: Machine,
+        network: Network,
+        schedule: Schedule | None,
+        policy: Policy | None,
+    ) -> None:
+        source, limits = machine.source, config.limits
         self._config = config
         self._report = report
-        self._machine = machine
         self._network = network
+        self._schedule = schedule
         self._served = Served(source.name, source.weight_hash, config.dtype)
         self._standing = Standing()
-        self._engine: SpanEngine | None = None
-        self._layer_time = LayerTime(machine.calibration.cost.at(1))
-        self._announcer = Announcer(
-            network.directory, network.sign, source.name, machine.num_layers, self.profile, config.limits
+        self._duty = Duty()
+        layer_time = LayerTime(machine.calibration.cost)
+        upload = Upload(config.max_upload or math.inf)
+        carrier = ThrottledCarrier(network.carrier, upload)
+        self._pool = ConnectionPool(carrier, self._on_frame, self._on_lost, limits)
+        self._service = Service(self._served, self._pool, limits, on_load=lambda: self._announcer.changed())
+        self._spans = Spans(
+            machine, self._service, self._standing, limits, observe=layer_time.observe, progress=report.loading
         )
-        self._pool = ConnectionPool(network.carrier, self._on_frame, self._on_lost, config.limits)
-        self._service = Service(self._served, self._pool, config.limits, on_load=self._announcer.changed)
-        self._links = Links(self._pool, network.carrier.peer)
+        self._links = Links(self._pool, carrier.peer)
+        self._portrait = Portrait(
+            config,
+            machine,
+            network,
+            self._served,
+            self._standing,
+            self._duty,
+            self._spans,
+            self._service,
+            self._links,
+            layer_time,
+            upload,
+        )
+        self._announcer = Announcer(
+            network.directory,
+            network.sign,
+            source.name,
+            machine.num_layers,
+            self._portrait.profile,
+            limits,
+            network.wall_clock,
+        )
+        self._settler = Settler(
+            config,
+            report,
+            self._spans,
+            snapshot=self._portrait.snapshot,
+            profile=self._portrait.now,
+            publish=self._announcer.publish,
+        )
+        self._upkeep = Upkeep(
+            network,
+            Keeper(carrier.peer, policy),
+            look=self._portrait.alike,
+            settled=lambda: self._standing.state is NodeState.SERVING,
+            move=self._move,
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises SwarmError. Leaves the directory without our record, and nothing running."""
@@ -131,16 +180,16 @@ class Node:
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
                 await stack.enter_async_context(self._pool)
                 await stack.enter_async_context(self._service)
-                background = [group.create_task(self._watch(), name="network watch")]
+                stack.push_async_callback(self._spans.close)
+                background = self._watches(group)
+                await self._open_hatches(stack, stop)
                 try:
                     await _unless(stop, self._appear())
                     background.append(group.create_task(self._announcer.run(), name="announcer"))
-                    engine = await _unless(stop, self._settle())
-                    await self._serve(engine, stack)
-                    measuring = self._links.run(self.snapshot, lambda: self._standing.span)
+                    measuring = self._links.run(self._portrait.snapshot, lambda: self._standing.span)
                     background.append(group.create_task(measuring, name="links"))
-                    await stop.wait()
-                    await self._drain()
+                    while not stop.is_set():
+                        await self._work(stop)
                 finally:
                     for task in background:
                         task.cancel()
@@ -148,151 +197,140 @@ class Node:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    def profile(self, now: float) -> NodeProfile:
-        """What the record says, as of `now` (seconds since the epoch)."""
-        standing, machine, carrier = self._standing, self._machine, self._network.carrier
-        span = standing.span
-        return NodeProfile(
-            peer=carrier.peer,
-            name=self._config.name,
-            state=standing.state,
-            dtype=self._served.dtype,
-            weight_hash=self._served.weight_hash,
-            layer_capacity=machine.capacity,
-            span=span,
-            addresses=carrier.addresses,
-            layer_ms=(self._layer_time.ms,) * len(span) if span else (),
-            cost=machine.calibration.cost,
-            kv_capacity_tokens=standing.kv_tokens,
-            kv_free_tokens=self._engine.cache.free_tokens if self._engine else standing.kv_tokens,
-            sessions=self._service.sessions,
-            region=self._config.region,
-            link_ms=self._links.link_ms,
-            version=swarm.__version__,
-            pinned=bool(self._config.layers),
-            published_at=now,
-        )
+    def _watches(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        tasks = [group.create_task(self._watch(), name="network watch")]
+        if self._schedule is not None:
+            self._duty.check_hours(self._schedule, datetime.now())
+            tasks.append(group.create_task(self._duty.keep_hours(self._schedule, datetime.now), name="hours"))
+        if self._config.pause_when_busy:
+            use = CpuUse(own_pids(self._network.daemon.pid))
+            tasks.append(group.create_task(self._duty.watch_use(use), name="use of the machine"))
+        return tasks
 
-    async def snapshot(self) -> Snapshot:
-        """The swarm of our model now. Raises NetworkError."""
-        found = await self._network.directory.read(self._served.model)
-        return to_snapshot(found, self._served.model, time.time(), verify, self._machine.num_layers)
+    async def _open_hatches(self, stack: AsyncExitStack, stop: asyncio.Event) -> None:
+        """What the owner can reach this node by."""
+        actions = control.Actions(self._pause, self._resume, lambda: _leave(stop), self._portrait.vitals)
+        await stack.enter_async_context(control.answering(actions))
+        config = self._config
+        if config.metrics_port is not None:
+            port = stack.enter_context(metrics.serving(self._portrait.vitals, config.metrics_host, config.metrics_port))
+            sentence = f"metrics on http://{config.metrics_host}:{port}/metrics"
+            self._report.event("metrics", sentence, host=config.metrics_host, port=port)
 
     async def _appear(self) -> None:
         """Answer whoever dials us, make sure that the peers we were given are of our kind, and say that we are here."""
-        carrier = self._network.carrier
+        carrier, portrait = self._network.carrier, self._portrait
         await self._pool.serve()
         self._report.event(
             "started",
             f"node {carrier.peer} for {self._served.model}; others join with --peer {carrier.addresses[0]}",
-            peer=carrier.peer,
-            addresses=list(carrier.addresses),
-            layer_capacity=self._machine.capacity,
-            threads=self._machine.calibration.threads,
+            **portrait.introduction(),
         )
         await check_peers(carrier, self._config.peers, self._served)
-        await self._announcer.publish()
-
-    async def _settle(self) -> SpanEngine:
-        """Choose layers and load them, again if others turn out to have chosen the same ones at the same moment."""
-        while True:
-            placed = await self._choose()
-            await self._claim(placed)
-            engine = await self._load(placed.span)
-            if self._config.layers or placement.still_wanted(await self.snapshot(), self.profile(time.time())):
-                return engine
-            logger.warning("other nodes took layers %s at the same moment; choosing again", placed.span)
-            self._standing.state, self._standing.span = NodeState.JOINING, None
+        if self._duty.hours:
             await self._announcer.publish()
 
-    async def _choose(self) -> Placement:
-        """The layers to take, once the choice has stood for a while: then all that join now have seen each other."""
-        if self._config.layers:
-            return placement.asked(self._config.layers, self._machine.num_layers)
-        loop = asyncio.get_running_loop()
-        begun = since = loop.time()
-        choice = placement.choose(await self.snapshot(), self.profile(time.time()))
-        while self._config.peers and loop.time() < min(begun + SETTLE_AT_MOST_S, since + SETTLE_S):
-            await asyncio.sleep(SETTLE_POLL_S)
-            before, choice = choice, placement.choose(await self.snapshot(), self.profile(time.time()))
-            if choice.span != before.span:
-                since = loop.time()
-        return choice
-
-    async def _claim(self, placed: Placement) -> None:
-        """Tell the swarm which layers we take, before we spend the time to load them. Raises OutOfMemory."""
-        weights, standing = self._machine.weights, self._standing
-        most = self._config.limits.max_sessions * weights.context
-        standing.kv_tokens = weights.kv_tokens(self._machine.budget, placed.span, most)
-        standing.span, standing.state = placed.span, NodeState.LOADING
+    async def _work(self, stop: asyncio.Event) -> None:
+        """From the choice of layers to the end of their last session: until asked to stop, or the hours are over."""
+        duty = self._duty
+        if not duty.hours:
+            await self._announcer.withdraw()
+            self._report.event("resting", "; ".join(duty.reasons.values()))
+            await _unless(stop, duty.until(lambda: duty.hours))
+            self._announcer.appear()
+        await _unless(stop, self._settler.settle())
+        self._spans.serve()
         await self._announcer.publish()
-        self._report.event(
-            "placed",
-            f"takes {placed.reason}",
-            start=placed.span.start,
-            end=placed.span.end,
-            reason=placed.reason,
-        )
+        self._tell_serving()
+        with contextlib.suppress(Stopped):
+            await _unless(stop, self._serve_hours())
+        await self._drain(leaving=stop.is_set())
+        if not stop.is_set():
+            await self._spans.rest()
 
-    async def _load(self, span: LayerSpan) -> SpanEngine:
-        machine, kv_tokens = self._machine, self._standing.kv_tokens
-        abandoned = threading.Event()
-
-        def progress(share: float) -> None:
-            if abandoned.is_set():
-                raise Stopped("stopped while loading")
-            self._report.loading(share)
-
-        def load() -> SpanEngine:
-            loaded = load_span(machine.source, span, machine.dtype, machine.device, progress)
-            self_check(loaded, machine.source)
-            return SpanEngine(loaded, loaded.new_cache(kv_tokens))
-
+    async def _serve_hours(self) -> None:
+        """Serve and keep up with the swarm until the hours are over."""
         try:
-            return await asyncio.to_thread(load)
-        finally:
-            abandoned.set()
+            async with asyncio.TaskGroup() as group:
+                keeping = group.create_task(self._upkeep.run(), name="upkeep")
+                await self._attend()
+                keeping.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
 
-    async def _serve(self, engine: SpanEngine, stack: AsyncExitStack) -> None:
-        executor = Executor(engine, ThreadDevice(), self._config.limits.batch_tokens, self._layer_time.observe)
-        stack.push_async_callback(executor.close)
-        self._engine = engine
-        self._standing.state = NodeState.SERVING
-        self._service.begin(engine, executor)
-        await self._announcer.publish()
-        self._report.event(
-            "serving",
-            f"serves layers {engine.span}: {self._layer_time.ms:.3f} ms a layer with "
-            f"{self._machine.calibration.threads} threads, room for {engine.cache.capacity_tokens} tokens",
-            peer=self._network.carrier.peer,
-            addresses=list(self._network.carrier.addresses),
-            start=engine.span.start,
-            end=engine.span.end,
-            layer_ms=round(self._layer_time.ms, 4),
-            kv_tokens=engine.cache.capacity_tokens,
-        )
+    async def _attend(self) -> None:
+        """Pause and go on as our owner, and the use of the machine, will have it; return when the hours are over."""
+        duty = self._duty
+        while True:
+            await duty.until(lambda: not duty.on)
+            if not duty.hours:
+                return
+            self._close(duty.refusal)
+            self._report.event("paused", "paused: " + "; ".join(duty.reasons.values()))
+            why = NodeLeaving("this node is paused")
+            clearing = asyncio.create_task(clear(self._service, why, self._portrait.elsewhere), name="clearing")
+            try:
+                await duty.until(lambda: duty.on or not duty.hours)
+            finally:
+                clearing.cancel()
+                await asyncio.wait([clearing])
+            if duty.on:
+                self._close(None)
+                self._report.event("resumed", "serves again")
 
-    async def _drain(self) -> None:
-        """Finish the sessions that are open, within reason."""
-        self._standing.state = NodeState.DRAINING
-        self._announcer.changed()
+    async def _drain(self, leaving: bool) -> None:
+        """Have every session end, here or elsewhere, within reason."""
+        limits = self._config.limits
+        why = NodeLeaving("this node leaves the swarm" if leaving else "this node lends its machine at other hours")
+        self._close(lambda: why)
         if self._service.sessions:
             self._report.event("draining", f"finishing {self._service.sessions} sessions; once more to stop at once")
-        try:
-            async with asyncio.timeout(self._config.limits.drain_timeout_s):
-                await self._service.drain()
-        except TimeoutError:
-            logger.warning("%d sessions did not end in time and are cut off", self._service.sessions)
+        grace_s = min(GRACE_S, limits.drain_timeout_s)
+        await clear(self._service, why, self._portrait.elsewhere, grace_s=grace_s, within_s=limits.drain_timeout_s)
+
+    def _close(self, why: Callable[[], SwarmError] | None) -> None:
+        """Take no new session; None: take them again."""
+        self._standing.closed = why is not None
+        self._service.refuse(why)
+        self._announcer.changed()
+
+    async def _move(self, move: Move, reason: str) -> None:
+        self._report.event(
+            "moving", f"moves from layers {move.old} to {move.new}: {reason}", start=move.new.start, end=move.new.end
+        )
+        await self._spans.change(move, self._portrait.elsewhere, self._announcer.changed)
+        await self._announcer.publish()
+        self._tell_serving()
+
+    def _tell_serving(self) -> None:
+        sentence, fields = self._portrait.serving()
+        self._report.event("serving", sentence, **fields)
+
+    def _pause(self) -> str:
+        self._duty.stop(ASKED, "paused by its owner")
+        return "paused: takes no new sessions"
+
+    def _resume(self) -> str:
+        self._duty.resume(ASKED)
+        rest = "; ".join(self._duty.reasons.values())
+        return f"still paused: {rest}" if rest else "serves again"
 
     async def _watch(self) -> None:
         await self._network.failed.wait()
-        raise ConnectionLost("the network is gone because the p2p daemon died; start the node again")
+        raise ConnectionLost(
+            "the network is gone: the p2p daemon died again and again, or could not be started; start the node again"
+        )
 
-    async def _on_frame(self, connection: Link, message: AnyMessage, body: memoryview) -> None:
-        await self._service.on_frame(connection, message, body)
+    async def _on_frame(self, link: Link, message: AnyMessage, body: memoryview) -> None:
+        await self._service.on_frame(link, message, body)
 
-    async def _on_lost(self, connection: Link, error: NetworkError) -> None:
-        await self._service.on_lost(connection, error)
+    async def _on_lost(self, link: Link, error: NetworkError) -> None:
+        await self._service.on_lost(link, error)
+
+
+def _leave(stop: asyncio.Event) -> str:
+    stop.set()
+    return "leaving: takes no new sessions, and ends when the last one has gone on elsewhere or finished"
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:

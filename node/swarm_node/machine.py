@@ -5,11 +5,14 @@ Owns the order in which these are found out, so that the cheapest mistake is rep
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from swarm.config import NodeConfig, state_dir
+from swarm.errors import OutOfMemory
 from swarm_kernels.device import available_memory, choose_device, parse_dtype, state_dtype
 from swarm_kernels.loader import open_model
 from swarm_kernels.model_source import ModelSource
@@ -47,8 +50,26 @@ def measure(config: NodeConfig) -> Machine:
             weights.kv_tokens(budget, asked(config.layers, weights.num_layers).span, most=1)
         share = -(-weights.num_layers // config.share)
         capacity = min(weights.capacity(budget), share)
-        calibration = calibrate(source, dtype, device, config.threads, state_dir() / "calibration")
+        with memory_for("measuring this machine"):
+            calibration = calibrate(source, dtype, device, config.threads, state_dir() / "calibration")
     except BaseException:
         source.close()
         raise
     return Machine(source, device, dtype, calibration, weights, budget, capacity)
+
+
+@contextlib.contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raises OutOfMemory for each way in which Python and torch say that there is no more memory."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise _too_little(what) from None
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):  # how torch's CPU allocator says it
+            raise
+        raise _too_little(what) from None
+
+
+def _too_little(what: str) -> OutOfMemory:
+    return OutOfMemory(f"too little memory for {what}; close other programs, or lower --max-memory")

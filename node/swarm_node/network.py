@@ -10,7 +10,8 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -31,14 +32,37 @@ RETRY_S = 0.3
 ANSWER_S = 5.0
 
 
+async def _nobody(addresses: Sequence[str]) -> int:
+    return 0
+
+
+async def _in_time() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """What is told of the process that carries us, if there is one."""
+
+    pid: Callable[[], int] = lambda: 0
+    restarts: Callable[[], int] = lambda: 0
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`failed` is set when the network is lost for good."""
+    """`failed` is set when the network is lost for good. `wall_clock`: what records are dated by.
+
+    `meet(addresses)` makes the directory know these peers again; `check_clock()` raises ClockWrong when ours is off.
+    """
 
     carrier: Carrier
     directory: Directory
     sign: Sign
     failed: asyncio.Event = field(default_factory=asyncio.Event)
+    meet: Callable[[Sequence[str]], Awaitable[int]] = _nobody
+    check_clock: Callable[[], Awaitable[None]] = _in_time
+    daemon: Daemon = Daemon()
+    wall_clock: Callable[[], float] = time.time
 
 
 Connect = Callable[[NodeConfig], AbstractAsyncContextManager[Network]]
@@ -80,7 +104,16 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
                 await asyncio.sleep(RETRY_S)
         if carrier.without_direct and config.carrier != "daemon":
             logger.warning("no direct connections, so the p2p daemon carries everything: %s", carrier.without_direct)
-        yield Network(carrier, directory, identity.sign, carrier.daemon.failed)
+        process = carrier.daemon.daemon
+        yield Network(
+            carrier,
+            directory,
+            identity.sign,
+            process.failed,
+            directory.meet,
+            directory.check_clock,
+            Daemon(lambda: process.pid, lambda: process.restarts),
+        )
 
 
 async def check_peers(carrier: Carrier, peers: Sequence[str], served: Served) -> None:

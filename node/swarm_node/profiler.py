@@ -5,14 +5,14 @@ Owns the calibration files and τ. How a span is timed is `swarm_kernels.calibra
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import os
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,9 @@ THREADS_BUDGET_S = 0.5
 COST_BUDGET_S = 0.7
 MAX_AGE_S = 86400.0  # of a remembered measurement: it may have been taken at a busy moment
 MEMORY = 0.9  # weight of what was measured before, in τ
-IDLE_MEMORY = 0.98  # the same, in what one row costs an idle machine
-CALM_S = 10.0  # without work, τ falls back to the idle machine's within a few of these
+LONG_MEMORY = 0.995  # the same, in what is usual on this machine
+MOST_OFF = 100.0  # that a batch may differ from the cost curve and be believed
+CALM_S = 10.0  # without work, τ falls back to the usual within a few of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,30 @@ def calibrate(
     One process of a machine measures at a time: two at once would measure each other. Raises ModelError, OutOfMemory.
     """
     file = folder / f"{_key(source, dtype, device, threads)}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(file.with_suffix(".lock")):
+    with _alone(file):
         found = _recall(file)
         if found is None:
             found = _measure(source, dtype, device, threads)
             _remember(file, found)
     _set_threads(found.threads, source)
     return found
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Hold the lock beside `file`. On a full or read-only disk there is none, and no memory of measurements."""
+    lock = FileLock(file.with_suffix(".lock"))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        logger.warning("measurements cannot be kept in %s: %s", file.parent, error.strerror)
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> Calibration:
@@ -108,32 +125,47 @@ def _recall(file: Path) -> Calibration | None:
 def _remember(file: Path, calibration: Calibration) -> None:
     cost = calibration.cost
     content = json.dumps({"threads": calibration.threads, "widths": cost.widths, "ms": cost.ms})
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(content)
-    os.replace(temporary, file)
+    temporary = file.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(content, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        logger.warning("the measurement cannot be kept in %s: %s", file, error.strerror)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 class LayerTime:
-    """τ: what a decoding step waits and computes, in ms a layer. Prefill counts by the delay it causes."""
+    """τ as the cost curve expects it for one session more than are open, times how far live batches are off the curve.
 
-    def __init__(self, idle_ms: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`idle_ms`: the calibration's time of a layer for one row."""
-        self._idle_ms = idle_ms
+    Expected rather than measured, so that a chain that is selected or released shows at once (Parallax §3.3); in the
+    simulator that serves more tokens, sooner, than the average of recent steps (docs/simulator.md). Prefill that waits
+    is left out: it delays a session once, and τ is paid for every token.
+    """
+
+    def __init__(self, cost: CostCurve, clock: Callable[[], float] = time.monotonic) -> None:
+        """`cost`: the calibration's, for an idle machine."""
+        self._cost = cost
         self._clock = clock
-        self._ms = idle_ms
+        self._usual = 1.0  # measured over expected, in the long run
+        self._recent = 1.0
         self._at = clock()
 
     def observe(self, stats: BatchStats) -> None:
-        if not stats.decode_steps:
+        """Learn from a batch that only decoded; what prefill costs says little of a token."""
+        if stats.decode_steps < stats.steps or not stats.steps:
             return
-        compute = stats.compute_ms / len(stats.span)
-        self._ms = MEMORY * self.ms + (1 - MEMORY) * (compute + stats.queue_ms / len(stats.span))
+        off = stats.compute_ms / len(stats.span) / self._cost.at(stats.rows)
+        off = min(MOST_OFF, max(1 / MOST_OFF, off))
+        self._recent = MEMORY * self._off + (1 - MEMORY) * off
+        self._usual = LONG_MEMORY * self._usual + (1 - LONG_MEMORY) * off
         self._at = self._clock()
-        if stats.rows == 1:
-            self._idle_ms = IDLE_MEMORY * self._idle_ms + (1 - IDLE_MEMORY) * compute
+
+    def ms(self, sessions: int) -> float:
+        """ms a layer takes for a token of a session that joins `sessions` others."""
+        return self._off * self._cost.at(sessions + 1)
 
     @property
-    def ms(self) -> float:
-        """The recent average, fading to the idle machine's."""
-        return self._idle_ms + (self._ms - self._idle_ms) * math.exp((self._at - self._clock()) / CALM_S)
+    def _off(self) -> float:
+        """What recent batches say; without any, it fades to what is usual here."""
+        return self._usual + (self._recent - self._usual) * math.exp((self._at - self._clock()) / CALM_S)

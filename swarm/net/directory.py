@@ -118,17 +118,21 @@ class DhtDirectory:
     async def meet(self, addresses: Sequence[str]) -> int:
         """Get to know the peers at these multiaddrs (again), and they us; how many answered. Raises NetworkError."""
         node = self._node
-        met = 0
-        for address in addresses:
-            peer = address.rpartition("/p2p/")[2]
-            try:
-                async with self._deadline("meet a peer of", MEET_TIMEOUT_S):
-                    await self._carrier.control.connect(peer, (address,))
-                    node.blacklist.register_success(PeerID.from_base58(peer))
-                    met += await node.protocol.call_ping(PeerID.from_base58(peer)) is not None
-            except (NetworkError, ValueError) as error:
-                logger.debug("%s cannot be met: %s", address, error)
-        return met
+        async with asyncio.TaskGroup() as group:
+            meetings = [group.create_task(self._meet(node, address)) for address in addresses]
+        return sum(meeting.result() for meeting in meetings)
+
+    async def _meet(self, node: DHTNode, address: str) -> bool:
+        peer = address.rpartition("/p2p/")[2]
+        try:
+            async with self._deadline("meet a peer of", MEET_TIMEOUT_S):
+                await self._carrier.control.connect(peer, (address,))
+                peer_id = PeerID.from_base58(peer)
+                node.blacklist.register_success(peer_id)
+                return await node.protocol.call_ping(peer_id) is not None
+        except (NetworkError, ValueError) as error:
+            logger.debug("%s cannot be met: %s", address, error)
+            return False
 
     async def check_clock(self) -> None:
         """Compare our clock with that of a few peers. Raises ClockWrong when it differs from all of theirs.

@@ -28,7 +28,7 @@ from swarm.net.identity import Identity, verify
 from swarm.net.memory import MemoryNetwork
 from swarm.records import to_snapshot
 from swarm.types import NodeState, Snapshot
-from swarm_node import daemon
+from swarm_node import daemon, settling
 from swarm_node.network import Connect, Network
 from swarm_node.service import Served
 
@@ -46,7 +46,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A home of its own, kept from test to test so that one calibration is enough."""
     monkeypatch.setenv("SWARM_HOME", str(private_home(tmp_path_factory.getbasetemp() / "home")))
-    monkeypatch.setattr(daemon, "SETTLE_S", 0.3)
+    monkeypatch.setattr(settling, "SETTLE_S", 0.3)
 
 
 def settings(model_dir: Path, **changes: Any) -> NodeConfig:

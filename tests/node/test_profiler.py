@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,45 +10,69 @@ import pytest
 import torch
 from tiny_models import ModelTensors, tiny_model
 
-from swarm.types import LayerSpan
+from swarm.types import CostCurve, LayerSpan
 from swarm_node import profiler
 from swarm_node.executor import BatchStats
-from swarm_node.profiler import LayerTime, calibrate
+from swarm_node.profiler import Calibration, LayerTime, calibrate
 
 SPAN = LayerSpan(0, 10)
 CPU = torch.device("cpu")
 
 
-def batch(queue_ms: float, compute_ms: float, decode: int = 1, rows: int = 1) -> BatchStats:
-    return BatchStats(SPAN, 1, decode, rows, queue_ms, compute_ms)
+CURVE = CostCurve((1, 4, 16), (1.0, 1.5, 4.0))
 
 
-def test_tau_rises_with_the_queue_and_fades_when_work_stops() -> None:
+def batch(compute_ms: float, decode: int = 1, steps: int = 1, rows: int = 1) -> BatchStats:
+    return BatchStats(SPAN, steps, decode, rows, queue_ms=50.0, compute_ms=compute_ms)
+
+
+def test_tau_is_what_one_session_more_would_meet() -> None:
+    tau = LayerTime(CURVE)
+    assert [tau.ms(sessions) for sessions in (0, 3, 15)] == [1.0, 1.5, 4.0]
+
+
+def test_tau_follows_live_batches_and_forgets_them_when_work_stops() -> None:
     now = 0.0
-    tau = LayerTime(1.0, clock=lambda: now)
-    assert tau.ms == 1.0
-    for _ in range(100):
-        tau.observe(batch(queue_ms=40.0, compute_ms=20.0, rows=8))
-    assert tau.ms == pytest.approx(6.0, rel=0.01)
-    now += profiler.CALM_S
-    assert 1.0 < tau.ms < 3.0
+    tau = LayerTime(CURVE, clock=lambda: now)
+    for _ in range(60):
+        tau.observe(batch(compute_ms=30.0, decode=4, steps=4, rows=4))  # the curve says 15
+    assert tau.ms(3) == pytest.approx(3.0, rel=0.01)
+    assert tau.ms(0) == pytest.approx(2.0, rel=0.01)
     now += 20 * profiler.CALM_S
-    assert tau.ms == pytest.approx(1.0)
+    assert 1.0 <= tau.ms(0) < 1.4
+    for _ in range(2000):
+        tau.observe(batch(compute_ms=30.0, decode=4, steps=4, rows=4))
+    now += 20 * profiler.CALM_S
+    assert tau.ms(0) == pytest.approx(2.0, rel=0.01), "a calibration that was off is corrected for good"
 
 
-def test_prefill_alone_says_nothing_of_a_token() -> None:
-    tau = LayerTime(1.0, clock=lambda: 0.0)
-    tau.observe(batch(0.0, 5000.0, decode=0, rows=256))
-    assert tau.ms == 1.0
+def test_prefill_says_nothing_of_a_token() -> None:
+    tau = LayerTime(CURVE)
+    tau.observe(batch(5000.0, decode=0, rows=256))
+    tau.observe(batch(5000.0, decode=1, steps=2, rows=257))
+    assert tau.ms(0) == 1.0
 
 
-def test_a_calibration_that_was_off_is_corrected_by_real_steps() -> None:
-    now = 0.0
-    tau = LayerTime(9.0, clock=lambda: now)
-    for _ in range(400):
-        tau.observe(batch(0.0, 10.0))
-    now += 100 * profiler.CALM_S
-    assert tau.ms == pytest.approx(1.0, rel=0.05)
+def test_one_wild_batch_is_not_believed() -> None:
+    tau = LayerTime(CURVE)
+    tau.observe(batch(compute_ms=1e9))
+    assert tau.ms(0) < 15.0
+
+
+def test_a_disk_that_cannot_be_written_costs_no_more_than_a_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "_measure", lambda *facts: Calibration(1, CURVE))
+    source = ModelTensors(tiny_model("llama"))
+    (tmp_path / "file").write_text("in the way")
+    assert calibrate(source, torch.float32, CPU, 1, tmp_path / "file" / "folder").threads == 1
+
+    def full(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert calibrate(source, torch.float32, CPU, 1, tmp_path / "calibration").threads == 1
+    assert not list((tmp_path / "calibration").glob("*.json"))
 
 
 def test_a_machine_is_measured_once_and_again_when_the_memory_is_of_no_use(

@@ -1,0 +1,40 @@
+"""How a node is doing at this moment: what `status` shows and Prometheus reads.
+
+Owns the fields. Who fills them in is the daemon; knows neither sockets nor formats.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Vitals(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts are since the start; times in the unit that the name ends with."""
+
+    pid: int
+    name: str
+    peer: str
+    address: str
+    model: str
+    dtype: str
+    version: str
+    state: str
+    paused: tuple[str, ...]  # why it takes no sessions
+    start: int | None
+    end: int | None
+    layer_ms: float
+    layer_capacity: int
+    kv_capacity_tokens: int
+    kv_free_tokens: int
+    open_sessions: int
+    max_sessions: int
+    up_s: float
+    sessions: int
+    refused: int
+    failed: int
+    steps: int
+    tokens: int
+    protocol_errors: int
+    sent_bytes: int
+    moves: int
+    daemon_restarts: int
