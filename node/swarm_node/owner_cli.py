@@ -1,0 +1,66 @@
+"""`swarm-node pause | resume | leave`: what the owner of this machine says to a node that runs on it.
+
+Owns flags and words. How the node is found and reached is `control`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from swarm.errors import NetworkError
+from swarm_node import control
+from swarm_node.command import Errors, run
+from swarm_node.control import Command
+
+LEAVE_WITHIN_S = 600.0
+
+Node = Annotated[
+    str | None, typer.Option("--node", metavar="NAME", help="Its name or process id, if several run here. [the one]")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (pause, resume, leave):
+        app.command()(command)
+
+
+def pause(node: Node = None, as_json: Json = False) -> None:
+    """Have the node on this machine take no new sessions; those that are open go on elsewhere, or finish."""
+    with Errors(as_json):
+        run(lambda stop: _tell("pause", node, as_json))
+
+
+def resume(node: Node = None, as_json: Json = False) -> None:
+    """Have a paused node serve again."""
+    with Errors(as_json):
+        run(lambda stop: _tell("resume", node, as_json))
+
+
+def leave(
+    node: Node = None,
+    wait: Annotated[bool, typer.Option(help="Return when the node has ended.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Have the node on this machine leave the swarm: hand its sessions on or finish them, and end."""
+    with Errors(as_json):
+        run(lambda stop: _tell("leave", node, as_json, LEAVE_WITHIN_S if wait else 0.0))
+
+
+async def _tell(command: Command, node: str | None, as_json: bool, until_gone: float = 0.0) -> None:
+    found = await control.choose(node)
+    reply = await control.ask(found.path, command, until_gone)
+    if reply is None:
+        raise NetworkError(f"node {found.vitals.pid} does not answer; it may be about to end")
+    if not reply.ok:
+        raise NetworkError(reply.message)
+    said = "has left" if until_gone else reply.message
+    who = f"node {found.vitals.pid}" + (f" ({found.vitals.name})" if found.vitals.name else "")
+    if as_json:
+        sys.stdout.write(json.dumps({"node": found.vitals.pid, "name": found.vitals.name, "message": said}) + "\n")
+    else:
+        sys.stdout.write(f"{who} {said}\n" if until_gone else f"{who}: {said}\n")
