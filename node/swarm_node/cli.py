@@ -1,6 +1,7 @@
 """`swarm-node`: join a swarm, start a private one on this machine, look at one.
 
-Owns flags and exit codes. Heavy imports wait until a command needs them, so that `--help` and mistakes answer at once.
+Owns flags; how a command runs and ends is `command`'s. Heavy imports wait until a command needs them, so that `--help`
+and mistakes answer at once.
 """
 
 from __future__ import annotations
@@ -8,21 +9,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
-import json
-import logging
 import os
 import signal
-import sys
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 import typer
-import uvloop
 
 from swarm.config import DEFAULT_MODEL, NodeConfig, load, parse_bytes
-from swarm.errors import SwarmError, UsageError
+from swarm.errors import UsageError
+from swarm_node import logs, owner_cli
+from swarm_node.command import Errors, run
 
 STARTED = psutil.Process().create_time()  # what "serving after" is counted from, imports included
 DEFAULTS = NodeConfig()
@@ -77,12 +75,31 @@ def join(
     share: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Take at most an N-th of the model and of the memory. [1]")
     ] = None,
+    max_sessions: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Sessions at a time. [{DEFAULTS.limits.max_sessions}]")
+    ] = None,
+    max_upload: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="To send a second at most, as in 2MB. [no limit]")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="FROM-TO", help="Local time to serve, as in 22:00-08:00,12:30-13:30. [always]")
+    ] = None,
+    pause_when_busy: Annotated[
+        bool, typer.Option("--pause-when-busy", help="Take no sessions while others use this machine.")
+    ] = False,
+    log_format: Annotated[str | None, typer.Option(metavar="FORMAT", help="Of stderr: text or json. [text]")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, metavar="PORT", help="Serve Prometheus metrics. [none]")
+    ] = None,
+    metrics_host: Annotated[
+        str | None, typer.Option(metavar="HOST", help=f"Where to serve them. [{DEFAULTS.metrics_host}]")
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with any of these settings.")] = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Lend this machine: measure it, join, take the layers the swarm needs most and serve them until Ctrl-C."""
-    with _Errors(as_json):
+    with Errors(as_json):
         if gpu is not None and cpu:
             raise UsageError("--gpu and --cpu exclude each other")
         overrides = {
@@ -99,13 +116,20 @@ def join(
             "threads": threads,
             "wait_s": wait,
             "share": share,
+            "max_sessions": max_sessions,
+            "max_upload": parse_bytes(max_upload) if max_upload else None,
+            "schedule": schedule,
+            "pause_when_busy": pause_when_busy or None,
+            "log_format": log_format,
+            "metrics_port": metrics_port,
+            "metrics_host": metrics_host,
             "json": as_json or None,
         }
         settings = load(NodeConfig, overrides, config)
         if cpu:
             settings = dataclasses.replace(settings, gpu=None)
-        _log(verbose)
-        _run(lambda stop: _join(settings, stop))
+        logs.start(verbose, settings.log_format)
+        run(lambda stop: _join(settings, stop))
 
 
 @app.command()
@@ -122,26 +146,29 @@ def local(
     verbose: Verbose = False,
 ) -> None:
     """Start a private swarm of several node processes on 127.0.0.1 and say how to talk to it."""
-    from swarm_node.local import LocalOptions, run
+    from swarm_node import local as private
 
-    with _Errors(as_json):
+    with Errors(as_json):
         flags = {"--dtype": dtype, "--max-memory": max_memory, "--threads": threads}
         passed_on = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
         passed_on += ["--verbose"] if verbose else []
         chosen = model or os.environ.get("SWARM_MODEL") or DEFAULT_MODEL
-        options = LocalOptions.checked(nodes, layers, chosen, passed_on, as_json, verbose)
-        _log(verbose)
-        _run(lambda stop: run(options, stop))
+        options = private.LocalOptions.checked(nodes, layers, chosen, passed_on, as_json, verbose)
+        logs.start(verbose)
+        run(lambda stop: private.run(options, stop))
 
 
 @app.command()
 def status(peer: Peers = None, model: Model = None, as_json: Json = False, verbose: Verbose = False) -> None:
-    """Show a swarm: who serves what, load, coverage of each layer, missing layers."""
-    with _Errors(as_json):
-        _log(verbose)
+    """Show a swarm: who serves what, load, coverage of each layer, missing layers; and the nodes on this machine."""
+    with Errors(as_json):
+        logs.start(verbose)
         from swarm_node.status import show
 
-        _run(lambda stop: show(tuple(peer or ()), model, as_json))
+        run(lambda stop: show(tuple(peer or ()), model, as_json))
+
+
+owner_cli.add_to(app)
 
 
 async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
@@ -157,74 +184,6 @@ async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
             reporter.event("stopped", "stopped")
         else:
             await importing.result().join(config, reporter, stop)
-
-
-def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run to the end, or until SIGINT or SIGTERM asks to stop; a second one ends what is left at once."""
-
-    async def supervised() -> None:
-        loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
-        task = asyncio.current_task()
-        assert task is not None
-
-        def on_signal() -> None:
-            if stop.is_set():
-                task.cancel()
-            stop.set()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
-        await main(stop)
-
-    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    try:
-        runner.run(supervised())
-    except asyncio.CancelledError:
-        raise typer.Exit(130) from None
-
-
-class _Errors:
-    """Turns a SwarmError into one sentence on stderr (and one JSON line on stdout) and its exit code.
-
-    Ends the process there and then: a download or a measurement in some thread must not hold up the exit.
-    """
-
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            _leave(0)
-        if isinstance(error, typer.Exit):
-            _leave(error.exit_code)
-        if isinstance(error, SwarmError):
-            if self._as_json:
-                sys.stdout.write(json.dumps({"event": "error", "error": error.code, "message": str(error)}) + "\n")
-            sys.stderr.write(f"swarm-node: {error}\n")
-            _leave(error.exit_code)
-
-
-def _leave(code: int) -> None:
-    """Exit now, and take along what is still running on our behalf, such as a download."""
-    for child in psutil.Process().children(recursive=True):
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _log(verbose: bool) -> None:
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if not verbose:
-        logging.getLogger("swarm.net").setLevel(logging.CRITICAL)  # what matters of it reaches us as an exception
 
 
 def main() -> None:

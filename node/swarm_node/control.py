@@ -96,7 +96,7 @@ class _Server:
         self._callers: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One caller, a command after the other. The connection stays open: its end is the end of this node."""
+        """One caller, a command after the other."""
         task = asyncio.current_task()
         assert task is not None
         self._callers.add(task)
@@ -165,8 +165,8 @@ async def choose(wanted: str | None) -> Found:
     raise UsageError(f"several nodes run here; say which with --node NAME or PID: {names}")
 
 
-async def ask(path: Path, command: Command, until_gone: float = 0.0) -> Reply | None:
-    """Send a command; None if nobody is there. `until_gone`: then wait so many seconds for the node to end."""
+async def ask(path: Path, command: Command) -> Reply | None:
+    """Send a command; None if nobody is there."""
     try:
         async with asyncio.timeout(ANSWER_S):
             with _short(path) as name:
@@ -179,12 +179,7 @@ async def ask(path: Path, command: Command, until_gone: float = 0.0) -> Reply | 
     try:
         async with asyncio.timeout(ANSWER_S):
             writer.write(_encode(Request(command)) + b"\n")
-            reply = _decode_reply(await reader.readline())
-        if until_gone:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until_gone):
-                    await reader.read()
-        return reply
+            return _decode_reply(await reader.readline())
     except (OSError, TimeoutError, msgspec.DecodeError, ValueError):
         return None
     finally:

@@ -5,10 +5,12 @@ Owns flags and words. How the node is found and reached is `control`'s.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from typing import Annotated
 
+import psutil
 import typer
 
 from swarm.errors import NetworkError
@@ -51,16 +53,29 @@ def leave(
         run(lambda stop: _tell("leave", node, as_json, LEAVE_WITHIN_S if wait else 0.0))
 
 
-async def _tell(command: Command, node: str | None, as_json: bool, until_gone: float = 0.0) -> None:
+async def _tell(command: Command, node: str | None, as_json: bool, within_s: float = 0.0) -> None:
+    """`within_s`: wait so long for the node's process to end."""
     found = await control.choose(node)
-    reply = await control.ask(found.path, command, until_gone)
+    pid, name = found.vitals.pid, found.vitals.name
+    reply = await control.ask(found.path, command)
     if reply is None:
-        raise NetworkError(f"node {found.vitals.pid} does not answer; it may be about to end")
+        raise NetworkError(f"node {pid} does not answer; it may be about to end")
     if not reply.ok:
         raise NetworkError(reply.message)
-    said = "has left" if until_gone else reply.message
-    who = f"node {found.vitals.pid}" + (f" ({found.vitals.name})" if found.vitals.name else "")
+    said = reply.message
+    if within_s:
+        await asyncio.to_thread(_wait_for_end, pid, within_s)
+        said = "it has left"
     if as_json:
-        sys.stdout.write(json.dumps({"node": found.vitals.pid, "name": found.vitals.name, "message": said}) + "\n")
+        sys.stdout.write(json.dumps({"node": pid, "name": name, "message": said}) + "\n")
     else:
-        sys.stdout.write(f"{who} {said}\n" if until_gone else f"{who}: {said}\n")
+        sys.stdout.write(f"node {pid}{f' ({name})' if name else ''}: {said}\n")
+
+
+def _wait_for_end(pid: int, within_s: float) -> None:
+    try:
+        psutil.Process(pid).wait(within_s)
+    except psutil.NoSuchProcess:
+        return
+    except psutil.TimeoutExpired:
+        raise NetworkError(f"node {pid} has not ended within {within_s:.0f} s; it may still finish sessions") from None

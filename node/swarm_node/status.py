@@ -1,4 +1,4 @@
-"""`swarm-node status`: who serves what, how busy they are, and which layers nobody holds.
+"""`swarm-node status`: who serves what, how busy they are, which layers nobody holds, and what runs on this machine.
 
 Owns the look of it. Reads the directory as a client does and serves nothing itself.
 """
@@ -9,29 +9,69 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from swarm.config import DEFAULT_MODEL, local_swarm
+from swarm.errors import UsageError
 from swarm.net.identity import Identity, verify
 from swarm.records import to_snapshot
 from swarm.types import NodeProfile, Snapshot
+from swarm_node import control
+from swarm_node.vitals import Vitals
 
 
 async def show(peers: tuple[str, ...], model: str | None, as_json: bool) -> None:
-    """Print the swarm of `model` that `peers` belong to. Raises UsageError, PeerUnreachable, NetworkError."""
+    """Print the swarm of `model` that `peers` belong to. Raises UsageError, PeerUnreachable, NetworkError.
+
+    Without peers: that of the nodes on this machine, and what these say of themselves.
+    """
+    here: list[Vitals] = []
     if not peers:
-        local_model, peers = local_swarm()
-        model = model or local_model
+        here = [found.vitals for found in await control.find()]
+        peers, model = _known_here(here, model)
     snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL))
     if as_json:
-        sys.stdout.write(json.dumps(to_json(snapshot)) + "\n")
+        sys.stdout.write(json.dumps({**to_json(snapshot), "here": msgspec.to_builtins(here)}) + "\n")
     else:
         wide = None if sys.stdout.isatty() else 140  # a pipe has no width
-        Console(highlight=False, width=wide).print(*to_text(snapshot), sep="\n", markup=False)
+        text = [*to_text(snapshot), *([table_of(here)] if here else [])]
+        Console(highlight=False, width=wide).print(*text, sep="\n", markup=False)
+
+
+def _known_here(here: Sequence[Vitals], model: str | None) -> tuple[tuple[str, ...], str | None]:
+    """Peers to ask and the model to ask for. Raises UsageError."""
+    try:
+        local_model, peers = local_swarm()
+        return peers, model or local_model
+    except UsageError:
+        if not here:
+            raise
+    chosen = model or here[0].model
+    return tuple(node.address for node in here if node.model == chosen) or (here[0].address,), chosen
+
+
+def table_of(here: Sequence[Vitals]) -> Table:
+    table = Table(title="On this machine", title_justify="left")
+    for column in ("process", "name", "state", "layers", "sessions", "tokens", "sent", "paused because"):
+        table.add_column(column)
+    for node in here:
+        table.add_row(
+            str(node.pid),
+            node.name,
+            node.state,
+            f"{node.start}:{node.end}" if node.start is not None else "-",
+            f"{node.open_sessions}/{node.max_sessions}",
+            str(node.tokens),
+            f"{node.sent_bytes / 1e6:.1f} MB",
+            "; ".join(node.paused) or "-",
+        )
+    return table
 
 
 def to_json(snapshot: Snapshot) -> dict[str, Any]:
