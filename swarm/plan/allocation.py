@@ -25,6 +25,7 @@ from swarm.plan.budget import Budget
 from swarm.types import Hop
 
 _MOST_MS, _MOST_ALPHA = 1e30, 40.0  # keep scores of millions of replicas within a float
+_FOR_OTHERS = 0.25  # of the budget that is left once the best k is settled
 _TIE = 1e-9  # scores closer than this, relatively, are equal: `pow` may differ in the last bit between machines
 
 
@@ -171,11 +172,16 @@ class _Pool:
         return self._stairs.settled(self._stairs.most)
 
     def sharpen(self, price: Price, budget: Budget) -> None:
-        """Settle which k scores best, then s*(k) for every k; hard ones are left until the easy ones are done."""
+        """Settle which k scores best, then, with a share of what is left of the budget, s*(k) for every k.
+
+        Hard ones are left until the easy ones are done.
+        """
         for deep in (False, True):
             self._settle_best(price, budget, deep)
+        rest = budget.part(_FOR_OTHERS)
+        for deep in (False, True):
             for k in range(1, self._stairs.most + 1):
-                self._stairs.sharpen(k, budget, deep)
+                self._stairs.sharpen(k, rest, deep)
 
     def _settle_best(self, price: Price, budget: Budget, deep: bool) -> None:
         """Work on each k whose bound scores more than what was found for any, the most promising first."""

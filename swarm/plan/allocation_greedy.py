@@ -101,7 +101,7 @@ def _top_up(short: int, bins: list[Bin], loads: list[int], num_layers: int, budg
     for flip in (False, True):
         if loads[short] >= num_layers or budget.spent:
             break
-        for other in heapq.nlargest(tries, range(len(loads)), key=loads.__getitem__):
+        for other in sorted(range(len(loads)), key=loads.__getitem__, reverse=True)[:tries]:
             if loads[short] >= num_layers or loads[other] < num_layers or not budget.spend(_SPLIT_STEPS):
                 break
             kept, given = _split(sorted(bins[other] + bins[short], reverse=flip), num_layers)

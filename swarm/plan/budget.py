@@ -37,13 +37,15 @@ class Budget:
     def spend(self, steps: int = 1) -> bool:
         """Count `steps` of work; False once the budget is gone."""
         self._steps -= steps
-        if self._whole is not None:
-            self._whole.spend(steps)
-        return not self.spent
+        left = self._whole is None or self._whole.spend(steps)
+        return left and self._steps > 0 and not self._late()
 
     @property
     def spent(self) -> bool:
-        late = self._clock is not None and self._deadline is not None and self._clock() >= self._deadline
-        if late:
-            self._steps = 0
-        return self._steps <= 0 or (self._whole is not None and self._whole.spent)
+        return self._steps <= 0 or self._late() or (self._whole is not None and self._whole.spent)
+
+    def _late(self) -> bool:
+        if self._deadline is None or self._clock is None or self._clock() < self._deadline:
+            return False
+        self._steps = 0
+        return True
