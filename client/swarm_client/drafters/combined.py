@@ -1,0 +1,112 @@
+"""Several drafters as one: their candidates merged by how far each is to be believed.
+
+Owns the merging. A drafter's probabilities are its own claim; what counts is how often claims like that came true, so
+each drafter's are calibrated as the text goes on before they are compared.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+
+from swarm.errors import UsageError
+from swarm_client.drafters.base import Candidate, Drafter, TokenPath
+
+_BOUNDS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97)
+"""Claims between two of these are calibrated together."""
+_STRENGTH = 10.0
+_MEMORY = 0.995
+
+
+class CombinedDrafter(Drafter):
+    """Each candidate gets the best calibrated belief any member has in it; each member keeps its own acceptance.
+
+    Members agree where they do because the token is likely, so taking the best belief and not the sum errs little; and
+    a look-up's long match, which comes true nine times in ten, stands first by itself.
+    """
+
+    def __init__(self, members: Sequence[Drafter], name: str = "combined") -> None:
+        """Raises UsageError without members, or if two have one name."""
+        super().__init__(name)
+        if not members or len({member.name for member in members}) < len(members):
+            raise UsageError("a combination needs drafters with different names")
+        self.members = tuple(members)
+        self._calibration = [Calibration() for _ in members]
+        self._claims: list[list[Candidate]] | None = None
+
+    def without(self, name: str) -> CombinedDrafter | None:
+        """The others, as they are, if one has failed; None if nobody is left."""
+        kept = [(m, c) for m, c in zip(self.members, self._calibration, strict=True) if m.name != name]
+        if not kept:
+            return None
+        rest = CombinedDrafter([member for member, _ in kept], self.name)
+        rest.acceptance, rest._calibration = self.acceptance, [calibration for _, calibration in kept]
+        return rest
+
+    def _begin(self, prompt_ids: Sequence[int]) -> None:
+        self._claims = None
+        for member in self.members:
+            member.reset(prompt_ids)
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        if self._claims is not None and tokens:
+            for calibration, claims in zip(self._calibration, self._claims, strict=True):
+                calibration.learn(claims, tokens[0])
+        self._claims = None
+        for member in self.members:
+            member.extend(tokens)
+
+    def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
+        proposed = [member.propose_many(paths, width) for member in self.members]
+        if () in paths:
+            self._claims = [lists[paths.index(())] for lists in proposed]
+        return [
+            merge([c.corrected(lists[i]) for c, lists in zip(self._calibration, proposed, strict=True)], width)
+            for i in range(len(paths))
+        ]
+
+
+class Calibration:
+    """What a drafter's claims are worth: per range of claimed probability, how often the token came.
+
+    Starts from taking every claim at its word.
+    """
+
+    def __init__(self) -> None:
+        self._claimed = [0.0] * (len(_BOUNDS) + 1)
+        self._came = [0.0] * (len(_BOUNDS) + 1)
+        self._trials = [0.0] * (len(_BOUNDS) + 1)
+
+    def learn(self, claims: Sequence[Candidate], token: int) -> None:
+        """`token` came where `claims` were made."""
+        for candidate in claims:
+            p = math.exp(candidate.logprob)
+            bin_ = bisect.bisect_right(_BOUNDS, p)
+            self._claimed[bin_] = self._claimed[bin_] * _MEMORY + p
+            self._came[bin_] = self._came[bin_] * _MEMORY + (candidate.token == token)
+            self._trials[bin_] = self._trials[bin_] * _MEMORY + 1.0
+
+    def corrected(self, claims: Sequence[Candidate]) -> list[Candidate]:
+        """The same candidates with what they are worth, likeliest first; together at most certain."""
+        beliefs = [(claim.token, self._worth(math.exp(claim.logprob))) for claim in claims]
+        total = max(1.0, math.fsum(belief for _, belief in beliefs))
+        ranked = sorted(beliefs, key=lambda item: -item[1])
+        return [Candidate(token, math.log(belief / total)) for token, belief in ranked]
+
+    def _worth(self, p: float) -> float:
+        bin_ = bisect.bisect_right(_BOUNDS, p)
+        expected = self._claimed[bin_] + _STRENGTH * p
+        factor = (self._came[bin_] + _STRENGTH * p) / max(expected, 1e-12)
+        return min(1.0, max(1e-9, p * factor))
+
+
+def merge(proposals: Sequence[Sequence[Candidate]], width: int) -> list[Candidate]:
+    """One list of at most `width`, likeliest first; a token offered by several counts as the best of them says."""
+    best: dict[int, float] = {}
+    for candidates in proposals:
+        for token, logprob in candidates:
+            best[token] = max(logprob, best.get(token, -math.inf))
+    total = max(1.0, math.fsum(math.exp(logprob) for logprob in best.values()))
+    ranked = sorted(best.items(), key=lambda item: -item[1])[:width]
+    return [Candidate(token, logprob - math.log(total)) for token, logprob in ranked]

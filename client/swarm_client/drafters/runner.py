@@ -1,0 +1,93 @@
+"""Calls a drafter off the event loop, within a time budget; whatever it raises, or its silence, is a DrafterFailed.
+
+Owns the thread. A drafter may be anybody's code: it must neither end a generation nor hang it. A stalled thread cannot
+be stopped; it is a daemon and is left behind, and the drafter with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from swarm.errors import DrafterFailed
+from swarm_client.drafters.base import Candidate, Drafter
+
+_T = TypeVar("_T")
+_Work = tuple[Callable[[], object], "Future[object]"]
+
+STALL_S = 2.0  # a proposal that took longer is worth nothing
+FIRST_STALL_S = 60.0  # a model reads the whole prompt before its first
+
+
+class DraftRunner:
+    """Asynchronous twin of a Drafter: `reset`, `extend` and `propose_many` in the order they are called.
+
+    Raises DrafterFailed from each of them; after the first, from every further call at once.
+    """
+
+    def __init__(self, drafter: Drafter, stall_s: float = STALL_S, first_stall_s: float = FIRST_STALL_S) -> None:
+        self.drafter = drafter
+        self._stall_s, self._first_stall_s = stall_s, first_stall_s
+        self._failure: DrafterFailed | None = None
+        self._warm = False
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._work,), name=f"drafter {drafter.name}", daemon=True).start()
+
+    @property
+    def failure(self) -> DrafterFailed | None:
+        """Why it is of no use any more."""
+        return self._failure
+
+    async def reset(self, prompt_ids: Sequence[int]) -> None:
+        self._warm = False
+        await self._call(lambda: self.drafter.reset(prompt_ids), self._first_stall_s)
+
+    async def extend(self, tokens: Sequence[int]) -> None:
+        await self._call(lambda: self.drafter.extend(tokens), self._stall_s)
+
+    async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
+        patience = self._stall_s if self._warm else self._first_stall_s
+        drafted = await self._call(lambda: self.drafter.propose_many(paths, width), patience)
+        self._warm = True
+        return drafted
+
+    def close(self) -> None:
+        """Let the thread go once it has finished what it was asked. Idempotent."""
+        self._work.put(None)
+
+    async def _call(self, work: Callable[[], _T], patience_s: float) -> _T:
+        if self._failure is not None:
+            raise self._failure
+        future: Future[_T] = Future()
+        self._work.put((work, future))  # type: ignore[arg-type]  # the future is of what the work returns
+        wrapped = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait((wrapped,), timeout=patience_s)
+        if not done:
+            wrapped.cancel()
+            raise self._failed(f"has not answered for {patience_s:g} s")
+        error = wrapped.exception()
+        if error is not None:
+            raise self._failed(f"raised {type(error).__name__}: {error}") from error
+        return wrapped.result()
+
+    def _failed(self, why: str) -> DrafterFailed:
+        self._failure = DrafterFailed(f"the drafter '{self.drafter.name}' {why}; going on without it")
+        self.close()
+        return self._failure
+
+
+def _serve(work: queue.SimpleQueue[_Work | None]) -> None:
+    while (item := work.get()) is not None:
+        task, future = item
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            result = task()
+        except BaseException as error:  # noqa: BLE001  # handed on to who waits, as concurrent.futures does
+            future.set_exception(error)
+        else:
+            future.set_result(result)

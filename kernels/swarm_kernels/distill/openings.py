@@ -1,0 +1,54 @@
+"""How the self-written chats begin, so that they cover what people ask for. Owns the words; knows no model.
+
+An opening is a system prompt (None: the template's own) and the first words of the user's turn, which the model itself
+then goes on writing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Opening(NamedTuple):
+    system: str | None
+    user: str
+    weight: float
+
+
+_CONCISE = "You are an assistant that rewrites text. Keep its meaning and make it more concise."
+_SUMMARY = "Extract and present the main key point of the input text in one or two short sentences."
+_CODE = "You are an expert programmer. Answer with code and a short explanation."
+
+OPENINGS: tuple[Opening, ...] = (
+    Opening(None, "", 12),
+    Opening(None, "What is", 2),
+    Opening(None, "How do I", 2),
+    Opening(None, "How does", 1.5),
+    Opening(None, "Why", 2),
+    Opening(None, "Explain", 2),
+    Opening(None, "Tell me", 1.5),
+    Opening(None, "Can you", 1.5),
+    Opening(None, "Give me a list of", 1.5),
+    Opening(None, "Describe", 1),
+    Opening(None, "Write a short story about", 1.5),
+    Opening(None, "Write a poem about", 0.7),
+    Opening(None, "Write an email to", 1),
+    Opening(None, "I am planning", 1),
+    Opening(None, "Hi", 1),
+    Opening(None, "Write a Python function that", 2.5),
+    Opening(None, "Write a function in JavaScript that", 1),
+    Opening(None, "Write code that", 1),
+    Opening(None, "Fix the bug in this Python code:\n", 1),
+    Opening(_CODE, "", 1),
+    Opening(None, "Summarize the following text:\n", 2),
+    Opening(None, "Summarize this article in three sentences:\n", 1),
+    Opening(_SUMMARY, "", 2),
+    Opening(None, "Rewrite the following text in a formal tone:\n", 1.5),
+    Opening(None, "Correct the grammar of this paragraph:\n", 1),
+    Opening(_CONCISE, "", 2),
+    Opening(None, "Extract all the names and dates from this text:\n", 1.5),
+    Opening(None, "List the key facts of the following passage:\n", 1.5),
+    Opening(None, "Answer the question using the passage.\nPassage:", 1.5),
+    Opening(None, "Translate to French:", 0.5),
+    Opening(None, "Solve this problem step by step:", 1),
+)

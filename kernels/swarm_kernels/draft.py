@@ -1,0 +1,177 @@
+"""The models that guess: a whole local model, or a trained draft on top of the target's own embedding and layers.
+
+Owns loading them and choosing their likeliest tokens. `draft_session` keeps their keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from swarm.errors import CorruptModel, DrafterFailed, UnsupportedModel
+from swarm.types import LayerSpan
+from swarm_kernels import ops
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.draft_file import FINAL_NORM, DraftWeights
+from swarm_kernels.draft_session import Guesses
+from swarm_kernels.kv_cache import KVCache
+from swarm_kernels.lean import EMBEDDING, HEAD
+from swarm_kernels.model_config import ModelConfig
+from swarm_kernels.model_source import ModelSource
+from swarm_kernels.span import Span
+from swarm_kernels.span_loading import load_span
+
+_DTYPE = torch.bfloat16
+
+
+class LocalModel:
+    """A whole model on this machine. See `draft_session.DraftModel`."""
+
+    def __init__(self, source: ModelSource, device: torch.device | str = "cpu") -> None:
+        """Raises as `load_span`."""
+        self._span: Span = load_span(source, LayerSpan(0, source.config.num_layers), _DTYPE, device)
+        self.vocab_size = source.config.vocab_size
+        self.context_length = source.config.context_length
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        return self._span.new_cache(max_tokens)
+
+    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+        return self._span.forward(self._span.embed(tokens), plan, cache)
+
+    def admit(self, tokens: Sequence[int]) -> None:
+        """It can say every token anyhow."""
+
+    def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
+        ids, logprobs = top_tokens(self._span.logits(hidden), width)
+        return _pairs(ids, logprobs)
+
+
+class TrainedDraft:
+    """The target's first layers, a few trained ones, and a head of only the frequent tokens and the text's own."""
+
+    def __init__(self, weights: DraftWeights, target: ModelSource) -> None:
+        """Raises DrafterFailed for a draft of another model, CorruptModel for one whose parts do not fit."""
+        card, config = weights.card, target.config
+        if card.weight_hash != target.weight_hash:
+            raise DrafterFailed(f"the draft was trained for {card.model}, not for {target.name}; train one for it")
+        if not config.lean:
+            raise UnsupportedModel(f"{target.name} is a {config.model_type}; drafts are run for Llama-like models only")
+        self.vocab_size, self.context_length = config.vocab_size, config.context_length
+        source = _DraftSource(weights, target)
+        self._span = load_span(source, LayerSpan(0, card.base + card.layers), _DTYPE)
+        norm = weights.tensors.get(FINAL_NORM)
+        fits = norm is not None and tuple(norm.shape) == (config.hidden_size,)
+        if norm is None or not fits or int(weights.vocabulary.max()) >= self.vocab_size:
+            raise CorruptModel("the draft's final norm or vocabulary does not fit its model; train it again")
+        self._norm, self._eps = norm, config.rms_norm_eps
+        name = HEAD if target.has(HEAD) and not config.tie_word_embeddings else EMBEDDING
+        self._rows = target.tensor(name).to(_DTYPE)
+        self._ids = weights.vocabulary
+        self._head = ops.pack_linear(self._rows[self._ids])
+        self._known = set(self._ids.tolist())
+        self._extra: list[int] = []
+        self._extra_head: tuple[torch.Tensor, ops.Linear] | None = None
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        return self._span.new_cache(max_tokens)
+
+    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+        return self._span.forward(self._span.embed(tokens), plan, cache)
+
+    def admit(self, tokens: Sequence[int]) -> None:
+        fresh = [token for token in dict.fromkeys(tokens) if token not in self._known]
+        if fresh:
+            self._known.update(fresh)
+            self._extra += fresh
+            self._extra_head = None
+
+    def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
+        states = ops.rms_norm(hidden.float(), self._norm, self._eps)
+        logits, ids = self._head(states), self._ids
+        if self._extra:
+            extra_ids, head = self._extra_rows()
+            logits, ids = torch.cat((logits, head(states)), 1), torch.cat((ids, extra_ids))
+        places, logprobs = top_tokens(logits, width)
+        return _pairs(ids[places], logprobs)
+
+    def _extra_rows(self) -> tuple[torch.Tensor, ops.Linear]:
+        if self._extra_head is None:
+            ids = torch.tensor(self._extra)
+            self._extra_head = ids, ops.pack_linear(self._rows[ids])
+        return self._extra_head
+
+
+def open_draft(path: Path, target: ModelSource) -> TrainedDraft:
+    """Raises ModelNotFound, CorruptModel, DrafterFailed, UnsupportedModel."""
+    return TrainedDraft(DraftWeights.load(path), target)
+
+
+def top_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, v]` fp32 -> (ids `[n, count]`, log-probabilities `[n, count]`), likeliest first.
+
+    In two passes, as selecting from a whole vocabulary is slow: the top `count` lie in the `count` blocks of the
+    largest maxima.
+    """
+    block = 64
+    rows, vocab = logits.shape
+    count = min(count, vocab)
+    total = logits.logsumexp(-1, keepdim=True)
+    whole = vocab // block
+    if vocab % block or whole <= count:
+        values, ids = logits.topk(count, -1)
+        return ids, values - total
+    blocks = logits.view(rows, whole, block)
+    best = blocks.amax(-1).topk(count, -1).indices  # [n, count]
+    gathered = blocks.gather(1, best[:, :, None].expand(-1, -1, block)).reshape(rows, -1)
+    values, places = gathered.topk(count, -1)
+    return best.gather(1, places // block) * block + places % block, values - total
+
+
+def _pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[Guesses]:
+    rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [[(token, min(0.0, p)) for token, p in zip(*row, strict=True) if p > -math.inf] for row in rows]
+
+
+class _DraftSource:
+    """A ModelSource of the target's first layers and the draft's own.
+
+    Its config says one layer more than there are, so that a span of them all is not the last: it keeps neither norm nor
+    head, which are the draft's.
+    """
+
+    def __init__(self, weights: DraftWeights, target: ModelSource) -> None:
+        self._own, self._target = weights.tensors, target
+        self._base = weights.card.base
+        self.name, self.path, self.weight_hash = f"draft of {target.name}", target.path, target.weight_hash
+        self.config: ModelConfig = replace(target.config, num_layers=self._base + weights.card.layers + 1)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted({EMBEDDING, *self._own, *filter(self._is_base, self._target.names())}))
+
+    def has(self, hf_name: str) -> bool:
+        return hf_name in self.names()
+
+    def shape(self, hf_name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(hf_name).shape)
+
+    def tensor(self, hf_name: str) -> torch.Tensor:
+        if hf_name == EMBEDDING or self._is_base(hf_name):
+            return self._target.tensor(hf_name)
+        if hf_name not in self._own:
+            raise CorruptModel(f"the draft has no tensor '{hf_name}'; train it again")
+        return self._own[hf_name]
+
+    def nbytes(self, hf_name: str) -> int:
+        return self.tensor(hf_name).nbytes
+
+    def close(self) -> None:
+        """The target is its opener's to close."""
+
+    def _is_base(self, name: str) -> bool:
+        parts = name.split(".")
+        return parts[:2] == ["model", "layers"] and int(parts[2]) < self._base
