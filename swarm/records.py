@@ -30,6 +30,7 @@ MAX_LIFETIME_S = 60.0  # between publication and expiry
 MAX_CLOCK_SKEW_S = 3.0  # how far ahead of ours a peer's clock may be
 MAX_LAYERS = 4096
 MAX_LINKS = 24
+MAX_ADDRESS = 192  # characters; one by way of a relay names two peers
 _CONTEXT = b"swarm node record 1\0"  # what a signature is for, so that it is good for nothing else
 
 PeerText = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -55,7 +56,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_
     at: float  # published, seconds since the epoch, by the node's clock
     until: float  # expires
     name: Name = ""
-    addrs: Annotated[tuple[Annotated[str, Meta(max_length=160)], ...], Meta(max_length=8)] = ()
+    addrs: Annotated[tuple[Annotated[str, Meta(max_length=MAX_ADDRESS)], ...], Meta(max_length=8)] = ()
     span: tuple[Layer, Layer] | None = None
     layer_us: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 33)], ...], Meta(max_length=MAX_LAYERS)] = ()
     cost_w: Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 16)], ...], Meta(max_length=16)] = ()
@@ -196,7 +197,7 @@ def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s:
         at=profile.published_at,
         until=profile.published_at + lifetime_s,
         name=profile.name[:64],
-        addrs=profile.addresses[:8],
+        addrs=tuple(address for address in profile.addresses if len(address) <= MAX_ADDRESS)[:8],
         span=(profile.span.start, profile.span.end) if profile.span else None,
         layer_us=layer_us,
         cost_w=profile.cost.widths,
@@ -255,7 +256,7 @@ def _check_fields(record: NodeRecord) -> None:
     span = record.span
     if span is not None and not span[0] < span[1] <= record.layers:
         raise InvalidRecord("malformed", f"layers {span[0]}:{span[1]} of a model of {record.layers}")
-    if span is None and (record.state in (NodeState.SERVING, NodeState.DRAINING) or record.layer_us):
+    if span is None and (record.state in (NodeState.SERVING, NodeState.LEAVING, NodeState.DRAINING) or record.layer_us):
         raise InvalidRecord("malformed", f"a {record.state} node without layers")
     if span is not None and len(record.layer_us) not in (0, 1, span[1] - span[0]):
         raise InvalidRecord("malformed", f"{len(record.layer_us)} layer times for layers {span[0]}:{span[1]}")

@@ -11,11 +11,16 @@ from swarm.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class DaemonOptions:
-    """Multiaddrs: where to listen, whom to join (each ends in `/p2p/<peer id>`), what to announce instead."""
+    """Multiaddrs: where to listen, whom to join (each ends in `/p2p/<peer id>`), what to announce instead.
+
+    `relays`: peers to be reached through, for a machine that nobody can dial. `offer_relay`: be one for others.
+    """
 
     listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
     peers: tuple[str, ...] = ()
     announce: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+    offer_relay: bool = False
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
@@ -23,13 +28,16 @@ class DaemonOptions:
 
 
 def _check(options: DaemonOptions) -> None:
-    for flag, addresses in (("listen", options.listen), ("announce", options.announce), ("peers", options.peers)):
+    for flag in ("listen", "announce", "peers", "relays"):
+        addresses: tuple[str, ...] = getattr(options, flag)
         for text in addresses:
             try:
                 names = [protocol.name for protocol in Multiaddr(text).protocols()]
             except ValueError as error:
                 raise UsageError(f"'{text}' is not a multiaddr: {error}") from None
-            if flag == "peers" and (not names or names[-1] != "p2p"):
+            if flag in ("peers", "relays") and (not names or names[-1] != "p2p"):
                 raise UsageError(f"'{text}' does not say which peer it is; it must end in /p2p/<peer id>")
+    if options.relays and options.offer_relay:
+        raise UsageError("a machine that needs a relay cannot be one: give either --via or --relay")
     if not options.listen:
         raise UsageError("no address to listen on; /ip4/0.0.0.0/tcp/0 is any port on all networks")

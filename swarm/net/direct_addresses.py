@@ -32,6 +32,10 @@ def is_direct(address: str) -> bool:
     return "/tls/p2p/" in address
 
 
+def is_relayed(address: str) -> bool:
+    return "/p2p-circuit" in address
+
+
 def parse(address: str, peer: PeerId) -> Endpoint | None:
     """The endpoint of a direct address of `peer`; None if it is none."""
     match address.split("/"):
@@ -57,7 +61,7 @@ def announced(bound: Sequence[Endpoint], daemon_addresses: Iterable[str]) -> lis
     found: dict[str, Endpoint] = {}
     for address in daemon_addresses:
         host = listened(address)
-        if host is None or "/p2p-circuit" in address:
+        if host is None or is_relayed(address):
             continue
         for socket in bound:
             if socket.host == host or (ipaddress.ip_address(socket.host).is_unspecified and _same_kind(socket, host)):

@@ -42,6 +42,12 @@ RESTART_TIMEOUT_S = 5.0
 RESTART_AFTER_S = (0.0, 0.5, 2.0)  # each try to bring a dead daemon back waits so long before
 MAX_DEATHS = 5  # within DEATHS_WITHIN_S: then something is wrong that starting it again does not cure
 DEATHS_WITHIN_S = 60.0
+# What a relay lends at most: bytes each way and time of one relayed connection, connections of one peer, and peers.
+# Whatever it is told, hivemind's build of the daemon mostly ends a relayed connection after libp2p's default of 128 kB.
+RELAY_BYTES = 1 << 30
+RELAY_TIME_LIMIT = "30m"
+RELAY_CIRCUITS = 16
+RELAY_RESERVATIONS = 64
 PR_SET_PDEATHSIG = 1
 _KEY = "identity"
 MAX_SOCKET_PATH = 80  # bytes of folder, so that the names of unix sockets in it stay under their 108
@@ -105,6 +111,10 @@ class P2PDaemon:
     def reason(self) -> str:
         """The daemon's last words."""
         return " / ".join(self._said) or "it said nothing"
+
+    async def refresh(self) -> None:
+        """Ask again where we can be dialled: routers and relays take their time. Raises NetworkError."""
+        _, self.addresses = await self.control.identify()
 
     def on_down(self, tell: Callable[[], None]) -> None:
         """Call `tell` whenever the daemon has died: every connection through it is lost."""
@@ -219,6 +229,7 @@ class P2PDaemon:
             f"-hostAddrs={','.join(options.listen)}",
             "-dhtServer=1",
             "-relay=1",
+            *_relay_flags(options),
             f"-autonat={int(outside)}",
             f"-natPortMap={int(outside)}",
             "-connManager=1",
@@ -249,6 +260,21 @@ class P2PDaemon:
             if self._serving and not self._stopping:
                 self._serving = False
                 self._tasks.start(self._revive(), "revive")
+
+
+def _relay_flags(options: DaemonOptions) -> list[str]:
+    if options.offer_relay:
+        caps = (
+            f"-relayDataLimit={RELAY_BYTES}",
+            f"-relayMaxCircuits={RELAY_CIRCUITS}",
+            f"-relayMaxReservations={RELAY_RESERVATIONS}",
+            f"-relayTimeLimit={RELAY_TIME_LIMIT}",
+        )
+        return ["-relayService=1", "-forceReachabilityPublic=1", *caps]
+    if options.relays:
+        trusted = f"-trustedRelays={','.join(options.relays)}"
+        return ["-relayService=0", "-autoRelay=1", "-relayDiscovery=0", "-forceReachabilityPrivate=1", trusted]
+    return ["-relayService=0"]
 
 
 def _start_error(said: str, options: DaemonOptions) -> NetworkError | AddressInUse | UsageError:

@@ -17,7 +17,7 @@ from swarm.net.carrier import Connection, Handler, OnBetter
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.direct import DirectCarrier
-from swarm.net.direct_addresses import announced, is_direct, listened
+from swarm.net.direct_addresses import announced, is_direct, is_relayed, listened
 from swarm.net.frame_stream import FrameStream
 from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret, open_proof
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 DIRECT_FIRST_S = 0.3  # for the direct addresses, before the daemon is asked
 PROBE_TIMEOUT_S = 5.0
+REFRESH_S = 5.0  # between two looks at the daemon's own addresses
 PROBE_AFTER_S = (1.0, 5.0, 30.0, 120.0)  # between probes of one peer; the last again and again
 
 
@@ -37,11 +38,16 @@ class ReachCarrier:
     `without_direct`: why there are no direct connections here; "" if there are.
     """
 
-    def __init__(self, daemon: DaemonCarrier, direct: DirectCarrier | None, without_direct: str) -> None:
+    def __init__(
+        self, daemon: DaemonCarrier, direct: DirectCarrier | None, without_direct: str, relays: Sequence[str] = ()
+    ) -> None:
         self.daemon = daemon
+        # The daemon does not tell the addresses by way of its relays, but they follow from the relays'.
+        self._relayed = tuple(f"{relay}/p2p-circuit/p2p/{daemon.peer}" for relay in relays)
         self.without_direct = without_direct
         self._direct = direct
         self._on_better: OnBetter | None = None
+        self._refreshing = False
         self._scope = TaskScope("reach")
 
     @classmethod
@@ -85,7 +91,7 @@ class ReachCarrier:
             if beside is not None:
                 await beside.close()
             raise
-        return cls(daemon, beside, problem)
+        return cls(daemon, beside, problem, options.relays)
 
     @property
     def peer(self) -> PeerId:
@@ -93,11 +99,11 @@ class ReachCarrier:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The daemon's first address leads, for people to pass on; then the direct ones, then the daemon's others."""
-        first, *others = self.daemon.addresses
+        """One of the daemon's leads, for people to pass on; then the direct ones, those through relays, the others."""
+        own = [address for address in self.daemon.addresses if not is_relayed(address)]
         bound = self._direct.bound if self._direct is not None else ()
-        direct = (endpoint.address(self.peer) for endpoint in announced(bound, (first, *others)))
-        return (first, *direct, *others)
+        direct = [endpoint.address(self.peer) for endpoint in announced(bound, own)]
+        return (*own[:1], *direct, *self._relayed, *own[1:])
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
         direct = tuple(address for address in addresses if is_direct(address)) if self._direct is not None else ()
@@ -116,6 +122,9 @@ class ReachCarrier:
         if self._direct is not None:
             await self._direct.serve(handler)
         await self.daemon.serve(handler)
+        if not self._refreshing:
+            self._refreshing = True
+            self._scope.start(self._refresh(), "addresses")
 
     def on_better(self, found: OnBetter) -> None:
         self._on_better = found
@@ -127,6 +136,14 @@ class ReachCarrier:
                 await self._direct.close()
         finally:
             await self.daemon.close()
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                await self.daemon.daemon.refresh()
+            except NetworkError as error:
+                logger.debug("the p2p daemon does not tell its addresses: %s", error)
 
     async def _probe(self, stream: FrameStream, addresses: Sequence[str], found: OnBetter) -> None:
         """Try a peer that is connected through the daemon directly, until it works or the stream is gone."""

@@ -1,0 +1,68 @@
+"""A peer in a process of its own, for the tests that put each into its own network namespace.
+
+    python reach_node.py relay HOST | listen HOST RELAY | dial HOST RELAY PEER ADDRESS...
+
+Prints JSON lines. Not a test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+
+from swarm.errors import NetworkError, PeerUnreachable
+from swarm.messages import Close
+from swarm.net.carrier import Connection
+from swarm.net.daemon_options import DaemonOptions
+from swarm.net.identity import Identity
+from swarm.net.reach import ReachCarrier
+
+
+BODY = 30_000  # what the daemon's relay carries of one connection is little, see `p2pd.RELAY_BYTES`
+
+
+async def echo(connection: Connection) -> None:
+    with contextlib.suppress(NetworkError):
+        while True:
+            await connection.send(*await connection.receive())
+
+
+async def dial(carrier: ReachCarrier, peer: str, addresses: Sequence[str]) -> Connection:
+    """A listener's reservation at its relay takes a moment."""
+    for _ in range(20):
+        with contextlib.suppress(PeerUnreachable):
+            return await carrier.dial(peer, addresses)
+        await asyncio.sleep(0.5)
+    return await carrier.dial(peer, addresses)
+
+
+def say(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+async def main(role: str, host: str, relay: str = "", peer: str = "", *addresses: str) -> None:
+    listen = (f"/ip4/{host}/tcp/0",)
+    if role == "relay":
+        options = DaemonOptions(listen, offer_relay=True)
+    else:
+        options = DaemonOptions(listen, peers=(relay,), relays=(relay,) if role == "listen" else ())
+    carrier = await ReachCarrier.start(Identity.generate(), options)
+    try:
+        await carrier.serve(echo)
+        if role == "dial":
+            connection = await dial(carrier, peer, addresses)
+            await connection.send(Close(bytes(16)), bytes(BODY))
+            message, body = await connection.receive()
+            say(same=message == Close(bytes(16)) and body == bytes(BODY))
+            return
+        say(peer=carrier.peer, addresses=carrier.addresses)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await carrier.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
