@@ -26,9 +26,11 @@ constexpr int blocks_wide(int) { return 1; }
 #endif
 constexpr int CHUNK_PAGES = CHUNK / PAGE;
 
-// q [dim][m], its columns i .. i + ROWS, x CHUNK_PAGES pages of keys [dim][16] -> scores [ROWS][64].
+// q [dim][m], its columns i .. i + ROWS, x CHUNK_PAGES pages of keys [dim][16] -> scores [ROWS][64]. `ahead`: pages
+// asked of memory meanwhile, or null: pages lie apart, and the hardware's own prefetch stops at the end of each.
 template <int ROWS, typename T>
-SWARM_INLINE void score(const float* q, int64_t m, int64_t dim, const T* const* pages, float* scores) {
+SWARM_INLINE void score(const float* q, int64_t m, int64_t dim, const T* const* pages, const T* const* ahead,
+                        float* scores) {
   constexpr int PAGES_WIDE = blocks_wide(ROWS), N = PAGES_WIDE * VECS;
   for (int p = 0; p < CHUNK_PAGES; p += PAGES_WIDE) {
     V acc[ROWS][N];
@@ -40,6 +42,10 @@ SWARM_INLINE void score(const float* q, int64_t m, int64_t dim, const T* const* 
       V keys[N];
       SWARM_UNROLL
       for (int j = 0; j < N; j++) keys[j] = load(pages[p + j / VECS] + d * PAGE + (j % VECS) * LANES);
+      if (ahead && d % (64 / (PAGE * sizeof(T))) == 0) {
+        SWARM_UNROLL
+        for (int j = 0; j < PAGES_WIDE; j++) __builtin_prefetch(ahead[p + j] + d * PAGE);
+      }
       SWARM_UNROLL
       for (int r = 0; r < ROWS; r++)
         SWARM_UNROLL
@@ -54,8 +60,8 @@ SWARM_INLINE void score(const float* q, int64_t m, int64_t dim, const T* const* 
 
 // mix [ROWS, WIDTH of dim] = mix * shrink + weights [ROWS][64] x values, over the keys in `seen`.
 template <int ROWS, int WIDTH, typename T>
-SWARM_INLINE void gather(const float* weights, const float* shrink, const T* const* pages, int64_t dim, int64_t d,
-                         uint64_t seen, float* mix) {
+SWARM_INLINE void gather(const float* weights, const float* shrink, const T* const* pages, const T* const* ahead,
+                         int64_t dim, int64_t d, uint64_t seen, float* mix) {
   constexpr int N = WIDTH / LANES;
   V acc[ROWS][N];
   SWARM_UNROLL
@@ -65,6 +71,10 @@ SWARM_INLINE void gather(const float* weights, const float* shrink, const T* con
   for (; seen; seen &= seen - 1) {
     const int t = __builtin_ctzll(seen);
     const T* value = pages[t / PAGE] + (t % PAGE) * dim + d;
+    if (ahead) {
+      SWARM_UNROLL
+      for (int j = 0; j < WIDTH; j += 64 / sizeof(T)) __builtin_prefetch(ahead[t / PAGE] + (t % PAGE) * dim + d + j);
+    }
     V wide[N];
     SWARM_UNROLL
     for (int j = 0; j < N; j++) wide[j] = load(value + j * LANES);
@@ -143,17 +153,19 @@ void attend_tile(const AttendJob& job, int64_t i, int64_t chunk, const T* const*
     seen |= bits[r] = visible(job, row, chunk);
   }
   if (!seen) return;
+  const T* const* k_ahead = i == 0 ? k_pages + CHUNK_PAGES : nullptr;  // the other rows find them in the cache
+  const T* const* v_ahead = i == 0 ? v_pages + CHUNK_PAGES : nullptr;
   alignas(64) float weights[ROWS * CHUNK];
   float shrink[ROWS];
-  score<ROWS>(job.q + i, job.m, job.dim, k_pages, weights);
+  score<ROWS>(job.q + i, job.m, job.dim, k_pages, k_ahead, weights);
   for (int r = 0; r < ROWS; r++)
     shrink[r] = soften(weights + r * CHUNK, bits[r], job.softcap, state.max + i + r, state.sum + i + r);
   float* mix = state.mix + i * job.dim;
   int64_t d = 0;
   constexpr int WIDE_DIMS = blocks_wide(ROWS) * BLOCK;
   for (; d + WIDE_DIMS <= job.dim; d += WIDE_DIMS)
-    gather<ROWS, WIDE_DIMS>(weights, shrink, v_pages, job.dim, d, seen, mix);
-  for (; d < job.dim; d += BLOCK) gather<ROWS, BLOCK>(weights, shrink, v_pages, job.dim, d, seen, mix);
+    gather<ROWS, WIDE_DIMS>(weights, shrink, v_pages, v_ahead, job.dim, d, seen, mix);
+  for (; d < job.dim; d += BLOCK) gather<ROWS, BLOCK>(weights, shrink, v_pages, v_ahead, job.dim, d, seen, mix);
 }
 
 template <typename T, int ROWS = QUERY_TILE>
@@ -166,8 +178,8 @@ SWARM_INLINE void attend_rows(const AttendJob& job, int64_t i, int64_t rows, int
 template <typename T>
 void attend_of(const AttendJob& job, int64_t begin, int64_t end, const SoftmaxState& state) {
   for (int64_t chunk = begin; chunk < end; chunk++) {
-    const T *k_pages[CHUNK_PAGES], *v_pages[CHUNK_PAGES];
-    for (int64_t p = 0; p < CHUNK_PAGES; p++) {
+    const T *k_pages[2 * CHUNK_PAGES], *v_pages[2 * CHUNK_PAGES];  // of this chunk and the next
+    for (int64_t p = 0; p < 2 * CHUNK_PAGES; p++) {
       const int64_t at = chunk * CHUNK_PAGES + p;
       const int64_t page = job.table[at < job.table_pages ? at : job.table_pages - 1];  // past the end: never visible
       k_pages[p] = static_cast<const T*>(job.k) + page * job.page_stride;
