@@ -20,7 +20,6 @@ from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
 from swarm.net.reach import ReachCarrier
 
-
 BODY = 30_000  # what the daemon's relay carries of one connection is little, see `p2pd.RELAY_BYTES`
 
 
