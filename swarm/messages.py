@@ -169,7 +169,7 @@ class Failed(Message, frozen=True, tag="failed"):
     """This session cannot go on here. `error` is a code of `swarm.errors`, `detail` a sentence for people.
 
     `lost`: the sender has lost this next hop of the session; it keeps what it holds and waits for a Reroute. Without
-    it the session is gone from the sender.
+    it the session is gone from the sender. `epoch`: the session's at the sender, so that old news is known as such.
     """
 
     session: SessionId
@@ -177,6 +177,7 @@ class Failed(Message, frozen=True, tag="failed"):
     detail: Text
     retry_after_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
     lost: Annotated[str, Meta(max_length=128)] = ""
+    epoch: Serial = 0
 
 
 class Ping(Message, frozen=True, tag="ping"):

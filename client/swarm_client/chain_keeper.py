@@ -65,7 +65,7 @@ class ChainKeeper:
     async def worth_leaving(self, session: ChainSession, peer: PeerId, round_ms: Sequence[float]) -> bool:
         """Whether the session would be much quicker without `peer` than it has been in its last rounds."""
         try:
-            repair, _ = await self.view.repair(session.whole, {peer}, session.spec.max_tokens)
+            repair, _ = await self.view.repair(session.whole, {peer}, session.spec.max_tokens, avoid={peer})
         except (NoRoute, NetworkError):
             return False
         return WORTH * repair.chain.cost_ms <= min(round_ms)

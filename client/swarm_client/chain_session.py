@@ -283,6 +283,8 @@ class ChainSession:
         failed = incoming.message
         if not isinstance(failed, Failed):
             return incoming
+        if failed.epoch < self.epoch:
+            return None  # from before a repair
         if not failed.lost:
             raise self._lose(incoming.peer, _remote_error(incoming.peer, failed))
         if failed.lost not in self.chain.peers:

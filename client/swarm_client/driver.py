@@ -27,7 +27,7 @@ from swarm.plan.session import (
     StepSettled,
 )
 from swarm.types import Chain
-from swarm_client.bans import BLAMELESS, TooSlow
+from swarm_client.bans import TooSlow
 from swarm_client.chain_keeper import ChainKeeper
 from swarm_client.chain_session import ChainSession, HopFailed
 from swarm_client.round_watch import RoundWatch
@@ -191,8 +191,7 @@ class Driver:
                 await self.chains.mend(broken, self.generation, settled)
                 return self._ready(broken, settled)
             except HopFailed as failed:
-                if not (isinstance(failed.cause, RemoteError) and failed.cause.remote_code in BLAMELESS):
-                    return HopLost(failed.peer, str(failed))
+                return HopLost(failed.peer, str(failed))
             except NoRoute as error:
                 logger.info("the chain cannot be mended: %s", error)
         session = await self.chains.open(self.generation)

@@ -108,12 +108,19 @@ class SwarmView:
                 raise self._refusal(snapshot, error) from None
         return chain, snapshot
 
-    async def repair(self, chain: Chain, lost: Collection[PeerId], min_free_tokens: int = 0) -> tuple[Repair, Snapshot]:
-        """How `chain` goes on without `lost`. Raises NoRoute, and NetworkError if there has never been a snapshot."""
+    async def repair(
+        self, chain: Chain, lost: Collection[PeerId], min_free_tokens: int = 0, avoid: Collection[PeerId] = ()
+    ) -> tuple[Repair, Snapshot]:
+        """How `chain` goes on without the hops of `lost`. Raises NoRoute, and NetworkError without any snapshot.
+
+        Who gets the new hops is a matter of bans: a peer that merely forgot the session may well get its hop back.
+        Banned for this time are those to `avoid` as well.
+        """
         snapshot = await self.snapshot(fresh=True, hurry=True)
         table = self._table(snapshot, min_free_tokens)
-        mended = repair(table, chain, lost, client_ms=self._client_ms(), banned=self._banned(snapshot))
-        return mended, snapshot
+        left = replace(chain, hops=tuple(hop for hop in chain.hops if hop.peer not in lost))
+        banned = self._banned(snapshot).union(avoid)
+        return repair(table, left, (), client_ms=self._client_ms(), banned=banned), snapshot
 
     def ban(self, peer: PeerId, cause: NetworkError) -> None:
         """Leave a node out, for as long as `cause` suggests (`bans`)."""

@@ -70,9 +70,10 @@ class Flow:
 
     def lose_next(self, session: Session, error: NetworkError) -> None:
         """The next hop is gone: keep everything, tell the client, and wait for it to name another."""
-        session.next_hop, session.stalled = None, True
+        session.next_hop, session.stalled, session.told_epoch = None, True, session.epoch
         logger.info("session %s waits for another next hop: %s", session.id.hex(), error)
-        self.tell(session.client, Failed(session.id, error.code, str(error)[:1024], lost=session.downstream))
+        news = Failed(session.id, error.code, str(error)[:1024], lost=session.downstream, epoch=session.epoch)
+        self.tell(session.client, news)
 
     async def _connect(self, session: Session) -> None:
         """Reach the next hop, or leave that edge to the client."""
@@ -85,6 +86,10 @@ class Flow:
             session.next_hop = session.client
 
     async def _step(self, session: Session, home: Home, arrival: Arrival) -> None:
+        if session.stalled:
+            if session.epoch > session.told_epoch:  # the client has not understood, or has mended another place
+                self.lose_next(session, ConnectionLost(f"the next hop {session.downstream} is lost"))
+            return
         held = session.committed
         step = session.admit(arrival.step)
         if step.base < held:
@@ -150,7 +155,7 @@ class Flow:
         if message.downstream != session.downstream or session.stalled or message.replay:
             session.downstream = message.downstream
             session.downstream_addresses = tuple(message.downstream_addresses)
-            session.stalled = False
+            session.next_hop, session.stalled = None, False
             await self._connect(session)
         await session.client.send(Opened(session.id, session.next_hop is session.client, message.epoch))
         for start, count, body in rows:

@@ -178,7 +178,7 @@ class Service:
         if self._quotas.offence(connection.peer):
             raise error
         if not isinstance(message, Move | Ping | Pong):
-            self._answers.tell(connection, _failed(message.session, error))
+            self._answers.tell(connection, _failed(message.session, error, _epoch(message)))
 
     def _owned(self, connection: Link, session_id: bytes) -> Session | None:
         """The session if the sender is its client; None when it is gone already."""
@@ -191,7 +191,7 @@ class Service:
         session = self._sessions.get(step.session)
         if session is None:
             # Not an offence: steps in flight when a session ends are nobody's fault.
-            self._answers.tell(connection, _unknown(step.session))
+            self._answers.tell(connection, _unknown(step))
             return
         try:
             session.arrive(connection.peer, Arrival(step, body))
@@ -211,7 +211,7 @@ class Service:
     def _on_reroute(self, connection: Link, message: Reroute) -> None:
         session = self._owned(connection, message.session)
         if session is None:
-            self._answers.tell(connection, _unknown(message.session))
+            self._answers.tell(connection, _unknown(message))
             return
         try:
             session.redirect(message)
@@ -236,7 +236,7 @@ class Service:
             raise
         except SwarmError as error:
             self.counters.refused += 1
-            self._answers.tell(connection, _failed(message.session, error))
+            self._answers.tell(connection, _failed(message.session, error, _epoch(message)))
             return
         self._tasks[session.key] = self._scope.start(self._run(session, home), f"session {session.key}")
 
@@ -291,7 +291,7 @@ class Service:
         self.counters.failed += 1
         self.counters.last_errors = [*self.counters.last_errors[-9:], str(error)]
         logger.info("session %s ends: %s", session.id.hex(), error)
-        self._answers.tell(session.client, _failed(session.id, error))
+        self._answers.tell(session.client, _failed(session.id, error, session.epoch))
 
     def _drop(self, session: Session) -> None:
         """Free what a session holds. Idempotent; its task ends at its next wait unless it is the one calling."""
@@ -312,10 +312,15 @@ class Service:
         self._on_load()
 
 
-def _failed(session: bytes, error: SwarmError) -> Failed:
+def _failed(session: bytes, error: SwarmError, epoch: int) -> Failed:
     retry = error.retry_after_s if isinstance(error, NodeBusy) else 0.0
-    return Failed(session, error.code, str(error)[:1024], retry)
+    return Failed(session, error.code, str(error)[:1024], retry, epoch=epoch)
 
 
-def _unknown(session: bytes) -> Failed:
-    return Failed(session, "unknown_session", "this node holds no such session")
+def _unknown(message: Step | Reroute) -> Failed:
+    sentence = "this node holds no such session"
+    return Failed(message.session, "unknown_session", sentence, epoch=message.epoch)
+
+
+def _epoch(message: AnyMessage) -> int:
+    return message.epoch if isinstance(message, Step | Open | Reroute | Prune) else 0

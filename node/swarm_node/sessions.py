@@ -72,6 +72,7 @@ class Session:
     committed: int = 0
     next_hop: Link | None = None  # where outputs go; the client itself when it relays this edge
     stalled: bool = False  # the next hop is lost: steps are dropped until a Reroute names another
+    told_epoch: int = 0  # of the step for which the client was last told so
     sending: asyncio.Timeout | None = None  # around a send to the next hop
     closed: bool = False
     former: deque[PeerId] = field(default_factory=lambda: deque(maxlen=FORMER_UPSTREAMS))
@@ -147,7 +148,7 @@ class Session:
         """What is to be done next, in order of arrival: a step of the current epoch, or a new route."""
         while True:
             item = await self.waiting.get()
-            if isinstance(item, Reroute) or (item.step.epoch >= self.epoch and not self.stalled):
+            if isinstance(item, Reroute) or item.step.epoch >= self.epoch:
                 return item
 
     def admit(self, step: Step) -> Step:

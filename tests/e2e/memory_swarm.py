@@ -27,7 +27,7 @@ from swarm_client.speculator import Guesser
 from swarm_kernels.span_loading import load_span
 from swarm_node.announcer import Announcer
 from swarm_node.engine import SpanEngine
-from swarm_node.executor import Executor, InlineDevice
+from swarm_node.executor import Executor
 from swarm_node.service import Served, Service
 
 LIMITS = Limits(route_timeout_s=3.0)
@@ -57,14 +57,23 @@ class NumberTokenizer:
         return ""
 
 
-class VirtualDevice(InlineDevice):
-    """One whose speed can be changed while it runs."""
+class VirtualDevice:
+    """A device whose batches take `delay_s` of the loop's time, and are said to."""
 
     def __init__(self, delay_s: float) -> None:
-        super().__init__(delay_s)
+        self.delay_s = delay_s
 
-    def slow_down(self, factor: float) -> None:
-        self._delay_s *= factor
+    def run(self, compute: Callable[[], Any]) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_task(self._run(compute))
+
+    async def _run(self, compute: Callable[[], Any]) -> Any:
+        delay_s = self.delay_s
+        await asyncio.sleep(delay_s)
+        outputs, _ = compute()
+        return outputs, delay_s * 1e3
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 @dataclass
