@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swarm_kernels import compiled, native, prepared, reference
+from swarm_kernels import compiled, gpu, native, prepared, reference
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.checks import check_cache, check_plan, check_rows, check_slots
 
@@ -36,6 +36,9 @@ def attend(
     if library is not None:
         return compiled.attend(library, q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
     check_plan(plan, k_pages.shape[0])
+    kernels = gpu.kernels(q.device, q.dtype)
+    if kernels is not None and kernels.covers(q.shape[1], k_pages):
+        return kernels.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
     return reference.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
 
 
@@ -46,5 +49,9 @@ def move_slots(k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Te
     library = native.library() if prepared.covers_cache(k_pages) else None
     if library is not None:
         compiled.move_slots(library, k_pages, v_pages, copy_from, copy_to)
+        return
+    kernels = gpu.kernels(k_pages.device, k_pages.dtype)
+    if kernels is not None:
+        kernels.move_slots(k_pages, v_pages, copy_from, copy_to)
     else:
         reference.move_slots(k_pages, v_pages, copy_from, copy_to)

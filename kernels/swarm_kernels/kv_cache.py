@@ -14,7 +14,6 @@ Pages beyond that (a tree on top of a full context) come from what nobody was pr
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,10 @@ import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory
 from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.checks import vouch
 from swarm_kernels.kv_pool import KvShape, PagePool
 from swarm_kernels.kv_session import Draft, RowsRequest, SessionKey, SessionPages, pages_of
+from swarm_kernels.staging import upload
 
 __all__ = ["DEFAULT_MAX_SLOTS", "KVCache", "KvShape", "RowsRequest"]
 
@@ -160,7 +161,10 @@ class KVCache:
         for index, (pages, request, draft) in enumerate(checked):
             self._apply(pages, request, draft, moved[index], writer, index)
         self.top_position = max(self.top_position, writer.top)
-        return writer.finish([pages for pages, _, _ in checked], self.device)
+        plan = writer.finish([pages for pages, _, _ in checked], self.device)
+        if self.device.type != "cpu":
+            vouch(plan, self.pool.pages)
+        return plan
 
     def _check(self, requests: Sequence[RowsRequest]) -> list[tuple[SessionPages, RowsRequest, Draft]]:
         checked = []
@@ -327,7 +331,7 @@ class _PlanWriter:
             np.array(self.copy_from, np.int64),
             np.array(self.copy_to, np.int64),
         )
-        return BatchPlan(*(_tensor(array, device) for array in tensors))
+        return BatchPlan(*upload(tensors, device))
 
 
 def _table(rows: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
@@ -338,11 +342,6 @@ def _table(rows: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
     return table
-
-
-def _tensor(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def _require(condition: bool, rule: str) -> None:

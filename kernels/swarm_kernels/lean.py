@@ -20,6 +20,7 @@ from swarm_kernels.model_config import ModelConfig
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.rope import RopeTable
 from swarm_kernels.span import Progress, check_part, check_tokens
+from swarm_kernels.staging import to_device
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -120,7 +121,7 @@ class LeanSpan:
         if self.embedding is None:
             raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
         check_tokens(token_ids, self.config.vocab_size)
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+        ids = to_device(torch.tensor(token_ids, dtype=torch.int64), self.device)
         return self.embedding.rows(ids).to(activation_dtype(self.dtype, self.device))
 
     @torch.inference_mode()
@@ -129,7 +130,7 @@ class LeanSpan:
     ) -> torch.Tensor:
         first, last = check_part(self.layers, start, end)
         part = slice(first - self.layers.start, last - self.layers.start)
-        hidden = hidden.to(device=self.device, dtype=activation_dtype(self.dtype, self.device))
+        hidden = to_device(hidden, self.device, activation_dtype(self.dtype, self.device))
         if not plan.rows:
             for k_pages, v_pages in zip(cache.k[part], cache.v[part], strict=True):
                 ops.move_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
@@ -142,7 +143,7 @@ class LeanSpan:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None or self.final_norm is None:
             raise InvalidRequest(f"layers {self.layers} do not hold the head")
-        hidden = hidden.to(device=self.device, dtype=activation_dtype(self.dtype, self.device))
+        hidden = to_device(hidden, self.device, activation_dtype(self.dtype, self.device))
         return self.head(ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
 
 

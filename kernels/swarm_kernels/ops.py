@@ -1,7 +1,7 @@
 """The kernels the rest of swarm calls, and which implementation answers. Torch in, torch out; knows no peers.
 
 On the CPU, inside the lean span, the residual stream and all activations are fp32; only weights and KV pages have the
-model's dtype.
+model's dtype. `native` chooses what runs on the CPU, `gpu` what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import compiled, native, packed, quantised, reference
+from swarm_kernels import compiled, gpu, native, packed, quantised, reference
 from swarm_kernels.attention import attend, move_slots
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.checks import check_layer, check_plan, check_step
@@ -72,6 +72,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     library = native.library() if x.device.type == "cpu" and x.dtype == torch.float32 else None
     if library is not None:
         return compiled.rms_norm(library, x, weight, eps)
+    kernels = gpu.kernels(x.device, x.dtype)
+    if kernels is not None:
+        return kernels.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 
@@ -110,6 +113,12 @@ def decoder_layers(
     if library is not None and stack is not None:
         check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
         return compiled.decoder_layers(library, hidden, stack, cos, sin, plan)
+    kernels = gpu.kernels(hidden.device, hidden.dtype)
+    on_gpu = kernels.stack_of(layers, caches, hidden.dtype) if kernels is not None and layers else None
+    if on_gpu is not None:
+        check_step(hidden, cos, sin, on_gpu.width, on_gpu.head_dim, plan)
+        check_plan(plan, on_gpu.pages)
+        return on_gpu.run(hidden, layers, cos, sin, caches, plan)
     for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
         check_layer(weights, k_pages, v_pages)
         check_step(hidden, cos, sin, weights.o.out_features, weights.head_dim, plan)

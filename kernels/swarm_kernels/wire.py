@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from swarm.errors import ProtocolError
+from swarm_kernels.staging import to_host
 
 
 def wire_bytes(rows: int, hidden_size: int, dtype: torch.dtype) -> int:
@@ -20,7 +21,7 @@ def to_wire(hidden: torch.Tensor, dtype: torch.dtype) -> memoryview:
 
     The bytes share memory with `hidden` when nothing had to be converted: write them before it changes.
     """
-    flat = hidden.detach().to(device="cpu", dtype=dtype).contiguous().view(-1)
+    flat = to_host(hidden.detach(), dtype).contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
 
 
