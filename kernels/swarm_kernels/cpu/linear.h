@@ -1,5 +1,6 @@
-// y = x W^T for packed weights; those of 8 bits are int8.h's. A result is one chain of fused multiply-adds over k in rising order, whatever the tile
-// it is computed in: so a row's result is bit for bit the same alone and among others.
+// y = x W^T for packed weights; the sums for those of 8 bits are in int8.h. A result is one chain of fused multiply-adds
+// over k in rising order, whatever the tile it is computed in: so a row's result is bit for bit the same alone and
+// among others.
 #pragma once
 #include <type_traits>
 

@@ -1,0 +1,34 @@
+"""Packed linear layers beside torch's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from kernel_timing import Timed, measure, table, wall
+
+from swarm_kernels import ops
+
+SHAPES = ((3072, 576), (576, 1536), (49152, 576), (4096, 4096))  # outputs, inputs
+ROWS = (1, 4, 16, 64, 512)
+NAMES = ("bf16", "int8", "fp32", "torch bf16", "torch fp32")
+
+
+def bench(seconds: float) -> str:
+    rows = []
+    for outputs, inputs in SHAPES:
+        weight = torch.randn(outputs, inputs)
+        half = weight.bfloat16()
+        packed = {"bf16": ops.pack_linear(half), "int8": ops.quantise_linear(weight), "fp32": ops.pack_linear(weight)}
+        for count in ROWS:
+            x = torch.randn(count, inputs)
+            x_half = x.bfloat16()
+            works: dict[str, Timed] = {
+                name: wall(lambda linear=linear: linear(x))  # type: ignore[misc]  # noqa: B023
+                for name, linear in packed.items()
+            }
+            works["torch bf16"] = wall(lambda: F.linear(x_half, half))  # noqa: B023
+            works["torch fp32"] = wall(lambda: F.linear(x, weight))  # noqa: B023
+            pairs = measure(seconds, works)
+            times = " | ".join(f"{1e3 * pairs.median(name):.0f}" for name in NAMES)
+            rows.append(f"{outputs} x {inputs}, {count} | {times} | {pairs.ratio('int8', 'bf16'):.2f}")
+    return table(" | ".join(("weights, rows", *NAMES, "int8 / bf16")), rows)

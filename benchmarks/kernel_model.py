@@ -1,0 +1,116 @@
+"""A whole SmolLM2-135M a step: bf16 and int8 beside llama.cpp with the same weights in BF16, in turn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from kernel_timing import Timed, measure, table, tree_plan, wall
+
+from swarm.types import LayerSpan
+from swarm_kernels.kv_cache import RowsRequest
+from swarm_kernels.model_source import ModelSource
+from swarm_kernels.span_loading import load_span
+
+CONTEXT = 256
+ROWS = (1, 4, 16, 64)
+LLAMA_PYTHON = "SWARM_LLAMA_PYTHON"
+"""Environment variable: a Python that has llama-cpp-python, if ours has not."""
+
+
+def ours(source: ModelSource, weights: torch.dtype) -> dict[int, Timed]:
+    """One step, tokens to logits of all rows, by its number of rows: a binary tree on CONTEXT tokens."""
+    span = load_span(source, LayerSpan(0, source.config.num_layers), weights)
+    cache = span.new_cache(CONTEXT + max(ROWS))
+    cache.open(b"s", CONTEXT)
+    cache_plan = cache.plan([RowsRequest(b"s", 0, CONTEXT)])
+    span.forward(span.embed(list(range(CONTEXT))), cache_plan, cache)
+
+    def step(rows: int) -> Timed:
+        plan, _ = tree_plan(CONTEXT, rows)
+        tokens = list(range(1000, 1000 + rows))
+        return wall(lambda: span.logits(span.forward(span.embed(tokens), plan, cache)))
+
+    return {rows: step(rows) for rows in ROWS}
+
+
+def write_bf16_gguf(source: Path, target: Path) -> None:
+    """A copy of a GGUF file with its matrices in BF16."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
+    for field in reader.fields.values():
+        if field.name == "general.architecture" or field.name.startswith("GGUF."):
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+    bf16 = gguf.GGMLQuantizationType.BF16
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, bf16), raw_dtype=bf16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@contextmanager
+def llama_cpp(source: ModelSource, threads: int) -> Iterator[dict[int, Timed] | None]:
+    """As `ours`, by llama.cpp; None if it is not installed or does not start."""
+    python = os.environ.get(LLAMA_PYTHON, sys.executable)
+    probe = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False)
+    if probe.returncode != 0:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "bf16.gguf"
+        write_bf16_gguf(source.path, model)
+        command = [python, str(Path(__file__).with_name("llama_cpp_timing.py")), str(model), str(threads), str(CONTEXT)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            asked, answers = process.stdin, process.stdout
+            assert asked is not None
+            assert answers is not None
+
+            def step(rows: int) -> Timed:
+                def run() -> float:
+                    asked.write(f"{rows}\n")
+                    asked.flush()
+                    return float(answers.readline())
+
+                return run
+
+            yield {rows: step(rows) for rows in ROWS} if answers.readline() == "ready\n" else None
+            asked.close()
+
+
+def bench(source: ModelSource, seconds: float, threads: int) -> tuple[str, list[str]]:
+    """-> (table, what misses the targets): milliseconds a step."""
+    steps = {"bf16": ours(source, torch.bfloat16), "int8": ours(source, torch.int8)}
+    lines, missed = [], []
+    with llama_cpp(source, threads) as theirs:
+        if theirs is not None:
+            steps["llama.cpp BF16"] = theirs
+        for rows in ROWS:
+            pairs = measure(seconds, {name: by_rows[rows] for name, by_rows in steps.items()})
+            against = f"{pairs.ratio('bf16', 'llama.cpp BF16'):.2f}" if theirs else "not installed"
+            llama = f"{pairs.median('llama.cpp BF16'):.2f}" if theirs else "not installed"
+            ours_ms = f"{pairs.median('bf16'):.2f} | {pairs.median('int8'):.2f}"
+            lines.append(f"{rows} | {ours_ms} | {llama} | {against} | {pairs.ratio('int8', 'bf16'):.2f}")
+            limit = {1: 1.2, 16: 0.6}.get(rows)
+            if theirs and limit and pairs.ratio("bf16", "llama.cpp BF16") > limit:
+                missed.append(f"{rows} rows: {against} of llama.cpp's time, not {limit}")
+            if pairs.ratio("int8", "bf16") >= 1:
+                missed.append(f"{rows} rows: int8 is no faster than bf16")
+    return table("rows | bf16 | int8 | llama.cpp BF16 | bf16 / llama.cpp | int8 / bf16", lines), missed

@@ -1,0 +1,35 @@
+"""Perplexity of SmolLM2-135M on perplexity.txt, in each number format: what a format costs in what it says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from kernel_timing import table
+
+from swarm.types import LayerSpan
+from swarm_kernels.kv_cache import RowsRequest
+from swarm_kernels.model_source import ModelSource
+from swarm_kernels.span_loading import load_span
+from swarm_kernels.tokenizer import load_tokenizer
+
+TEXT = Path(__file__).with_name("perplexity.txt")
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def perplexity(source: ModelSource, tokens: list[int], weights: torch.dtype) -> float:
+    """exp of the mean negative log-likelihood of each token after those before it."""
+    span = load_span(source, LayerSpan(0, source.config.num_layers), weights)
+    cache = span.new_cache(len(tokens))
+    cache.open(b"text", len(tokens))
+    hidden = span.forward(span.embed(tokens), cache.plan([RowsRequest(b"text", 0, len(tokens))]), cache)
+    logits = span.logits(hidden[:-1])
+    return math.exp(torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:])).item())
+
+
+def bench(source: ModelSource) -> str:
+    tokens = list(load_tokenizer(source).encode(TEXT.read_text(encoding="utf-8")))
+    found = {name: perplexity(source, tokens, weights) for name, weights in FORMATS.items()}
+    rows = [f"{name} | {value:.3f} | {100 * (value / found['fp32'] - 1):+.2f}%" for name, value in found.items()]
+    return table(f"weights, {len(tokens)} tokens | perplexity | against fp32", rows)
