@@ -68,6 +68,8 @@ class NodeConfig:
     json: bool = False
     carrier: Carriers = "auto"
     direct_port: int = 0  # for direct connections; 0: any
+    relay: bool = False  # carry connections for peers that nobody can dial
+    relays: tuple[str, ...] = ()  # to be reached through, when nobody can dial this machine
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
     max_sessions: int | None = None  # None: `limits.max_sessions`
     max_upload: int | None = None  # bytes a second; None: no cap
@@ -153,7 +155,7 @@ def load(cls: type[_Config], overrides: Mapping[str, Any], file: Path | None = N
     merged.update({k: v for k, v in overrides.items() if v is not None})
     if isinstance(merged.get("limits"), Mapping):
         merged["limits"] = _limits(merged["limits"])
-    for name in ("peers", "listen"):
+    for name in ("peers", "listen", "relays"):
         if name in merged:
             value = merged[name]
             merged[name] = (value,) if isinstance(value, str) else value
@@ -205,7 +207,7 @@ def _limits(table: Mapping[str, Any]) -> Limits:
 
 
 def _from_text(name: str, text: str) -> Any:
-    if name in ("peers", "listen"):
+    if name in ("peers", "listen", "relays"):
         return tuple(part for part in text.replace(",", " ").split() if part)
     if name in _BYTES:
         return parse_bytes(text)
@@ -214,6 +216,6 @@ def _from_text(name: str, text: str) -> Any:
             return float(text) if name == "wait_s" else int(text)
         except ValueError:
             raise UsageError(f"SWARM_{name.upper()} is '{text}', which is not a number") from None
-    if name in ("json", "pause_when_busy"):
+    if name in ("json", "pause_when_busy", "relay"):
         return text.lower() in ("1", "true", "yes")
     return text

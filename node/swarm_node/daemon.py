@@ -28,6 +28,7 @@ from swarm_node import control, metrics
 from swarm_node.announcer import Announcer
 from swarm_node.busy import CpuUse, own_pids
 from swarm_node.duty import ASKED, Duty
+from swarm_node.invite import how_to_join
 from swarm_node.leaving import GRACE_S, clear
 from swarm_node.links import Links
 from swarm_node.machine import Machine, measure
@@ -221,9 +222,10 @@ class Node:
         """Answer whoever dials us, make sure that the peers we were given are of our kind, and say that we are here."""
         carrier, portrait = self._network.carrier, self._portrait
         await self._pool.serve()
+        joining = how_to_join(self._config, self._served.model, carrier.addresses)
         self._report.event(
             "started",
-            f"node {carrier.peer} for {self._served.model}; others join with --peer {carrier.addresses[0]}",
+            f"node {carrier.peer} for {self._served.model}; {joining}",
             **portrait.introduction(),
         )
         await check_peers(carrier, self._config.peers, self._served)
