@@ -19,7 +19,7 @@ import typer
 
 from swarm.config import DEFAULT_MODEL, NodeConfig, load, parse_bytes
 from swarm.errors import UsageError
-from swarm_node import logs, owner_cli
+from swarm_node import logs, network_cli, owner_cli
 from swarm_node.command import Errors, run
 
 STARTED = psutil.Process().create_time()  # what "serving after" is counted from, imports included
@@ -94,6 +94,17 @@ def join(
     metrics_host: Annotated[
         str | None, typer.Option(metavar="HOST", help=f"Where to serve them. [{DEFAULTS.metrics_host}]")
     ] = None,
+    invite: network_cli.Token = None,
+    secret: network_cli.Secret = None,
+    private: network_cli.Private = False,
+    carrier: Annotated[
+        str | None, typer.Option(metavar="KIND", help="auto, or daemon for no direct connections. [auto]")
+    ] = None,
+    direct_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, metavar="PORT", help="TCP port for direct connections. [any]")
+    ] = None,
+    relay: Annotated[bool, typer.Option("--relay", help="Carry connections for peers that nobody can dial.")] = False,
+    via: network_cli.Via = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with any of these settings.")] = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -123,9 +134,15 @@ def join(
             "log_format": log_format,
             "metrics_port": metrics_port,
             "metrics_host": metrics_host,
+            "secret": network_cli.secret_of(secret, private),
+            "carrier": carrier,
+            "direct_port": direct_port,
+            "relay": relay or None,
+            "relays": tuple(via) if via else None,
             "json": as_json or None,
         }
-        settings = load(NodeConfig, overrides, config)
+        given = {setting: value for setting, value in overrides.items() if value is not None}
+        settings = load(NodeConfig, {**network_cli.invited(invite), **given}, config)
         if cpu:
             settings = dataclasses.replace(settings, gpu=None)
         logs.start(verbose, settings.log_format)
@@ -159,16 +176,26 @@ def local(
 
 
 @app.command()
-def status(peer: Peers = None, model: Model = None, as_json: Json = False, verbose: Verbose = False) -> None:
+def status(
+    peer: Peers = None,
+    model: Model = None,
+    invite: network_cli.Token = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
     """Show a swarm: who serves what, load, coverage of each layer, missing layers; and the nodes on this machine."""
     with Errors(as_json):
         logs.start(verbose)
         from swarm_node.status import show
 
-        run(lambda stop: show(tuple(peer or ()), model, as_json))
+        invited = network_cli.invited(invite)
+        peers = tuple(peer or invited.get("peers", ()))
+        secret = invited.get("secret") or os.environ.get("SWARM_SECRET", "")
+        run(lambda stop: show(peers, model or invited.get("model"), as_json, secret))
 
 
 owner_cli.add_to(app)
+network_cli.add_to(app)
 
 
 async def _join(config: NodeConfig, stop: asyncio.Event) -> None:

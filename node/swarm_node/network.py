@@ -75,7 +75,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
     Raises UsageError, IdentityError, AddressInUse, PeerUnreachable, NetworkError.
     """
     identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
-    options = DaemonOptions(listen=config.listen, peers=config.peers)
+    options = DaemonOptions(listen=config.listen, peers=config.peers, relays=config.relays, offer_relay=config.relay)
     secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # slow, and others can work meanwhile
     from swarm.net.directory import DhtDirectory

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 DIRECT_FIRST_S = 0.3  # for the direct addresses, before the daemon is asked
 PROBE_TIMEOUT_S = 5.0
+RELAY_TIMEOUT_S = 8.0
 REFRESH_S = 5.0  # between two looks at the daemon's own addresses
 PROBE_AFTER_S = (1.0, 5.0, 30.0, 120.0)  # between probes of one peer; the last again and again
 
@@ -91,7 +92,13 @@ class ReachCarrier:
             if beside is not None:
                 await beside.close()
             raise
-        return cls(daemon, beside, problem, options.relays)
+        self = cls(daemon, beside, problem, options.relays)
+        try:
+            await self._check_relays(options.relays)
+        except BaseException:
+            await self.close()
+            raise
+        return self
 
     @property
     def peer(self) -> PeerId:
@@ -136,6 +143,18 @@ class ReachCarrier:
                 await self._direct.close()
         finally:
             await self.daemon.close()
+
+    async def _check_relays(self, relays: Sequence[str]) -> None:
+        """Raises PeerUnreachable if there are some and none answers."""
+        for relay in relays:
+            try:
+                async with asyncio.timeout(RELAY_TIMEOUT_S):
+                    await self.daemon.control.connect(relay.rpartition("/p2p/")[2], (relay,))
+                return
+            except (TimeoutError, NetworkError) as error:
+                logger.warning("the relay %s does not answer: %s", relay, error)
+        if relays:
+            raise PeerUnreachable(f"none of the relays answers, choose others: {', '.join(relays)}")
 
     async def _refresh(self) -> None:
         while True:

@@ -1,0 +1,234 @@
+"""`swarm-node doctor`: what would keep this machine from serving, and what to do about it.
+
+Owns the checks and their sentences. It joins for a moment, as a client, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import ipaddress
+import json
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+import psutil
+from rich.console import Console
+
+from swarm.config import NodeConfig, data_dir
+from swarm.errors import ClockWrong, DeviceUnavailable, NetworkError, NotAdmitted, PeerUnreachable, SwarmError
+from swarm.net.daemon_options import DaemonOptions
+from swarm.net.direct_addresses import is_relayed, listened
+from swarm.net.identity import Identity
+from swarm.net.network_secret import NetworkSecret
+
+if TYPE_CHECKING:
+    from swarm.net.reach import ReachCarrier
+
+GB = 1e9
+MIN_MEMORY = 1 * GB  # a node process with a few layers of a small model
+MIN_DISK = 2 * GB
+ANSWER_S = 8.0
+RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
+MARKS = {"ok": "[green]ok     [/green]", "warning": "[yellow]warning[/yellow]", "broken": "[red]broken [/red]"}
+
+Verdict = Literal["ok", "warning", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    subject: str
+    verdict: Verdict
+    sentence: str
+
+
+async def run(config: NodeConfig) -> bool:
+    """Print the findings as they come; whether nothing is broken."""
+    healthy = True
+    console = Console(highlight=False, soft_wrap=True)
+    async for finding in examine(config):
+        healthy = healthy and finding.verdict != "broken"
+        if config.json:
+            sys.stdout.write(json.dumps(asdict(finding)) + "\n")
+        else:
+            console.print(f"{MARKS[finding.verdict]} {finding.subject:<12} ", end="")
+            console.print(finding.sentence, markup=False)
+    return healthy
+
+
+async def examine(config: NodeConfig) -> AsyncIterator[Finding]:
+    """All checks, the cheap ones first."""
+    yield memory(psutil.virtual_memory().available)
+    yield disk(_free_disk())
+    yield await asyncio.to_thread(gpu, config.gpu)
+    async with AsyncExitStack() as stack:
+        try:
+            carrier = await _open(config, stack)
+        except SwarmError as error:
+            yield Finding("ports", "broken", str(error))
+            return
+        yield ports(carrier.addresses)
+        yield reachability(carrier.addresses)
+        yield direct(carrier.without_direct)
+        async for finding in _others(config, carrier, stack):
+            yield finding
+
+
+def memory(available: float) -> Finding:
+    if available < MIN_MEMORY:
+        sentence = (
+            f"only {available / GB:.1f} GB are free, too little for a node; close something or use another machine"
+        )
+        return Finding("memory", "broken", sentence)
+    return Finding("memory", "ok", f"{available / GB:.1f} GB are free")
+
+
+def disk(free: float) -> Finding:
+    if free < MIN_DISK:
+        sentence = f"only {free / GB:.1f} GB are free in {data_dir()}; free some, or set SWARM_HOME to another disk"
+        return Finding("disk", "warning", sentence)
+    return Finding("disk", "ok", f"{free / GB:.0f} GB are free for models")
+
+
+def gpu(number: int | None) -> Finding:
+    """Imports torch: seconds."""
+    import torch
+
+    from swarm_kernels.device import choose_device
+
+    try:
+        device = choose_device(number)
+    except DeviceUnavailable as error:
+        return Finding("gpu", "broken", str(error))
+    if device.type == "cuda":
+        return Finding("gpu", "ok", f"GPU {number} is a {torch.cuda.get_device_name(device)}")
+    if torch.cuda.is_available():
+        return Finding("gpu", "warning", "there is a GPU that lies idle; give --gpu 0 to compute on it")
+    if shutil.which("nvidia-smi"):
+        sentence = "there is an NVIDIA driver, but this PyTorch cannot use a GPU; install its CUDA build to do so"
+        return Finding("gpu", "warning", sentence)
+    return Finding("gpu", "ok", "none; a node computes on the CPU")
+
+
+def ports(addresses: tuple[str, ...]) -> Finding:
+    return Finding("ports", "ok", f"listens on {', '.join(a.partition('/p2p/')[0] for a in addresses)}")
+
+
+def reachability(addresses: tuple[str, ...]) -> Finding:
+    """Judged by our own addresses: that a router really lets others in, only they can tell."""
+    hosts = {ipaddress.ip_address(host) for a in addresses if (host := listened(a)) is not None and not is_relayed(a)}
+    if any(host.is_global for host in hosts):
+        return Finding("reachability", "ok", "this machine has a public address; its firewall must let the ports in")
+    if any(map(is_relayed, addresses)):
+        return Finding("reachability", "ok", "no public address, but others reach this machine through a relay")
+    if all(host.is_loopback for host in hosts):
+        return Finding("reachability", "warning", "listens on this machine only; nobody else can reach it")
+    return Finding(
+        "reachability",
+        "warning",
+        "no public address: the home network reaches this machine, others only if its router forwards a port to it "
+        "(then give --listen /ip4/0.0.0.0/tcp/PORT) or through a relay (--via MADDR)",
+    )
+
+
+def direct(problem: str) -> Finding:
+    if problem:
+        return Finding("direct", "warning", f"no direct connections, so all goes through the p2p daemon: {problem}")
+    return Finding("direct", "ok", "direct TLS connections work on this machine")
+
+
+async def _open(config: NodeConfig, stack: AsyncExitStack) -> ReachCarrier:
+    """A carrier that listens where the node would, and has joined nobody yet. Raises SwarmError."""
+    options = DaemonOptions(listen=config.listen, relays=config.relays, offer_relay=config.relay)
+    secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
+    await asyncio.to_thread(importlib.import_module, "swarm.net.directory")
+    from swarm.net.reach import ReachCarrier
+
+    carrier = await ReachCarrier.start(
+        Identity.generate(),
+        options,
+        direct=config.carrier != "daemon",
+        direct_port=config.direct_port,
+        secret=secret,
+    )
+    stack.push_async_callback(carrier.close)
+    return carrier
+
+
+async def _others(config: NodeConfig, carrier: ReachCarrier, stack: AsyncExitStack) -> AsyncIterator[Finding]:
+    """What only others can tell: relays, the peers to join, the clock, the directory."""
+    for relay in config.relays:
+        yield await _relay(carrier, relay)
+    if not config.peers:
+        sentence = "none were given, so clock and directory are not checked; give --peer or --invite"
+        yield Finding("peers", "warning", sentence)
+        return
+    answers = [await _peer(carrier, address) for address in config.peers]
+    for finding in answers:
+        yield finding
+    alive = [peer for peer, found in zip(config.peers, answers, strict=True) if found.verdict != "broken"]
+    if alive:
+        for finding in await _directory(config, carrier, alive, stack):
+            yield finding
+
+
+async def _relay(carrier: ReachCarrier, relay: str) -> Finding:
+    peer = relay.rpartition("/p2p/")[2]
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await carrier.daemon.control.connect(peer, (relay,))
+            (await carrier.daemon.control.open_stream(peer, RELAY_PROTOCOL)).abort()
+    except (TimeoutError, NetworkError) as error:
+        if "protocol" in str(error):
+            return Finding("relay", "broken", f"{relay} answers, but is no relay; its owner must start it with --relay")
+        return Finding("relay", "broken", f"the relay {relay} does not answer; is it running? else choose another")
+    return Finding("relay", "ok", f"{relay} relays")
+
+
+async def _peer(carrier: ReachCarrier, address: str) -> Finding:
+    peer = address.rpartition("/p2p/")[2]
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await (await carrier.dial(peer, (address,))).close()
+    except NotAdmitted as error:
+        return Finding("peers", "broken", str(error))
+    except (TimeoutError, PeerUnreachable):
+        return Finding(
+            "peers",
+            "broken",
+            f"{address} does not answer: it is not running, its port is closed to us, or the address is old",
+        )
+    return Finding("peers", "ok", f"{address} answers")
+
+
+async def _directory(
+    config: NodeConfig, carrier: ReachCarrier, peers: list[str], stack: AsyncExitStack
+) -> list[Finding]:
+    from swarm.net.directory import DhtDirectory
+
+    secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
+    try:
+        directory = await DhtDirectory.start(carrier.daemon, peers, client=True, secret=secret)
+        stack.push_async_callback(directory.close)
+        await directory.check_clock()
+        found = await directory.read(config.model)
+    except ClockWrong as error:
+        return [Finding("clock", "broken", str(error))]
+    except NetworkError as error:
+        return [Finding("directory", "broken", str(error))]
+    clock = Finding("clock", "ok", "this machine's clock agrees with the others'")
+    if not found:
+        sentence = f"answers, but nobody serves {config.model} yet; is it the right name?"
+        return [clock, Finding("directory", "warning", sentence)]
+    return [clock, Finding("directory", "ok", f"answers: {len(found)} nodes of {config.model}")]
+
+
+def _free_disk() -> float:
+    place = data_dir()
+    while not place.exists():
+        place = place.parent
+    return float(shutil.disk_usage(place).free)

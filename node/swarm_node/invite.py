@@ -1,0 +1,84 @@
+"""How this node's swarm is joined by others: the invitation to pass on, as text and as a QR code.
+
+Owns which of our addresses go into it and how it is shown. The token's notation is `swarm.invite`'s.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from swarm.config import NodeConfig
+from swarm.invite import Invite
+from swarm.net.direct_addresses import is_direct, is_relayed, listened
+
+MAX_ADDRESSES = 3  # a token should stay short enough for a message and a QR code
+
+
+def new_secret() -> str:
+    """128 random bits as 22 characters."""
+    return secrets.token_urlsafe(16)
+
+
+def make(config: NodeConfig, model: str, addresses: Sequence[str]) -> Invite:
+    """`model`: what the swarm calls it, for those who do not have our file. Raises UsageError."""
+    known = model if Path(config.model).expanduser().exists() else config.model
+    return Invite(shareable(addresses), known, secret=config.secret)
+
+
+def how_to_join(config: NodeConfig, model: str, addresses: Sequence[str]) -> str:
+    """What a node says of it when it starts. In a private swarm the invitation carries the secret."""
+    if config.secret:
+        return f"others join with --invite {make(config, model, addresses).token()}"
+    return f"others join with --peer {shareable(addresses)[0]}"
+
+
+def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
+    """The few of a node's addresses that are of most use to others: public, by way of a relay, of this network.
+
+    Loopback only if there is nothing else.
+    """
+    daemon = [address for address in addresses if not is_direct(address)]
+    outside = [address for address in daemon if _rank(address) < _LOOPBACK]
+    return tuple(sorted(outside or daemon, key=_rank)[:MAX_ADDRESSES])
+
+
+def show(invite: Invite, as_json: bool) -> None:
+    """Print the token, how to use it and, to a person, a QR code of it."""
+    token = invite.token()
+    if as_json:
+        fields = {"invite": token, "model": invite.model, "network": invite.network, "peers": invite.peers}
+        sys.stdout.write(json.dumps({**fields, "private": bool(invite.secret)}) + "\n")
+        return
+    if sys.stdout.isatty():
+        import segno
+
+        segno.make(token, error="l").terminal(compact=True)
+    name = f" {invite.network}" if invite.network else ""
+    kind = "private swarm; whoever has this invitation is in it" if invite.secret else "open swarm"
+    sys.stdout.write(
+        f"{token}\n\nThis invites to the{name} {kind}, for {invite.model}.\n\n"
+        "  swarm-node join --invite TOKEN     lend a machine\n"
+        "  swarm-chat --invite TOKEN          ask\n"
+    )
+    if all(_rank(peer) == _LOOPBACK for peer in invite.peers):
+        sys.stdout.write("\nIts addresses are of this machine alone: nobody else can join by it.\n")
+
+
+_PUBLIC, _RELAYED, _PRIVATE, _LOOPBACK = range(4)
+
+
+def _rank(address: str) -> int:
+    host = listened(address)
+    if is_relayed(address):
+        return _RELAYED
+    if host is None:
+        return _PUBLIC  # a name
+    ip = ipaddress.ip_address(host)
+    if ip.is_loopback:
+        return _LOOPBACK
+    return _PRIVATE if ip.is_private or ip.is_link_local else _PUBLIC
