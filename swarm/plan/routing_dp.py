@@ -171,9 +171,15 @@ def _merged(holds: Flags, cuts: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _part(matrix: Ints, rows: Ints, columns: Ints) -> Ints:
-    """`matrix` between `rows` and `columns`, in one piece: the sweep reads it often."""
+    """`matrix` between `rows` and `columns`; a view where both are consecutive and many."""
+    if rows.size * columns.size > MOST_KEPT and _consecutive(rows) and _consecutive(columns):
+        return matrix[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     part: Ints = matrix[rows[:, None], columns]
     return part
+
+
+def _consecutive(rows: Ints) -> bool:
+    return len(rows) == int(rows[-1] - rows[0]) + 1
 
 
 def sweep(dag: Dag, exits: Ints, closed: Flags | None = None) -> Ints:
@@ -200,8 +206,10 @@ def sweep(dag: Dag, exits: Ints, closed: Flags | None = None) -> Ints:
         np.minimum(block, NEVER, out=block)
         if barred is not None:
             np.maximum(block, barred, out=block)
-        for place in range(_last_doubt(dag, stage, block, barred), 0, -1):
-            before, inside = block[place - 1], dag.inside(stage)
+        doubt = _last_doubt(dag, stage, block, barred)
+        inside = dag.inside(stage) if doubt else sums
+        for place in range(doubt, 0, -1):
+            before = block[place - 1]
             base = _going_on(dag, inside, sums, block[place], stage.lo + place, stage.rows, stage.rows)
             np.add(base, stage.tau[place - 1], out=before)
             np.minimum(before, NEVER, out=before)
