@@ -1,0 +1,123 @@
+"""Tokens/s of each strategy over sequential: real node processes, emulated one-way delays, five kinds of requests.
+
+    python benchmarks/bench_speculation.py [--hops 4] [--delays 0 5 20 50] [--tokens 64] [--json FILE]
+
+Every node is a process of one thread and `delay` ms from every other and from the client. All strategies answer each
+request one after another, greedily, in fp32; a request's tokens must be the same under all of them, or the run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from prompts import PROMPTS
+from shaped_swarm import ShapedSwarm, equal_spans, far_client, run
+
+from swarm_client import Answer, SwarmClient
+from swarm_client.request import STRATEGIES
+from swarm_kernels.loader import open_model
+
+MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Cell:
+    hops: int
+    delay_ms: float
+    prompt: str
+    strategy: str
+    used: str  # what auto ended with
+    tokens_per_s: float
+    ratio: float  # over sequential
+    tokens_per_step: float
+    rows_per_token: float
+    first_guess_right: float
+
+
+async def measure(hops: int, delay_ms: float, tokens: int, strategies: list[str]) -> list[Cell]:
+    cells: list[Cell] = []
+    layers = open_model(MODEL).config.num_layers
+    with ShapedSwarm(equal_spans(layers, hops), delay_ms) as swarm:
+        async with far_client(swarm.address, delay_ms) as client:
+            await ask(client, "Hello!", "sequential", 8)  # connections, caches
+            for name, prompt in PROMPTS.items():
+                answers = {s: await ask(client, prompt, s, tokens) for s in ["sequential", *strategies]}
+                plain = answers["sequential"]
+                for strategy, answer in answers.items():
+                    if answer.token_ids != plain.token_ids:
+                        raise RuntimeError(f"{strategy} changed the answer to '{name}'")
+                    cells.append(cell(hops, delay_ms, name, strategy, answer, plain.tokens_per_second))
+                    print(line(cells[-1]), flush=True)
+    return cells
+
+
+async def ask(client: SwarmClient, prompt: str, strategy: str, tokens: int) -> Answer:
+    return await client.chat([{"role": "user", "content": prompt}], strategy=strategy, max_new_tokens=tokens)
+
+
+def cell(hops: int, delay_ms: float, name: str, strategy: str, answer: Answer, plain: float) -> Cell:
+    guesses = answer.speculation or {}
+    tokens = len(answer.token_ids)
+    return Cell(
+        hops,
+        delay_ms,
+        name,
+        strategy,
+        answer.strategy,
+        answer.tokens_per_second,
+        answer.tokens_per_second / plain if plain else 0.0,
+        guesses.get("tokens_per_step", 1.0),
+        guesses.get("rows", 0) / tokens,
+        guesses["acceptance"][0][0] if guesses else 0.0,
+    )
+
+
+def line(c: Cell) -> str:
+    return (
+        f"| {c.hops} | {c.delay_ms:g} | {c.prompt} | {c.strategy} | {c.tokens_per_s:.1f} | {c.ratio:.2f} | {c.used} "
+        f"| {c.tokens_per_step:.2f} | {c.rows_per_token:.1f} | {c.first_guess_right:.2f} |"
+    )
+
+
+def summary(cells: list[Cell]) -> str:
+    lines = ["", "Mean ratio over sequential:", "", "| hops | delay, ms | strategy | all five | extraction, rewrite |"]
+    lines.append("|---|---|---|---|---|")
+    keys = dict.fromkeys((c.hops, c.delay_ms, c.strategy) for c in cells if c.strategy != "sequential")
+    for hops, delay, strategy in keys:
+        mine = [c for c in cells if (c.hops, c.delay_ms, c.strategy) == (hops, delay, strategy)]
+        every = statistics.geometric_mean(c.ratio for c in mine)
+        copies = statistics.geometric_mean(c.ratio for c in mine if c.prompt in ("extraction", "rewrite"))
+        lines.append(f"| {hops} | {delay:g} | {strategy} | {every:.2f} | {copies:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hops", type=int, nargs="+", default=[4])
+    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--strategies", nargs="+", default=[s for s in STRATEGIES if s != "sequential"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    print(f"SmolLM2-135M-Instruct, fp32, {args.tokens} greedy tokens, {os.cpu_count()} cores, one thread a node\n")
+    print(
+        "| hops | delay, ms | request | strategy | tokens/s | over sequential | used | tokens a step | rows a token |",
+        end="",
+    )
+    print(" first guess right |\n|---|---|---|---|---|---|---|---|---|---|")
+    cells: list[Cell] = []
+    for hops in args.hops:
+        for delay in args.delays:
+            cells += run(lambda hops=hops, delay=delay: measure(hops, delay, args.tokens, args.strategies))
+    print(summary(cells))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(c) for c in cells], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Guessing ahead changes when a token comes and never which: every strategy, drafter and chain, greedy and seeded."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from guessers import Noise, Oracle
+from memory_swarm import cut, memory_swarm
+from tiny_models import ModelTensors, hf_greedy, tiny_model
+from virtual_clock import virtual_time
+
+from swarm.net.memory import Link
+
+CHAINS = {"one hop": (), "two": (4,), "three": (1, 2), "five": (1, 2, 3, 5)}
+TOKENS = 14
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(2, 131) for _ in range(length)]
+
+
+def model() -> tuple[Any, ModelTensors]:
+    made = tiny_model("llama")
+    return made, ModelTensors(made)
+
+
+DRAFTERS: dict[str, Callable[[list[int]], Oracle]] = {
+    "always right": lambda answer: Oracle(answer, 1.0, 1.0),
+    "always wrong": lambda answer: Oracle(answer, 0.0),
+    "often right": lambda answer: Oracle(answer, 0.8),
+    "noise": lambda answer: Noise(answer),
+    "failing": lambda answer: Oracle(answer, 0.7, fail_after=4),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("strategy", "chain"), [("tree", "one hop"), ("pipelined", "two"), ("auto", "three"), ("tree", "five")]
+)
+@virtual_time
+async def test_greedy_tokens_do_not_depend_on_guesses(strategy: str, drafter: str, chain: str) -> None:
+    made, source = model()
+    ask = prompt(random.Random(chain + drafter), 19)
+    truth = hf_greedy(made, ask, TOKENS)
+    async with (
+        memory_swarm(source, cut(6, *CHAINS[chain]), Link(delay_s=0.02)) as swarm,
+        swarm.client(prefill_chunk=8, guesser=lambda: DRAFTERS[drafter](truth)) as client,
+    ):
+        answer = await client.generate(ask, max_new_tokens=TOKENS, strategy=strategy)
+        for engine in swarm.engines.values():
+            engine.cache.check_integrity()
+    assert list(answer.token_ids) == truth
+    assert answer.repairs == ()
+    assert answer.speculation is not None
+    if drafter == "always right":
+        assert answer.speculation["hits"] > TOKENS // 2
+    if drafter == "always wrong":
+        assert answer.speculation["hits"] == 0
+    if drafter == "failing":
+        assert "voice" in answer.speculation["reason"] or answer.speculation["rows"] == 0 or strategy == "auto"
+
+
+@pytest.mark.parametrize("drafter", ["always right", "often right", "noise"])
+@pytest.mark.parametrize("strategy", ["tree", "pipelined"])
+@virtual_time
+async def test_seeded_samples_do_not_depend_on_guesses(strategy: str, drafter: str) -> None:
+    _, source = model()
+    ask = prompt(random.Random(3), 12)
+    options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 17, "max_new_tokens": TOKENS}
+    async with memory_swarm(source, cut(6, 1, 4), Link(delay_s=0.01)) as swarm:
+        async with swarm.client() as client:
+            plain = await client.generate(ask, strategy="sequential", **options)
+        answer = list(plain.token_ids)
+        async with swarm.client(1, guesser=lambda: DRAFTERS[drafter](answer)) as client:
+            guessed = await client.generate(ask, strategy=strategy, **options)
+    assert guessed.token_ids == plain.token_ids
+    assert guessed.speculation is not None
+    assert guessed.speculation["rows"] > 0
+
+
+@virtual_time
+async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
+    made, source = model()
+    rng = random.Random(5)
+    asks = [prompt(rng, length) for length in (3, 17, 40, 9)]
+    truths = [hf_greedy(made, ask, 20) for ask in asks]
+    strategies = ["tree", "pipelined", "sequential", "auto"]
+    oracles = iter([Oracle(truths[0], 0.8), Oracle(truths[1], 0.7), Oracle(truths[3], 0.9)])
+    async with (
+        memory_swarm(source, cut(6, 2, 5), Link(delay_s=0.01)) as swarm,
+        swarm.client(prefill_chunk=7, guesser=lambda: next(oracles)) as client,
+    ):
+        answers = await asyncio.gather(
+            *(client.generate(ask, max_new_tokens=20, strategy=s) for ask, s in zip(asks, strategies, strict=True))
+        )
+        for engine in swarm.engines.values():
+            engine.cache.check_integrity()
+    assert [list(answer.token_ids) for answer in answers] == truths
+
+
+@pytest.mark.parametrize("strategy", ["tree", "pipelined"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@virtual_time
+async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strategy: str) -> None:
+    made, source = model()
+    ask = prompt(random.Random(8), 18)
+    truth = hf_greedy(made, ask, 20)
+    async with (
+        memory_swarm(source, cut(6, 2, 4) * 2, Link(delay_s=0.01)) as swarm,
+        swarm.client(guesser=lambda: Oracle(truth, 0.8)) as client,
+    ):
+        stream = client.stream(ask, max_new_tokens=20, strategy=strategy)
+        seen: list[int] = []
+        killed = False
+        async for piece in stream:
+            seen += piece.token_ids
+            if len(seen) >= 9 and not killed:
+                killed = True
+                assert stream.chain is not None
+                swarm.kill(stream.chain.peers[victim])
+    assert seen == truth
+    assert len(stream.answer.repairs) == 1
+
+
+@virtual_time
+async def test_a_repetition_penalty_is_decoded_token_by_token() -> None:
+    _, source = model()
+    ask = prompt(random.Random(3), 12)
+    async with memory_swarm(source, cut(6, 3)) as swarm, swarm.client(guesser=lambda: Oracle([1] * 50)) as client:
+        answer = await client.generate(ask, max_new_tokens=8, strategy="tree", repetition_penalty=1.3)
+    assert answer.speculation is None
+    assert answer.strategy == "sequential"
