@@ -1,0 +1,227 @@
+"""A model of the paged cache made of plain lists, and a player that compares the two on random operations."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from swarm.errors import InvalidRequest, OutOfMemory
+from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.kv_cache import KVCache, KvShape, RowsRequest
+from swarm_kernels.kv_session import pages_of
+
+SHAPE = KvShape(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32)
+
+
+def small_cache(pages: int, max_slots: int = 70) -> KVCache:
+    return KVCache(SHAPE, pages * PAGE, max_slots=max_slots)
+
+
+@dataclass
+class Told:
+    """What one session should find in the cache."""
+
+    max_tokens: int
+    committed: list[int] = field(default_factory=list)  # a mark for each token
+    tree: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (parent, mark)
+
+    def ancestors(self, slot: int) -> list[int]:
+        """Marks from the root to the slot."""
+        parent, mark = self.tree[slot]
+        return ([] if parent == -1 else self.ancestors(parent)) + [mark]
+
+    def drop_below(self, slots: set[int]) -> None:
+        doomed = {s for s in self.tree if set(self.path(s)) & slots}
+        self.tree = {s: node for s, node in self.tree.items() if s not in doomed}
+
+    def path(self, slot: int) -> list[int]:
+        parent = self.tree[slot][0]
+        return ([] if parent == -1 else self.path(parent)) + [slot]
+
+    def take(self, request: RowsRequest, marks: list[int]) -> None:
+        if request.commit:
+            tip = request.commit[-1]
+            path = set(request.commit)
+            alive = {s for s in self.tree if tip in self.path(s) and s != tip}
+            self.committed += [self.tree[s][1] for s in request.commit]
+            self.tree = {s: (-1 if p in path else p, m) for s, (p, m) in self.tree.items() if s in alive}
+        if request.line:
+            self.tree = {}
+            self.committed += marks[: request.line]
+        for parent, slot, mark in zip(request.parents, request.slots, marks[request.line :], strict=True):
+            self.tree[slot] = (parent, mark)
+
+
+class Memory:
+    """Carries out plans on a flat array with a mark for each slot, as the kernels do on keys and values."""
+
+    def __init__(self, pages: int) -> None:
+        self.marks = torch.full((pages * PAGE,), -1, dtype=torch.int64)
+
+    def run(self, plan: BatchPlan, marks: list[int]) -> None:
+        self.marks[plan.copy_to] = self.marks[plan.copy_from].clone()
+        self.marks[plan.write] = torch.tensor(marks, dtype=torch.int64)
+
+    def sees(self, plan: BatchPlan, row: int) -> tuple[list[int], list[int]]:
+        """-> (marks of the committed tokens a row sees, marks of the tree slots it sees, by slot)."""
+        session = int(plan.session[row])
+        past = int(plan.past[row])
+        pages = plan.pages[session].tolist()
+        committed = [int(self.marks[pages[t // PAGE] * PAGE + t % PAGE]) for t in range(past)]
+        tree_pages = plan.tree_pages[session].tolist()
+        tree = []
+        for slot in range(plan.tree_mask.shape[1] * 64):
+            if int(plan.tree_mask[row, slot // 64]) >> (slot % 64) & 1:
+                tree.append(int(self.marks[tree_pages[slot // PAGE] * PAGE + slot % PAGE]))
+        return committed, tree
+
+
+def state_of(cache: KVCache) -> Any:
+    """Everything a failed call must leave as it was."""
+    sessions = {
+        key: (
+            pages.length, pages.count, pages.table[: pages.count].tolist(), dict(pages.tree), set(pages.tree_pages),
+            [int(pages.tree_table[i]) for i in sorted(pages.tree_pages)],
+        )
+        for key, pages in cache._sessions.items()
+    }  # fmt: skip
+    return copy.deepcopy((sessions, cache.pool.refs, cache.pool._free))
+
+
+class Player:
+    """Applies random operations to a cache and to its model, and compares."""
+
+    def __init__(self, rng: random.Random, pages: int) -> None:
+        self.rng = rng
+        self.cache = small_cache(pages)
+        self.memory = Memory(pages)
+        self.told: dict[bytes, Told] = {}
+        self.refusal: Exception | None = None
+        self.next_mark = 0
+        self.next_key = 0
+
+    def key(self) -> bytes:
+        self.next_key += 1
+        return b"%d" % self.next_key
+
+    def attempt(self, call: Callable[[], Any]) -> Any:
+        """Call; None if it was refused, and then nothing may have changed."""
+        before = state_of(self.cache)
+        self.refusal = None
+        try:
+            result = call()
+        except (InvalidRequest, OutOfMemory) as error:
+            self.refusal = error
+            assert state_of(self.cache) == before
+            return None
+        return True if result is None else result
+
+    def step(self) -> None:
+        choice = self.rng.random()
+        if not self.told or choice < 0.08:
+            self.open()
+        elif choice < 0.14:
+            self.fork()
+        elif choice < 0.19:
+            self.close(self.rng.choice(list(self.told)))
+        elif choice < 0.26:
+            self.prune(self.rng.choice(list(self.told)))
+        elif choice < 0.32:
+            self.rollback(self.rng.choice(list(self.told)))
+        else:
+            self.plan()
+        self.cache.check_integrity()
+
+    def open(self) -> None:
+        key, tokens = self.key(), self.rng.randint(1, 60)
+        if self.attempt(lambda: self.cache.open(key, tokens)):
+            self.told[key] = Told(tokens)
+
+    def fork(self) -> None:
+        parent, child = self.rng.choice(list(self.told)), self.key()
+        tokens = len(self.told[parent].committed) + self.rng.randint(-1, 30)
+        if self.attempt(lambda: self.cache.fork(parent, child, tokens)):
+            self.told[child] = Told(tokens, list(self.told[parent].committed))
+
+    def close(self, key: bytes) -> None:
+        self.cache.close(key)
+        del self.told[key]
+
+    def prune(self, key: bytes) -> None:
+        slots = {self.rng.randrange(70) for _ in range(self.rng.randint(1, 6))}
+        self.cache.prune(key, slots)
+        self.told[key].drop_below(slots)
+
+    def rollback(self, key: bytes) -> None:
+        told = self.told[key]
+        length = max(0, len(told.committed) - self.rng.choice((0, 0, 1, 5, 40)))
+        if self.attempt(lambda: self.cache.rollback(key, length)):
+            told.committed, told.tree = told.committed[:length], {}
+
+    def request(self, key: bytes) -> RowsRequest:
+        rng, told = self.rng, self.told[key]
+        base = len(told.committed) + (rng.random() < 0.03)
+        commit: list[int] = []
+        if told.tree and rng.random() < 0.4:
+            path = told.path(rng.choice(list(told.tree)))
+            commit = path[: rng.randint(1, len(path))]
+            if rng.random() < 0.04:
+                commit = commit[1:] or [69]
+        after = copy.deepcopy(told)
+        after.take(RowsRequest(key, base, 0, commit=commit if set(commit) <= set(told.tree) else ()), [])
+        room = told.max_tokens - len(after.committed) + (rng.random() < 0.03)
+        line = min(room, rng.choice((1, 1, 2, 17))) if rng.random() < 0.4 else 0
+        alive = [] if line else list(after.tree)
+        parents, slots = [], []
+        for _ in range(rng.choice((1, 3, 9)) if rng.random() < 0.6 or not (line or commit) else 0):
+            parents.append(rng.choice([-1, *alive, *slots]) if rng.random() < 0.99 else 68)
+            unused = [slot for slot in range(70) if slot not in alive + slots]
+            slots.append(rng.choice(unused if unused and rng.random() < 0.99 else [0, 70]))
+        return RowsRequest(key, base, line, parents, slots, commit)
+
+    def pages_after(self, request: RowsRequest) -> int:
+        told = copy.deepcopy(self.told[request.session])
+        told.take(request, [0] * request.rows)
+        return pages_of(len(told.committed)) + len({slot // PAGE for slot in told.tree})
+
+    def plan(self) -> None:
+        keys = self.rng.sample(list(self.told), min(len(self.told), self.rng.randint(1, 3)))
+        requests = [self.request(key) for key in keys]
+        plan = self.attempt(lambda: self.cache.plan(requests))
+        if plan is None:
+            if isinstance(self.refusal, OutOfMemory):  # never while all stay within what they were promised
+                assert any(self.pages_after(r) > pages_of(self.told[r.session].max_tokens) for r in requests)
+            return
+        marks = list(range(self.next_mark, self.next_mark + plan.rows))
+        self.next_mark += plan.rows
+        self.memory.run(plan, marks)
+        row = 0
+        for request in requests:
+            mine = marks[row : row + request.rows]
+            self.told[request.session].take(request, mine)
+            self.compare(request, plan, row)
+            row += request.rows
+
+    def compare(self, request: RowsRequest, plan: BatchPlan, row: int) -> None:
+        told = self.told[request.session]
+        start = len(told.committed) - request.line
+        for i in range(request.line):
+            committed, tree = self.memory.sees(plan, row + i)
+            assert (committed, tree) == (told.committed[: start + i + 1], [])
+            assert int(plan.positions[row + i]) == start + i
+        for i, slot in enumerate(request.slots):
+            committed, tree = self.memory.sees(plan, row + request.line + i)
+            path = told.ancestors(slot)
+            assert (committed, sorted(tree)) == (told.committed, sorted(path))
+            assert int(plan.positions[row + request.line + i]) == len(told.committed) + len(path) - 1
+
+    def finish(self) -> None:
+        for key in list(self.told):
+            self.close(key)
+        self.cache.check_integrity()
+        assert self.cache.free_tokens == self.cache.capacity_tokens
