@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from swarm.errors import SwarmError
 from swarm.plan.cli import app
 from swarm.plan.requests import MAX_BYTES
+from swarm.plan.simulate import parse
 from swarm.plan.verbs import VERBS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
@@ -45,6 +46,21 @@ def plan(verb: str, request: Any, *flags: str) -> tuple[int, dict[str, Any]]:
     text = request if isinstance(request, str | bytes) else json.dumps(request)
     result = RUNNER.invoke(app, [verb, "-", *flags], input=text)
     return result.exit_code, json.loads(result.stdout)
+
+
+def test_scenarios_that_the_docs_run_are_scenarios() -> None:
+    root = DOCS.parents[1]
+    commands = [
+        line.split()
+        for page in sorted(DOCS.parent.glob("*.md"))
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("    swarm-plan simulate ") and "FILE" not in line
+    ]
+    assert len(commands) >= 2
+    for _, verb, file, *flags in commands:
+        assert verb == "simulate"
+        assert flags[::2] in ([], ["--trace"])
+        parse(tomllib.loads((root / file).read_text(encoding="utf-8")))
 
 
 def test_every_verb_is_documented_with_an_example() -> None:
