@@ -89,7 +89,7 @@ class Stack:
         plan: BatchPlan,
     ) -> torch.Tensor:
         """See `ops.decoder_layers`. A size is captured when it comes the second time."""
-        with torch.cuda.device(hidden.device):
+        with torch.cuda.device(hidden.get_device()):
             size = None
             if not self._eager:
                 size = Size.of(plan, heads_of(layers[0]), hidden.dtype, processors(hidden.device))
@@ -108,11 +108,10 @@ class Stack:
         if size not in self._seen:
             self._seen.add(size)
             return None
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         while len(self._graphs) >= _GRAPHS_KEPT:
             self._graphs.popitem(last=False)
         try:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
             batch = FixedBatch(size, hidden.shape[1], rot, hidden.dtype, hidden.device)
             made = self._graphs[size] = _Graph(batch, layers, caches, self._pool)
         except RuntimeError as error:  # too little memory for its buffers, or a driver that cannot capture

@@ -5,6 +5,7 @@ Needs only Triton, whose wheel brings the assembler. Owns one representative set
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -146,11 +147,35 @@ def _move() -> Variant:
     return Variant("move_slots", cache_kernels.move_slots, types, constants, {})
 
 
-def main() -> None:
-    for capability in map(int, sys.argv[1:] or SHARED_BYTES):
+def few(capability: int) -> Iterator[Variant]:
+    """One attention variant, another on each target, and on one target every other kernel: what a test has time for."""
+    attends = [variant for variant in variants() if variant.kernel is attention_kernels.attend_tiles]
+    place = list(SHARED_BYTES).index(capability)
+    yield attends[(5 * place + 1) % len(attends)]
+    if place == 0:
+        seen: set[Any] = {attention_kernels.attend_tiles}
         for variant in variants():
-            done = compile_for(variant, capability)
-            sys.stdout.write(f"sm_{capability}  {done.title:<44} {done.shared_bytes / 1024:>6.1f} KiB shared\n")
+            if variant.kernel not in seen:
+                seen.add(variant.kernel)
+                yield variant
+
+
+def main() -> None:
+    """Exits with 3 where Triton has no assembler for these GPUs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("capabilities", type=int, nargs="*", choices=SHARED_BYTES, metavar="80", default=[])
+    parser.add_argument("--few", action="store_true", help="a sample of the variants")
+    arguments = parser.parse_args()
+    try:
+        for capability in arguments.capabilities or SHARED_BYTES:
+            for variant in few(capability) if arguments.few else variants():
+                done = compile_for(variant, capability)
+                limit = SHARED_BYTES[capability] >> 10
+                used = f"{done.shared_bytes / 1024:>6.1f} KiB shared of {limit}"
+                sys.stdout.write(f"sm_{capability}  {done.title:<44} {used}\n")
+    except FileNotFoundError as error:
+        sys.stderr.write(f"Triton finds no assembler: {error}\n")
+        sys.exit(3)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,198 @@
+"""Whole layers on the Triton kernels, batches padded for CUDA graphs, and a lean span that runs on them.
+
+Run as `test_triton_ops` is.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import NONE, Part, make_plan, random_pages, random_tree, star
+from test_ops_layer import Shape, random_layer, rotary
+from tiny_models import ModelTensors, hf_greedy, tiny_model
+
+from swarm.errors import KernelError
+from swarm.types import LayerSpan
+from swarm_kernels import device, gpu, lean, ops, reference
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.kv_cache import RowsRequest
+from swarm_kernels.span_loading import load_span
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from swarm_kernels.triton import api, attention, graphs, layers, selftest
+from swarm_kernels.triton.fixed_batch import FixedBatch, Size
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu") if INTERPRETED or not torch.cuda.is_available() else torch.device("cuda", 0)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+SMALL = Shape(48, 4, 2, 16, 72)
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and DEVICE.type == "cpu", reason="test_triton_interpreter runs it in a process of its own"
+)
+
+
+def on_device(weights: ops.LayerWeights) -> ops.LayerWeights:
+    def moved(linear: ops.Linear) -> ops.Linear:
+        assert isinstance(linear, reference.PlainLinear)
+        return reference.PlainLinear(linear.weight.to(DEVICE), None if linear.bias is None else linear.bias.to(DEVICE))
+
+    linears = {name: moved(getattr(weights, name)) for name in ("qkv", "o", "gate_up", "down")}
+    norms = {
+        name: None if getattr(weights, name) is None else getattr(weights, name).to(DEVICE)
+        for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")
+    }
+    return replace(weights, **linears, **norms)
+
+
+def close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert (out.cpu().float() - expected.float()).norm() <= TOLERANCE[dtype] * expected.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (Shape(48, 4, 2, 32, 80), torch.float32),
+        (Shape(96, 4, 1, 80, 208, extras=True, rot=40), torch.float32),
+        (Shape(64, 3, 1, 64, 100, extras=True), torch.bfloat16),
+        (Shape(64, 2, 2, 12, 96), torch.float16),
+    ],
+    ids=str,
+)
+def test_layers_match_the_reference(shape: Shape, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(11)
+    _, plain = random_layer(shape, dtype, generator)
+    parts = [
+        Part(17, line=3),
+        Part(30, tree=random_tree(12, generator), old=9),
+        Part(0, tree=star(2)),
+        Part(40, line=1),
+    ]
+    plan, pages = make_plan(parts, generator)
+    k_pages, v_pages = random_pages(pages, shape.kv_heads, shape.dim, dtype, generator)
+    hidden = torch.randn(plan.rows, shape.hidden, generator=generator).to(dtype)
+    cos, sin = rotary(plan, shape)
+    mine = [x.to(DEVICE, copy=True) for x in (hidden, cos, sin, k_pages, v_pages)]
+    cache = (mine[3], mine[4])
+    twice = [on_device(plain)] * 2
+    out = layers.decoder_layers(*mine[:1], twice, *mine[1:3], [cache] * 2, selftest.on_device(plan, DEVICE))
+    expected = reference.decoder_layers(hidden, [plain] * 2, cos, sin, [(k_pages, v_pages)] * 2, plan)
+    close(out, expected, dtype)
+    close(mine[3], k_pages, dtype)
+    close(mine[4], v_pages, dtype)
+
+
+def test_row_kernels_match_the_reference() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, delta = (torch.randn(3, 100, generator=generator).to(DEVICE) for _ in range(2))
+    weight = torch.rand(100, generator=generator).to(DEVICE)
+    total, normed = layers.add_rms_norm(x, delta, weight, 1e-5)
+    torch.testing.assert_close(total, x + delta)
+    torch.testing.assert_close(normed, reference.rms_norm(x + delta, weight, 1e-5), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(api.rms_norm(x[None], weight, 1e-5), reference.rms_norm(x, weight, 1e-5)[None])
+    gate, up = torch.randn(2, 3, 50, generator=generator).to(DEVICE)
+    out = layers.silu_times(torch.cat((gate, up), 1))
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+    assert api.rms_norm(x[:0], weight, 1e-5).shape == (0, 100)
+
+
+def test_the_self_test_passes() -> None:
+    selftest.run(DEVICE, torch.float32)
+
+
+def test_a_padded_batch_is_the_batch() -> None:
+    """Batches of several sizes take turns in the same buffers: nothing of one is left for the next."""
+    generator = torch.Generator().manual_seed(12)
+    _, plain = random_layer(SMALL, torch.float32, generator)
+    weights = on_device(plain)
+    tree, pages = make_plan([Part(20, tree=random_tree(3, generator)), Part(5, line=1)], generator)
+    line, _ = make_plan([Part(9, line=2)], generator)
+    moved = replace(tree, copy_from=tree.write[:1], copy_to=tree.pages[0, 1:2].long() * 16 + 4)
+    heads = layers.heads_of(plain)
+    sizes = [Size.of(plan, heads, torch.float32, 8) for plan in (moved, tree, line)]
+    assert [(size.rows, size.words, size.copies) for size in sizes if size] == [(4, 1, 16), (4, 1, 0), (2, 0, 0)]
+    size = sizes[0]
+    assert size is not None
+    batch = FixedBatch(size, SMALL.hidden, SMALL.dim, torch.float32, DEVICE)
+    cache = random_pages(pages, SMALL.kv_heads, SMALL.dim, torch.float32, generator)
+    ours = (cache[0].to(DEVICE, copy=True), cache[1].to(DEVICE, copy=True))
+
+    def run() -> torch.Tensor:
+        args = (batch.hidden, [weights], batch.cos, batch.sin, [ours], batch.plan, size.tiling)
+        return layers.decoder_layers(*args)
+
+    run()  # blank, as when a graph is captured
+    assert torch.equal(ours[0].cpu(), cache[0])
+    assert torch.equal(ours[1].cpu(), cache[1])
+    for plan in (moved, line, tree, moved):
+        hidden = torch.randn(plan.rows, SMALL.hidden, generator=generator)
+        cos, sin = rotary(plan, SMALL)
+        batch.load(*(x.to(DEVICE) for x in (hidden, cos, sin)), selftest.on_device(plan, DEVICE))
+        expected = reference.decoder_layer(hidden, plain, cos, sin, cache[0], cache[1], plan)
+        close(run()[: plan.rows], expected, torch.float32)
+        close(ours[0], cache[0], torch.float32)
+        close(ours[1], cache[1], torch.float32)
+
+
+def test_sizes_of_batches() -> None:
+    generator = torch.Generator().manual_seed(1)
+    heads = attention.Heads(4, 2, 16)
+
+    def size(*parts: Part) -> Size | None:
+        return Size.of(make_plan(list(parts), generator)[0], heads, torch.bfloat16, 132)
+
+    assert size(Part(0, line=65)) is None
+    assert size(Part(100, line=1)) == size(Part(7, line=1))  # one graph for all short contexts
+    assert size(Part(100, line=1)) != size(Part(3000, line=1))
+    several = size(*[Part(30, line=1)] * 5)
+    assert several is not None
+    assert (several.rows, several.tiling.tiles) == (8, 8)
+    assert (
+        Size.of(BatchPlan(*[NONE] * 4, NONE[None], NONE[None], NONE[None], NONE, NONE), heads, torch.float32, 8) is None
+    )
+
+
+def test_stacks_are_checked_once_and_forgotten_with_their_caches() -> None:
+    generator = torch.Generator().manual_seed(2)
+    _, plain = random_layer(SMALL, torch.float32, generator)
+    weights = on_device(plain)
+    cache = tuple(x.to(DEVICE) for x in random_pages(4, SMALL.kv_heads, SMALL.dim, torch.float32, generator))
+    stack = graphs.stack_of([weights], [(cache[0], cache[1])], torch.float32)
+    assert stack is not None
+    assert graphs.stack_of([weights], [(cache[0], cache[1])], torch.float32) is stack
+    other = cache[0].clone()
+    assert graphs.stack_of([weights], [(other, cache[1])], torch.float32) is not stack
+    assert graphs.stack_of([weights], [(cache[0].half(), cache[1].half())], torch.float32) is None
+    with pytest.raises(KernelError, match="not of this layer's heads"):
+        graphs.stack_of([weights], [(cache[0][:, :1].contiguous(), cache[1][:, :1].contiguous())], torch.float32)
+
+
+def test_a_lean_span_generates_what_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every path a GPU takes; without one, capturing fails and the span goes on without graphs."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(gpu, "kernels", lambda device, dtype: api)
+        monkeypatch.setattr(attention, "processors", lambda device: 8)
+        before = ops.available()
+        ops.use("reference")
+    model = tiny_model("qwen2", num_hidden_layers=2)
+    prompt = [5, 77, 102, 9, 9, 31]
+    expected = hf_greedy(model, prompt, 4)
+    span = load_span(ModelTensors(model), LayerSpan(0, 2), torch.float32, DEVICE)
+    assert isinstance(span, lean.LeanSpan)
+    cache = span.new_cache(64)
+    cache.open(b"a", 32)
+    tokens, done, rows = list(prompt), 0, len(prompt)
+    while len(tokens) < len(prompt) + 4:
+        plan = cache.plan([RowsRequest(b"a", done, rows)])
+        hidden = span.forward(span.embed(tokens[done : done + rows]), plan, cache)
+        tokens.append(int(span.logits(hidden[-1:]).argmax()))
+        done, rows = done + rows, 1
+    assert tokens[len(prompt) :] == expected
+    if DEVICE.type == "cpu":
+        ops.use("best")
+        assert ops.available() == before
+    assert device.activation_dtype(torch.float32, DEVICE) == torch.float32
