@@ -19,6 +19,8 @@ def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
     if k_pages.dim() != 4 or k_pages.shape[3] != PAGE:
         raise KernelError(f"key pages have shape {tuple(k_pages.shape)}, not [pages, kv heads, head size, {PAGE}]")
     pages, groups, dim, _ = k_pages.shape
+    if not (groups and dim):
+        raise KernelError(f"attention with {groups} key heads of size {dim} cannot be computed")
     if v_pages.shape != (pages, groups, PAGE, dim):
         raise KernelError(f"value pages have shape {tuple(v_pages.shape)}, not {(pages, groups, PAGE, dim)}")
     if v_pages.dtype != k_pages.dtype or v_pages.device != k_pages.device:

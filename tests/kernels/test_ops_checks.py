@@ -10,7 +10,7 @@ import torch
 from kernel_cases import Part, make_plan, random_pages
 
 from swarm.errors import KernelError
-from swarm_kernels import ops
+from swarm_kernels import ops, reference
 from swarm_kernels.batch import PAGE, BatchPlan
 
 HEADS, GROUPS, DIM = 4, 2, 32
@@ -83,6 +83,10 @@ BAD_TENSORS: dict[str, Callable[[Tensors], Tensors]] = {
     "keys": lambda t: {"k": t["k"][:, :1]},
     "values": lambda t: {"v": t["v"][1:]},
     "page size": lambda t: {"k_pages": t["k_pages"][..., :8]},
+    "no head size": lambda t: {
+        name: t[name][..., :0] if name != "k_pages" else t[name][:, :, :0]
+        for name in ("q", "k", "v", "k_pages", "v_pages")
+    },
     "value pages": lambda t: {"v_pages": t["v_pages"][1:]},
     "mixed dtypes": lambda t: {"v_pages": t["v_pages"].bfloat16()},
     "strides": lambda t: {"v_pages": t["v_pages"].transpose(2, 3).contiguous().transpose(2, 3)},
@@ -95,6 +99,17 @@ def test_tensors_that_do_not_fit_are_refused(implementation: None, fault: str) -
     tensors = good_tensors(plan, pages)
     with pytest.raises(KernelError):
         ops.attend(**(tensors | BAD_TENSORS[fault](tensors)), plan=plan, scale=1.0)
+
+
+@pytest.mark.parametrize("dim", [1, 24, 272])
+def test_head_sizes_without_a_compiled_kernel_take_plain_torch(dim: int) -> None:
+    plan, pages = good_plan()
+    generator = torch.Generator().manual_seed(1)
+    k_pages, v_pages = random_pages(pages, GROUPS, dim, torch.float32, generator)
+    rows = [torch.randn(plan.rows, heads, dim, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
+    twins = (k_pages.clone(), v_pages.clone())
+    expected = reference.attend(*rows, *twins, plan, dim**-0.5)
+    assert torch.equal(ops.attend(*rows, k_pages, v_pages, plan, dim**-0.5), expected)
 
 
 @pytest.mark.parametrize(
