@@ -37,6 +37,7 @@ class Limits:
     silence_s: float = 1.0  # a peer that lets a ping wait for so long is lost
     step_timeout_s: float = 60.0
     drain_timeout_s: float = 20.0
+    handover_timeout_s: float = 20.0  # that a leaving node serves on until others have taken its layers over
     session_idle_s: float = 300.0  # a session that sends no step for so long gives its pages back
     max_sessions: int = 64
     max_sessions_per_peer: int = 16
@@ -89,6 +90,7 @@ class ClientConfig:
     peers: tuple[str, ...] = ()
     dtype: str | None = None  # None: whichever the swarm serves
     strategy: str = "auto"
+    draft: str = "ngram"  # who guesses beside the look-up: a model or a trained draft's file; "ngram": nobody
     prefill_chunk: int = 256
     carrier: Carriers = "auto"
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one

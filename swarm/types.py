@@ -50,11 +50,12 @@ class LayerSpan:
 
 
 class NodeState(enum.StrEnum):
-    """Where a node is in its life. Only SERVING nodes are routed to."""
+    """Where a node is in its life. Only SERVING and LEAVING nodes are routed to."""
 
     JOINING = "joining"  # has measured itself, has not chosen its layers
     LOADING = "loading"  # has chosen its layers, is reading weights
     SERVING = "serving"
+    LEAVING = "leaving"  # still serves, but others should take over its layers
     DRAINING = "draining"  # finishes its sessions, takes no new ones
 
 
@@ -101,7 +102,13 @@ class NodeProfile:
 
     @property
     def serving(self) -> bool:
-        return self.state is NodeState.SERVING and self.span is not None
+        """Whether it takes sessions."""
+        return self.state in (NodeState.SERVING, NodeState.LEAVING) and self.span is not None
+
+    @property
+    def going(self) -> bool:
+        """Whether nobody should count on it for long."""
+        return self.state in (NodeState.LEAVING, NodeState.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)

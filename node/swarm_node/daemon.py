@@ -29,7 +29,7 @@ from swarm_node.announcer import Announcer
 from swarm_node.busy import CpuUse, own_pids
 from swarm_node.duty import ASKED, Duty
 from swarm_node.invite import how_to_join
-from swarm_node.leaving import GRACE_S, clear
+from swarm_node.leaving import GRACE_S, clear, hand_over
 from swarm_node.links import Links
 from swarm_node.machine import Machine, measure
 from swarm_node.moving import Spans
@@ -249,6 +249,8 @@ class Node:
         await self._drain(leaving=stop.is_set())
         if not stop.is_set():
             await self._spans.rest()
+            self._standing.leaving = False
+            self._close(None)
 
     async def _serve_hours(self) -> None:
         """Serve and keep up with the swarm until the hours are over."""
@@ -281,8 +283,13 @@ class Node:
                 self._report.event("resumed", "serves again")
 
     async def _drain(self, leaving: bool) -> None:
-        """Have every session end, here or elsewhere, within reason."""
-        limits = self._config.limits
+        """Have others take over, and every session end, here or elsewhere, within reason."""
+        limits, span = self._config.limits, self._standing.span
+        self._standing.leaving = True
+        if span is not None and not self._standing.closed:
+            self._announcer.changed()
+            portrait = self._portrait
+            await hand_over(span, portrait.elsewhere, portrait.replaceable, limits.handover_timeout_s)
         why = NodeLeaving("this node leaves the swarm" if leaving else "this node lends its machine at other hours")
         self._close(lambda: why)
         if self._service.sessions:

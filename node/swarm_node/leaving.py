@@ -1,12 +1,14 @@
 """How sessions come to their end before a node leaves, pauses or gives up layers: nobody's answer is lost.
 
-Owns the order: short ones end by themselves, then those whose layers others serve too are sent there (their clients
-replay them onto the replacement), the rest may finish within a time limit. Knows neither frames nor the directory.
+Owns the order: others take over the layers, if they can; short sessions end by themselves; those whose layers others
+serve by now are sent there (their clients replay them onto the replacement); the rest may finish within a time limit.
+Knows neither frames nor the directory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -22,6 +24,23 @@ CHECK_S = 0.5
 
 Elsewhere = Callable[[], Awaitable[Callable[[LayerSpan], bool]]]
 """-> whether other nodes serve all of these layers now. Raises NetworkError."""
+
+
+async def hand_over(
+    span: LayerSpan, elsewhere: Elsewhere, replaceable: Callable[[], Awaitable[bool]], within_s: float
+) -> bool:
+    """Wait until other nodes serve `span`; False if they cannot, or do not in time.
+
+    Others count us out from the moment that our record says LEAVING, and move into the gap that they then see.
+    """
+    with contextlib.suppress(TimeoutError, NetworkError):
+        async with asyncio.timeout(within_s):
+            while not (await elsewhere())(span):
+                if not await replaceable():
+                    return False
+                await asyncio.sleep(CHECK_S)
+            return True
+    return False
 
 
 async def clear(

@@ -27,7 +27,7 @@ from swarm.net.identity import Identity
 from swarm.types import LayerSpan
 
 WAIT_FOR_FIRST_S = 60.0  # that a node tries to reach the first one
-STOP_S = Limits().drain_timeout_s + 10.0
+STOP_S = Limits().handover_timeout_s + Limits().drain_timeout_s + 10.0
 HARD_STOP_S = 5.0
 PR_SET_PDEATHSIG = 1
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import swarm
 from swarm.config import NodeConfig
+from swarm.errors import Infeasible
 from swarm.net.identity import verify
 from swarm.net.throttle import Upload
+from swarm.plan.rebalance import target
 from swarm.records import to_snapshot
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot, coverage
 from swarm_node.duty import Duty
@@ -89,9 +91,19 @@ class Portrait:
 
     async def elsewhere(self) -> Callable[[LayerSpan], bool]:
         """-> whether other nodes serve all these layers. Raises NetworkError."""
-        others = [node for node in (await self.alike()).serving() if node.peer != self.network.carrier.peer]
+        others = [n for n in (await self.alike()).serving() if n.peer != self.network.carrier.peer and not n.going]
         held = coverage((node.span for node in others if node.span is not None), self.machine.num_layers)
         return lambda span: all(held[layer] for layer in span)
+
+    async def replaceable(self) -> bool:
+        """Whether the others could hold the model without us. Raises NetworkError."""
+        view = await self.alike()
+        others = tuple(node for node in view.nodes if node.peer != self.network.carrier.peer)
+        try:
+            target(replace(view, nodes=others))
+        except Infeasible:
+            return False
+        return True
 
     def introduction(self) -> dict[str, Any]:
         carrier, machine = self.network.carrier, self.machine

@@ -9,11 +9,13 @@ from swarm.types import LayerSpan, NodeState
 
 @dataclass(slots=True)
 class Standing:
-    """`phase`: how far it has come with its layers. `closed`: it takes no new sessions, whatever the phase."""
+    """`phase`: how far it has come with its layers. `leaving`: others should take them over. `closed`: it takes no new
+    sessions, whatever the phase."""
 
     phase: NodeState = NodeState.JOINING
     span: LayerSpan | None = None
     kv_tokens: int = 0
+    leaving: bool = False
     closed: bool = False
 
     @property
@@ -21,4 +23,6 @@ class Standing:
         """What others are told."""
         if self.closed and self.phase is NodeState.SERVING:
             return NodeState.DRAINING
+        if self.leaving and self.phase is NodeState.SERVING:
+            return NodeState.LEAVING
         return self.phase

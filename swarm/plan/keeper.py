@@ -95,7 +95,7 @@ class Keeper:
     def _trigger(self, snapshot: Snapshot, now: float) -> tuple[_Trigger | None, str]:
         """Keep the clocks; what asks for a move, if anything does, and how things stand."""
         policy = self._policy
-        nodes = {n.peer: n for n in snapshot.nodes if n.state is not NodeState.DRAINING}
+        nodes = {n.peer: n for n in snapshot.nodes if not n.going}
         spans = {peer: n.span for peer, n in nodes.items() if n.span is not None}
         held = coverage(spans.values(), snapshot.num_layers)
         self._lacking = {layer: self._lacking.get(layer, now) for layer, count in enumerate(held) if not count}

@@ -124,12 +124,12 @@ class Target:
 def target(snapshot: Snapshot, alpha: float = ALPHA, threshold: float = THRESHOLD) -> Target:
     """Phase 1 over everybody who can move, then the fewest moves that get there; the same for all readers.
 
-    `snapshot`: nodes of one weight hash and dtype. Those that drain count for nothing, those `pinned` stay. A node that
-    phase 1 has no use for stays too, or joins at the bottleneck. If the nodes that can move do not hold the model
+    `snapshot`: nodes of one weight hash and dtype. Those that are going count for nothing, those `pinned` stay. A node
+    that phase 1 has no use for stays too, or joins at the bottleneck. If the nodes that can move do not hold the model
     without those that cannot, they fill the gaps as if they all joined now. Raises Infeasible if that leaves a gap.
     """
     num_layers = snapshot.num_layers
-    nodes = {n.peer: n for n in snapshot.nodes if n.state is not NodeState.DRAINING}
+    nodes = {n.peer: n for n in snapshot.nodes if not n.going}
     now = {peer: n.span for peer, n in nodes.items() if n.span is not None}
     movable = {peer: n for peer, n in nodes.items() if not n.pinned and n.layer_capacity > 0}
     fixed = {peer: span for peer, span in now.items() if peer not in movable}
@@ -194,7 +194,7 @@ def _refilled(
 ) -> dict[PeerId, LayerSpan | None]:
     """Everybody who can move joins anew around those who cannot. Raises Infeasible if a layer remains uncovered."""
     joining = [replace(n, span=None, state=NodeState.JOINING) for n in movable.values()]
-    staying = [n for n in snapshot.nodes if n.peer in fixed and n.state is not NodeState.DRAINING]
+    staying = [n for n in snapshot.nodes if n.peer in fixed and not n.going]
     nodes = tuple(sorted((*joining, *staying), key=lambda n: n.peer))
     placed = place_joiners(replace(snapshot, nodes=nodes))
     missing = missing_ranges(coverage((*placed.values(), *fixed.values()), snapshot.num_layers))
