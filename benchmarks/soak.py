@@ -1,0 +1,144 @@
+"""A swarm under load for minutes or hours: does memory grow, do descriptors or threads leak, does every answer arrive?
+
+    python benchmarks/soak.py --minutes 60            (make soak)
+
+Starts a private swarm of real node processes and asks it without pause. Every few seconds it notes each node's memory
+(PSS), descriptors and threads; after a warm-up it fits a line through each. Prints one JSON object; exit code 1 if memory
+grows by more than the limit or descriptors or threads climb.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from swarm_client import SwarmClient
+
+SAMPLE_S = 5.0
+PROMPTS = ("Why is the sky blue?", "Name three rivers.", "Write a line about the sea.", "What is seven times eight?")
+
+
+@dataclass
+class Series:
+    """What one node process looked like over time."""
+
+    at: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)  # MiB, this process and its p2p daemon
+    descriptors: list[int] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+
+    def sample(self, process: psutil.Process, now: float) -> None:
+        family = [process, *process.children(recursive=True)]
+        self.at.append(now)
+        self.memory.append(sum(p.memory_full_info().pss for p in family) / 2**20)
+        self.descriptors.append(process.num_fds())
+        self.threads.append(process.num_threads())
+
+    def verdict(self, warm_up_s: float) -> dict[str, Any]:
+        kept = [i for i, at in enumerate(self.at) if at >= warm_up_s]
+        hours = [self.at[i] / 3600 for i in kept]
+        third = max(1, len(kept) // 3)
+        return {
+            "memory_mib": round(self.memory[-1], 1),
+            "memory_slope_mib_per_h": round(slope(hours, [self.memory[i] for i in kept]), 2),
+            "descriptors": [
+                max(self.descriptors[i] for i in kept[:third]),
+                max(self.descriptors[i] for i in kept[-third:]),
+            ],
+            "threads": [max(self.threads[i] for i in kept[:third]), max(self.threads[i] for i in kept[-third:])],
+        }
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the least-squares line."""
+    n = len(x)
+    if n < 2:
+        return 0.0
+    mx, my = sum(x) / n, sum(y) / n
+    spread = sum((a - mx) ** 2 for a in x)
+    return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
+
+
+async def load(peers: Sequence[str], model: str, clients: int, until: float) -> dict[str, int]:
+    """Ask until `until` (monotonic seconds); clients connect anew every 20 answers, as people come and go."""
+    counts = {"answers": 0, "tokens": 0, "failures": 0}
+
+    async def one(number: int) -> None:
+        while time.monotonic() < until:
+            async with SwarmClient(model=model, peers=peers) as client:
+                for turn in range(20):
+                    if time.monotonic() >= until:
+                        return
+                    prompt = PROMPTS[(number + turn) % len(PROMPTS)]
+                    try:
+                        answer = await client.chat([{"role": "user", "content": prompt}], max_new_tokens=48)
+                    except Exception as error:  # noqa: BLE001  a soak counts what went wrong and goes on
+                        counts["failures"] += 1
+                        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+                        continue
+                    counts["answers"] += 1
+                    counts["tokens"] += len(answer.token_ids)
+
+    await asyncio.gather(*(one(number) for number in range(clients)))
+    return counts
+
+
+async def watch(pids: Sequence[int], begun: float, until: float) -> dict[int, Series]:
+    series = {pid: Series() for pid in pids}
+    while time.monotonic() < until:
+        for pid, seen in series.items():
+            seen.sample(psutil.Process(pid), time.monotonic() - begun)
+        await asyncio.sleep(SAMPLE_S)
+    return series
+
+
+async def soak(ready: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    begun = time.monotonic()
+    until = begun + 60 * options.minutes
+    asking = load(ready["peers"][:1], ready["model"], options.clients, until)
+    counts, series = await asyncio.gather(asking, watch(ready["pids"], begun, until))
+    nodes = [seen.verdict(60 * options.warm_up) for seen in series.values()]
+    flat = all(last <= first + 4 for node in nodes for first, last in (node["descriptors"], node["threads"]))
+    steady = all(node["memory_slope_mib_per_h"] <= options.limit for node in nodes)
+    return {"minutes": options.minutes, **counts, "nodes": nodes, "flat": flat, "steady": steady}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--warm-up", type=float, default=None, help="minutes [a third of the time]")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--limit", type=float, default=1.0, help="MiB an hour that a node may grow [1]")
+    options = parser.parse_args()
+    options.warm_up = options.minutes / 3 if options.warm_up is None else options.warm_up
+    command = [sys.executable, "-m", "swarm_node.cli", "local", "--nodes", str(options.nodes), "--model", options.model]
+    command += ["--threads", "1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as swarm:
+        try:
+            assert swarm.stdout is not None
+            ready = next((e for line in swarm.stdout if (e := json.loads(line))["event"] == "ready"), None)
+            if ready is None:
+                sys.exit("the swarm did not start")
+            found = asyncio.run(soak(ready, options))
+        finally:
+            swarm.send_signal(signal.SIGTERM)
+            swarm.wait(90)
+    print(json.dumps(found, indent=1))
+    sys.exit(0 if found["flat"] and found["steady"] and not found["failures"] else 1)
+
+
+if __name__ == "__main__":
+    main()
