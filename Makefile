@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup test check demo chat bench bench-kernels bench-plan bench-carriers bench-papers clean lock
+.PHONY: setup test check demo chat bench bench-kernels bench-plan bench-carriers bench-papers soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.build
@@ -43,6 +43,9 @@ bench-carriers: setup ## round trips and throughput of each carrier, and what th
 
 bench-papers: setup ## the papers' comparisons in the simulator; tables and plots into docs/
 	$(BIN)/python benchmarks/bench_papers.py
+
+soak: setup ## a swarm under load for an hour (MINUTES=60): memory, descriptors, threads, answers
+	$(BIN)/python benchmarks/soak.py --minutes $(or $(MINUTES),60)
 
 lock: ## pin what .venv holds now
 	@(echo "# The exact versions that the set-up commands and CI install (Python 3.11+). Refresh: make lock"; \

@@ -3,8 +3,8 @@
     python benchmarks/soak.py --minutes 60            (make soak)
 
 Starts a private swarm of real node processes and asks it without pause. Every few seconds it notes each node's memory
-(PSS), descriptors and threads; after a warm-up it fits a line through each. Prints one JSON object; exit code 1 if memory
-grows by more than the limit or descriptors or threads climb.
+(PSS), descriptors and threads; after a warm-up it fits a line through each. Prints one JSON object; exit code 1 if
+memory grows by more than the limit, descriptors or threads climb, or an answer is missing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from swarm.errors import SwarmError
 from swarm_client import SwarmClient
 
 SAMPLE_S = 5.0
@@ -52,12 +53,14 @@ class Series:
         return {
             "memory_mib": round(self.memory[-1], 1),
             "memory_slope_mib_per_h": round(slope(hours, [self.memory[i] for i in kept]), 2),
-            "descriptors": [
-                max(self.descriptors[i] for i in kept[:third]),
-                max(self.descriptors[i] for i in kept[-third:]),
-            ],
-            "threads": [max(self.threads[i] for i in kept[:third]), max(self.threads[i] for i in kept[-third:])],
+            "descriptors": ends([self.descriptors[i] for i in kept], third),
+            "threads": ends([self.threads[i] for i in kept], third),
         }
+
+
+def ends(counts: Sequence[int], part: int) -> tuple[int, int]:
+    """The most in the first and in the last `part` samples."""
+    return max(counts[:part]), max(counts[-part:])
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -83,7 +86,7 @@ async def load(peers: Sequence[str], model: str, clients: int, until: float) -> 
                     prompt = PROMPTS[(number + turn) % len(PROMPTS)]
                     try:
                         answer = await client.chat([{"role": "user", "content": prompt}], max_new_tokens=48)
-                    except Exception as error:  # noqa: BLE001  a soak counts what went wrong and goes on
+                    except SwarmError as error:
                         counts["failures"] += 1
                         sys.stderr.write(f"{type(error).__name__}: {error}\n")
                         continue
