@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup test check demo chat bench bench-kernels bench-plan bench-carriers bench-papers soak clean lock
+.PHONY: setup test check demo chat bench bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.build
@@ -33,6 +33,9 @@ bench: setup ## tokens/s, time to first token and memory against transformers
 
 bench-kernels: setup ## the CPU kernels against torch's, in one run
 	$(BIN)/python benchmarks/bench_kernels.py
+
+bench-kernels-gpu: setup ## the GPU kernels against torch's and the memory bound; needs a GPU
+	$(BIN)/python benchmarks/bench_kernels_gpu.py
 
 bench-plan: setup ## the planner's algorithms at 4 to 4096 nodes
 	$(BIN)/python benchmarks/bench_plan_allocation.py

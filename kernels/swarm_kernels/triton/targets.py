@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -167,15 +168,15 @@ def main() -> None:
     parser.add_argument("--few", action="store_true", help="a sample of the variants")
     arguments = parser.parse_args()
     try:
-        for capability in arguments.capabilities or SHARED_BYTES:
-            for variant in few(capability) if arguments.few else variants():
-                done = compile_for(variant, capability)
-                limit = SHARED_BYTES[capability] >> 10
-                used = f"{done.shared_bytes / 1024:>6.1f} KiB shared of {limit}"
-                sys.stdout.write(f"sm_{capability}  {done.title:<44} {used}\n")
-    except FileNotFoundError as error:
-        sys.stderr.write(f"Triton finds no assembler: {error}\n")
+        _ = knobs.nvidia.ptxas.path  # looked for when read
+    except RuntimeError as error:
+        sys.stderr.write(f"Triton has no assembler here: {error}\n")
         sys.exit(3)
+    for capability in arguments.capabilities or SHARED_BYTES:
+        for variant in few(capability) if arguments.few else variants():
+            done = compile_for(variant, capability)
+            used = f"{done.shared_bytes / 1024:>6.1f} KiB shared of {SHARED_BYTES[capability] >> 10}"
+            sys.stdout.write(f"sm_{capability}  {done.title:<44} {used}\n")
 
 
 if __name__ == "__main__":
