@@ -182,10 +182,9 @@ async def _relay(carrier: ReachCarrier, relay: str) -> Finding:
         async with asyncio.timeout(ANSWER_S):
             await carrier.daemon.control.connect(peer, (relay,))
             (await carrier.daemon.control.open_stream(peer, RELAY_PROTOCOL)).abort()
-    except (TimeoutError, NetworkError) as error:
-        if "protocol" in str(error):
-            return Finding("relay", "broken", f"{relay} answers, but is no relay; its owner must start it with --relay")
-        return Finding("relay", "broken", f"the relay {relay} does not answer; is it running? else choose another")
+    except (TimeoutError, NetworkError):
+        sentence = f"the relay {relay} does not answer, or is none: see that it runs, or choose another"
+        return Finding("relay", "broken", sentence)
     return Finding("relay", "ok", f"{relay} relays")
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from carrier_conformance import drain, echo
 
-from swarm.errors import AddressInUse, ConnectionLost, NetworkError, PeerUnreachable
+from swarm.errors import AddressInUse, ConnectionLost, NetworkError, PeerUnreachable, UsageError
 from swarm.messages import AnyMessage, Close, Opened, Ping
 from swarm.net import direct, reach
 from swarm.net.carrier import Connection
@@ -85,6 +85,19 @@ async def test_a_direct_port_that_is_taken_is_an_error() -> None:
         busy.listen()
         with pytest.raises(AddressInUse):
             await ReachCarrier.start(Identity.generate(), direct_port=busy.getsockname()[1])
+    assert not psutil.Process().children()
+
+
+async def test_relays_that_do_not_answer_are_an_error() -> None:
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.from_seed(bytes(32)).peer}"
+    with pytest.raises(PeerUnreachable, match="none of the relays"):
+        await ReachCarrier.start(Identity.generate(), DaemonOptions(relays=(dead,)))
+    with pytest.raises(UsageError, match="either"):
+        DaemonOptions(relays=(dead,), offer_relay=True)
+    with pytest.raises(UsageError, match="which peer"):
+        DaemonOptions(relays=("/ip4/127.0.0.1/tcp/1",))
+    async with running() as relay, running(DaemonOptions(relays=relay.addresses[:1])) as carrier:
+        assert f"{relay.addresses[0]}/p2p-circuit/p2p/{carrier.peer}" in carrier.addresses
     assert not psutil.Process().children()
 
 

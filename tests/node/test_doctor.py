@@ -1,0 +1,137 @@
+"""`swarm-node doctor`, `invite` and `join` on set-ups that cannot work: one sentence names the cause, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from swarm.config import NodeConfig
+from swarm.invite import Invite, parse
+from swarm.net.daemon_options import DaemonOptions
+from swarm.net.directory import DhtDirectory
+from swarm.net.identity import Identity
+from swarm.net.network_secret import NetworkSecret
+from swarm.net.reach import ReachCarrier
+from swarm_node import doctor, invite
+from swarm_node.doctor import Finding
+
+PEER = Identity.from_seed(bytes(32)).peer
+CLOSED = f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"
+HERE = "/ip4/127.0.0.1/tcp/0"
+SECRET = "a secret of our own"
+
+
+def test_what_is_found_out_without_others() -> None:
+    assert [doctor.memory(gb * 1e9).verdict for gb in (0.5, 8)] == ["broken", "ok"]
+    assert [doctor.disk(gb * 1e9).verdict for gb in (0.5, 80)] == ["warning", "ok"]
+    assert doctor.gpu(99).verdict == "broken"
+    assert doctor.direct("no OpenSSL").verdict == "warning"
+    for host, verdict in (("8.8.8.8", "ok"), ("192.168.1.5", "warning"), ("127.0.0.1", "warning")):
+        found = doctor.reachability((f"/ip4/{host}/tcp/4001/p2p/{PEER}",))
+        assert found.verdict == verdict, found
+    relayed = (f"/ip4/192.168.1.5/tcp/1/p2p/{PEER}", f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{PEER}")
+    assert "relay" in doctor.reachability(relayed).sentence
+
+
+@asynccontextmanager
+async def swarm(secret: str = "", relay: bool = False) -> AsyncIterator[tuple[ReachCarrier, DhtDirectory]]:
+    keys = NetworkSecret(secret) if secret else None
+    async with AsyncExitStack() as stack:
+        carrier = await ReachCarrier.start(Identity.generate(), DaemonOptions((HERE,), offer_relay=relay), secret=keys)
+        stack.push_async_callback(carrier.close)
+
+        async def handle(connection: object) -> None:
+            return
+
+        await carrier.serve(handle)
+        directory = await DhtDirectory.start(carrier.daemon, secret=keys)
+        stack.push_async_callback(directory.close)
+        yield carrier, directory
+
+
+async def findings(**settings: object) -> dict[str, Finding]:
+    """By subject; of several, the worst."""
+    found: dict[str, Finding] = {}
+    async for finding in doctor.examine(NodeConfig(listen=(HERE,), **settings)):  # type: ignore[arg-type]
+        if finding.subject not in found or finding.verdict == "broken":
+            found[finding.subject] = finding
+    return found
+
+
+async def test_a_healthy_private_swarm_and_a_wrong_secret() -> None:
+    async with swarm(SECRET, relay=True) as (carrier, _):
+        peers = carrier.addresses[:1]
+        found = await findings(peers=peers, secret=SECRET, relays=peers)
+        assert {name for name, finding in found.items() if finding.verdict == "broken"} == set(), found
+        assert found["clock"].verdict == found["relay"].verdict == "ok"
+        for secret in ("", "another swarm's secret"):
+            found = await findings(peers=peers, secret=secret)
+            assert found["peers"].verdict == "broken"
+            assert "secret" in found["peers"].sentence or "private swarm" in found["peers"].sentence
+
+
+async def test_a_wrong_clock_a_closed_port_and_a_dead_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (carrier, _):
+        peers = carrier.addresses[:1]
+        # Both ends live in this process and have one clock, so the tolerance is what must change.
+        monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -600)
+        found = await findings(peers=(*peers, CLOSED), relays=(CLOSED, *peers))
+        assert found["clock"].verdict == "broken"
+        assert "clock" in found["clock"].sentence
+        assert "does not answer" in found["peers"].sentence
+        assert f"the relay {CLOSED} does not answer" in found["relay"].sentence
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "swarm_node.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def test_join_names_the_cause_in_one_sentence() -> None:
+    token = Invite((CLOSED,), "smollm2-135m").token()
+    causes = {
+        "invitation is damaged": ("--invite", token[:-3]),
+        "none of the peers to join answered": ("--invite", token),
+    }
+    running = {says: start("join", "--listen", HERE, *arguments) for says, arguments in causes.items()}
+    for says, process in running.items():
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 2, said
+        assert says in said
+        assert len(said.strip().splitlines()) == 1, said
+
+
+def test_doctor_exits_with_2_and_invite_prints_a_token() -> None:
+    examining = start("doctor", "--listen", HERE, "--peer", CLOSED, "--json")
+    inviting = start("invite", "--peer", CLOSED, "--model", "m", "--network", "friends", SWARM_SECRET=SECRET)
+    said, _ = examining.communicate(timeout=120)
+    assert examining.returncode == 2
+    verdicts = {(found["subject"], found["verdict"]) for found in map(json.loads, said.splitlines())}
+    assert ("peers", "broken") in verdicts
+    assert ("direct", "ok") in verdicts
+    said, _ = inviting.communicate(timeout=120)
+    assert inviting.returncode == 0
+    assert parse(said.split()[0]) == Invite((CLOSED,), "m", "friends", SECRET)
+    assert "nobody else can join" in said
+
+
+def test_which_addresses_are_passed_on() -> None:
+    public, private, loopback = (f"/ip4/{host}/tcp/1/p2p/{PEER}" for host in ("8.8.8.8", "10.0.0.1", "127.0.0.1"))
+    direct, circuit = f"/ip4/8.8.8.8/tcp/2/tls/p2p/{PEER}", f"{public}/p2p-circuit/p2p/{PEER}"
+    assert invite.shareable((loopback, direct, private, circuit, public)) == (public, circuit, private)
+    assert invite.shareable((loopback, direct)) == (loopback,)
+    config = NodeConfig(secret=SECRET)
+    assert parse(invite.how_to_join(config, "m", (public,)).split()[-1]).secret == SECRET
+    assert invite.how_to_join(NodeConfig(), "m", (loopback, public)) == f"others join with --peer {public}"
+    assert len(invite.new_secret()) >= 22
