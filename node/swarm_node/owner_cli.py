@@ -19,6 +19,7 @@ from swarm_node.command import Errors, run
 from swarm_node.control import Command
 
 LEAVE_WITHIN_S = 600.0
+POLL_S = 0.1
 
 Node = Annotated[
     str | None, typer.Option("--node", metavar="NAME", help="Its name or process id, if several run here. [the one]")
@@ -64,7 +65,11 @@ async def _tell(command: Command, node: str | None, as_json: bool, within_s: flo
         raise NetworkError(reply.message)
     said = reply.message
     if within_s:
-        await asyncio.to_thread(_wait_for_end, pid, within_s)
+        try:
+            async with asyncio.timeout(within_s):
+                await _ended(pid)
+        except TimeoutError:
+            raise NetworkError(f"node {pid} has not ended within {within_s:.0f} s: it finishes sessions") from None
         said = "it has left"
     if as_json:
         sys.stdout.write(json.dumps({"node": pid, "name": name, "message": said}) + "\n")
@@ -72,10 +77,10 @@ async def _tell(command: Command, node: str | None, as_json: bool, within_s: flo
         sys.stdout.write(f"node {pid}{f' ({name})' if name else ''}: {said}\n")
 
 
-def _wait_for_end(pid: int, within_s: float) -> None:
+async def _ended(pid: int) -> None:
     try:
-        psutil.Process(pid).wait(within_s)
+        process = psutil.Process(pid)
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(POLL_S)
     except psutil.NoSuchProcess:
         return
-    except psutil.TimeoutExpired:
-        raise NetworkError(f"node {pid} has not ended within {within_s:.0f} s; it may still finish sessions") from None

@@ -25,7 +25,7 @@ class Upload:
     def __init__(self, rate: float = math.inf) -> None:
         self.rate = rate
         self.sent = 0
-        self._free_at = 0.0  # loop time at which all that was taken so far has left
+        self._free_at = -math.inf  # loop time at which all that was taken so far has left
 
     async def take(self, size: int) -> None:
         """Wait until `size` bytes may leave."""
