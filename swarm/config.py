@@ -90,6 +90,8 @@ class ClientConfig:
     peers: tuple[str, ...] = ()
     dtype: str | None = None  # None: whichever the swarm serves
     strategy: str = "auto"
+    outline_in_auto: bool = False  # may `auto` answer by an outline? It changes the words, not only their speed
+    outline_templates: Path | None = None  # a TOML file of one's own, see docs/outline.md
     draft: str = "ngram"  # who guesses beside the look-up: a model or a trained draft's file; "ngram": nobody
     prefill_chunk: int = 256
     carrier: Carriers = "auto"
@@ -218,6 +220,6 @@ def _from_text(name: str, text: str) -> Any:
             return float(text) if name == "wait_s" else int(text)
         except ValueError:
             raise UsageError(f"SWARM_{name.upper()} is '{text}', which is not a number") from None
-    if name in ("json", "pause_when_busy", "relay"):
+    if name in ("json", "pause_when_busy", "relay", "outline_in_auto"):
         return text.lower() in ("1", "true", "yes")
     return text

@@ -45,7 +45,11 @@ def run(
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"The model to ask. Default: {_LIBRARY.model}.")] = None,
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
-    strategy: Annotated[str | None, typer.Option(help="auto or sequential.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="auto, sequential, tree or pipelined.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Guess ahead with this small model or trained draft too, not by look-up alone."),
+    ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = CHAT_TEMPERATURE,
@@ -62,6 +66,7 @@ def run(
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:
         given = {"model": model, "peers": tuple(peer) if peer else None, "strategy": strategy, "dtype": dtype}
+        given["draft"] = draft
         invited = parse(invite).settings() if invite else {}
         settings = load(ClientConfig, {**invited, **{k: v for k, v in given.items() if v is not None}}, config)
         settings = _with_peers(settings)
@@ -114,7 +119,7 @@ async def answer_once(settings: ClientConfig, prompt: str, request: Request) -> 
             sys.stdout.write("\n")
             sys.stderr.write(
                 f"[{len(answer.token_ids)} tokens, {answer.tokens_per_second:.1f} tokens/s, "
-                f"first after {answer.time_to_first_token_s:.2f} s, chain {answer.chain}]\n"
+                f"first after {answer.time_to_first_token_s:.2f} s, {answer.strategy}, chain {answer.chain}]\n"
             )
 
 

@@ -23,12 +23,15 @@ from swarm.errors import UsageError
 from swarm.net.daemon_options import DaemonOptions
 from swarm.plan.session import Generation, GenerationPlan
 from swarm.types import Chain, Snapshot
-from swarm_client.answer import Answer
+from swarm_client.answer import Answer, AnswerStream
 from swarm_client.chain_keeper import ChainKeeper
+from swarm_client.drafting import Drafting
 from swarm_client.driver import Driver
 from swarm_client.generation import TextStream
 from swarm_client.network import Network, connect
-from swarm_client.request import ChatMessage, Options, check_messages
+from swarm_client.outline import Outliner, slots
+from swarm_client.outline_templates import BUILT_IN, load_templates
+from swarm_client.request import OUTLINE, ChatMessage, Options, check_messages
 from swarm_client.speculator import Guesser, Speculator
 from swarm_client.stops import StopStrings
 from swarm_client.view import SwarmView
@@ -46,7 +49,7 @@ class SwarmClient:
     `peers`: multiaddrs of any nodes of the swarm. `network`: a ready-made connection (tests use an in-memory one);
     by default one is made over the p2p daemon when the context is entered. `source`, `tokenizer`: an opened model and
     its tokenizer, to share them between clients or to bring one's own. `guesser`: makes the source of guesses of one
-    generation; without it nothing is guessed ahead.
+    generation, in place of the drafters that the config names.
     """
 
     def __init__(
@@ -65,11 +68,13 @@ class SwarmClient:
         self._given_network = network
         self._given_source = source
         self._guesser = guesser
+        self._drafting = Drafting()
         self._stack = AsyncExitStack()
         self._network: Network | None = None
         self._view: SwarmView | None = None
         self._source: ModelSource | None = None
         self._tokenizer = tokenizer
+        self._outliner: Outliner | None = None
 
     async def __aenter__(self) -> SwarmClient:
         """Raises ModelError, UsageError (no peers), PeerUnreachable."""
@@ -88,6 +93,8 @@ class SwarmClient:
                 )
             self._source, self._network = source, network
             self._tokenizer = self._tokenizer or load_tokenizer(source)
+            if self._guesser is None:
+                self._drafting = await Drafting.load(self.config.draft, source, self._tokenizer)
             self._view = SwarmView(
                 network.directory,
                 network.pool,
@@ -98,6 +105,13 @@ class SwarmClient:
                 wall_clock=network.wall_clock,
             )
             stack.push_async_callback(self._view.close)
+            self._outliner = Outliner(
+                self._stream,
+                self._tokenizer,
+                source.config.context_length,
+                slots(self.config.limits.max_sessions_per_peer),
+                load_templates(self.config.outline_templates) if self.config.outline_templates else BUILT_IN,
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -122,10 +136,14 @@ class SwarmClient:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self._stream(ids, self._options(options))
 
-    def chat_stream(self, messages: Sequence[ChatMessage], **options: Any) -> TextStream:
+    def chat_stream(self, messages: Sequence[ChatMessage], **options: Any) -> AnswerStream:
         """Answer a conversation, through the model's own chat template. Raises like `stream`."""
         check_messages(messages)
-        return self._stream(self.tokenizer.apply_chat_template(messages), self._options(options))
+        asked = self._options(options)
+        if asked.strategy == OUTLINE or (asked.strategy == "auto" and self.config.outline_in_auto):
+            outliner = _entered(self._outliner)
+            return outliner.stream(messages, asked, outliner.route(messages, asked))
+        return self._stream(self.tokenizer.apply_chat_template(messages), asked)
 
     async def generate(self, prompt: str | Sequence[int], **options: Any) -> Answer:
         """`stream`, read to its end."""
@@ -158,8 +176,9 @@ class SwarmClient:
         sampling = options.sampling()
         generation = Generation(plan)
         speculator = None
-        if options.guesses and self._guesser is not None:
-            speculator = Speculator(generation, self._guesser(), _entered(self._view).costs, options.only)
+        if options.guesses:
+            guesser = self._guesser() if self._guesser else self._drafting.guesser()
+            speculator = Speculator(generation, guesser, _entered(self._view).costs, options.only)
 
         network, view = _entered(self._network), _entered(self._view)
         chains = ChainKeeper(view, network, self.config.limits, source.name, sampling)

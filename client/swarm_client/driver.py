@@ -97,6 +97,8 @@ class Driver:
                             yield action
                             return
         finally:
+            if self.speculator is not None:
+                self.speculator.close()
             await self._close()
 
     def _handle(self, event: Event) -> list[Action]:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from swarm.errors import DrafterFailed
-from swarm.plan.arca import AcceptanceTable
 from swarm.plan.session import Draft, Drafted, DraftsEnded, Generation, Policy, SendStep, StepSettled
-from swarm.plan.speculation import ChainCosts, Drafter, Strategy
+from swarm.plan.speculation import ChainCosts, Strategy
+from swarm.plan.speculation import Drafter as DraftCosts
 from swarm.plan.tuning import MAX_DEPTH, Observation, Setting, Tuner
 from swarm.types import Chain
 from swarm_client.drafters.base import Candidate
+from swarm_client.drafters.base import Drafter as DraftSource
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +27,9 @@ DRAFT_MEMORY = 0.9  # what the drafting times before the last one weigh together
 
 
 class Guesser(Protocol):
-    """A drafter as a generation uses it. Every call raises DrafterFailed once it has failed."""
+    """A drafter as a generation uses it (`drafters.runner`, `drafters.inline`). Its calls raise DrafterFailed."""
 
-    @property
-    def name(self) -> str: ...
+    drafter: DraftSource
 
     async def reset(self, prompt_ids: Sequence[int]) -> None: ...
 
@@ -37,7 +37,7 @@ class Guesser(Protocol):
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]: ...
 
-    def acceptance(self, depths: int) -> AcceptanceTable: ...
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -120,12 +120,16 @@ class Speculator:
         self._tokens, self._hits, self._expected, self._last = known, tally.hits, tally.expected, now
         self._choose()
 
+    def close(self) -> None:
+        """The generation is over."""
+        self.guesser.close()
+
     def to_json(self) -> dict[str, Any]:
         """What `/stats` and `--json` show."""
         tally = self.generation.tally
         return {
             "strategy": str(self.setting.strategy) if self.setting else str(Strategy.SEQUENTIAL),
-            "drafter": self.guesser.name,
+            "drafter": self.guesser.drafter.name,
             "reason": self.failure or (self.setting.reason if self.setting else ""),
             "changes": list(self.changes),
             "steps": tally.steps,
@@ -134,7 +138,7 @@ class Speculator:
             "misses": tally.misses,
             "stale_steps": tally.stale,
             "tokens_per_step": round(len(self.generation.generated) / tally.steps, 3) if tally.steps else 0.0,
-            "acceptance": [[round(p, 3) for p in row] for row in self.guesser.acceptance(4)],
+            "acceptance": [[round(p, 3) for p in row] for row in self.guesser.drafter.acceptance.table(4)],
         }
 
     def _choose(self) -> None:
@@ -143,7 +147,7 @@ class Speculator:
         if self.fixed is not None:
             self.generation.policy = self.fixed
             return
-        drafter = Drafter(self.guesser.acceptance(MAX_DEPTH), level_ms=self._level_ms)
+        drafter = DraftCosts(self.guesser.drafter.acceptance.table(MAX_DEPTH), level_ms=self._level_ms)
         setting = self._tuner.setting(drafter)
         if self.setting is None or setting.strategy is not self.setting.strategy:
             self.changes.append(f"{len(self.generation.generated)}: {setting.strategy}")

@@ -246,7 +246,8 @@ class Generation:
     def _ask(self) -> list[Action]:
         """Ask for the guesses that the next step could carry; none if all are there."""
         policy = self.policy
-        if self._rounds >= policy.levels or not self._room():
+        first = len(self.known) == len(self.plan.prompt)  # nobody should wait for guesses before the first word
+        if first or self._rounds >= policy.levels or not self._room():
             return []
         sent_only = policy.levels == 1
         nodes = self._tree.frontier(policy.rows, policy.log_floor, self._end - 1, sent_only=sent_only)

@@ -5,65 +5,61 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from swarm.errors import DrafterFailed
-from swarm.plan.arca import AcceptanceTable
-from swarm_client.drafters.base import Candidate
+from swarm_client.drafters.acceptance import Acceptance
+from swarm_client.drafters.base import Candidate, Drafter, TokenPath
 
 
-@dataclass
-class Oracle:
+class Oracle(Drafter):
     """Knows the answer. A level's guesses hold the right token with probability `rate`, first with `first` of these."""
 
-    answer: Sequence[int]
-    rate: float = 1.0
-    first: float = 0.8
-    seed: int = 0
-    vocab: int = 131
-    fail_after: int | None = None
-    name: str = "oracle"
-    known: list[int] = field(default_factory=list)
-    prompt: int = 0
-    asked: int = 0
+    def __init__(
+        self,
+        answer: Sequence[int],
+        rate: float = 1.0,
+        first: float = 0.8,
+        *,
+        seed: int = 0,
+        vocab: int = 131,
+        fail_after: int | None = None,
+    ) -> None:
+        rest = rate * (1 - first) / 2
+        self.row = (rate * first, rest, rest)
+        super().__init__("oracle", Acceptance(self.row))
+        self.answer, self.rate, self.first = answer, rate, first
+        self.seed, self.vocab, self.fail_after = seed, vocab, fail_after
+        self.known = self.prompt = self.asked = 0
 
-    async def reset(self, prompt_ids: Sequence[int]) -> None:
-        self.known, self.prompt = list(prompt_ids), len(prompt_ids)
+    def _begin(self, prompt_ids: Sequence[int]) -> None:
+        self.known = self.prompt = len(prompt_ids)
 
-    async def extend(self, tokens: Sequence[int]) -> None:
-        self.known += tokens
+    def _advance(self, tokens: Sequence[int]) -> None:
+        self.known += len(tokens)
 
-    async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
+    def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
         self.asked += 1
         if self.fail_after is not None and self.asked > self.fail_after:
-            raise DrafterFailed("the oracle has lost its voice")
+            raise RuntimeError("the oracle has lost its voice")
         return [self._guess(path, width) for path in paths]
 
-    def acceptance(self, depths: int) -> AcceptanceTable:
-        rest = self.rate * (1 - self.first)
-        return ((self.rate * self.first, rest / 2, rest / 2),) * depths
-
-    def _guess(self, path: Sequence[int], width: int) -> list[Candidate]:
-        at = len(self.known) + len(path) - self.prompt
+    def _guess(self, path: TokenPath, width: int) -> list[Candidate]:
+        at = self.known + len(path) - self.prompt
         true = self.answer[at] if at < len(self.answer) else 0
         # The same place gives the same guess, or a drafter asked twice would be right more often than it says.
-        rng = random.Random(f"{self.seed}/{at}/{tuple(path)}")
+        rng = random.Random(f"{self.seed}/{at}/{path[-4:]}")
         others = [t for t in rng.sample(range(self.vocab), min(width + 1, self.vocab)) if t != true][:width]
         tokens = others
         if rng.random() < self.rate:
             rank = 0 if rng.random() < self.first else rng.randint(1, 2)
             tokens = [*others[:rank], true, *others[rank:]][:width]
-        row = (*self.acceptance(1)[0], *(0.01 for _ in range(width)))
+        row = (*self.row, *(0.01 for _ in range(width)))
         return [Candidate(token, math.log(max(p, 1e-3))) for token, p in zip(tokens, row, strict=False)]
 
 
-@dataclass
 class Noise(Oracle):
     """Any tokens, as sure of them as can be, and sometimes none at all."""
 
-    name: str = "noise"
-
-    def _guess(self, path: Sequence[int], width: int) -> list[Candidate]:
-        rng = random.Random(f"{self.seed}/{len(self.known)}/{tuple(path)}")
+    def _guess(self, path: TokenPath, width: int) -> list[Candidate]:
+        rng = random.Random(f"{self.seed}/{self.known}/{path}")
         tokens = rng.sample(range(self.vocab), rng.randint(0, width))
         return [Candidate(token, -rng.random()) for token in tokens]

@@ -14,6 +14,7 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.net.memory import Link
+from swarm_client.drafters.inline import InlineDrafter
 
 CHAINS = {"one hop": (), "two": (4,), "three": (1, 2), "five": (1, 2, 3, 5)}
 TOKENS = 14
@@ -48,7 +49,7 @@ async def test_greedy_tokens_do_not_depend_on_guesses(strategy: str, drafter: st
     truth = hf_greedy(made, ask, TOKENS)
     async with (
         memory_swarm(source, cut(6, *CHAINS[chain]), Link(delay_s=0.02)) as swarm,
-        swarm.client(prefill_chunk=8, guesser=lambda: DRAFTERS[drafter](truth)) as client,
+        swarm.client(prefill_chunk=8, guesser=lambda: InlineDrafter(DRAFTERS[drafter](truth))) as client,
     ):
         answer = await client.generate(ask, max_new_tokens=TOKENS, strategy=strategy)
         for engine in swarm.engines.values():
@@ -75,7 +76,7 @@ async def test_seeded_samples_do_not_depend_on_guesses(strategy: str, drafter: s
         async with swarm.client() as client:
             plain = await client.generate(ask, strategy="sequential", **options)
         answer = list(plain.token_ids)
-        async with swarm.client(1, guesser=lambda: DRAFTERS[drafter](answer)) as client:
+        async with swarm.client(1, guesser=lambda: InlineDrafter(DRAFTERS[drafter](answer))) as client:
             guessed = await client.generate(ask, strategy=strategy, **options)
     assert guessed.token_ids == plain.token_ids
     assert guessed.speculation is not None
@@ -92,7 +93,7 @@ async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
     oracles = iter([Oracle(truths[0], 0.8), Oracle(truths[1], 0.7), Oracle(truths[3], 0.9)])
     async with (
         memory_swarm(source, cut(6, 2, 5), Link(delay_s=0.01)) as swarm,
-        swarm.client(prefill_chunk=7, guesser=lambda: next(oracles)) as client,
+        swarm.client(prefill_chunk=7, guesser=lambda: InlineDrafter(next(oracles))) as client,
     ):
         answers = await asyncio.gather(
             *(client.generate(ask, max_new_tokens=20, strategy=s) for ask, s in zip(asks, strategies, strict=True))
@@ -111,7 +112,7 @@ async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strate
     truth = hf_greedy(made, ask, 20)
     async with (
         memory_swarm(source, cut(6, 2, 4) * 2, Link(delay_s=0.01)) as swarm,
-        swarm.client(guesser=lambda: Oracle(truth, 0.8)) as client,
+        swarm.client(guesser=lambda: InlineDrafter(Oracle(truth, 0.8))) as client,
     ):
         stream = client.stream(ask, max_new_tokens=20, strategy=strategy)
         seen: list[int] = []
@@ -130,7 +131,10 @@ async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strate
 async def test_a_repetition_penalty_is_decoded_token_by_token() -> None:
     _, source = model()
     ask = prompt(random.Random(3), 12)
-    async with memory_swarm(source, cut(6, 3)) as swarm, swarm.client(guesser=lambda: Oracle([1] * 50)) as client:
+    async with (
+        memory_swarm(source, cut(6, 3)) as swarm,
+        swarm.client(guesser=lambda: InlineDrafter(Oracle([1] * 50))) as client,
+    ):
         answer = await client.generate(ask, max_new_tokens=8, strategy="tree", repetition_penalty=1.3)
     assert answer.speculation is None
     assert answer.strategy == "sequential"

@@ -109,6 +109,14 @@ def run(
     raise AssertionError("the generation never finished")
 
 
+def begun(policy: Policy) -> tuple[Generation, list[Action]]:
+    """A generation that has just drawn its first token, 4, and what it wants next."""
+    generation = Generation(GenerationPlan((3,), 60, tree_room=100), policy)
+    generation.handle(ChainReady())
+    _, *actions = generation.handle(StepSettled(0, 0, (4,)))
+    return generation, actions
+
+
 def policies(rng: random.Random) -> Policy:
     return Policy(rng.choice([0, 1, 2, 5, 16]), rng.randint(1, 6), rng.randint(1, 9), rng.choice([0.0, 0.05, 0.5]))
 
@@ -138,31 +146,29 @@ def test_right_guesses_settle_many_tokens_a_step() -> None:
     plan = GenerationPlan((3, 1, 4), 60, tree_room=100)
     tree = Generation(plan, Policy(rows=5, levels=5))
     run(tree, random.Random(1), right)
-    assert tree.tally.steps == 10  # the root and five right guesses each
+    assert tree.tally.steps == 11  # the prompt, then the root and five right guesses each
     pipelined = Generation(plan, Policy(rows=1, in_flight=8))
     run(pipelined, random.Random(1), right)
-    assert pipelined.tally.misses == 0
+    assert pipelined.tally.misses == 1  # nothing is guessed before the first token
     assert pipelined.tally.stale == 0
-    assert pipelined.tally.hits == 59  # all but the last, which nothing follows
+    assert pipelined.tally.hits == 58  # all others but the last, which nothing follows
 
 
 def test_one_level_a_step_keeps_so_many_in_flight() -> None:
-    generation = Generation(GenerationPlan((3,), 60, tree_room=100), Policy(rows=2, in_flight=4))
+    generation, actions = begun(Policy(rows=2, in_flight=4))
     steps: list[SendStep] = []
-    actions = generation.handle(ChainReady())
     while actions:
         steps += [action for action in actions if isinstance(action, SendStep)]
         asked = [action for action in actions if isinstance(action, Draft)]
-        texts = [[3, *path] for draft in asked for path in draft.paths]
+        texts = [[*generation.known, *path] for draft in asked for path in draft.paths]
         actions = generation.handle(Drafted(tuple(tuple(wrong(text, 2)) for text in texts))) if asked else []
     assert [len(step.rows) for step in steps] == [2, 2, 2, 2]
     assert [len(step.tokens) for step in steps] == [1, 0, 0, 0]
-    assert [step.base for step in steps] == [0, 1, 1, 1]
+    assert [step.base for step in steps] == [1, 2, 2, 2]
 
 
 def test_a_floor_keeps_unlikely_guesses_at_home() -> None:
-    generation = Generation(GenerationPlan((3,), 60, tree_room=100), Policy(rows=8, levels=3, floor=0.3))
-    (draft,) = generation.handle(ChainReady())
+    generation, (draft,) = begun(Policy(rows=8, levels=3, floor=0.3))
     assert isinstance(draft, Draft)
     candidates = ((5, -0.1), (6, -1.0), (7, -2.0))
     actions = generation.handle(Drafted((candidates,)))
@@ -174,12 +180,11 @@ def test_a_floor_keeps_unlikely_guesses_at_home() -> None:
 
 
 def test_a_drafter_that_fails_is_done_without() -> None:
-    generation = Generation(GenerationPlan((3,), 4, tree_room=100), Policy(rows=4, levels=2))
-    (draft,) = generation.handle(ChainReady())
+    generation, (draft,) = begun(Policy(rows=4, levels=2))
     assert isinstance(draft, Draft)
     (step,) = generation.handle(DraftsEnded())
     assert isinstance(step, SendStep)
-    assert (step.tokens, step.rows) == ((3,), ())
+    assert (step.tokens, step.rows) == ((4,), ())
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 2), (1, 2, 3)])

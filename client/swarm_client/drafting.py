@@ -1,0 +1,71 @@
+"""Which drafters a client guesses with. Owns what is loaded once for all of its generations.
+
+Look-up in prompt and answer is always on, for it costs nothing. A draft beside it is a file that `swarm-draft train`
+made, or any local model with the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm.errors import DrafterFailed, ModelError
+from swarm_client.drafters.base import Drafter
+from swarm_client.drafters.combined import CombinedDrafter
+from swarm_client.drafters.inline import InlineDrafter
+from swarm_client.drafters.ngram import NgramDrafter
+from swarm_client.drafters.runner import DraftRunner
+from swarm_client.speculator import Guesser
+
+if TYPE_CHECKING:  # a client that drafts with no model loads none
+    from swarm_kernels.loader import ModelSource
+    from swarm_kernels.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
+
+LOOK_UP = "ngram"  # the word for no model beside the look-up
+TRAINED_SUFFIX = ".draft"
+
+
+class Drafting:
+    """`await Drafting.load(...)`, then `guesser()` for each generation."""
+
+    def __init__(self, model: Callable[[], Drafter] | None = None) -> None:
+        """`model`: makes the drafter beside the look-up."""
+        self._model = model
+
+    @classmethod
+    async def load(cls, draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Drafting:
+        """`draft`: LOOK_UP, a trained draft's file, or a model. One that cannot be used is done without, and logged."""
+        if draft == LOOK_UP:
+            return cls()
+        try:
+            return cls(await asyncio.to_thread(_open, draft, target, tokenizer))
+        except (DrafterFailed, ModelError) as error:
+            logger.warning("guessing by look-up alone: %s", error)
+            return cls()
+
+    def guesser(self) -> Guesser:
+        if self._model is None:
+            return InlineDrafter(NgramDrafter())
+        return DraftRunner(CombinedDrafter([NgramDrafter(), self._model()]))
+
+
+def _open(draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
+    """Raises ModelError and DrafterFailed."""
+    from swarm_client.drafters.model import ModelDrafter, check_vocabulary
+    from swarm_kernels.draft import LocalModel, open_draft
+    from swarm_kernels.loader import open_model
+    from swarm_kernels.tokenizer import load_tokenizer
+
+    path = Path(draft)
+    if path.suffix == TRAINED_SUFFIX:
+        trained = open_draft(path, target)
+        return lambda: ModelDrafter(trained, "trained draft")
+    source = open_model(draft)
+    check_vocabulary(source, load_tokenizer(source), target, tokenizer)
+    local = LocalModel(source)
+    return lambda: ModelDrafter(local, source.name)
