@@ -6,6 +6,7 @@ Owns loading them and choosing their likeliest tokens. `draft_session` keeps the
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,22 +34,30 @@ class LocalModel:
 
     def __init__(self, source: ModelSource, device: torch.device | str = "cpu") -> None:
         """Raises as `load_span`."""
-        self._span: Span = load_span(source, LayerSpan(0, source.config.num_layers), _DTYPE, device)
-        self.vocab_size = source.config.vocab_size
+        self._span = _SharedSpan(load_span(source, LayerSpan(0, source.config.num_layers), _DTYPE, device))
         self.context_length = source.config.context_length
 
     def new_cache(self, max_tokens: int) -> KVCache:
         return self._span.new_cache(max_tokens)
 
     def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
-        return self._span.forward(self._span.embed(tokens), plan, cache)
+        return self._span.run(tokens, plan, cache)
+
+    def new_head(self) -> FullHead:
+        return FullHead(self._span)
+
+
+class FullHead:
+    """Says every token there is."""
+
+    def __init__(self, span: _SharedSpan) -> None:
+        self._span = span
 
     def admit(self, tokens: Sequence[int]) -> None:
-        """It can say every token anyhow."""
+        """It can say these anyhow."""
 
     def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
-        ids, logprobs = top_tokens(self._span.logits(hidden), width)
-        return _pairs(ids, logprobs)
+        return _pairs(*top_tokens(self._span.logits(hidden), width))
 
 
 class TrainedDraft:
@@ -61,49 +70,82 @@ class TrainedDraft:
             raise DrafterFailed(f"the draft was trained for {card.model}, not for {target.name}; train one for it")
         if not config.lean:
             raise UnsupportedModel(f"{target.name} is a {config.model_type}; drafts are run for Llama-like models only")
-        self.vocab_size, self.context_length = config.vocab_size, config.context_length
-        source = _DraftSource(weights, target)
-        self._span = load_span(source, LayerSpan(0, card.base + card.layers), _DTYPE)
         norm = weights.tensors.get(FINAL_NORM)
         fits = norm is not None and tuple(norm.shape) == (config.hidden_size,)
-        if norm is None or not fits or int(weights.vocabulary.max()) >= self.vocab_size:
+        if norm is None or not fits or int(weights.vocabulary.max()) >= config.vocab_size:
             raise CorruptModel("the draft's final norm or vocabulary does not fit its model; train it again")
+        self.context_length = config.context_length
+        layers = LayerSpan(0, card.base + card.layers)
+        self._span = _SharedSpan(load_span(_DraftSource(weights, target), layers, _DTYPE))
         self._norm, self._eps = norm, config.rms_norm_eps
         name = HEAD if target.has(HEAD) and not config.tie_word_embeddings else EMBEDDING
         self._rows = target.tensor(name).to(_DTYPE)
-        self._ids = weights.vocabulary
-        self._head = ops.pack_linear(self._rows[self._ids])
-        self._known = set(self._ids.tolist())
-        self._extra: list[int] = []
-        self._extra_head: tuple[torch.Tensor, ops.Linear] | None = None
+        self._frequent = weights.vocabulary, ops.pack_linear(self._rows[weights.vocabulary])
+        self._known = frozenset(weights.vocabulary.tolist())
 
     def new_cache(self, max_tokens: int) -> KVCache:
         return self._span.new_cache(max_tokens)
 
     def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
-        return self._span.forward(self._span.embed(tokens), plan, cache)
+        return self._span.run(tokens, plan, cache)
+
+    def new_head(self) -> ReducedHead:
+        return ReducedHead(self._rows, self._frequent, self._known, self._norm, self._eps)
+
+
+class ReducedHead:
+    """Says the frequent tokens, which all texts share, and those of its own text."""
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        frequent: tuple[torch.Tensor, ops.Linear],
+        known: frozenset[int],
+        norm: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """`rows [vocab, hidden]`: the target's whole head; `frequent`: ids `[v]`, all in `known`, and their rows."""
+        self._rows, self._norm, self._eps = rows, norm, eps
+        self._ids, self._head = frequent
+        self._known = known
+        self._own: dict[int, None] = {}  # in order of appearance
+        self._own_head: tuple[torch.Tensor, ops.Linear] | None = None  # None: to be packed again
 
     def admit(self, tokens: Sequence[int]) -> None:
-        fresh = [token for token in dict.fromkeys(tokens) if token not in self._known]
+        fresh = [token for token in tokens if token not in self._known and token not in self._own]
         if fresh:
-            self._known.update(fresh)
-            self._extra += fresh
-            self._extra_head = None
+            self._own.update(dict.fromkeys(fresh))
+            self._own_head = None
 
     def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
         states = ops.rms_norm(hidden.float(), self._norm, self._eps)
         logits, ids = self._head(states), self._ids
-        if self._extra:
-            extra_ids, head = self._extra_rows()
-            logits, ids = torch.cat((logits, head(states)), 1), torch.cat((ids, extra_ids))
+        if self._own:
+            if self._own_head is None:
+                own = torch.tensor(list(self._own))
+                self._own_head = own, ops.pack_linear(self._rows[own])
+            own_ids, head = self._own_head
+            logits, ids = torch.cat((logits, head(states)), 1), torch.cat((ids, own_ids))
         places, logprobs = top_tokens(logits, width)
         return _pairs(ids[places], logprobs)
 
-    def _extra_rows(self) -> tuple[torch.Tensor, ops.Linear]:
-        if self._extra_head is None:
-            ids = torch.tensor(self._extra)
-            self._extra_head = ids, ops.pack_linear(self._rows[ids])
-        return self._extra_head
+
+class _SharedSpan:
+    """A span that several threads may use, one after the other."""
+
+    def __init__(self, span: Span) -> None:
+        self._span, self._lock = span, threading.Lock()
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        return self._span.new_cache(max_tokens)
+
+    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+        with self._lock:
+            return self._span.forward(self._span.embed(tokens), plan, cache)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            return self._span.logits(hidden)
 
 
 def open_draft(path: Path, target: ModelSource) -> TrainedDraft:

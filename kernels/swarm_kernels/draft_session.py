@@ -25,20 +25,8 @@ _SESSION = b"draft"
 _ROOT = -1
 
 
-class DraftModel(Protocol):
-    """What guesses: a whole local model, or a trained draft."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    def new_cache(self, max_tokens: int) -> KVCache: ...
-
-    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
-        """-> `[n, hidden]`, what `guess` takes."""
-        ...
+class DraftHead(Protocol):
+    """From hidden states to guesses, for one text."""
 
     def admit(self, tokens: Sequence[int]) -> None:
         """These tokens occur in the text, so they should be among what can be guessed."""
@@ -46,6 +34,21 @@ class DraftModel(Protocol):
 
     def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
         """For each row of `[n, hidden]` the `width` likeliest next tokens."""
+        ...
+
+
+class DraftModel(Protocol):
+    """What guesses: a whole local model, or a trained draft. Many texts may share one, each from its own thread."""
+
+    @property
+    def context_length(self) -> int: ...
+
+    def new_head(self) -> DraftHead: ...
+
+    def new_cache(self, max_tokens: int) -> KVCache: ...
+
+    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+        """-> `[n, hidden]`, what `guess` takes."""
         ...
 
 
@@ -63,7 +66,7 @@ class DraftSession:
 
     def __init__(self, model: DraftModel, max_tokens: int | None = None) -> None:
         """`max_tokens`: of the longest text; by default, and at most, the model's context. Raises OutOfMemory."""
-        self._model = model
+        self._model, self._head = model, model.new_head()
         self._limit = min(max_tokens or model.context_length, model.context_length)
         self._cache = model.new_cache(self._limit + 2 * MAX_NODES)
         self._cache.open(_SESSION, self._limit)
@@ -77,15 +80,16 @@ class DraftSession:
         done = self._cache.length(_SESSION)
         while common < min(done, len(tokens) - 1) and self._tokens[common] == tokens[common]:
             common += 1
-        self._drop_tree()
+        self._forget_nodes()
         self._cache.rollback(_SESSION, common)
         self._tokens = list(tokens)
-        self._model.admit(tokens)
+        self._head = self._model.new_head()
+        self._head.admit(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These follow the text. Nothing is computed before it is asked for."""
         self._tokens += tokens
-        self._model.admit(tokens)
+        self._head.admit(tokens)
 
     def guess(self, paths: Sequence[Path], width: int) -> list[Guesses]:
         """What may follow the text and each of `paths`; nothing once the context is full."""
@@ -101,7 +105,7 @@ class DraftSession:
         wanted = [p for p in dict.fromkeys(paths) if p in self._nodes and len(self._nodes[p].guesses) < width]
         if wanted:
             rows = torch.stack([self._nodes[path].hidden for path in wanted])
-            for path, guesses in zip(wanted, self._model.guess(rows, width), strict=True):
+            for path, guesses in zip(wanted, self._head.guess(rows, width), strict=True):
                 self._nodes[path].guesses = guesses
         return [self._nodes[path].guesses[:width] if path in self._nodes else [] for path in paths]
 

@@ -45,9 +45,9 @@ def measure(student: Student, source: ModelSource, vocabulary: torch.Tensor, cha
     places, covered, hits = 0, 0, [0] * len(RANKS)
     for i in range(0, len(chats), _CHATS):
         batch = Batch.of(chats[i : i + _CHATS], states[i : i + _CHATS], torch.device("cpu"))
-        hidden = student(batch.hidden)[batch.asked][batch.answers]
+        hidden = student(batch.hidden)[batch.asked]
         guesses = vocabulary[F.linear(hidden, head).topk(max(RANKS), -1).indices]
-        choice = batch.ids[batch.answers][:, :1]
+        choice = batch.ids[:, :1]
         places += len(choice)
         covered += int(known[choice].sum())
         for n, rank in enumerate(RANKS):

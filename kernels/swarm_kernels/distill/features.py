@@ -11,14 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from swarm.types import LayerSpan
-from swarm_kernels.distill.corpus import ANSWER, GIVEN, Chat
+from swarm_kernels.distill.corpus import ANSWER, Chat
 from swarm_kernels.kv_cache import RowsRequest
 from swarm_kernels.lean import EMBEDDING
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span_loading import load_span
-
-USER_WEIGHT = 0.2
-"""What a token of the user's turn counts beside one of an answer: only answers are drafted."""
 
 _CHATS_A_PASS = 8
 
@@ -55,29 +52,25 @@ class Features:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """`b` chats padded to `n` places; place i asks for token i + 1. The last four hold the `m` places that count."""
+    """`b` chats padded to `n` places; place i asks for token i + 1. Only the `m` tokens of answers are asked for: only
+    answers are drafted."""
 
     hidden: torch.Tensor  # [b, n, hidden]
-    asked: torch.Tensor  # [b, n] bool
-    weight: torch.Tensor  # [m]
+    asked: torch.Tensor  # [b, n] bool, m of them set
     ids: torch.Tensor  # [m, TOP] the teacher's likeliest tokens
     logprobs: torch.Tensor  # [m, TOP]
-    answers: torch.Tensor  # [m] bool: of an answer
 
     @classmethod
     def of(cls, chats: Sequence[Chat], features: Sequence[torch.Tensor], device: torch.device) -> Batch:
         longest = max(len(chat) for chat in chats)
         hidden = torch.zeros(len(chats), longest, features[0].shape[1], device=device)
         asked = torch.zeros(len(chats), longest, dtype=torch.bool)
-        ids, logprobs, origins = [], [], []
+        ids, logprobs = [], []
         for row, (chat, states) in enumerate(zip(chats, features, strict=True)):
             hidden[row, : len(chat)] = states.to(device)
-            counted = chat.origin[1:] != GIVEN
-            asked[row, : len(chat) - 1] = counted
-            ids.append(chat.top_ids[1:][counted])
-            logprobs.append(chat.top_logprobs[1:][counted])
-            origins.append(chat.origin[1:][counted])
-        answers = torch.cat(origins) == ANSWER
-        weight = torch.where(answers, 1.0, USER_WEIGHT)
-        parts = (asked, weight, torch.cat(ids).long(), torch.cat(logprobs).float(), answers)
+            answer = chat.origin[1:] == ANSWER
+            asked[row, : len(chat) - 1] = answer
+            ids.append(chat.top_ids[1:][answer])
+            logprobs.append(chat.top_logprobs[1:][answer])
+        parts = (asked, torch.cat(ids).long(), torch.cat(logprobs).float())
         return cls(hidden, *(part.to(device) for part in parts))

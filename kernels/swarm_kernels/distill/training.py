@@ -91,7 +91,7 @@ class Trainer:
         with torch.no_grad():
             for average, weight in zip(self._average, self.student.parameters(), strict=True):
                 average.lerp_(weight, 1 - keep)
-        return float(loss)
+        return float(loss.detach())
 
     def averaged(self) -> Student:
         """A copy of the student with the mean of its recent weights, on the CPU."""
@@ -164,8 +164,8 @@ class Trainer:
         belief = batch.logprobs.exp() * sayable
         belief = belief / belief.sum(-1, keepdim=True).clamp_min(1e-6)
         belief[:, 0] += CHOICE_WEIGHT * sayable[:, 0]
-        loss = (belief * (total - logits.gather(1, places.clamp_min(0)))).sum(-1) / (1 + CHOICE_WEIGHT)
-        return (loss * batch.weight).sum() / batch.weight.sum()
+        loss = belief * (total - logits.gather(1, places.clamp_min(0)))
+        return loss.sum() / (len(loss) * (1 + CHOICE_WEIGHT))
 
     def _set_norm(self, norm: torch.Tensor) -> None:
         with torch.no_grad():

@@ -68,22 +68,27 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    draft: Annotated[Path, typer.Option(help="The draft's file.")],
+    draft: Annotated[
+        Path | None, typer.Option(help="The draft's file; by default the one that came with swarm.")
+    ] = None,
     model: Annotated[str, _MODEL] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 96,
+    depths: Annotated[int, typer.Option(help="Levels below the certain text.")] = 4,
+    nodes: Annotated[int, typer.Option(help="Tree nodes a round.")] = 16,
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default all.")] = None,
 ) -> None:
-    """How often the draft's first 1, 4 and 8 guesses are right, by depth, on prompts it never saw. One JSON object."""
+    """Look-up, draft and both together on prompts nobody trained on: top-1, 4 and 8 by depth, tokens a round by kind of
+    prompt. One JSON object."""
 
     def work_on() -> None:
+        from swarm_client.drafters.judge import judge
         from swarm_kernels import ops
-        from swarm_kernels.distill.judge import judge
         from swarm_kernels.loader import open_model
 
         if threads is not None:
             ops.set_threads(threads)
         with _Bar() as bar:
-            figures = judge(open_model(model), draft, tokens, bar.report)
+            figures = judge(open_model(model), draft, tokens, depths, nodes, bar.report)
         _say(json.dumps(figures))
 
     _guarded(work_on)
