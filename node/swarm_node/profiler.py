@@ -21,9 +21,9 @@ from filelock import FileLock
 
 import swarm
 from swarm.types import CostCurve, LayerSpan
-from swarm_kernels import ops
+from swarm_kernels import gpu, ops
 from swarm_kernels.calibrate import choose_threads, measure_cost
-from swarm_kernels.device import physical_cores
+from swarm_kernels.device import physical_cores, state_dtype
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span_loading import load_span
 from swarm_node.executor import BatchStats
@@ -104,7 +104,10 @@ def _set_threads(count: int, source: ModelSource) -> None:
 
 def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> str:
     """Everything the measurement depends on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {physical_cores()} {ops.describe()}"
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)} {gpu.describe(device, state_dtype(dtype))}"
+    else:
+        name = f"cpu {physical_cores()} {ops.describe()}"
     facts = (source.weight_hash, str(dtype), name, threads, torch.__version__, swarm.__version__)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 

@@ -73,6 +73,11 @@ class Stack:
         self._pool: _PoolHandle | None = None
         self._eager = False  # once a capture has failed
 
+    @property
+    def alive(self) -> bool:
+        """Whether somebody still has its layers and caches."""
+        return all(ref() is not None for ref in self._parts)
+
     def is_of(self, layers: Sequence[LayerWeights], caches: Sequence[Cache]) -> bool:
         parts = _parts(layers, caches)
         return len(parts) == len(self._parts) and all(
@@ -139,7 +144,8 @@ def stack_of(layers: Sequence[LayerWeights], caches: Sequence[Cache], dtype: tor
     if known is not None and known.is_of(layers, caches):
         _stacks.move_to_end(key)
         return known if known.covered else None
-    _stacks.pop(key, None)
+    for stale in [other for other, stack in _stacks.items() if other == key or not stack.alive]:
+        del _stacks[stale]  # its graphs hold memory
     while len(_stacks) >= _STACKS_KEPT:
         _stacks.popitem(last=False)
     made = _stacks[key] = Stack(layers, caches, dtype)
