@@ -99,13 +99,14 @@ struct Attention {
   }
 };
 
-// A tile and a head an item, its blocks one after the other.
+// A tile and a head an item, its blocks one after the other; the tiles of a head follow each other, so that its keys
+// stay in the second-level cache.
 void attend_whole(const Attention& a, Pool& pool, Scratch& scratch) {
   const int64_t size = a.query_size() + 2 * a.state_size();
   float* memory = scratch.take(size * pool.threads());
   pool.run((int64_t)a.tiles.size() * a.cache.groups, [&](int64_t item, int thread) {
-    const RowTile& tile = a.tiles[item / a.cache.groups];
-    const int64_t group = item % a.cache.groups;
+    const RowTile& tile = a.tiles[item % a.tiles.size()];
+    const int64_t group = item / a.tiles.size();
     float* q = memory + thread * size;
     const SoftmaxState whole = a.state_in(q + a.query_size());
     const SoftmaxState part = a.state_in(q + a.query_size() + a.state_size());
