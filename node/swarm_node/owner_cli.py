@@ -78,9 +78,10 @@ async def _tell(command: Command, node: str | None, as_json: bool, within_s: flo
 
 
 async def _ended(pid: int) -> None:
-    try:
-        process = psutil.Process(pid)
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(POLL_S)
-    except psutil.NoSuchProcess:
-        return
+    while psutil.pid_exists(pid):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return  # its parent has not looked yet
+        except psutil.NoSuchProcess:
+            return
+        await asyncio.sleep(POLL_S)
