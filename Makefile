@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup test check demo chat bench bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
+.PHONY: setup test check demo chat chaos bench bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.build
@@ -27,6 +27,11 @@ demo: setup ## three node processes split a model and answer a question
 
 chat: setup ## the same swarm, and a terminal to talk to it
 	$(BIN)/python examples/demo.py --chat
+
+chaos: setup ## nodes killed, stopped and slowed in the middle of answers; churn by seeds in virtual time
+	$(BIN)/python tests/chaos/process_chaos.py --rounds 200
+	$(BIN)/python tests/chaos/process_chaos.py --rounds 20 --kind stop --kind slow
+	PYTHONPATH=tests:tests/e2e:tests/kernels $(BIN)/python tests/chaos/virtual_chaos.py
 
 bench: setup ## tokens/s, time to first token and memory against transformers
 	$(BIN)/python benchmarks/bench_swarm.py

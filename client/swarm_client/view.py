@@ -19,6 +19,7 @@ from swarm.net.tasks import TaskScope
 from swarm.plan.repair import Repair, repair
 from swarm.plan.routing import DEFAULT_LINK_MS, RouteTable, explain_snapshot, snapshot_rho
 from swarm.plan.speculation import ChainCosts
+from swarm.plan.spread import spread
 from swarm.records import to_snapshot
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
 from swarm_client.bans import Bans
@@ -130,7 +131,12 @@ class SwarmView:
         return self._bans.of(snapshot.nodes, asyncio.get_running_loop().time(), and_slow=and_slow)
 
     def _table(self, snapshot: Snapshot, min_free_tokens: int) -> RouteTable:
-        return RouteTable(snapshot, dtype=self._dtype, weight_hash=self._weight_hash, min_free_tokens=min_free_tokens)
+        return RouteTable(
+            spread(snapshot, self._pool.peer),
+            dtype=self._dtype,
+            weight_hash=self._weight_hash,
+            min_free_tokens=min_free_tokens,
+        )
 
     def costs(self, chain: Chain) -> ChainCosts:
         """What a step along `chain` costs by the live map; a node that has left it is assumed to be ordinary."""

@@ -134,7 +134,7 @@ class MemorySwarm:
         self.stack.push_async_callback(carrier.close)
         pool = await self.stack.enter_async_context(ConnectionPool(carrier, on_frame, on_lost, limits))
         service = await self.stack.enter_async_context(
-            Service(Served(source.name, source.weight_hash, dtype), pool, limits)
+            Service(Served(source.name, source.weight_hash, dtype), pool, limits, on_load=lambda: announcer.changed())
         )
         services.append(service)
         clock = asyncio.get_running_loop().time

@@ -1,0 +1,198 @@
+"""Answers on real processes while their nodes are killed, stopped or slowed: what became of the tokens, and how long
+nothing came.
+
+    python tests/chaos/process_chaos.py [--rounds 200] [--minutes 60] [--kind kill|stop|slow] [--json FILE]
+
+Each round asks one of a few questions, strikes a random hop of the chain in use at a random token, compares the tokens
+with those of an undisturbed run, and heals the swarm. Used by `make chaos`; `test_chaos_processes` runs a few rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import signal
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from process_swarm import NodeProcess, ProcessSwarm
+
+from swarm.types import LayerSpan
+from swarm_client import SwarmClient
+
+SPANS = (LayerSpan(0, 10), LayerSpan(10, 20), LayerSpan(20, 30))
+QUESTIONS = ("Why is the sky blue?", "Name five fruits.", "Write a short poem about the sea.")
+TOKENS = 40
+HEAL_TIMEOUT_S = 240.0
+KINDS = ("kill", "stop", "slow")
+
+
+@dataclass(frozen=True)
+class Round:
+    """`stall_s`: the longest time without a token after the strike. `healthy_ms`: a token before it, median;
+    `after_ms`: one from the fifth token after it on."""
+
+    kind: str
+    hop: int
+    at: int
+    same_tokens: bool
+    stall_s: float
+    healthy_ms: float
+    after_ms: float
+    repairs: int
+
+
+class ChaosRun:
+    """Rounds on one swarm."""
+
+    def __init__(self, swarm: ProcessSwarm, client: SwarmClient, seed: int) -> None:
+        self._swarm = swarm
+        self._client = client
+        self._rng = random.Random(seed)
+        self._truth: dict[str, tuple[int, ...]] = {}
+
+    async def learn(self) -> None:
+        """The undisturbed answers."""
+        for question in QUESTIONS:
+            answer = await self._client.chat(_messages(question), max_new_tokens=TOKENS)
+            assert not answer.repairs, answer.repairs
+            self._truth[question] = answer.token_ids
+
+    async def round(self, kind: str) -> Round:
+        question = self._rng.choice(QUESTIONS)
+        expected = self._truth[question]
+        at, hop = self._rng.randrange(6, len(expected) - 10), self._rng.randrange(len(SPANS))
+        times: list[float] = []
+        struck = 0.0
+        async with contextlib.AsyncExitStack() as wounds:
+            stream = self._client.chat_stream(_messages(question), max_new_tokens=TOKENS)
+            async with stream:
+                async for piece in stream:
+                    times += [time.perf_counter()] * len(piece.token_ids)
+                    if not struck and len(times) >= at:
+                        assert stream.chain is not None
+                        victim = self._swarm.node(stream.chain.peers[hop])
+                        await wounds.enter_async_context(_strike(victim, kind))
+                        struck = time.perf_counter()
+            answer = stream.answer
+        if kind == "kill":
+            await victim.start()
+        await self._healed()
+        gaps = [b - a for a, b in itertools.pairwise(times)]
+        after = [b - max(a, struck) for a, b in itertools.pairwise(times) if b > struck]
+        return Round(
+            kind,
+            hop,
+            at,
+            answer.token_ids == expected,
+            round(max(after), 3),
+            round(statistics.median(gaps[: at - 1]) * 1e3, 1),
+            round(statistics.median(gaps[at + 4 :]) * 1e3, 1),
+            len(answer.repairs),
+        )
+
+    async def _healed(self) -> None:
+        """Until every node is on the map with fresh news of itself."""
+        since = time.time()
+        async with asyncio.timeout(HEAL_TIMEOUT_S):
+            while True:
+                serving = (await self._client.snapshot()).serving()
+                if sum(node.published_at > since + 3.0 for node in serving) == len(self._swarm.nodes):
+                    return
+                await asyncio.sleep(0.5)
+
+
+@contextlib.asynccontextmanager
+async def _strike(victim: NodeProcess, kind: str):  # type: ignore[no-untyped-def]
+    """Until the end of the block, that is, of the answer."""
+    if kind == "kill":
+        await victim.kill()
+        yield
+    elif kind == "stop":
+        victim.signal(signal.SIGSTOP)
+        yield
+        victim.signal(signal.SIGCONT)
+    else:
+        throttling = asyncio.create_task(victim.throttle(0.1))
+        yield
+        throttling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await throttling
+
+
+def _messages(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def report(rounds: list[Round]) -> str:
+    lines = []
+    for kind in KINDS:
+        mine = [r for r in rounds if r.kind == kind]
+        if mine:
+            stalls = [r.stall_s for r in mine]
+            lines.append(
+                f"{kind}: {sum(r.same_tokens for r in mine)} of {len(mine)} answers identical; longest pause p50 "
+                f"{percentile(stalls, 0.5):.2f} s, p95 {percentile(stalls, 0.95):.2f} s, most {max(stalls):.2f} s; "
+                f"a token {statistics.median(r.healthy_ms for r in mine):.0f} ms before, "
+                f"{statistics.median(r.after_ms for r in mine):.0f} ms from the fifth after it on"
+            )
+    return "\n".join(lines)
+
+
+async def run(home: Path, rounds: int, minutes: float, kinds: tuple[str, ...], seed: int) -> list[Round]:
+    done: list[Round] = []
+    async with ProcessSwarm(home, SPANS) as swarm, SwarmClient(peers=swarm.addresses) as client:
+        chaos = ChaosRun(swarm, client, seed)
+        await chaos._healed()
+        await chaos.learn()
+        until = time.monotonic() + 60 * minutes
+        while len(done) < rounds and time.monotonic() < until:
+            done.append(await chaos.round(kinds[len(done) % len(kinds)]))
+            print(f"{len(done):4d} {done[-1]}", flush=True)
+        for node in swarm.nodes:
+            for words in node.failed_starts:
+                print(f"node {node.number} had to be started again: {words}")
+    return done
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    kinds = tuple(args.kind or KINDS[:1])
+    with tempfile.TemporaryDirectory() as folder:
+        home = private_home(Path(folder))
+        rounds = asyncio.run(run(home, args.rounds, args.minutes, kinds, args.seed))
+    print(report(rounds))
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(r) for r in rounds], indent=1))
+    return 0 if all(r.same_tokens for r in rounds) else 1
+
+
+def private_home(folder: Path) -> Path:
+    """A SWARM_HOME of its own that shares what takes long to make: the compiled kernels and the model."""
+    from swarm.config import data_dir
+
+    for name in ("kernels", "models"):
+        if (data_dir() / name).exists():
+            (folder / name).symlink_to(data_dir() / name)
+    return folder
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
