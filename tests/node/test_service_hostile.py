@@ -15,7 +15,7 @@ from virtual_clock import run, virtual_time
 
 from swarm import codec
 from swarm.errors import NetworkError
-from swarm.messages import AnyMessage, Close, Failed, Open, Opened, Pong, Prune, Result, Step
+from swarm.messages import AnyMessage, Close, Failed, Open, Opened, Pong, Prune, Reroute, Result, Step
 from swarm.net.memory import Link, MemoryNetwork
 from swarm.types import LayerSpan
 
@@ -81,6 +81,7 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
         )
         return step, rng.choice([b"", b"", b"123", bytes(line + tree)])
     others = [Close(session), Prune(session, rng.randrange(3), [0, 4095]), Result(session, 0, 0), Opened(session)]
+    others += [Reroute(session, rng.randrange(3), rng.choice(["", "x"]), rng.choice(["", "node"]), replay=small)]
     return rng.choice([*others, Failed(session, "x", "y"), Pong(3)]), b""
 
 
