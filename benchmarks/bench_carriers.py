@@ -109,7 +109,9 @@ async def measure_links(rounds: int) -> list[dict[str, object]]:
                 await round_trip_ms(connection, "256 KB")
             return [row for size in SIZES for row in await _measure_size(connections, size, rounds)]
     finally:
-        await child.communicate()
+        assert child.stdin is not None
+        child.stdin.close()  # its sign to end
+        await child.wait()
 
 
 async def _measure_size(connections: dict[str, Connection], size: str, rounds: int) -> list[dict[str, object]]:
