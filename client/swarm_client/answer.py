@@ -1,12 +1,15 @@
-"""What comes back: pieces while it streams, an Answer at the end. Owns these two shapes and their JSON."""
+"""What comes back: pieces while it streams, an Answer at the end. Owns these shapes and their JSON."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 from swarm.plan.session import FinishReason
 from swarm.types import Chain
+from swarm_client.outline_report import OutlineReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,9 @@ class Answer:
     repairs: tuple[str, ...] = ()
     hop_ms: tuple[tuple[float, float], ...] = ()  # mean (queue, compute) of each hop over the decoded tokens
     network_ms: float = 0.0  # mean of what a token took beyond the hops' own time
+    held_tokens: int = 0  # of the prompt, that all hops had behind them and did not compute again
     speculation: dict[str, Any] | None = None  # see `Speculator.to_json`; None when nothing was guessed
+    outline: OutlineReport | None = None  # of an answer that was asked for as an outline, or became one
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -57,5 +62,32 @@ class Answer:
             "repairs": list(self.repairs),
             "hop_ms": [{"queue": round(q, 3), "compute": round(c, 3)} for q, c in self.hop_ms],
             "network_ms": round(self.network_ms, 3),
+            "held_tokens": self.held_tokens,
             "speculation": self.speculation,
+            "outline": self.outline.to_json() if self.outline is not None else None,
         }
+
+
+class AnswerStream(Protocol):
+    """`async for piece in stream`, then `stream.answer`. Leaving it early, or `cancel()`, ends it on all hops.
+
+    Use as an async context manager so that an exception in the loop also ends it.
+    """
+
+    def __aiter__(self) -> AsyncIterator[Piece]: ...
+
+    async def __aenter__(self) -> AnswerStream: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    async def cancel(self) -> None: ...
+
+    async def read(self) -> Answer: ...
+
+    @property
+    def chain(self) -> Chain | None: ...
+
+    @property
+    def answer(self) -> Answer: ...

@@ -24,10 +24,9 @@ from rich.table import Table
 
 from swarm.config import ClientConfig, state_dir
 from swarm.errors import SwarmError
-from swarm_client.answer import Answer
+from swarm_client.answer import Answer, AnswerStream
 from swarm_client.client import SwarmClient
 from swarm_client.conversation import Conversation
-from swarm_client.generation import TextStream
 
 REFRESH_HZ = 12
 
@@ -112,7 +111,7 @@ class Chat:
             soft_wrap=True,
         )
 
-    async def _show(self, stream: TextStream) -> None:
+    async def _show(self, stream: AnswerStream) -> None:
         """Stream as markdown on a terminal, as plain text into a pipe."""
         if not self.console.is_terminal:
             async for piece in stream:

@@ -14,7 +14,8 @@ from swarm.types import Sampling
 ChatMessage = Mapping[str, str]
 """`{"role": "system" | "user" | "assistant", "content": text}`."""
 
-STRATEGIES = ("auto", *Strategy)
+STRATEGIES = ("auto", *Strategy)  # of one generation
+OUTLINE = "outline"  # of a conversation: several generations, the points of an answer
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 
@@ -22,6 +23,9 @@ MAX_STOP_LENGTH = 256
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to generate. Temperature 0 is greedy; a `seed` of None draws a fresh one, which the answer reports.
+
+    `strategy`: one of STRATEGIES, or OUTLINE; a plain prompt, which asks nothing, is continued as with `auto` then.
+    `point_strategy`: that of the generations which an outlined answer consists of.
 
     Raises InvalidRequest when made with values that no swarm could honour.
     """
@@ -34,6 +38,7 @@ class Options:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     strategy: str = "auto"
+    point_strategy: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
@@ -60,8 +65,12 @@ class Options:
             f"a stop string must have 1 to {MAX_STOP_LENGTH} characters",
         )
         _require(
-            self.strategy in STRATEGIES,
-            f"strategy is '{self.strategy}'; there are {', '.join(STRATEGIES)}",
+            self.strategy in (*STRATEGIES, OUTLINE),
+            f"strategy is '{self.strategy}'; there are {', '.join((*STRATEGIES, OUTLINE))}",
+        )
+        _require(
+            self.point_strategy in STRATEGIES,
+            f"point_strategy is '{self.point_strategy}'; there are {', '.join(STRATEGIES)}",
         )
 
     @property
@@ -72,7 +81,7 @@ class Options:
     @property
     def only(self) -> Strategy | None:
         """The one strategy to use, None to choose."""
-        return None if self.strategy == "auto" else Strategy(self.strategy)
+        return None if self.strategy in ("auto", OUTLINE) else Strategy(self.strategy)
 
     def sampling(self) -> Sampling:
         """The wire's view, with a seed drawn if none was given."""

@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from swarm.types import Snapshot
-from swarm_client.answer import Answer, Piece
+from swarm_client.answer import Answer, AnswerStream, Piece
 from swarm_client.client import SwarmClient
-from swarm_client.generation import TextStream
 from swarm_client.request import ChatMessage
 
 _T = TypeVar("_T")
@@ -23,7 +22,7 @@ _T = TypeVar("_T")
 class SyncTextStream:
     """Iterate it for pieces; leaving the loop early and then the `with` block ends the generation on all hops."""
 
-    def __init__(self, owner: SyncSwarmClient, stream: TextStream) -> None:
+    def __init__(self, owner: SyncSwarmClient, stream: AnswerStream) -> None:
         self._owner = owner
         self._stream = stream
 

@@ -1,0 +1,53 @@
+"""The outline strategy: an outline first, then its points side by side through the chain (Jupiter §V-B).
+
+Owns what the outlined answers of one client share: the templates, and how many generations may run at once. One answer
+is `outline_stream`'s, whether a request fits `outline_router`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarm_client.outline_router import Routing, route
+from swarm_client.outline_stream import AskOptions, OutlineStream, Tokenizer
+from swarm_client.outline_templates import BUILT_IN, Template
+from swarm_client.request import ChatMessage, Options
+
+SPARE_SESSIONS = 2  # of those that a node allows one client: for the outline, and an ordinary answer beside it
+TITLE_TOKENS = 64  # for a point's title in its question and its heading
+
+
+@dataclass(frozen=True, slots=True)
+class Outliner:
+    """`ask` begins an ordinary generation. `context_length`: tokens of the model. `slots`: points written at once."""
+
+    ask: AskOptions
+    tokenizer: Tokenizer
+    context_length: int
+    slots: asyncio.Semaphore
+    templates: tuple[Template, ...] = BUILT_IN
+    clock: Callable[[], float] = time.perf_counter
+
+    def route(self, messages: Sequence[ChatMessage], options: Options) -> Routing:
+        """Whether an outline fits the request, and the conversation with an outline in it the model's context."""
+        routing = route(messages, options.max_new_tokens, self.templates)
+        if routing.template is None:
+            return routing
+        template = routing.template
+        point = template.point_prompt(template.outline_prompt(messages, routing.points), "", 1, "")
+        length = len(self.tokenizer.apply_chat_template(point)) + TITLE_TOKENS
+        if length + template.outline_tokens + template.point_tokens > self.context_length:
+            return Routing(None, "the conversation leaves no room for an outline in the model's context")
+        return routing
+
+    def stream(self, messages: Sequence[ChatMessage], options: Options, routing: Routing) -> OutlineStream:
+        """An answer as `routing` says. Raises InvalidRequest."""
+        return OutlineStream(self.ask, self.tokenizer, messages, options, routing, self.slots, self.clock)
+
+
+def slots(max_sessions_per_peer: int) -> asyncio.Semaphore:
+    """How many points a client may write at once on the same nodes."""
+    return asyncio.Semaphore(max(1, max_sessions_per_peer - SPARE_SESSIONS))

@@ -1,0 +1,308 @@
+"""One outlined answer as the user sees it: the points in order, each as soon as it can be shown, then an Answer.
+
+Owns the tasks that write the outline and its points, the joined text, and the fallback: whatever is wrong with an
+outline, the answer is an ordinary one then, and says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import takewhile
+from types import TracebackType
+from typing import Protocol
+
+from swarm.net.tasks import TaskScope
+from swarm.plan.session import FinishReason
+from swarm.types import Chain
+from swarm_client.answer import Answer, AnswerStream, Piece
+from swarm_client.generation import TextDecoder
+from swarm_client.outline_parser import Heading, OutlineParser
+from swarm_client.outline_point import Point, Turns
+from swarm_client.outline_report import OutlineReport
+from swarm_client.outline_router import Routing
+from swarm_client.outline_templates import MIN_POINTS, Template
+from swarm_client.request import OUTLINE, ChatMessage, Options
+from swarm_client.stops import StopStrings
+
+AskOptions = Callable[[Sequence[int], Options], AnswerStream]
+"""(prompt, options) -> an ordinary generation. Raises InvalidRequest."""
+
+
+class Tokenizer(Protocol):
+    """What an outline needs of a `ChatTokenizer`."""
+
+    eos_token_ids: tuple[int, ...]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def apply_chat_template(self, messages: Sequence[ChatMessage]) -> list[int]: ...
+
+    def stream(self) -> TextDecoder: ...
+
+
+class OutlineStream:
+    """An AnswerStream: iterate it for pieces, then `answer`. Leaving it early, or `cancel()`, ends all its generations.
+
+    All points are drawn with the same seed, by the position in their own session: each has the tokens that a session
+    of its own with the same prompt would have.
+    """
+
+    def __init__(
+        self,
+        ask: AskOptions,
+        tokenizer: Tokenizer,
+        messages: Sequence[ChatMessage],
+        options: Options,
+        routing: Routing,
+        slots: asyncio.Semaphore,
+        clock: Callable[[], float],
+    ) -> None:
+        """Raises InvalidRequest."""
+        self._ask, self._tokenizer, self._messages = ask, tokenizer, messages
+        self._options = replace(options, strategy=options.point_strategy, seed=options.sampling().seed)
+        self._routing, self._reason_why = routing, routing.reason
+        self._clock, self._started = clock, clock()
+        self._scope, self._turns = TaskScope(OUTLINE), Turns(slots)
+        self._stops = StopStrings(options.stop)
+        self._parser = OutlineParser(routing.points)
+        self._prompt: list[int] = []
+        self._outline: AnswerStream | None = None
+        self._outline_tokens: list[int] = []
+        self._outline_ended = 0.0
+        self._points: list[Point] = []
+        self._found: asyncio.Queue[Point | Piece | None] = asyncio.Queue()  # None: no more points
+        self._ordinary: AnswerStream | None = None
+        self._ordinary_began = 0.0
+        self._live: AnswerStream | None = None
+        self._text: list[str] = []
+        self._blanks = ""  # at the end of the text so far, shown only if more of the same point follows
+        self._reason: FinishReason | None = None
+        if routing.template is None:
+            self._ordinary = self._ask_ordinary()
+        else:
+            self._outline = self._ask_outline(routing.template)
+        self._pieces = self._run()
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self._pieces
+
+    async def __aenter__(self) -> OutlineStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.cancel()
+
+    async def cancel(self) -> None:
+        """End all generations where they are; what was shown so far is the answer. Idempotent."""
+        await self._pieces.aclose()
+        for stream in (self._outline, self._ordinary):
+            if stream is not None:
+                await stream.cancel()
+        if self._reason is None:
+            self._reason = FinishReason.CANCELLED
+
+    async def read(self) -> Answer:
+        """Read to the end."""
+        async with self:
+            async for _ in self:
+                pass
+        return self.answer
+
+    @property
+    def chain(self) -> Chain | None:
+        """The hops of what is shown now; None before its chain is open."""
+        return self._live.chain if self._live is not None else None
+
+    @property
+    def answer(self) -> Answer:
+        """Raises RuntimeError before the stream has ended."""
+        if self._reason is None:
+            raise RuntimeError("the generation has not ended; read the stream to its end, or cancel it")
+        if self._ordinary is not None:
+            answer = self._ordinary.answer
+            waited = answer.time_to_first_token_s + self._ordinary_began
+            return replace(answer, time_to_first_token_s=waited, outline=self._report())
+        return self._joined()
+
+    # What is shown ---------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> AsyncGenerator[Piece, None]:
+        try:
+            if self._outline is not None:
+                async with aclosing(self._show_points(self._outline)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                if not self._points:
+                    self._ordinary_began = self._clock() - self._started
+                    self._ordinary = self._ask_ordinary()
+            if self._ordinary is not None:
+                self._live = self._ordinary
+                async for piece in self._ordinary:
+                    yield piece
+                self._reason = self._ordinary.answer.finish_reason
+        finally:
+            await self._scope.close()
+
+    async def _show_points(self, outline: AnswerStream) -> AsyncGenerator[Piece, None]:
+        """Shows nothing when there is no outline. Raises what a point or the outline could not overcome, at the end."""
+        assert self._routing.template is not None
+        self._live = outline
+        writing = self._scope.start(self._write_outline(outline, self._routing.template), "outline")
+        while (found := await self._found.get()) is not None:
+            if isinstance(found, Piece):
+                yield found
+                continue
+            yield Piece(self._show_heading(found), (), ())
+            while (piece := await found.pieces.get()) is not None and self._stops.hit is None:
+                self._live = found.stream
+                yield replace(piece, text=self._show(piece.text))
+            if self._stops.hit is not None:
+                self._reason = FinishReason.STOP
+                return
+        await writing
+        for point in self._points:
+            if point.error is not None:
+                raise point.error
+        if self._points:
+            self._reason = self._ended_by()
+            rest = self._stops.flush()
+            self._text.append(rest)
+            if rest:
+                yield Piece(rest, (), ())
+
+    def _show_heading(self, point: Point) -> str:
+        self._blanks = ""
+        text = self._stops.push(("\n\n" if self._text else "") + point.heading)
+        self._text.append(text)
+        return text
+
+    def _show(self, text: str) -> str:
+        text = self._blanks + text
+        shown = text.rstrip()
+        self._blanks = text[len(shown) :]
+        shown = self._stops.push(shown)
+        self._text.append(shown)
+        return shown
+
+    def _ended_by(self) -> FinishReason:
+        cut = any(point.reason is FinishReason.LENGTH for point in self._points)
+        return FinishReason.LENGTH if cut else FinishReason.EOS
+
+    # What is written -------------------------------------------------------------------------------------------------
+
+    def _ask_ordinary(self) -> AnswerStream:
+        return self._ask(self._tokenizer.apply_chat_template(self._messages), self._options)
+
+    def _ask_outline(self, template: Template) -> AnswerStream:
+        asked = template.outline_prompt(self._messages, self._routing.points)
+        self._prompt = self._tokenizer.apply_chat_template(asked)
+        self._prompt += self._tokenizer.encode(template.begin, add_special_tokens=False)
+        options = replace(self._options, max_new_tokens=template.outline_tokens, stop=())
+        return self._ask(self._prompt, options)
+
+    async def _write_outline(self, outline: AnswerStream, template: Template) -> None:
+        """Begins the points as their lines are complete, and leaves the outline when there are enough."""
+        parser = self._parser
+        parser.push(template.begin)
+        try:
+            async with outline:
+                async for piece in outline:
+                    if piece.waiting:
+                        self._found.put_nowait(piece)
+                    self._outline_tokens += piece.token_ids
+                    parser.push(piece.text)
+                    if parser.full:
+                        break
+                    if template.eager:
+                        self._begin_points(template)
+            parser.finish(cut=outline.answer.finish_reason is not FinishReason.EOS)
+            self._begin_points(template)
+            if not self._points:
+                self._reason_why = f"no outline: {_count(len(parser.headings))} came of asking for one"
+        finally:
+            self._outline_ended = self._clock() - self._started
+            self._found.put_nowait(None)
+
+    def _begin_points(self, template: Template) -> None:
+        headings = self._parser.headings
+        if len(headings) < MIN_POINTS:
+            return  # not before it is certain that there is an outline
+        for heading in headings[len(self._points) :]:
+            point = self._point(template, len(self._points) + 1, heading)
+            self._points.append(point)
+            self._scope.start(point.run(self._ask_point, self._turns), f"point {len(self._points)}")
+            self._found.put_nowait(point)
+
+    def _point(self, template: Template, number: int, heading: Heading) -> Point:
+        last = heading if template.eager else self._parser.headings[-1]
+        asked = template.outline_prompt(self._messages, self._routing.points)
+        messages = template.point_prompt(asked, self._parser.text_to(last), number, heading.title)
+        opening = template.heading(number, heading.title)
+        prompt = self._tokenizer.apply_chat_template(messages)
+        prompt += self._tokenizer.encode(opening, add_special_tokens=False)
+        return Point(
+            heading.title,
+            opening,
+            tuple(prompt),
+            min(template.point_tokens, self._options.max_new_tokens // self._routing.points),
+            _alike(prompt, [*self._prompt, *self._outline_tokens]),
+            self._tokenizer.stream(),
+            self._tokenizer.eos_token_ids,
+            StopStrings(template.stop),
+            lambda: self._clock() - self._started,
+        )
+
+    def _ask_point(self, prompt: Sequence[int], max_new_tokens: int) -> AnswerStream:
+        return self._ask(prompt, replace(self._options, max_new_tokens=max_new_tokens, stop=()))
+
+    # What is reported ------------------------------------------------------------------------------------------------
+
+    def _report(self) -> OutlineReport:
+        template = self._routing.template
+        return OutlineReport(
+            bool(self._points),
+            self._reason_why,
+            template.name if template is not None else "",
+            self._parser.text,
+            len(self._outline_tokens),
+            self._outline_ended,
+            tuple(point.report() for point in self._points),
+        )
+
+    def _joined(self) -> Answer:
+        """The points as one answer. What it says of hops and guesses is true of the longest generation in it."""
+        assert self._outline is not None
+        assert self._reason is not None
+        report = self._report()
+        written = [self._outline.answer, *(answer for point in self._points for answer in point.answers)]
+        longest = max(written[1:], key=lambda a: len(a.token_ids), default=written[0])
+        tokens = tuple(token for point in self._points for token in point.tokens)
+        began = min((p.first_token_s for p in report.points if p.first_token_s is not None), default=0.0)
+        took = max((p.ended_s for p in report.points), default=0.0) - began
+        return replace(
+            longest,
+            text="".join(self._text),
+            token_ids=tokens,
+            prompt_token_ids=tuple(self._prompt),
+            finish_reason=self._reason,
+            tokens_per_second=(len(tokens) - 1) / took if len(tokens) > 1 and took > 0 else 0.0,
+            time_to_first_token_s=began,
+            strategy=OUTLINE,
+            explanation=f"an outline, because {self._reason_why}; {longest.explanation}",
+            repairs=tuple(repair for answer in written for repair in answer.repairs),
+            outline=report,
+        )
+
+
+def _alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """With how many equal tokens both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _count(headings: int) -> str:
+    return ("not one point", "one point")[headings] if headings < 2 else f"{headings} points"

@@ -1,0 +1,199 @@
+"""What a model is told to write an outline and to expand one of its points, by kind of request.
+
+Owns the built-in templates and the file of a user's own. Which one a request gets is `outline_router`'s.
+
+The outline prompt and all point prompts of an answer begin alike (the guide, the conversation, the question, the
+outline) and differ in their last line, so that hops which share the pages of equal prefixes compute them once
+(Jupiter §V-B). The guide, an example of an outline, is the same for all requests of its kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from swarm.errors import UsageError
+
+MIN_POINTS = 2
+MAX_POINTS = 12
+_MAX_TOKENS = 4096
+
+_DIRECTIVE = (
+    "{question}\n\nDo not answer yet. Write only an outline of the answer: {count} numbered titles of 2 to 5 words."
+)
+_PARTS = (
+    "ways|reasons|benefits|advantages|disadvantages|drawbacks|causes|effects|consequences|types|kinds|examples|factors"
+    "|features|symptoms|uses|risks|challenges|steps|parts|elements|principles|stages|components|strategies|methods"
+    "|options|functions|roles|differences|signs|properties|characteristics"
+)
+_POINT = 'Now write the part "{title}" of the answer, and nothing of the other parts. Two or three sentences.'
+
+
+class Template(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, kw_only=True):
+    """How answers of one kind are outlined. `{question}`, `{count}`, `{number}` and `{title}` are filled in.
+
+    `when`: regular expressions, case ignored; a request that contains one of them is of this kind. `fits`: the reason
+    shown to people. `example`: a question and its outline, shown to the model first; both empty for none. `begin`: how
+    the outline begins, `opening`: how each part does, in the model's mouth; the opening is shown as the part's heading.
+    `points`: most of them; `eager`: a part may begin before the outline is complete, and then sees the outline only up
+    to its own line. `stop` ends a part. `*_tokens` bound the lengths.
+    """
+
+    name: str
+    fits: str
+    when: tuple[str, ...]
+    outline: str = _DIRECTIVE
+    point: str = _POINT
+    example: tuple[str, str] = ("", "")
+    begin: str = "1."
+    opening: str = "{number}. **{title}**:"
+    points: int = 6
+    eager: bool = True
+    outline_tokens: int = 96
+    point_tokens: int = 128
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, as msgspec wants it."""
+        if not MIN_POINTS <= self.points <= MAX_POINTS:
+            raise ValueError(f"'{self.name}': points must be {MIN_POINTS} to {MAX_POINTS}")
+        if not (1 <= self.outline_tokens <= _MAX_TOKENS and 1 <= self.point_tokens <= _MAX_TOKENS):
+            raise ValueError(f"'{self.name}': outline_tokens and point_tokens must be 1 to {_MAX_TOKENS}")
+        if "{question}" not in self.outline or "{title}" not in self.point:
+            raise ValueError(f"'{self.name}': `outline` needs {{question}} and `point` needs {{title}}")
+        for pattern in self.when:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"'{self.name}': /{pattern}/ is not a regular expression: {error}") from None
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(re.compile(pattern, re.IGNORECASE) for pattern in self.when)
+
+    def matches(self, request: str) -> bool:
+        return any(pattern.search(request) for pattern in self._patterns)
+
+    def outline_prompt(self, messages: Sequence[Mapping[str, str]], points: int) -> list[dict[str, str]]:
+        """The conversation that asks for the outline of an answer to `messages`, whose last one is the question."""
+        instructions = [dict(m) for m in messages if m["role"] == "system"]
+        *history, last = [dict(m) for m in messages if m["role"] != "system"]
+        return [*instructions, *self._guide(points), *history, _user(self._ask(last["content"], points))]
+
+    def point_prompt(
+        self, outline_prompt: Sequence[dict[str, str]], outline: str, number: int, title: str
+    ) -> list[dict[str, str]]:
+        """... and goes on to ask for one part of it, after `outline`, which the model wrote."""
+        wrote = {"role": "assistant", "content": outline}
+        return [*outline_prompt, wrote, _user(_fill(self.point, number=str(number), title=title))]
+
+    def heading(self, number: int, title: str) -> str:
+        return _fill(self.opening, number=str(number), title=title)
+
+    def _guide(self, points: int) -> list[dict[str, str]]:
+        question, outline = self.example
+        if not question:
+            return []
+        return [_user(self._ask(question, points)), {"role": "assistant", "content": outline}]
+
+    def _ask(self, question: str, points: int) -> str:
+        count = f"{min(4, points)} to {points}" if points > 4 else str(points)
+        return _fill(self.outline, question=question, count=count)
+
+
+COMPARISON = Template(
+    name="comparison",
+    fits="a comparison has one part for each aspect",
+    when=(
+        r"\bcompar(?:e|ison|ing)\b",
+        r"\bcontrast\b",
+        r"\b(?:differences?|similarities)\b.{0,40}\b(?:between|of)\b",
+        r"\bpros and cons\b",
+        r"\badvantages and (?:the )?disadvantages\b",
+        r"\b(?:versus|vs)\b\.?\s",
+        r"\bhow (?:do|does|is|are) .{1,80} differ\b",
+    ),
+    example=(
+        "Compare trains and buses.",
+        "1. Cost of tickets\n2. Speed and range\n3. Comfort\n4. Effect on the climate",
+    ),
+)
+HOWTO = Template(
+    name="how-to",
+    fits="a guide has one part for each step or piece of advice",
+    when=(
+        r"\bhow (?:do|can|should|could|would|might) (?:i|we|you|one|people|somebody|someone)\b",
+        r"\bhow to\b",
+        r"\b(?:guide|tutorial|instructions|checklist|plan) (?:to|for|on)\b",
+        r"\bwhat(?:'s| is) the best way to\b",
+        r"\bsteps (?:to|for|in|of|needed)\b",
+    ),
+    example=(
+        "How do I plant a tree?",
+        "1. Choose a place\n2. Dig the hole\n3. Set the tree\n4. Fill and water\n5. Care for it later",
+    ),
+)
+LIST = Template(
+    name="list",
+    fits="a list has one part for each entry",
+    when=(
+        r"\blist\b(?! comprehension)",
+        r"\b(?:tips|ideas|suggestions|recommendations|advice)\b",
+        r"\b(?:give|name|suggest|recommend|provide|propose|tell) (?:me |us )?"
+        r"(?:some|a few|several|\d+|two|three|four|five|six|seven|eight|nine|ten)\b",
+        rf"\bwhat are\b.{{0,60}}\b(?:{_PARTS})\b",
+        rf"\b(?:{_PARTS}) (?:to|of|for|why|that|in)\b",
+    ),
+    example=(
+        "What are the reasons to keep a garden?",
+        "1. Fresh food\n2. Time outdoors\n3. Calm and beauty\n4. Room for wildlife\n5. Pride in growing",
+    ),
+)
+EXPLANATION = Template(
+    name="explanation",
+    fits="an explanation has one part for each aspect",
+    when=(
+        r"\b(?:explain|describe|discuss|outline|elaborate|analy[sz]e|examine|explore)\b",
+        r"^(?:so |and )?why\b",
+        r"^how (?:do|does|did|is|are|was|were|has|have)\b",
+        r"\btell (?:me|us) (?:more )?about\b",
+        r"\bwhat (?:would|will|might|could) happen\b",
+        r"\b(?:overview|introduction|summary of the topic|background) (?:of|to|on)\b",
+        r"\b(?:essay|article|report|blog post) (?:about|on)\b",
+        r"\b(?:impact|effects?|influence|importance|role|significance|history|meaning) of\b",
+    ),
+    example=("How does a bicycle work?", "1. Pedals and chain\n2. Gears\n3. Wheels and tyres\n4. Steering\n5. Brakes"),
+)
+BUILT_IN = (COMPARISON, HOWTO, LIST, EXPLANATION)
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    template: list[Template]
+
+
+def load_templates(path: Path) -> tuple[Template, ...]:
+    """`[[template]]` tables of a TOML file, before the built-in ones; one with a built-in's name replaces it.
+
+    Raises UsageError.
+    """
+    try:
+        own = msgspec.toml.decode(path.read_bytes(), type=_File).template
+    except OSError as error:
+        raise UsageError(f"cannot read the outline templates {path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the outline templates {path} cannot be used: {error}") from None
+    names = {template.name for template in own}
+    return (*own, *(template for template in BUILT_IN if template.name not in names))
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _fill(text: str, **values: str) -> str:
+    """Puts values in, once: braces in a value stay what they are."""
+    return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), text)
