@@ -33,7 +33,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tell(home: Path, *arguments: str) -> tuple[int, str, str]:
     done = subprocess.run(
-        [*NODE, *arguments], capture_output=True, text=True, env=environment(home), timeout=90, check=False
+        [*NODE, *arguments], capture_output=True, text=True, env=environment(home), timeout=180, check=False
     )
     return done.returncode, done.stdout, done.stderr
 
