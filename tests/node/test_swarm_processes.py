@@ -1,0 +1,113 @@
+"""Real node processes that come and go: three, then five, then two, and every layer is served all the time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import pytest
+from memory_swarm import NumberTokenizer
+from node_fakes import private_home, prompt_of
+from test_node_owner import tell
+from test_node_processes import Started, started
+from tiny_models import hf_greedy, tiny_model
+
+from swarm.config import ClientConfig
+from swarm.net.daemon_options import DaemonOptions
+from swarm.net.daemon_streams import DaemonCarrier
+from swarm.net.directory import DhtDirectory
+from swarm.net.identity import Identity, verify
+from swarm.records import to_snapshot
+from swarm_client import SwarmClient
+
+pytestmark = pytest.mark.processes
+GROW_S = 240.0
+
+
+class Watch:
+    """A client of the swarm's map, which must never show a layer that nobody serves, and one that asks all the time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.peers: tuple[str, ...] = ()
+        self.serving = 0
+        self.answers = 0
+        self.gaps: list[tuple[tuple[int, int], ...]] = []
+
+    async def look(self, directory: DhtDirectory) -> None:
+        while True:
+            snapshot = to_snapshot(await directory.read("tiny"), "tiny", time.time(), verify, 6)
+            self.serving = len(snapshot.serving())
+            if snapshot.missing():
+                self.gaps.append(snapshot.missing())
+            await asyncio.sleep(0.25)
+
+    async def ask(self) -> None:
+        prompt = prompt_of(9, 3)
+        truth = hf_greedy(tiny_model("llama"), prompt, 8)
+        config = ClientConfig(model=str(self.folder), peers=self.peers)
+        async with SwarmClient(config=config, tokenizer=NumberTokenizer()) as client:  # type: ignore[arg-type]
+            while True:
+                answer = await client.generate(prompt, max_new_tokens=8)
+                assert list(answer.token_ids) == truth
+                self.answers += 1
+                await asyncio.sleep(0.2)
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(GROW_S):
+            while True:
+                if self.serving == count:
+                    return
+                await asyncio.sleep(0.1)
+
+
+def test_three_then_five_then_two(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = private_home(tmp_path_factory.mktemp("home"))
+    folder = tmp_path / "tiny"
+    tiny_model("llama").save_pretrained(folder)
+    with ExitStack() as stack:
+        nodes: list[Started] = []
+
+        def join() -> None:
+            arguments = ["join", "--model", str(folder), "--dtype", "fp32", "--threads", "1", "--share", "2", "--json"]
+            if nodes:
+                arguments += ["--peer", nodes[0].events[-1]["addresses"][0]]
+            nodes.append(stack.enter_context(started(home, *arguments, "--name", f"n{len(nodes)}")))
+
+        join()
+        nodes[0].read_until("started")
+        join()
+        join()
+        for node in nodes:
+            node.read_until("serving")
+
+        async def scenario() -> None:
+            watch = Watch(folder)
+            watch.peers = tuple(node.events[-1]["addresses"][0] for node in nodes)
+            async with AsyncExitStack() as open_things:
+                carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=watch.peers))
+                open_things.push_async_callback(carrier.close)
+                directory = await DhtDirectory.start(carrier, watch.peers, client=True)
+                open_things.push_async_callback(directory.close)
+                looking, asking = asyncio.create_task(watch.look(directory)), asyncio.create_task(watch.ask())
+                try:
+                    await watch.until(3)
+                    join()
+                    join()
+                    await watch.until(5)
+                    before = watch.answers
+                    leaving = [asyncio.to_thread(tell, home, "leave", "--node", f"n{i}") for i in (1, 2, 3)]
+                    assert [code for code, _, _ in await asyncio.gather(*leaving)] == [0, 0, 0]
+                    await watch.until(2)
+                    await asyncio.sleep(2)
+                finally:
+                    for task in (looking, asking):
+                        task.cancel()
+                        await asyncio.wait([task])
+                assert all(task.cancelled() for task in (looking, asking)), (looking, asking)
+            assert watch.gaps == []
+            assert watch.answers > before
+
+        asyncio.run(scenario())
