@@ -26,7 +26,14 @@ from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span import Span
 from swarm_kernels.span_loading import load_span
 
-_DTYPE = torch.bfloat16
+_STORED = torch.bfloat16  # the target's head, from which rows are taken
+
+
+def _dtype(config: ModelConfig, device: torch.device | str) -> torch.dtype:
+    """8 bits where there are kernels for them: a draft reads all of its weights for every level of a tree."""
+    return torch.int8 if config.lean and torch.device(device).type == "cpu" else torch.bfloat16
+
+
 
 
 class LocalModel:
@@ -34,7 +41,8 @@ class LocalModel:
 
     def __init__(self, source: ModelSource, device: torch.device | str = "cpu") -> None:
         """Raises as `load_span`."""
-        self._span = _SharedSpan(load_span(source, LayerSpan(0, source.config.num_layers), _DTYPE, device))
+        dtype = _dtype(source.config, device)
+        self._span = _SharedSpan(load_span(source, LayerSpan(0, source.config.num_layers), dtype, device))
         self.context_length = source.config.context_length
 
     def new_cache(self, max_tokens: int) -> KVCache:
@@ -76,11 +84,11 @@ class TrainedDraft:
             raise CorruptModel("the draft's final norm or vocabulary does not fit its model; train it again")
         self.context_length = config.context_length
         layers = LayerSpan(0, card.base + card.layers)
-        self._span = _SharedSpan(load_span(_DraftSource(weights, target), layers, _DTYPE))
+        self._span = _SharedSpan(load_span(_DraftSource(weights, target), layers, torch.int8))
         self._norm, self._eps = norm, config.rms_norm_eps
         name = HEAD if target.has(HEAD) and not config.tie_word_embeddings else EMBEDDING
-        self._rows = target.tensor(name).to(_DTYPE)
-        self._frequent = weights.vocabulary, ops.pack_linear(self._rows[weights.vocabulary])
+        self._rows = target.tensor(name).to(_STORED)
+        self._frequent = weights.vocabulary, ops.quantise_linear(self._rows[weights.vocabulary])
         self._known = frozenset(weights.vocabulary.tolist())
 
     def new_cache(self, max_tokens: int) -> KVCache:
@@ -123,7 +131,7 @@ class ReducedHead:
         if self._own:
             if self._own_head is None:
                 own = torch.tensor(list(self._own))
-                self._own_head = own, ops.pack_linear(self._rows[own])
+                self._own_head = own, ops.quantise_linear(self._rows[own])
             own_ids, head = self._own_head
             logits, ids = torch.cat((logits, head(states)), 1), torch.cat((ids, own_ids))
         places, logprobs = top_tokens(logits, width)
