@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from swarm.config import Limits
-from swarm.errors import ConnectionLost, NetworkError, NoRoute, ProtocolError, RemoteError
+from swarm.errors import ConnectionLost, NetworkError, NoRoute, ProtocolError, RemoteError, WrongModel
 from swarm.plan.session import (
     Action,
     ChainReady,
@@ -171,19 +171,25 @@ class Driver:
         shown: Waiting | None = None
         while True:
             try:
-                self._pending.append(await self._attempt(settled))
+                async with asyncio.timeout_at(deadline if self._session is not None else None):
+                    self._pending.append(await self._attempt(settled))
                 return
             except HopFailed as failed:
                 logger.info("node %s would not open: %s", failed.peer, failed)
                 cause = failed.cause
-            except NoRoute as error:
-                if _now() >= deadline:
+                continue
+            except TimeoutError:
+                raise ConnectionLost(f"no other chain answered within {timeout_s:.0f} s") from cause
+            except WrongModel:
+                raise
+            except (NoRoute, NetworkError) as error:
+                if _now() + ROUTE_RETRY_S >= deadline:
                     raise _explained(error, cause) from cause
-                notice = Waiting(str(error), error.missing)
-                if notice != shown:
-                    shown = notice
-                    yield notice
-                await asyncio.sleep(ROUTE_RETRY_S)
+                notice = Waiting(str(error), error.missing if isinstance(error, NoRoute) else ())
+            if notice != shown:
+                shown = notice
+                yield notice
+            await asyncio.sleep(ROUTE_RETRY_S)
 
     async def _attempt(self, settled: int) -> ChainReady | HopLost:
         """Raises NoRoute, and HopFailed when a hop of a new chain refused."""
@@ -218,8 +224,10 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _explained(error: NoRoute, cause: NetworkError | None) -> Exception:
+def _explained(error: NoRoute | NetworkError, cause: NetworkError | None) -> Exception:
     """A swarm whose nodes all refuse says why they do; one that lacks layers says which."""
     if isinstance(cause, RemoteError):
         return cause
-    return error if cause is None else NoRoute(f"{error} (the last node tried: {cause})", error.missing)
+    if cause is None or not isinstance(error, NoRoute):
+        return error
+    return NoRoute(f"{error} (the last node tried: {cause})", error.missing)
