@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from swarm.prefix import DIGEST_BYTES
 from swarm.types import Sampling
 
 MAX_ROWS = 1024  # new tree nodes in one step
@@ -21,6 +22,7 @@ MAX_SLOTS = 4096  # tree slots of one session
 MAX_TOKENS = 1 << 20  # tokens of one session
 MAX_HISTORY = 1 << 18  # token ids in one `Open`
 MAX_HOPS = 256
+MAX_PREFIX = 4096  # digests of one text's beginnings
 
 SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Peer = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -30,6 +32,9 @@ TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 Parent = Annotated[int, Meta(ge=-1, lt=MAX_SLOTS)]
 Serial = Annotated[int, Meta(ge=0, le=(1 << 53))]
+Prefix = Annotated[
+    list[Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]], Meta(max_length=MAX_PREFIX)
+]
 Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
 Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
 
@@ -64,6 +69,8 @@ class Open(Message, frozen=True, tag="open"):
 
     `onward_from`: for the replacement of a lost hop. Rows at positions before it are computed and logged, but neither
     sent on (the hops behind hold them) nor answered by a Result.
+
+    `prefix`: names of the text's beginnings (`swarm.prefix`). A hop that computed one for this client shares it.
     """
 
     session: SessionId
@@ -80,17 +87,21 @@ class Open(Message, frozen=True, tag="open"):
     history: Annotated[list[TokenId], Meta(max_length=MAX_HISTORY)] = []
     epoch: Serial = 0
     onward_from: Count = 0
+    prefix: Prefix = []
 
 
 class Opened(Message, frozen=True, tag="opened"):
     """The hop is ready, or has taken its new route. `epoch` is that of the Open or Reroute which this answers.
 
-    `relay`: it cannot reach its downstream; the client must carry that edge.
+    `relay`: it cannot reach its downstream; the client must carry that edge. `held`: how many of the first tokens it
+    has behind it already, because another session of this client began like this one. The first step may start
+    anywhere up to there.
     """
 
     session: SessionId
     relay: bool = False
     epoch: Serial = 0
+    held: Count = 0
 
 
 class Reroute(Message, frozen=True, tag="reroute"):
@@ -160,9 +171,13 @@ class Prune(Message, frozen=True, tag="prune"):
 
 
 class Close(Message, frozen=True, tag="close"):
-    """The client is done with the session; the hop frees its pages."""
+    """The client is done with the session; the hop frees its pages.
+
+    `prefix`: names of the beginnings of all that was computed; the hop may keep it for sessions that begin alike.
+    """
 
     session: SessionId
+    prefix: Prefix = []
 
 
 class Failed(Message, frozen=True, tag="failed"):

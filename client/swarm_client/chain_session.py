@@ -16,11 +16,24 @@ from typing import Any, TypeVar
 from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, NodeBusy, ProtocolError, RemoteError, WrongModel
-from swarm.messages import AnyMessage, Close, Failed, Open, Opened, Prune, Reroute, Result, Step, WireSampling
+from swarm.messages import (
+    MAX_PREFIX,
+    AnyMessage,
+    Close,
+    Failed,
+    Open,
+    Opened,
+    Prune,
+    Reroute,
+    Result,
+    Step,
+    WireSampling,
+)
 from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
 from swarm.plan.repair import Repair
 from swarm.plan.session import SendStep
+from swarm.prefix import digests
 from swarm.types import Chain, Hop, NodeProfile, PeerId, Sampling
 from swarm_client.inbox import Inboxes, Incoming
 
@@ -67,7 +80,9 @@ class ChainSession:
     _inboxes: Inboxes
     _limits: Limits
     _inbox: asyncio.Queue[Incoming]
+    prefix: Sequence[bytes] = ()  # what hops may share of the client's other sessions
     epoch: int = 0  # of the last repair: older answers are stale
+    held: int = 0  # tokens that all hops had behind them when the session was opened
     lost: dict[PeerId, NetworkError] = field(default_factory=dict)
     whole: Chain = field(default_factory=lambda: Chain(()))
     _connections: dict[PeerId, Link] = field(default_factory=dict)
@@ -87,13 +102,14 @@ class ChainSession:
     ) -> ChainSession:
         """Dial every hop, open the session on all of them at once and wait until all are ready. Raises HopFailed."""
         session = os.urandom(16)
-        self = cls(session, chain, spec, pool, inboxes, limits, inboxes.register(session), epoch)
+        names = digests(history[:-1])[:MAX_PREFIX]  # the last token is sent anyway: the next is drawn after it
+        self = cls(session, chain, spec, pool, inboxes, limits, inboxes.register(session), names, epoch)
         try:
-            await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
+            self.held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
         except BaseException:
             await self.close()
             raise
-        self.whole = chain
+        self.whole, self.prefix = chain, ()  # a replacement is fed everything, for the others hold it
         return self
 
     async def send(self, action: SendStep) -> None:
@@ -125,10 +141,13 @@ class ChainSession:
             with contextlib.suppress(NetworkError):
                 await connection.send(Prune(self.id, epoch))
 
-    async def close(self) -> None:
-        """Tell every hop, best effort: a hop that cannot be told notices when the connection goes."""
+    async def close(self, tokens: Sequence[int] = ()) -> None:
+        """Tell every hop, best effort: a hop that cannot be told notices when the connection goes.
+
+        `tokens`: all that were known, for hops that keep them for the next session that begins so.
+        """
         self._inboxes.forget(self.id)
-        await self._dismiss(list(self._connections))
+        await self._dismiss(list(self._connections), digests(tokens))
 
     # Repair ----------------------------------------------------------------------------------------------------------
 
@@ -192,15 +211,18 @@ class ChainSession:
 
     async def _open_hops(
         self, hops: Mapping[Hop, int], nodes: Mapping[PeerId, NodeProfile], history: Sequence[int]
-    ) -> None:
-        """Open the session on `hops` (of the chain; with their `onward_from`) and wait until all are ready."""
+    ) -> int:
+        """Open the session on `hops` (of the chain; with their `onward_from`) and wait until all are ready.
+
+        -> how many tokens all of them have behind them.
+        """
         waiting = {hop.peer for hop in hops}
         try:
             async with asyncio.timeout(self._limits.open_timeout_s):
                 async with asyncio.TaskGroup() as group:
                     for hop, onward_from in hops.items():
                         group.create_task(self._open_hop(hop, onward_from, nodes, history))
-                await self._all_open(waiting)
+                return await self._all_open(waiting)
         except TimeoutError:
             late = next(hop.peer for hop in hops if hop.peer in waiting)
             raise self._lose(late, ConnectionLost(f"node {late} did not open the session in time")) from None
@@ -230,6 +252,7 @@ class ChainSession:
             history=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
             epoch=self.epoch,
             onward_from=onward_from,
+            prefix=list(self.prefix),
         )
         try:
             self._connections[hop.peer] = await self._pool.get(hop.peer, nodes[hop.peer].addresses)
@@ -242,14 +265,17 @@ class ChainSession:
         peers = ("", *self.chain.peers, "")
         return peers[index], peers[index + 2]
 
-    async def _all_open(self, waiting: set[PeerId]) -> None:
-        """Wait until all of `waiting` have answered an Open or Reroute of this epoch."""
+    async def _all_open(self, waiting: set[PeerId]) -> int:
+        """Wait until all of `waiting` have answered an Open or Reroute of this epoch. -> tokens that all hold."""
+        held: list[int] = []
         while waiting:
             incoming = await self._patiently(self._next(), self._limits.silence_s, frozenset(waiting))
             opened = incoming.message
             if isinstance(opened, Opened) and opened.epoch == self.epoch:
                 waiting.discard(incoming.peer)
+                held.append(opened.held)
                 (self._relayed.add if opened.relay else self._relayed.discard)(incoming.peer)
+        return min(held, default=0)
 
     # Frames ----------------------------------------------------------------------------------------------------------
 
@@ -297,12 +323,12 @@ class ChainSession:
         except NetworkError as error:
             raise self._lose(peer, error) from error
 
-    async def _dismiss(self, peers: Collection[PeerId]) -> None:
+    async def _dismiss(self, peers: Collection[PeerId], keep: Sequence[bytes] = ()) -> None:
         """These have nothing to do with this session any more."""
         leaving = [self._connections.pop(peer) for peer in peers]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):  # one that does not read must not hold us up
-                await asyncio.gather(*(_tell_closed(link, self.id) for link in leaving))
+                await asyncio.gather(*(_tell_closed(link, self.id, keep) for link in leaving))
 
     # Who is alive ----------------------------------------------------------------------------------------------------
 
@@ -346,9 +372,9 @@ class ChainSession:
         return True
 
 
-async def _tell_closed(link: Link, session: bytes) -> None:
+async def _tell_closed(link: Link, session: bytes, keep: Sequence[bytes]) -> None:
     with contextlib.suppress(NetworkError):
-        await link.send(Close(session))
+        await link.send(Close(session, list(keep[:MAX_PREFIX])))
 
 
 def _remote_error(peer: PeerId, failed: Failed) -> NetworkError:

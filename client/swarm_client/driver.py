@@ -56,6 +56,7 @@ class Driver:
     limits: Limits
     speculator: Speculator | None = None
     chain: Chain | None = None
+    held: int = 0  # tokens that the hops had behind them when the last session was opened
     repairs: list[str] = field(default_factory=list)
     _session: ChainSession | None = None
     _watch: RoundWatch = field(default_factory=lambda: RoundWatch(Chain(())))
@@ -205,7 +206,8 @@ class Driver:
         session = await self.chains.open(self.generation)
         if broken is not None:
             await broken.close()
-        return self._ready(session, 0)
+        self.held = session.held
+        return self._ready(session, session.held)
 
     def _ready(self, session: ChainSession, held: int) -> ChainReady:
         self._session, self.chain = session, session.chain
@@ -217,7 +219,7 @@ class Driver:
     async def _close(self) -> None:
         if self._session is not None:
             session, self._session = self._session, None
-            await session.close()
+            await session.close(self.generation.known)
 
 
 def _now() -> float:

@@ -89,25 +89,40 @@ class KVCache:
         self._check_promise(pages_of(max_tokens))
         self._sessions[session] = SessionPages(max_tokens)
 
-    def fork(self, parent: SessionKey, child: SessionKey, max_tokens: int) -> None:
-        """Start `child` with the committed tokens of `parent`; the pages are shared until one of them writes.
+    def fork(self, parent: SessionKey, child: SessionKey, max_tokens: int, length: int | None = None) -> None:
+        """Start `child` with committed tokens of `parent`; the pages are shared until one of them writes.
 
-        `max_tokens` counts the shared tokens. The parent's tree is not inherited. Raises OutOfMemory, InvalidRequest.
+        `length`: how many of them, all by default. `max_tokens` counts them too. The parent's tree is not inherited.
+        Raises OutOfMemory, InvalidRequest.
         """
         source = self._get(parent)
         self._check_new(child, max_tokens)
-        if max_tokens < source.length:
-            raise InvalidRequest(f"a fork of {source.length} tokens cannot reserve only {max_tokens}")
-        partial = source.length % PAGE != 0
-        own = pages_of(max_tokens) - (source.count - partial)
-        holds = source.count - partial + len(source.tree_pages)  # the parent, once its last page is shared
-        self._check_promise(own + max(0, source.guarantee - holds) - source.debt(self.pool))
+        length = source.length if length is None else length
+        if not 0 <= length <= min(source.length, max_tokens):
+            raise InvalidRequest(f"{length} of {source.length} tokens cannot be shared by a session of {max_tokens}")
+        count, partial = pages_of(length), length % PAGE != 0
+        own = pages_of(max_tokens) - (count - partial)
+        last = partial and count == source.count  # the parent's last page is shared, and it may want to go on in it
+        holds = source.count - last + len(source.tree_pages)
+        self._check_promise(own + max(0, source.guarantee - holds) - source.debt(self.pool) if last else own)
         forked = SessionPages(max_tokens)
-        forked.table = source.table.copy()
-        forked.length, forked.count = source.length, source.count
-        for page in source.table[: source.count].tolist():
+        forked.table = source.table[:count].copy()
+        forked.length, forked.count = length, count
+        for page in source.table[:count].tolist():
             self.pool.share(page)
         self._sessions[child] = forked
+
+    def seal(self, session: SessionKey, length: int) -> None:
+        """Keep the first `length` committed tokens for others to share; nothing more will be written.
+
+        What was promised to the session is free again. Raises InvalidRequest.
+        """
+        pages = self._get(session)
+        if not 0 < length <= pages.length:
+            raise InvalidRequest(f"{length} of {pages.length} committed tokens cannot be kept")
+        self.drop_tree(session)
+        pages.truncate(length, self.pool)
+        pages.max_tokens = length
 
     def close(self, session: SessionKey) -> None:
         """Give back all pages. Closing what is not open does nothing."""

@@ -22,7 +22,7 @@ from swarm_node.sessions import Rows, Session
 
 
 class SpanEngine:
-    """See `homes.ServedEngine`. `admit`, `release`, `prune`, `rollback` and `prepare` belong to the event loop."""
+    """See `homes.ServedEngine`. All but what `prepare` returns belongs to the event loop."""
 
     def __init__(self, span: Span, cache: KVCache) -> None:
         self._span = span
@@ -47,6 +47,15 @@ class SpanEngine:
         if not 1 <= max_tokens <= context:
             raise ContextOverflow(f"{max_tokens} tokens are asked for and the model's context holds {context}")
         self.cache.open(_key(key), max_tokens)
+
+    def fork(self, parent: int, key: int, max_tokens: int, length: int) -> None:
+        context = self._span.config.context_length
+        if not length <= max_tokens <= context:
+            raise ContextOverflow(f"{max_tokens} tokens are asked for and the model's context holds {context}")
+        self.cache.fork(_key(parent), _key(key), max_tokens, length)
+
+    def seal(self, key: int, length: int) -> None:
+        self.cache.seal(_key(key), length)
 
     def release(self, key: int) -> None:
         self.cache.close(_key(key))

@@ -59,7 +59,8 @@ class Flow:
     async def run(self, session: Session, home: Home) -> None:
         """Until the session is over, or its task cancelled. Raises SwarmError, TimeoutError when nothing comes."""
         await self._connect(session)
-        await session.client.send(Opened(session.id, session.next_hop is session.client, session.epoch))
+        relay = session.next_hop is session.client
+        await session.client.send(Opened(session.id, relay, session.epoch, session.committed))
         while True:
             async with asyncio.timeout(self.limits.session_idle_s):
                 item = await session.next()
@@ -94,8 +95,10 @@ class Flow:
         step = session.admit(arrival.step)
         if step.base < held:
             home.engine.rollback(session.key, step.base)
+            home.computed(session.key, step.base)
             self.logs.rollback(session.key, step.base)
         outcome = await home.executor.run(session, Arrival(step, arrival.body))
+        home.computed(session.key, session.committed)
         self.counters.steps += 1
         if not session.tail:
             self.logs.append(session.key, step, outcome.output.body)

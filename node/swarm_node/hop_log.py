@@ -41,6 +41,16 @@ class HopLogs:
     def open(self, key: int) -> None:
         self._logs[key] = _Log()
 
+    def fork(self, parent: int, key: int, length: int) -> None:
+        """Start `key` with the rows of the first `length` tokens of `parent`; without them if the parent's are gone."""
+        source = self._logs.get(parent)
+        if source is None or len(source.rows) < length:
+            return
+        rows = source.rows[:length]
+        self._logs[key] = _Log(rows, size=sum(map(len, rows)))
+        self._size += self._logs[key].size
+        self._drop_longest()
+
     def close(self, key: int) -> None:
         """Idempotent."""
         log = self._logs.pop(key, None)
@@ -65,8 +75,7 @@ class HopLogs:
             log.size -= len(log.tree.pop(slot, b""))
             log.tree[slot] = row
         self._size += log.size - before
-        while self._size > self._cap:
-            self.close(max(self._logs, key=lambda k: self._logs[k].size))
+        self._drop_longest()
 
     def rollback(self, key: int, length: int) -> None:
         """Forget the rows of the committed tokens from `length` on, and those of the tree."""
@@ -87,6 +96,10 @@ class HopLogs:
         if log is None or len(log.rows) < count:
             raise LogLost("the outputs of this session were dropped for want of memory")
         return _chunks(log.rows[:count])
+
+    def _drop_longest(self) -> None:
+        while self._size > self._cap:
+            self.close(max(self._logs, key=lambda k: self._logs[k].size))
 
     @staticmethod
     def _forget_tree(log: _Log) -> None:

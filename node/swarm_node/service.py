@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -55,7 +55,8 @@ class Service:
 
     def __init__(self, served: Served, pool: Pool, limits: Limits, on_load: Callable[[], None] = lambda: None) -> None:
         self.counters = Counters()
-        self.homes = Homes()
+        self._logs = HopLogs(limits.log_bytes)
+        self.homes = Homes(on_gone=self._logs.close)
         self._served = served
         self._limits = limits
         self._on_load = on_load
@@ -68,7 +69,6 @@ class Service:
         self._empty.set()
         self._scope = TaskScope("service")
         self._answers = Answers(self._scope, self._quotas, limits.dial_timeout_s)
-        self._logs = HopLogs(limits.log_bytes)
         self._flow = Flow(pool, limits, self._logs, self.counters, self._answers.tell)
 
     async def __aenter__(self) -> Service:
@@ -148,7 +148,7 @@ class Service:
                 case Close():
                     session = self._owned(connection, message.session)
                     if session is not None:
-                        self._drop(session)
+                        self._drop(session, message.prefix)
                 case Failed():
                     self._on_failed(connection, message)
                 case _:
@@ -158,6 +158,8 @@ class Service:
 
     async def on_lost(self, connection: Link, error: NetworkError) -> None:
         """The pool's callback: a client's sessions end with its connection; those whose next hop is gone wait."""
+        for home in self.homes:
+            home.forget_client(connection.peer)
         for session in list(self._sessions.values()):
             if session.client is connection:
                 self._drop(session)
@@ -261,11 +263,13 @@ class Service:
         self._quotas.take_session(connection.peer)
         session = Session.of(message, connection, next(self._keys), home.engine.rows)
         try:
-            home.admit(session.key, session.max_tokens, self._quotas.retry_after_s)
+            parent = home.admit(session, message.prefix, self._quotas.retry_after_s)
         except SwarmError:
             self._quotas.give_session(connection.peer)
             raise
-        if not session.tail:
+        if not session.tail and session.committed:
+            self._logs.fork(parent, session.key, session.committed)
+        elif not session.tail:
             self._logs.open(session.key)
         self._sessions[session.id] = session
         self._empty.clear()
@@ -293,17 +297,19 @@ class Service:
         logger.info("session %s ends: %s", session.id.hex(), error)
         self._answers.tell(session.client, _failed(session.id, error, session.epoch))
 
-    def _drop(self, session: Session) -> None:
-        """Free what a session holds. Idempotent; its task ends at its next wait unless it is the one calling."""
+    def _drop(self, session: Session, prefix: Sequence[bytes] = ()) -> None:
+        """Free what a session holds, but for what may be kept of `prefix`.
+
+        Idempotent; its task ends at its next wait unless it is the one calling.
+        """
         if session.closed:
             return
         session.closed = True
         del self._sessions[session.id]
         self._quotas.give_session(session.client.peer)
-        self._logs.close(session.key)
         home = self.homes.of(session.key)
         if home is not None:
-            home.release(session.key)
+            home.release(session.key, prefix)
         task = self._tasks.pop(session.key, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()

@@ -97,6 +97,12 @@ class Session:
             ran_epoch=message.epoch,
         )
 
+    def start_from(self, held: int) -> None:
+        """Begin with `held` tokens that another session has computed; the first step may take some of them back."""
+        self.committed = held
+        if held:
+            self.ran_epoch = self.epoch - 1
+
     @property
     def first(self) -> bool:
         """Whether rows arrive as token ids."""

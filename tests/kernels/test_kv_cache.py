@@ -80,7 +80,7 @@ def test_a_fork_is_refused_when_its_share_cannot_be_promised() -> None:
     line(cache, b"a", PAGE + 1)
     with pytest.raises(OutOfMemory):
         cache.fork(b"a", b"b", 4 * PAGE)
-    with pytest.raises(InvalidRequest, match="cannot reserve only"):
+    with pytest.raises(InvalidRequest, match="cannot be shared"):
         cache.fork(b"a", b"b", PAGE)
     cache.fork(b"a", b"b", 2 * PAGE)
     cache.check_integrity()

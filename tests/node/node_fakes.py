@@ -50,6 +50,13 @@ class ToyEngine:
             raise OutOfMemory(f"{max_tokens} tokens do not fit")
         self.pages[key] = max_tokens
 
+    def fork(self, parent: int, key: int, max_tokens: int, length: int) -> None:
+        assert parent in self.pages
+        self.admit(key, max_tokens)
+
+    def seal(self, key: int, length: int) -> None:
+        self.pages[key] = length
+
     def release(self, key: int) -> None:
         self.pages.pop(key, None)
 

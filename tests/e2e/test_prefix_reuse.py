@@ -1,0 +1,97 @@
+"""What was computed once is not computed again, and changes no token: turns of a chat, equal beginnings, forks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from memory_swarm import cut, memory_swarm
+from tiny_models import ModelTensors, hf_greedy, tiny_model
+from virtual_clock import virtual_time
+
+from swarm.net.memory import Link
+from swarm.prefix import BLOCK
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, 131) for _ in range(length)]
+
+
+@pytest.mark.parametrize("hops", [(), (3,), (1, 2, 3, 5)])
+@virtual_time
+async def test_the_next_turn_begins_where_the_last_one_ended(hops: tuple[int, ...]) -> None:
+    made = tiny_model("llama")
+    source = ModelTensors(made)
+    first = prompt(1, 2 * BLOCK + 5)
+    async with memory_swarm(source, cut(6, *hops)) as swarm, swarm.client(prefill_chunk=16) as client:
+        one = await client.generate(first, max_new_tokens=30)
+        assert one.held_tokens == 0
+        assert list(one.token_ids) == hf_greedy(made, first, 30)
+        second = [*first, *one.token_ids, *prompt(2, 9)]
+        two = await client.generate(second, max_new_tokens=10)
+        assert two.held_tokens == (len(first) + len(one.token_ids) - 1) // BLOCK * BLOCK
+        assert list(two.token_ids) == hf_greedy(made, second, 10)
+        again = await client.generate(first, max_new_tokens=8)
+        assert again.held_tokens == 2 * BLOCK
+        assert again.token_ids == one.token_ids[:8]
+        async with swarm.client(1) as stranger:
+            other = await stranger.generate(first, max_new_tokens=8)
+        assert other.held_tokens == 0
+        assert other.token_ids == one.token_ids[:8]
+        for engine in swarm.engines.values():
+            engine.cache.check_integrity()
+
+
+@virtual_time
+async def test_sessions_side_by_side_share_the_beginning_of_one_that_runs() -> None:
+    made = tiny_model("llama")
+    source = ModelTensors(made)
+    start = prompt(3, 3 * BLOCK)
+    asks = [[*start, *prompt(10 + i, 7)] for i in range(4)]
+    async with memory_swarm(source, cut(6, 2, 4), Link(delay_s=0.01)) as swarm, swarm.client() as client:
+        running = client.stream(start, max_new_tokens=40)
+        await anext(aiter(running))
+        answers = await asyncio.gather(*(client.generate(ask, max_new_tokens=12) for ask in asks))
+        await running.cancel()
+        for engine in swarm.engines.values():
+            engine.cache.check_integrity()
+    # The last token before a fork must be computed for each, so the running session's last block may not count.
+    assert all(answer.held_tokens >= 2 * BLOCK for answer in answers)
+    for ask, answer in zip(asks, answers, strict=True):
+        assert list(answer.token_ids) == hf_greedy(made, ask, 12)
+
+
+@virtual_time
+async def test_kept_sessions_give_way_to_new_ones() -> None:
+    source = ModelTensors(tiny_model("llama"))
+    async with memory_swarm(source, cut(6)) as swarm, swarm.client() as client:
+        (engine,) = swarm.engines.values()
+        capacity = engine.cache.capacity_tokens
+        for seed in range(12):
+            await client.generate(prompt(seed, 4 * BLOCK), max_new_tokens=8)
+        answer = await client.generate(prompt(99, 40), max_new_tokens=capacity // 2, strategy="sequential", stop=())
+        assert len(answer.token_ids) > 0
+        engine.cache.check_integrity()
+
+
+@virtual_time
+async def test_a_hop_that_dies_after_a_shared_beginning_costs_no_token() -> None:
+    made = tiny_model("llama")
+    source = ModelTensors(made)
+    first = prompt(1, 3 * BLOCK)
+    async with memory_swarm(source, cut(6, 2, 4) * 2, Link(delay_s=0.005)) as swarm, swarm.client() as client:
+        await client.generate(first, max_new_tokens=4)
+        ask = [*first, *prompt(5, 11)]
+        stream = client.stream(ask, max_new_tokens=20)
+        seen: list[int] = []
+        killed = False
+        async for piece in stream:
+            seen += piece.token_ids
+            if len(seen) >= 6 and not killed:
+                killed = True
+                assert stream.chain is not None
+                swarm.kill(stream.chain.peers[1])
+        assert len(stream.answer.repairs) == 1
+    assert seen == hf_greedy(made, ask, 20)
