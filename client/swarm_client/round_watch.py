@@ -45,7 +45,7 @@ class RoundWatch:
 
     def patience_s(self, least_s: float) -> float:
         """How long the next result may take before one asks what is wrong."""
-        rows = sum(rows for _, rows in self._sent.values())
+        rows = sum(rows - 1 for _, rows in self._sent.values())  # beyond those of plain decoding
         usual_ms = median(self.round_ms) if self.round_ms else self.chain.cost_ms
         return max(least_s, PATIENCE * (usual_ms + rows * (self._row_ms or self.chain.cost_ms)) / 1e3)
 

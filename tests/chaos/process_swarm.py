@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -29,12 +30,18 @@ from swarm.types import LayerSpan, PeerId
 
 START_TIMEOUT_S = 240.0
 START_ATTEMPTS = 3
+PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    """In the child: a run that is cut off leaves no nodes behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(eq=False)
@@ -71,7 +78,7 @@ class NodeProcess:
         environment = {**os.environ, "SWARM_HOME": str(self.home), "SWARM_LISTEN": f"/ip4/127.0.0.1/tcp/{self.port}"}
         with (self.home / f"node{self.number}.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *command, stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True
+                *command, stdout=subprocess.PIPE, stderr=log, env=environment, preexec_fn=_die_with_parent
             )
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
