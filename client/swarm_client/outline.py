@@ -17,7 +17,7 @@ from swarm_client.outline_templates import BUILT_IN, Template
 from swarm_client.request import ChatMessage, Options
 
 SPARE_SESSIONS = 2  # of those that a node allows one client: for the outline, and an ordinary answer beside it
-TITLE_TOKENS = 64  # for a point's title in its question and its heading
+TITLES_TOKENS = 64  # for a point's own title, in its question and its heading; the outline has those of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,10 @@ class Outliner:
         if routing.template is None:
             return routing
         template = routing.template
-        point = template.point_prompt(template.outline_prompt(messages, routing.points), "", 1, "")
-        length = len(self.tokenizer.apply_chat_template(point)) + TITLE_TOKENS
-        if length + template.outline_tokens + template.point_tokens > self.context_length:
+        outline = self.tokenizer.apply_chat_template(template.outline_prompt(messages, routing.points))
+        point = self.tokenizer.apply_chat_template(template.point_prompt(messages, [""], 1))
+        needed = len(outline), len(point) + template.point_tokens + TITLES_TOKENS
+        if max(needed) + template.outline_tokens > self.context_length:
             return Routing(None, "the conversation leaves no room for an outline in the model's context")
         return routing
 

@@ -15,28 +15,19 @@ MAX_TITLE_LENGTH = 96
 _NUMBERED = re.compile(r"(?P<indent>[ \t]{0,32})[#>*_ ]{0,8}\(?\d{1,3}[.):][*_]{0,3}(?=[ \t*_])(?P<rest>.*)")
 _BULLETED = re.compile(r"(?P<indent>[ \t]{0,32})[#>]{0,4}[ ]?[-*+\u2022\u2013\u2014](?=[ \t])(?P<rest>.*)")
 _END_OF_TITLE = re.compile(r"[:：]|\s[-\u2013\u2014]\s|\u2014")
-_SPECIAL = re.compile(r"<\|[^<>|]{0,64}\|>")
-_MARKUP = re.compile(rf"[*_`#]+|{_SPECIAL.pattern}")
+_MARKUP = re.compile(r"[*_`#]+|<\|[^<>|]{0,64}\|>")
 _UNSHOWN = re.compile(r"[\x00-\x1f\x7f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """A point of an outline. `end`: the text up to there has the point's whole line, without its line break."""
-
-    title: str
-    end: int
 
 
 @dataclass(slots=True)
 class OutlineParser:
-    """`push` text as it comes and `finish` at the end; both return the headings that are complete now.
+    """`push` text as it comes and `finish` at the end; `titles` has those whose lines are complete.
 
     Only lines like the first one count: under numbers, bullets are details, and so is whatever stands further in.
     """
 
     max_points: int
-    headings: list[Heading] = field(default_factory=list)
+    titles: list[str] = field(default_factory=list)
     text: str = ""
     _read: int = 0  # where the first line begins that is not complete
     _numbered: bool | None = None
@@ -45,43 +36,34 @@ class OutlineParser:
 
     @property
     def full(self) -> bool:
-        return len(self.headings) >= self.max_points
+        return len(self.titles) >= self.max_points
 
-    def push(self, text: str) -> list[Heading]:
+    def push(self, text: str) -> None:
         self.text += text
-        found: list[Heading] = []
         while (end := self.text.find("\n", self._read)) >= 0:
-            found += self._line(end)
+            self._line(self.text[self._read : end])
             self._read = end + 1
-        return found
 
-    def finish(self, cut: bool) -> list[Heading]:
+    def finish(self, cut: bool) -> None:
         """`cut`: the text broke off, so that a line without a line break may lack its end, and does not count."""
-        return [] if cut else self._line(len(self.text))
+        if not cut:
+            self._line(self.text[self._read :])
 
-    def text_to(self, heading: Heading) -> str:
-        """The outline up to a heading, for the next prompt: without text that is taken for a special token there."""
-        return _SPECIAL.sub("", self.text[: heading.end]).strip()
-
-    def _line(self, end: int) -> list[Heading]:
-        line = self.text[self._read : end]
+    def _line(self, line: str) -> None:
         match, numbered = _NUMBERED.match(line), True
         if match is None:
             match, numbered = _BULLETED.match(line), False
         if match is None or self.full:
-            return []
+            return
         title = clean_title(match["rest"])
         indent = len(match["indent"].expandtabs(4))
         if not title or (self._numbered is not None and (numbered is not self._numbered or indent > self._indent + 1)):
-            return []
+            return
         self._numbered, self._indent = numbered, indent if self._numbered is None else self._indent
         key = "".join(c for c in title.casefold() if c.isalnum())
-        if key in self._seen:
-            return []
-        self._seen.add(key)
-        heading = Heading(title, end)
-        self.headings.append(heading)
-        return [heading]
+        if key not in self._seen:
+            self._seen.add(key)
+            self.titles.append(title)
 
 
 def clean_title(text: str) -> str:

@@ -78,6 +78,7 @@ class Point:
     began: float = field(init=False)
     first: float | None = None
     ended: float = 0.0
+    _lead: str = ""  # blanks before any text
     _text: list[str] = field(default_factory=list)
     _attempts: int = 0
 
@@ -140,8 +141,7 @@ class Point:
         if piece.token_ids and self.first is None:
             self.first = self.clock()
         self.tokens += piece.token_ids
-        text = "".join(self.stops.push(self.decoder.push(t)) for t in piece.token_ids if t not in self.eos_ids)
-        self._text.append(text)
+        text = "".join(self._show(self.decoder.push(t)) for t in piece.token_ids if t not in self.eos_ids)
         if piece.token_ids or piece.waiting:
             self.pieces.put_nowait(Piece(text, piece.token_ids, piece.trace, piece.waiting))
 
@@ -149,11 +149,23 @@ class Point:
         """Whether an attempt failed when there was nothing left to write."""
         return len(self.tokens) >= self.max_new_tokens or bool(self.tokens and self.tokens[-1] in self.eos_ids)
 
+    def _show(self, text: str) -> str:
+        """What can be shown now. Whatever blanks come first, one separates the text from its heading."""
+        if not self._text:
+            self._lead += text
+            if not self._lead.strip():
+                return ""
+            text = " " * (self._lead[0].isspace()) + self._lead.lstrip()
+        shown = self.stops.push(text)
+        self._text.append(shown)
+        return shown
+
     def _finish(self) -> None:
-        rest = self.stops.push(self.decoder.finish()) + self.stops.flush()
-        if rest:
-            self._text.append(rest)
-            self.pieces.put_nowait(Piece(rest, (), ()))
+        shown = self._show(self.decoder.finish())
+        held = self.stops.flush()
+        self._text.append(held)
+        if shown + held:
+            self.pieces.put_nowait(Piece(shown + held, (), ()))
         if self.stops.hit is not None:
             self.reason = FinishReason.STOP
         elif self.tokens and self.tokens[-1] in self.eos_ids:

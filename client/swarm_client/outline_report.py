@@ -12,8 +12,8 @@ from swarm.plan.session import FinishReason
 class PointReport:
     """One part of an answer. Times in seconds after the request.
 
-    `prompt_tokens`: of its prompt. `begins_alike`: how many of them are also the beginning of the outline's prompt and
-    text, so that a hop which shares pages need not compute them again; `held`: how many no hop did compute again.
+    `prompt_tokens`: of its prompt. `begins_alike`: with how many of them an earlier prompt of this answer begins
+    too, so that hops which share pages need not compute them again; `held`: how many no hop did compute again.
     `attempts`: 1 unless it was redone. `error`: why there is no more of it, "" if it is complete.
     """
 

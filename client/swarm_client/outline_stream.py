@@ -14,12 +14,13 @@ from itertools import takewhile
 from types import TracebackType
 from typing import Protocol
 
+from swarm.errors import NetworkError, NoRoute
 from swarm.net.tasks import TaskScope
 from swarm.plan.session import FinishReason
 from swarm.types import Chain
 from swarm_client.answer import Answer, AnswerStream, Piece
 from swarm_client.generation import TextDecoder
-from swarm_client.outline_parser import Heading, OutlineParser
+from swarm_client.outline_parser import OutlineParser
 from swarm_client.outline_point import Point, Turns
 from swarm_client.outline_report import OutlineReport
 from swarm_client.outline_router import Routing
@@ -72,6 +73,7 @@ class OutlineStream:
         self._outline: AnswerStream | None = None
         self._outline_tokens: list[int] = []
         self._outline_ended = 0.0
+        self._error: NoRoute | NetworkError | None = None  # of the outline
         self._points: list[Point] = []
         self._found: asyncio.Queue[Point | Piece | None] = asyncio.Queue()  # None: no more points
         self._ordinary: AnswerStream | None = None
@@ -165,9 +167,9 @@ class OutlineStream:
                 self._reason = FinishReason.STOP
                 return
         await writing
-        for point in self._points:
-            if point.error is not None:
-                raise point.error
+        for error in (self._error, *(point.error for point in self._points)):
+            if error is not None:
+                raise error
         if self._points:
             self._reason = self._ended_by()
             rest = self._stops.flush()
@@ -223,34 +225,34 @@ class OutlineStream:
             parser.finish(cut=outline.answer.finish_reason is not FinishReason.EOS)
             self._begin_points(template)
             if not self._points:
-                self._reason_why = f"no outline: {_count(len(parser.headings))} came of asking for one"
+                self._reason_why = f"asking for an outline brought {_count(len(parser.titles))}"
+        except (NoRoute, NetworkError) as error:
+            self._error = error
         finally:
             self._outline_ended = self._clock() - self._started
             self._found.put_nowait(None)
 
     def _begin_points(self, template: Template) -> None:
-        headings = self._parser.headings
-        if len(headings) < MIN_POINTS:
+        titles = self._parser.titles
+        if len(titles) < MIN_POINTS:
             return  # not before it is certain that there is an outline
-        for heading in headings[len(self._points) :]:
-            point = self._point(template, len(self._points) + 1, heading)
+        for number in range(len(self._points) + 1, len(titles) + 1):
+            point = self._point(template, number, titles[:number] if template.eager else titles)
             self._points.append(point)
-            self._scope.start(point.run(self._ask_point, self._turns), f"point {len(self._points)}")
+            self._scope.start(point.run(self._ask_point, self._turns), f"point {number}")
             self._found.put_nowait(point)
 
-    def _point(self, template: Template, number: int, heading: Heading) -> Point:
-        last = heading if template.eager else self._parser.headings[-1]
-        asked = template.outline_prompt(self._messages, self._routing.points)
-        messages = template.point_prompt(asked, self._parser.text_to(last), number, heading.title)
-        opening = template.heading(number, heading.title)
-        prompt = self._tokenizer.apply_chat_template(messages)
-        prompt += self._tokenizer.encode(opening, add_special_tokens=False)
+    def _point(self, template: Template, number: int, titles: Sequence[str]) -> Point:
+        title = titles[number - 1]
+        heading = template.heading(number, title)
+        prompt = self._tokenizer.apply_chat_template(template.point_prompt(self._messages, titles, number))
+        prompt += self._tokenizer.encode(heading, add_special_tokens=False)
         return Point(
-            heading.title,
-            opening,
+            title,
+            heading,
             tuple(prompt),
             min(template.point_tokens, self._options.max_new_tokens // self._routing.points),
-            _alike(prompt, [*self._prompt, *self._outline_tokens]),
+            max(_alike(prompt, other) for other in (self._prompt, *(point.prompt for point in self._points))),
             self._tokenizer.stream(),
             self._tokenizer.eos_token_ids,
             StopStrings(template.stop),

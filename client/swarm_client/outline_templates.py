@@ -2,9 +2,9 @@
 
 Owns the built-in templates and the file of a user's own. Which one a request gets is `outline_router`'s.
 
-The outline prompt and all point prompts of an answer begin alike (the guide, the conversation, the question, the
-outline) and differ in their last line, so that hops which share the pages of equal prefixes compute them once
-(Jupiter §V-B). The guide, an example of an outline, is the same for all requests of its kind.
+All prompts of an answer begin with the conversation so far; those of its points go on with the question and the outline
+and differ in their last lines, so that hops which share the pages of equal prefixes compute them once (Jupiter §V-B).
+A point is asked for in a message of its own: with the making of the outline in view, small models write another one.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ _PARTS = (
     "|features|symptoms|uses|risks|challenges|steps|parts|elements|principles|stages|components|strategies|methods"
     "|options|functions|roles|differences|signs|properties|characteristics"
 )
-_POINT = 'Now write the part "{title}" of the answer, and nothing of the other parts. Two or three sentences.'
+_POINT = (
+    "Question: {question}\n\nOutline of the answer:\n{outline}\n\nExplain point {number} in three sentences: {title}"
+)
 
 
 class Template(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, kw_only=True):
-    """How answers of one kind are outlined. `{question}`, `{count}`, `{number}` and `{title}` are filled in.
+    """How answers of one kind are outlined. `{question}`, `{count}` (in `outline`), `{outline}`, `{number}`
+    and `{title}` (in `point`) are filled in.
 
     `when`: regular expressions, case ignored; a request that contains one of them is of this kind. `fits`: the reason
-    shown to people. `example`: a question and its outline, shown to the model first; both empty for none. `begin`: how
-    the outline begins, `opening`: how each part does, in the model's mouth; the opening is shown as the part's heading.
-    `points`: most of them; `eager`: a part may begin before the outline is complete, and then sees the outline only up
-    to its own line. `stop` ends a part. `*_tokens` bound the lengths.
+    shown to people. `example`: a question and its outline, shown to the model before; both empty for none. `begin`: how
+    the outline begins, `opening`: how each point does, in the model's mouth; the latter is shown as its heading.
+    `points`: most of them; `eager`: a point may begin before the outline is complete, and then sees the outline only up
+    to its own line. `stop` ends a point. `*_tokens` bound the lengths.
     """
 
     name: str
@@ -50,12 +53,12 @@ class Template(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     point: str = _POINT
     example: tuple[str, str] = ("", "")
     begin: str = "1."
-    opening: str = "{number}. **{title}**:"
+    opening: str = "**{title}.**"
     points: int = 6
     eager: bool = True
     outline_tokens: int = 96
     point_tokens: int = 128
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ("\n\n",)
 
     def __post_init__(self) -> None:
         """Raises ValueError, as msgspec wants it."""
@@ -80,16 +83,19 @@ class Template(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
 
     def outline_prompt(self, messages: Sequence[Mapping[str, str]], points: int) -> list[dict[str, str]]:
         """The conversation that asks for the outline of an answer to `messages`, whose last one is the question."""
-        instructions = [dict(m) for m in messages if m["role"] == "system"]
-        *history, last = [dict(m) for m in messages if m["role"] != "system"]
-        return [*instructions, *self._guide(points), *history, _user(self._ask(last["content"], points))]
+        *before, question = [dict(m) for m in messages]
+        return [*before, *self._guide(points), _user(self._ask(question["content"], points))]
 
     def point_prompt(
-        self, outline_prompt: Sequence[dict[str, str]], outline: str, number: int, title: str
+        self, messages: Sequence[Mapping[str, str]], titles: Sequence[str], number: int
     ) -> list[dict[str, str]]:
-        """... and goes on to ask for one part of it, after `outline`, which the model wrote."""
-        wrote = {"role": "assistant", "content": outline}
-        return [*outline_prompt, wrote, _user(_fill(self.point, number=str(number), title=title))]
+        """... that asks for point `number` (from 1) of the outline `titles`."""
+        *before, question = [dict(m) for m in messages]
+        outline = "\n".join(f"{n}. {title}" for n, title in enumerate(titles, 1))
+        asked = _fill(
+            self.point, question=question["content"], outline=outline, number=str(number), title=titles[number - 1]
+        )
+        return [*before, _user(asked)]
 
     def heading(self, number: int, title: str) -> str:
         return _fill(self.opening, number=str(number), title=title)
