@@ -167,13 +167,7 @@ class Node:
             profile=self._portrait.now,
             publish=self._announcer.publish,
         )
-        self._upkeep = Upkeep(
-            network,
-            Keeper(carrier.peer, policy),
-            look=self._portrait.alike,
-            settled=lambda: self._standing.state is NodeState.SERVING,
-            move=self._move,
-        )
+        self._policy = policy
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises SwarmError. Leaves the directory without our record, and nothing running."""
@@ -254,9 +248,16 @@ class Node:
 
     async def _serve_hours(self) -> None:
         """Serve and keep up with the swarm until the hours are over."""
+        upkeep = Upkeep(
+            self._network,
+            Keeper(self._network.carrier.peer, self._policy),
+            look=self._portrait.alike,
+            settled=lambda: self._standing.state is NodeState.SERVING,
+            move=self._move,
+        )
         try:
             async with asyncio.TaskGroup() as group:
-                keeping = group.create_task(self._upkeep.run(), name="upkeep")
+                keeping = group.create_task(upkeep.run(), name="upkeep")
                 await self._attend()
                 keeping.cancel()
         except BaseExceptionGroup as errors:
