@@ -17,6 +17,7 @@ Trace = Sequence[tuple[float, float]]
 PATIENCE = 6.0  # times the expected round
 SLOW = 3.0  # times a hop's own earlier median
 SUSPICIOUS = 3  # so many slow steps in a row
+FEW_ROWS = 8
 EARLIER = 4  # steps of a kind before there is a median
 REST = 16  # steps after a suspicion before there is another
 
@@ -25,7 +26,7 @@ REST = 16  # steps after a suspicion before there is another
 class RoundWatch:
     """One a chain; all times in seconds by the caller's clock, but for `*_ms`.
 
-    Steps are compared with steps of their own kind: of as many rows, to a factor of two.
+    Steps are compared with steps of their own kind: few rows, which cost about the same, or as many to a factor of two.
     """
 
     chain: Chain
@@ -55,7 +56,7 @@ class RoundWatch:
         if not rows or len(trace) != len(self.chain):
             return None
         took_ms = (now - at) * 1e3
-        kind = rows.bit_length()
+        kind = max(rows, FEW_ROWS).bit_length()
         if rows > 64:
             self._row_ms = took_ms / rows
         else:
