@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from swarm.config import Limits
 from swarm.errors import NetworkError, NoRoute
 from swarm.plan.session import Generation
-from swarm.types import PeerId, Sampling
+from swarm.types import Chain, PeerId, Sampling
 from swarm_client.chain_session import ChainSession, HopFailed, SessionSpec
+from swarm_client.chunks import prompt_chunks
 from swarm_client.network import Network
 from swarm_client.view import SwarmView
 
@@ -29,6 +30,7 @@ class ChainKeeper:
     limits: Limits
     model: str
     sampling: Sampling
+    plan_chunks: bool = True  # cut prompts by the chain's costs
 
     async def open(self, generation: Generation) -> ChainSession:
         """A session on the best chain. Raises HopFailed when a hop of it refused; it is banned then."""
@@ -56,6 +58,10 @@ class ChainKeeper:
         repair, snapshot = await self.view.repair(session.whole, session.lost, session.spec.max_tokens)
         nodes = {n.peer: n for n in snapshot.nodes}
         await session.repair(repair, nodes, generation.known, settled, generation.epoch)
+
+    def chunks(self, chain: Chain, tokens: int) -> tuple[int, ...]:
+        """How to cut the next `tokens`, which no hop holds; () for the plan's own chunks."""
+        return prompt_chunks(tokens, self.view.costs(chain)) if self.plan_chunks else ()
 
     def ban_lost(self, session: ChainSession) -> None:
         session.note_losses()

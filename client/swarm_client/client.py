@@ -25,6 +25,7 @@ from swarm.plan.session import Generation, GenerationPlan
 from swarm.types import Chain, Snapshot
 from swarm_client.answer import Answer, AnswerStream
 from swarm_client.chain_keeper import ChainKeeper
+from swarm_client.chunks import MAX_CHUNK
 from swarm_client.drafting import Drafting
 from swarm_client.driver import Driver
 from swarm_client.generation import TextStream
@@ -170,7 +171,7 @@ class SwarmClient:
             eos_ids=self.tokenizer.eos_token_ids,
             context_length=source.config.context_length,
             vocab_size=source.config.vocab_size,
-            prefill_chunk=self.config.prefill_chunk,
+            prefill_chunk=self.config.prefill_chunk or MAX_CHUNK,
             tree_room=TREE_ROOM if options.guesses else 0,
         )
         sampling = options.sampling()
@@ -181,7 +182,8 @@ class SwarmClient:
             speculator = Speculator(generation, guesser, _entered(self._view).costs, options.only)
 
         network, view = _entered(self._network), _entered(self._view)
-        chains = ChainKeeper(view, network, self.config.limits, source.name, sampling)
+        planned = self.config.prefill_chunk is None
+        chains = ChainKeeper(view, network, self.config.limits, source.name, sampling, planned)
         driver = Driver(generation, chains, self.config.limits, speculator)
         return TextStream(
             driver,

@@ -214,7 +214,7 @@ class Driver:
         self._watch = RoundWatch(session.chain)
         if self.speculator is not None:
             self.speculator.chain_ready(session.chain)
-        return ChainReady(held)
+        return ChainReady(held, self.chains.chunks(session.chain, len(self.generation.known) - held))
 
     async def _close(self) -> None:
         if self._session is not None:

@@ -107,6 +107,7 @@ class Generation:
     _tree: PredictionTree = field(init=False)  # below the last known token
     _sent_to: int = field(init=False, default=0)  # known tokens the chain has committed once it ran all steps sent
     _settled_to: int = field(init=False, default=0)  # ... and those that every hop has committed already
+    _chunks: list[int] = field(init=False, default_factory=list)  # of the prefill or replay under way, next one last
     _accepted: list[int] = field(init=False, default_factory=list)  # slots of the known tokens from _settled_to on
     _named: int = field(init=False, default=0)  # how many of them steps under way name for committing
     _next_step: int = field(init=False, default=0)
@@ -160,6 +161,7 @@ class Generation:
         self.phase = Phase.RUNNING
         # The last known token must be sent even if held, for its row is what the next token is drawn from.
         self._sent_to = self._settled_to = min(event.held, len(self.known) - 1)
+        self._chunks = [chunk for chunk in reversed(event.chunks) if chunk > 0]
         return self._go_on()
 
     def _lost(self, event: HopLost) -> list[Action]:
@@ -274,7 +276,7 @@ class Generation:
     def _next(self) -> list[Action]:
         """The next step, or the question that must be answered before it; nothing while enough is in flight."""
         start = self._sent_to + len(self._accepted) - self._named
-        line = self.known[start : start + self.plan.prefill_chunk]
+        line = self.known[start : start + (self._chunks[-1] if self._chunks else self.plan.prefill_chunk)]
         if start + len(line) < len(self.known):  # a prompt or a replay: chunks follow each other
             return self._send(line, sample=False) if len(self._in_flight) < self.plan.window else []
         if not line and (not self.policy.rows or len(self._in_flight) >= self.policy.in_flight):
@@ -295,6 +297,8 @@ class Generation:
             self.tally.steps += 1
             self.tally.rows += len(nodes)
             self.tally.expected += sum(math.exp(node.score - self._tree.root.score) for node in nodes)
+        if line and self._chunks:
+            self._chunks.pop()
         step = SendStep(
             self.epoch,
             self._next_step,

@@ -25,9 +25,13 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChainReady:
-    """Every hop has opened the session. `held`: tokens whose keys and values the whole chain already holds."""
+    """Every hop has opened the session. `held`: tokens whose keys and values the whole chain already holds.
+
+    `chunks`: how to cut the known tokens after them (`plan.prefill`); `GenerationPlan.prefill_chunk` beyond that.
+    """
 
     held: int = 0
+    chunks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +194,7 @@ class GenerationPlan:
     max_new_tokens: int
     eos_ids: frozenset[int] = frozenset()
     prefill_chunk: int = 256
-    window: int = 4
+    window: int = 16
     tree_room: int = 0
 
     @classmethod

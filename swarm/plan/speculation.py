@@ -18,10 +18,12 @@ from itertools import islice, pairwise
 
 from swarm.errors import UsageError
 from swarm.plan.arca import AcceptanceTable, TreeShape, best_nodes, best_shape, check_acceptance, expected_tokens
+from swarm.plan.prefill import ChunkCost
 from swarm.types import Chain, CostCurve, PeerId, Snapshot
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # powers of two suit vector units (Ghidorah §III-C 2)
 MAX_IN_FLIGHT = 32
+CHUNK = 256  # tokens; an ordinary chunk of a prompt
 
 
 class Strategy(enum.StrEnum):
@@ -92,6 +94,15 @@ class ChainCosts:
     def round_ms(self, width: int) -> float:
         """From sending a step of `width` rows to its result."""
         return self.compute_ms(width) + self.links_ms(width)
+
+    def chunk_cost(self) -> ChunkCost:
+        """What a chunk of a prompt costs at the slowest hop: its curve's last two points, drawn on."""
+        costs = []
+        for stage in self.stages:
+            wide, wider = stage.cost.widths[-2:] if len(stage.cost.widths) > 1 else (1, 2)
+            per_token = max(0.0, (stage.ms(wider) - stage.ms(wide)) / (wider - wide))
+            costs.append(ChunkCost(max(0.0, stage.ms(wider) - per_token * wider), per_token))
+        return max(costs, key=lambda cost: cost.ms(CHUNK, 0))
 
     def slowest_ms(self, width: int) -> float:
         """How often a step of `width` rows can follow another: the slowest hop, or a link's sending time."""

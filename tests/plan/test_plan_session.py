@@ -91,7 +91,7 @@ def run(
                         chain.lose(held)
                     else:
                         chain = ToyChain.of(rng.randint(1, 5), rng)
-                    event = ChainReady(held)
+                    event = ChainReady(held, tuple(rng.randint(1, 20) for _ in range(rng.randint(0, 4))))
         if change is not None and rng.random() < 0.1:
             generation.policy = change()
         if event is not None:
@@ -228,6 +228,12 @@ def test_a_loss_says_what_is_settled_and_one_during_a_repair_begins_another() ->
     first, *_ = generation.handle(ChainReady(held=4))
     assert isinstance(first, SendStep)
     assert (first.epoch, first.base, first.tokens) == (2, 4, (4, 5, 6, 7))
+
+
+def test_a_chain_may_say_how_a_prompt_is_cut() -> None:
+    generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=3))
+    steps = generation.handle(ChainReady(held=2, chunks=(5, 2)))
+    assert [s.tokens for s in steps if isinstance(s, SendStep)] == [(2, 3, 4, 5, 6), (7, 8), (9,)]
 
 
 def test_the_last_known_token_is_sent_even_if_held() -> None:

@@ -1,0 +1,47 @@
+"""Prompts are cut for the chain in use, within bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.plan.prefill import plan_prefill
+from swarm.plan.speculation import ChainCosts, Stage
+from swarm.types import CostCurve
+from swarm_client.chunks import MAX_CHUNK, MIN_CHUNK, prompt_chunks
+
+CURVE = CostCurve((1, 8, 32, 64), (0.5, 0.7, 1.3, 2.1))
+
+
+def chain(hops: int, curve: CostCurve = CURVE) -> ChainCosts:
+    return ChainCosts(tuple(Stage(4, curve.at(1), curve) for _ in range(hops)), (5.0,) * (hops + 1))
+
+
+@pytest.mark.parametrize("hops", [1, 2, 8])
+@pytest.mark.parametrize("length", [1, 31, 64, 300, 1000, 4096])
+def test_chunks_are_the_planners_within_bounds(length: int, hops: int) -> None:
+    chunks = prompt_chunks(length, chain(hops))
+    assert sum(chunks) == length
+    assert max(chunks) <= MAX_CHUNK
+    cost = chain(hops).chunk_cost()
+    assert cost.ms(64, 0) == pytest.approx(4 * CURVE.at(64))
+    planned = plan_prefill(length, hops, MIN_CHUNK, cost).chunks
+    assert len(chunks) >= len(planned)
+    if max(planned) <= MAX_CHUNK:
+        assert chunks == planned
+
+
+def test_more_hops_mean_more_and_shorter_chunks() -> None:
+    counts = [len(prompt_chunks(1024, chain(hops))) for hops in (1, 2, 4, 8)]
+    assert counts == sorted(counts)
+    assert counts[-1] > counts[0]
+
+
+def test_the_slowest_hop_rules() -> None:
+    slow = CostCurve((1, 64), (5.0, 40.0))
+    mixed = ChainCosts((*chain(2).stages, Stage(4, slow.at(1), slow)), (1.0,) * 4)
+    assert mixed.chunk_cost() == ChainCosts((Stage(4, slow.at(1), slow),), (1.0, 1.0)).chunk_cost()
+
+
+def test_a_curve_that_says_nothing_still_gives_chunks() -> None:
+    assert sum(prompt_chunks(700, chain(3, CostCurve()))) == 700
+    assert prompt_chunks(0, chain(2)) == ()
