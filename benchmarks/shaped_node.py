@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from swarm.config import NodeConfig
+from swarm.config import DEFAULT_MODEL, NodeConfig
 from swarm.net.shaped import Shape, ShapedCarrier
 from swarm_node.daemon import join
 from swarm_node.network import Network, over_daemon
@@ -38,12 +38,14 @@ async def serve(config: NodeConfig, shape: Shape) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", required=True)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--rate", type=float, default=math.inf, help="MB/s")
     args = parser.parse_args()
     config = NodeConfig(
+        model=args.model,
         peers=tuple(args.peer),
         listen=("/ip4/127.0.0.1/tcp/0",),
         layers=args.layers,

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from swarm.config import ClientConfig
+from swarm.config import DEFAULT_MODEL, ClientConfig
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.directory import DhtDirectory
 from swarm.net.identity import Identity
@@ -37,8 +37,8 @@ def equal_spans(layers: int, hops: int) -> list[str]:
 class ShapedSwarm:
     """`hops` node processes of one thread each, every one `delay_ms` from all others. A context manager."""
 
-    def __init__(self, spans: list[str], delay_ms: float, *, dtype: str = "fp32") -> None:
-        self._spans, self._delay_ms, self._dtype = spans, delay_ms, dtype
+    def __init__(self, spans: list[str], delay_ms: float, *, dtype: str = "fp32", model: str = DEFAULT_MODEL) -> None:
+        self._spans, self._delay_ms, self._dtype, self._model = spans, delay_ms, dtype, model
         self._processes: list[subprocess.Popen[str]] = []
         self.address = ""
 
@@ -68,7 +68,7 @@ class ShapedSwarm:
 
     def _start(self, span: str, *more: str) -> subprocess.Popen[str]:
         script = str(Path(__file__).with_name("shaped_node.py"))
-        command = [sys.executable, script, "--layers", span, "--dtype", self._dtype]
+        command = [sys.executable, script, "--model", self._model, "--layers", span, "--dtype", self._dtype]
         command += ["--delay-ms", str(self._delay_ms), *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -77,9 +77,11 @@ class ShapedSwarm:
 
 
 @asynccontextmanager
-async def far_client(address: str, delay_ms: float, **options: Any) -> AsyncIterator[SwarmClient]:
+async def far_client(
+    address: str, delay_ms: float, *, model: str = DEFAULT_MODEL, **options: Any
+) -> AsyncIterator[SwarmClient]:
     """A client `delay_ms` from every node; `options` go to SwarmClient."""
-    config = ClientConfig(peers=(address,))
+    config = ClientConfig(peers=(address,), model=model)
     async with AsyncExitStack() as stack:
         carrier = await ReachCarrier.start(Identity.generate(), DaemonOptions(peers=(address,)), accept=False)
         shaped = ShapedCarrier(carrier, Shape(send_delay_s=delay_ms / 1e3))

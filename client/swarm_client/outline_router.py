@@ -48,6 +48,10 @@ _CODE_NOUNS = (
     r"(?:code|functions?|class|classes|methods?|scripts?|programs?|quer(?:y|ies)|regex|regular expressions?|unit tests?"
     r"|algorithms?|snippets?|websites?|web ?pages?|macros?|dockerfile|makefile|api|cli|list comprehensions?)"
 )
+_THREADS = (
+    r"(?:story|stories|tale|poems?|poetry|haiku|limerick|sonnet|songs?|lyrics|novel|screenplay|dialogue|jokes?|scene"
+    r"|monologue|rap|fable)"
+)
 _NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _NUMBER = rf"\d{{1,4}}|{'|'.join(_NUMBERS)}"
 
@@ -96,8 +100,9 @@ _NEVER = (
     ),
     _rule(
         "a story, a poem or a letter is one thread from its beginning to its end",
-        r"\b(?:story|stories|tale|poem|poetry|haiku|limerick|sonnet|song|lyrics|novel|screenplay|dialogue|joke|scene"
-        r"|monologue|rap|fable)\b",
+        rf"\b(?:write|compose|make up|create|invent|generate|draft|sing|recite|continue)\b.{{0,40}}\b{_THREADS}\b",
+        rf"\b(?:tell|give|sing) (?:(?:me|us) )?(?:an?|another|some|your) (?:\w+ ){{0,3}}{_THREADS}\b",
+        rf"^(?:an? )?(?:\w+ ){{0,2}}{_THREADS} (?:about|on|of|where|in which)\b",
         r"\b(?:write|draft|compose)\b.{0,40}\b(?:letter|e-?mail|message|tweet|speech|toast|reply|response|caption|slogan"
         r"|cover letter|obituary|diary|invitation)\b",
     ),

@@ -188,6 +188,7 @@ class MemorySwarm:
         name: int = 0,
         eos: Sequence[int] = (),
         guesser: Callable[[], Guesser] | None = None,
+        tokenizer: Any = None,
         **config: Any,
     ) -> AsyncIterator[SwarmClient]:
         peer = Identity.from_seed((1000 + name).to_bytes(32, "big")).peer
@@ -199,7 +200,7 @@ class MemorySwarm:
                 config=ClientConfig(limits=self.limits, **config),
                 network=network,
                 source=self.source,
-                tokenizer=NumberTokenizer(eos),  # type: ignore[arg-type]
+                tokenizer=tokenizer or NumberTokenizer(eos),
                 guesser=guesser,
             ) as client,
         ):
