@@ -18,10 +18,10 @@ MIN_BELIEF = 1e-4
 _LENGTHS = (1, 2, 3, 4, 6, 9, 14, 22)  # a match belongs to the last of these that it reaches
 _PRIOR_STRENGTH = 12.0
 _MEMORY = 0.995
-_EXPECTED_SURE = (0.10, 0.22, 0.35, 0.47, 0.60, 0.72, 0.82, 0.90)
-_EXPECTED_TORN = (0.28, 0.45, 0.55, 0.63, 0.72, 0.80, 0.87, 0.92)
-"""By length: how often the next token is one that followed before, where that was always the same one, or several. Only
-where to start from: both are measured as the text goes on."""
+_EXPECTED_SURE = (0.27, 0.52, 0.63, 0.72, 0.82, 0.88, 0.93, 0.97)
+_EXPECTED_TORN = (0.32, 0.43, 0.50, 0.53, 0.58, 0.68, 0.82, 0.93)
+"""By length: how often the next token is one that followed before, where that was always the same one, or several. As
+measured on 150 chats that SmolLM2-135M wrote; only where to start from, for both are measured as the text goes on."""
 
 
 class NgramDrafter(Drafter):
