@@ -15,8 +15,9 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import uvloop
 from prompts import PROMPTS
-from shaped_swarm import ShapedSwarm, equal_spans, far_client, run
+from shaped_swarm import ShapedSwarm, equal_spans, far_client
 
 from swarm_client import Answer, SwarmClient
 from swarm_client.request import STRATEGIES
@@ -113,7 +114,7 @@ def main() -> None:
     cells: list[Cell] = []
     for hops in args.hops:
         for delay in args.delays:
-            cells += run(lambda hops=hops, delay=delay: measure(hops, delay, args.tokens, args.strategies))
+            cells += uvloop.run(measure(hops, delay, args.tokens, args.strategies))
     print(summary(cells))
     if args.json:
         args.json.write_text(json.dumps([asdict(c) for c in cells], indent=2) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
@@ -10,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -112,10 +111,3 @@ def _drain(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     for _ in process.stdout:
         pass
-
-
-def run(main: Callable[[], Any]) -> Any:
-    """`asyncio.run`, on uvloop as the programs do."""
-    import uvloop
-
-    return asyncio.run(main(), loop_factory=uvloop.new_event_loop)
