@@ -19,6 +19,8 @@ from swarm.types import NodeProfile
 
 logger = logging.getLogger(__name__)
 
+INSIST_S = 15.0
+RETRY_S = 1.0
 MIN_INTERVAL_S = 0.2  # between two publications, however often something changes
 WITHDRAW_S = 2.0  # that leaving may take
 
@@ -67,6 +69,19 @@ class Announcer:
                     await self._change.wait()
             except TimeoutError:
                 continue
+
+    async def insist(self) -> None:
+        """Publish now, and again until it succeeds. Raises NetworkError once that has taken INSIST_S: peers that are
+        overloaded answer a little later."""
+        deadline = asyncio.get_running_loop().time() + INSIST_S
+        while True:
+            try:
+                return await self.publish()
+            except NetworkError as error:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+                logger.warning("could not publish our record, trying again: %s", error)
+            await asyncio.sleep(RETRY_S)
 
     async def publish(self) -> None:
         """Publish now. Raises NetworkError."""

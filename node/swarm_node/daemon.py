@@ -224,7 +224,7 @@ class Node:
         )
         await check_peers(carrier, self._config.peers, self._served)
         if self._duty.hours:
-            await self._announcer.publish()
+            await self._announcer.insist()
 
     async def _work(self, stop: asyncio.Event) -> None:
         """From the choice of layers to the end of their last session: until asked to stop, or the hours are over."""
@@ -236,7 +236,7 @@ class Node:
             self._announcer.appear()
         await _unless(stop, self._settler.settle())
         self._spans.serve()
-        await self._announcer.publish()
+        await self._announcer.insist()
         self._tell_serving()
         with contextlib.suppress(Stopped):
             await _unless(stop, self._serve_hours())
@@ -309,7 +309,7 @@ class Node:
             "moving", f"moves from layers {move.old} to {move.new}: {reason}", start=move.new.start, end=move.new.end
         )
         await self._spans.change(move, self._portrait.elsewhere, self._announcer.changed)
-        await self._announcer.publish()
+        await self._announcer.insist()
         self._tell_serving()
 
     def _tell_serving(self) -> None:

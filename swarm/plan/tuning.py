@@ -16,7 +16,8 @@ from swarm.plan.speculation import ChainCosts, Drafter, Forecast, Stage, Strateg
 from swarm.types import CostCurve
 
 MEMORY = 0.8  # what the measurements before the last one weigh together
-RATE_MEMORY = 0.97  # the same for a strategy's speed, a token
+RATE_MEMORY = 0.92  # the same for a strategy's speed, a token
+PROVEN_TOKENS = 16  # settled before a strategy is chosen whose misses stop the whole pipeline
 TRUST_AFTER = 4.0  # guesses' worth of belief in the drafter's odds before any was settled
 RECHOOSE_TOKENS = 12
 MARGIN = 0.08  # another strategy must promise so much more before a generation changes its mind
@@ -105,7 +106,8 @@ class Tuner:
         self._widths = tuple(widths)
         self._rates: dict[Strategy, float] = {}  # measured over predicted speed
         self._current: Setting | None = None
-        self._since = 0  # tokens settled under the current setting
+        self._since = 0  # tokens settled since the last choice
+        self._total = 0
         self._expected = TRUST_AFTER
         self._hits = TRUST_AFTER
 
@@ -119,6 +121,7 @@ class Tuner:
         self._costs.observe(seen)
         self._hits, self._expected = self._hits * 0.99 + hits, self._expected * 0.99 + expected
         self._since += tokens
+        self._total += tokens
         if self._current is not None and tokens and took_ms > 0 and self._current.tokens_per_s > 0:
             strategy = self._current.strategy
             ratio = min(4.0, tokens * 1000 / took_ms / self._current.tokens_per_s)
@@ -149,6 +152,8 @@ class Tuner:
             Strategy.TREE: lambda: tree(costs, drafter, self._widths),
             Strategy.PIPELINED: lambda: pipelined(costs, drafter, self._widths),
         }
+        if self._total < PROVEN_TOKENS and self._only is None:
+            del forecast[Strategy.PIPELINED]  # acceptance is a guess as yet, and a miss there costs the most
         return [make() for strategy, make in forecast.items() if self._only in (None, strategy)]
 
     def _promise(self, forecast: Forecast) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from virtual_clock import virtual_time, wall_clock
 
 from swarm.config import Limits
@@ -96,3 +97,18 @@ async def test_nothing_is_published_after_the_withdrawal() -> None:
     await asyncio.sleep(10)
     assert (len(board.times), board.withdrawn) == (1, 1)
     running.cancel()
+
+
+@virtual_time
+async def test_a_record_that_must_be_told_is_told_as_soon_as_somebody_listens() -> None:
+    board = Board()
+    board.broken = True
+    telling = asyncio.create_task(announcer(board).insist())
+    await asyncio.sleep(3.5)
+    assert not telling.done()
+    board.broken = False
+    await telling
+    assert len(board.times) == 1
+    board.broken = True
+    with pytest.raises(NetworkError, match="away"):
+        await announcer(board).insist()
