@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup test check demo chat chaos bench bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
+.PHONY: setup test check demo chat chaos bench bench-speculation bench-prefill bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.build
@@ -35,6 +35,12 @@ chaos: setup ## nodes killed, stopped and slowed in the middle of answers; churn
 
 bench: setup ## tokens/s, time to first token and memory against transformers
 	$(BIN)/python benchmarks/bench_swarm.py
+
+bench-speculation: setup ## tokens/s of guessing ahead over emulated lines
+	$(BIN)/python benchmarks/bench_speculation.py
+
+bench-prefill: setup ## time to first token: prompts cut for the chain, and beginnings that hops hold already
+	$(BIN)/python benchmarks/bench_prefill.py
 
 bench-kernels: setup ## the CPU kernels against torch's, in one run
 	$(BIN)/python benchmarks/bench_kernels.py

@@ -12,13 +12,16 @@ import asyncio
 import math
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from swarm.config import DEFAULT_MODEL, NodeConfig
+from swarm.errors import SwarmError
 from swarm.net.shaped import Shape, ShapedCarrier
 from swarm_node.daemon import join
+from swarm_node.engine import SpanEngine
+from swarm_node.executor import Compute, Output, Work
 from swarm_node.network import Network, over_daemon
 from swarm_node.report import JsonReporter
 
@@ -35,6 +38,22 @@ async def serve(config: NodeConfig, shape: Shape) -> None:
     await join(config, JsonReporter(time.time()), stop, connect)
 
 
+def slow_down(row_s: float) -> None:
+    """Every batch takes `row_s` longer a row. Asleep, so that many slow machines fit into this one."""
+    prepare = SpanEngine.prepare
+
+    def slower(self: SpanEngine, works: Sequence[Work]) -> Compute:
+        compute, rows = prepare(self, works), sum(work.rows for work in works)
+
+        def run() -> Sequence[Output | SwarmError]:
+            time.sleep(rows * row_s)
+            return compute()
+
+        return run
+
+    SpanEngine.prepare = slower  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", required=True)
@@ -43,6 +62,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--rate", type=float, default=math.inf, help="MB/s")
+    parser.add_argument("--row-ms", type=float, default=0.0, help="a slower machine: so much longer for each row")
     args = parser.parse_args()
     config = NodeConfig(
         model=args.model,
@@ -53,6 +73,8 @@ def main() -> None:
         threads=1,
         wait_s=60.0,
     )
+    if args.row_ms:
+        slow_down(args.row_ms / 1e3)
     asyncio.run(serve(config, Shape(send_delay_s=args.delay_ms / 1e3, send_rate=args.rate * 1e6)))
 
 

@@ -34,10 +34,22 @@ def equal_spans(layers: int, hops: int) -> list[str]:
 
 
 class ShapedSwarm:
-    """`hops` node processes of one thread each, every one `delay_ms` from all others. A context manager."""
+    """A node process of one thread for each of `spans`, every one `delay_ms` from all others. A context manager.
 
-    def __init__(self, spans: list[str], delay_ms: float, *, dtype: str = "fp32", model: str = DEFAULT_MODEL) -> None:
+    `row_ms`: what a row takes longer at each of them, for machines slower than this one.
+    """
+
+    def __init__(
+        self,
+        spans: list[str],
+        delay_ms: float,
+        *,
+        dtype: str = "fp32",
+        model: str = DEFAULT_MODEL,
+        row_ms: float = 0.0,
+    ) -> None:
         self._spans, self._delay_ms, self._dtype, self._model = spans, delay_ms, dtype, model
+        self._row_ms = row_ms
         self._processes: list[subprocess.Popen[str]] = []
         self.address = ""
 
@@ -68,7 +80,7 @@ class ShapedSwarm:
     def _start(self, span: str, *more: str) -> subprocess.Popen[str]:
         script = str(Path(__file__).with_name("shaped_node.py"))
         command = [sys.executable, script, "--model", self._model, "--layers", span, "--dtype", self._dtype]
-        command += ["--delay-ms", str(self._delay_ms), *more]
+        command += ["--delay-ms", str(self._delay_ms), "--row-ms", str(self._row_ms), *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         self._processes.append(process)
@@ -77,10 +89,10 @@ class ShapedSwarm:
 
 @asynccontextmanager
 async def far_client(
-    address: str, delay_ms: float, *, model: str = DEFAULT_MODEL, **options: Any
+    address: str, delay_ms: float, *, model: str = DEFAULT_MODEL, prefill_chunk: int | None = None, **options: Any
 ) -> AsyncIterator[SwarmClient]:
     """A client `delay_ms` from every node; `options` go to SwarmClient."""
-    config = ClientConfig(peers=(address,), model=model)
+    config = ClientConfig(peers=(address,), model=model, prefill_chunk=prefill_chunk)
     async with AsyncExitStack() as stack:
         carrier = await ReachCarrier.start(Identity.generate(), DaemonOptions(peers=(address,)), accept=False)
         shaped = ShapedCarrier(carrier, Shape(send_delay_s=delay_ms / 1e3))

@@ -22,6 +22,7 @@ from swarm.config import ClientConfig
 from swarm.errors import UsageError
 from swarm.net.daemon_options import DaemonOptions
 from swarm.plan.session import Generation, GenerationPlan
+from swarm.plan.speculation import ChainCosts
 from swarm.types import Chain, Snapshot
 from swarm_client.answer import Answer, AnswerStream
 from swarm_client.chain_keeper import ChainKeeper
@@ -128,6 +129,10 @@ class SwarmClient:
     async def snapshot(self) -> Snapshot:
         """The swarm as it is now."""
         return await _entered(self._view).snapshot()
+
+    def chain_costs(self, chain: Chain) -> ChainCosts:
+        """What a step along `chain` costs by the live map."""
+        return _entered(self._view).costs(chain)
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> TextStream:
         """Continue a text, or token ids as they are. Options are those of `request.Options`.
