@@ -3,7 +3,7 @@
     python benchmarks/bench_outline.py [--questions 20] [--hops 4] [--delay-ms 20] [--model NAME] [--answers FILE]
 
 Every question is answered four ways, one after another, greedily: in sequence and by an outline, each without and with
-speculation (Jupiter, Table V). Answers differ in length, so next to their times stand tokens/s of the whole answer: from
+speculation (Jupiter, Table V). Answers differ in length, so tokens/s of the whole answer stand beside the times: from
 the request to the last token, the outline's time included. An outline changes the words: --answers writes them side by
 side, for people to judge. A question whose outline could not be used was answered in sequence, after it.
 """
@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shaped_swarm import ShapedSwarm, equal_spans, far_client, run
+import uvloop
+from shaped_swarm import ShapedSwarm, equal_spans, far_client
 
 from swarm.config import DEFAULT_MODEL
 from swarm_client import SwarmClient
@@ -177,7 +178,7 @@ def main() -> None:
     print("| question | answered by | points | tokens | s | first token, s | held | time, times | tokens/s, times |")
     print("|---|---|---|---|---|---|---|---|---|")
     questions = QUESTIONS[: args.questions]
-    runs = run(lambda: measure(args.model, args.hops, args.delay_ms, questions, args.tokens))
+    runs = uvloop.run(measure(args.model, args.hops, args.delay_ms, questions, args.tokens))
     print(summary(runs))
     if args.answers:
         args.answers.write_text(side_by_side(runs), encoding="utf-8")
