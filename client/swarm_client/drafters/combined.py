@@ -20,10 +20,10 @@ _MEMORY = 0.995
 
 
 class CombinedDrafter(Drafter):
-    """Each candidate gets the best calibrated belief any member has in it; each member keeps its own acceptance.
+    """Members are asked in order: the look-up first, and what belief it does not claim goes to the next.
 
-    Members agree where they do because the token is likely, so taking the best belief and not the sum errs little; and
-    a look-up's long match, which comes true nine times in ten, stands first by itself.
+    So a long match, which comes true nine times in ten, stands first by itself, and where nothing matches a model says
+    it all. It is how partial matching hands down its escapes. Each member keeps its own acceptance.
     """
 
     def __init__(self, members: Sequence[Drafter], name: str = "combined") -> None:
@@ -102,11 +102,14 @@ class Calibration:
 
 
 def merge(proposals: Sequence[Sequence[Candidate]], width: int) -> list[Candidate]:
-    """One list of at most `width`, likeliest first; a token offered by several counts as the best of them says."""
-    best: dict[int, float] = {}
+    """One list of at most `width`, likeliest first: each list shares out what belief those before it left over."""
+    beliefs: dict[int, float] = {}
+    left = 1.0
     for candidates in proposals:
+        total = math.fsum(math.exp(logprob) for _, logprob in candidates)
+        share = left / max(1.0, total)
         for token, logprob in candidates:
-            best[token] = max(logprob, best.get(token, -math.inf))
-    total = max(1.0, math.fsum(math.exp(logprob) for logprob in best.values()))
-    ranked = sorted(best.items(), key=lambda item: -item[1])[:width]
-    return [Candidate(token, logprob - math.log(total)) for token, logprob in ranked]
+            beliefs[token] = beliefs.get(token, 0.0) + share * math.exp(logprob)
+        left *= max(0.0, 1.0 - total)
+    ranked = sorted(((t, belief) for t, belief in beliefs.items() if belief > 0), key=lambda item: -item[1])[:width]
+    return [Candidate(token, min(0.0, math.log(belief))) for token, belief in ranked]

@@ -97,7 +97,7 @@ def _write(
         return
     report("loading", 0.0, "")
     device = torch.device(plan.device)
-    dtype = torch.int8 if device.type == "cpu" else torch.bfloat16  # a third faster; the chats are as good
+    dtype = torch.int8 if device.type == "cpu" else torch.bfloat16  # a third faster, nearly the same model
     span = load_span(source, LayerSpan(0, source.config.num_layers), dtype, device)
     writer = Writer(span, load_tokenizer(source), plan.batch, seed=len(corpus))
     began, before = clock(), corpus.tokens
