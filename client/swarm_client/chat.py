@@ -45,7 +45,7 @@ def run(
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"The model to ask. Default: {_LIBRARY.model}.")] = None,
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
-    strategy: Annotated[str | None, typer.Option(help="auto, sequential, tree or pipelined.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="auto, sequential, tree, pipelined or outline.")] = None,
     draft: Annotated[
         str | None,
         typer.Option(help="Guess ahead with this small model or trained draft too, not by look-up alone."),
@@ -117,6 +117,8 @@ async def answer_once(settings: ClientConfig, prompt: str, request: Request) -> 
             sys.stdout.write(json.dumps(answer.to_json()) + "\n")
         else:
             sys.stdout.write("\n")
+            if answer.outline is not None:
+                sys.stderr.write(f"[{answer.outline}]\n")
             sys.stderr.write(
                 f"[{len(answer.token_ids)} tokens, {answer.tokens_per_second:.1f} tokens/s, "
                 f"first after {answer.time_to_first_token_s:.2f} s, {answer.strategy}, chain {answer.chain}]\n"

@@ -65,6 +65,17 @@ class OutlineReport:
     ended_s: float = 0.0
     points: tuple[PointReport, ...] = ()
 
+    def __str__(self) -> str:
+        """For people, in one line."""
+        if not self.used:
+            return f"no outline: {self.reason}"
+        side = max(point.ended_s for point in self.points) - min(point.began_s for point in self.points)
+        one_by_one = sum(point.ended_s - point.began_s for point in self.points)
+        return (
+            f"{len(self.points)} points after an outline of {self.tokens} tokens and {self.ended_s:.1f} s, written in "
+            f"{side:.1f} s side by side; their own times add up to {one_by_one:.1f} s"
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {
             "used": self.used,

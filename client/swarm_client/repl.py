@@ -21,12 +21,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.table import Table
+from rich.text import Text
 
 from swarm.config import ClientConfig, state_dir
 from swarm.errors import SwarmError
 from swarm_client.answer import Answer, AnswerStream
 from swarm_client.client import SwarmClient
 from swarm_client.conversation import Conversation
+from swarm_client.outline_report import OutlineReport
+from swarm_client.request import Options
 
 REFRESH_HZ = 12
 
@@ -36,6 +39,7 @@ HELP = """\
 /system [TEXT]     show or set the system prompt
 /save FILE         write the conversation as JSON
 /load FILE         go on with a saved one
+/strategy [NAME]   show or set how answers are made: auto, sequential, tree, pipelined or outline
 /chain             the nodes of the last answer, and why they were picked
 /stats             where the time of the last answer went
 /quit              leave (so does Ctrl-D)
@@ -55,6 +59,7 @@ class Chat:
     conversation: Conversation
     options: Mapping[str, Any]
     console: Console
+    strategy: str | None = None  # None: the config's
     last: Answer | None = None
     answers: list[Answer] = field(default_factory=list)
 
@@ -79,6 +84,7 @@ class Chat:
             "/system": self._system,
             "/save": self._save,
             "/load": self._load,
+            "/strategy": self._set_strategy,
             "/chain": self._chain,
             "/stats": self._stats,
             "/quit": self._quit,
@@ -90,7 +96,8 @@ class Chat:
         await command(argument.strip())
 
     async def _say(self, text: str) -> None:
-        stream = self.client.chat_stream(self.conversation.messages(text), **self.options)
+        options = {**self.options, "strategy": self.strategy} if self.strategy else self.options
+        stream = self.client.chat_stream(self.conversation.messages(text), **options)
         stopped = False
         async with stream:
             try:
@@ -103,6 +110,8 @@ class Chat:
         self.conversation.add(text, answer.text)
         for repair in answer.repairs:
             self.console.print(f"[yellow]lost {repair}; went on along another chain[/yellow]", highlight=False)
+        if answer.outline is not None:
+            self.console.print(str(answer.outline), style="dim", highlight=False, markup=False, soft_wrap=True)
         self.console.print(
             f"[dim]{'stopped, ' if stopped else ''}{len(answer.token_ids)} tokens, "
             f"{answer.tokens_per_second:.1f} tokens/s, first after {answer.time_to_first_token_s:.2f} s, "
@@ -153,6 +162,12 @@ class Chat:
         self.conversation.load(_path(path))
         self.console.print(f"{len(self.conversation.turns)} turns loaded", highlight=False)
 
+    async def _set_strategy(self, name: str) -> None:
+        if name:
+            Options(strategy=name)
+            self.strategy = name
+        self.console.print(self.strategy or "(the config's)", highlight=False, markup=False)
+
     async def _chain(self, _: str) -> None:
         if self.last is None:
             self.console.print("nothing has been answered yet")
@@ -168,6 +183,8 @@ class Chat:
             table.add_row(hop.peer[-6:], f"{hop.start}:{hop.end}", f"{queue:.2f}", f"{compute:.2f}")
         table.add_row("links", "", "", f"{self.last.network_ms:.2f}")
         self.console.print(table)
+        if self.last.outline is not None and self.last.outline.used:
+            self.console.print(_points(self.last.outline))
         tokens = sum(len(a.token_ids) for a in self.answers)
         self.console.print(
             f"strategy {self.last.strategy}, seed {self.last.seed}; "
@@ -201,6 +218,15 @@ async def interact(settings: ClientConfig, system: str, options: Mapping[str, An
                 _uncancel()  # Ctrl-C before the first token or after the last one
             except (EOFError, Quit):
                 return
+
+
+def _points(outline: OutlineReport) -> Table:
+    table = Table("point", "tokens", "began s", "ended s", "prompt", "held", title="points of the last answer")
+    for point in outline.points:
+        counts = str(len(point.prompt_token_ids)), str(point.held)
+        title = Text(point.title)  # a model's words are no markup
+        table.add_row(title, str(len(point.token_ids)), f"{point.began_s:.2f}", f"{point.ended_s:.2f}", *counts)
+    return table
 
 
 def _path(text: str) -> Path:

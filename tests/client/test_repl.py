@@ -17,14 +17,15 @@ from swarm.plan.session import FinishReason
 from swarm.types import Chain, Hop
 from swarm_client.answer import Answer, Piece
 from swarm_client.conversation import Conversation
+from swarm_client.outline_report import OutlineReport, PointReport
 from swarm_client.repl import Chat, Quit
 
 CHAIN = Chain((Hop("peer-aaaaaa", 0, 3), Hop("peer-bbbbbb", 3, 5)), 12.0)
 
 
 class ScriptedStream:
-    def __init__(self, words: Sequence[str], hang: bool = False) -> None:
-        self.words, self.hang, self.shown = words, hang, 0
+    def __init__(self, words: Sequence[str], hang: bool = False, outline: OutlineReport | None = None) -> None:
+        self.words, self.hang, self.shown, self.outline = words, hang, 0, outline
 
     async def __aenter__(self) -> ScriptedStream:
         return self
@@ -44,7 +45,7 @@ class ScriptedStream:
         text = "".join(self.words[: self.shown])
         return Answer(
             text, tuple(range(self.shown)), (7,), FinishReason.EOS, 10.0, 0.5, CHAIN, "sequential", 3,
-            "the only chain", hop_ms=((0.1, 2.0), (0.2, 3.0)), network_ms=1.5,
+            "the only chain", hop_ms=((0.1, 2.0), (0.2, 3.0)), network_ms=1.5, outline=self.outline,
         )  # fmt: skip
 
 
@@ -52,13 +53,16 @@ class ScriptedClient:
     def __init__(self) -> None:
         self.asked: list[list[Mapping[str, str]]] = []
         self.hang = False
+        self.outline: OutlineReport | None = None
+        self.options: dict[str, Any] = {}
         self.error: Exception | None = None
 
-    def chat_stream(self, messages: list[Mapping[str, str]], **_: Any) -> ScriptedStream:
+    def chat_stream(self, messages: list[Mapping[str, str]], **options: Any) -> ScriptedStream:
+        self.options = options
         if self.error is not None:
             raise self.error
         self.asked.append(messages)
-        return ScriptedStream(["Hello", " there"], self.hang)
+        return ScriptedStream(["Hello", " there"], self.hang, self.outline)
 
 
 @pytest.fixture
@@ -120,6 +124,25 @@ async def test_cancelling_stops_the_answer_and_keeps_what_was_said(chat: SimpleN
     await task
     assert "stopped" in chat.out.getvalue()
     assert chat.chat.conversation.turns == [("user", "hi"), ("assistant", "Hello")]
+
+
+async def test_the_strategy_can_be_changed_and_points_are_shown(chat: SimpleNamespace) -> None:
+    point = PointReport("[b]Sea", "wet", (1, 2), (3,) * 40, FinishReason.EOS, 1.0, 1.5, 4.0, 33, 32, "sequential", 1)
+    chat.client.outline = OutlineReport(True, "it has parts", "list", "1. Sea", 9, 1.25, (point, point))
+    await chat.chat.handle("/strategy")
+    await chat.chat.handle("/strategy magic")
+    await chat.chat.handle("hi")
+    assert "strategy" not in chat.client.options
+    await chat.chat.handle("/strategy outline")
+    await chat.chat.handle("hi")
+    assert chat.client.options["strategy"] == "outline"
+    await chat.chat.handle("/stats")
+    shown = chat.out.getvalue()
+    for words in ("strategy is 'magic'", "2 points after an outline of 9 tokens", "add up to 6.0 s", "[b]Sea", "4.00"):
+        assert words in shown
+    chat.client.outline = OutlineReport(False, "a fact is a short answer")
+    await chat.chat.handle("hi")
+    assert "no outline: a fact is a short answer" in chat.out.getvalue()
 
 
 async def test_quit(chat: SimpleNamespace) -> None:
