@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup test check demo chat chaos bench bench-speculation bench-prefill bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
+.PHONY: setup test check demo chat chaos bench bench-speculation bench-prefill bench-outline bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.build
@@ -41,6 +41,9 @@ bench-speculation: setup ## tokens/s of guessing ahead over emulated lines
 
 bench-prefill: setup ## time to first token: prompts cut for the chain, and beginnings that hops hold already
 	$(BIN)/python benchmarks/bench_prefill.py
+
+bench-outline: setup ## answers by an outline against answers in sequence, over emulated lines
+	$(BIN)/python benchmarks/bench_outline.py
 
 bench-kernels: setup ## the CPU kernels against torch's, in one run
 	$(BIN)/python benchmarks/bench_kernels.py

@@ -82,3 +82,13 @@ def test_a_wrong_file_is_one_sentence(text: str, sentence: str, tmp_path: Path) 
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         load_templates(tmp_path / "none.toml")
+
+
+def test_the_template_in_the_documentation_works(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "outline.md").read_text()
+    file = tmp_path / "recipe.toml"
+    file.write_text(page.split("```toml\n")[1].split("```")[0])
+    recipe = load_templates(file)[0]
+    assert recipe.matches("How can I cook beans?")
+    asked = recipe.point_prompt(TALK, ["Soak", "Boil"], 2)[-1]["content"]
+    assert asked.endswith("1. Soak\n2. Boil\n\nExplain stage 2 in three sentences: Boil")
