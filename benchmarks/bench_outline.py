@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -102,10 +103,13 @@ async def measure(model: str, hops: int, delay_ms: float, questions: Sequence[st
     layers = source.config.num_layers
     source.close()
     with ShapedSwarm(equal_spans(layers, hops), delay_ms, model=model) as swarm:
-        async with far_client(swarm.address, delay_ms, model=model) as client:
-            await ask(client, "Hello!", PLAIN, 8)  # connections
+        async with AsyncExitStack() as stack:
+            clients: dict[str, SwarmClient] = {}
+            for cell in CELLS:  # one each: hops share the beginnings of texts among the sessions of one client
+                clients[cell] = await stack.enter_async_context(far_client(swarm.address, delay_ms, model=model))
+                await ask(clients[cell], "Hello!", PLAIN, 8)  # connections
             for question in questions:
-                for cell in CELLS:
+                for cell, client in clients.items():
                     runs.append(await ask(client, question, cell, tokens))
                     print(line(runs[-1], runs), flush=True)
     return runs
