@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from swarm.errors import InvalidRequest
 from swarm_client.outline_router import Routing, route
 from swarm_client.outline_stream import AskOptions, OutlineStream, Tokenizer
 from swarm_client.outline_templates import BUILT_IN, Template
@@ -37,8 +38,11 @@ class Outliner:
         if routing.template is None:
             return routing
         template = routing.template
-        outline = self.tokenizer.apply_chat_template(template.outline_prompt(messages, routing.points))
-        point = self.tokenizer.apply_chat_template(template.point_prompt(messages, [""], 1))
+        try:
+            outline = self.tokenizer.apply_chat_template(template.outline_prompt(messages, routing.points))
+            point = self.tokenizer.apply_chat_template(template.point_prompt(messages, [""], 1))
+        except InvalidRequest as error:
+            return Routing(None, f"an outline cannot be asked for in this conversation: {error}")
         needed = len(outline), len(point) + template.point_tokens + TITLES_TOKENS
         if max(needed) + template.outline_tokens > self.context_length:
             return Routing(None, "the conversation leaves no room for an outline in the model's context")

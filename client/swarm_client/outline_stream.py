@@ -75,6 +75,7 @@ class OutlineStream:
         self._outline_ended = 0.0
         self._error: NoRoute | NetworkError | None = None  # of the outline
         self._points: list[Point] = []
+        self._writing: list[asyncio.Task[None]] = []  # of the points
         self._found: asyncio.Queue[Point | Piece | None] = asyncio.Queue()  # None: no more points
         self._ordinary: AnswerStream | None = None
         self._ordinary_began = 0.0
@@ -166,7 +167,8 @@ class OutlineStream:
             if self._stops.hit is not None:
                 self._reason = FinishReason.STOP
                 return
-        await writing
+        for task in (writing, *self._writing):
+            await task
         for error in (self._error, *(point.error for point in self._points)):
             if error is not None:
                 raise error
@@ -239,7 +241,7 @@ class OutlineStream:
         for number in range(len(self._points) + 1, len(titles) + 1):
             point = self._point(template, number, titles[:number] if template.eager else titles)
             self._points.append(point)
-            self._scope.start(point.run(self._ask_point, self._turns), f"point {number}")
+            self._writing.append(self._scope.start(point.run(self._ask_point, self._turns), f"point {number}"))
             self._found.put_nowait(point)
 
     def _point(self, template: Template, number: int, titles: Sequence[str]) -> Point:

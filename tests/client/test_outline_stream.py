@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from virtual_clock import virtual_time
 
-from swarm.errors import ConnectionLost, ContextOverflow, NetworkError, NoRoute
+from swarm.errors import ConnectionLost, ContextOverflow, InvalidRequest, NetworkError, NoRoute
 from swarm.plan.session import FinishReason
 from swarm.types import Chain, Hop
 from swarm_client.answer import Answer, Piece
@@ -242,6 +242,22 @@ async def test_a_conversation_that_fills_the_context_is_answered_without() -> No
     assert (await read(stream))[0] == "Just bake it."
     assert stream.answer.outline is not None
     assert "no room" in stream.answer.outline.reason
+
+
+@virtual_time
+async def test_a_conversation_that_takes_no_outline_is_answered_without() -> None:
+    class Strict(Letters):
+        def apply_chat_template(self, messages: Sequence[Any]) -> list[int]:
+            if any("Do not answer yet" in m["content"] for m in messages):
+                raise InvalidRequest("no orders, please")
+            return super().apply_chat_template(messages)
+
+    outliner = Outliner(Script().ask, Strict(), 4096, asyncio.Semaphore(8))
+    asked = Options(strategy="outline", max_new_tokens=600)
+    stream = outliner.stream(QUESTION, asked, outliner.route(QUESTION, asked))
+    assert (await read(stream))[0] == "Just bake it."
+    assert stream.answer.outline is not None
+    assert "no orders" in stream.answer.outline.reason
 
 
 @pytest.mark.parametrize("at", [0, 3, 19])
