@@ -11,7 +11,6 @@ Owns the connection to one swarm and one model's tokenizer. `sync.SyncSwarmClien
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -181,12 +180,11 @@ class SwarmClient:
         )
         sampling = options.sampling()
         generation = Generation(plan)
+        network, view = _entered(self._network), _entered(self._view)
         speculator = None
         if options.guesses:
             guesser = self._guesser() if self._guesser else self._drafting.guesser()
-            speculator = Speculator(generation, guesser, _entered(self._view).costs, options.only)
-
-        network, view = _entered(self._network), _entered(self._view)
+            speculator = Speculator(generation, guesser, view.costs, options.only, clock=network.clock)
         planned = self.config.prefill_chunk is None
         chains = ChainKeeper(view, network, self.config.limits, source.name, sampling, planned)
         driver = Driver(generation, chains, self.config.limits, speculator)
@@ -194,7 +192,7 @@ class SwarmClient:
             driver,
             self.tokenizer.stream(),
             StopStrings(options.stop),
-            time.perf_counter,
+            network.clock,
             seed=sampling.seed,
             explain=self._explain,
         )

@@ -27,14 +27,20 @@ class Network:
     pool: ConnectionPool
     inboxes: Inboxes
     wall_clock: Callable[[], float] = time.time  # what the records of this network are dated by
+    clock: Callable[[], float] = time.perf_counter  # what rounds are measured by, in seconds
 
     @classmethod
     def over(
-        cls, carrier: Carrier, directory: Directory, limits: Limits, wall_clock: Callable[[], float] = time.time
+        cls,
+        carrier: Carrier,
+        directory: Directory,
+        limits: Limits,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> Network:
         inboxes = Inboxes()
         pool = ConnectionPool(carrier, inboxes.on_frame, inboxes.on_lost, limits)
-        return cls(directory, pool, inboxes, wall_clock)
+        return cls(directory, pool, inboxes, wall_clock, clock)
 
 
 @asynccontextmanager

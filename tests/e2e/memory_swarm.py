@@ -193,7 +193,7 @@ class MemorySwarm:
     ) -> AsyncIterator[SwarmClient]:
         peer = Identity.from_seed((1000 + name).to_bytes(32, "big")).peer
         carrier = self.network.carrier(peer)
-        network = Network.over(carrier, self.network.directory(peer), self.limits, wall_clock)
+        network = Network.over(carrier, self.network.directory(peer), self.limits, wall_clock, wall_clock)
         async with (
             network.pool,
             SwarmClient(

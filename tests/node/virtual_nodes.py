@@ -137,7 +137,7 @@ class VirtualSwarm:
     @asynccontextmanager
     async def client(self, number: int = 0) -> AsyncIterator[SwarmClient]:
         carrier = self.network.carrier(Identity.from_seed((1000 + number).to_bytes(32, "big")).peer)
-        network = ClientNetwork.over(carrier, self.network.directory(carrier.peer), LIMITS, wall_clock)
+        network = ClientNetwork.over(carrier, self.network.directory(carrier.peer), LIMITS, wall_clock, wall_clock)
         options = {"network": network, "source": source(), "tokenizer": NumberTokenizer()}
         async with network.pool, SwarmClient(config=ClientConfig(limits=LIMITS), **options) as client:  # type: ignore[arg-type]
             yield client

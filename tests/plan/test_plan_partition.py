@@ -104,7 +104,7 @@ def test_any_finite_numbers(layers: list[LayerCost], devices: list[Device], allo
     assert answers[0] == answers[1]
     if isinstance(answers[0], Partition):
         best = min((b for b, _ in every_partition(layers, devices, allow_idle)), default=math.inf)
-        assert answers[0].bottleneck_ms <= best * (1 + 1e-9)
+        assert answers[0].bottleneck_ms <= best * (1 + 1e-9) + 1e-300  # subnormal numbers have few digits
 
 
 def test_ties_are_even_then_front_loaded() -> None:
