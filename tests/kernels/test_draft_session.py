@@ -35,8 +35,8 @@ def plain(model: LocalModel, text: Sequence[int]) -> Guesses:
 
 
 def same(found: Guesses, expected: Guesses) -> bool:
-    """Equal probabilities by rank, as far as keys and values in bf16 allow."""
-    return all(math.isclose(f[1], e[1], abs_tol=0.02) for f, e in zip(found, expected, strict=True))
+    """Equal probabilities by rank, as far as keys and values in bf16 and inputs in 8 bits allow."""
+    return all(math.isclose(f[1], e[1], abs_tol=0.06) for f, e in zip(found, expected, strict=True))
 
 
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
