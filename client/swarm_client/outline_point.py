@@ -140,10 +140,15 @@ class Point:
     def _settle(self, piece: Piece) -> None:
         if piece.token_ids and self.first is None:
             self.first = self.clock()
-        self.tokens += piece.token_ids
-        text = "".join(self._show(self.decoder.push(t)) for t in piece.token_ids if t not in self.eos_ids)
+        text, before = "", len(self.tokens)
+        for token in piece.token_ids:
+            self.tokens.append(token)
+            if token not in self.eos_ids:
+                text += self._show(self.decoder.push(token))
+            if self.stops.hit is not None:
+                break  # a lucky guess may have brought more, and guesses change no token
         if piece.token_ids or piece.waiting:
-            self.pieces.put_nowait(Piece(text, piece.token_ids, piece.trace, piece.waiting))
+            self.pieces.put_nowait(Piece(text, tuple(self.tokens[before:]), piece.trace, piece.waiting))
 
     def _complete(self) -> bool:
         """Whether an attempt failed when there was nothing left to write."""

@@ -56,7 +56,7 @@ class Template(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     opening: str = "**{title}.**"
     points: int = 6
     eager: bool = True
-    outline_tokens: int = 96
+    outline_tokens: int = 64
     point_tokens: int = 128
     stop: tuple[str, ...] = ("\n\n",)
 

@@ -59,6 +59,7 @@ class Script:
     breaks: dict[str, list[int]] = field(default_factory=dict)
     error: Callable[[], Exception] = lambda: ConnectionLost("the node is gone")
     asked: list[tuple[str, Options]] = field(default_factory=list)
+    stride: int = 1  # tokens a step
     running: int = 0
     most: int = 0
 
@@ -107,12 +108,13 @@ class Reply:
         script.running += 1
         script.most = max(script.most, script.running)
         try:
-            for number, token in enumerate(self.tokens):
+            for number in range(0, len(self.tokens), script.stride):
                 await asyncio.sleep(TOKEN_S)
                 if number == self.breaks_at:
                     raise script.error()
-                self.said.append(token)
-                yield Piece("" if token == EOS else chr(token), (token,), ((0.0, 1.0),))
+                step = self.tokens[number : number + script.stride]
+                self.said += step
+                yield Piece("".join(chr(t) for t in step if t != EOS), tuple(step), ((0.0, 1.0),))
             self.reason = FinishReason.EOS if self.tokens[-1] == EOS else FinishReason.LENGTH
         finally:
             script.running -= 1
@@ -362,13 +364,16 @@ async def test_stop_strings_and_limits_hold_for_the_whole_answer() -> None:
     assert stream.answer.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("stride", [1, 4, 7])
 @virtual_time
-async def test_a_template_may_end_a_point() -> None:
+async def test_a_template_may_end_a_point(stride: int) -> None:
     template = Template(name="short", fits="it may", when=("explain",), stop=(", and", "whe"))
-    stream = answer_of(Script(), templates=(template,))
+    stream = answer_of(Script(stride=stride), templates=(template,))
     assert (await read(stream))[0] == JOINED.replace(" wheat.", "").replace(", and it bakes.", "")
     assert stream.answer.outline is not None
     assert [str(p.finish_reason) for p in stream.answer.outline.points] == ["stop", "eos", "stop"]
+    said = ["".join(map(chr, p.token_ids)) for p in stream.answer.outline.points]
+    assert said == [" ground from whe", " wet.\0", " hot, and"]  # up to the token that ends it, in steps of any size
 
 
 @virtual_time
