@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from swarm_client.drafters.judge import Recorded, hits_by_depth
@@ -16,12 +18,12 @@ from swarm_kernels.tokenizer import load_tokenizer
 
 @pytest.mark.real_model
 def test_the_shipped_draft_knows_its_model() -> None:
-    source = open_model("smollm2-135m")
-    path = find_shipped(source)
-    assert path is not None
-    assert path.stat().st_size < 5_000_000
-    assert read_card(path).weight_hash == source.weight_hash
-    prompt = load_tokenizer(source).apply_chat_template([{"role": "user", "content": "Why does it rain?"}])
-    (answer,) = greedy_answers(source, [prompt], 40)
-    hits = hits_by_depth(ModelDrafter(open_draft(path, source), max_tokens=256), [Recorded(prompt, answer)], 1)
-    assert hits[0][2] > 0.25
+    with closing(open_model("smollm2-135m")) as source:
+        path = find_shipped(source)
+        assert path is not None
+        assert path.stat().st_size < 5_000_000
+        assert read_card(path).weight_hash == source.weight_hash
+        prompt = load_tokenizer(source).apply_chat_template([{"role": "user", "content": "Why does it rain?"}])
+        (answer,) = greedy_answers(source, [prompt], 40)
+        hits = hits_by_depth(ModelDrafter(open_draft(path, source), max_tokens=256), [Recorded(prompt, answer)], 1)
+        assert hits[0][2] > 0.25
