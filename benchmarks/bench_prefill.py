@@ -35,7 +35,7 @@ async def measure(hops: int, args: argparse.Namespace) -> None:
     with ShapedSwarm(equal_spans(layers, hops), args.delay_ms, row_ms=args.chain_ms / hops) as swarm:
         async with (
             far_client(swarm.address, args.delay_ms) as planned,
-            far_client(swarm.address, args.delay_ms, prefill_chunk=ONE_CHUNK) as whole,
+            far_client(swarm.address, args.delay_ms, settings={"prefill_chunk": ONE_CHUNK}) as whole,
         ):
             for client in (planned, whole):
                 await first_token(client, prompt(40))

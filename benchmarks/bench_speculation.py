@@ -20,6 +20,7 @@ from prompts import PROMPTS
 from shaped_swarm import ShapedSwarm, equal_spans, far_client
 
 from swarm_client import Answer, SwarmClient
+from swarm_client.drafting import SHIPPED
 from swarm_client.request import STRATEGIES
 from swarm_kernels.loader import open_model
 
@@ -40,11 +41,11 @@ class Cell:
     first_guess_right: float
 
 
-async def measure(hops: int, delay_ms: float, tokens: int, strategies: list[str]) -> list[Cell]:
+async def measure(hops: int, delay_ms: float, tokens: int, strategies: list[str], draft: str) -> list[Cell]:
     cells: list[Cell] = []
     layers = open_model(MODEL).config.num_layers
     with ShapedSwarm(equal_spans(layers, hops), delay_ms) as swarm:
-        async with far_client(swarm.address, delay_ms) as client:
+        async with far_client(swarm.address, delay_ms, settings={"draft": draft}) as client:
             await ask(client, "Hello!", "sequential", 8)  # connections, caches
             for name, prompt in PROMPTS.items():
                 answers = {s: await ask(client, prompt, s, tokens) for s in ["sequential", *strategies]}
@@ -103,9 +104,11 @@ def main() -> None:
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--strategies", nargs="+", default=[s for s in STRATEGIES if s != "sequential"])
+    parser.add_argument("--draft", default=SHIPPED, help="who guesses beside the look-up; ngram: nobody")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    print(f"SmolLM2-135M-Instruct, fp32, {args.tokens} greedy tokens, {os.cpu_count()} cores, one thread a node\n")
+    machine = f"{os.cpu_count()} cores, one thread a node"
+    print(f"SmolLM2-135M-Instruct, fp32, {args.tokens} greedy tokens, draft {args.draft}, {machine}\n")
     print(
         "| hops | delay, ms | request | strategy | tokens/s | over sequential | used | tokens a step | rows a token |",
         end="",
@@ -114,7 +117,7 @@ def main() -> None:
     cells: list[Cell] = []
     for hops in args.hops:
         for delay in args.delays:
-            cells += uvloop.run(measure(hops, delay, args.tokens, args.strategies))
+            cells += uvloop.run(measure(hops, delay, args.tokens, args.strategies, args.draft))
     print(summary(cells))
     if args.json:
         args.json.write_text(json.dumps([asdict(c) for c in cells], indent=2) + "\n")

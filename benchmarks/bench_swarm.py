@@ -4,7 +4,8 @@
 
 Prints a table and, with --json FILE, writes the figures. Each round measures transformers and the swarm one after
 the other, so that a machine that speeds up or slows down changes both; the ratio of a round is what counts and the
-median over the rounds is what is printed. The nodes stay up, idle, while transformers runs.
+median over the rounds is what is printed. The nodes stay up, idle, while transformers runs. Nothing is guessed ahead
+(`--strategy sequential`) and no prompt comes twice, so that both sides do the same work.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from harness import LocalSwarm, reference_model, tree_pss_mb
 from transformers import PreTrainedModel
 
+from swarm.config import ClientConfig
 from swarm_client import SwarmClient
 from swarm_kernels.loader import open_model
 
@@ -48,19 +50,19 @@ class Figures:
     tokens_equal: int  # leading tokens equal to transformers' own
 
 
-def prompt(length: int) -> list[int]:
-    """A fixed prompt of ordinary tokens; the same every run."""
-    generator = torch.Generator().manual_seed(length)
+def prompt(length: int, number: int = 0) -> list[int]:
+    """A fixed prompt of ordinary tokens; the same every run, another for every `number`."""
+    generator = torch.Generator().manual_seed(length + 100_000 * number)
     return torch.randint(1000, 40000, (length,), generator=generator).tolist()
 
 
 @torch.no_grad()
-def run_transformers(model: PreTrainedModel, tokens: int) -> tuple[float, float, list[int]]:
+def run_transformers(model: PreTrainedModel, tokens: int, number: int) -> tuple[float, float, list[int]]:
     """-> (tokens/s after the first, seconds to the first token of the long prompt, the tokens)."""
     begun = time.perf_counter()
-    model.generate(torch.tensor([prompt(LONG)]), max_new_tokens=1, do_sample=False)
+    model.generate(torch.tensor([prompt(LONG, number)]), max_new_tokens=1, do_sample=False)
     ttft = time.perf_counter() - begun
-    ids = torch.tensor([prompt(SHORT)])
+    ids = torch.tensor([prompt(SHORT, number)])
     begun = time.perf_counter()
     model.generate(ids, max_new_tokens=1, do_sample=False)
     first = time.perf_counter() - begun
@@ -70,16 +72,18 @@ def run_transformers(model: PreTrainedModel, tokens: int) -> tuple[float, float,
     return (tokens - 1) / seconds, ttft, out[0, SHORT:].tolist()
 
 
-async def run_swarm(client: SwarmClient, tokens: int) -> tuple[float, float, list[int]]:
-    long = await client.generate(prompt(LONG), max_new_tokens=1)
-    short = await client.generate(prompt(SHORT), max_new_tokens=tokens)
+async def run_swarm(client: SwarmClient, tokens: int, number: int) -> tuple[float, float, list[int]]:
+    long = await client.generate(prompt(LONG, number), max_new_tokens=1)
+    short = await client.generate(prompt(SHORT, number), max_new_tokens=tokens)
     return short.tokens_per_second, long.time_to_first_token_s, list(short.token_ids)
 
 
-async def run_concurrent(client: SwarmClient, tokens: int) -> float:
+async def run_concurrent(client: SwarmClient, tokens: int, number: int) -> float:
     """Tokens a second of all clients together, prompts included."""
     begun = time.perf_counter()
-    answers = await asyncio.gather(*(client.generate(prompt(SHORT + i), max_new_tokens=tokens) for i in range(CLIENTS)))
+    answers = await asyncio.gather(
+        *(client.generate(prompt(SHORT + 1 + i, number), max_new_tokens=tokens) for i in range(CLIENTS))
+    )
     return sum(len(a.token_ids) for a in answers) / (time.perf_counter() - begun)
 
 
@@ -87,16 +91,17 @@ async def measure(model: PreTrainedModel, nodes: int, args: argparse.Namespace) 
     rounds: list[dict[str, float]] = []
     equal = 0
     with LocalSwarm(nodes, dtype=args.dtype) as swarm:
-        async with SwarmClient(peers=[swarm.address]) as client:
-            await run_swarm(client, 8)  # warm both sides
-            run_transformers(model, 8)
-            for _ in range(args.rounds):
-                theirs, their_ttft, expected = run_transformers(model, args.tokens)
-                ours, our_ttft, got = await run_swarm(client, args.tokens)
+        config = ClientConfig(peers=(swarm.address,), strategy="sequential")
+        async with SwarmClient(config=config) as client:
+            await run_swarm(client, 8, 99)  # warm both sides
+            run_transformers(model, 8, 99)
+            for number in range(args.rounds):
+                theirs, their_ttft, expected = run_transformers(model, args.tokens, number)
+                ours, our_ttft, got = await run_swarm(client, args.tokens, number)
                 alone = time.perf_counter()
-                single = await client.generate(prompt(SHORT), max_new_tokens=args.tokens)
+                single = await client.generate(prompt(SHORT - 1, number), max_new_tokens=args.tokens)
                 alone = len(single.token_ids) / (time.perf_counter() - alone)
-                together = await run_concurrent(client, args.tokens)
+                together = await run_concurrent(client, args.tokens, number)
                 equal = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), len(got))
                 rounds.append(
                     {

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -89,10 +89,15 @@ class ShapedSwarm:
 
 @asynccontextmanager
 async def far_client(
-    address: str, delay_ms: float, *, model: str = DEFAULT_MODEL, prefill_chunk: int | None = None, **options: Any
+    address: str,
+    delay_ms: float,
+    *,
+    model: str = DEFAULT_MODEL,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> AsyncIterator[SwarmClient]:
-    """A client `delay_ms` from every node; `options` go to SwarmClient."""
-    config = ClientConfig(peers=(address,), model=model, prefill_chunk=prefill_chunk)
+    """A client `delay_ms` from every node; `settings` go to ClientConfig, `options` to SwarmClient."""
+    config = ClientConfig(peers=(address,), model=model, **(settings or {}))
     async with AsyncExitStack() as stack:
         carrier = await ReachCarrier.start(Identity.generate(), DaemonOptions(peers=(address,)), accept=False)
         shaped = ShapedCarrier(carrier, Shape(send_delay_s=delay_ms / 1e3))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # a client that drafts with no model loads none
 logger = logging.getLogger(__name__)
 
 LOOK_UP = "ngram"  # the word for no model beside the look-up
+SHIPPED = "shipped"  # the word for the trained draft that comes along for the target
 TRAINED_SUFFIX = ".draft"
 
 
@@ -39,7 +40,10 @@ class Drafting:
 
     @classmethod
     async def load(cls, draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Drafting:
-        """`draft`: LOOK_UP, a trained draft's file, or a model. One that cannot be used is done without, and logged."""
+        """`draft`: LOOK_UP, SHIPPED, a trained draft's file, or a model.
+
+        One that cannot be used is done without, and logged.
+        """
         if draft == LOOK_UP:
             return cls()
         try:
@@ -57,11 +61,14 @@ class Drafting:
 def _open(draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
     """Raises ModelError and DrafterFailed."""
     from swarm_client.drafters.model import ModelDrafter, check_vocabulary
+    from swarm_client.drafters.shipped import find_shipped
     from swarm_kernels.draft import LocalModel, open_draft
     from swarm_kernels.loader import open_model
     from swarm_kernels.tokenizer import load_tokenizer
 
-    path = Path(draft)
+    path = find_shipped(target) if draft == SHIPPED else Path(draft)
+    if path is None:
+        raise DrafterFailed(f"no trained draft for {target.name} comes along; make one with `swarm-draft train`")
     if path.suffix == TRAINED_SUFFIX:
         trained = open_draft(path, target)
         return lambda: ModelDrafter(trained, "trained draft")

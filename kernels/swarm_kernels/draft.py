@@ -34,8 +34,6 @@ def _dtype(config: ModelConfig, device: torch.device | str) -> torch.dtype:
     return torch.int8 if config.lean and torch.device(device).type == "cpu" else torch.bfloat16
 
 
-
-
 class LocalModel:
     """A whole model on this machine. See `draft_session.DraftModel`."""
 

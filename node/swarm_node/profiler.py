@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 PROBE_LAYERS = 2
 THREADS_BUDGET_S = 0.5
 COST_BUDGET_S = 0.7
-MAX_AGE_S = 86400.0  # of a remembered measurement: it may have been taken at a busy moment
+MAX_AGE_S = 86400.0  # of a remembered measurement
+CALM_SHARE = 0.75  # of the cores, that others may have kept busy in the last minute for a measurement to be remembered
 MEMORY = 0.9  # weight of what was measured before, in τ
 LONG_MEMORY = 0.995  # the same, in what is usual on this machine
 MOST_OFF = 100.0  # that a batch may differ from the cost curve and be believed
@@ -59,8 +60,12 @@ def calibrate(
     with _alone(file):
         found = _recall(file)
         if found is None:
+            calm = _calm()
             found = _measure(source, dtype, device, threads)
-            _remember(file, found)
+            if calm:
+                _remember(file, found)
+            else:
+                logger.info("this machine is busy; it will be measured again at the next start")
     _set_threads(found.threads, source)
     return found
 
@@ -93,6 +98,11 @@ def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, thre
     cost = measure_cost(probe, budget_s=COST_BUDGET_S)
     logger.info("calibrated in %.1f s: %d threads, %.3f ms a layer", time.perf_counter() - begun, chosen, cost.at(1))
     return Calibration(chosen, cost)
+
+
+def _calm() -> bool:
+    """Whether a measurement taken now tells what this machine can do, and not what others leave of it."""
+    return os.getloadavg()[0] < CALM_SHARE * physical_cores()
 
 
 def _set_threads(count: int, source: ModelSource) -> None:
