@@ -92,7 +92,9 @@ class ClientConfig:
     strategy: str = "auto"
     outline_in_auto: bool = False  # may `auto` answer by an outline? It changes the words, not only their speed
     outline_templates: Path | None = None  # a TOML file of one's own, see docs/outline.md
-    draft: str = "ngram"  # who guesses beside the look-up: "shipped", a .draft file or a model; "ngram": nobody
+    draft: str = (
+        "shipped"  # who guesses beside the look-up: what comes along, a .draft file or a model; "ngram": nobody
+    )
     prefill_chunk: int | None = None  # tokens of a prompt in one step; None: planned from the chain's costs
     carrier: Carriers = "auto"
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one

@@ -48,7 +48,7 @@ def run(
     strategy: Annotated[str | None, typer.Option(help="auto, sequential, tree, pipelined or outline.")] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Guess ahead with a small model or trained draft too: `shipped`, a .draft file, a model."),
+        typer.Option(help="Who guesses ahead beside the look-up: a .draft file, a small model, or `ngram` for nobody."),
     ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 512,

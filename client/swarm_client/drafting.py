@@ -18,6 +18,7 @@ from swarm_client.drafters.combined import CombinedDrafter
 from swarm_client.drafters.inline import InlineDrafter
 from swarm_client.drafters.ngram import NgramDrafter
 from swarm_client.drafters.runner import DraftRunner
+from swarm_client.drafters.shipped import find_shipped
 from swarm_client.speculator import Guesser
 
 if TYPE_CHECKING:  # a client that drafts with no model loads none
@@ -40,13 +41,13 @@ class Drafting:
 
     @classmethod
     async def load(cls, draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Drafting:
-        """`draft`: LOOK_UP, SHIPPED, a trained draft's file, or a model.
+        """`draft`: LOOK_UP, SHIPPED (if there is one for the target), a trained draft's file, or a model.
 
         One that cannot be used is done without, and logged.
         """
-        if draft == LOOK_UP:
-            return cls()
         try:
+            if draft == LOOK_UP or (draft == SHIPPED and find_shipped(target) is None):
+                return cls()
             return cls(await asyncio.to_thread(_open, draft, target, tokenizer))
         except (DrafterFailed, ModelError) as error:
             logger.warning("guessing by look-up alone: %s", error)
@@ -61,14 +62,11 @@ class Drafting:
 def _open(draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
     """Raises ModelError and DrafterFailed."""
     from swarm_client.drafters.model import ModelDrafter, check_vocabulary
-    from swarm_client.drafters.shipped import find_shipped
     from swarm_kernels.draft import LocalModel, open_draft
     from swarm_kernels.loader import open_model
     from swarm_kernels.tokenizer import load_tokenizer
 
-    path = find_shipped(target) if draft == SHIPPED else Path(draft)
-    if path is None:
-        raise DrafterFailed(f"no trained draft for {target.name} comes along; make one with `swarm-draft train`")
+    path = (draft == SHIPPED and find_shipped(target)) or Path(draft)
     if path.suffix == TRAINED_SUFFIX:
         trained = open_draft(path, target)
         return lambda: ModelDrafter(trained, "trained draft")
