@@ -34,7 +34,8 @@ PROBE_LAYERS = 2
 THREADS_BUDGET_S = 0.5
 COST_BUDGET_S = 0.7
 MAX_AGE_S = 86400.0  # of a remembered measurement
-CALM_SHARE = 0.75  # of the cores, that others may have kept busy in the last minute for a measurement to be remembered
+BUSY_AGE_S = 120.0  # of one that was taken while others kept the machine busy: for the nodes that start together
+CALM_SHARE = 0.75  # of the cores, that may have been busy in the last minute of a calm machine
 MEMORY = 0.9  # weight of what was measured before, in τ
 LONG_MEMORY = 0.995  # the same, in what is usual on this machine
 MOST_OFF = 100.0  # that a batch may differ from the cost curve and be believed
@@ -62,10 +63,7 @@ def calibrate(
         if found is None:
             calm = _calm()
             found = _measure(source, dtype, device, threads)
-            if calm:
-                _remember(file, found)
-            else:
-                logger.info("this machine is busy; it will be measured again at the next start")
+            _remember(file, found, calm)
     _set_threads(found.threads, source)
     return found
 
@@ -124,9 +122,10 @@ def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads:
 
 def _recall(file: Path) -> Calibration | None:
     try:
-        if abs(time.time() - file.stat().st_mtime) > MAX_AGE_S:
-            return None
+        age_s = abs(time.time() - file.stat().st_mtime)
         stored = json.loads(file.read_bytes())
+        if age_s > (MAX_AGE_S if stored["calm"] else BUSY_AGE_S):
+            return None
         cost = CostCurve(tuple(map(int, stored["widths"])), tuple(map(float, stored["ms"])))
         calibration = Calibration(int(stored["threads"]), cost)
     except (OSError, ValueError, KeyError, TypeError):
@@ -135,9 +134,9 @@ def _recall(file: Path) -> Calibration | None:
     return calibration if sound and calibration.threads > 0 else None
 
 
-def _remember(file: Path, calibration: Calibration) -> None:
+def _remember(file: Path, calibration: Calibration, calm: bool) -> None:
     cost = calibration.cost
-    content = json.dumps({"threads": calibration.threads, "widths": cost.widths, "ms": cost.ms})
+    content = json.dumps({"threads": calibration.threads, "widths": cost.widths, "ms": cost.ms, "calm": calm})
     temporary = file.with_suffix(f".{os.getpid()}")
     try:
         temporary.write_text(content, encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -22,8 +22,11 @@ WIDTH = 5
 
 
 @pytest.fixture(scope="module")
-def model() -> LocalModel:
-    return LocalModel(ModelTensors(tiny_model("llama")))
+def model() -> Iterator[LocalModel]:
+    """In fp32, where a session and a plain pass must agree closely; drafts themselves run in 8 bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft, "_dtype", lambda config, device: torch.float32)
+        yield LocalModel(ModelTensors(tiny_model("llama")))
 
 
 def plain(model: LocalModel, text: Sequence[int]) -> Guesses:
@@ -35,8 +38,8 @@ def plain(model: LocalModel, text: Sequence[int]) -> Guesses:
 
 
 def same(found: Guesses, expected: Guesses) -> bool:
-    """Equal probabilities by rank, as far as keys and values in bf16 and inputs in 8 bits allow."""
-    return all(math.isclose(f[1], e[1], abs_tol=0.06) for f, e in zip(found, expected, strict=True))
+    """Equal probabilities by rank."""
+    return all(math.isclose(f[1], e[1], abs_tol=1e-3) for f, e in zip(found, expected, strict=True))
 
 
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
