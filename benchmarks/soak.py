@@ -1,10 +1,12 @@
-"""A swarm under load for minutes or hours: does memory grow, do descriptors or threads leak, does every answer arrive?
+"""A swarm under load for minutes or hours: does memory grow, do descriptors, threads or tasks leak, does every answer
+arrive?
 
     python benchmarks/soak.py --minutes 60            (make soak)
 
-Starts a private swarm of real node processes and asks it without pause. Every few seconds it notes each node's memory
-(PSS), descriptors and threads; after a warm-up it fits a line through each. Prints one JSON object; exit code 1 if
-memory grows by more than the limit, descriptors or threads climb, or an answer is missing.
+Starts a private swarm of real node processes and asks it. Every few seconds it notes each node's memory (PSS),
+descriptors, threads and asyncio tasks; after a warm-up it fits a line through the memory. Prints how it goes every few
+minutes and one JSON object at the end; exit code 1 if memory grows by more than the limit, if descriptors, threads or
+tasks climb, or if an answer is missing.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ import psutil
 
 from swarm.errors import SwarmError
 from swarm_client import SwarmClient
+from swarm_node import control
 
 SAMPLE_S = 5.0
+NEWS_S = 300.0
+CLIMB = 4  # descriptors, threads or tasks more at the end than after the warm-up: something leaks
 PROMPTS = ("Why is the sky blue?", "Name three rivers.", "Write a line about the sea.", "What is seven times eight?")
 
 
@@ -38,13 +43,15 @@ class Series:
     memory: list[float] = field(default_factory=list)  # MiB, this process and its p2p daemon
     descriptors: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
+    tasks: list[int] = field(default_factory=list)
 
-    def sample(self, process: psutil.Process, now: float) -> None:
+    def sample(self, process: psutil.Process, tasks: int, now: float) -> None:
         family = [process, *process.children(recursive=True)]
         self.at.append(now)
         self.memory.append(sum(p.memory_full_info().pss for p in family) / 2**20)
         self.descriptors.append(process.num_fds())
         self.threads.append(process.num_threads())
+        self.tasks.append(tasks)
 
     def verdict(self, warm_up_s: float) -> dict[str, Any]:
         kept = [i for i, at in enumerate(self.at) if at >= warm_up_s]
@@ -55,6 +62,7 @@ class Series:
             "memory_slope_mib_per_h": round(slope(hours, [self.memory[i] for i in kept]), 2),
             "descriptors": ends([self.descriptors[i] for i in kept], third),
             "threads": ends([self.threads[i] for i in kept], third),
+            "tasks": ends([self.tasks[i] for i in kept], third),
         }
 
 
@@ -73,9 +81,10 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
 
 
-async def load(peers: Sequence[str], model: str, clients: int, until: float) -> dict[str, int]:
+async def load(
+    peers: Sequence[str], model: str, clients: int, pause_s: float, until: float, counts: dict[str, int]
+) -> None:
     """Ask until `until` (monotonic seconds); clients connect anew every 20 answers, as people come and go."""
-    counts = {"answers": 0, "tokens": 0, "failures": 0}
 
     async def one(number: int) -> None:
         while time.monotonic() < until:
@@ -92,16 +101,23 @@ async def load(peers: Sequence[str], model: str, clients: int, until: float) -> 
                         continue
                     counts["answers"] += 1
                     counts["tokens"] += len(answer.token_ids)
+                    await asyncio.sleep(pause_s)
 
     await asyncio.gather(*(one(number) for number in range(clients)))
-    return counts
 
 
-async def watch(pids: Sequence[int], begun: float, until: float) -> dict[int, Series]:
+async def watch(pids: Sequence[int], begun: float, until: float, counts: dict[str, int]) -> dict[int, Series]:
     series = {pid: Series() for pid in pids}
+    news = begun
     while time.monotonic() < until:
+        now = time.monotonic()
+        tasks = {node.vitals.pid: node.vitals.tasks for node in await control.find()}
         for pid, seen in series.items():
-            seen.sample(psutil.Process(pid), time.monotonic() - begun)
+            seen.sample(psutil.Process(pid), tasks.get(pid, seen.tasks[-1] if seen.tasks else 0), now - begun)
+        if now >= news:
+            news = now + NEWS_S
+            memory = [round(seen.memory[-1], 1) for seen in series.values()]
+            print(json.dumps({"minute": round((now - begun) / 60), **counts, "memory_mib": memory}), flush=True)
         await asyncio.sleep(SAMPLE_S)
     return series
 
@@ -109,10 +125,12 @@ async def watch(pids: Sequence[int], begun: float, until: float) -> dict[int, Se
 async def soak(ready: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     begun = time.monotonic()
     until = begun + 60 * options.minutes
-    asking = load(ready["peers"][:1], ready["model"], options.clients, until)
-    counts, series = await asyncio.gather(asking, watch(ready["pids"], begun, until))
+    counts = {"answers": 0, "tokens": 0, "failures": 0}
+    asking = load(ready["peers"][:1], ready["model"], options.clients, options.pause, until, counts)
+    _, series = await asyncio.gather(asking, watch(ready["pids"], begun, until, counts))
     nodes = [seen.verdict(60 * options.warm_up) for seen in series.values()]
-    flat = all(last <= first + 4 for node in nodes for first, last in (node["descriptors"], node["threads"]))
+    counted = [node[name] for node in nodes for name in ("descriptors", "threads", "tasks")]
+    flat = all(last <= first + CLIMB for first, last in counted)
     steady = all(node["memory_slope_mib_per_h"] <= options.limit for node in nodes)
     return {"minutes": options.minutes, **counts, "nodes": nodes, "flat": flat, "steady": steady}
 
@@ -123,6 +141,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=None, help="minutes [a third of the time]")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that a client waits between two answers [0]")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--limit", type=float, default=1.0, help="MiB an hour that a node may grow [1]")
     options = parser.parse_args()

@@ -27,6 +27,7 @@ GAUGES = {
     "kv_capacity_tokens": "Tokens each layer can hold.",
     "kv_free_tokens": "Of these, not reserved.",
     "up_s": "Seconds since the start.",
+    "tasks": "Tasks of the event loop.",
 }
 COUNTERS = {
     "sessions": "Sessions taken in.",

@@ -5,6 +5,7 @@ Owns how these are put together from the parts that know, and how the swarm arou
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable
@@ -144,6 +145,7 @@ class Portrait:
             open_sessions=profile.sessions,
             max_sessions=self.config.limits.max_sessions,
             up_s=time.monotonic() - self.since,
+            tasks=len(asyncio.all_tasks()),
             sessions=counters.sessions,
             refused=counters.refused,
             failed=counters.failed,

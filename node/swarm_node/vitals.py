@@ -29,6 +29,7 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     open_sessions: int
     max_sessions: int
     up_s: float
+    tasks: int  # of the event loop
     sessions: int
     refused: int
     failed: int
