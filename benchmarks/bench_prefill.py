@@ -1,9 +1,10 @@
 """Time to first token: prompts cut for the chain against one chunk, and a second request with the same beginning.
 
-    python benchmarks/bench_prefill.py [--hops 2 4 8] [--prompts 256 1000 4000] [--chain-ms 2] [--delay-ms 2]
+    python benchmarks/bench_prefill.py [--hops 2 4 8] [--prompts 256 1000 4000] [--slower 8] [--delay-ms 2]
 
-Real node processes; each is made slower by `chain-ms / hops` a row (asleep, so that many fit into this machine), so one
-pass takes as long on every chain. The ideal speed-up over one pass without overlap is the number of hops.
+Real node processes, each `slower` times as slow as this machine (asleep, so that many of them fit into it). "One pass":
+steps of up to 1024 tokens, each sent when the one before has come back. The ideal speed-up is the number of hops; the
+prediction is what `plan.prefill` expects of the chunks it chose, from the same live costs that it chose them by.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from dataclasses import dataclass
 
 import uvloop
 from bench_swarm import prompt
 from shaped_swarm import ShapedSwarm, equal_spans, far_client
 
+from swarm.plan.speculation import ChainCosts
 from swarm_client import SwarmClient
 from swarm_client.chunks import prompt_chunks
 from swarm_kernels.loader import open_model
 
 MODEL = "smollm2-135m"
-ONE_CHUNK = 1024  # the most rows of a step
+ONE_BY_ONE = {"prefill_chunk": 1024, "prefill_window": 1}  # 1024: the most rows of a step
 
 
 async def first_token(client: SwarmClient, tokens: list[int]) -> tuple[float, int]:
@@ -32,51 +35,64 @@ async def first_token(client: SwarmClient, tokens: list[int]) -> tuple[float, in
 
 async def measure(hops: int, args: argparse.Namespace) -> None:
     layers = open_model(MODEL).config.num_layers
-    with ShapedSwarm(equal_spans(layers, hops), args.delay_ms, row_ms=args.chain_ms / hops) as swarm:
+    with ShapedSwarm(equal_spans(layers, hops), args.delay_ms, slower=args.slower) as swarm:
         async with (
             far_client(swarm.address, args.delay_ms) as planned,
-            far_client(swarm.address, args.delay_ms, settings={"prefill_chunk": ONE_CHUNK}) as whole,
+            far_client(swarm.address, args.delay_ms, settings=ONE_BY_ONE) as whole,
         ):
             for client in (planned, whole):
                 await first_token(client, prompt(40))
             for length in args.prompts:
-                ratios, again, cut, plain = [], [], [], []
-                for i in range(args.rounds):
-                    tokens = [(token + 7 * i) % 40000 for token in prompt(length)]
-                    one, _ = await first_token(whole, tokens)
-                    ours, held = await first_token(planned, tokens)
-                    if held:
-                        raise RuntimeError("a first request was not the first")
-                    second, _ = await first_token(planned, [*tokens, 17, 42])
-                    plain.append(one)
-                    cut.append(ours)
-                    ratios.append(one / ours)
-                    again.append(second / ours)
+                measured = [await once(planned, whole, length, salt) for salt in range(args.rounds)]
+                one, ours, again = (statistics.median(column) for column in zip(*measured, strict=True))
+                speedup = statistics.median(a / b for a, b, _ in measured)
                 chain = (await planned.generate(prompt(40), max_new_tokens=1)).chain
-                chunks = len(prompt_chunks(length, planned.chain_costs(chain)))
+                plan = forecast(length, planned.chain_costs(chain))
                 print(
-                    f"| {hops} | {length} | {statistics.median(plain):.2f} | {statistics.median(cut):.2f} "
-                    f"| {statistics.median(ratios):.2f} | {hops if length <= ONE_CHUNK else '-'} | {chunks} "
-                    f"| {statistics.median(again):.2f} |",
+                    f"| {hops} | {length} | {one:.2f} | {ours:.2f} | {speedup:.2f} | {plan.speedup:.2f} | {hops} "
+                    f"| {speedup / hops:.2f} | {plan.chunks} | {again:.2f} |",
                     flush=True,
                 )
+
+
+async def once(planned: SwarmClient, whole: SwarmClient, length: int, salt: int) -> tuple[float, float, float]:
+    """-> seconds of one pass and of a pipelined one, and what the same beginning again took of the latter."""
+    tokens = [(token + 7 * salt) % 40000 for token in prompt(length)]
+    one, _ = await first_token(whole, tokens)
+    ours, held = await first_token(planned, tokens)
+    if held:
+        raise RuntimeError("a first request was not the first")
+    second, _ = await first_token(planned, [*tokens, 17, 42])
+    return one, ours, second / ours
+
+
+@dataclass(frozen=True)
+class Prediction:
+    speedup: float
+    chunks: int
+
+
+def forecast(length: int, costs: ChainCosts) -> Prediction:
+    """What `plan.prefill` expects of the chunks it chose, links included, against one pass through all hops."""
+    chunks, cost, links = prompt_chunks(length, costs), costs.chunk_cost(), sum(costs.link_ms)
+    pipelined = sum(cost.ms(n, 0) for n in chunks) + (len(costs.stages) - 1) * max(cost.ms(n, 0) for n in chunks)
+    return Prediction((len(costs.stages) * cost.ms(length, 0) + links) / (pipelined + links), len(chunks))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hops", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--prompts", type=int, nargs="+", default=[256, 1000, 4000])
-    parser.add_argument("--chain-ms", type=float, default=2.0)
+    parser.add_argument("--slower", type=float, default=8.0)
     parser.add_argument("--delay-ms", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
+    print(f"SmolLM2-135M-Instruct, fp32, {os.cpu_count()} cores, nodes {args.slower:g} times as slow as this machine\n")
     print(
-        f"SmolLM2-135M-Instruct, fp32, {os.cpu_count()} cores, {args.chain_ms:g} ms a row more over the whole chain\n"
+        "| hops | prompt | one pass, s | planned, s | speed-up | predicted | ideal | of the ideal | chunks "
+        "| same beginning again, of the first |"
     )
-    print(
-        "| hops | prompt | one chunk, s | planned, s | speed-up | ideal | chunks | same beginning again, of the first |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for hops in args.hops:
         uvloop.run(measure(hops, args))
 

@@ -15,14 +15,18 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from swarm.config import DEFAULT_MODEL, NodeConfig
 from swarm.errors import SwarmError
 from swarm.net.shaped import Shape, ShapedCarrier
+from swarm.types import CostCurve
+from swarm_node import machine
 from swarm_node.daemon import join
 from swarm_node.engine import SpanEngine
 from swarm_node.executor import Compute, Output, Work
 from swarm_node.network import Network, over_daemon
+from swarm_node.profiler import Calibration
 from swarm_node.report import JsonReporter
 
 
@@ -38,19 +42,32 @@ async def serve(config: NodeConfig, shape: Shape) -> None:
     await join(config, JsonReporter(time.time()), stop, connect)
 
 
-def slow_down(row_s: float) -> None:
-    """Every batch takes `row_s` longer a row. Asleep, so that many slow machines fit into this one."""
-    prepare = SpanEngine.prepare
+def slow_down(times: float) -> None:
+    """A machine whose calibration says `times` this one's, and whose batches take that long.
+
+    It sleeps after its own computing, so that many slow machines fit into this one.
+    """
+    calibrate, prepare = machine.calibrate, SpanEngine.prepare
+    curve = CostCurve()
+
+    def measured(*args: Any) -> Calibration:
+        nonlocal curve
+        own = calibrate(*args)
+        curve = CostCurve(own.cost.widths, tuple(times * ms for ms in own.cost.ms))
+        return replace(own, cost=curve)
 
     def slower(self: SpanEngine, works: Sequence[Work]) -> Compute:
-        compute, rows = prepare(self, works), sum(work.rows for work in works)
+        compute, takes_s = prepare(self, works), curve.at(sum(w.rows for w in works)) * len(works[0].span) / 1e3
 
         def run() -> Sequence[Output | SwarmError]:
-            time.sleep(rows * row_s)
-            return compute()
+            end = time.perf_counter() + takes_s
+            result = compute()
+            time.sleep(max(0.0, end - time.perf_counter()))
+            return result
 
         return run
 
+    machine.calibrate = measured  # type: ignore[assignment]
     SpanEngine.prepare = slower  # type: ignore[method-assign]
 
 
@@ -62,7 +79,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--rate", type=float, default=math.inf, help="MB/s")
-    parser.add_argument("--row-ms", type=float, default=0.0, help="a slower machine: so much longer for each row")
+    parser.add_argument("--slower", type=float, default=1.0, help="a machine that takes so many times as long")
     args = parser.parse_args()
     config = NodeConfig(
         model=args.model,
@@ -73,8 +90,8 @@ def main() -> None:
         threads=1,
         wait_s=60.0,
     )
-    if args.row_ms:
-        slow_down(args.row_ms / 1e3)
+    if args.slower > 1.0:
+        slow_down(args.slower)
     asyncio.run(serve(config, Shape(send_delay_s=args.delay_ms / 1e3, send_rate=args.rate * 1e6)))
 
 

@@ -36,7 +36,7 @@ def equal_spans(layers: int, hops: int) -> list[str]:
 class ShapedSwarm:
     """A node process of one thread for each of `spans`, every one `delay_ms` from all others. A context manager.
 
-    `row_ms`: what a row takes longer at each of them, for machines slower than this one.
+    `slower`: each takes so many times as long as this machine would, by its own calibration.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class ShapedSwarm:
         *,
         dtype: str = "fp32",
         model: str = DEFAULT_MODEL,
-        row_ms: float = 0.0,
+        slower: float = 1.0,
     ) -> None:
         self._spans, self._delay_ms, self._dtype, self._model = spans, delay_ms, dtype, model
-        self._row_ms = row_ms
+        self._slower = slower
         self._processes: list[subprocess.Popen[str]] = []
         self.address = ""
 
@@ -80,7 +80,7 @@ class ShapedSwarm:
     def _start(self, span: str, *more: str) -> subprocess.Popen[str]:
         script = str(Path(__file__).with_name("shaped_node.py"))
         command = [sys.executable, script, "--model", self._model, "--layers", span, "--dtype", self._dtype]
-        command += ["--delay-ms", str(self._delay_ms), "--row-ms", str(self._row_ms), *more]
+        command += ["--delay-ms", str(self._delay_ms), "--slower", str(self._slower), *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         self._processes.append(process)

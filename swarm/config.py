@@ -23,6 +23,8 @@ from swarm.errors import UsageError
 DEFAULT_MODEL = "smollm2-135m"
 Carriers = Literal["auto", "daemon"]
 """What carries frames: direct connections where they work and the p2p daemon elsewhere, or the daemon alone."""
+Transports = Literal["daemon", "py"]
+"""Who speaks libp2p for us: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
 _dirs = PlatformDirs("swarm", appauthor=False)
 
 
@@ -68,6 +70,7 @@ class NodeConfig:
     threads: int | None = None  # None: chosen by measurement
     json: bool = False
     carrier: Carriers = "auto"
+    transport: Transports = "daemon"
     direct_port: int = 0  # for direct connections; 0: any
     relay: bool = False  # carry connections for peers that nobody can dial
     relays: tuple[str, ...] = ()  # to be reached through, when nobody can dial this machine
@@ -96,7 +99,9 @@ class ClientConfig:
         "shipped"  # who guesses beside the look-up: what comes along, a .draft file or a model; "ngram": nobody
     )
     prefill_chunk: int | None = None  # tokens of a prompt in one step; None: planned from the chain's costs
+    prefill_window: int = 16  # how many of those steps may be on their way at once; 1: each waits for the one before
     carrier: Carriers = "auto"
+    transport: Transports = "daemon"
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
     limits: Limits = field(default_factory=Limits)
 
@@ -138,6 +143,7 @@ _NUMBERS = (
     "gpu",
     "threads",
     "prefill_chunk",
+    "prefill_window",
     "share",
     "wait_s",
     "direct_port",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 from swarm.plan.prefill import plan_prefill
 from swarm.plan.speculation import ChainCosts
 
-MIN_CHUNK = 32  # tokens; below that a step's fixed costs, which no curve shows, rule
+MIN_CHUNK = 8  # tokens; what the kernels want to be worth their start
+STEP_MS = 1.0  # what a step costs a node besides computing, which no curve shows: frames, queues, packing
 MAX_CHUNK = 512  # what a node packs into one batch by default
 
 
@@ -19,6 +21,7 @@ def prompt_chunks(length: int, costs: ChainCosts) -> tuple[int, ...]:
     cost = costs.chunk_cost()
     if cost.ms(MIN_CHUNK, 0) <= 0.0:
         return _split(length)
+    cost = replace(cost, base_ms=cost.base_ms + STEP_MS)
     planned = plan_prefill(length, len(costs.stages), MIN_CHUNK, cost).chunks
     return tuple(part for chunk in planned for part in _split(chunk))
 

@@ -176,6 +176,7 @@ class SwarmClient:
             context_length=source.config.context_length,
             vocab_size=source.config.vocab_size,
             prefill_chunk=self.config.prefill_chunk or MAX_CHUNK,
+            window=self.config.prefill_window,
             tree_room=TREE_ROOM if options.guesses else 0,
         )
         sampling = options.sampling()

@@ -207,11 +207,14 @@ class GenerationPlan:
         context_length: int,
         vocab_size: int,
         prefill_chunk: int = 256,
+        window: int = 16,
         tree_room: int = 0,
     ) -> GenerationPlan:
         """A plan that a swarm can serve. Raises InvalidRequest and ContextOverflow."""
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one token of text")
+        if window < 1:
+            raise InvalidRequest(f"at most {window} steps at once would send nothing; allow at least 1")
         if max_new_tokens < 1:
             raise InvalidRequest(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
@@ -223,4 +226,4 @@ class GenerationPlan:
             )
         tokens = min(max_new_tokens, context_length - len(prompt))
         room = min(tree_room, context_length - len(prompt) - tokens)
-        return cls(tuple(prompt), tokens, frozenset(eos_ids), prefill_chunk, tree_room=room)
+        return cls(tuple(prompt), tokens, frozenset(eos_ids), prefill_chunk, window, room)

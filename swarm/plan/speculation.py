@@ -24,6 +24,7 @@ from swarm.types import Chain, CostCurve, PeerId, Snapshot
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # powers of two suit vector units (Ghidorah §III-C 2)
 MAX_IN_FLIGHT = 32
 CHUNK = 256  # tokens; an ordinary chunk of a prompt
+NARROWEST_CHUNK = 8  # from there on a curve is close to a line
 
 
 class Strategy(enum.StrEnum):
@@ -45,6 +46,23 @@ class Stage:
     def ms(self, width: int) -> float:
         """A step of `width` rows, ms: waiting for others does not grow with our width, computing does."""
         return self.layers * max(0.0, self.layer_ms + self.cost.at(width) - self.cost.at(1))
+
+    def chunk_cost(self) -> ChunkCost:
+        """The line through the curve's wide points that is least off, relatively: one of them alone may be noise."""
+        widths = [width for width in self.cost.widths if width >= NARROWEST_CHUNK]
+        if len(widths) < 2:
+            widths = list(self.cost.widths[-2:]) if len(self.cost.widths) > 1 else [1, 2]
+        points = [(width, ms, ms**-2) for width in widths if (ms := self.ms(width)) > 0]
+        weight = math.fsum(w for _, _, w in points)
+        if not weight:
+            return ChunkCost(0.0, 0.0)
+        mean = math.fsum(w * x for x, _, w in points) / weight
+        mean_ms = math.fsum(w * y for _, y, w in points) / weight
+        spread = math.fsum(w * (x - mean) ** 2 for x, _, w in points)
+        rise = math.fsum(w * (x - mean) * (y - mean_ms) for x, y, w in points)
+        per_token = max(0.0, rise / spread) if spread else mean_ms / mean
+        base = mean_ms - per_token * mean
+        return ChunkCost(base, per_token) if base > 0 else ChunkCost(0.0, mean_ms / mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +114,8 @@ class ChainCosts:
         return self.compute_ms(width) + self.links_ms(width)
 
     def chunk_cost(self) -> ChunkCost:
-        """What a chunk of a prompt costs at the slowest hop: its curve's last two points, drawn on."""
-        costs = []
-        for stage in self.stages:
-            wide, wider = stage.cost.widths[-2:] if len(stage.cost.widths) > 1 else (1, 2)
-            per_token = max(0.0, (stage.ms(wider) - stage.ms(wide)) / (wider - wide))
-            costs.append(ChunkCost(max(0.0, stage.ms(wider) - per_token * wider), per_token))
-        return max(costs, key=lambda cost: cost.ms(CHUNK, 0))
+        """What a chunk of a prompt costs at the slowest hop."""
+        return max((stage.chunk_cost() for stage in self.stages), key=lambda cost: cost.ms(CHUNK, 0))
 
     def slowest_ms(self, width: int) -> float:
         """How often a step of `width` rows can follow another: the slowest hop, or a link's sending time."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarm.plan.prefill import plan_prefill
 from swarm.plan.speculation import ChainCosts, Stage
 from swarm.types import CostCurve
-from swarm_client.chunks import MAX_CHUNK, MIN_CHUNK, prompt_chunks
+from swarm_client.chunks import MAX_CHUNK, MIN_CHUNK, STEP_MS, prompt_chunks
 
 CURVE = CostCurve((1, 8, 32, 64), (0.5, 0.7, 1.3, 2.1))
 
@@ -24,7 +26,7 @@ def test_chunks_are_the_planners_within_bounds(length: int, hops: int) -> None:
     assert max(chunks) <= MAX_CHUNK
     cost = chain(hops).chunk_cost()
     assert cost.ms(64, 0) == pytest.approx(4 * CURVE.at(64))
-    planned = plan_prefill(length, hops, MIN_CHUNK, cost).chunks
+    planned = plan_prefill(length, hops, MIN_CHUNK, replace(cost, base_ms=cost.base_ms + STEP_MS)).chunks
     assert len(chunks) >= len(planned)
     if max(planned) <= MAX_CHUNK:
         assert chunks == planned
