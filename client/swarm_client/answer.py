@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from swarm.plan.session import FinishReason
 from swarm.types import Chain
-from swarm_client.outline_report import OutlineReport
+from swarm_client.outline.report import OutlineReport
 
 
 @dataclass(frozen=True, slots=True)

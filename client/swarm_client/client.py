@@ -30,8 +30,8 @@ from swarm_client.drafting import Drafting
 from swarm_client.driver import Driver
 from swarm_client.generation import TextStream
 from swarm_client.network import Network, connect
-from swarm_client.outline import Outliner, slots
-from swarm_client.outline_templates import BUILT_IN, load_templates
+from swarm_client.outline.outliner import Outliner, slots
+from swarm_client.outline.templates import BUILT_IN, load_templates
 from swarm_client.request import OUTLINE, ChatMessage, Options, check_messages
 from swarm_client.speculator import Guesser, Speculator
 from swarm_client.stops import StopStrings

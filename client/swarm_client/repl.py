@@ -28,7 +28,7 @@ from swarm.errors import SwarmError
 from swarm_client.answer import Answer, AnswerStream
 from swarm_client.client import SwarmClient
 from swarm_client.conversation import Conversation
-from swarm_client.outline_report import OutlineReport
+from swarm_client.outline.report import OutlineReport
 from swarm_client.request import Options
 
 REFRESH_HZ = 12

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.outline_parser import MAX_TITLE_LENGTH, MAX_TITLE_WORDS, OutlineParser, clean_title
+from swarm_client.outline.parser import MAX_TITLE_LENGTH, MAX_TITLE_WORDS, OutlineParser, clean_title
 
 
 def titles(text: str, most: int = 6, cut: bool = False) -> list[str]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.outline_router import route
-from swarm_client.outline_templates import BUILT_IN, MAX_POINTS, MIN_POINTS
+from swarm_client.outline.router import route
+from swarm_client.outline.templates import BUILT_IN, MAX_POINTS, MIN_POINTS
 
 FITS = [
     ("What are the benefits of regular exercise?", "list"),

@@ -14,9 +14,9 @@ from swarm.errors import ConnectionLost, ContextOverflow, InvalidRequest, Networ
 from swarm.plan.session import FinishReason
 from swarm.types import Chain, Hop
 from swarm_client.answer import Answer, Piece
-from swarm_client.outline import Outliner
-from swarm_client.outline_stream import OutlineStream
-from swarm_client.outline_templates import BUILT_IN, Template
+from swarm_client.outline.outliner import Outliner
+from swarm_client.outline.stream import OutlineStream
+from swarm_client.outline.templates import BUILT_IN, Template
 from swarm_client.request import Options
 
 CHAIN = Chain((Hop("peer-a", 0, 3),), 1.0)

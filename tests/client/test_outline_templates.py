@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import UsageError
-from swarm_client.outline_parser import OutlineParser
-from swarm_client.outline_templates import BUILT_IN, MAX_POINTS, Template, load_templates
+from swarm_client.outline.parser import OutlineParser
+from swarm_client.outline.templates import BUILT_IN, MAX_POINTS, Template, load_templates
 
 TALK = [
     {"role": "system", "content": "Be kind."},

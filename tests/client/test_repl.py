@@ -17,7 +17,7 @@ from swarm.plan.session import FinishReason
 from swarm.types import Chain, Hop
 from swarm_client.answer import Answer, Piece
 from swarm_client.conversation import Conversation
-from swarm_client.outline_report import OutlineReport, PointReport
+from swarm_client.outline.report import OutlineReport, PointReport
 from swarm_client.repl import Chat, Quit
 
 CHAIN = Chain((Hop("peer-aaaaaa", 0, 3), Hop("peer-bbbbbb", 3, 5)), 12.0)

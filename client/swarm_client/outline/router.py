@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm_client.outline_templates import BUILT_IN, MAX_POINTS, MIN_POINTS, Template
+from swarm_client.outline.templates import BUILT_IN, MAX_POINTS, MIN_POINTS, Template
 
 MIN_POINT_TOKENS = 24  # two sentences do not fit into less
 _LOOKED_AT = 600  # characters at either end of a request: the instruction is there, a pasted text in between

@@ -20,11 +20,11 @@ from swarm.plan.session import FinishReason
 from swarm.types import Chain
 from swarm_client.answer import Answer, AnswerStream, Piece
 from swarm_client.generation import TextDecoder
-from swarm_client.outline_parser import OutlineParser
-from swarm_client.outline_point import Point, Turns
-from swarm_client.outline_report import OutlineReport
-from swarm_client.outline_router import Routing
-from swarm_client.outline_templates import MIN_POINTS, Template
+from swarm_client.outline.parser import OutlineParser
+from swarm_client.outline.point import Point, Turns
+from swarm_client.outline.report import OutlineReport
+from swarm_client.outline.router import Routing
+from swarm_client.outline.templates import MIN_POINTS, Template
 from swarm_client.request import OUTLINE, ChatMessage, Options
 from swarm_client.stops import StopStrings
 

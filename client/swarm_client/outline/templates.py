@@ -1,6 +1,6 @@
 """What a model is told to write an outline and to expand one of its points, by kind of request.
 
-Owns the built-in templates and the file of a user's own. Which one a request gets is `outline_router`'s.
+Owns the built-in templates and the file of a user's own. Which one a request gets is `router`'s.
 
 All prompts of an answer begin with the conversation so far; those of its points go on with the question and the outline
 and differ in their last lines, so that hops which share the pages of equal prefixes compute them once (Jupiter §V-B).

@@ -15,7 +15,7 @@ from swarm.errors import InvalidRequest, NetworkError, NoRoute
 from swarm.plan.session import FinishReason
 from swarm_client.answer import Answer, AnswerStream, Piece
 from swarm_client.generation import TextDecoder
-from swarm_client.outline_report import PointReport
+from swarm_client.outline.report import PointReport
 from swarm_client.stops import StopStrings
 
 ATTEMPTS = 3

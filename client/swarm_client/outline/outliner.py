@@ -1,7 +1,7 @@
 """The outline strategy: an outline first, then its points side by side through the chain (Jupiter §V-B).
 
 Owns what the outlined answers of one client share: the templates, and how many generations may run at once. One answer
-is `outline_stream`'s, whether a request fits `outline_router`'s.
+is `stream`'s, whether a request fits `router`'s.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import InvalidRequest
-from swarm_client.outline_router import Routing, route
-from swarm_client.outline_stream import AskOptions, OutlineStream, Tokenizer
-from swarm_client.outline_templates import BUILT_IN, Template
+from swarm_client.outline.router import Routing, route
+from swarm_client.outline.stream import AskOptions, OutlineStream, Tokenizer
+from swarm_client.outline.templates import BUILT_IN, Template
 from swarm_client.request import ChatMessage, Options
 
 SPARE_SESSIONS = 2  # of those that a node allows one client: for the outline, and an ordinary answer beside it
