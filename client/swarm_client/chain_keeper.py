@@ -7,12 +7,16 @@ driver's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.config import Limits
 from swarm.errors import NetworkError, NoRoute
+from swarm.plan.affinity import worth_returning
 from swarm.plan.session import Generation
+from swarm.plan.speculation import ChainCosts
+from swarm.prefix import digests
 from swarm.types import Chain, PeerId, Sampling
+from swarm_client.beginnings import Beginnings
 from swarm_client.chain_session import ChainSession, HopFailed, SessionSpec
 from swarm_client.chunks import prompt_chunks
 from swarm_client.network import Network
@@ -31,15 +35,17 @@ class ChainKeeper:
     model: str
     sampling: Sampling
     plan_chunks: bool = True  # cut prompts by the chain's costs
+    beginnings: Beginnings = field(default_factory=Beginnings)  # of all generations of a client
 
     async def open(self, generation: Generation) -> ChainSession:
         """A session on the best chain. Raises HopFailed when a hop of it refused; it is banned then."""
-        chain, snapshot = await self.view.route(generation.max_tokens)
+        quickest, snapshot = await self.view.route(generation.max_tokens)
+        chain = self._returning(quickest, generation)
         nodes = {n.peer: n for n in snapshot.nodes}
         first = nodes[chain.hops[0].peer]
         spec = SessionSpec(self.model, first.weight_hash, first.dtype, generation.max_tokens, self.sampling)
         try:
-            return await ChainSession.open(
+            session = await ChainSession.open(
                 chain,
                 nodes,
                 spec,
@@ -52,6 +58,26 @@ class ChainKeeper:
         except HopFailed as failed:
             self.view.ban(failed.peer, failed.cause)
             raise
+        self.beginnings.note(digests(generation.known), chain)
+        return session
+
+    async def close(self, session: ChainSession, generation: Generation) -> None:
+        """The session's end, at every hop. What is known by now may be the beginning of the next one."""
+        self.beginnings.note(digests(generation.known), session.chain)
+        await session.close(generation.known)
+
+    def _returning(self, quickest: Chain, generation: Generation) -> Chain:
+        """The chain that holds the beginning of this text, where that ends sooner than the quickest one."""
+        found = self.beginnings.find(digests(generation.known[:-1]))
+        if found is None or found[0].hops == quickest.hops:
+            return quickest
+        usual, held = self.view.again(found[0], generation.max_tokens), found[1]
+        tokens = generation.max_tokens - len(generation.known)
+        if usual is None or not worth_returning(
+            held, tokens, usual.cost_ms, quickest.cost_ms, self.view.costs(quickest)
+        ):
+            return quickest
+        return usual
 
     async def mend(self, session: ChainSession, generation: Generation, settled: int) -> None:
         """Replace the session's lost hops. Raises HopFailed when that failed at another one."""
@@ -62,6 +88,10 @@ class ChainKeeper:
     def chunks(self, chain: Chain, tokens: int) -> tuple[int, ...]:
         """How to cut the next `tokens`, which no hop holds; () for the plan's own chunks."""
         return prompt_chunks(tokens, self.view.costs(chain)) if self.plan_chunks else ()
+
+    def costs(self, chain: Chain) -> ChainCosts:
+        """What steps along `chain` cost by the live map."""
+        return self.view.costs(chain)
 
     def ban_lost(self, session: ChainSession) -> None:
         session.note_losses()

@@ -41,6 +41,7 @@ _T = TypeVar("_T")
 
 CLOSE_TIMEOUT_S = 1.0
 REPLAY_ROWS = 256  # tokens of one step that feeds a new first hop
+MAX_DOUBT = 8  # times `silence_s`, for a session that has suspected so many hops already
 
 
 class HopFailed(NetworkError):
@@ -87,6 +88,7 @@ class ChainSession:
     whole: Chain = field(default_factory=lambda: Chain(()))
     _connections: dict[PeerId, Link] = field(default_factory=dict)
     _relayed: set[PeerId] = field(default_factory=set)
+    _suspicions: int = 0  # times that hops were given up for their silence
 
     @classmethod
     async def open(
@@ -349,27 +351,36 @@ class ChainSession:
                 await self._probe(self.chain.peers if peers is None else peers)
             return task.result()
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
+            task.cancel()
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # a failure that came along with the one being raised
 
     async def _probe(self, peers: Collection[PeerId]) -> None:
         """Raises HopFailed for one of those that are silent; `lost` has them all."""
         silent = [
             p for p, alive in zip(peers, await asyncio.gather(*map(self._lives, peers)), strict=True) if not alive
         ]
+        if not silent:
+            return
+        self._suspicions += 1
         for peer in silent:
             self._lose(peer, ConnectionLost(f"node {peer} fell silent"))
-        if silent:
-            raise HopFailed(silent[0], self.lost[silent[0]])
+        raise HopFailed(silent[0], self.lost[silent[0]])
 
     async def _lives(self, peer: PeerId) -> bool:
-        try:
-            async with asyncio.timeout(self._limits.silence_s):
-                await self._pool.rtt(peer)
-        except (NetworkError, TimeoutError):
-            return False
-        return True
+        """Whether one of two pings is answered in time, so that a pause of our own is not taken for the peer's.
+
+        Every suspicion doubles the time that the next one takes: in a swarm whose nodes answer late, however well they
+        are, a session is mended for nothing a few times and not for ever.
+        """
+        within_s = self._limits.silence_s * min(1 << self._suspicions, MAX_DOUBT)
+        for _ in range(2):
+            with contextlib.suppress(NetworkError, TimeoutError):
+                async with asyncio.timeout(within_s / 2):
+                    await self._pool.rtt(peer)
+                    return True
+        return False
 
 
 async def _tell_closed(link: Link, session: bytes, keep: Sequence[bytes]) -> None:

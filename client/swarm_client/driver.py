@@ -123,7 +123,8 @@ class Driver:
         assert self._session is not None  # the generation sends only after ChainReady
         if self.speculator is not None:
             self.speculator.sent(action)
-        self._watch.sent(action.step, len(action.tokens) + len(action.rows), _now())
+        if action.sample:  # pieces of a prompt wait for each other at every hop, which says nothing of the hop
+            self._watch.sent(action.step, len(action.tokens) + len(action.rows), _now())
         try:
             await self._session.send(action)
         except HopFailed as failed:
@@ -144,7 +145,7 @@ class Driver:
                 "one of its nodes hangs"
             ) from None
         suspect = self._watch.settled(result.step, result.trace, _now())
-        if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.round_ms):
+        if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.recent_ms):
             slow = session.leave(suspect, TooSlow("it has become slow, and others are much quicker"))
             self._pending.append(HopLost(slow.peer, str(slow)))
         return StepSettled(result.epoch, result.step, tuple(result.tokens), tuple(result.trace))
@@ -211,7 +212,7 @@ class Driver:
 
     def _ready(self, session: ChainSession, held: int) -> ChainReady:
         self._session, self.chain = session, session.chain
-        self._watch = RoundWatch(session.chain)
+        self._watch = RoundWatch(session.chain, self.chains.costs(session.chain))
         if self.speculator is not None:
             self.speculator.chain_ready(session.chain)
         return ChainReady(held, self.chains.chunks(session.chain, len(self.generation.known) - held))
@@ -219,7 +220,7 @@ class Driver:
     async def _close(self) -> None:
         if self._session is not None:
             session, self._session = self._session, None
-            await session.close(self.generation.known)
+            await self.chains.close(session, self.generation)
 
 
 def _now() -> float:

@@ -53,6 +53,7 @@ class SwarmView:
         self._weight_hash = weight_hash
         self._wall_clock = wall_clock
         self._snapshot: Snapshot | None = None
+        self._routes: RouteTable | None = None  # the last one; the next is quicker to ask for it
         self._links: dict[PeerId, tuple[float, float]] = {}  # peer -> (when measured, one-way ms)
         self._bans = Bans()
         self._scope = TaskScope("view")
@@ -109,19 +110,35 @@ class SwarmView:
                 raise self._refusal(snapshot, error) from None
         return chain, snapshot
 
+    def again(self, chain: Chain, min_free_tokens: int = 0) -> Chain | None:
+        """`chain` at what it costs now, by the map at hand; None if one of its hops would not take a session."""
+        assert self._snapshot is not None  # the quickest chain was routed on one
+        banned, table = self._banned(self._snapshot), self._table(self._snapshot, min_free_tokens)
+        spans = {node.peer: node.span for group in table.groups.values() for node in group if node.peer not in banned}
+        for hop in chain.hops:
+            span = spans.get(hop.peer)
+            if span is None or hop.start < span.start or span.end < hop.end:
+                return None
+        return repair(table, chain, (), client_ms=self._client_ms(), banned=banned).chain
+
     async def repair(
         self, chain: Chain, lost: Collection[PeerId], min_free_tokens: int = 0, avoid: Collection[PeerId] = ()
     ) -> tuple[Repair, Snapshot]:
         """How `chain` goes on without the hops of `lost`. Raises NoRoute, and NetworkError without any snapshot.
 
-        Who gets the new hops is a matter of bans: a peer that merely forgot the session may well get its hop back.
-        Banned for this time are those to `avoid` as well.
+        Who gets the new hops is a matter of bans: a peer that merely forgot the session may well get its hop back, and
+        one that was only slow if there is no other. Banned for this time are those to `avoid` as well.
         """
         snapshot = await self.snapshot(fresh=True, hurry=True)
         table = self._table(snapshot, min_free_tokens)
         left = replace(chain, hops=tuple(hop for hop in chain.hops if hop.peer not in lost))
         banned = self._banned(snapshot).union(avoid)
-        return repair(table, left, (), client_ms=self._client_ms(), banned=banned), snapshot
+        client_ms = self._client_ms()
+        try:
+            return repair(table, left, (), client_ms=client_ms, banned=banned), snapshot
+        except NoRoute:
+            banned = self._banned(snapshot, and_slow=False).union(avoid)
+            return repair(table, left, (), client_ms=client_ms, banned=banned), snapshot
 
     def ban(self, peer: PeerId, cause: NetworkError) -> None:
         """Leave a node out, for as long as `cause` suggests (`bans`)."""
@@ -131,12 +148,14 @@ class SwarmView:
         return self._bans.of(snapshot.nodes, asyncio.get_running_loop().time(), and_slow=and_slow)
 
     def _table(self, snapshot: Snapshot, min_free_tokens: int) -> RouteTable:
-        return RouteTable(
+        self._routes = RouteTable(
             spread(snapshot, self._pool.peer),
             dtype=self._dtype,
             weight_hash=self._weight_hash,
             min_free_tokens=min_free_tokens,
+            before=self._routes,
         )
+        return self._routes
 
     def costs(self, chain: Chain) -> ChainCosts:
         """What a step along `chain` costs by the live map; a node that has left it is assumed to be ordinary."""
