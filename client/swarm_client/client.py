@@ -24,6 +24,7 @@ from swarm.plan.session import Generation, GenerationPlan
 from swarm.plan.speculation import ChainCosts
 from swarm.types import Chain, Snapshot
 from swarm_client.answer import Answer, AnswerStream
+from swarm_client.beginnings import Beginnings
 from swarm_client.chain_keeper import ChainKeeper
 from swarm_client.chunks import MAX_CHUNK
 from swarm_client.drafting import Drafting
@@ -73,6 +74,7 @@ class SwarmClient:
         self._stack = AsyncExitStack()
         self._network: Network | None = None
         self._view: SwarmView | None = None
+        self._beginnings = Beginnings()
         self._source: ModelSource | None = None
         self._tokenizer = tokenizer
         self._outliner: Outliner | None = None
@@ -187,7 +189,7 @@ class SwarmClient:
             guesser = self._guesser() if self._guesser else self._drafting.guesser()
             speculator = Speculator(generation, guesser, view.costs, options.only, clock=network.clock)
         planned = self.config.prefill_chunk is None
-        chains = ChainKeeper(view, network, self.config.limits, source.name, sampling, planned)
+        chains = ChainKeeper(view, network, self.config.limits, source.name, sampling, planned, self._beginnings)
         driver = Driver(generation, chains, self.config.limits, speculator)
         return TextStream(
             driver,

@@ -95,3 +95,24 @@ async def test_a_hop_that_dies_after_a_shared_beginning_costs_no_token() -> None
                 swarm.kill(stream.chain.peers[1])
         assert len(stream.answer.repairs) == 1
     assert seen == hf_greedy(made, ask, 20)
+
+
+@virtual_time
+async def test_a_beginning_is_looked_for_where_it_was_computed_though_others_are_idle() -> None:
+    made = tiny_model("llama")
+    source = ModelTensors(made)
+    first = prompt(1, 6 * BLOCK)
+    async with memory_swarm(source, cut(6, 3) * 2, Link(delay_s=0.005)) as swarm, swarm.client() as client:
+        one = await client.generate(first, max_new_tokens=4)
+        usual = one.chain
+        running = client.stream(first[:-2], max_new_tokens=200)  # now the others have less to do
+        await anext(aiter(running))
+        assert running.chain == usual
+        await asyncio.sleep(3.0)  # and say so
+        strange = await client.generate(prompt(2, 40), max_new_tokens=3)
+        assert not {*strange.chain.peers} & {*usual.peers}
+        two = await client.generate([*first, 5, 6], max_new_tokens=3)
+        await running.cancel()
+    assert two.chain.hops == usual.hops
+    assert two.held_tokens >= 5 * BLOCK
+    assert list(two.token_ids) == hf_greedy(made, [*first, 5, 6], 3)
