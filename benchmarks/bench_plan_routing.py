@@ -7,6 +7,7 @@ Links follow geography (six regions), times of nodes differ eightfold. Columns, 
 
     graph     arrays from RouteNodes and a matrix of ms
     first     the first route on a graph, edges to the client included, no node twice
+    newer     the first route on the graph of a newer snapshot, τ of every node up to 10% off, after a route on this one
     route     a route of a client that has asked before
     clients   a route of one of six clients that ask in turn, each with random links of its own; their mean
     profile   `route_snapshot` from NodeProfiles, everything included (links from network coordinates)
@@ -19,6 +20,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -104,6 +106,12 @@ def snapshot_of(nodes: list[RouteNode], rho: Floats, place: Floats, num_layers: 
     return Snapshot("model", num_layers, tuple(profiles))
 
 
+def newer(nodes: list[RouteNode], seed: int) -> list[RouteNode]:
+    """The same nodes, each a little quicker or slower."""
+    by = np.random.default_rng(seed).uniform(0.9, 1.1, len(nodes))
+    return [replace(n, layer_ms=[float(b * ms) for ms in n.taus(n.end)]) for n, b in zip(nodes, by, strict=True)]
+
+
 def best_ms(run: Callable[[], object], repeat: int) -> float:
     best = math.inf
     for _ in range(repeat):
@@ -133,8 +141,12 @@ def bench(kind: str, count: int, num_layers: int, repeat: int, plain: bool) -> s
     chain = graph.best("latency", edge, edge, revisits=True)
     simple = graph.best("latency", edge, edge)
     built_ms = best_ms(lambda: Graph(nodes, num_layers, rho), min(repeat, 5))
-    fresh = [Graph(nodes, num_layers, rho) for _ in range(min(repeat, 5))]
+    fresh = [Graph(nodes, num_layers, rho) for _ in range(min(repeat, 20))]
     first_ms = min(timed(partial(g.best, "latency", edge, edge)) for g in fresh)
+    moved = [newer(nodes, seed) for seed in range(min(repeat, 20))]
+    newer_ms = min(
+        timed(partial(Graph(later, num_layers, rho, fresh[0].likely).best, "latency", edge, edge)) for later in moved
+    )
     route_ms = best_ms(lambda: graph.best("latency", edge, edge), repeat)
     others = [np.random.default_rng(i).uniform(5, 60, count) for i in range(6)]
     clients_ms = best_of_clients_ms(fresh[0], others, repeat)
@@ -149,8 +161,8 @@ def bench(kind: str, count: int, num_layers: int, repeat: int, plain: bool) -> s
         if not math.isclose(cost, chain.cost_ms, abs_tol=1e-3):
             raise SystemExit(f"{kind} {count}: the plain program says {cost} ms, the route {chain.cost_ms} ms")
     replicas = sum(n.end - n.start for n in nodes) / num_layers
-    times = f"{built_ms:9.2f} {first_ms:9.3f} {route_ms:9.3f} {clients_ms:9.3f} {profile_ms:9.2f} {plain_ms:>10}"
-    return f"{kind:10} {count:6} {replicas:8.1f} {times}   {len(simple)} hops, {simple.cost_ms:.1f} ms"
+    times = f"{built_ms:9.2f} {first_ms:9.3f} {newer_ms:9.3f} {route_ms:9.3f} {clients_ms:9.3f} {profile_ms:9.2f}"
+    return f"{kind:10} {count:6} {replicas:8.1f} {times} {plain_ms:>10}   {len(simple)} hops, {simple.cost_ms:.1f} ms"
 
 
 def main() -> None:
@@ -160,7 +172,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--plain-up-to", type=int, default=256)
     args = parser.parse_args()
-    print("kind        nodes replicas     graph     first     route   clients   profile      plain   best chain")
+    columns = ("graph", "first", "newer", "route", "clients", "profile")
+    print("kind        nodes replicas" + "".join(f"{name:>10}" for name in columns) + "      plain   best chain")
     for count in args.nodes:
         for kind in KINDS:
             print(bench(kind, count, args.layers, args.repeat, count <= args.plain_up_to), flush=True)

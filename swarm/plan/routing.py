@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 
 from swarm.errors import NoRoute, UsageError
 from swarm.plan.routing_graph import Floats, Graph, Links, Objective, RouteNode, link_matrix, links, no_route_sentence
-from swarm.types import Chain, LayerSpan, NodeProfile, PeerId, Snapshot, coverage, missing_ranges
+from swarm.types import Chain, NodeProfile, PeerId, Snapshot, coverage, missing_ranges
 
 __all__ = [
     "CLIENT",
@@ -34,7 +35,6 @@ __all__ = [
 ]
 
 DEFAULT_LINK_MS = 50.0  # between two peers of which nothing is known; half a transcontinental round trip
-_NO_SPAN = LayerSpan(0, 1)
 CLIENT = ""
 """The client's name in `snapshot_links`; no peer id is empty."""
 
@@ -108,25 +108,28 @@ class RouteTable:
         dtype: str | None = None,
         weight_hash: str | None = None,
         min_free_tokens: int = 0,
+        before: RouteTable | None = None,
     ) -> None:
+        """`before`: a table of an earlier snapshot; what it learned of the swarm saves time, and changes no answer."""
         self.snapshot = snapshot
         fitting = (
-            n
+            (n.span.start, n.span.end, n.peer, n)
             for n in snapshot.serving()
             if dtype in (None, n.dtype)
             and weight_hash in (None, n.weight_hash)
-            and times_are_sane(n)
             and n.span is not None
             and n.span.end <= snapshot.num_layers
+            and times_are_sane(n)
         )
-        self._fitting = sorted(fitting, key=lambda n: (n.span or _NO_SPAN, n.peer))
+        self._fitting = [node for *_, node in sorted(fitting, key=itemgetter(0, 1, 2))]
         groups: dict[tuple[str, str], list[NodeProfile]] = {}
         for node in self._fitting:
             if not node.kv_capacity_tokens or node.kv_free_tokens >= min_free_tokens:
                 groups.setdefault((node.weight_hash, node.dtype), []).append(node)
         self.groups = dict(sorted(groups.items()))
-        self.graphs = {
-            key: Graph(profile_nodes(group), snapshot.num_layers, snapshot_rho(group))
+        likely = {} if before is None else {key: graph.likely for key, graph in before.graphs.items()}
+        self.graphs: dict[tuple[str, str], Graph] = {
+            key: Graph(profile_nodes(group), snapshot.num_layers, snapshot_rho(group), likely.get(key, ()))
             for key, group in self.groups.items()
         }
 
@@ -181,7 +184,8 @@ def _check_coverage(nodes: Iterable[RouteNode], num_layers: int) -> None:
 
 
 def times_are_sane(node: NodeProfile) -> bool:
-    return all(0.0 <= ms < math.inf for ms in (*node.layer_ms, node.cost.at(1)))
+    times = (*node.layer_ms, node.cost.at(1))
+    return sum(times) < math.inf and min(times) >= 0.0  # with NaN or both infinities among them, the sum is NaN
 
 
 def profile_nodes(profiles: Iterable[NodeProfile]) -> list[RouteNode]:
@@ -204,16 +208,15 @@ def snapshot_rho(profiles: Sequence[NodeProfile]) -> Floats:
     """
     place = {p.peer: i for i, p in enumerate(profiles)}
     rho = _distances(profiles)
-    known = [
-        (i, place[peer], ms)
-        for i, profile in enumerate(profiles)
-        for peer, ms in profile.link_ms.items()
-        if peer in place and 0.0 <= ms < math.inf
-    ]
-    if known:
-        a, b, ms = (np.array(column) for column in zip(*known, strict=True))
-        rho[b, a] = ms
-        rho[a, b] = ms
+    counts = [len(p.link_ms) for p in profiles]
+    measured = itertools.chain.from_iterable(p.link_ms.values() for p in profiles)
+    ms = np.fromiter(measured, np.float64, sum(counts))
+    by = np.repeat(np.arange(len(profiles)), counts)
+    to = np.array([place.get(peer, -1) for p in profiles for peer in p.link_ms], np.int64)
+    usable = (to >= 0) & (ms >= 0.0) & (ms < math.inf)
+    by, to, ms = by[usable], to[usable], ms[usable]
+    rho[to, by] = ms
+    rho[by, to] = ms
     return rho
 
 

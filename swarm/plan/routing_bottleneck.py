@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from swarm.plan.routing_dp import NEVER, Dag, Ints, Path, Visit, sweep_capped, walk
+from swarm.plan.routing_dp import NEVER, Dag, Ints, sweep_capped
 from swarm.plan.routing_search import best_simple, price
+from swarm.plan.routing_walk import Path, Visit, walk
 
 EXPANSIONS = 4_000  # chain prefixes looked at in one search
 EXPANSIONS_PER_CAP = 400

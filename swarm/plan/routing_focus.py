@@ -16,7 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from swarm.plan.routing_dp import NEVER, Dag, Flags, Ints, Path, Visit, sweep, walk
+from swarm.plan.routing_dp import NEVER, Dag, Flags, Ints, part, sweep
+from swarm.plan.routing_walk import Path, Visit, walk
 
 WORTH = 1 << 18  # relaxations of a whole sweep below which a part is not worth its proof
 MARGIN = 32  # a part holds what comes within this share of the best chain
@@ -36,11 +37,12 @@ class Part:
 class Finder:
     """Answers requests to one Dag; the answers are those of `walk(dag, sweep(dag, ...), ...)`."""
 
-    def __init__(self, dag: Dag, worth: int = WORTH) -> None:
+    def __init__(self, dag: Dag, worth: int = WORTH, guess: Flags | None = None) -> None:
+        """`guess`: rows that are likely to matter, `[R]`; from a Dag much like this one."""
         self._dag = dag
         self._worthwhile = dag.work >= worth
-        self._asked = 0
-        self.part: Part | None = None
+        self._swept: tuple[Path, Ints, Ints, Ints] | None = None  # the last whole sweep, and what was asked
+        self.part = self._part(guess) if guess is not None and self._worthwhile else None
 
     def cheapest(self, entries: Ints, exits: Ints, closed: Flags | None = None) -> Path | None:
         """The best chain without the rows that are `closed`; a node may come twice. None if there is no chain.
@@ -54,11 +56,26 @@ class Finder:
         dag = self._dag
         go = sweep(dag, exits, closed)
         path = walk(dag, go, entries, exits)
-        self._asked += 1
-        if path is not None and self._asked > 1 and self._worthwhile:
-            self.part = self._choose(path, go, entries, exits)
-            self._worthwhile = self.part is not None
+        if path is not None and self._worthwhile:
+            again, self._swept = self._swept is not None or self.part is not None, (path, go, entries, exits)
+            if again:
+                self.part = self._part(self.close)
+                self._worthwhile = self.part is not None
         return path
+
+    @property
+    def close(self) -> Flags:
+        """The rows that came close in the last whole sweep, with those of the part before, `[R]`."""
+        dag = self._dag
+        close = np.zeros(dag.count, np.bool_)
+        if self.part is not None:
+            close[self.part.inside] = True
+        if self._swept is not None:
+            path, go, entries, exits = self._swept
+            least = self._least(np.arange(dag.count), dag.rho, go, entries, exits)
+            close |= least <= path.cost + path.cost // MARGIN
+            close[[visit.row for visit in path.visits]] = True
+        return close
 
     def _within(self, part: Part, entries: Ints, exits: Ints, closed: Flags | None) -> Path | None:
         """The best chain of a part, if no row outside it can be on one as good; else None."""
@@ -75,17 +92,12 @@ class Finder:
             return None
         return Path(path.cost, path.owners, tuple(Visit(int(rows[v.row]), v.start, v.end) for v in path.visits))
 
-    def _choose(self, path: Path, go: Ints, entries: Ints, exits: Ints) -> Part | None:
-        """The rows that came close, with those of the part before."""
-        dag = self._dag
-        close = self._least(np.arange(dag.count), dag.rho, go, entries, exits) <= path.cost + path.cost // MARGIN
-        close[[visit.row for visit in path.visits]] = True
-        if self.part is not None:
-            close[self.part.inside] = True
-        if close.mean() > MOST_KEPT:
+    def _part(self, close: Flags) -> Part | None:
+        """The part of the rows that are `close`; None if they are too many, or too few for a chain."""
+        if close.mean() > MOST_KEPT or not self._dag.covered(~close):
             return None
         inside, outside = np.flatnonzero(close), np.flatnonzero(~close)
-        return Part(inside, outside, dag.take(inside), dag.rho[outside[:, None], inside])
+        return Part(inside, outside, self._dag.take(inside), part(self._dag.rho, outside, inside))
 
     def _least(self, rows: Ints, out: Ints, go: Ints, entries: Ints, exits: Ints) -> Ints:
         """A bound from below on chains in which one of `rows` hands over to a row of `go` for good, or ends.

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from swarm.errors import NoRoute, UsageError
 from swarm.plan.routing_bottleneck import best_pipeline
-from swarm.plan.routing_dp import HOP, MAX_LAYERS, NEVER, TICK, Dag, Ints, Path
+from swarm.plan.routing_dp import HOP, MAX_LAYERS, NEVER, TICK, Dag, Ints
 from swarm.plan.routing_focus import Finder
 from swarm.plan.routing_search import best_simple, repeats
+from swarm.plan.routing_walk import Path
 from swarm.types import Chain, Hop, LayerSpan, missing_ranges
 
 Objective = Literal["latency", "bottleneck"]
@@ -51,14 +52,14 @@ class RouteNode:
 
     def span(self, num_layers: int) -> LayerSpan:
         """Raises UsageError if it is no span of the model."""
-        if not 0 <= self.start < self.end <= num_layers:
-            raise UsageError(f"node {self.id} serves {self.start}:{self.end}, which is no span of {num_layers} layers")
+        self._check(num_layers)
         return LayerSpan(self.start, self.end)
 
-    def taus(self, num_layers: int) -> Sequence[float] | float:
-        """τ of the layers of the span, ms. Raises UsageError for a list that does not fit it."""
+    def taus(self, num_layers: int) -> Sequence[float]:
+        """τ of the layers of the span, ms. Raises UsageError for no span of the model or a list that does not fit."""
+        self._check(num_layers)
         if isinstance(self.layer_ms, int | float):
-            return float(self.layer_ms)
+            return (self.layer_ms,) * (self.end - self.start)
         if len(self.layer_ms) == self.end - self.start:
             return self.layer_ms
         if len(self.layer_ms) == num_layers:
@@ -67,6 +68,10 @@ class RouteNode:
             f"node {self.id} gives {len(self.layer_ms)} layer times; give one, or one for each of its"
             f" {self.end - self.start} layers"
         )
+
+    def _check(self, num_layers: int) -> None:
+        if not 0 <= self.start < self.end <= num_layers:
+            raise UsageError(f"node {self.id} serves {self.start}:{self.end}, which is no span of {num_layers} layers")
 
 
 def row_order(node: RouteNode) -> tuple[int, int, str]:
@@ -106,61 +111,79 @@ class Graph:
     row does not hold the layer. `rho_ms`: `[R, R]`, infinite where there is no link.
     """
 
-    def __init__(self, nodes: Sequence[RouteNode], num_layers: int, rho_ms: Floats) -> None:
-        """`rho_ms`: in the order of `nodes`. Raises UsageError for what is no number of ms."""
+    def __init__(
+        self, nodes: Sequence[RouteNode], num_layers: int, rho_ms: Floats, likely: Collection[str] = ()
+    ) -> None:
+        """`rho_ms`: in the order of `nodes`. `likely`: `Graph.likely` of a graph much like this one; a guess that
+        saves time. Raises UsageError for what is no number of ms.
+        """
         if not 1 <= num_layers <= MAX_LAYERS:
             raise UsageError(f"a model of {num_layers} layers cannot be routed; 1 to {MAX_LAYERS} are possible")
         order = sorted(range(len(nodes)), key=lambda i: row_order(nodes[i]))
         self.nodes = [nodes[i] for i in order]
         self.ids = tuple(n.id for n in self.nodes)
         self.num_layers = num_layers
+        self.rho_ms = rho_ms if order == list(range(len(nodes))) else rho_ms.take(order, axis=0).take(order, axis=1)
+        self._check_links()
+        layers, rows, times = self._times()
         self.tau_ms = np.full((num_layers, len(nodes)), np.inf)
-        for row, node in enumerate(self.nodes):
-            span = node.span(num_layers)
-            self.tau_ms[span.start : span.end, row] = node.taus(num_layers)
-        self.rho_ms = rho_ms if order == list(range(len(nodes))) else rho_ms[np.ix_(order, order)]
-        self._check()
+        self.tau_ms[layers, rows] = times
+        self.ticks_per_ms = NANOSECONDS / max(1.0, self._longest_ms(times) * NANOSECONDS / MOST_TICKS)
         rank = {peer: i for i, peer in enumerate(sorted(set(self.ids)))}
         self.owner = np.array([rank[peer] for peer in self.ids], np.int64)
-        self.ticks_per_ms = NANOSECONDS / max(1.0, self._longest_ms() * NANOSECONDS / MOST_TICKS)
-        rho = self.ticks(self.rho_ms)
-        rho += HOP
-        np.minimum(rho, NEVER, out=rho)
+        tau = np.full(self.tau_ms.shape, NEVER)
+        tau[layers, rows] = self.ticks(times)
+        rho = self.ticks(self.rho_ms, HOP)
         np.fill_diagonal(rho, NEVER)
         if len(rank) < len(self.ids):
             rho[self.owner[:, None] == self.owner] = NEVER
-        self.dag = Dag(self.owner, self.ticks(self.tau_ms), rho)
-        self._finder = Finder(self.dag)
+        self.dag = Dag(self.owner, tau, rho)
+        guess = np.array([peer in likely for peer in self.ids], np.bool_) if likely else None
+        self._finder = Finder(self.dag, guess=guess)
 
-    def _check(self) -> None:
-        held = np.array([[n.start, n.end] for n in self.nodes], np.int64).reshape(-1, 2)
-        layers = np.arange(self.num_layers)[:, None]
-        inside = (layers >= held[:, 0]) & (layers < held[:, 1])
-        wrong = (inside & ~((self.tau_ms >= 0) & np.isfinite(self.tau_ms))).any(axis=0)
+    def _times(self) -> tuple[Ints, Ints, Floats]:
+        """Layers, rows and τ in ms of all that is held, flat. Raises UsageError for a span or τ that is none."""
+        taus = [node.taus(self.num_layers) for node in self.nodes]
+        starts = np.array([node.start for node in self.nodes], np.int64)
+        lengths = np.array([len(tau) for tau in taus], np.int64)
+        times = np.fromiter(itertools.chain.from_iterable(taus), np.float64, int(lengths.sum()))
+        rows = np.repeat(np.arange(len(taus)), lengths)
+        layers = np.arange(len(times)) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
+        wrong = ~((times >= 0) & (times < np.inf))
         if wrong.any():
-            node = self.nodes[int(wrong.argmax())]
+            node = self.nodes[int(rows[wrong.argmax()])]
             raise UsageError(f"a layer of node {node.id} takes {node.layer_ms} ms; a time is a number from 0 up")
+        return layers, rows, times
+
+    def _check_links(self) -> None:
         if not self.rho_ms.min(initial=0.0) >= 0:  # NaN is not
             i, j = (int(k) for k in np.argwhere(~(self.rho_ms >= 0))[0])
             raise UsageError(f"the link {self.ids[i]} -> {self.ids[j]} takes {self.rho_ms[i, j]} ms; use 0 or more")
 
-    def _longest_ms(self) -> float:
+    def _longest_ms(self, times: Floats) -> float:
         """No chain takes longer, edges to the client aside."""
-        tau = np.where(np.isfinite(self.tau_ms), self.tau_ms, 0.0).max(axis=1, initial=0.0)
         rho = self.rho_ms.max(initial=0.0)
         if not rho < np.inf:
             rho = np.where(np.isfinite(self.rho_ms), self.rho_ms, 0.0).max(initial=0.0)
-        return float(tau.sum() + self.num_layers * rho)
+        return float(self.num_layers * (times.max(initial=0.0) + rho))
 
-    def ticks(self, ms: Floats) -> Ints:
-        """ms -> cost, NEVER for infinite; exact to the nanosecond unless a chain could take minutes."""
+    def ticks(self, ms: Floats, hops: int = 0) -> Ints:
+        """ms, and `hops` on top -> cost; NEVER for infinite. To the nanosecond unless a chain could take minutes."""
         scaled = ms * self.ticks_per_ms
         np.minimum(scaled, MOST_TICKS, out=scaled)
-        cost: Ints = np.rint(scaled, out=scaled).astype(np.int64)
-        cost *= TICK
+        np.rint(scaled, out=scaled)
+        scaled *= TICK  # below 2^53: still whole
+        if hops:
+            scaled += hops
+        cost: Ints = scaled.astype(np.int64)
         if not ms.max(initial=0.0) < np.inf:
             cost[np.isinf(ms)] = NEVER
         return cost
+
+    @property
+    def likely(self) -> frozenset[str]:
+        """Nodes that came close to the best chains so far; none if nobody has asked."""
+        return frozenset(self.ids[row] for row in np.flatnonzero(self._finder.close))
 
     def best(
         self,

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from swarm.plan.routing_dp import NEVER, Dag, Flags, Ints, Path, Visit, sweep, sweep_capped, walk
+from swarm.plan.routing_dp import NEVER, Dag, Flags, Ints, sweep, sweep_capped
+from swarm.plan.routing_walk import Path, Visit, walk
 
 BUDGET = 1 << 27  # relaxations spent on finding a chain that visits nobody twice
 MOST_ROUNDS = 400

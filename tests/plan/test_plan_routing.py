@@ -11,9 +11,10 @@ import pytest
 
 from swarm.errors import NoRoute, UsageError
 from swarm.plan.routing import RouteNode, route
-from swarm.plan.routing_dp import sweep, walk
+from swarm.plan.routing_dp import sweep
 from swarm.plan.routing_focus import Finder
 from swarm.plan.routing_graph import Graph, link_matrix
+from swarm.plan.routing_walk import walk
 from swarm.types import Chain, Hop
 
 Links = dict[str, dict[str, float]]
@@ -236,7 +237,8 @@ def test_many_clients_of_one_graph_get_what_a_fresh_sweep_would_give_them() -> N
         nodes, num_layers, rho = random_swarm(rng, most_layers=9, most_nodes=24)
         nodes += [RouteNode(f"far{i}", 0, num_layers, 40.0) for i in range(8)]
         graph = Graph(nodes, num_layers, link_matrix([n.id for n in nodes], rho))
-        finder = Finder(graph.dag, worth=0)
+        guess = np.array([rng.random() < 0.7 for _ in nodes]) if rng.random() < 0.5 else None
+        finder = Finder(graph.dag, worth=0, guess=guess)
         for _ in range(12):
             entries, exits = (graph.ticks(np.array([rng.choice([1.0, 4.0, 40.0]) for _ in nodes])) for _ in "io")
             closed = np.array([rng.random() < 0.1 for _ in nodes]) if rng.random() < 0.4 else None
