@@ -14,8 +14,8 @@ import torch
 
 from swarm.errors import ResourceError
 from swarm.types import CostCurve
-from swarm_kernels import ops, reference
-from swarm_kernels.device import physical_cores
+from swarm_kernels import ops, quantised4, reference
+from swarm_kernels.device import INT4, physical_cores
 from swarm_kernels.kv_cache import KVCache, KvShape, RowsRequest
 from swarm_kernels.lean import LeanSpan, load_layer
 from swarm_kernels.model_source import ModelSource
@@ -24,7 +24,7 @@ from swarm_kernels.span import Span
 DEFAULT_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _SESSION = b"calibration"
 _CHUNK = 128
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 1e-1}
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 1e-1, INT4: 1e-1}
 """By the weights' dtype: largest honest relative L2 distance of what a layer adds from the same layer in fp32."""
 
 
@@ -121,7 +121,9 @@ def self_check(span: Span, source: ModelSource) -> None:
     if not isinstance(span, LeanSpan):
         return
     layer = span.layers.start
-    plain = load_layer(source, layer, torch.float32, torch.device("cpu"), reference.pack_linear)
+    four_bits = span.weight_dtype == INT4  # whose rounding depends on the model, and is no fault
+    pack = quantised4.rounded_linear if four_bits else reference.pack_linear
+    plain = load_layer(source, layer, torch.float32, torch.device("cpu"), pack)
     config = span.config
     ours = span.new_cache(64)
     theirs = KVCache(KvShape(1, config.num_kv_heads, config.head_dim, torch.float32), 64)

@@ -12,7 +12,10 @@ import torch
 
 from swarm.errors import DeviceUnavailable, UsageError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch has it, its stubs do not
+"""Stands for `quantised4`'s format; no tensor has it."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": INT4}
 """The number formats of weights; `state_dtype` is that of everything else."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -38,6 +41,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 def state_dtype(weights: torch.dtype) -> torch.dtype:
     """Format of keys, values and hidden states on the wire: the weights' own, bf16 where these are integers."""
     return weights if weights.is_floating_point else torch.bfloat16
+
+
+def bytes_a_weight(weights: torch.dtype) -> tuple[float, float]:
+    """Of the layers, and of the embedding and the head, which keep 8 bits where the layers have 4."""
+    if weights == INT4:
+        return 5 / 8, 1.0  # 32 weights, a scale and a minimum are 20 bytes
+    return float(weights.itemsize), float(weights.itemsize)
 
 
 def choose_device(gpu: int | None) -> torch.device:

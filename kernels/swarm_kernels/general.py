@@ -163,7 +163,7 @@ class GeneralSpan:
     ) -> GeneralSpan:
         """see `span_loading.load_span`."""
         if not dtype.is_floating_point:
-            raise UnsupportedModel(f"models of type {source.config.model_type} are not served in 8 bits; use bf16")
+            raise UnsupportedModel(f"models of type {source.config.model_type} are not served in 8 or 4 bits; use bf16")
         try:
             model = skeleton(source.config, ATTENTION, dtype)
             load_weights(model, source, layers, device, progress)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from swarm.errors import CorruptModel, InvalidRequest, OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels import ops, quantised, reference
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.device import activation_dtype, state_dtype
+from swarm_kernels.device import INT4, activation_dtype, state_dtype
 from swarm_kernels.kv_cache import KVCache, KvShape
 from swarm_kernels.model_config import ModelConfig
 from swarm_kernels.model_source import ModelSource
@@ -56,7 +57,10 @@ class LeanSpan:
     ) -> LeanSpan:
         """see `span_loading.load_span`."""
         config = source.config
-        pack, stored = (ops.quantise_linear, torch.float32) if dtype == torch.int8 else (ops.pack_linear, dtype)
+        whole = not dtype.is_floating_point
+        stored = torch.float32 if whole else dtype
+        edge_pack = ops.quantise_linear if whole else ops.pack_linear  # 8 bits: rounding the head costs most
+        pack = partial(ops.quantise_linear, bits=4) if dtype == INT4 else edge_pack
         reader = _Reader(source, stored, device)
         is_first, is_last = layers.start == 0, layers.end == config.num_layers
         steps = len(layers) + is_first + is_last
@@ -69,8 +73,9 @@ class LeanSpan:
                 embedding, norm, head = like.embedding, like.final_norm, like.head
             elif is_first:
                 both = is_last and _tied(source)
-                plain = quantised.quantise_linear if dtype == torch.int8 else reference.pack_linear
-                embedding = (pack if both else plain)(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size))
+                plain = quantised.quantise_linear if whole else reference.pack_linear
+                held = edge_pack if both else plain
+                embedding = held(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
                 head = embedding if both else None
             for layer in layers:
                 weights.append(shared.get(layer) or _load_layer(reader, config, layer, pack))
@@ -78,7 +83,7 @@ class LeanSpan:
             if is_last and not same_ends:
                 norm = reader.vector(FINAL_NORM, config.hidden_size)
                 name = EMBEDDING if _tied(source) else HEAD
-                head = head or pack(reader.matrix(name, config.vocab_size, config.hidden_size))
+                head = head or edge_pack(reader.matrix(name, config.vocab_size, config.hidden_size))
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
         progress(1.0)

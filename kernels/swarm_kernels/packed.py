@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from swarm.errors import KernelError
-from swarm_kernels import native
+from swarm_kernels import native, quantised, quantised4
 from swarm_kernels.cpu import binding
-from swarm_kernels.quantised import quantise_weight
 
 BLOCK = 16
 """Outputs packed side by side."""
@@ -25,10 +24,10 @@ _OFFSET = 128
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """Weights in blocks of 16 outputs, the last padded: fp32 `[N/16, K, 16, 1]`, bf16 `[N/16, K/2, 16, 2]`, int8
-    `[N/16, K/4, 16, 4]`.
+    `[N/16, K/4, 16, 4]`, int4 `[N/16, K/32, 320]` (see `_four_bit_blocks`).
 
-    Products and sums are fp32, in rising order of k in one chain, or exact for int8 (see `quantised`), so a row's
-    result is the same bit for bit alone and among others, on any number of threads.
+    Products and sums are fp32, in rising order of k in one chain, or of whole numbers (see `quantised` and
+    `quantised4`), so a row's result is the same bit for bit alone and among others, on any number of threads.
     """
 
     packed: torch.Tensor
@@ -52,6 +51,8 @@ class PackedLinear:
         return out.to(x.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.desc.format == binding.INT4:
+            return _four_bit_rows(self.packed, ids)[:, : self.in_features]
         weights = self.packed[ids // BLOCK, :, ids % BLOCK].flatten(1)[:, : self.in_features]
         if self.scale is None:
             return weights
@@ -67,20 +68,65 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear
 
 def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     """See `ops.quantise_linear`; `weight` on the CPU."""
-    numbers, scale = quantise_weight(weight)
+    numbers, scale = quantised.quantise_weight(weight)
     raised = (numbers.view(torch.uint8) ^ _OFFSET).contiguous()  # of an int8: plus 128
     return _pack(raised, scale, bias, binding.INT8)
 
 
+def quantise_linear4(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    """See `ops.quantise_linear`; `weight` on the CPU."""
+    blocks = _four_bit_blocks(quantised4.quantise_weight(weight))
+    packed = _roomy(blocks.shape, torch.uint8).copy_(blocks)
+    return _describe(packed, None, _padded(bias), weight.shape, binding.INT4)
+
+
+def _four_bit_blocks(weights: quantised4.FourBitWeights) -> torch.Tensor:
+    """cpu/int4.h's FourBits, `[N/16, K/32, 320]` bytes: 16 scales, 16 minima, then 4 x 16 x 4 pairs of numbers.
+
+    Of the 8 quads of an output's 32 numbers, the even ones are the low halves of the bytes, the odd ones the high.
+    """
+    padding = -weights.numbers.shape[0] % BLOCK
+    numbers, scale, least = (F.pad(x, (0, 0, 0, padding)) for x in (weights.numbers, weights.scale, weights.least))
+    quads = numbers.view(-1, BLOCK, scale.shape[1], 4, 2, 4)  # [block, output, share, pair, of the pair, input]
+    pairs = (quads[..., 0, :] | quads[..., 1, :] << 4).permute(0, 2, 3, 1, 4).flatten(2)
+    heads = torch.stack((scale, least)).view(2, -1, BLOCK, scale.shape[1]).permute(1, 3, 0, 2)
+    return torch.cat((heads.flatten(2).contiguous().view(torch.uint8), pairs), 2)
+
+
+def _four_bit_rows(packed: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`[m]` ids of outputs -> their weights in fp32, padded: the inverse of `_four_bit_blocks`."""
+    blocks, lane, each = packed[ids // BLOCK], ids % BLOCK, torch.arange(len(ids))
+    count, shares, _ = blocks.shape
+    heads = blocks[..., : 4 * BLOCK].contiguous().view(torch.float16).view(count, shares, 2, BLOCK)[each, ..., lane]
+    pairs = blocks[..., 4 * BLOCK :].reshape(count, shares, 4, BLOCK, 4)[each, :, :, lane]  # [m, K/32, 4, 4]
+    numbers = torch.stack((pairs & 15, pairs >> 4), 3).flatten(2)
+    return (numbers * heads[..., :1].float() + heads[..., 1:].float()).flatten(1)
+
+
 def _pack(weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, form: int) -> PackedLinear:
     """`weight [N, K]`, `scale` and `bias` `[N]`. What pads int8 weights is multiplied by padding."""
-    outputs, inputs = weight.shape
     together = _TOGETHER[form]
-    padded = F.pad(weight, (0, -inputs % together, 0, -outputs % BLOCK))
+    padded = F.pad(weight, (0, -weight.shape[1] % together, 0, -weight.shape[0] % BLOCK))
     source = padded.view(-1, BLOCK, padded.shape[1] // together, together).permute(0, 2, 1, 3)
-    packed = torch.empty(source.shape, dtype=weight.dtype)
-    native.loaded().swarm_advise_huge(packed.data_ptr(), packed.nbytes)
-    packed.copy_(source)
-    scale, bias = (None if x is None else F.pad(x.float(), (0, -outputs % BLOCK)).contiguous() for x in (scale, bias))
+    packed = _roomy(source.shape, weight.dtype).copy_(source)
+    return _describe(packed, _padded(scale), _padded(bias), weight.shape, form)
+
+
+def _roomy(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for weights, in huge pages where the system has them."""
+    memory = torch.empty(shape, dtype=dtype)
+    native.loaded().swarm_advise_huge(memory.data_ptr(), memory.nbytes)
+    return memory
+
+
+def _padded(values: torch.Tensor | None) -> torch.Tensor | None:
+    """`[N]` -> fp32 `[N rounded up to 16]`."""
+    return None if values is None else F.pad(values.float(), (0, -values.shape[0] % BLOCK)).contiguous()
+
+
+def _describe(
+    packed: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, shape: torch.Size, form: int
+) -> PackedLinear:
+    outputs, inputs = shape
     pointers = (None if x is None else x.data_ptr() for x in (packed, scale, bias))
     return PackedLinear(packed, scale, bias, inputs, outputs, binding.Linear(*pointers, inputs, outputs, form))

@@ -24,10 +24,10 @@ def load_span(
 ) -> Span:
     """Read the tensors of `layers` (and the embedding, norm and head where the span has an end of the model).
 
-    `dtype`: of the weights, one of `device.DTYPES`; int8 for lean spans only. Layer by layer, each read, converted and
-    packed before the next, so memory never holds the weights twice. What `like`, a span of the same model, dtype and
-    device, holds already is shared with it where spans allow that (lean ones do). Raises CorruptModel,
-    UnsupportedModel, OutOfMemory, UsageError.
+    `dtype`: of the weights, one of `device.DTYPES`; int8 and int4 for lean spans only. Layer by layer, each read,
+    converted and packed before the next, so memory never holds the weights twice. What `like`, a span of the same
+    model, dtype and device, holds already is shared with it where spans allow that (lean ones do). Raises
+    CorruptModel, UnsupportedModel, OutOfMemory, UsageError.
     """
     if layers.end > source.config.num_layers:
         raise UsageError(f"layers {layers} are asked for, but the model has {source.config.num_layers}")

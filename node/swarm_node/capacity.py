@@ -9,8 +9,11 @@ import math
 import re
 from dataclasses import dataclass
 
+import torch
+
 from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
+from swarm_kernels.device import bytes_a_weight, state_dtype
 from swarm_kernels.model_source import ModelSource
 
 KV_TOKENS_WANTED = 16384
@@ -20,6 +23,7 @@ WORKSPACE = 64 << 20  # bytes: activations of a batch, logits, buffers of frames
 MIB = 1 << 20
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+_HEAD = "lm_head.weight"
 _INPUT = re.compile(r"embed_tokens|embed_in|wte|wpe|embeddings?\.")
 
 
@@ -30,29 +34,37 @@ class Weights:
     num_layers: int
     layer: int  # the heaviest
     embedding: int
-    head: int  # with the final norm; a head tied to the embedding is a second copy on another node
+    head: int  # with the final norm; tied to the embedding, it is that, and a node with both ends holds it once
     kv_token: int  # of one token in one layer
     context: int  # tokens
+    tied: bool = False
 
     @classmethod
-    def of(cls, source: ModelSource, element_bytes: int, state_bytes: int | None = None) -> Weights:
-        """Of weights in `element_bytes` an element; keys and values too, unless `state_bytes` is given."""
-        layers = [0] * source.config.num_layers
+    def of(cls, source: ModelSource, dtype: torch.dtype) -> Weights:
+        """Of weights in `dtype`, one of `swarm_kernels.device.DTYPES`."""
+        config = source.config
+        tied = config.tie_word_embeddings or not source.has(_HEAD)
+        layer_bytes, edge_bytes = bytes_a_weight(dtype)
+        layers = [0] * config.num_layers
         embedding = head = 0
         for name in source.names():
-            size = math.prod(source.shape(name)) * element_bytes
+            if tied and name == _HEAD:  # some files hold a copy, which nobody reads
+                continue
+            count = math.prod(source.shape(name))
             match = _LAYER.search(name)
             if match and int(match[1]) < len(layers):
-                layers[int(match[1])] += size
+                layers[int(match[1])] += math.ceil(count * layer_bytes)
             elif _INPUT.search(name):
-                embedding += size
+                embedding += math.ceil(count * edge_bytes)
             else:
-                head += size
-        config = source.config
-        if config.tie_word_embeddings or not source.has("lm_head.weight"):
-            head += embedding
-        kv_token = 2 * config.num_kv_heads * config.head_dim * (state_bytes or element_bytes)
-        return cls(len(layers), max(layers), embedding, head, kv_token, config.context_length)
+                head += math.ceil(count * edge_bytes)
+        head += embedding if tied else 0
+        kv_token = 2 * config.num_kv_heads * config.head_dim * state_dtype(dtype).itemsize
+        return cls(len(layers), max(layers), embedding, head, kv_token, config.context_length, tied)
+
+    @property
+    def _both_ends(self) -> int:
+        return max(self.embedding, self.head) if self.tied else self.embedding + self.head
 
     @property
     def _layer_with_kv(self) -> int:
@@ -60,12 +72,13 @@ class Weights:
 
     def span_bytes(self, span: LayerSpan) -> int:
         """Weights alone."""
-        ends = self.embedding * (span.start == 0) + self.head * (span.end == self.num_layers)
+        first, last = span.start == 0, span.end == self.num_layers
+        ends = self._both_ends if first and last else self.embedding * first + self.head * last
         return len(span) * self.layer + ends
 
     def memory_for(self, layers: int) -> int:
         """The least budget for which `capacity` is `layers`, bytes."""
-        ends = self.embedding + self.head if layers >= self.num_layers else max(self.embedding, self.head)
+        ends = self._both_ends if layers >= self.num_layers else max(self.embedding, self.head)
         return WORKSPACE + ends + layers * self._layer_with_kv
 
     def capacity(self, budget: int) -> int:

@@ -17,7 +17,7 @@ from typing import Annotated
 import psutil
 import typer
 
-from swarm.config import DEFAULT_MODEL, NodeConfig, load, parse_bytes
+from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load, parse_bytes
 from swarm.errors import UsageError
 from swarm_node import logs, network_cli, owner_cli
 from swarm_node.command import Errors, run
@@ -42,7 +42,7 @@ Peers = Annotated[
     typer.Option("--peer", metavar="MADDR", help="A node of the swarm to join; repeatable. None: begin a new swarm."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON lines instead of sentences.")]
-Dtype = Annotated[str | None, typer.Option(help=f"bf16, int8, fp16 or fp32; a chain has one. [{DEFAULTS.dtype}]")]
+Dtype = Annotated[str | None, typer.Option(help=f"bf16, int8, int4, fp16 or fp32; a chain has one. [{DEFAULTS.dtype}]")]
 MaxMemory = Annotated[
     str | None, typer.Option(metavar="BYTES", help="For weights, keys and values, as in 6GB. [most of what is free]")
 ]
@@ -100,6 +100,7 @@ def join(
     carrier: Annotated[
         str | None, typer.Option(metavar="KIND", help="auto, or daemon for no direct connections. [auto]")
     ] = None,
+    transport: network_cli.Transport = None,
     direct_port: Annotated[
         int | None, typer.Option(min=0, max=65535, metavar="PORT", help="TCP port for direct connections. [any]")
     ] = None,
@@ -136,6 +137,7 @@ def join(
             "metrics_host": metrics_host,
             "secret": network_cli.secret_of(secret, private),
             "carrier": carrier,
+            "transport": transport,
             "direct_port": direct_port,
             "relay": relay or None,
             "relays": tuple(via) if via else None,
@@ -180,6 +182,7 @@ def status(
     peer: Peers = None,
     model: Model = None,
     invite: network_cli.Token = None,
+    transport: network_cli.Transport = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -191,7 +194,8 @@ def status(
         invited = network_cli.invited(invite)
         peers = tuple(peer or invited.get("peers", ()))
         secret = invited.get("secret") or os.environ.get("SWARM_SECRET", "")
-        run(lambda stop: show(peers, model or invited.get("model"), as_json, secret))
+        host = load(ClientConfig, {"transport": transport}).transport
+        run(lambda stop: show(peers, model or invited.get("model"), as_json, secret, host))
 
 
 owner_cli.add_to(app)

@@ -13,7 +13,7 @@ import torch
 
 from swarm.config import NodeConfig, state_dir
 from swarm.errors import OutOfMemory
-from swarm_kernels.device import available_memory, choose_device, parse_dtype, state_dtype
+from swarm_kernels.device import available_memory, choose_device, parse_dtype
 from swarm_kernels.loader import open_model
 from swarm_kernels.model_source import ModelSource
 from swarm_node.capacity import Weights
@@ -44,7 +44,7 @@ def measure(config: NodeConfig) -> Machine:
     dtype = parse_dtype(config.dtype)
     source = open_model(config.model)
     try:
-        weights = Weights.of(source, dtype.itemsize, state_dtype(dtype).itemsize)
+        weights = Weights.of(source, dtype)
         budget = config.max_memory or int(MEMORY_SHARE * available_memory(device) / config.share)
         if config.layers:  # the mistakes of a flag are told before anybody hears of this node
             weights.kv_tokens(budget, asked(config.layers, weights.num_layers).span, most=1)

@@ -21,6 +21,7 @@ weights = st.builds(
     head=st.integers(0, 1 << 32),
     kv_token=st.integers(1, 1 << 20),
     context=st.integers(1, 1 << 20),
+    tied=st.booleans(),
 )
 
 
@@ -53,11 +54,14 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
         w.kv_tokens(200 << 20, LayerSpan(0, 4), 10)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
-def test_the_estimate_is_what_a_loaded_span_takes(changes: dict[str, bool]) -> None:
-    source = ModelTensors(tiny_model("llama", **changes))
-    w = Weights.of(source, DTYPES["fp32"].itemsize)
-    span = load_span(source, LayerSpan(0, 6), DTYPES["fp32"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("ends", [(0, 6), (0, 2), (4, 6), (1, 3)])
+def test_the_estimate_is_what_a_loaded_span_takes(tied: bool, dtype: str, ends: tuple[int, int]) -> None:
+    shape = {"hidden_size": 192, "intermediate_size": 320, "vocab_size": 1600}  # to drown padding and norms
+    source = ModelTensors(tiny_model("llama", tie_word_embeddings=tied, **shape))
+    layers = LayerSpan(*ends)
+    w, span = Weights.of(source, DTYPES[dtype]), load_span(source, layers, DTYPES[dtype])
     assert w.kv_token == span.kv_bytes_per_token_per_layer
-    assert w.layer <= span.layer_bytes * 1.05 + 4096
-    assert w.span_bytes(LayerSpan(0, 6)) >= 0.9 * (6 * w.layer + span.edge_bytes)
+    assert w.layer == pytest.approx(span.layer_bytes, rel=0.05)
+    assert w.span_bytes(layers) == pytest.approx(len(layers) * span.layer_bytes + span.edge_bytes, rel=0.05)

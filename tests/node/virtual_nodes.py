@@ -56,7 +56,7 @@ def truth(prompt: tuple[int, ...], count: int) -> list[int]:
 
 def machine_of(config: NodeConfig) -> Machine:
     """A machine with room for as many layers as its config's `region` says."""
-    weights = Weights.of(source(), 4)  # type: ignore[arg-type]
+    weights = Weights.of(source(), torch.float32)  # type: ignore[arg-type]
     capacity = int(config.region)
     calibration = Calibration(1, CURVE)
     budget = weights.memory_for(capacity) + ROOM

@@ -18,10 +18,11 @@ enum SwarmStatus : int32_t {
   SWARM_BAD_COPY = 16,
 };
 
-enum SwarmFormat : int32_t { SWARM_FP32 = 0, SWARM_BF16 = 1, SWARM_INT8 = 2 };
+enum SwarmFormat : int32_t { SWARM_FP32 = 0, SWARM_BF16 = 1, SWARM_INT8 = 2, SWARM_INT4 = 3 };
 
 // Weights packed in blocks of 16 outputs, zero-padded: fp32 [out/16][in][16]; bf16 [out/16][in/2][16][2], `in` even;
-// int8 [out/16][in/4][16][4], `in` rounded up to a multiple of 4, each plus 128.
+// int8 [out/16][in/4][16][4], `in` rounded up to a multiple of 4, each plus 128; int4 [out/16][in/32] of int4.h's
+// FourBits, `in` rounded up to a multiple of 32.
 struct SwarmLinear {
   const void* weight;
   const float* scale;  // int8: what each output's weights are multiplied by, [out rounded up to 16]

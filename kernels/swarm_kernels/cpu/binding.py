@@ -7,7 +7,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 OK, NO_MEMORY, UNKNOWN_ISA = 0, 1, 2
-FP32, BF16, INT8 = 0, 1, 2  # SwarmFormat
+FP32, BF16, INT8, INT4 = 0, 1, 2, 3  # SwarmFormat
 
 PLAN_FAULTS = {
     10: "a row's session is not in the page table",

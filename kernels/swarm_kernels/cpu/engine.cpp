@@ -45,9 +45,10 @@ void Engine::prepare(const KernelTable& table, int threads) {
   scratch_.reset();
 }
 
-// The rows as tiles of integers for int8 weights.
-const char* Engine::quantised_tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm) {
-  const int64_t row_bytes = table_->quantised_bytes(in);
+// The rows as tiles of integers for weights of 8 and 4 bits.
+const char* Engine::quantised_tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+                                       const Norm* norm) {
+  const int64_t in = weights.in, row_bytes = table_->quantised_bytes(weights.format, in);
   char* tiles = reinterpret_cast<char*>(scratch_.take(ceil_div(rows, tile_rows) * tile_rows * row_bytes / 4));
   pool_->run(ceil_div(rows, QUANTISED_ROWS), [&](int64_t item, int) {
     const int64_t begin = item * QUANTISED_ROWS, end = std::min(rows, begin + QUANTISED_ROWS);
@@ -55,7 +56,7 @@ const char* Engine::quantised_tiles_of(const float* x, int64_t rows, int64_t in,
       const float* from = x + r * in;
       const float scale = norm ? table_->inverse_rms(from, in, norm->eps) : 1.0f;
       char* tile = tiles + r / tile_rows * tile_rows * row_bytes;
-      table_->quantise(from, in, scale, norm ? norm->weight : nullptr, tile_rows, r % tile_rows, tile);
+      table_->quantise(weights.format, from, in, scale, norm ? norm->weight : nullptr, tile_rows, r % tile_rows, tile);
     }
   });
   return tiles;
@@ -98,11 +99,12 @@ void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, 
   if (rows == 0) return;
   const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile));
   LinearJob job;
-  const bool int8 = weights.format == SWARM_INT8;
-  job.x = int8 ? quantised_tiles_of(x, rows, weights.in, tile_rows, norm)
-               : reinterpret_cast<const char*>(tiles_of(x, rows, weights.in, tile_rows, norm));
-  job.row_bytes = int8 ? table_->quantised_bytes(weights.in) : weights.in * (int64_t)sizeof(float);
-  job.rows = rows, job.tile_rows = tile_rows, job.in = int8 ? ceil_div(weights.in, 4) * 4 : weights.in;
+  const int64_t padding = weights.format == SWARM_INT4 ? 32 : weights.format == SWARM_INT8 ? 4 : 1;
+  const bool whole = padding > 1;  // the inputs become whole numbers
+  job.x = whole ? quantised_tiles_of(weights, x, rows, tile_rows, norm)
+                : reinterpret_cast<const char*>(tiles_of(x, rows, weights.in, tile_rows, norm));
+  job.row_bytes = whole ? table_->quantised_bytes(weights.format, weights.in) : weights.in * (int64_t)sizeof(float);
+  job.rows = rows, job.tile_rows = tile_rows, job.in = ceil_div(weights.in, padding) * padding;
   job.weight = weights.weight, job.scale = weights.scale, job.bias = weights.bias, job.format = weights.format;
   job.out = weights.out, job.epilogue = epilogue, job.y = y, job.ldy = ldy;
 

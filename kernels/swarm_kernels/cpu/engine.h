@@ -64,7 +64,8 @@ class Engine {
   void multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
                 LinearJob::Epilogue epilogue, float* y, int64_t ldy);
   const std::vector<int64_t>& column_ends(int64_t blocks, int64_t tiles);
-  const char* quantised_tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm);
+  const char* quantised_tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+                                 const Norm* norm);
   const float* tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm);
   void rotate(const Rotation& how, int64_t row, int64_t group);
 

@@ -10,8 +10,8 @@ constexpr int64_t PAGE = 16;     // tokens in a KV page (batch.py)
 constexpr int64_t CHUNK = 64;    // keys scored at a time: 4 pages, one word of a tree mask
 
 // Activations are handed to a linear in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
-// k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile. For int8
-// weights `quantise` has filled them.
+// k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile. For
+// weights of 8 and 4 bits `quantise` has filled them.
 struct LinearJob {
   enum Epilogue { STORE, ADD, GATE_UP };
   const char* x;
@@ -55,10 +55,10 @@ struct KernelTable {
   // x [rows, in] with row stride ldx -> tile; scale[r] * norm[k] multiply where norm is not null
   void (*fill_tile)(const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in, const float* scale,
                     const float* norm, float* tile);
-  // The same for int8 weights, one row, in quantised_bytes(in) a row.
-  void (*quantise)(const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows, int64_t row,
-                   char* tile);
-  int64_t (*quantised_bytes)(int64_t in);
+  // The same for weights of 8 and 4 bits, one row, in quantised_bytes(in) a row.
+  void (*quantise)(SwarmFormat weights, const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows,
+                   int64_t row, char* tile);
+  int64_t (*quantised_bytes)(SwarmFormat weights, int64_t in);
   void (*linear)(const LinearJob&, int64_t tile_begin, int64_t tile_end, int64_t block_begin, int64_t block_end);
   float (*inverse_rms)(const float* x, int64_t in, float eps);
   void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);

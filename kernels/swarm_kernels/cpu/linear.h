@@ -1,9 +1,10 @@
-// y = x W^T for packed weights; the sums for those of 8 bits are in int8.h. A result is one chain of fused multiply-adds
-// over k in rising order, whatever the tile it is computed in: so a row's result is bit for bit the same alone and
-// among others.
+// y = x W^T for packed weights; the sums for those of 8 and 4 bits are in int8.h and int4.h. A result is one chain of
+// fused multiply-adds over k in rising order, whatever the tile it is computed in: so a row's result is bit for bit the
+// same alone and among others.
 #pragma once
 #include <type_traits>
 
+#include "int4.h"
 #include "int8.h"
 #include "kernels.h"
 #include "simd.h"
@@ -82,9 +83,9 @@ void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int
     for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
 }
 
-// The type of a tile's elements: int8 weights multiply what `quantise` wrote.
+// The type of a tile's elements: weights of 8 and 4 bits multiply what `quantise` wrote.
 template <typename W>
-using Input = std::conditional_t<std::is_same_v<W, uint8_t>, char, float>;
+using Input = std::conditional_t<std::is_same_v<W, uint8_t> || std::is_same_v<W, FourBits>, char, float>;
 template <typename W>
 using Multiply = void (*)(const Input<W>*, int64_t, int64_t, const W*, int64_t, float*);
 
@@ -139,7 +140,7 @@ inline void finish_gated(const swarm::LinearJob& job, int64_t row, int64_t rows,
 template <typename W>
 void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   const W* weight = static_cast<const W*>(job.weight);
-  const int64_t size = job.in * BLOCK;
+  const int64_t size = std::is_same_v<W, FourBits> ? job.in / SHARE : job.in * BLOCK;  // of a block
   const bool gated = job.epilogue == swarm::LinearJob::GATE_UP;
   const int64_t apart = gated ? job.out / 2 / BLOCK : (end - begin) / 2;
   const int64_t middle = gated ? end : begin + apart;
@@ -148,8 +149,10 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
     const int64_t row = t * job.tile_rows;
     const int64_t rows = job.rows - row < job.tile_rows ? job.rows - row : job.tile_rows;
     const Input<W>* x = reinterpret_cast<const Input<W>*>(job.x + row * job.row_bytes);
-    const bool pairs = rows <= PAIR_ROWS;
-    const Multiply<W> one = multiply_for<W, 1, ROW_TILE>(rows), two = multiply_for<W, 2, PAIR_ROWS>(rows);
+    // Weights of 4 bits have two sums for each result: whole numbers and fp32.
+    constexpr int PAIRED = std::is_same_v<W, FourBits> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
+    const bool pairs = rows <= PAIRED;
+    const Multiply<W> one = multiply_for<W, 1, ROW_TILE>(rows), two = multiply_for<W, 2, PAIRED>(rows);
     const int64_t ld = pairs ? 2 * BLOCK : BLOCK;
     float* second = pairs ? c + BLOCK : c + ROW_TILE * BLOCK;
     for (int64_t b = begin; b < middle; b++) {
@@ -170,8 +173,20 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
   }
 }
 
+inline void quantise(SwarmFormat weights, const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows,
+                     int64_t row, char* tile) {
+  if (weights == SWARM_INT4)
+    Tile4::fill_row(x, in, scale, norm, tile_rows, row, tile);
+  else
+    Tile8::fill_row(x, in, scale, norm, tile_rows, row, tile);
+}
+inline int64_t quantised_bytes(SwarmFormat weights, int64_t in) {
+  return (in + GROUP - 1) / GROUP * (weights == SWARM_INT4 ? Tile4::GROUP_ROW_BYTES : Tile8::GROUP_ROW_BYTES);
+}
+
 inline void linear(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   switch (job.format) {
+    case SWARM_INT4: return linear_of<FourBits>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT8: return linear_of<uint8_t>(job, tile_begin, tile_end, begin, end);
     case SWARM_BF16: return linear_of<uint16_t>(job, tile_begin, tile_end, begin, end);
     case SWARM_FP32: return linear_of<float>(job, tile_begin, tile_end, begin, end);

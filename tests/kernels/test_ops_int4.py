@@ -1,0 +1,115 @@
+"""4-bit linears: every instruction set computes the twin's bits, and weights that had 4 bits stay what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import KernelError
+from swarm_kernels import ops, quantised4
+from swarm_kernels.gguf_quants import unpack
+from swarm_kernels.packed import PackedLinear
+
+SHAPES = ((64, 64), (960, 576), (40, 33), (17, 250), (1, 16), (48, 1537))  # [N, K]: padded blocks, shares and groups
+Q4_1 = 3  # ggml's number of the type
+
+
+def random_pair(outputs: int, inputs: int, bias: bool = True) -> tuple[ops.Linear, quantised4.Int4Linear, torch.Tensor]:
+    """The same weights packed and plain, and rows of very different sizes to multiply."""
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    biases = torch.randn(outputs, generator=generator) if bias else None
+    x = torch.randn(67, inputs, generator=generator) * torch.randn(67, 1, generator=generator).exp()
+    packed = ops.quantise_linear(weight, biases, bits=4)
+    assert isinstance(packed, PackedLinear)
+    return packed, quantised4.quantise_linear(weight, biases), x
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_every_instruction_set_gives_the_same_bits(isa: str, outputs: int, inputs: int, bias: bool) -> None:
+    packed, plain, x = random_pair(outputs, inputs, bias)
+    expected = plain(x)
+    for rows in (1, 2, 3, 5, 6, 7, 12, 13, 67):
+        assert torch.equal(packed(x[:rows]), expected[:rows])
+
+
+def test_a_row_alone_and_among_63_others_on_any_number_of_threads(isa: str) -> None:
+    packed, _, x = random_pair(200, 96)
+    x[5] *= 1e4
+    together = packed(x[:64])
+    assert torch.equal(torch.cat([packed(row[None]) for row in x[:64]]), together)
+    for count in (1, 3):
+        ops.set_threads(count)
+        assert torch.equal(packed(x[:64]), together)
+
+
+def test_the_largest_sums_fit(isa: str) -> None:
+    """Products of 127 and 15 throughout, of either sign."""
+    weight = torch.ones(32, 640)
+    weight[:, ::32] = 0.0
+    packed = ops.quantise_linear(weight, bits=4)
+    for x in (torch.ones(1, 640), -torch.ones(1, 640)):
+        torch.testing.assert_close(packed(x), x @ weight.T, rtol=1e-3, atol=0)
+
+
+def test_the_error_is_that_of_4_bits(isa: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(512, 768, generator=generator), torch.randn(20, 768, generator=generator)
+    exact = x @ weight.T
+    assert (ops.quantise_linear(weight, bits=4)(x) - exact).norm() / exact.norm() < 0.09
+    held = quantised4.rounded_linear(weight)(x)
+    assert (ops.quantise_linear(weight, bits=4)(x) - held).norm() / held.norm() < 0.02
+
+
+def test_what_is_no_number_spoils_its_row_only(isa: str) -> None:
+    packed, _, x = random_pair(64, 200)
+    expected = packed(x)
+    for row, value in ((1, float("nan")), (3, float("inf")), (4, -float("inf"))):
+        x[row, 70] = value
+        assert not packed(x)[row].isfinite().any()
+    assert torch.equal(packed(x)[5:], expected[5:])
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 40), st.integers(1, 5))
+def test_weights_of_a_q4_1_file_are_taken_over_unchanged(seed: int, outputs: int, blocks: int) -> None:
+    """As llama.cpp writes them: the least weight of a block is 0 and the largest 15."""
+    generator = torch.Generator().manual_seed(seed)
+    bytes_ = torch.randint(0, 256, (outputs * blocks, 20), generator=generator, dtype=torch.uint8)
+    bytes_[:, 4] = 0xF0
+    ends = torch.randn(outputs * blocks, 2, generator=generator) * torch.tensor([0.01, 0.1])
+    bytes_[:, :4] = torch.stack((ends[:, 0].abs() + 1e-4, ends[:, 1]), 1).half().view(torch.uint8)
+    weight = unpack(bytes_.flatten().numpy(), Q4_1, (outputs, blocks * 32))
+    ids = torch.arange(outputs).flip(0)
+    assert torch.equal(ops.quantise_linear(weight, bits=4).rows(ids), weight[ids])
+
+
+def test_rows_of_weights_are_what_is_multiplied() -> None:
+    weight, ids = torch.randn(40, 33), torch.tensor([39, 0, 17, 17])
+    packed, plain = ops.quantise_linear(weight, bits=4), quantised4.quantise_linear(weight)
+    assert torch.equal(packed.rows(ids), plain.rows(ids))
+    assert packed.rows(ids[:0]).shape == (0, 33)
+    step = (weight.amax(1) - weight.amin(1)) / 15
+    assert ((packed.rows(ids) - weight[ids]).abs() <= 0.51 * step[ids, None] + 2e-3).all()
+
+
+def test_memory_is_5_16ths_of_bf16() -> None:
+    weight = torch.randn(1024, 512)
+    assert ops.quantise_linear(weight, bits=4).nbytes == ops.pack_linear(weight.bfloat16()).nbytes * 5 / 16
+
+
+@pytest.mark.parametrize("value", [1e6, -1e6, float("nan"), float("inf")])
+def test_weights_that_fp16_cannot_hold_are_refused(value: float) -> None:
+    weight = torch.zeros(4, 40)
+    weight[2, 7] = value
+    with pytest.raises(KernelError, match="4 bits"):
+        ops.quantise_linear(weight, bits=4)
+
+
+def test_misshapen_weights_and_other_widths_are_refused() -> None:
+    with pytest.raises(KernelError, match="cannot be packed"):
+        ops.quantise_linear(torch.zeros(4, 4), torch.zeros(3), bits=4)
+    with pytest.raises(KernelError, match="3 bits"):
+        ops.quantise_linear(torch.zeros(4, 4), bits=3)
