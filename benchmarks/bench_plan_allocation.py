@@ -5,8 +5,8 @@
 Pools: `equal` nodes of 10 layers, `two kinds` (8, 20), `four kinds` (6, 10, 16, 32), and random memory, uniform over
 2..20 and 4..40 layers. Everything is timed from PoolNodes to balanced spans, as the planner runs it. Columns:
 
-    ms        of CPU time (what a free core takes: nothing here waits or runs in threads), best of five runs of each
-              pool: the median pool and the slowest
+    ms        of CPU time (what a free core takes: nothing here waits or runs in threads), best of twenty runs of each
+              pool (five beyond 256 nodes), pools in turn: the median pool and the slowest
     steps     of work the default budget allows, if --steps does not say otherwise
     best      pools whose score is proven the best possible, of all pools
     k         values of k that replicas were found for, all pools together, and those not proven to need so many nodes
@@ -34,7 +34,7 @@ KINDS: dict[str, Sequence[int]] = {
     "random 4..40": range(4, 41),
 }
 PRICE = Price(compute_ms=100.0, hop_ms=10.0)
-RUNS = 5
+RUNS, RUNS_OF_MANY = 20, 5
 
 
 def draw(kinds: Sequence[int], nodes: int, layers: int, seed: int) -> list[PoolNode]:
@@ -46,14 +46,11 @@ def draw(kinds: Sequence[int], nodes: int, layers: int, seed: int) -> list[PoolN
             return pool
 
 
-def timed(layers: int, pool: list[PoolNode], steps: int, runs: int) -> tuple[float, Allocation]:
-    """-> (least ms, the plan)."""
-    least = float("inf")
-    for _ in range(runs):
-        start = time.process_time()
-        plan = allocate(layers, pool, PRICE, Budget(steps))
-        least = min(least, (time.process_time() - start) * 1e3)
-    return least, plan
+def timed(layers: int, pool: list[PoolNode], steps: int) -> tuple[float, Allocation]:
+    """-> (ms, the plan)."""
+    start = time.process_time()
+    plan = allocate(layers, pool, PRICE, Budget(steps))
+    return (time.process_time() - start) * 1e3, plan
 
 
 def report(kind: str, nodes: int, options: argparse.Namespace) -> None:
@@ -62,12 +59,16 @@ def report(kind: str, nodes: int, options: argparse.Namespace) -> None:
         return
     pools = [draw(KINDS[kind], nodes, options.layers, seed) for seed in range(options.pools)]
     steps = options.steps or default_steps(nodes)
-    times, plans = zip(*(timed(options.layers, pool, steps, RUNS) for pool in pools), strict=True)
+    rounds = [
+        [timed(options.layers, pool, steps) for pool in pools] for _ in range(RUNS if nodes <= 256 else RUNS_OF_MANY)
+    ]
+    times = [min(ms for ms, _ in runs) for runs in zip(*rounds, strict=True)]
+    plans = [plan for _, plan in rounds[0]]
     found = sum(len(plan.stages_by_k) for plan in plans)
     unproven = sum(1 for plan in plans for gap in plan.gap_by_k.values() if gap)
     settled = "-"
     if nodes <= options.settle_up_to:
-        full = [timed(options.layers, pool, 10**7, 1) for pool in pools]
+        full = [timed(options.layers, pool, 10**7) for pool in pools]
         left = sum(1 for _, plan in full for gap in plan.gap_by_k.values() if gap)
         settled = f"{statistics.median(ms for ms, _ in full):.1f}" + (f" ({left} open)" if left else "")
     print(

@@ -25,7 +25,7 @@ from swarm.plan.budget import Budget
 from swarm.types import Hop
 
 _MOST_MS, _MOST_ALPHA = 1e30, 40.0  # keep scores of millions of replicas within a float
-_FOR_OTHERS = 0.25  # of the budget that is left once the best k is settled
+_FOR_OTHERS = 0.1  # of the budget that is left once the best k is settled
 _TIE = 1e-9  # scores closer than this, relatively, are equal: `pow` may differ in the last bit between machines
 
 
@@ -187,9 +187,12 @@ class _Pool:
         """Work on each k whose bound scores more than what was found for any, the most promising first."""
         stairs = self._stairs
         best = max((price.score(k, stages) for k, stages in stairs.found()), default=0.0)
-        for k in sorted(range(1, stairs.most + 1), key=lambda k: -price.score(k, stairs.bound(k))):
-            if k <= stairs.most and price.score(k, stairs.bound(k)) >= best:
-                stairs.sharpen(k, budget, deep)
+        for hope, k in sorted((-price.score(k, stairs.bound(k)), k) for k in range(1, stairs.most + 1)):
+            if -hope < best:
+                break
+            if k > stairs.most or price.score(k, stairs.bound(k)) < best:  # known only since the others were worked on
+                continue
+            stairs.sharpen(k, budget, deep)
             stages = stairs.stages(k) if k <= stairs.most else None
             if stages is not None:
                 best = max(best, price.score(k, stages))

@@ -38,12 +38,13 @@ class Dual:
 def at_most(capacities: Sequence[int], num_layers: int) -> Ints:
     """Upper bounds on the replicas of the first s nodes, `[len(capacities)]`, for capacities sorted downwards."""
     caps = np.asarray(capacities, dtype=np.int64)
-    weights, totals = _rounding_duals(num_layers)
     fewest = fewest_stages_dual(int(caps[0]), num_layers)
-    rows = np.concatenate([weights[:, caps], np.array([fewest.weights], dtype=np.int64)[:, caps]])
-    np.cumsum(rows, axis=1, out=rows)
-    np.floor_divide(rows, np.append(totals, fewest.total)[:, None], out=rows)
-    tightest: Ints = rows.min(axis=0)
+    weights, totals = _float_duals(num_layers)
+    # Exact: sums stay below 2^53, and there a quotient that is no whole number cannot round up to one.
+    replicas = weights.take(caps, axis=1).cumsum(axis=1)  # [duals, nodes]
+    replicas /= totals
+    tightest: Ints = replicas.min(axis=0).astype(np.int64)
+    np.minimum(tightest, np.array(fewest.weights)[caps].cumsum() // fewest.total, out=tightest)
     return tightest
 
 
@@ -75,6 +76,13 @@ def rounding_dual_rows(capacities: Sequence[int], num_layers: int, replicas: int
     slack = (weights * counts).sum(axis=1) / totals - replicas
     rows = np.argsort(slack, kind="stable")[:most]
     return [Dual(tuple(weights[row].tolist()), int(totals[row])) for row in rows]
+
+
+@lru_cache(maxsize=8)
+def _float_duals(num_layers: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """`_rounding_duals` for `at_most`: weights `[duals, L + 1]`, totals `[duals, 1]`."""
+    weights, totals = _rounding_duals(num_layers)
+    return weights.astype(np.float64), totals.astype(np.float64)[:, None]
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from swarm.plan.budget import Budget
 
@@ -18,6 +18,7 @@ Bin = list[int]
 _EXTEND_TRIES = 2  # re-splits, in each of two rounds, to make room for one more replica before starting over
 _REPAIR_TRIES = 20  # the same for each bin that falls short in a fresh start
 _SPLIT_STEPS = 5  # what one costs
+_LOOKED_UP = 4  # so few of the richest bins are found sooner without sorting
 
 
 def match_pairs(capacities: Sequence[int], num_layers: int) -> tuple[list[Bin], list[int]]:
@@ -98,10 +99,13 @@ def _top_up(short: int, bins: list[Bin], loads: list[int], num_layers: int, budg
     It is pooled with another bin, which keeps the fewest layers that still reach L: the richest bins first, then, to
     stir, those without layers to spare; `tries` of them, and again with other members preferred.
     """
+    spare = sum([load - num_layers for load in sorted(loads)[-2 * tries :] if load > num_layers])
+    if loads[short] + spare < num_layers:  # not even if every bin that may be asked gave all it can
+        return False
     for flip in (False, True):
         if loads[short] >= num_layers or budget.spent:
             break
-        for other in sorted(range(len(loads)), key=loads.__getitem__, reverse=True)[:tries]:
+        for other in _richest(loads, tries):
             if loads[short] >= num_layers or loads[other] < num_layers or not budget.spend(_SPLIT_STEPS):
                 break
             kept, given = _split(sorted(bins[other] + bins[short], reverse=flip), num_layers)
@@ -111,6 +115,18 @@ def _top_up(short: int, bins: list[Bin], loads: list[int], num_layers: int, budg
                 loads[other] = load
                 bins[other], bins[short] = kept, given
     return loads[short] >= num_layers
+
+
+def _richest(loads: Sequence[int], count: int) -> Iterator[int]:
+    """The bins with the most layers, richest first, as they are now; of equal ones the first."""
+    if count > _LOOKED_UP:
+        yield from sorted(range(len(loads)), key=loads.__getitem__, reverse=True)[:count]
+        return
+    left = list(loads)
+    for _ in range(min(count, len(left))):
+        richest = left.index(max(left))
+        left[richest] = -1
+        yield richest
 
 
 def _split(pooled: Sequence[int], num_layers: int) -> tuple[Bin, Bin]:

@@ -31,6 +31,7 @@ _PRICE = 1 << 40  # whole-number prices are in units of this fraction of a repli
 _REMEMBERED = 512  # patterns
 _MOST_PIVOTS = 100  # a row, in case degenerate pivots should ever cycle
 _PIVOT_STEPS = 50
+_AT_ONCE = 12  # patterns found in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +150,13 @@ class _Simplex:
         self._left_after: Ints = np.maximum(np.arange(num_layers + 1)[:, None] - sizes, 0)  # [L + 1, rows]
         alone = -(-num_layers // sizes)  # the first basis: patterns of one capacity each
         self._basis = [_Column(1.0, {row: int(number)}) for row, number in enumerate(alone)]
-        self._inverse: Floats = np.diag(1.0 / alone)
-        self._amounts: Floats = np.array(self._counts, dtype=np.float64) / alone
-        self._prices: Floats = 1.0 / alone
+        # [rows + 1, rows + 1]: the basis' inverse, beside it the amounts, below it the prices, in the corner the value
+        self._tableau: Floats = np.zeros((len(sizes) + 1, len(sizes) + 1))
+        self._amounts, self._prices = self._tableau[:-1, -1], self._tableau[-1, :-1]
+        np.fill_diagonal(self._tableau[:-1, :-1], 1.0 / alone)
+        self._amounts[:] = np.array(self._counts, dtype=np.float64) / alone
+        self._prices[:] = 1.0 / alone
+        self._tableau[-1, -1] = sum(self._amounts.tolist())
         absent = np.ones(num_layers + 1, dtype=bool)
         absent[sizes] = False
         self._known: Ints = patterns[~patterns[:, absent].any(axis=1)][:, sizes]  # [patterns, rows]
@@ -174,15 +179,15 @@ class _Simplex:
                     return proof
                 if costs[-1] >= 1 - _TINY:
                     break
-                column = _Column(1.0, self._pattern(choice))
+                self._know(prices, costs, choice)
+                column = _Column(1.0, self._pattern(choice, len(choice) - 1))
             if not self._pivot(column):
                 break
         return self.mixture()
 
     def value(self) -> float:
         """Replicas of the current solution."""
-        amounts: list[float] = self._amounts.tolist()
-        return sum(amount * column.value for amount, column in zip(amounts, self._basis, strict=True))
+        return float(self._tableau[-1, -1])
 
     def mixture(self) -> Mixture:
         chosen = [
@@ -209,31 +214,39 @@ class _Simplex:
 
     def _pivot(self, column: _Column) -> bool:
         """Bring a column into the basis; False if no column can leave, which only rounding can cause."""
-        direction = np.zeros(len(self._sizes))
-        gain = column.value
+        tableau = self._tableau
+        direction = np.zeros(len(tableau))
         for row, number in column.rows.items():
-            direction += self._inverse[:, row] * number
-            gain -= float(self._prices[row]) * number
-        ratios = np.full(len(self._sizes), np.inf)
-        np.divide(self._amounts, direction, out=ratios, where=direction > _TINY)
+            direction += tableau[:, row] * number
+        gain = column.value - float(direction[-1])
+        direction[-1] = 0.0
+        ratios = np.full(len(self._basis), np.inf)
+        np.divide(self._amounts, direction[:-1], out=ratios, where=direction[:-1] > _TINY)
         leaving = int(ratios.argmin())
-        amount = float(ratios[leaving])
-        if amount == np.inf:
+        if ratios[leaving] == np.inf:
             return False
-        self._amounts = np.maximum(self._amounts - amount * direction, 0.0)
-        self._amounts[leaving] = amount
+        pivot_row = tableau[leaving] / direction[leaving]
+        direction[leaving], direction[-1] = 0.0, -gain
+        tableau -= direction[:, None] * pivot_row
+        tableau[leaving] = pivot_row
+        np.maximum(self._amounts, 0.0, out=self._amounts)
         self._basis[leaving] = column
-        pivot_row = self._inverse[leaving] / direction[leaving]
-        self._prices = self._prices + gain * pivot_row
-        direction[leaving] = 0.0
-        self._inverse -= direction[:, None] * pivot_row
-        self._inverse[leaving] = pivot_row
         return True
 
-    def _pattern(self, choice: Ints) -> dict[int, int]:
-        """The cheapest replica, read off the last capacity chosen for each number of layers."""
+    def _know(self, prices: Floats, costs: Floats, choice: Ints) -> None:
+        """The cheapest replicas with each capacity, so far as they are underpriced: the next pivots will want them."""
+        ways = prices + costs[self._left_after[-1]]
+        rows = [row for row in np.argsort(ways, kind="stable")[:_AT_ONCE].tolist() if ways[row] < 1 - _CLEAR]
+        counts = np.zeros((len(rows), len(self._sizes)), dtype=np.int64)
+        for count, first in zip(counts, rows, strict=True):
+            count[first] = 1
+            for row, number in self._pattern(choice, int(self._left_after[-1, first])).items():
+                count[row] += number
+        self._known = np.concatenate([self._known, counts])
+
+    def _pattern(self, choice: Ints, layers: int) -> dict[int, int]:
+        """The cheapest capacities for `layers`, read off the last one chosen for each number of layers."""
         pattern: dict[int, int] = {}
-        layers = len(choice) - 1
         while layers > 0:
             row = int(choice[layers])
             pattern[row] = pattern.get(row, 0) + 1

@@ -90,12 +90,12 @@ def fill(num_layers: int, nodes: Sequence[PoolNode]) -> tuple[list[int], float]:
     shares = [node.layer_capacity for node in nodes]
     left, still_open = num_layers, list(range(len(nodes)))
     while still_open:
-        speed = sum(speeds[i] for i in still_open)
+        speed = sum([speeds[i] for i in still_open])
         below = [i for i in still_open if shares[i] * speed > left * speeds[i]]
         if len(below) == len(still_open):
             _largest_remainder(left, still_open, speeds, shares, nodes)
             return shares, _ratio(left * unit, speed)
-        left -= sum(shares[i] for i in still_open) - sum(shares[i] for i in below)
+        left -= sum([shares[i] for i in still_open]) - sum([shares[i] for i in below])
         still_open = below
     return shares, max(node.layer_capacity / node.compute for node in nodes)
 
@@ -104,12 +104,12 @@ def _largest_remainder(
     layers: int, members: Sequence[int], speeds: Sequence[int], shares: list[int], nodes: Sequence[PoolNode]
 ) -> None:
     """Write the shares of `members`: the whole part of `layers * speed / sum(speed)`, then one more by remainder."""
-    total = sum(speeds[i] for i in members)
+    total = sum([speeds[i] for i in members])
     remainder = {}
     for i in members:
         shares[i], remainder[i] = divmod(layers * speeds[i], total)
     order = sorted(members, key=lambda i: (-remainder[i], nodes[i].id))
-    for i in order[: layers - sum(shares[i] for i in members)]:
+    for i in order[: layers - sum([shares[i] for i in members])]:
         shares[i] += 1
 
 

@@ -38,11 +38,13 @@ class Budget:
         """Count `steps` of work; False once the budget is gone."""
         self._steps -= steps
         left = self._whole is None or self._whole.spend(steps)
-        return left and self._steps > 0 and not self._late()
+        return left and self._steps > 0 and (self._deadline is None or not self._late())
 
     @property
     def spent(self) -> bool:
-        return self._steps <= 0 or self._late() or (self._whole is not None and self._whole.spent)
+        if self._steps <= 0 or (self._deadline is not None and self._late()):
+            return True
+        return self._whole is not None and self._whole.spent
 
     def _late(self) -> bool:
         if self._deadline is None or self._clock is None or self._clock() < self._deadline:
