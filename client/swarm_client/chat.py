@@ -58,6 +58,9 @@ def run(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="daemon, or py for no Go program: py-libp2p in a thread.", metavar="KIND")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Use only nodes of this dtype.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of these settings.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr.")] = False,
@@ -66,7 +69,7 @@ def run(
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:
         given = {"model": model, "peers": tuple(peer) if peer else None, "strategy": strategy, "dtype": dtype}
-        given["draft"] = draft
+        given |= {"draft": draft, "transport": transport}
         invited = parse(invite).settings() if invite else {}
         settings = load(ClientConfig, {**invited, **{k: v for k, v in given.items() if v is not None}}, config)
         settings = _with_peers(settings)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from swarm.config import Limits
+from swarm.config import Limits, Transports
 from swarm.net.carrier import Carrier, Directory
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
@@ -45,11 +45,17 @@ class Network:
 
 @asynccontextmanager
 async def connect(
-    options: DaemonOptions, limits: Limits, *, direct: bool = True, secret: str = ""
+    options: DaemonOptions,
+    limits: Limits,
+    *,
+    direct: bool = True,
+    secret: str = "",
+    transport: Transports = "daemon",
 ) -> AsyncIterator[Network]:
     """Join the swarm of `options.peers` as a client: it dials out, serves nothing and is gone at the end.
 
-    `direct`: also dial nodes directly, past the p2p daemon. `secret`: that of a private swarm.
+    `direct`: also dial nodes directly, past the p2p daemon. `transport`: what stands in for that. `secret`: that of a
+    private swarm.
     Raises PeerUnreachable when none of them answers, UsageError if `secret` cannot be one.
     """
     keys = await asyncio.to_thread(NetworkSecret, secret) if secret else None
@@ -65,6 +71,7 @@ async def connect(
             accept=False,
             secret=keys,
             dial_timeout_s=limits.dial_timeout_s,
+            transport=transport,
         )
         stack.push_async_callback(carrier.close)
         directory = await DhtDirectory.start(carrier.daemon, options.peers, client=True, secret=keys)

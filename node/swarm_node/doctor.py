@@ -154,6 +154,7 @@ async def _open(config: NodeConfig, stack: AsyncExitStack) -> ReachCarrier:
         direct=config.carrier != "daemon",
         direct_port=config.direct_port,
         secret=secret,
+        transport=config.transport,
     )
     stack.push_async_callback(carrier.close)
     return carrier

@@ -92,6 +92,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
                         direct=config.carrier != "daemon",
                         direct_port=config.direct_port,
                         secret=secret,
+                        transport=config.transport,
                     )
                     attempt.push_async_callback(carrier.close)
                     directory = await DhtDirectory.start(carrier.daemon, config.peers, secret=secret)

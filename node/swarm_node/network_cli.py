@@ -32,6 +32,10 @@ Via = Annotated[
     list[str] | None,
     typer.Option(metavar="MADDR", help="Be reached through this relay, if nobody can dial this machine; repeatable."),
 ]
+Transport = Annotated[
+    str | None,
+    typer.Option(metavar="KIND", help="daemon, or py for no Go program: py-libp2p in a thread. [daemon]"),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of sentences.")]
 
 
@@ -85,6 +89,7 @@ def doctor(
     gpu: Annotated[int | None, typer.Option(metavar="N", help="The GPU it would compute on.")] = None,
     model: Annotated[str | None, typer.Option(help=f"The model it would serve. [{DEFAULT_MODEL}]")] = None,
     secret: Secret = None,
+    transport: Transport = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with the node's settings.")] = None,
     as_json: Json = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to stderr.")] = False,
@@ -99,6 +104,7 @@ def doctor(
             "gpu": gpu,
             "model": model,
             "secret": secret,
+            "transport": transport,
             "json": as_json or None,
         }
         merged = {**invited(token), **{name: value for name, value in given.items() if value is not None}}

@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from swarm.config import DEFAULT_MODEL, local_swarm
+from swarm.config import DEFAULT_MODEL, Transports, local_swarm
 from swarm.errors import UsageError
 from swarm.net.identity import Identity, verify
 from swarm.net.network_secret import NetworkSecret
@@ -27,7 +27,9 @@ from swarm_node import control
 from swarm_node.vitals import Vitals
 
 
-async def show(peers: tuple[str, ...], model: str | None, as_json: bool, secret: str = "") -> None:
+async def show(
+    peers: tuple[str, ...], model: str | None, as_json: bool, secret: str = "", transport: Transports = "daemon"
+) -> None:
     """Print the swarm of `model` that `peers` belong to. Raises UsageError, PeerUnreachable, NetworkError.
 
     Without peers: that of the nodes on this machine, and what these say of themselves.
@@ -36,7 +38,7 @@ async def show(peers: tuple[str, ...], model: str | None, as_json: bool, secret:
     if not peers:
         here = [found.vitals for found in await control.find()]
         peers, model = _known_here(here, model)
-    snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL), secret)
+    snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL), secret, transport)
     if as_json:
         sys.stdout.write(json.dumps({**to_json(snapshot), "here": msgspec.to_builtins(here)}) + "\n")
     else:
@@ -148,13 +150,13 @@ def _name_of(spec: str) -> str:
         source.close()
 
 
-async def _read(peers: tuple[str, ...], model: str, secret: str) -> Snapshot:
+async def _read(peers: tuple[str, ...], model: str, secret: str, transport: Transports) -> Snapshot:
     from swarm.net.daemon_options import DaemonOptions
     from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory
 
     keys = NetworkSecret(secret) if secret else None
-    carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers))
+    carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers), transport=transport)
     try:
         directory = await DhtDirectory.start(carrier, peers, client=True, secret=keys)
         try:

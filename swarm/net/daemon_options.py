@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multiaddr import Multiaddr
@@ -41,3 +42,18 @@ def _check(options: DaemonOptions) -> None:
         raise UsageError("a machine that needs a relay cannot be one: give either --via or --relay")
     if not options.listen:
         raise UsageError("no address to listen on; /ip4/0.0.0.0/tcp/0 is any port on all networks")
+
+
+def same_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
+    """`listen` with the ports that `addresses` show in place of 0."""
+    return tuple(next((kept for a in addresses if (kept := _with_port_of(wanted, a))), wanted) for wanted in listen)
+
+
+def _with_port_of(wanted: str, address: str) -> str:
+    """`/ip4/0.0.0.0/tcp/0` and `/ip4/10.0.0.1/tcp/4001/p2p/...` -> `/ip4/0.0.0.0/tcp/4001`; "" if they differ."""
+    ours, theirs = wanted.split("/"), address.split("/")
+    if len(ours) < 5 or ours[4] != "0" or len(theirs) < 5:
+        return ""
+    same_host = ours[2] == theirs[2] or ours[2] in ("0.0.0.0", "::")
+    same_rest = ours[1] == theirs[1] and ours[3] == theirs[3] and ours[5:] == theirs[5 : len(ours)]
+    return "/".join((*ours[:4], theirs[4], *ours[5:])) if same_host and same_rest else ""

@@ -1,7 +1,7 @@
-"""The universal carrier: frames in binary streams of hivemind's p2p daemon, encrypted and authenticated by peer id.
+"""The universal carrier: frames in libp2p streams, encrypted and authenticated by peer id.
 
-Owns the streams of one peer, those it opened and those it accepted. The daemon's process is `p2pd`'s, parsing and
-back-pressure are `frame_stream`'s.
+Owns the streams of one peer, those it opened and those it accepted. What opens them is a `host`, mostly hivemind's p2p
+daemon, without the Go program py-libp2p; parsing and back-pressure are `frame_stream`'s.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import logging
 from collections.abc import Sequence
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
+from swarm.config import Transports
 from swarm.errors import NetworkError, NotAdmitted, PeerUnreachable
+from swarm.net import host
 from swarm.net.carrier import Handler
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.frame_stream import FrameStream
 from swarm.net.hello import Prove, introduce, welcome
+from swarm.net.host import Host, NotSpoken, Switchboard
 from swarm.net.identity import Identity
-from swarm.net.p2pd import P2PDaemon
-from swarm.net.p2pd_control import Control, accepted_peer
+from swarm.net.p2pd_control import accepted_peer
 from swarm.net.tasks import TaskScope
 from swarm.types import PeerId
 
@@ -37,7 +39,7 @@ class DaemonCarrier:
     def __init__(
         self,
         identity: Identity,
-        daemon: P2PDaemon,
+        daemon: Host,
         limits: FrameLimits,
         max_connections: int,
         dial_timeout_s: float,
@@ -65,12 +67,13 @@ class DaemonCarrier:
         max_connections: int = MAX_CONNECTIONS,
         dial_timeout_s: float = 10.0,
         prove: Prove | None = None,
+        transport: Transports = "daemon",
     ) -> DaemonCarrier:
-        """Start a p2p daemon and join `options.peers`. With `prove`, members of a private swarm only are connected.
+        """Start a host and join `options.peers`. With `prove`, members of a private swarm only are connected.
 
-        Raises what `P2PDaemon.start` does.
+        Raises what `Host.start` does.
         """
-        daemon = await P2PDaemon.start(identity, options)
+        daemon = await host.start(identity, options, transport)
         return cls(identity, daemon, limits, max_connections, dial_timeout_s, prove)
 
     @property
@@ -86,12 +89,12 @@ class DaemonCarrier:
         return self._daemon.addresses
 
     @property
-    def control(self) -> Control:
+    def control(self) -> Switchboard:
         """For others that share the daemon, such as the directory."""
         return self._daemon.control
 
     @property
-    def daemon(self) -> P2PDaemon:
+    def daemon(self) -> Host:
         """For others that share it. If it dies, every connection is lost; it is started again."""
         return self._daemon
 
@@ -127,13 +130,12 @@ class DaemonCarrier:
     async def _open(self, peer: PeerId) -> FrameStream:
         try:
             return await self.control.open_stream(peer, self._protocol, self._limits)
-        except PeerUnreachable as error:
-            if "protocols not supported" not in str(error):
-                raise
+        except NotSpoken as error:
+            none = error
         try:
             other = await self.control.open_stream(peer, PROTOCOL if self._prove else PRIVATE_PROTOCOL, self._limits)
         except PeerUnreachable:
-            raise PeerUnreachable(f"{peer} takes no connections of this protocol") from None
+            raise none from None
         other.abort()
         if self._prove:
             raise NotAdmitted(f"{peer} is of an open swarm, which has no secret: join it without one")

@@ -17,7 +17,7 @@ from typing import Any
 from swarm.errors import ClockWrong, NetworkError, PeerUnreachable, ProtocolError
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.dht_guard import OwnedSubkeys, guard
-from swarm.net.hivemind_parts import P2P, DHTNode, DHTValidationError, HivemindMultiaddr, PeerID
+from swarm.net.hivemind_parts import DHTNode, DHTValidationError, PeerID
 from swarm.net.network_secret import NetworkSecret
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
 from swarm.types import PeerId
@@ -49,7 +49,7 @@ class DhtDirectory:
         self._peers = tuple(peers)
         self._client = client
         self._validator = OwnedSubkeys(carrier.identity, time.time)
-        self._joined: tuple[P2P, DHTNode] | None = None  # None while the daemon is down
+        self._joined: tuple[Any, DHTNode] | None = None  # None while the daemon is down
         self._under_way: set[asyncio.Timeout] = set()
         self._expiry: dict[str, float] = {}  # of what we last published, by model
 
@@ -73,7 +73,7 @@ class DhtDirectory:
         return self
 
     async def _join(self, peers: Sequence[str]) -> None:
-        p2p = await P2P.replicate(HivemindMultiaddr(f"/unix{self._carrier.control.path}"))
+        p2p = await self._carrier.daemon.calls()
         try:
             node = await DHTNode.create(
                 p2p=p2p,

@@ -156,7 +156,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     async def write_delimited(self, data: bytes) -> None:
         """A message of another protocol, preceded by its length as a varint."""
-        self._write(_varint(len(data)) + data)
+        self._write(varint(len(data)) + data)
         await self._ready()
 
     async def _ready(self) -> None:
@@ -308,7 +308,7 @@ def _allocate(size: int) -> memoryview:
     return np.empty(size, np.uint8).data
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

@@ -22,14 +22,14 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, SwarmError, UsageError
-from swarm.net.daemon_options import DaemonOptions
+from swarm.net.daemon_options import DaemonOptions, same_ports
 from swarm.net.frame_stream import FrameStream
-from swarm.net.hivemind_parts import P2PD
+from swarm.net.hivemind_parts import P2P, P2PD, HivemindMultiaddr
 from swarm.net.identity import Identity
 from swarm.net.p2pd_control import Control
 from swarm.net.tasks import TaskScope
@@ -112,6 +112,10 @@ class P2PDaemon:
         """The daemon's last words."""
         return " / ".join(self._said) or "it said nothing"
 
+    async def calls(self) -> P2P:
+        """hivemind's own connection to the daemon, for its `DHTNode`."""
+        return await P2P.replicate(HivemindMultiaddr(f"/unix{self.control.path}"))
+
     async def refresh(self) -> None:
         """Ask again where we can be dialled: routers and relays take their time. Raises NetworkError."""
         _, self.addresses = await self.control.identify()
@@ -171,7 +175,7 @@ class P2PDaemon:
         hopeless = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WITHIN_S
         self._deaths.append(now)
         # No peers: they may be gone by now, and it would refuse to start without them.
-        same = replace(self._options, listen=_same_ports(self._options.listen, self.addresses), peers=())
+        same = replace(self._options, listen=same_ports(self._options.listen, self.addresses), peers=())
         tries = () if hopeless else RESTART_AFTER_S
         for number, pause_s in enumerate(tries, start=1):
             await asyncio.sleep(pause_s)
@@ -287,21 +291,6 @@ def _start_error(said: str, options: DaemonOptions) -> NetworkError | AddressInU
     if "bootstrap" in said:
         return PeerUnreachable(f"none of the peers to join answered: {', '.join(options.peers)}")
     return NetworkError(f"the p2p daemon did not start: {said}")
-
-
-def _same_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
-    """`listen` with the ports that `addresses` show in place of 0."""
-    return tuple(next((kept for a in addresses if (kept := _with_port_of(wanted, a))), wanted) for wanted in listen)
-
-
-def _with_port_of(wanted: str, address: str) -> str:
-    """`/ip4/0.0.0.0/tcp/0` and `/ip4/10.0.0.1/tcp/4001/p2p/...` -> `/ip4/0.0.0.0/tcp/4001`; "" if they differ."""
-    ours, theirs = wanted.split("/"), address.split("/")
-    if len(ours) < 5 or ours[4] != "0" or len(theirs) < 5:
-        return ""
-    same_host = ours[2] == theirs[2] or ours[2] in ("0.0.0.0", "::")
-    same_rest = ours[1] == theirs[1] and ours[3] == theirs[3] and ours[5:] == theirs[5 : len(ours)]
-    return "/".join((*ours[:4], theirs[4], *ours[5:])) if same_host and same_rest else ""
 
 
 def _port(address: str) -> int:

@@ -18,6 +18,7 @@ from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable
 from swarm.net.frame_stream import FrameStream
 from swarm.net.hivemind_parts import p2pd_pb2 as pb
+from swarm.net.host import NotSpoken
 from swarm.types import PeerId
 
 
@@ -49,6 +50,8 @@ class Control:
         try:
             response, stream = await self._open(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=opening), limits)
         except Refused as error:
+            if "protocols not supported" in str(error):
+                raise NotSpoken(f"{peer} takes no streams of this protocol") from None
             raise PeerUnreachable(f"cannot open a stream to {peer}: {error}") from None
         stream.peer = base58.b58encode(response.streamInfo.peer).decode()
         return stream

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
+from swarm.config import Transports
 from swarm.errors import NetworkError, PeerUnreachable
 from swarm.net.carrier import Connection, Handler, OnBetter
 from swarm.net.daemon_options import DaemonOptions
@@ -63,8 +64,10 @@ class ReachCarrier:
         secret: NetworkSecret | None = None,
         limits: FrameLimits = DEFAULT_LIMITS,
         dial_timeout_s: float = 10.0,
+        transport: Transports = "daemon",
     ) -> ReachCarrier:
-        """Start a p2p daemon, and direct connections beside it if `direct` and this system can.
+        """Start a p2p daemon (or what stands in for it), and direct connections beside it if `direct` and this system
+        can.
 
         `accept`: also listen for direct connections, on `direct_port` (0: any) of the IP addresses that the daemon
         listens on. Raises what `DaemonCarrier.start` does, AddressInUse also for a `direct_port` that is taken.
@@ -87,6 +90,7 @@ class ReachCarrier:
                 limits=limits,
                 dial_timeout_s=dial_timeout_s,
                 prove=secret.prove if secret else None,
+                transport=transport,
             )
         except BaseException:
             if beside is not None:

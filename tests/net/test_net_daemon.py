@@ -29,7 +29,7 @@ from swarm.errors import (
 from swarm.messages import AnyMessage, Close, Ping, Prune
 from swarm.net import p2pd
 from swarm.net.carrier import Carrier, Connection
-from swarm.net.daemon_options import DaemonOptions
+from swarm.net.daemon_options import DaemonOptions, same_ports
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.identity import Identity
 from swarm.net.pool import ConnectionPool
@@ -190,7 +190,7 @@ async def test_a_daemon_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_ports_that_were_free_to_choose_are_kept_in_a_restart(wanted: str, bound: str, kept: str) -> None:
-    assert p2pd._same_ports((wanted,), (bound,)) == (kept,)
+    assert same_ports((wanted,), (bound,)) == (kept,)
 
 
 async def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing_behind() -> None:
