@@ -92,7 +92,13 @@ class SwarmClient:
                 assert options is not None
                 direct = self.config.carrier != "daemon"
                 network = await stack.enter_async_context(
-                    connect(options, self.config.limits, direct=direct, secret=self.config.secret)
+                    connect(
+                        options,
+                        self.config.limits,
+                        direct=direct,
+                        secret=self.config.secret,
+                        transport=self.config.transport,
+                    )
                 )
             self._source, self._network = source, network
             self._tokenizer = self._tokenizer or load_tokenizer(source)
