@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 MAX_REPAIRS = 16
 ROUTE_RETRY_S = 0.5
+LATE = 3.0  # times what the live costs promise of a prompt's longest piece, which a slow chain is given on top
+MOST_LATE = 9.0  # step timeouts, whatever a chain says of itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Driver:
     _session: ChainSession | None = None
     _watch: RoundWatch = field(default_factory=lambda: RoundWatch(Chain(())))
     _pending: list[Event] = field(default_factory=list)
+    _allowance_s: float = 0.0  # for the pieces of a prompt, see LATE
 
     async def run(self) -> AsyncGenerator[EmitTokens | Waiting | Finish, None]:
         """Yields tokens as they settle. Closing the generator closes the session on every hop.
@@ -134,15 +137,15 @@ class Driver:
     async def _next_event(self) -> Event:
         session = self._session
         assert session is not None
+        limit_s = self.limits.step_timeout_s + self._allowance_s
         try:
-            async with asyncio.timeout(self.limits.step_timeout_s):
+            async with asyncio.timeout(limit_s):
                 result = await session.receive(self._watch.patience_s(self.limits.silence_s))
         except HopFailed as failed:
             return HopLost(failed.peer, str(failed))
         except TimeoutError:
             raise ConnectionLost(
-                f"no token came back within {self.limits.step_timeout_s:.0f} s along {self.chain}; "
-                "one of its nodes hangs"
+                f"no token came back within {limit_s:.0f} s along {self.chain}; one of its nodes hangs"
             ) from None
         suspect = self._watch.settled(result.step, result.trace, _now())
         if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.recent_ms):
@@ -212,10 +215,14 @@ class Driver:
 
     def _ready(self, session: ChainSession, held: int) -> ChainReady:
         self._session, self.chain = session, session.chain
-        self._watch = RoundWatch(session.chain, self.chains.costs(session.chain))
+        costs = self.chains.costs(session.chain)
+        self._watch = RoundWatch(session.chain, costs)
         if self.speculator is not None:
             self.speculator.chain_ready(session.chain)
-        return ChainReady(held, self.chains.chunks(session.chain, len(self.generation.known) - held))
+        chunks = self.chains.chunks(session.chain, len(self.generation.known) - held)
+        longest = max(chunks, default=self.generation.plan.prefill_chunk)
+        self._allowance_s = min(LATE * costs.round_ms(longest) / 1e3, MOST_LATE * self.limits.step_timeout_s)
+        return ChainReady(held, chunks)
 
     async def _close(self) -> None:
         if self._session is not None:

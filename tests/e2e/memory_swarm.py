@@ -156,7 +156,7 @@ class MemorySwarm:
                 len(span),
                 span,
                 carrier.addresses,
-                (STEP_S * 1e3 / len(span),) * len(span),
+                (device.delay_s * 1e3 / len(span),) * len(span),
                 kv_capacity_tokens=kv_tokens,
                 kv_free_tokens=engine.cache.free_tokens,
                 sessions=service.sessions,

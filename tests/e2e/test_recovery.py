@@ -191,6 +191,17 @@ async def test_a_slow_hop_that_nobody_can_replace_is_kept() -> None:
 
 
 @virtual_time
+async def test_a_chain_that_is_known_to_be_slow_is_given_its_time() -> None:
+    async with swarm_of(1) as swarm, swarm.client(strategy="sequential") as client:
+        for node in swarm.nodes.values():
+            node.device.delay_s = LIMITS.step_timeout_s
+        await asyncio.sleep(5.0)  # and they say so
+        answer = await client.generate(prompt(), max_new_tokens=2)
+        assert list(answer.token_ids) == truth()[:2]
+        assert answer.time_to_first_token_s > 2 * LIMITS.step_timeout_s
+
+
+@virtual_time
 async def test_without_a_chain_it_waits_with_a_reason_and_goes_on_when_the_layers_are_back() -> None:
     async with swarm_of(1) as swarm, swarm.client() as client:
         reborn: list[asyncio.Task[PeerId]] = []
