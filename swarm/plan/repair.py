@@ -14,7 +14,7 @@ import numpy as np
 from swarm.errors import NoRoute
 from swarm.plan.routing import RouteTable, client_edges, snapshot_rho, times_are_sane
 from swarm.plan.routing_dp import LAYER, Dag
-from swarm.plan.routing_graph import Graph, Objective, RouteNode, row_order
+from swarm.plan.routing_graph import Floats, Graph, Objective, RouteNode, row_order
 from swarm.plan.routing_search import best_simple
 from swarm.types import Chain, Hop, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot, coverage
 
@@ -62,12 +62,14 @@ def repair(
     own = {(n.weight_hash, n.dtype) for peer in chain.peers if (n := table.snapshot.node(peer))}
     repairs: list[Repair] = []
     refusals: list[NoRoute] = []
-    for key, profiles in table.groups.items():
+    out = {*lost, *banned}
+    for key, graph in table.graphs.items():
         if own and key not in own:
             continue
-        fresh = [_Row(p, _route_node(p, p.span)) for p in profiles if p.span and p.peer not in (*lost, *banned)]
+        rows = zip(table.groups[key], graph.nodes, strict=True)  # both in the order of their spans
+        fresh = [_Row(profile, node) for profile, node in rows if profile.peer not in out]
         try:
-            repairs.append(_repair(table.snapshot, fresh, survivors, client_ms, resize))
+            repairs.append(_repair(table.snapshot, graph, fresh, survivors, client_ms, resize))
         except NoRoute as error:
             refusals.append(error)
     if repairs:
@@ -95,12 +97,13 @@ def _route_node(profile: NodeProfile, span: LayerSpan) -> RouteNode:
 
 def _repair(
     snapshot: Snapshot,
+    table: Graph,
     fresh: Sequence[_Row],
     survivors: Mapping[PeerId, Hop],
     client_ms: Mapping[PeerId, float] | None,
     resize: bool,
 ) -> Repair:
-    """The best repair within one group. Tries first what rebuilds nothing but the lost layers."""
+    """The best repair within one group, of which `table` is the graph. Tries first what rebuilds only lost layers."""
     strangers = [row for row in fresh if row.profile.peer not in survivors]
     again = [row for row in fresh if row.profile.peer in survivors]
     if resize:
@@ -115,7 +118,7 @@ def _repair(
     refusal: NoRoute | None = None
     for plan in plans:
         try:
-            found = _solve(snapshot.num_layers, plan, client_ms)
+            found = _solve(table, plan, client_ms)
         except NoRoute as error:
             refusal = error
             continue
@@ -135,12 +138,10 @@ def _kept(snapshot: Snapshot, hop: Hop) -> _Row:
     return _Row(profile, _route_node(profile, hop.span), hop.span, whole=True)
 
 
-def _solve(num_layers: int, rows: Sequence[_Row], client_ms: Mapping[PeerId, float] | None) -> Repair:
+def _solve(table: Graph, rows: Sequence[_Row], client_ms: Mapping[PeerId, float] | None) -> Repair:
+    num_layers = table.num_layers
     rows = sorted(rows, key=lambda row: row_order(row.node))
-    peers = {row.profile.peer: row.profile for row in rows}
-    place = {peer: i for i, peer in enumerate(peers)}
-    at = [place[row.profile.peer] for row in rows]
-    graph = Graph([row.node for row in rows], num_layers, snapshot_rho(list(peers.values()))[np.ix_(at, at)])
+    graph = Graph([row.node for row in rows], num_layers, _rho(table, rows))
     graph.check_coverage(np.arange(len(rows)))
     new = graph.dag.holds.copy()  # layers that would have to be made anew, [L, R]
     may_enter = np.ones((num_layers + 1, len(rows)), np.bool_)
@@ -163,6 +164,17 @@ def _solve(num_layers: int, rows: Sequence[_Row], client_ms: Mapping[PeerId, flo
     kept = tuple(hop for row, hop in used if row.had == hop.span)
     rebuild = [part for row, hop in used for part in _anew(hop, row.had)]
     return Repair(chain, kept, tuple(rebuild))
+
+
+def _rho(table: Graph, rows: Sequence[_Row]) -> Floats:
+    """ρ between all rows in ms, `[R, R]`; out of the table, unless it lacks a node that a hop is kept of."""
+    peers = {row.profile.peer: row.profile for row in rows}
+    place = {peer: i for i, peer in enumerate(table.ids)}
+    rho = table.rho_ms
+    if not place.keys() >= peers.keys():
+        place, rho = {peer: i for i, peer in enumerate(peers)}, snapshot_rho(list(peers.values()))
+    at = np.array([place[row.profile.peer] for row in rows], np.int64)
+    return rho.take(at, axis=0).take(at, axis=1)
 
 
 def _anew(hop: Hop, had: LayerSpan | None) -> Iterator[Hop]:

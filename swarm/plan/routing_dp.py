@@ -124,9 +124,8 @@ class Dag:
         if stage.onward is not None:
             return stage.onward
         onward = part(self._onto, after.rows, stage.rows)
-        place = np.minimum(np.searchsorted(after.rows, stage.rows), after.rows.size - 1)
-        stay = np.flatnonzero(after.rows[place] == stage.rows)
-        onward[place[stay], stay] = 0
+        here, there = _shared(stage.rows, after.rows)
+        onward[there, here] = 0
         if onward.size <= MOST_KEPT:
             stage.onward = onward
         return onward
@@ -209,16 +208,22 @@ def _going_on(dag: Dag, across: Ints, sums: Ints, entry: Ints, boundary: int, ro
     `across`: `[m, n]`. `entry`: least cost of each of `onto` from there on, `[m]`. `sums`: room to work in.
     """
     sums = sums[: across.size].reshape(across.shape)
-    np.add(across, entry[:, None], out=sums)
-    if dag.may_enter is not None:
-        sums[~dag.may_enter[boundary, onto]] = NEVER
-    if dag.may_leave is not None:
-        sums[:, ~dag.may_leave[boundary, rows]] = NEVER
-    if dag.may_enter is not None or dag.may_leave is not None:
-        here, there = np.nonzero(onto[:, None] == rows)
-        sums[here, there] = entry[here]
+    entered = entry if dag.may_enter is None else np.where(dag.may_enter[boundary, onto], entry, NEVER)
+    np.add(across, entered[:, None], out=sums)
     best: Ints = np.minimum.reduce(sums, axis=0)
+    if dag.may_leave is not None:
+        best[~dag.may_leave[boundary, rows]] = NEVER
+    if dag.may_enter is not None or dag.may_leave is not None:  # staying is no switch
+        here, there = (slice(None), slice(None)) if onto is rows else _shared(rows, onto)
+        best[here] = np.minimum(best[here], entry[there])
     return best
+
+
+def _shared(rows: Ints, others: Ints) -> tuple[Ints, Ints]:
+    """The places in each of what is in both; both ascending."""
+    place = np.minimum(np.searchsorted(others, rows), others.size - 1)
+    here = np.flatnonzero(others[place] == rows)
+    return here, place[here]
 
 
 def _last_doubt(dag: Dag, stage: Stage, block: Ints, barred: Ints | None) -> int:
