@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from virtual_clock import wall_clock
 
 from swarm.config import ClientConfig, Limits
@@ -24,6 +23,7 @@ from swarm.types import LayerSpan, NodeProfile, NodeState, PeerId
 from swarm_client import SwarmClient
 from swarm_client.network import Network
 from swarm_client.speculator import Guesser
+from swarm_kernels.device import DTYPES
 from swarm_kernels.span_loading import load_span
 from swarm_node.announcer import Announcer
 from swarm_node.engine import SpanEngine
@@ -32,7 +32,6 @@ from swarm_node.service import Served, Service
 
 LIMITS = Limits(route_timeout_s=3.0)
 STEP_S = 0.002  # what a batch takes
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class NumberTokenizer:
