@@ -87,23 +87,22 @@ class PyNode:
         announced = [Multiaddr(address) for address in self._options.announce] or None
         _claim(self._options.listen)
         self._host = _make_host(self._identity, listen, announced)
-        with self._scope:
-            async with self._host.run(listen_addrs=listen):
-                network = self._host.get_network()
-                network.set_stream_handler(functools.partial(_guarded, network.common_stream_handler))
-                # The table alone: values and providers would be strangers' bytes kept for nothing.
-                self._kad = lp.KadDHT(self._host, lp.DHTMode.SERVER, enable_values=False, enable_providers=False)
-                async with lp.background_trio_service(self._kad), trio.open_nursery() as self._streams:
-                    try:
-                        await self._join()
-                        up()
-                        await trio.sleep_forever()
-                    finally:
-                        await self._hang_up()
+        async with self._host.run(listen_addrs=listen):
+            network = self._host.get_network()
+            await network.auto_connector.stop()  # it would dial whomever it hears of, and again while we hang up
+            network.set_stream_handler(functools.partial(_guarded, network.common_stream_handler))
+            # The table alone: values and providers would be strangers' bytes kept for nothing.
+            self._kad = lp.KadDHT(self._host, lp.DHTMode.SERVER, enable_values=False, enable_providers=False)
+            async with lp.background_trio_service(self._kad), trio.open_nursery() as self._streams:
+                with self._scope:
+                    await self._join()
+                    up()
+                    await trio.sleep_forever()
+                await self._hang_up()  # before what serves its connections is cancelled, or sockets stay open
+                self._streams.cancel_scope.cancel()
 
     async def _hang_up(self) -> None:
-        """py-libp2p leaves its sockets open when it is ended."""
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + HANG_UP_S), contextlib.suppress(*LOST):
+        with trio.move_on_after(HANG_UP_S), contextlib.suppress(*LOST):
             await self._host.close()
 
     def _begin(
