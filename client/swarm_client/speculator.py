@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from swarm.errors import DrafterFailed
+from swarm.plan.live_costs import Observation
 from swarm.plan.session import Draft, Drafted, DraftsEnded, Generation, Policy, SendStep, StepSettled
 from swarm.plan.speculation import ChainCosts, Strategy
 from swarm.plan.speculation import Drafter as DraftCosts
-from swarm.plan.tuning import MAX_DEPTH, Observation, Setting, Tuner
+from swarm.plan.tuning import MAX_DEPTH, Setting, Tuner
 from swarm.types import Chain
-from swarm_client.drafters.base import Candidate
+from swarm_client.drafters.base import Candidate, Glance
 from swarm_client.drafters.base import Drafter as DraftSource
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,21 @@ class Guesser(Protocol):
 
     async def extend(self, tokens: Sequence[int]) -> None: ...
 
+    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance: ...
+
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A step without a result yet. `alone`: when it was sent, nothing else was; `crowded`: something was since then."""
+
+    at: float
+    rows: int
+    alone: bool
+    crowded: bool
 
 
 @dataclass(slots=True)
@@ -54,7 +67,7 @@ class Speculator:
     failure: str = ""
     changes: list[str] = field(default_factory=list)
     _tuner: Tuner | None = None
-    _sent_at: dict[int, tuple[float, int, bool]] = field(default_factory=dict)  # step -> when, rows, whether alone
+    _under_way: dict[int, _UnderWay] = field(default_factory=dict)
     _level_ms: float = 0.0
     _tokens: int = 0  # known at the last result
     _hits: int = 0
@@ -72,20 +85,23 @@ class Speculator:
     def chain_ready(self, chain: Chain) -> None:
         """A chain is open; what was measured on the one before it says nothing of this one."""
         self._tuner = Tuner(self.costs_of(chain), self.only)
-        self._sent_at.clear()
+        self._under_way.clear()
         self._last = self.clock()
         self._choose()
 
     async def draft(self, action: Draft) -> Drafted | DraftsEnded:
         started = self.clock()
         try:
+            if not action.thorough:
+                seen = await self.guesser.glance(action.paths, action.width)
+                return Drafted(tuple(map(tuple, seen.candidates)), tuple(seen.open))
             answer = await self.guesser.propose_many(action.paths, action.width)
         except DrafterFailed as error:
             self._fail(error)
             return DraftsEnded()
         took = (self.clock() - started) * 1e3
         self._level_ms = took if not self._level_ms else DRAFT_MEMORY * self._level_ms + (1 - DRAFT_MEMORY) * took
-        return Drafted(tuple(tuple(candidates) for candidates in answer))
+        return Drafted(tuple(map(tuple, answer)))
 
     async def emitted(self, tokens: Sequence[int]) -> None:
         """These tokens are certain now."""
@@ -97,21 +113,24 @@ class Speculator:
             self._fail(error)
 
     def sent(self, step: SendStep) -> None:
-        self._sent_at[step.step] = (self.clock(), len(step.tokens) + len(step.rows), not self._sent_at)
+        for other in self._under_way.values():
+            other.crowded = True
+        rows, alone = len(step.tokens) + len(step.rows), not self._under_way
+        self._under_way[step.step] = _UnderWay(self.clock(), rows, alone, crowded=not alone)
 
     def voided(self) -> None:
         """What is under way counts no more."""
-        self._sent_at.clear()
+        self._under_way.clear()
 
     def settled(self, result: StepSettled) -> None:
         """Measure a result before the generation sees it, and choose how to go on."""
-        sent = self._sent_at.pop(result.step, None)
+        sent = self._under_way.pop(result.step, None)
         if sent is None or self._tuner is None:
             return
-        now, (at, width, alone), tally = self.clock(), sent, self.generation.tally
+        now, tally = self.clock(), self.generation.tally
         known = len(self.generation.known)
         self._tuner.settled(
-            Observation(width, result.trace, (now - at) * 1e3 if alone else None),
+            Observation(sent.rows, result.trace, (now - sent.at) * 1e3 if sent.alone else None, sent.crowded),
             tokens=known - self._tokens,
             hits=tally.hits - self._hits,
             expected=tally.expected - self._expected,
@@ -147,7 +166,8 @@ class Speculator:
         if self.fixed is not None:
             self.generation.policy = self.fixed
             return
-        drafter = DraftCosts(self.guesser.drafter.acceptance.table(MAX_DEPTH), level_ms=self._level_ms)
+        source = self.guesser.drafter
+        drafter = DraftCosts(source.acceptance.table(MAX_DEPTH), level_ms=self._level_ms, hits=source.thought_hits)
         setting = self._tuner.setting(drafter)
         if self.setting is None or setting.strategy is not self.setting.strategy:
             self.changes.append(f"{len(self.generation.generated)}: {setting.strategy}")

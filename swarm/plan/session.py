@@ -64,6 +64,7 @@ __all__ = [
 ]
 
 MAX_WIDTH = 8  # guesses asked for after one node; less likely ones are never worth a row
+MAX_ASKED = 12  # nodes of one thorough question, whose time grows with them
 PAGE_SLACK = 32  # tokens of room that pages only partly filled may waste
 
 
@@ -114,6 +115,7 @@ class Generation:
     _in_flight: dict[int, _Sent] = field(init=False, default_factory=dict)
     _asked: tuple[Node, ...] = field(init=False, default=())  # whom the drafter is guessing about
     _rounds: int = field(init=False, default=0)  # of drafting for the next step
+    _thoughts: int = field(init=False, default=0)  # those of them that were thorough
 
     def __post_init__(self) -> None:
         self.known = list(self.plan.prompt)
@@ -189,7 +191,7 @@ class Generation:
         del self._accepted[: len(sent.step.commit)]
         self._named -= len(sent.step.commit)
         self._settled_to = sent.step.after
-        self._rounds = 0
+        self._rounds = self._thoughts = 0
         for node, token in zip(sent.nodes, event.tokens, strict=True):
             node.drawn = token
         actions: list[Action] = []
@@ -239,26 +241,43 @@ class Generation:
 
     def _drafted(self, event: Drafted) -> list[Action]:
         asked, self._asked = self._asked, ()
-        for node, candidates in zip(asked, event.candidates, strict=False):
-            self._tree.add(node, candidates)
+        unsaid = (0.0,) * (len(asked) - len(event.open))
+        for node, candidates, still_open in zip(asked, event.candidates, (*event.open, *unsaid), strict=False):
+            self._tree.add(node, candidates, still_open)
             for token in self.plan.eos_ids & node.children.keys():
-                node.children[token].expanded = True  # nothing follows the end
+                self._tree.close(node.children[token])
         return self._go_on() if asked else []
 
     def _ask(self) -> list[Action]:
         """Ask for the guesses that the next step could carry; none if all are there."""
         policy = self.policy
         first = len(self.known) == len(self.plan.prompt)  # nobody should wait for guesses before the first word
-        if first or self._rounds >= policy.levels or not self._room():
+        if first or not self._room():
             return []
-        sent_only = policy.levels == 1
-        nodes = self._tree.frontier(policy.rows, policy.log_floor, self._end - 1, sent_only=sent_only)
-        if not nodes:
+        if self._rounds < policy.levels:
+            sent_only = policy.levels == 1
+            nodes = self._tree.frontier(policy.rows, policy.log_floor, self._end - 1, sent_only=sent_only)
+            if nodes:
+                self._rounds += 1
+                return self._question(nodes, thorough=policy.ask is None)
+        return self._ask_thoroughly() if policy.ask is not None else []
+
+    def _ask_thoroughly(self) -> list[Action]:
+        """Ask what takes time to say, where that may place enough belief to be worth it."""
+        policy = self.policy
+        if self._thoughts >= policy.levels:
             return []
-        self._rounds += 1
+        nodes = self._tree.undecided(min(policy.rows, MAX_ASKED), policy.floor, self._end - 1)
+        belief = math.fsum(self._tree.chance(node) * node.open for node in nodes)
+        if not nodes or belief < (policy.muse if self._in_flight else policy.ask or 0.0):
+            return []
+        self._thoughts += 1
+        return self._question(nodes, thorough=True)
+
+    def _question(self, nodes: Sequence[Node], *, thorough: bool) -> list[Action]:
         self._asked = tuple(nodes)
         paths = tuple(self._tree.path(node) for node in nodes)
-        return [Draft(paths, min(policy.rows, MAX_WIDTH))]
+        return [Draft(paths, min(self.policy.rows, MAX_WIDTH), thorough)]
 
     def _room(self) -> int:
         """How many more tree nodes may be sent."""
@@ -290,10 +309,12 @@ class Generation:
     def _send(self, line: Sequence[int], *, sample: bool) -> list[Action]:
         nodes: list[Node] = []
         if sample:
-            self._rounds = 0
-            nodes = self._tree.send(self._room(), self.policy.levels, self.policy.log_floor)
+            policy = self.policy
+            reach = 0.0 if line else policy.reach
+            nodes = self._tree.send(self._room(), policy.levels, policy.log_floor, reach)
             if not line and not nodes:
                 return []
+            self._rounds = self._thoughts = 0
             self.tally.steps += 1
             self.tally.rows += len(nodes)
             self.tally.expected += sum(math.exp(node.score - self._tree.root.score) for node in nodes)

@@ -49,9 +49,13 @@ class StepSettled:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The answer to `Draft`: for each of its paths, (token, ln p) of what may follow, likeliest first."""
+    """The answer to `Draft`: for each of its paths, (token, ln p) of what may follow, likeliest first.
+
+    `open`: for each, the part of belief that only a thorough question can place; empty if there is none.
+    """
 
     candidates: tuple[tuple[tuple[int, float], ...], ...]
+    open: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +116,12 @@ class SendStep:
 class Draft:
     """Ask the drafter what follows the known tokens and then each of `paths`: at most `width` tokens for each.
 
-    Answered with `Drafted`, or `DraftsEnded`, before any other event.
+    Not `thorough`: only what can be said in no time. Answered with `Drafted`, or `DraftsEnded`, before any other event.
     """
 
     paths: tuple[tuple[int, ...], ...]
     width: int
+    thorough: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +168,25 @@ class Policy:
     `levels`: how many of them may hang on each other in one step. `in_flight`: unanswered steps while decoding.
     `floor`: a node whose path is less likely than this is not worth its row. One step in flight with many levels is
     tree verification, one level a step with many in flight is PipeDec.
+
+    `reach`: a step that brings guesses alone is not worth its way if the text comes to them less likely than this.
+    `ask`, `muse`: how much belief must be open for a thorough question while the chain waits for the answer, and while
+    it is busy anyway; None puts every question thoroughly at once.
     """
 
     rows: int = 0
     levels: int = 1
     in_flight: int = 1
     floor: float = 0.0
+    reach: float = 0.0
+    ask: float | None = None
+    muse: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.levels < 1 or self.in_flight < 1 or not 0 <= self.floor <= 1:
             raise UsageError("a policy has rows >= 0, levels and steps in flight >= 1 and a floor from 0 to 1")
+        if min(self.reach, self.ask or 0.0, self.muse) < 0:
+            raise UsageError("what a step must reach and a question must bring is not negative")
 
     @property
     def log_floor(self) -> float:

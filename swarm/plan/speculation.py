@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
@@ -23,6 +23,7 @@ from swarm.types import Chain, CostCurve, PeerId, Snapshot
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # powers of two suit vector units (Ghidorah §III-C 2)
 MAX_IN_FLIGHT = 32
+LEVELS_A_STEP = (2, 4, 8, 16)  # of a hybrid
 CHUNK = 256  # tokens; an ordinary chunk of a prompt
 NARROWEST_CHUNK = 8  # from there on a curve is close to a line
 
@@ -33,6 +34,7 @@ class Strategy(enum.StrEnum):
     SEQUENTIAL = "sequential"
     TREE = "tree"
     PIPELINED = "pipelined"
+    HYBRID = "hybrid"  # trees, several of them in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +130,13 @@ class Drafter:
     """How well and how fast guesses come. `acceptance[depth][rank]` as in `arca`; no deeper level is drafted.
 
     `level_ms`: drafting one more level, which waits for the level above; `round_ms`: once a round, whatever the depth.
+    `hits`: how often an answer that takes so long holds the target's token.
     """
 
     acceptance: AcceptanceTable
     level_ms: float = 0.0
     round_ms: float = 0.0
+    hits: float = 0.5
 
     def __post_init__(self) -> None:
         check_acceptance(self.acceptance)
@@ -187,7 +191,12 @@ def choose(
     """
     if not widths or min(widths) < 1 or max_in_flight < 1 or margin < 0:
         raise UsageError("widths and max_in_flight are at least 1, margin at least 0")
-    forecasts = [sequential(costs), tree(costs, drafter, widths), pipelined(costs, drafter, widths, max_in_flight)]
+    forecasts = [
+        sequential(costs),
+        tree(costs, drafter, widths),
+        pipelined(costs, drafter, widths, max_in_flight),
+        hybrid(costs, drafter, widths, max_in_flight),
+    ]
     ranked = sorted((f for f in forecasts if f is not None), key=lambda f: -f.tokens_per_s)
     best = ranked[0]
     kept = next((f for f in ranked if f.strategy is current), None)
@@ -238,33 +247,63 @@ def _tree_forecast(costs: ChainCosts, drafter: Drafter, shape: TreeShape) -> For
 def pipelined(
     costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
 ) -> Forecast | None:
-    """One tree level a step, several in flight (PipeDec). None if nothing can be guessed.
+    """One tree level a step, several in flight (PipeDec). None if nothing can be guessed."""
+    return _best(_flow(Strategy.PIPELINED, costs, drafter, width, 1, max_in_flight) for width in sorted(set(widths)))
 
-    After a miss the root alone goes out and its token is back a round later. As long as the token drawn is in the level
-    that follows, another settles every slot: the slowest hop's time, or the drafter's, or the round's over the steps in
-    flight, whichever is longest. A miss costs a round again, as what is in flight is dropped, and what is left of the
-    step that the first hop is at just then: half of it, in the part of a slot that the hop works.
-    """
+
+def hybrid(
+    costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
+) -> Forecast | None:
+    """Several tree levels a step, several steps in flight. None if nothing can be guessed."""
+    return _best(
+        _flow(Strategy.HYBRID, costs, drafter, width, levels, max_in_flight)
+        for width in sorted(set(widths))
+        for levels in LEVELS_A_STEP
+        if width * levels <= max(widths)
+    )
+
+
+def _best(forecasts: Iterable[Forecast | None]) -> Forecast | None:
+    """The fastest; the first one on ties."""
     best: Forecast | None = None
-    depth = min(len(drafter.acceptance), max_in_flight - 1)
-    for width in sorted(set(widths)):
-        hits = tuple(level_hits(drafter.acceptance, width, depth))
-        if not hits or hits[0] == 0:
-            continue
-        busy = max(costs.slowest_ms(width), drafter.level_ms)
-        flight = min(depth + 1, max(2, math.ceil(costs.round_ms(width) / busy) if busy > 0 else depth + 1))
-        slot = max(busy, costs.round_ms(width) / flight)
-        extra = _run_length(hits[: flight - 1])
-        stale = costs.stages[0].ms(width) ** 2 / (2 * slot)
-        first = drafter.round_ms + costs.round_ms(1) + stale
-        tokens, period = 1.0 + extra, first + slot * extra
-        if best is None or tokens / period > best.tokens / best.period_ms * (1 + 1e-9):
-            reason = (
-                f"with {flight} levels of {width} in flight a token settles every {slot:.1f} ms, {tokens:.2f} of them"
-                f" between misses that cost {first:.1f} ms"
-            )
-            best = Forecast(Strategy.PIPELINED, width, flight - 1, flight, tokens, period, reason)
+    for forecast in forecasts:
+        if forecast is not None and (best is None or forecast.tokens_per_s > best.tokens_per_s * (1 + 1e-9)):
+            best = forecast
     return best
+
+
+def _flow(
+    strategy: Strategy, costs: ChainCosts, drafter: Drafter, width: int, levels: int, max_in_flight: int
+) -> Forecast | None:
+    """Steps of `levels` levels of `width`, as many in flight as the chain holds.
+
+    After a miss the known token goes out alone, or with the first levels if there are several a step, and is back a
+    round later. As long as the token drawn is in the level that follows, another step's levels settle every slot: the
+    slowest hop's time, or the drafter's, or the round's over the steps in flight, whichever is longest. A miss costs a
+    round again, as what is in flight is dropped, and what is left of the step that the first hop is at just then: half
+    of it, in the part of a slot that the hop works.
+    """
+    rows = width * levels
+    depth = min(len(drafter.acceptance), levels * (max_in_flight - 1))
+    hits = tuple(level_hits(drafter.acceptance, width, depth))
+    if not hits or hits[0] == 0:
+        return None
+    ahead = levels if levels > 1 else 0  # levels that go out with the known token
+    busy = max(costs.slowest_ms(rows), drafter.level_ms * levels)
+    most = max(2, math.ceil(depth / levels) + (1 if not ahead else 0))
+    flight = min(most, max_in_flight, max(2, math.ceil(costs.round_ms(rows) / busy) if busy > 0 else most))
+    slot = max(busy, costs.round_ms(rows) / flight)
+    extra, steps = _run_length(hits[: levels * flight - (1 if not ahead else 0)], levels)
+    stale = costs.stages[0].ms(rows) ** 2 / (2 * slot)
+    first = drafter.round_ms + drafter.level_ms * ahead + costs.round_ms(rows if ahead else 1) + stale
+    tokens, period = 1.0 + extra, first + slot * steps
+    what = f"{flight} levels of {width}" if levels == 1 else f"{flight} trees of {levels} levels of {width}"
+    every = "a token settles" if levels == 1 else f"up to {levels} tokens settle"
+    reason = (
+        f"with {what} in flight {every} every {slot:.1f} ms, {tokens:.2f} of them between misses that cost"
+        f" {first:.1f} ms"
+    )
+    return Forecast(strategy, rows, flight * levels - 1, flight, tokens, period, reason)
 
 
 def level_hits(acceptance: AcceptanceTable, width: int, depth: int) -> Iterator[float]:
@@ -283,15 +322,21 @@ def level_hits(acceptance: AcceptanceTable, width: int, depth: int) -> Iterator[
         inside = covered
 
 
-def _run_length(hits: Sequence[float]) -> float:
-    """Expected hits in a row: levels 1, 2, ... were guessed from further and further away, up to the levels in flight;
-    from there on each is guessed from as far as the last."""
-    total, alive = 0.0, 1.0
-    for hit in hits:
+def _run_length(hits: Sequence[float], levels: int = 1) -> tuple[float, float]:
+    """-> (expected hits in a row, expected whole steps of `levels` among them).
+
+    Levels 1, 2, ... were guessed from further and further away, up to the levels in flight; from there on each is
+    guessed from as far as the last.
+    """
+    total, whole, alive = 0.0, 0.0, 1.0
+    for level, hit in enumerate(hits, 1):
         alive *= hit
         total += alive
+        whole += alive if level % levels == 0 else 0.0
     steady = min(hits[-1], 1 - 1e-6)  # certain guesses: a run of a million tokens
-    return total + alive * steady / (1 - steady)
+    missing = levels - len(hits) % levels  # to the end of the next step
+    whole += alive * steady**missing / (1 - steady**levels)
+    return total + alive * steady / (1 - steady), whole
 
 
 def _why(best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts) -> str:

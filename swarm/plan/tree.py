@@ -25,7 +25,8 @@ class Node:
     """One token after another, the `position`-th of the text. `score`: ln p of its path below the root of that time.
 
     `slot`: where the hops hold its keys and values, NO_SLOT before it was sent. `drawn`: the target's own token after
-    it, None until the tail has said. `expanded`: the drafter was asked what follows.
+    it, None until the tail has said. `asked`: the drafter was asked what follows. `open`: the part of belief that a
+    more thorough question could still place.
     """
 
     token: int
@@ -34,7 +35,8 @@ class Node:
     score: float = 0.0
     slot: int = NO_SLOT
     drawn: int | None = None
-    expanded: bool = False
+    asked: bool = False
+    open: float = 1.0
     children: dict[int, Node] = field(default_factory=dict)
 
     def below(self) -> Iterator[Node]:
@@ -95,12 +97,34 @@ class PredictionTree:
             node.slot, node.drawn = NO_SLOT, None
         self._free, self._used = [], 0
 
-    def add(self, parent: Node, candidates: Iterable[tuple[int, float]]) -> None:
-        """What a drafter says follows `parent`: (token, ln p) each. A token that hangs there already is passed over."""
-        parent.expanded = True
+    def add(self, parent: Node, candidates: Iterable[tuple[int, float]], still_open: float = 0.0) -> None:
+        """What a drafter says follows `parent`: (token, ln p) each. What it says now counts, whatever was said before.
+
+        `still_open`: the belief that it would place only if asked more thoroughly.
+        """
+        parent.asked, parent.open = True, still_open
         for token, logprob in candidates:
-            if token not in parent.children:
-                parent.children[token] = Node(token, parent.position + 1, parent, parent.score + min(0.0, logprob))
+            score = parent.score + min(0.0, logprob)
+            child = parent.children.get(token)
+            if child is None:
+                parent.children[token] = Node(token, parent.position + 1, parent, score)
+            else:
+                for node in (*child.below(), child):
+                    node.score += score - child.score
+
+    def close(self, node: Node) -> None:
+        """Nothing can follow `node`."""
+        node.asked, node.open = True, 0.0
+
+    def chance(self, node: Node) -> float:
+        """That its path comes true, as far as the drafter's odds can be trusted."""
+        return math.exp(node.score - self.root.score)
+
+    def undecided(self, rows: int, least: float, end: int) -> list[Node]:
+        """Up to `rows` nodes about which a more thorough question could place most belief, at least `least` each."""
+        nodes = [(self.chance(node) * node.open, node) for node in (self.root, *self.root.below()) if node.open > 0]
+        good = [(belief, i) for i, (belief, node) in enumerate(nodes) if belief >= least and node.position + 1 < end]
+        return [nodes[i][1] for _, i in heapq.nlargest(rows, good)]
 
     def frontier(self, rows: int, floor: float, end: int, *, sent_only: bool) -> list[Node]:
         """The nodes to ask a drafter about: not asked yet, and good enough that a child may be among the next `rows`.
@@ -113,19 +137,21 @@ class PredictionTree:
         nodes = [
             node
             for node in (self.root, *self.root.below())
-            if not node.expanded
+            if not node.asked
             and node.position + 1 < end
             and node.score - self.root.score >= bar
             and (not sent_only or node is self.root or node.slot != NO_SLOT)
         ]
         return heapq.nlargest(rows, nodes, key=_score)
 
-    def send(self, rows: int, levels: int, floor: float) -> list[Node]:
+    def send(self, rows: int, levels: int, floor: float, reach: float = 0.0) -> list[Node]:
         """Give slots to the up to `rows` likeliest nodes that the hops lack, at most `levels` below what they hold.
 
-        Parents before children: a step's rows may hang on each other.
+        None at all if the chance that the text comes to the first of them on a path is below `reach`. Parents before
+        children: a step's rows may hang on each other.
         """
         chosen: list[Node] = []
+        reached = 0.0
         ready = [(-node.score, i, node, 1) for i, node in enumerate(self._ready())]
         heapq.heapify(ready)
         order = len(ready)
@@ -133,12 +159,16 @@ class PredictionTree:
             _, _, node, level = heapq.heappop(ready)
             if node.score - self.root.score < floor:
                 break
-            node.slot = self._take()
             chosen.append(node)
+            reached += self.chance(node) if level == 1 else 0.0
             if level < levels:
                 for child in node.children.values():
                     heapq.heappush(ready, (-child.score, order, child, level + 1))
                     order += 1
+        if reached < reach:
+            return []
+        for node in chosen:
+            node.slot = self._take()
         return chosen
 
     def parent_slots(self, nodes: Sequence[Node]) -> tuple[int, ...]:

@@ -1,85 +1,41 @@
 """Which setting one generation uses from here on: predicted from the live map, corrected by what is measured.
 
-Owns the memory of one generation's measurements (what hops and links took, how fast each strategy was, how far the
-drafter's own odds can be trusted) and the setting in use. The predictions are `plan.speculation`'s; acceptance is
-measured where the drafts are made. Knows no clocks: times come with the observations.
+Owns the memory of one generation's speed (at what pace tokens come, how fast each strategy was, how far the drafter's
+own odds can be trusted) and the setting in use. The predictions are `plan.speculation`'s, the costs `live_costs`', and
+what a row or a question must bring is `marginal`'s to say; acceptance is measured where the drafts are made. Knows no
+clocks: times come with the observations.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.errors import UsageError
+from swarm.plan.live_costs import LiveCosts, Observation
+from swarm.plan.marginal import Prices, marginal_policy
 from swarm.plan.session_events import SEQUENTIAL, Policy
-from swarm.plan.speculation import ChainCosts, Drafter, Forecast, Stage, Strategy, pipelined, sequential, tree
-from swarm.types import CostCurve
+from swarm.plan.speculation import (
+    ChainCosts,
+    Drafter,
+    Forecast,
+    Strategy,
+    hybrid,
+    pipelined,
+    sequential,
+    tree,
+)
 
-MEMORY = 0.8  # what the measurements before the last one weigh together
-RATE_MEMORY = 0.92  # the same for a strategy's speed, a token
-PROVEN_TOKENS = 16  # settled before a strategy is chosen whose misses stop the whole pipeline
+RATE_MEMORY = 0.92  # what a strategy's speed before the last token weighs
+PACE_ROUNDS = 4.0  # rounds of the chain after which a pace is forgotten to a third
 TRUST_AFTER = 4.0  # guesses' worth of belief in the drafter's odds before any was settled
 RECHOOSE_TOKENS = 12
 MARGIN = 0.08  # another strategy must promise so much more before a generation changes its mind
+SECOND_CHANCE = 0.3  # a strategy that disappointed is forgiven so much with every choice of another
 WIDTHS = (1, 2, 4, 8, 16, 32)
 MAX_DEPTH = 12  # levels of acceptance looked at
 SPARE_ROWS = 3.0  # times the mean tree: room for the steps whose guesses are better than most
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One settled step: `width` rows it had, `trace` of (queue ms, compute ms) a hop, `round_ms` from send to result.
-
-    `round_ms` is None when other steps were under way, whose time is in it too.
-    """
-
-    width: int
-    trace: tuple[tuple[float, float], ...]
-    round_ms: float | None
-
-
-class LiveCosts:
-    """A chain's costs: the live map's to begin with, then scaled to what this generation sees."""
-
-    def __init__(self, predicted: ChainCosts) -> None:
-        self._predicted = predicted
-        self._scale = [1.0] * len(predicted.stages)  # measured compute over predicted
-        self._queue_ms = [0.0] * len(predicted.stages)
-        self._links_ms: float | None = None  # all of a round's
-
-    def observe(self, seen: Observation) -> None:
-        """A trace of another chain's length is passed over."""
-        if len(seen.trace) != len(self._scale):
-            return
-        for i, ((queue, compute), stage) in enumerate(zip(seen.trace, self._predicted.stages, strict=True)):
-            expected = stage.layers * stage.cost.at(seen.width)
-            if expected > 0:
-                self._scale[i] = _blend(self._scale[i], compute / expected)
-            self._queue_ms[i] = _blend(self._queue_ms[i], queue)
-        if seen.round_ms is not None:
-            links = max(0.0, seen.round_ms - sum(queue + compute for queue, compute in seen.trace))
-            self._links_ms = links if self._links_ms is None else _blend(self._links_ms, links)
-
-    def now(self) -> ChainCosts:
-        costs = self._predicted
-        stages = tuple(
-            _scaled(stage, scale, queue)
-            for stage, scale, queue in zip(costs.stages, self._scale, self._queue_ms, strict=True)
-        )
-        if self._links_ms is None:
-            return replace(costs, stages=stages)
-        total = sum(costs.link_ms)
-        shares = [ms / total if total > 0 else 1 / len(costs.link_ms) for ms in costs.link_ms]
-        return replace(costs, stages=stages, link_ms=tuple(self._links_ms * share for share in shares))
-
-
-def _blend(before: float, now: float) -> float:
-    return MEMORY * before + (1 - MEMORY) * now
-
-
-def _scaled(stage: Stage, scale: float, queue_ms: float) -> Stage:
-    cost = CostCurve(stage.cost.widths, tuple(ms * scale for ms in stage.cost.ms))
-    return Stage(stage.layers, cost.at(1) + queue_ms / stage.layers, cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +51,8 @@ class Setting:
 class Tuner:
     """`settled` with every result, then `setting` tells whether to change. One a generation and chain.
 
-    `only`: the strategy the user asked for; None lets the tuner choose.
+    `only`: the strategy the user asked for. None leaves the choice to the tuner: to decode plainly, or the hybrid,
+    which holds the others as special cases and finds the one in place by itself (`marginal`).
     """
 
     def __init__(self, costs: ChainCosts, only: Strategy | None = None, widths: Sequence[int] = WIDTHS) -> None:
@@ -107,9 +64,9 @@ class Tuner:
         self._rates: dict[Strategy, float] = {}  # measured over predicted speed
         self._current: Setting | None = None
         self._since = 0  # tokens settled since the last choice
-        self._total = 0
         self._expected = TRUST_AFTER
         self._hits = TRUST_AFTER
+        self._pace = _Pace(costs.round_ms(1))
 
     @property
     def trust(self) -> float:
@@ -121,7 +78,7 @@ class Tuner:
         self._costs.observe(seen)
         self._hits, self._expected = self._hits * 0.99 + hits, self._expected * 0.99 + expected
         self._since += tokens
-        self._total += tokens
+        self._pace.add(tokens, took_ms, self._costs.now().round_ms(1))
         if self._current is not None and tokens and took_ms > 0 and self._current.tokens_per_s > 0:
             strategy = self._current.strategy
             ratio = min(4.0, tokens * 1000 / took_ms / self._current.tokens_per_s)
@@ -129,46 +86,84 @@ class Tuner:
             self._rates[strategy] = memory * self._rates.get(strategy, 1.0) + (1 - memory) * ratio
 
     def setting(self, drafter: Drafter) -> Setting:
-        """The setting to use now. Chosen afresh every RECHOOSE_TOKENS tokens."""
+        """The setting to use now. The strategy is chosen afresh every RECHOOSE_TOKENS tokens, the hybrid's prices with
+        every result."""
         if self._current is not None and self._since < RECHOOSE_TOKENS:
+            if self._current.strategy is Strategy.HYBRID:
+                self._current = replace(self._current, policy=self._marginal(self._costs.now(), drafter))
             return self._current
         self._since = 0
         costs = self._costs.now()
-        drafter = replace(drafter, acceptance=tuple(drafter.acceptance)[:MAX_DEPTH])
-        forecasts = [f for f in self._forecasts(costs, drafter) if f is not None]
+        known = replace(drafter, acceptance=tuple(drafter.acceptance)[:MAX_DEPTH])
+        forecasts = [f for f in self._forecasts(costs, known) if f is not None]
         if not forecasts:
             forecasts = [sequential(costs)]
         ranked = sorted(forecasts, key=lambda f: -self._promise(f))
-        best = ranked[0]
-        kept = next((f for f in ranked if self._current and f.strategy is self._current.strategy), None)
+        best = _as_hybrid(ranked[0]) if self._only is None else ranked[0]
+        kept = self._kept(ranked)
         if kept is not None and self._promise(best) <= self._promise(kept) * (1 + MARGIN):
             best = kept
-        self._current = self._as_setting(best, ranked, costs)
+        for strategy in self._rates.keys() - {best.strategy}:
+            self._rates[strategy] += SECOND_CHANCE * (1.0 - self._rates[strategy])
+        self._current = self._as_setting(best, ranked, costs, drafter)
         return self._current
+
+    def _kept(self, ranked: Sequence[Forecast]) -> Forecast | None:
+        """What is to be expected of the strategy in use."""
+        if self._current is None:
+            return None
+        candidates = ranked if self._only is not None else [_as_hybrid(f) for f in ranked]
+        return next((f for f in candidates if f.strategy is self._current.strategy), None)
 
     def _forecasts(self, costs: ChainCosts, drafter: Drafter) -> list[Forecast | None]:
         forecast: dict[Strategy, Callable[[], Forecast | None]] = {
             Strategy.SEQUENTIAL: lambda: sequential(costs),
             Strategy.TREE: lambda: tree(costs, drafter, self._widths),
             Strategy.PIPELINED: lambda: pipelined(costs, drafter, self._widths),
+            Strategy.HYBRID: lambda: hybrid(costs, drafter, self._widths),
         }
-        if self._total < PROVEN_TOKENS and self._only is None:
-            del forecast[Strategy.PIPELINED]  # acceptance is a guess as yet, and a miss there costs the most
         return [make() for strategy, make in forecast.items() if self._only in (None, strategy)]
 
     def _promise(self, forecast: Forecast) -> float:
         """Tokens/s, by the prediction and by how predictions of this strategy have come true."""
-        return forecast.tokens_per_s * self._rates.get(forecast.strategy, 1.0)
+        strategy = forecast.strategy if self._only is not None else _as_hybrid(forecast).strategy
+        return forecast.tokens_per_s * self._rates.get(strategy, 1.0)
 
-    def _as_setting(self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts) -> Setting:
-        others = "; ".join(f"{f.strategy} {self._promise(f):.1f}" for f in ranked if f is not best)
+    def _as_setting(self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: Drafter) -> Setting:
+        others = "; ".join(f"{f.strategy} {self._promise(f):.1f}" for f in ranked if f.reason != best.reason)
         reason = f"{best.strategy}, about {self._promise(best):.1f} tokens/s: {best.reason}"
-        return Setting(
-            best.strategy,
-            policy_of(best, costs, self.trust, guess_anyway=self._only is None),
-            best.tokens_per_s,
-            f"{reason} ({others})" if others else reason,
-        )
+        if best.strategy is Strategy.HYBRID:
+            policy = self._marginal(costs, drafter)
+        else:
+            policy = policy_of(best, costs, self.trust, guess_anyway=self._only is None)
+        return Setting(best.strategy, policy, best.tokens_per_s, f"{reason} ({others})" if others else reason)
+
+    def _marginal(self, costs: ChainCosts, drafter: Drafter) -> Policy:
+        live = self._costs
+        pace = self._pace.tokens_per_ms
+        prices = Prices(pace, drafter.level_ms, drafter.hits, self.trust, live.crowding, live.company)
+        return marginal_policy(costs, prices)
+
+
+class _Pace:
+    """Tokens a millisecond, lately. Before any came: as plain decoding."""
+
+    def __init__(self, round_ms: float) -> None:
+        self._tokens, self._ms = PACE_ROUNDS, PACE_ROUNDS * round_ms
+
+    @property
+    def tokens_per_ms(self) -> float:
+        return self._tokens / self._ms
+
+    def add(self, tokens: int, took_ms: float, round_ms: float) -> None:
+        memory = math.exp(-took_ms / (PACE_ROUNDS * round_ms))
+        self._tokens = self._tokens * memory + tokens
+        self._ms = self._ms * memory + took_ms
+
+
+def _as_hybrid(forecast: Forecast) -> Forecast:
+    """The hybrid does at least as well as any other that guesses."""
+    return forecast if forecast.strategy is Strategy.SEQUENTIAL else replace(forecast, strategy=Strategy.HYBRID)
 
 
 def policy_of(forecast: Forecast, costs: ChainCosts, trust: float = 1.0, *, guess_anyway: bool = False) -> Policy:
@@ -186,9 +181,9 @@ def policy_of(forecast: Forecast, costs: ChainCosts, trust: float = 1.0, *, gues
         case Strategy.SEQUENTIAL if not guess_anyway:
             return SEQUENTIAL
         case Strategy.SEQUENTIAL:
-            return Policy(rows=8, levels=8, floor=min(1.0, 1.5 * floor))
-        case Strategy.TREE:
-            rows = round(SPARE_ROWS * (forecast.width - 1))
-            return Policy(rows=min(48, max(4, rows)), levels=max(4, forecast.depth), floor=min(1.0, floor))
+            return Policy(rows=8, levels=8, floor=min(1.0, 1.5 * floor), ask=math.inf, muse=math.inf)
         case Strategy.PIPELINED:
             return Policy(rows=forecast.width, levels=1, in_flight=forecast.in_flight, floor=min(0.5, floor / 4))
+        case _:
+            rows = round(SPARE_ROWS * (forecast.width - 1))
+            return Policy(rows=min(48, max(4, rows)), levels=max(4, forecast.depth), floor=min(1.0, floor))

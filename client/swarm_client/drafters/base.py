@@ -6,11 +6,13 @@ ids only: hidden states live on the tail.
 
 A drafter is synchronous code for one generation, called from one thread at a time. What it guesses changes the speed
 and never the text, so it may be arbitrarily bad, but it may also raise or stall: the engine calls it through
-`runner.DraftRunner`, which turns both into `DrafterFailed`.
+`runner.DraftRunner`, which turns both into `DrafterFailed`. Some of it may be worth hearing before the rest has been
+thought out: `glance` says what can be said in no time.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,12 +33,24 @@ class Candidate(NamedTuple):
     logprob: float
 
 
+class Glance(NamedTuple):
+    """What a drafter can say at once. `open`: for each path the belief that only its whole answer would place."""
+
+    candidates: list[list[Candidate]]
+    open: list[float]
+
+
 class Drafter(ABC):
-    """Subclasses write `_begin`, `_advance` and `_draft`; the engine calls the four public methods.
+    """Subclasses write `_begin`, `_advance` and `_draft`; the engine calls the public methods.
+
+    `instant`: all of its answers take microseconds. `learns_instantly`: `extend` does.
 
     Acceptance is measured by itself: a proposal is remembered until the tokens that became certain confirm or refute
     it, at the depth it was made for.
     """
+
+    instant = False
+    learns_instantly = False
 
     def __init__(self, name: str, acceptance: Acceptance | None = None) -> None:
         """`name`: what statistics call it. `acceptance`: where to go on measuring; a fresh one by default."""
@@ -65,11 +79,22 @@ class Drafter(ABC):
         asked = [tuple(path) for path in paths]
         drafted = self._draft(asked, width)
         for path, candidates in zip(asked, drafted, strict=True):
-            if len(self._waiting) < MAX_REMEMBERED or path in self._waiting:
-                made = _Proposal(len(path), width, tuple(token for token, _ in candidates))
-                known = [p for p in self._waiting.get(path, ()) if p.depth != made.depth]
-                self._waiting[path] = [*known, made]
+            self._remember(path, candidates, width)
         return drafted
+
+    def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
+        """What takes no time of `propose_many`."""
+        asked = [tuple(path) for path in paths]
+        seen = self._glance(asked, width)
+        for path, candidates, still_open in zip(asked, seen.candidates, seen.open, strict=True):
+            if candidates or not still_open:
+                self._remember(path, candidates, width)
+        return seen
+
+    @property
+    def thought_hits(self) -> float:
+        """How often the target's token was among those that the slow part of it, if there is one, proposed."""
+        return min(1.0, math.fsum(self.acceptance.table(1)[0]))
 
     @abstractmethod
     def _begin(self, prompt_ids: Sequence[int]) -> None: ...
@@ -80,6 +105,17 @@ class Drafter(ABC):
     @abstractmethod
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
         """As `propose_many`, `width` >= 1."""
+
+    def _glance(self, paths: Sequence[TokenPath], width: int) -> Glance:
+        if self.instant:
+            return Glance(self._draft(paths, width), [0.0] * len(paths))
+        return Glance([[] for _ in paths], [1.0] * len(paths))
+
+    def _remember(self, path: TokenPath, candidates: Sequence[Candidate], width: int) -> None:
+        if len(self._waiting) < MAX_REMEMBERED or path in self._waiting:
+            made = _Proposal(len(path), width, tuple(token for token, _ in candidates))
+            known = [p for p in self._waiting.get(path, ()) if p.depth != made.depth]
+            self._waiting[path] = [*known, made]
 
     def _judge(self, tokens: Sequence[int]) -> None:
         """Confirm or refute the proposals along `tokens`; keep those made for what may follow them."""

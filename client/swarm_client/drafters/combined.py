@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from swarm.errors import UsageError
-from swarm_client.drafters.base import Candidate, Drafter, TokenPath
+from swarm_client.drafters.base import Candidate, Drafter, Glance, TokenPath
 
 _BOUNDS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97)
 """Claims between two of these are calibrated together."""
@@ -32,8 +32,15 @@ class CombinedDrafter(Drafter):
         if not members or len({member.name for member in members}) < len(members):
             raise UsageError("a combination needs drafters with different names")
         self.members = tuple(members)
+        self.instant = all(member.instant for member in members)
+        self.learns_instantly = all(member.learns_instantly for member in members)
         self._calibration = [Calibration() for _ in members]
-        self._claims: list[list[Candidate]] | None = None
+        self._claims: dict[int, list[Candidate]] = {}  # by member, about what follows the certain text
+
+    @property
+    def thought_hits(self) -> float:
+        slow = [member for member in self.members if not member.instant]
+        return max((member.thought_hits for member in slow), default=0.0)
 
     def without(self, name: str) -> CombinedDrafter | None:
         """The others, as they are, if one has failed; None if nobody is left."""
@@ -45,25 +52,35 @@ class CombinedDrafter(Drafter):
         return rest
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
-        self._claims = None
+        self._claims = {}
         for member in self.members:
             member.reset(prompt_ids)
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        if self._claims is not None and tokens:
-            for calibration, claims in zip(self._calibration, self._claims, strict=True):
-                calibration.learn(claims, tokens[0])
-        self._claims = None
-        for member in self.members:
-            member.extend(tokens)
+        if tokens:
+            for member, claims in self._claims.items():
+                self._calibration[member].learn(claims, tokens[0])
+        self._claims = {}
+        for drafter in self.members:
+            drafter.extend(tokens)
 
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
-        proposed = [member.propose_many(paths, width) for member in self.members]
+        return [merge(claims, width) for claims in self._heard(range(len(self.members)), paths, width)]
+
+    def _glance(self, paths: Sequence[TokenPath], width: int) -> Glance:
+        instant = [i for i, member in enumerate(self.members) if member.instant]
+        heard = [merge(claims, width) for claims in self._heard(instant, paths, width)]
+        if self.instant:
+            return Glance(heard, [0.0] * len(paths))
+        return Glance(heard, [max(0.0, 1.0 - math.fsum(math.exp(c.logprob) for c in made)) for made in heard])
+
+    def _heard(self, members: Sequence[int], paths: Sequence[TokenPath], width: int) -> list[list[list[Candidate]]]:
+        """What each of `members` says to each path, corrected: `[path][member]`."""
+        proposed = {i: self.members[i].propose_many(paths, width) for i in members}
         if () in paths:
-            self._claims = [lists[paths.index(())] for lists in proposed]
+            self._claims |= {i: lists[paths.index(())] for i, lists in proposed.items()}
         return [
-            merge([c.corrected(lists[i]) for c, lists in zip(self._calibration, proposed, strict=True)], width)
-            for i in range(len(paths))
+            [self._calibration[i].corrected(lists[at]) for i, lists in proposed.items()] for at in range(len(paths))
         ]
 
 

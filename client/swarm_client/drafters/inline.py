@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from swarm.errors import DrafterFailed
-from swarm_client.drafters.base import Candidate, Drafter
+from swarm_client.drafters.base import Candidate, Drafter, Glance
 
 _T = TypeVar("_T")
 
@@ -28,6 +28,9 @@ class InlineDrafter:
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
         return self._call(lambda: self.drafter.propose_many(paths, width))
+
+    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
+        return self._call(lambda: self.drafter.glance(paths, width))
 
     def close(self) -> None:
         """Nothing to let go."""
