@@ -22,7 +22,7 @@ from pathlib import Path
 from swarm.config import data_dir
 
 SOURCES = Path(__file__).parent / "cpu"
-_FLAGS = (
+FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread"),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # NaN and infinity stay what they are
 )
@@ -78,7 +78,7 @@ def _variants() -> dict[str, tuple[str, ...]]:
 
 
 def _common_flags() -> tuple[str, ...]:
-    return (*_FLAGS, "-DSWARM_X86") if len(_variants()) > 1 else _FLAGS
+    return (*FLAGS, "-DSWARM_X86") if len(_variants()) > 1 else FLAGS
 
 
 def _fingerprint(compiler: str) -> str:

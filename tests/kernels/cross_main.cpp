@@ -1,0 +1,77 @@
+// Runs the kernels on what stdin holds and writes the results to stdout, for test_ops_neon.py: under an emulator there
+// is no Python. Numbers and arrays come as they lie in memory.
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "abi.h"
+
+extern "C" {
+void swarm_set_threads(int32_t count);
+int32_t swarm_linear(const SwarmLinear*, const float*, int64_t, float*);
+int32_t swarm_check_plan(const SwarmPlan*, int64_t);
+int32_t swarm_attend(const float*, const float*, const float*, int64_t, const SwarmCache*, const SwarmPlan*, float,
+                     int64_t, float, float*);
+}
+
+namespace {
+
+void read(void* to, size_t bytes) {
+  if (bytes && std::fread(to, 1, bytes, stdin) != bytes) std::exit(2);
+}
+
+template <typename T>
+std::vector<T> array(int64_t count) {
+  std::vector<T> values(count + 1);  // never null
+  read(values.data(), count * sizeof(T));
+  return values;
+}
+
+int write(const std::vector<float>& values, int32_t status) {
+  std::fwrite(values.data(), sizeof(float), values.size(), stdout);
+  return status;
+}
+
+int linear() {
+  enum { FORMAT, IN, OUT, ROWS, BYTES, SCALES, BIASES, COUNT };
+  const auto n = array<int64_t>(COUNT);
+  const auto weight = array<char>(n[BYTES]);
+  const auto scale = array<float>(n[SCALES]), bias = array<float>(n[BIASES]), x = array<float>(n[ROWS] * n[IN]);
+  const SwarmLinear l{weight.data(), n[SCALES] ? scale.data() : nullptr, n[BIASES] ? bias.data() : nullptr,
+                      n[IN], n[OUT], (SwarmFormat)n[FORMAT], 0};
+  std::vector<float> y(n[ROWS] * n[OUT]);
+  return write(y, swarm_linear(&l, x.data(), n[ROWS], y.data()));
+}
+
+int attend() {
+  enum { ROWS, SESSIONS, MAX_PAGES, MAX_TREE_PAGES, WORDS, PAGES, GROUPS, DIM, BF16, HEADS, WINDOW, COUNT };
+  const auto n = array<int64_t>(COUNT);
+  const auto factors = array<float>(2);  // scale, softcap
+  const auto positions = array<int64_t>(n[ROWS]);
+  const auto session = array<int32_t>(n[ROWS]), past = array<int32_t>(n[ROWS]);
+  const auto write_to = array<int64_t>(n[ROWS]);
+  const auto pages = array<int32_t>(n[SESSIONS] * n[MAX_PAGES]);
+  const auto tree_pages = array<int32_t>(n[SESSIONS] * n[MAX_TREE_PAGES]);
+  const auto mask = array<uint64_t>(n[ROWS] * n[WORDS]);
+  const int64_t elements = n[PAGES] * n[GROUPS] * n[DIM] * 16, size = n[BF16] ? 2 : 4;
+  auto k_pages = array<char>(elements * size), v_pages = array<char>(elements * size);
+  const auto q = array<float>(n[ROWS] * n[HEADS] * n[DIM]);
+  const auto k = array<float>(n[ROWS] * n[GROUPS] * n[DIM]), v = array<float>(n[ROWS] * n[GROUPS] * n[DIM]);
+  const SwarmCache cache{k_pages.data(), v_pages.data(), n[PAGES], n[GROUPS], n[DIM], (int32_t)n[BF16], 0};
+  const SwarmPlan plan{n[ROWS], n[SESSIONS], n[MAX_PAGES], n[MAX_TREE_PAGES], n[WORDS], 0, positions.data(),
+                       session.data(), past.data(), write_to.data(), pages.data(), tree_pages.data(), mask.data(),
+                       nullptr, nullptr};
+  if (const int32_t fault = swarm_check_plan(&plan, n[PAGES])) return fault;
+  std::vector<float> out(n[ROWS] * n[HEADS] * n[DIM]);
+  return write(out, swarm_attend(q.data(), k.data(), v.data(), n[HEADS], &cache, &plan, factors[0], n[WINDOW],
+                                 factors[1], out.data()));
+}
+
+}  // namespace
+
+int main() {
+  swarm_set_threads(2);
+  for (int op = std::getchar(); op != EOF; op = std::getchar())
+    if (const int status = op == 'L' ? linear() : attend()) return status;
+  return 0;
+}

@@ -1,0 +1,115 @@
+"""The kernels on 64-bit ARM, compiled across and run by an emulator where both are installed: NEON against torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import Part, chain, make_plan, random_pages, random_tree
+
+from swarm_kernels import build, ops, quantised, quantised4, reference
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.packed import PackedLinear
+
+COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+pytestmark = pytest.mark.skipif(COMPILER is None or EMULATOR is None, reason="no cross compiler or no emulator for ARM")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("neon") / "cross"
+    sources = [*map(str, sorted(build.SOURCES.glob("*.cpp"))), str(Path(__file__).with_name("cross_main.cpp"))]
+    flags = [*build.FLAGS, "-O1", "-I", str(build.SOURCES), "-static"]  # -O1: half the time to compile
+    subprocess.run([str(COMPILER), *flags, *sources, "-o", str(target)], check=True, timeout=300)
+    return target
+
+
+@dataclass
+class Calls:
+    """Ops for the program, and what they must come to."""
+
+    program: Path
+    parts: list[bytes] = field(default_factory=list)
+    expected: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, op: bytes, numbers: list[int], *tensors: torch.Tensor | None, result: torch.Tensor) -> None:
+        self.parts += [op, torch.tensor(numbers).numpy().tobytes()]
+        self.parts += [t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors if t is not None]
+        self.expected.append(result)
+
+    def linear(self, linear: ops.Linear, x: torch.Tensor, result: torch.Tensor) -> None:
+        assert isinstance(linear, PackedLinear)
+        p = linear
+        sizes = [0 if t is None else t.numel() for t in (p.scale, p.bias)]
+        numbers = [p.desc.format, p.in_features, p.out_features, x.shape[0], p.packed.nbytes, *sizes]
+        self.add(b"L", numbers, p.packed, p.scale, p.bias, x, result=result)
+
+    def results(self) -> list[torch.Tensor]:
+        given = b"".join(self.parts)
+        run = subprocess.run([str(EMULATOR), str(self.program)], input=given, capture_output=True, timeout=60)
+        assert run.returncode == 0, run.returncode
+        flat = torch.frombuffer(bytearray(run.stdout), dtype=torch.float32)
+        parts = flat.split([t.numel() for t in self.expected])
+        return [part.view_as(t) for part, t in zip(parts, self.expected, strict=True)]
+
+
+def test_whole_numbers_come_to_the_same_bits(program: Path) -> None:
+    calls, generator = Calls(program), torch.Generator().manual_seed(0)
+    for outputs, inputs in ((80, 64), (17, 250), (48, 1537)):
+        weight, bias = torch.randn(outputs, inputs, generator=generator), torch.randn(outputs, generator=generator)
+        x = torch.randn(13, inputs, generator=generator)
+        x[5] *= 1e4
+        for rows in (1, 2, 5, 6, 7, 13):
+            for bits, plain in ((8, quantised.quantise_linear), (4, quantised4.quantise_linear)):
+                calls.linear(ops.quantise_linear(weight, bias, bits), x[:rows], plain(weight, bias)(x[:rows]))
+    for got, want in zip(calls.results(), calls.expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linears_match_torch_and_rows_do_not_depend_on_each_other(program: Path, dtype: torch.dtype) -> None:
+    calls, generator = Calls(program), torch.Generator().manual_seed(1)
+    weight = torch.randn(80, 96, generator=generator).to(dtype)
+    x = torch.randn(40, 96, generator=generator)
+    for rows in (1, 2, 5, 6, 7, 40):
+        calls.linear(ops.pack_linear(weight), x[:rows], x[:rows] @ weight.float().T)
+    together = calls.results()[-1]
+    for got, want in zip(calls.results(), calls.expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+        assert torch.equal(got, together[: got.shape[0]])
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_attention_matches_the_reference(program: Path, dtype: torch.dtype, most: float) -> None:
+    calls, generator = Calls(program), torch.Generator().manual_seed(2)
+    parts = [Part(150, tree=random_tree(20, generator)), Part(31, line=5), Part(300, tree=chain(1)), Part(0, line=17)]
+    for heads, groups, dim, window, softcap in ((6, 2, 48, 0, 0.0), (4, 4, 32, 40, 0.0), (9, 3, 64, 0, 5.0)):
+        plan, pages = make_plan(parts, generator)
+        attend(calls, plan, (pages, heads, groups, dim), dtype, window, softcap, generator)
+    for got, want in zip(calls.results(), calls.expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=most, atol=most)
+
+
+def attend(
+    calls: Calls,
+    plan: BatchPlan,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    window: int,
+    softcap: float,
+    generator: torch.Generator,
+) -> None:
+    pages, heads, groups, dim = shape
+    k_pages, v_pages = random_pages(pages, groups, dim, dtype, generator)
+    q, k, v = (torch.randn(plan.rows, n, dim, generator=generator) for n in (heads, groups, groups))
+    given = k_pages.clone(), v_pages.clone()
+    want = reference.attend(q, k, v, k_pages, v_pages, plan, dim**-0.5, window or None, softcap or None)
+    counts = [plan.rows, *plan.pages.shape, plan.tree_pages.shape[1], plan.tree_mask.shape[1]]
+    numbers = [*counts, pages, groups, dim, int(dtype == torch.bfloat16), heads, window]
+    slots = (plan.positions, plan.session, plan.past, plan.write, plan.pages, plan.tree_pages, plan.tree_mask)
+    factors = torch.tensor([dim**-0.5, softcap])
+    calls.add(b"A", numbers, factors, *slots, *given, q, k, v, result=want)
