@@ -75,6 +75,8 @@ class NodeConfig:
     relay: bool = False  # carry connections for peers that nobody can dial
     relays: tuple[str, ...] = ()  # to be reached through, when nobody can dial this machine
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
+    network: str = ""  # what people call the swarm; swarms of one name, model and secret find each other nearby
+    discovery: bool = True  # look for the swarm in the local network, and be found there
     max_sessions: int | None = None  # None: `limits.max_sessions`
     max_upload: int | None = None  # bytes a second; None: no cap
     schedule: str = ""  # local time in which to serve, as in "22:00-08:00"; "": always
@@ -103,6 +105,8 @@ class ClientConfig:
     carrier: Carriers = "auto"
     transport: Transports = "daemon"
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
+    network: str = ""  # as a node's
+    discovery: bool = True  # without `peers`, look for the swarm in the local network
     limits: Limits = field(default_factory=Limits)
 
 
@@ -228,6 +232,6 @@ def _from_text(name: str, text: str) -> Any:
             return float(text) if name == "wait_s" else int(text)
         except ValueError:
             raise UsageError(f"SWARM_{name.upper()} is '{text}', which is not a number") from None
-    if name in ("json", "pause_when_busy", "relay", "outline_in_auto"):
+    if name in ("json", "pause_when_busy", "relay", "outline_in_auto", "discovery"):
         return text.lower() in ("1", "true", "yes")
     return text

@@ -55,8 +55,8 @@ class Invite:
 
     def settings(self) -> dict[str, Any]:
         """What it sets in a config."""
-        found: dict[str, Any] = {"peers": self.peers, "model": self.model}
-        return {**found, "secret": self.secret} if self.secret else found
+        found = {"peers": self.peers, "model": self.model, "network": self.network, "secret": self.secret}
+        return {name: value for name, value in found.items() if value}
 
 
 def parse(token: str) -> Invite:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ from swarm.errors import ModelError
 
 if TYPE_CHECKING:
     from swarm_kernels.model_source import ModelSource
+
+
+os.environ["SWARM_DISCOVERY"] = "0"  # no test sends multicast into whatever network it runs in
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,12 @@ HIVEMIND_USERS = {
     "swarm.net.p2pd_control",
     "swarm.net.dht_guard",
     "swarm.net.directory",
+    "swarm.net.libp2p_parts",
+    "swarm.net.py_calls",
+    "swarm.net.py_node",
 }
+LIBP2P_IMPORTER, LIBP2P_USER = "swarm.net.libp2p_parts", "swarm.net.py_node"
+PY_LIBP2P = {"swarm.net.py_node", "swarm.net.py_host"}  # the thread of trio
 
 
 def modules() -> Iterator[tuple[str, str, Path]]:
@@ -96,6 +101,10 @@ def test_hivemind_is_imported_in_one_place(room: str, name: str, file: Path) -> 
         assert not [m for m in imported if within(m, "hivemind")], f"import hivemind by way of {HIVEMIND_IMPORTER}"
     if any(within(m, HIVEMIND_IMPORTER) for m in imported):
         assert name in HIVEMIND_USERS
+    if name != LIBP2P_IMPORTER:
+        assert not [m for m in imported if within(m, "libp2p") or (within(m, "trio") and name not in PY_LIBP2P)]
+    if any(within(m, LIBP2P_IMPORTER) for m in imported):
+        assert name == LIBP2P_USER
 
 
 def test_the_rules_see_what_they_should() -> None:

@@ -16,6 +16,7 @@ import uvloop
 from swarm.config import ClientConfig, load, local_swarm
 from swarm.errors import SwarmError, UsageError
 from swarm.invite import parse
+from swarm_client.nearby import peers_nearby
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -58,6 +59,10 @@ def run(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
+    network: Annotated[str | None, typer.Option(help="What people call the swarm, to tell several apart.")] = None,
+    no_discovery: Annotated[
+        bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")
+    ] = False,
     transport: Annotated[
         str | None, typer.Option(help="daemon, or py for no Go program: py-libp2p in a thread.", metavar="KIND")
     ] = None,
@@ -68,8 +73,9 @@ def run(
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:
-        given = {"model": model, "peers": tuple(peer) if peer else None, "strategy": strategy, "dtype": dtype}
-        given |= {"draft": draft, "transport": transport}
+        given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "strategy": strategy}
+        given |= {"dtype": dtype, "draft": draft, "transport": transport, "network": network}
+        given["discovery"] = False if no_discovery else None
         invited = parse(invite).settings() if invite else {}
         settings = load(ClientConfig, {**invited, **{k: v for k, v in given.items() if v is not None}}, config)
         settings = _with_peers(settings)
@@ -129,10 +135,18 @@ async def answer_once(settings: ClientConfig, prompt: str, request: Request) -> 
 
 
 def _with_peers(settings: ClientConfig) -> ClientConfig:
-    """Without --peer, the swarm that `swarm-node local` runs on this machine, and its model unless one was named."""
+    """Without --peer, the swarm that `swarm-node local` runs on this machine, and its model unless one was named; then
+    the swarm of this model in the local network.
+    """
     if settings.peers:
         return settings
-    model, peers = local_swarm()
+    try:
+        model, peers = local_swarm()
+    except UsageError:
+        nearby = settings.discovery and uvloop.run(peers_nearby(settings))
+        if not nearby:
+            raise
+        return dataclasses.replace(settings, peers=nearby)
     return dataclasses.replace(
         settings, peers=peers, model=model if settings.model == _LIBRARY.model else settings.model
     )

@@ -97,6 +97,8 @@ def join(
     invite: network_cli.Token = None,
     secret: network_cli.Secret = None,
     private: network_cli.Private = False,
+    network: network_cli.NetworkName = None,
+    no_discovery: network_cli.NoDiscovery = False,
     carrier: Annotated[
         str | None, typer.Option(metavar="KIND", help="auto, or daemon for no direct connections. [auto]")
     ] = None,
@@ -136,6 +138,8 @@ def join(
             "metrics_port": metrics_port,
             "metrics_host": metrics_host,
             "secret": network_cli.secret_of(secret, private),
+            "network": network,
+            "discovery": False if no_discovery else None,
             "carrier": carrier,
             "transport": transport,
             "direct_port": direct_port,
@@ -203,7 +207,7 @@ network_cli.add_to(app)
 
 
 async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
-    from swarm_node import report
+    from swarm_node import nearby, report
 
     with report.make(config.json, STARTED) as reporter:
         # In a thread, so that a signal is heard meanwhile.
@@ -214,6 +218,7 @@ async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
         if stop.is_set():
             reporter.event("stopped", "stopped")
         else:
+            config = await nearby.resolved(config, reporter)
             await importing.result().join(config, reporter, stop)
 
 

@@ -27,7 +27,7 @@ def new_secret() -> str:
 def make(config: NodeConfig, model: str, addresses: Sequence[str]) -> Invite:
     """`model`: what the swarm calls it, for those who do not have our file. Raises UsageError."""
     known = model if Path(config.model).expanduser().exists() else config.model
-    return Invite(shareable(addresses), known, secret=config.secret)
+    return Invite(shareable(addresses), known, config.network, config.secret)
 
 
 def how_to_join(config: NodeConfig, model: str, addresses: Sequence[str]) -> str:

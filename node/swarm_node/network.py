@@ -24,6 +24,7 @@ from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
 from swarm.records import Sign
 from swarm.types import PeerId
+from swarm_node import nearby
 from swarm_node.service import Served
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
                 await asyncio.sleep(RETRY_S)
         if carrier.without_direct and config.carrier != "daemon":
             logger.warning("no direct connections, so the p2p daemon carries everything: %s", carrier.without_direct)
+        await stack.enter_async_context(nearby.found(config, secret, carrier.addresses, directory.meet))
         process = carrier.daemon.daemon
         yield Network(
             carrier,

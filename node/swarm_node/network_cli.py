@@ -36,6 +36,12 @@ Transport = Annotated[
     str | None,
     typer.Option(metavar="KIND", help="daemon, or py for no Go program: py-libp2p in a thread. [daemon]"),
 ]
+NetworkName = Annotated[
+    str | None, typer.Option("--network", metavar="NAME", help="What people call the swarm, to tell several apart.")
+]
+NoDiscovery = Annotated[
+    bool, typer.Option("--no-discovery", help="Neither look for the swarm in the local network nor be found there.")
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of sentences.")]
 
 

@@ -53,6 +53,12 @@ def listened(address: str) -> str | None:
     return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6") and _ip(parts[2]) is not None else None
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can dial it."""
+    host = listened(address)
+    return host is not None and ipaddress.ip_address(host).is_loopback
+
+
 def announced(bound: Sequence[Endpoint], daemon_addresses: Iterable[str]) -> list[Endpoint]:
     """Where others may reach the sockets in `bound`, given the addresses that the daemon found out to be ours.
 

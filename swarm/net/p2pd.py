@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import ipaddress
 import itertools
 import logging
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, SwarmError, UsageError
 from swarm.net.daemon_options import DaemonOptions, same_ports
+from swarm.net.direct_addresses import is_loopback
 from swarm.net.frame_stream import FrameStream
 from swarm.net.hivemind_parts import P2P, P2PD, HivemindMultiaddr
 from swarm.net.identity import Identity
@@ -225,7 +225,7 @@ class P2PDaemon:
             self._process.wait()
 
     def _command(self, key: Path, options: DaemonOptions) -> list[str]:
-        outside = not all(map(_is_loopback, options.listen))
+        outside = not all(map(is_loopback, options.listen))
         command = [
             str(P2PD),
             f"-listen=/unix{self.control.path}",
@@ -300,16 +300,6 @@ def _port(address: str) -> int:
         if kind in ("tcp", "udp") and value.isdigit():
             return int(value)
     return 0
-
-
-def _is_loopback(address: str) -> bool:
-    parts = address.split("/")
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
-        return False
-    try:
-        return ipaddress.ip_address(parts[2]).is_loopback
-    except ValueError:
-        return False
 
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # looked up before any fork
