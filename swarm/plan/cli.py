@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from swarm.errors import NoRoute, SwarmError, UsageError
-from swarm.plan.requests import MAX_BYTES
+from swarm.plan.requests import MAX_BYTES, fields
 from swarm.plan.verbs import VERBS, Answer, Verb, simulate
 
 CommandLineError = cast(type[Exception], typer.BadParameter.__base__)  # of every wrong flag, argument or verb
@@ -40,10 +40,14 @@ def _command(verb: Verb[Any]) -> Callable[[str, bool], None]:
 
 
 for _verb in VERBS:
-    app.command(_verb.name, help=_verb.summary)(_command(_verb))
+    _help = f"{_verb.summary}\n\nThe request: {fields(_verb.request)}. docs/plan.md has an example."
+    app.command(_verb.name, help=_help, short_help=_verb.summary)(_command(_verb))
 
 
-@app.command("simulate", help="Run a scenario, TOML or JSON: a seeded swarm of any size in virtual time.")
+_SIMULATE = "Run a scenario, TOML or JSON: a seeded swarm of any size in virtual time."
+
+
+@app.command("simulate", help=f"{_SIMULATE} benchmarks/scenarios has some.", short_help=_SIMULATE)
 def _simulate(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The scenario; - reads stdin.")],
     explain: Explain = False,

@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -176,7 +176,7 @@ def parse(data: bytes, kind: type[Parsed]) -> Parsed:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise UsageError(_sentence(str(error))) from None
+        raise UsageError(sentence(str(error), kind)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the input is not JSON ({error}); NaN and Infinity are not numbers in JSON") from None
 
@@ -209,8 +209,28 @@ _WORDS = {
 }
 
 
-def _sentence(complaint: str) -> str:
-    """ "Expected `int`, got `str` - at `$.nodes[0].id`" -> "nodes[0].id: expected a whole number, got a string"."""
+def fields(kind: Any) -> str:
+    """The fields of a request, for people: parts in brackets, "?" after those that may be left out."""
+    said = []
+    for field in msgspec.structs.fields(kind):
+        parts = sorted(_parts(field.type), key=lambda part: part.__name__)
+        inside = f" [{'; '.join(fields(part) for part in parts)}]" if parts else ""
+        said.append(f"{field.name}{'' if field.required else '?'}{inside}")
+    return ", ".join(said)
+
+
+def _parts(kind: Any) -> set[type[Request]]:
+    """The requests that a field's type is made of."""
+    if isinstance(kind, type) and issubclass(kind, Request):
+        return {kind}
+    return {part for inner in get_args(kind) for part in _parts(inner)}
+
+
+def sentence(complaint: str, kind: Any = None) -> str:
+    """ "Expected `int`, got `str` - at `$.nodes[0].id`" -> "nodes[0].id: expected a whole number, got a string".
+
+    `kind`: what was asked for; a word that is none of a field's is answered with those that are.
+    """
     what, _, where = complaint.partition(" - at ")
     where = where.strip("`").removeprefix("$").removeprefix(".")
     field = re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", what)
@@ -223,7 +243,17 @@ def _sentence(complaint: str) -> str:
         )
     plain = re.sub(r"`([^`]*)`", lambda m: " or ".join(_WORDS.get(t, t) for t in m[1].split(" | ")), what)
     plain = plain[:1].lower() + plain[1:]
+    if what.startswith("Invalid enum value") and (words := _choices(kind, where)):
+        plain = f"{what.removeprefix('Invalid enum value ')} is none of {', '.join(words)}"
     return f"{where}: {plain}" if where else plain
+
+
+def _choices(kind: Any, name: str) -> list[str]:
+    """The words that field `name` of a request may hold; none if it may hold anything."""
+    if not (isinstance(kind, type) and issubclass(kind, Request)):
+        return []
+    types = [field.type for field in msgspec.structs.fields(kind) if field.name == name]
+    return [word for a in types for b in (a, *get_args(a)) if get_origin(b) is Literal for word in get_args(b)]
 
 
 class Names:

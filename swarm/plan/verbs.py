@@ -50,6 +50,10 @@ def _runs(hops: Iterable[Hop], names: Names) -> str:
     return ", ".join(f"{names.back(h.peer)} runs {h.start}:{h.end}" for h in hops)
 
 
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def _pool(nodes: Sequence[ask.PoolNode]) -> tuple[Names, list[Any]]:
     from swarm.plan.balance import PoolNode
 
@@ -76,12 +80,12 @@ def allocate(request: ask.Allocate) -> Answer:
     }
     stages = found.stages_by_k[found.best_k]
     words = [
-        f"{found.best_k} replicas of {request.num_layers} layers from {stages} of {len(pool)} nodes score"
-        f" {found.score:.6g} = {found.best_k}^{request.alpha:g} / ({request.compute_ms:g} ms computing +"
-        f" {stages}/{found.best_k} stages x {request.hop_ms:g} ms).",
+        f"{_count(found.best_k, 'replica')} of {_count(request.num_layers, 'layer')} from {stages} of"
+        f" {_count(len(pool), 'node')} score {found.score:.6g} = {found.best_k}^{request.alpha:g} /"
+        f" ({request.compute_ms:g} ms computing + {stages}/{found.best_k} stages x {request.hop_ms:g} ms).",
         *(f"Replica {i}: {_runs(replica, names)}." for i, replica in enumerate(found.replicas, 1)),
         *(
-            f"{k} replicas would need {n} nodes and score {price.score(k, n):.6g}."
+            f"{_count(k, 'replica')} would need {_count(n, 'node')} and score {price.score(k, n):.6g}."
             for k, n in found.stages_by_k.items()
             if k != found.best_k
         ),

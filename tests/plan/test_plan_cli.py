@@ -134,9 +134,23 @@ def test_explanations_are_sentences_added_to_the_same_answer(verb: str, request_
             '{"layers": [{"memory": 1}], "devices": [{"memory": 1, "flops_per_s": 1, "layer_ms": 1}]}',
             "layers[0] needs its flops",
         ),
-        ("partition", '{"layers": [{"memory": 1}], "devices": [], "method": "x"}', "method: invalid enum value 'x'"),
+        (
+            "partition",
+            '{"layers": [{"memory": 1}], "devices": [], "method": "x"}',
+            "method: 'x' is none of jupiter, hypsplit",
+        ),
         ("dispatch", '{"work": 1, "memory": 1, "nodes": [{"id": 1.5}]}', "nodes[0].id: expected a whole number or a"),
+        (
+            "route",
+            '{"num_layers": 1, "nodes": [], "rtt_ms": {}, "objective": "speed"}',
+            "objective: 'speed' is none of latency, bottleneck",
+        ),
         ("speculate", '{"stages": [], "link_ms": [1], "drafter": {"acceptance": [[0.5]]}}', "at least one hop"),
+        (
+            "speculate",
+            '{"stages": [], "link_ms": [], "drafter": {"acceptance": []}, "current": "x"}',
+            "current: 'x' is none of sequential, tree, pipelined",
+        ),
         ("speculate", '{"stages": [], "link_ms": [1], "drafter": {"acceptance": [[1.5]]}}', "expected a number <= 1"),
     ],
 )
@@ -235,7 +249,8 @@ def test_a_scenario_is_simulated_the_same_each_time(tmp_path: Path) -> None:
         ("", "the input is empty"),
         ("name = ", "not TOML"),
         ("{]", "not JSON"),
-        ("name = 1", "the scenario is not one"),
+        ("name = 1", "the scenario is not one: name: expected a string, got a whole number"),
+        ('name = "x"', "the scenario is not one: model is missing"),
         (SCENARIO + "wheels = 4", "wheels"),
         (SCENARIO.replace("memory_gb = 4", "memory_gb = 0.05"), "hold"),
     ],
@@ -344,4 +359,12 @@ def test_it_starts_without_what_it_does_not_need() -> None:
     code = f"import swarm.plan.cli, sys; print([m for m in {heavy} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
-    assert "allocate" in command().stdout
+    overview = command().stdout
+    assert all(verb.name in overview and verb.summary.split()[-1] in overview for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
+def test_help_names_every_field_of_a_request(verb: str) -> None:
+    said = re.sub(r"\s+", " ", command(verb, "--help").stdout)
+    request, _ = next((request, answer) for name, request, answer in EXAMPLES if name == verb)
+    assert all(re.search(rf"\b{name}\b", said) for name in request)
