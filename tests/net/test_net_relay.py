@@ -28,17 +28,24 @@ def ip(*arguments: str) -> None:
 
 
 @contextmanager
-def networks() -> Iterator[None]:
-    """LEFT 10.1.0.2 - 10.1.0.1 RELAY 10.2.0.1 - 10.2.0.2 RIGHT; the relay's machine forwards nothing."""
+def namespaces(*names: str) -> Iterator[None]:
+    """Networks of nothing but a loopback device each. Skips the test where they cannot be had."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("only root can make network namespaces, and iproute2 is needed for it")
     with ExitStack() as stack:
-        for name in (LEFT, RELAY, RIGHT):
+        for name in names:
             made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
             if made.returncode:
                 pytest.skip(f"this system makes no network namespaces: {made.stderr.decode().strip()}")
             stack.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True)
             ip("-n", name, "link", "set", "lo", "up")
+        yield
+
+
+@contextmanager
+def networks() -> Iterator[None]:
+    """LEFT 10.1.0.2 - 10.1.0.1 RELAY 10.2.0.1 - 10.2.0.2 RIGHT; the relay's machine forwards nothing."""
+    with namespaces(LEFT, RELAY, RIGHT):
         for net, (name, end) in enumerate(((LEFT, "left"), (RIGHT, "right")), start=1):
             ip("-n", name, "link", "add", "out", "type", "veth", "peer", "name", end, "netns", RELAY)
             for where, link, host in ((name, "out", 2), (RELAY, end, 1)):
