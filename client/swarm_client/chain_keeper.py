@@ -6,7 +6,6 @@ driver's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swarm.config import Limits
@@ -22,7 +21,7 @@ from swarm_client.chunks import prompt_chunks
 from swarm_client.network import Network
 from swarm_client.view import SwarmView
 
-WORTH = 1.5  # a chain must promise to be so many times quicker before a working hop is left
+WORTH = 1.25  # a chain must promise to be so many times quicker before a working hop is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +97,13 @@ class ChainKeeper:
         for peer, cause in session.lost.items():
             self.view.ban(peer, cause)
 
-    async def worth_leaving(self, session: ChainSession, peer: PeerId, round_ms: Sequence[float]) -> bool:
-        """Whether the session would be much quicker without `peer` than it has been in its last rounds."""
+    async def worth_leaving(self, session: ChainSession, peer: PeerId, slowdown: float) -> bool:
+        """Whether the session would be much quicker without `peer`, now that its rounds take `slowdown` times as long.
+
+        The map's costs are compared with each other and not with measured rounds: what both leave out cancels.
+        """
         try:
             repair, _ = await self.view.repair(session.whole, {peer}, session.spec.max_tokens, avoid={peer})
         except (NoRoute, NetworkError):
             return False
-        return WORTH * repair.chain.cost_ms <= min(round_ms)
+        return WORTH * repair.chain.cost_ms <= slowdown * session.chain.cost_ms

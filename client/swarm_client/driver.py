@@ -148,7 +148,7 @@ class Driver:
                 f"no token came back within {limit_s:.0f} s along {self.chain}; one of its nodes hangs"
             ) from None
         suspect = self._watch.settled(result.step, result.trace, _now())
-        if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.recent_ms):
+        if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.slowdown):
             slow = session.leave(suspect, TooSlow("it has become slow, and others are much quicker"))
             self._pending.append(HopLost(slow.peer, str(slow)))
         return StepSettled(result.epoch, result.step, tuple(result.tokens), tuple(result.trace))

@@ -41,9 +41,11 @@ class RoundWatch:
     _rest: int = 0
 
     @property
-    def recent_ms(self) -> tuple[float, ...]:
-        """The rounds that a suspicion rests on."""
-        return tuple(self._rounds_ms)[-SUSPICIOUS:]
+    def slowdown(self) -> float:
+        """How many times longer than usual each of the rounds took that a suspicion rests on."""
+        if not self._rounds_ms:
+            return 1.0
+        return min(list(self._rounds_ms)[-SUSPICIOUS:]) / median(self._rounds_ms)
 
     def sent(self, step: int, rows: int, now: float) -> None:
         """Steps that nobody tells of are not judged."""
@@ -77,7 +79,7 @@ class RoundWatch:
         suspect = max(self._slow, key=lambda peer: self._slow[peer], default=None)
         if suspect is None or self._slow[suspect] < SUSPICIOUS or self._rest:
             return None
-        if min(self.recent_ms, default=0.0) < FELT * median(self._rounds_ms):
+        if self.slowdown < FELT:
             return None
         self._rest = REST
         return suspect

@@ -1,18 +1,20 @@
 """Churn in virtual time: real services and clients on the in-memory carrier, nodes that die, vanish, slow down and come
 back by a seed, and the invariants that must hold whatever they do.
 
-    python tests/chaos/virtual_chaos.py [--seeds 20] [--nodes 100] [--seconds 300]
+    python tests/chaos/virtual_chaos.py [--seeds 100] [--first 0] [--nodes 100] [--seconds 300] [--once]
 
 Invariants: an answer that ends has the tokens of an undisturbed run; one that fails says which layers are missing (or
 that nobody has room), never later than its deadline; afterwards no node that lives holds a session, a page or a logged
-row, and no client an inbox. The same seed gives the same trace, byte for byte.
+row. The same seed gives the same trace, byte for byte: each is run twice, unless `--once`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import random
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -31,9 +33,11 @@ from swarm.types import LayerSpan, PeerId
 from swarm_client import SwarmClient
 
 LAYERS = 6
-TOKENS = 24
+TOKENS = 16
 PROMPTS = 6
-LIMITS = Limits(route_timeout_s=3.0, repair_timeout_s=8.0, open_timeout_s=6.0, dial_timeout_s=3.0)
+LIMITS = Limits(
+    route_timeout_s=3.0, repair_timeout_s=8.0, open_timeout_s=6.0, dial_timeout_s=3.0, publish_interval_s=3.0
+)
 MARGIN_S = 25.0  # repairs that follow each other, each within its deadline
 
 
@@ -59,6 +63,7 @@ class Churn:
     spans: Sequence[LayerSpan]
     trace: list[str] = field(default_factory=list)
     answers: dict[str, int] = field(default_factory=dict)
+    repairs: int = 0
     dead: set[int] = field(default_factory=set)
     seeds: dict[PeerId, int] = field(default_factory=dict)
 
@@ -73,9 +78,10 @@ class Churn:
         self.seeds[await self.swarm.add_node(self.spans[seed], seed=seed)] = seed
 
     async def strike(self) -> None:
-        """One thing that happens to the swarm."""
+        """One thing that happens to the swarm: every other time, if it can, to somebody who is at work."""
         alive = [peer for peer, seed in self.seeds.items() if seed not in self.dead]
-        peer = self.rng.choice(alive)
+        busy = [peer for peer in alive if self.swarm.nodes[peer].service.sessions]
+        peer = self.rng.choice(busy if busy and self.rng.random() < 0.5 else alive)
         seed, fate = self.seeds[peer], self.rng.random()
         if fate < 0.4 and self.dead:
             back = self.rng.choice(sorted(self.dead))
@@ -92,7 +98,7 @@ class Churn:
             device.delay_s = self.rng.choice([0.002, 0.02])
             self.note(f"node {seed} takes {device.delay_s} s a batch")
 
-    async def ask(self, client: SwarmClient, name: int, until: float) -> None:
+    async def ask(self, client: SwarmClient, name: int, until: float, pause_s: float) -> None:
         """One question after the other. Raises AssertionError when an answer is not what it must be."""
         loop, rng = asyncio.get_running_loop(), random.Random(self.rng.random())
         while loop.time() < until:
@@ -103,17 +109,19 @@ class Churn:
                 answer = await client.generate(prompt, max_new_tokens=TOKENS)
                 outcome = "right" if answer.token_ids == expected else "WRONG"
                 detail = f"{len(answer.repairs)} repairs"
+                self.repairs += len(answer.repairs)
             except SwarmError as error:
                 outcome, detail = error.code, str(error)
             self.note(f"client {name}: question {number} {outcome} ({detail})")
             self.answers[outcome] = self.answers.get(outcome, 0) + 1
             assert outcome != "WRONG", self.trace[-1]
             assert loop.time() - begun < LIMITS.repair_timeout_s + MARGIN_S, self.trace[-1]
-            await asyncio.sleep(rng.expovariate(1.0))
+            await asyncio.sleep(rng.expovariate(1.0 / pause_s))
 
 
-async def churn(seed: int, nodes: int, seconds: float, clients: int, every_s: float) -> Churn:
-    """`nodes` nodes, `clients` that ask all the time, a strike every `every_s` on average. Checks the invariants."""
+async def churn(seed: int, nodes: int, seconds: float, clients: int, every_s: float, pause_s: float) -> Churn:
+    """`nodes` nodes, `clients` that rest for `pause_s` between their questions, a strike every `every_s`, both on
+    average. Checks the invariants."""
     rng = random.Random(seed)
     cuts = [(0, 2), (2, 4), (4, 6), (0, 3), (3, 6), (1, 4)]
     spans = [LayerSpan(*cuts[i % len(cuts)]) for i in range(nodes)]
@@ -125,7 +133,7 @@ async def churn(seed: int, nodes: int, seconds: float, clients: int, every_s: fl
             opened = [await stack.enter_async_context(swarm.client(name)) for name in range(clients)]
             async with asyncio.TaskGroup() as asking:
                 for name, client in enumerate(opened):
-                    asking.create_task(run.ask(client, name, until))
+                    asking.create_task(run.ask(client, name, until, pause_s))
                 while asyncio.get_running_loop().time() < until:
                     await asyncio.sleep(rng.expovariate(1.0 / every_s))
                     await run.strike()
@@ -135,27 +143,47 @@ async def churn(seed: int, nodes: int, seconds: float, clients: int, every_s: fl
         return run
 
 
-def one(seed: int, nodes: int, seconds: float, clients: int = 4, every_s: float = 1.0) -> Churn:
+def one(seed: int, nodes: int, seconds: float, clients: int = 4, every_s: float = 1.0, pause_s: float = 1.0) -> Churn:
     """A run of its own in virtual time; what is random in it comes from the seed."""
     ids = random.Random(seed)
     with mock.patch("os.urandom", lambda count: ids.randbytes(count)):
-        result: Churn = run(churn(seed, nodes, seconds, clients, every_s))
+        result: Churn = run(churn(seed, nodes, seconds, clients, every_s, pause_s))
     return result
+
+
+def digest(result: Churn) -> str:
+    return hashlib.sha256("\n".join(result.trace).encode()).hexdigest()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=5.0, help="seconds that a client rests between questions [5]")
+    parser.add_argument("--once", action="store_true", help="do not run each seed again to compare the traces")
     args = parser.parse_args()
     total: dict[str, int] = {}
-    for seed in range(args.seeds):
-        result = one(seed, args.nodes, args.seconds)
+    repairs = events = 0
+    for seed in range(args.first, args.first + args.seeds):
+        begun = time.process_time()
+        options = {"clients": args.clients, "pause_s": args.pause}
+        result = one(seed, args.nodes, args.seconds, **options)
+        name = digest(result)
+        assert args.once or digest(one(seed, args.nodes, args.seconds, **options)) == name, f"seed {seed} differs"
         for outcome, count in result.answers.items():
             total[outcome] = total.get(outcome, 0) + count
-        print(f"seed {seed}: {len(result.trace)} events, answers {result.answers}", flush=True)
-    print(f"in all {total}; no invariant broken")
+        repairs, events = repairs + result.repairs, events + len(result.trace)
+        again = "" if args.once else ", the same again"
+        took_s = time.process_time() - begun
+        print(
+            f"seed {seed}: {len(result.trace)} events, {result.repairs} repairs, answers {result.answers}, "
+            f"trace {name[:12]}{again} ({took_s:.0f} s)",
+            flush=True,
+        )
+    print(f"in all {events} events, {repairs} repairs, answers {total}; no invariant broken")
     return 0
 
 
