@@ -13,7 +13,6 @@ import json
 import math
 import os
 import sys
-import time
 import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -29,14 +28,12 @@ NAMES = ("parallax", "hyperion", "jupiter", "churn-1000")
 
 def run(chosen: dict[str, str], table: dict[str, Any]) -> dict[str, Any]:
     """One run: what was chosen for it, and what came out."""
-    begun = time.process_time()
     result = simulate_table(table)
     spans = [node["layers"] for node in result["nodes"].values()]
     busy = [node["busy"] for node in result["nodes"].values()]
     result["nodes"] = len(spans)
     result["busy_mean"] = math.fsum(busy) / len(busy)
     result["layers"] = spans if len(spans) <= 16 else []
-    result["cpu_s"] = time.process_time() - begun
     return {"chosen": chosen, "result": result}
 
 

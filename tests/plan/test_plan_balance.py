@@ -7,7 +7,7 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import Infeasible, UsageError
@@ -45,6 +45,7 @@ def water_level(num_layers: int, nodes: list[PoolNode]) -> Fraction:
     return level
 
 
+@settings(max_examples=400, deadline=None)
 @given(pipelines, st.integers(1, 120))
 def test_shares_are_the_water_levels_rounded_by_largest_remainder(
     pairs: list[tuple[int, float]], num_layers: int

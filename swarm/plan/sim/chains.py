@@ -82,11 +82,11 @@ class Chains:
     def _look_again(self) -> None:
         self._polling = False
         waiting = [*self._broken, *(session for line in self._lines.values() for session in line)]
-        late = self._engine.clock.now - self._serving.route_timeout_ms
         for session in waiting:
             session.banned.clear()  # a node that was busy or gone may be back
         for session in waiting:
-            if session.live and session.waiting_since <= late:
+            limit_ms = self._serving.repair_timeout_ms if session.repairs else self._serving.route_timeout_ms
+            if session.live and session.waiting_since <= self._engine.clock.now - limit_ms:
                 self._engine.fail(session, "no route")
         broken, self._broken = self._broken, []
         self._broken += [session for session in broken if session.live and not self._attempt(session)]

@@ -31,6 +31,7 @@ class ServingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tau: Literal["measured", "expected"] = "measured"  # see SimNode.tau
     route_retry_ms: float = 500.0
     route_timeout_ms: float = 5000.0  # how long a client waits while no chain can be had
+    repair_timeout_ms: float = 30000.0  # ... after its chain broke
     dial_timeout_ms: float = 10000.0  # how long it takes to find out that a node in the snapshot is gone
     detect_ms: float = 1000.0  # how long it takes to find out that a node in use is gone
     record_lifetime_ms: float = 12000.0  # how long a node that is gone stays in snapshots
