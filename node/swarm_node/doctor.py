@@ -9,9 +9,10 @@ import asyncio
 import importlib
 import ipaddress
 import json
+import logging
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
@@ -21,13 +22,17 @@ from rich.console import Console
 
 from swarm.config import NodeConfig, data_dir
 from swarm.errors import ClockWrong, DeviceUnavailable, NetworkError, NotAdmitted, PeerUnreachable, SwarmError
+from swarm.net.carrier import Connection
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.direct_addresses import is_relayed, listened
 from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
 
 if TYPE_CHECKING:
+    from swarm.net.dial_back import DialledBack
     from swarm.net.reach import ReachCarrier
+
+logger = logging.getLogger(__name__)
 
 GB = 1e9
 MIN_MEMORY = 1 * GB  # a node process with a few layers of a small model
@@ -171,6 +176,7 @@ async def _others(config: NodeConfig, carrier: ReachCarrier, stack: AsyncExitSta
     answers = [await _peer(carrier, address) for address in config.peers]
     for finding in answers:
         yield finding
+    yield await _dialled_back(carrier, config.peers)
     alive = [peer for peer, found in zip(config.peers, answers, strict=True) if found.verdict != "broken"]
     if alive:
         for finding in await _directory(config, carrier, alive, stack):
@@ -203,6 +209,46 @@ async def _peer(carrier: ReachCarrier, address: str) -> Finding:
             f"{address} does not answer: it is not running, its port is closed to us, or the address is old",
         )
     return Finding("peers", "ok", f"{address} answers")
+
+
+async def _dialled_back(carrier: ReachCarrier, peers: Sequence[str]) -> Finding:
+    await carrier.serve(_hang_up)
+    for address in peers:
+        try:
+            return dialled_back(await carrier.ask_back(address.rpartition("/p2p/")[2]))
+        except NetworkError as error:
+            logger.info("%s was not asked to dial back: %s", address, error)
+    return Finding("dial-back", "warning", "no peer could be asked to dial this machine; only its own addresses tell")
+
+
+def dialled_back(verdict: DialledBack) -> Finding:
+    """What another peer says of reaching us."""
+    if not verdict.observed:
+        return Finding("dial-back", "warning", "this machine is reached through a relay; nobody dialled it directly")
+    where = "the home network" if ipaddress.ip_address(verdict.observed).is_private else "the internet"
+    ports = ", ".join(sorted({address.split("/")[4] for address in verdict.reached}))
+    if verdict.reached and not verdict.missed:
+        sentence = f"another peer in {where} dialled {verdict.observed} and reached this machine (port {ports})"
+        return Finding("dial-back", "ok", sentence)
+    closed = ", ".join(sorted({address.split("/")[4] for address in verdict.missed}))
+    if verdict.missed:
+        reached = f"only port {ports}" if ports else "nothing"
+        return Finding(
+            "dial-back",
+            "warning",
+            f"another peer in {where} dialled {verdict.observed} and reached {reached}: open port {closed} in the "
+            "firewall, forward it in the router, or be reached through a relay (--via MADDR)",
+        )
+    return Finding(
+        "dial-back",
+        "warning",
+        f"others see this machine as {verdict.observed}, which is its router's address: forward a port there (then "
+        "give --listen /ip4/0.0.0.0/tcp/PORT), or be reached through a relay (--via MADDR)",
+    )
+
+
+async def _hang_up(connection: Connection) -> None:
+    await connection.close()
 
 
 async def _directory(

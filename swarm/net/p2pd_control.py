@@ -103,6 +103,17 @@ def accepted_peer(preamble: bytes) -> PeerId:
         raise NetworkError(f"the p2p daemon announced a stream that cannot be read: {error}") from None
 
 
+def accepted_from(preamble: bytes) -> tuple[PeerId, str]:
+    """As `accepted_peer`, and the IP address it came from; "" if that was a relay. Raises NetworkError."""
+    peer = accepted_peer(preamble)
+    try:
+        parts = str(Multiaddr(pb.StreamInfo.FromString(preamble).addr)).split("/")
+    except ValueError:
+        return peer, ""
+    direct = len(parts) > 2 and parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts
+    return peer, parts[2] if direct else ""
+
+
 def _peer_bytes(peer: PeerId) -> bytes:
     try:
         return base58.b58decode(peer)

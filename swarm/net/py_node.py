@@ -227,7 +227,10 @@ async def _inward(stream: Any, local: trio.SocketStream) -> None:
 async def _deliver(protocol: str, path: Path, stream: Any) -> None:
     """Hand a stream that a peer opened to whoever listens at `path`."""
     peer = stream.muxed_conn.peer_id
-    told = pb.StreamInfo(peer=peer.to_bytes(), addr=b"", proto=protocol).SerializeToString()
+    remote = stream.get_remote_address()
+    kind = "ip6" if remote and ":" in remote[0] else "ip4"
+    place = Multiaddr(f"/{kind}/{remote[0]}/tcp/{remote[1]}").to_bytes() if remote else b""
+    told = pb.StreamInfo(peer=peer.to_bytes(), addr=place, proto=protocol).SerializeToString()
     far = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         far.setblocking(False)

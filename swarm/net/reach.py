@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
@@ -17,6 +18,7 @@ from swarm.errors import NetworkError, PeerUnreachable
 from swarm.net.carrier import Connection, Handler, OnBetter
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
+from swarm.net.dial_back import DialBack, DialledBack, ask
 from swarm.net.direct import DirectCarrier
 from swarm.net.direct_addresses import announced, is_direct, is_relayed, listened
 from swarm.net.frame_stream import FrameStream
@@ -50,6 +52,7 @@ class ReachCarrier:
         self._direct = direct
         self._on_better: OnBetter | None = None
         self._refreshing = False
+        self._dial_back = DialBack(daemon.daemon, self._leads_to, time.monotonic)
         self._scope = TaskScope("reach")
 
     @classmethod
@@ -135,6 +138,7 @@ class ReachCarrier:
         await self.daemon.serve(handler)
         if not self._refreshing:
             self._refreshing = True
+            await self._dial_back.serve()
             self._scope.start(self._refresh(), "addresses")
 
     def on_better(self, found: OnBetter) -> None:
@@ -142,11 +146,22 @@ class ReachCarrier:
 
     async def close(self) -> None:
         await self._scope.close()
+        await self._dial_back.close()
         try:
             if self._direct is not None:
                 await self._direct.close()
         finally:
             await self.daemon.close()
+
+    async def ask_back(self, peer: PeerId) -> DialledBack:
+        """Have a peer that runs this version find out whether it can dial us. Raises NetworkError."""
+        return await ask(self.daemon.daemon, peer, self.addresses)
+
+    async def _leads_to(self, peer: PeerId, address: str) -> bool:
+        if self._direct is None:
+            return False
+        await (await self._direct.dial(peer, (address,))).close()
+        return True
 
     async def _check_relays(self, relays: Sequence[str]) -> None:
         """Raises PeerUnreachable if there are some and none answers."""

@@ -14,6 +14,7 @@ import pytest
 from swarm.config import NodeConfig
 from swarm.invite import Invite, parse
 from swarm.net.daemon_options import DaemonOptions
+from swarm.net.dial_back import DialledBack
 from swarm.net.directory import DhtDirectory
 from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
@@ -37,6 +38,24 @@ def test_what_is_found_out_without_others() -> None:
         assert found.verdict == verdict, found
     relayed = (f"/ip4/192.168.1.5/tcp/1/p2p/{PEER}", f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{PEER}")
     assert "relay" in doctor.reachability(relayed).sentence
+
+
+def test_what_another_peer_says_of_reaching_us() -> None:
+    here, there = (f"/ip4/8.8.8.8/tcp/{port}/p2p/{PEER}" for port in (4001, 4002))
+    for verdict, kind, words in (
+        (DialledBack("8.8.8.8", (here,), ()), "ok", "reached this machine (port 4001)"),
+        (DialledBack("8.8.8.8", (here,), (there,)), "warning", "reached only port 4001: open port 4002"),
+        (DialledBack("8.8.8.8", (), (here,)), "warning", "reached nothing: open port 4001"),
+        (
+            DialledBack("8.8.8.8", (), ()),
+            "warning",
+            "others see this machine as 8.8.8.8, which is its router's address",
+        ),
+        (DialledBack("192.168.1.5", (here,), ()), "ok", "in the home network"),
+        (DialledBack("", (), ()), "warning", "through a relay"),
+    ):
+        found = doctor.dialled_back(verdict)
+        assert (found.verdict, words in found.sentence) == (kind, True), found
 
 
 @asynccontextmanager
@@ -69,7 +88,7 @@ async def test_a_healthy_private_swarm_and_a_wrong_secret() -> None:
         peers = carrier.addresses[:1]
         found = await findings(peers=peers, secret=SECRET, relays=peers)
         assert {name for name, finding in found.items() if finding.verdict == "broken"} == set(), found
-        assert found["clock"].verdict == found["relay"].verdict == "ok"
+        assert found["clock"].verdict == found["relay"].verdict == found["dial-back"].verdict == "ok"
         for secret in ("", "another swarm's secret"):
             found = await findings(peers=peers, secret=secret)
             assert found["peers"].verdict == "broken"
