@@ -10,6 +10,7 @@ import torch
 from swarm.errors import KernelError, OutOfMemory
 from swarm_kernels import build
 from swarm_kernels.cpu import binding
+from swarm_kernels.units import Units
 
 REFERENCE = "reference"
 
@@ -91,6 +92,22 @@ def set_threads(count: int) -> None:
     native = library()
     if native is not None:
         native.swarm_set_threads(count)
+
+
+def divide(units: Units) -> None:
+    """From now on two units of threads share the work of an op: each has its columns of every linear layer, the wide one
+    the committed keys and the narrow one the tree's (Ghidorah, section III-B). `set_threads` undoes it.
+
+    Changes no bit of any result. Raises KernelError where nothing is compiled.
+    """
+    native = library()
+    if native is None:
+        raise KernelError(f"there are no units of threads without compiled kernels: {_choice.reason}")
+    torch.set_num_threads(units.threads)
+    cores = [(ctypes.c_int32 * len(part))(*part) for part in (units.wide, units.narrow)]
+    native.swarm_divide(
+        units.threads, len(units.narrow), units.thousandths, cores[0], len(cores[0]), cores[1], len(cores[1])
+    )
 
 
 def check(status: int) -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,17 +21,19 @@ from filelock import FileLock
 
 import swarm
 from swarm.types import CostCurve, LayerSpan
-from swarm_kernels import gpu, ops
+from swarm_kernels import gpu, hetero, ops
 from swarm_kernels.calibrate import choose_threads, measure_cost
 from swarm_kernels.device import physical_cores, state_dtype
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span_loading import load_span
+from swarm_kernels.units import find_units
 from swarm_node.executor import BatchStats
 
 logger = logging.getLogger(__name__)
 
 PROBE_LAYERS = 2
 THREADS_BUDGET_S = 0.5
+UNITS_BUDGET_S = 0.3
 COST_BUDGET_S = 0.7
 MAX_AGE_S = 86400.0  # of a remembered measurement
 BUSY_AGE_S = 120.0  # of one that was taken while others kept the machine busy: for the nodes that start together
@@ -48,6 +50,7 @@ class Calibration:
 
     threads: int
     cost: CostCurve
+    narrow_thousandths: int = 0  # of each layer's columns, by a second unit of cores (`swarm_kernels.hetero`); 0: none
 
 
 def calibrate(
@@ -64,7 +67,7 @@ def calibrate(
             calm = _calm()
             found = _measure(source, dtype, device, threads)
             _remember(file, found, calm)
-    _set_threads(found.threads, source)
+    _set_threads(found.threads, source, found.narrow_thousandths)
     return found
 
 
@@ -92,10 +95,12 @@ def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, thre
     probe = load_span(source, LayerSpan(start, min(start + PROBE_LAYERS, num_layers)), dtype, device)
     _set_threads(threads or physical_cores(), source)
     chosen = threads or (choose_threads(probe, budget_s=THREADS_BUDGET_S) if device.type == "cpu" else 1)
-    _set_threads(chosen, source)
+    units = hetero.choose_division(probe, chosen, UNITS_BUDGET_S).units if threads is None else None
+    narrow = units.thousandths if units else 0
+    _set_threads(chosen, source, narrow)
     cost = measure_cost(probe, budget_s=COST_BUDGET_S)
     logger.info("calibrated in %.1f s: %d threads, %.3f ms a layer", time.perf_counter() - begun, chosen, cost.at(1))
-    return Calibration(chosen, cost)
+    return Calibration(chosen, cost, narrow)
 
 
 def _calm() -> bool:
@@ -103,9 +108,10 @@ def _calm() -> bool:
     return os.getloadavg()[0] < CALM_SHARE * physical_cores()
 
 
-def _set_threads(count: int, source: ModelSource) -> None:
+def _set_threads(count: int, source: ModelSource, narrow_thousandths: int = 0) -> None:
     """torch's own threads wait for each other by spinning, which ruins a shared machine: none where we have kernels."""
-    ops.set_threads(count)
+    units = find_units() if narrow_thousandths else None
+    hetero.apply(replace(units, thousandths=narrow_thousandths) if units else None, count)
     compiled = source.config.lean and ops.available() != "reference"
     torch.set_num_threads(1 if compiled else count)
 
@@ -127,16 +133,19 @@ def _recall(file: Path) -> Calibration | None:
         if age_s > (MAX_AGE_S if stored["calm"] else BUSY_AGE_S):
             return None
         cost = CostCurve(tuple(map(int, stored["widths"])), tuple(map(float, stored["ms"])))
-        calibration = Calibration(int(stored["threads"]), cost)
+        calibration = Calibration(int(stored["threads"]), cost, int(stored["narrow_thousandths"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     sound = len(cost.widths) == len(cost.ms) > 0 and all(0 < ms < math.inf for ms in cost.ms)
-    return calibration if sound and calibration.threads > 0 else None
+    sound &= calibration.threads > 0 and 0 <= calibration.narrow_thousandths <= 1000
+    return calibration if sound else None
 
 
 def _remember(file: Path, calibration: Calibration, calm: bool) -> None:
     cost = calibration.cost
-    content = json.dumps({"threads": calibration.threads, "widths": cost.widths, "ms": cost.ms, "calm": calm})
+    measured = {"widths": cost.widths, "ms": cost.ms, "calm": calm}
+    threads = {"threads": calibration.threads, "narrow_thousandths": calibration.narrow_thousandths}
+    content = json.dumps({**threads, **measured})
     temporary = file.with_suffix(f".{os.getpid()}")
     try:
         temporary.write_text(content, encoding="utf-8")

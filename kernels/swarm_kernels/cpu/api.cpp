@@ -102,6 +102,17 @@ int32_t swarm_use_isa(const char* name) {
 void swarm_set_threads(int32_t count) {
   std::lock_guard<std::mutex> lock(state->lock);
   wanted_threads = count;
+  state->engine.divide(count, {});
+}
+
+// `count` threads, of which the last `narrow` do `thousandths` of the columns of each linear, on cores of their own. A
+// forked child has one unit again.
+void swarm_divide(int32_t count, int32_t narrow, int32_t thousandths, const int32_t* wide_cores, int32_t wide_count,
+                  const int32_t* narrow_cores, int32_t narrow_count) {
+  std::lock_guard<std::mutex> lock(state->lock);
+  wanted_threads = count;
+  state->engine.divide(count, {narrow, thousandths, {std::vector<int>(wide_cores, wide_cores + wide_count),
+                                                      std::vector<int>(narrow_cores, narrow_cores + narrow_count)}});
 }
 
 void swarm_advise_huge(void* memory, int64_t bytes) {

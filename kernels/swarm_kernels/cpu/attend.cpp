@@ -12,6 +12,7 @@ constexpr int64_t MAX_QUERY_ROWS = 48;  // of a tile: queries and mixes share th
 // Keys are softmaxed in blocks of this many chunks, merged in order. Always, so that spreading the blocks over threads,
 // which pays when there are few rows, changes no bit of the result.
 constexpr int64_t BLOCK_CHUNKS = 2;
+constexpr int64_t MOST_DIVIDED = 4096;  // blocks that two units share: each has a softmax in memory until it is merged
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -50,11 +51,12 @@ struct Attention {
       tile.dense_blocks = std::max(tile.dense_blocks, ceil_div(past[r], BLOCK_CHUNKS * CHUNK));
     }
     tile.first_block = std::min(tile.first_block, tile.dense_blocks);
-    tile.blocks = tile.dense_blocks - tile.first_block + (plan.words > 0 && plan.max_tree_pages > 0 ? 1 : 0);
+    tile.blocks = tile.dense_blocks - tile.first_block + sparse_blocks();
     most_blocks = std::max(most_blocks, tile.blocks);
     return tile;
   }
 
+  int64_t sparse_blocks() const { return plan.words > 0 && plan.max_tree_pages > 0 ? 1 : 0; }
   int64_t query_rows() const { return std::min(std::max<int64_t>(MAX_QUERY_ROWS / share, 1), plan.rows) * share; }
   int64_t state_size() const { return query_rows() * (cache.dim + 2); }
   int64_t query_size() const { return query_rows() * cache.dim; }
@@ -121,17 +123,22 @@ void attend_whole(const Attention& a, Pool& pool, Scratch& scratch) {
   });
 }
 
-// A block an item; whoever finishes the last block of a tile and head merges them all, in order.
+// A block an item; whoever finishes the last block of a tile and head merges them all, in order. In a divided pool the
+// blocks of tree slots, the last ones, are the narrow unit's (Ghidorah, section III-B).
 void attend_split(const Attention& a, Pool& pool, Scratch& scratch) {
   const int64_t units = (int64_t)a.tiles.size() * a.cache.groups, size = a.state_size();
   float* states = scratch.take(units * a.most_blocks * size);
   float* queries = scratch.take(a.query_size() * pool.threads());
   std::vector<std::atomic<int64_t>> done(units);
   std::vector<int64_t> loaded(pool.threads(), -1);  // whose queries each thread has; items of a unit follow each other
-  pool.run(units * a.most_blocks, [&](int64_t item, int thread) {
-    const int64_t unit = item / a.most_blocks, block = item % a.most_blocks, group = unit % a.cache.groups;
+  const bool divided = pool.divided() && a.sparse_blocks();
+  const int64_t dense = divided ? a.most_blocks - 1 : a.most_blocks;  // at most, of a unit
+  pool.run(units * a.most_blocks, divided ? units : 0, [&](int64_t item, int thread) {
+    const bool sparse = item >= units * dense;
+    const int64_t unit = sparse ? item - units * dense : item / dense, group = unit % a.cache.groups;
     const RowTile& tile = a.tiles[unit / a.cache.groups];
-    if (block >= tile.blocks) return;
+    const int64_t block = sparse ? tile.blocks - 1 : item % dense;
+    if (block >= (divided && !sparse ? tile.blocks - 1 : tile.blocks)) return;
     float *q = queries + thread * a.query_size(), *first = states + unit * a.most_blocks * size;
     if (loaded[thread] != unit) a.load_queries(tile, group, q);
     loaded[thread] = unit;
@@ -151,7 +158,9 @@ void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads&
   const int64_t units = (int64_t)a.tiles.size() * cache.groups;
   bool sees_nothing = false;
   for (const RowTile& tile : a.tiles) sees_nothing |= tile.blocks == 0;
-  if (units < 4 * pool_->threads() && pool_->threads() > 1 && a.most_blocks > 1 && !sees_nothing)
+  const bool divided = pool_->divided() && a.sparse_blocks() && units * a.most_blocks <= MOST_DIVIDED;
+  const bool few = units < 4 * pool_->threads() && pool_->threads() > 1;
+  if ((few || divided) && a.most_blocks > 1 && !sees_nothing)
     attend_split(a, *pool_, scratch_);
   else
     attend_whole(a, *pool_, scratch_);

@@ -87,6 +87,7 @@ _SIGNATURES = {
     "swarm_isa": (c_char_p, []),
     "swarm_use_isa": (c_int32, [c_char_p]),
     "swarm_set_threads": (None, [c_int32]),
+    "swarm_divide": (None, [c_int32, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_int32]),
     "swarm_advise_huge": (None, [c_void_p, c_int64]),
     "swarm_check_plan": (c_int32, [POINTER(Plan), c_int64]),
     "swarm_linear": (c_int32, [POINTER(Linear), c_void_p, c_int64, c_void_p]),

@@ -41,8 +41,13 @@ void Scratch::reset() {
 
 void Engine::prepare(const KernelTable& table, int threads) {
   table_ = &table;
-  if (threads != pool_->asked()) pool_ = std::make_unique<Pool>(threads);
+  if (threads != pool_->asked()) divide(threads, {});
   scratch_.reset();
+}
+
+void Engine::divide(int threads, const Units& units) {
+  pool_ = std::make_unique<Pool>(threads, units);
+  narrow_thousandths_ = units.narrow_thousandths;
 }
 
 // The rows as tiles of integers for weights of 8 and 4 bits.
@@ -80,18 +85,16 @@ const float* Engine::tiles_of(const float* x, int64_t rows, int64_t in, int64_t 
   return tiles;
 }
 
-// Where the items of a linear end. With few rows they are long at first, to read memory in long streams, and short
-// towards the end, so that all threads finish together; with many rows they are alike.
-const std::vector<int64_t>& Engine::column_ends(int64_t blocks, int64_t tiles) {
-  ends_.clear();
-  const int64_t threads = pool_->threads();
-  const int64_t even = std::min(CACHED_BLOCKS, blocks * ceil_div(tiles, TILES_A_GROUP) / (4 * threads));
-  for (int64_t end = 0; end < blocks;) {
-    const int64_t width = tiles > FEW_TILES ? even : (blocks - end) / (2 * threads);
-    end = std::min(blocks, end + std::clamp(width / 2 * 2, MIN_BLOCKS, MAX_BLOCKS));
-    ends_.push_back(end);
+// Where the items of a linear end, for blocks [begin, end) and the threads that do them. With few rows they are long at
+// first, to read memory in long streams, and short towards the end, so that all threads finish together; with many rows
+// they are alike.
+void Engine::add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles) {
+  const int64_t even = std::min(CACHED_BLOCKS, (end - begin) * ceil_div(tiles, TILES_A_GROUP) / (4 * threads));
+  while (begin < end) {
+    const int64_t width = tiles > FEW_TILES ? even : (end - begin) / (2 * threads);
+    begin = std::min(end, begin + std::clamp(width / 2 * 2, MIN_BLOCKS, MAX_BLOCKS));
+    ends_.push_back(begin);
   }
-  return ends_;
 }
 
 void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
@@ -111,12 +114,17 @@ void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, 
   const int64_t tiles = ceil_div(rows, tile_rows);
   const int64_t blocks = ceil_div(weights.out, 16) / (epilogue == LinearJob::GATE_UP ? 2 : 1);
   const int64_t row_groups = ceil_div(tiles, TILES_A_GROUP);
-  const std::vector<int64_t>& ends = column_ends(blocks, tiles);
-  const int64_t items = (int64_t)ends.size() * row_groups;
-  pool_->run(items, [&](int64_t item, int) {
-    item = items - 1 - item;  // rising addresses, large items first
+  const int64_t narrow_threads = pool_->narrow_threads();
+  const int64_t cut = narrow_threads ? blocks - blocks * narrow_thousandths_ / 1000 : blocks;
+  ends_.clear();
+  add_column_ends(0, cut, pool_->threads() - narrow_threads, tiles);
+  const int64_t wide = (int64_t)ends_.size() * row_groups;
+  add_column_ends(cut, blocks, narrow_threads, tiles);
+  const int64_t items = (int64_t)ends_.size() * row_groups;
+  pool_->run(items, items - wide, [&](int64_t item, int) {
+    item = item < wide ? wide - 1 - item : items - 1 - (item - wide);  // rising addresses, large items first
     const int64_t column = item / row_groups, tile = item % row_groups * TILES_A_GROUP;
-    table_->linear(job, tile, std::min(tile + TILES_A_GROUP, tiles), column ? ends[column - 1] : 0, ends[column]);
+    table_->linear(job, tile, std::min(tile + TILES_A_GROUP, tiles), column ? ends_[column - 1] : 0, ends_[column]);
   });
 }
 

@@ -33,6 +33,8 @@ class Engine {
  public:
   // Before each op: what to run it on. Frees the scratch of the op before.
   void prepare(const KernelTable& table, int threads);
+  // From now on: divide linears and attention between two units of threads, or, without narrow threads, do not.
+  void divide(int threads, const Units& units);
 
   void linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y);
   void rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y);
@@ -63,7 +65,7 @@ class Engine {
   };
   void multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
                 LinearJob::Epilogue epilogue, float* y, int64_t ldy);
-  const std::vector<int64_t>& column_ends(int64_t blocks, int64_t tiles);
+  void add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles);
   const char* quantised_tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                                  const Norm* norm);
   const float* tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm);
@@ -72,7 +74,8 @@ class Engine {
   const KernelTable* table_ = nullptr;
   std::unique_ptr<Pool> pool_ = std::make_unique<Pool>(1);
   Scratch scratch_;
-  std::vector<int64_t> ends_;
+  std::vector<int64_t> ends_;  // of the items of a linear
+  int64_t narrow_thousandths_ = 0;
 };
 
 }  // namespace swarm
