@@ -20,6 +20,7 @@ from swarm.messages import AnyMessage
 from swarm.types import PeerId
 
 STAGING = 64 << 10  # bytes read at once; whole small frames are cut out of it
+SMALL = 4 << 10  # a body that is sent together with what follows it in the same turn of the loop
 PIECE = 256 << 10  # of a large body, between two waits for the socket
 UNREAD_HIGH = 2 << 20  # bytes parsed and not yet received, before we stop reading
 UNREAD_LOW = 1 << 20
@@ -51,6 +52,10 @@ class FrameStream(asyncio.BufferedProtocol):
         self._arrived = asyncio.Event()
         self._gone = asyncio.Event()  # the transport is closed
         self._on_gone: Callable[[FrameStream], None] | None = None
+        # Writing: small frames of this turn of the loop, which go as one.
+        self._small: list[Buffer] = []
+        self._small_size = 0
+        self._turn = False
         self._end: NetworkError | None = None  # why there are no more frames
         # Reading: bytes [_start, _stop) of the staging buffer, or a piece that is read into its own buffer.
         self._staging = memoryview(bytearray(STAGING))
@@ -71,8 +76,12 @@ class FrameStream(asyncio.BufferedProtocol):
         header, body = codec.encode(message, body)
         async with self._sending:
             await self._ready()
+            if len(body) <= SMALL:
+                self._write_soon(header, body)
+                return
+            self._flush()
             if len(body) <= STAGING:
-                self._write(header + body if body else header)
+                self._write(header + body)
                 return
             self._write(header)
             rest = memoryview(body).cast("B")
@@ -103,6 +112,7 @@ class FrameStream(asyncio.BufferedProtocol):
             raise
 
     async def close(self) -> None:
+        self._flush()
         self._finish(ConnectionLost("the connection was closed here"))
         self._frames.clear()
         if self._transport is not None and not self._gone.is_set() and not self._transport.is_closing():
@@ -163,6 +173,29 @@ class FrameStream(asyncio.BufferedProtocol):
         await self._writable.wait()
         if self._end is not None or self._transport is None or self._transport.is_closing():
             raise ConnectionLost("the connection is closed")
+
+    def _write_soon(self, header: bytes, body: Buffer) -> None:
+        """A small frame. The first of a turn of the loop goes at once; those that follow it go together after them."""
+        if not self._turn:
+            self._turn = True
+            asyncio.get_running_loop().call_soon(self._end_turn)
+            self._write(header + body if body else header)
+            return
+        self._small += (header, body)
+        self._small_size += len(header) + len(body)
+        if self._small_size >= STAGING:
+            self._flush()
+
+    def _end_turn(self) -> None:
+        self._turn = False
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._small:
+            data = b"".join(self._small)
+            self._small.clear()
+            self._small_size = 0
+            self._write(data)
 
     def _write(self, data: Buffer) -> None:
         if self._transport is not None and not self._transport.is_closing():

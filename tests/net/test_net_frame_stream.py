@@ -16,7 +16,7 @@ from swarm import codec
 from swarm.codec import FrameLimits
 from swarm.errors import ConnectionLost, ProtocolError
 from swarm.messages import AnyMessage, Ping, Prune
-from swarm.net.frame_stream import PIECE, STAGING, UNREAD_HIGH, FrameStream
+from swarm.net.frame_stream import PIECE, SMALL, STAGING, UNREAD_HIGH, FrameStream
 
 SESSION = bytes(16)
 
@@ -72,6 +72,37 @@ async def test_the_bytes_may_be_cut_anywhere(seed: int) -> None:
             group.create_task(feed())
             for message, body in FRAMES:
                 assert await frames.receive() == (message, body)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_small_frames_of_one_turn_go_together_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    sizes = (0, 1, 1024, SMALL, SMALL + 1, STAGING, STAGING + 1, PIECE + 7)
+    sent = [(Prune(SESSION, i), rng.randbytes(rng.choice(sizes[: rng.choice((3, 8))]))) for i in range(120)]
+    near, far = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    _, writer = await loop.create_unix_connection(FrameStream, sock=near)
+    _, reader = await loop.create_unix_connection(FrameStream, sock=far)
+    writes: list[int] = []
+    write = FrameStream._write
+    monkeypatch.setattr(FrameStream, "_write", lambda self, data: (writes.append(len(data)), write(self, data)))
+
+    async def send() -> None:
+        for message, body in sent:
+            await writer.send(message, body)
+            if rng.random() < 0.05:
+                await asyncio.sleep(0)
+        await writer.close()  # what waits for the end of the turn goes first
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(send())
+        for message, body in sent:
+            assert await reader.receive() == (message, body)
+    with pytest.raises(ConnectionLost):
+        await reader.receive()
+    assert sum(writes) == sum(len(frame(message, body)) for message, body in sent)
+    assert len(writes) < 120 + sum(len(body) // PIECE for _, body in sent)
+    await reader.close()
 
 
 async def test_many_small_frames_in_one_read() -> None:
