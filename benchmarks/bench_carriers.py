@@ -21,7 +21,7 @@ from pathlib import Path
 
 import uvloop
 
-from swarm.config import ClientConfig
+from swarm.config import ClientConfig, load
 from swarm.errors import NetworkError
 from swarm.messages import Close, Ping, Pong, Prune
 from swarm.net.carrier import Carrier, Connection
@@ -33,13 +33,18 @@ SIZES = {"1 KB": 1 << 10, "16 KB": 16 << 10, "256 KB": 256 << 10, "4 MB": 4 << 2
 ROUND_TRIPS = {"1 KB": 400, "16 KB": 300, "256 KB": 100, "4 MB": 12, "16 MB": 5}
 FLOOD = 256 << 20  # bytes sent for one throughput figure, fewer where frames are small
 FLOOD_FRAMES = 4000
-CARRIERS = ("daemon", "direct")
+CARRIERS = ("daemon", "py", "direct")  # p2p daemon, py-libp2p, TLS in our own loop
+SWARMS = {  # what a node and a client are told for each
+    "daemon": {"carrier": "daemon", "transport": "daemon"},
+    "py": {"carrier": "daemon", "transport": "py"},
+    "direct": {"carrier": "auto", "transport": "daemon"},
+}
 SESSION = bytes(16)
 
 
 async def make(kind: str, listen: bool) -> Carrier:
-    if kind == "daemon":
-        return await DaemonCarrier.start(Identity.generate())
+    if kind != "direct":
+        return await DaemonCarrier.start(Identity.generate(), transport="py" if kind == "py" else "daemon")
     return await DirectCarrier.start(Identity.generate(), ["127.0.0.1"] if listen else [])
 
 
@@ -150,22 +155,21 @@ def environment(**values: str) -> Iterator[None]:
 
 
 async def measure_swarm(rounds: int, tokens: int) -> dict[str, float]:
-    """Tokens/s of one greedy generation over three node processes, for each setting of `carrier`; medians.
+    """Tokens/s of one greedy generation over three node processes, for each of SWARMS; medians.
 
-    Both swarms stay up; the generations alternate.
+    All swarms stay up; the generations alternate.
     """
     from harness import LocalSwarm
 
     from swarm_client import SwarmClient
 
-    settings = {"daemon": "daemon", "direct": "auto"}
-    found: dict[str, list[float]] = {kind: [] for kind in settings}
+    found: dict[str, list[float]] = {kind: [] for kind in SWARMS}
     async with AsyncExitStack() as stack:
         clients: dict[str, SwarmClient] = {}
-        for kind, setting in settings.items():
-            with environment(SWARM_CARRIER=setting):
+        for kind, setting in SWARMS.items():
+            with environment(SWARM_CARRIER=setting["carrier"], SWARM_TRANSPORT=setting["transport"]):
                 swarm = stack.enter_context(LocalSwarm(3))
-            config = ClientConfig(peers=(swarm.address,), carrier="daemon" if setting == "daemon" else "auto")
+            config = load(ClientConfig, {"peers": (swarm.address,), **setting})
             clients[kind] = await stack.enter_async_context(SwarmClient(config=config))
             await clients[kind].generate("Once upon a time", max_new_tokens=16)
         for _ in range(rounds):

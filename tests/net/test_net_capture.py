@@ -51,11 +51,15 @@ async def _daemon() -> Carrier:
     return await DaemonCarrier.start(Identity.generate())
 
 
+async def _py() -> Carrier:
+    return await DaemonCarrier.start(Identity.generate(), transport="py")
+
+
 async def _direct() -> Carrier:
     return await DirectCarrier.start(Identity.generate(), ["127.0.0.1"])
 
 
-@pytest.mark.parametrize("make", [_daemon, _direct])
+@pytest.mark.parametrize("make", [_daemon, _py, _direct])
 async def test_neither_tokens_nor_activations_cross_in_clear(
     make: Callable[[], Coroutine[Any, Any, Carrier]], loopback: socket.socket
 ) -> None:
