@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from swarm.plan.session import EmitTokens, Finish, FinishReason, StopRequested
-from swarm.plan.speculation import Strategy
+from swarm.plan.speculation import ChainCosts, Strategy
 from swarm.types import Chain
 from swarm_client.answer import Answer, Piece
 from swarm_client.driver import Driver, Waiting
@@ -164,6 +164,12 @@ class TextStream:
         """How guessing goes, for people and programs; None without any."""
         speculator = self._driver.speculator
         return speculator.to_json() if speculator is not None else None
+
+    @property
+    def measured_costs(self) -> ChainCosts | None:
+        """What a step along the chain takes, as this generation has seen it; None without guesses."""
+        speculator = self._driver.speculator
+        return speculator.measured_costs if speculator is not None else None
 
     def _strategy(self) -> str:
         """The strategy in use at the end."""

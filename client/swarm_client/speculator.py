@@ -143,6 +143,11 @@ class Speculator:
         """The generation is over."""
         self.guesser.close()
 
+    @property
+    def measured_costs(self) -> ChainCosts | None:
+        """The chain's costs as this generation meets them; None before there is a chain."""
+        return self._tuner.costs if self._tuner is not None else None
+
     def to_json(self) -> dict[str, Any]:
         """What `/stats` and `--json` show."""
         tally = self.generation.tally

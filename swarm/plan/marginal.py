@@ -53,6 +53,11 @@ def marginal_policy(costs: ChainCosts, prices: Prices) -> Policy:
     reach = held_up / (held_up + saved) if saved > 0 else 2.0  # never: a chain of one hop and no links
     ask = prices.pace * prices.level_ms / max(0.05, prices.hits)
     idle = min(1.0, prices.level_ms / (2 * round_ms) + prices.crowding - 1.0)
-    holds = math.ceil(round_ms / slowest) if slowest > 0 else MAX_IN_FLIGHT
-    in_flight = min(MAX_IN_FLIGHT, max(2, holds + 1))
+    in_flight = min(MAX_IN_FLIGHT, max(2, steps_held(costs) + 1))
     return Policy(ROWS, LEVELS, in_flight, min(1.0, floor), reach, ask, ask * idle)
+
+
+def steps_held(costs: ChainCosts) -> int:
+    """How many plain steps fit into the chain one behind the other."""
+    slowest = costs.slowest_ms(1)
+    return min(MAX_IN_FLIGHT, math.ceil(costs.round_ms(1) / slowest)) if slowest > 0 else MAX_IN_FLIGHT

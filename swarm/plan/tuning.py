@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 from swarm.errors import UsageError
 from swarm.plan.live_costs import LiveCosts, Observation
-from swarm.plan.marginal import Prices, marginal_policy
+from swarm.plan.marginal import Prices, marginal_policy, steps_held
 from swarm.plan.session_events import SEQUENTIAL, Policy
 from swarm.plan.speculation import (
+    MAX_IN_FLIGHT,
     ChainCosts,
     Drafter,
     Forecast,
@@ -34,7 +35,8 @@ RECHOOSE_TOKENS = 12
 MARGIN = 0.08  # another strategy must promise so much more before a generation changes its mind
 SECOND_CHANCE = 0.3  # a strategy that disappointed is forgiven so much with every choice of another
 WIDTHS = (1, 2, 4, 8, 16, 32)
-MAX_DEPTH = 12  # levels of acceptance looked at
+MAX_DEPTH = MAX_IN_FLIGHT  # levels of acceptance looked at,
+USUAL_DEPTH = 12  # and how many where no more fit into the chain
 SPARE_ROWS = 3.0  # times the mean tree: room for the steps whose guesses are better than most
 
 
@@ -73,6 +75,11 @@ class Tuner:
         """Right guesses over those that the drafter's odds promised; below 1 it boasts."""
         return self._hits / self._expected
 
+    @property
+    def costs(self) -> ChainCosts:
+        """As measured."""
+        return self._costs.now()
+
     def settled(self, seen: Observation, tokens: int, hits: int, expected: float, took_ms: float) -> None:
         """`tokens` came `took_ms` after those before; `hits` were guessed, where the odds promised `expected`."""
         self._costs.observe(seen)
@@ -94,8 +101,7 @@ class Tuner:
             return self._current
         self._since = 0
         costs = self._costs.now()
-        known = replace(drafter, acceptance=tuple(drafter.acceptance)[:MAX_DEPTH])
-        forecasts = [f for f in self._forecasts(costs, known) if f is not None]
+        forecasts = [f for f in self._forecasts(costs, drafter) if f is not None]
         if not forecasts:
             forecasts = [sequential(costs)]
         ranked = sorted(forecasts, key=lambda f: -self._promise(f))
@@ -116,11 +122,14 @@ class Tuner:
         return next((f for f in candidates if f.strategy is self._current.strategy), None)
 
     def _forecasts(self, costs: ChainCosts, drafter: Drafter) -> list[Forecast | None]:
+        acceptance = tuple(drafter.acceptance)
+        usual = replace(drafter, acceptance=acceptance[:USUAL_DEPTH])
+        deep = replace(drafter, acceptance=acceptance[: max(USUAL_DEPTH, min(MAX_DEPTH, steps_held(costs) + 1))])
         forecast: dict[Strategy, Callable[[], Forecast | None]] = {
             Strategy.SEQUENTIAL: lambda: sequential(costs),
-            Strategy.TREE: lambda: tree(costs, drafter, self._widths),
-            Strategy.PIPELINED: lambda: pipelined(costs, drafter, self._widths),
-            Strategy.HYBRID: lambda: hybrid(costs, drafter, self._widths),
+            Strategy.TREE: lambda: tree(costs, usual, self._widths),
+            Strategy.PIPELINED: lambda: pipelined(costs, deep, self._widths),
+            Strategy.HYBRID: lambda: hybrid(costs, usual, self._widths),
         }
         return [make() for strategy, make in forecast.items() if self._only in (None, strategy)]
 

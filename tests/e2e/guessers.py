@@ -11,7 +11,11 @@ from swarm_client.drafters.base import Candidate, Drafter, TokenPath
 
 
 class Oracle(Drafter):
-    """Knows the answer. A level's guesses hold the right token with probability `rate`, first with `first` of these."""
+    """Knows the answer. A level's guesses hold the right token with probability `rate`, first with `first` of these.
+
+    `ranks`: how many places the others share. `torn`: the part of all places where it has doubts; everywhere else it is
+    right and knows it, so `rate` and `first` hold on average. `frank`: it says which places these are.
+    """
 
     def __init__(
         self,
@@ -22,11 +26,15 @@ class Oracle(Drafter):
         seed: int = 0,
         vocab: int = 131,
         fail_after: int | None = None,
+        ranks: int = 3,
+        torn: float = 1.0,
+        frank: bool = True,
     ) -> None:
-        rest = rate * (1 - first) / 2
-        self.row = (rate * first, rest, rest)
+        self.row = _row(rate * first, rate * (1 - first), ranks)
         super().__init__("oracle", Acceptance(self.row))
-        self.answer, self.rate, self.first = answer, rate, first
+        missing, later = (1 - rate) / torn, rate * (1 - first) / torn
+        self.torn_row = _row(1 - missing - later, later, ranks)
+        self.answer, self.torn, self.frank = answer, torn, frank
         self.seed, self.vocab, self.fail_after = seed, vocab, fail_after
         self.known = self.prompt = self.asked = 0
 
@@ -47,13 +55,18 @@ class Oracle(Drafter):
         true = self.answer[at] if at < len(self.answer) else 0
         # The same place gives the same guess, or a drafter asked twice would be right more often than it says.
         rng = random.Random(f"{self.seed}/{at}/{path[-4:]}")
+        row = self.torn_row if random.Random(f"{self.seed}/{at}").random() < self.torn else (1.0,)
         others = [t for t in rng.sample(range(self.vocab), min(width + 1, self.vocab)) if t != true][:width]
-        tokens = others
-        if rng.random() < self.rate:
-            rank = 0 if rng.random() < self.first else rng.randint(1, 2)
-            tokens = [*others[:rank], true, *others[rank:]][:width]
-        row = (*self.row, *(0.01 for _ in range(width)))
-        return [Candidate(token, math.log(max(p, 1e-3))) for token, p in zip(tokens, row, strict=False)]
+        (rank,) = rng.choices(range(len(row) + 1), (*row, max(0.0, 1 - sum(row))))
+        tokens = [*others[:rank], true, *others[rank:]][:width] if rank < len(row) else others
+        claims = (*(row if self.frank else self.row), *(0.001 for _ in range(width)))
+        return [Candidate(token, math.log(max(p, 1e-3))) for token, p in zip(tokens, claims, strict=False)]
+
+
+def _row(first: float, others: float, ranks: int) -> tuple[float, ...]:
+    """Chances by rank: `others` shared by the ranks after the first, each with less than the one before."""
+    shares = [0.7**i for i in range(ranks - 1)]
+    return (first, *(others * share / sum(shares) for share in shares))
 
 
 class Noise(Oracle):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -76,9 +77,11 @@ def run(
             match action:
                 case SendStep():
                     chain.send(action)
-                case Draft(paths=paths, width=width):
+                case Draft(paths=paths, width=width, thorough=thorough):
                     texts = [[*generation.known, *path] for path in paths]
-                    event = Drafted(tuple(tuple(guess(text, width)) for text in texts))
+                    seen = width if thorough else width // 2
+                    still_open = () if thorough else tuple(rng.random() for _ in paths)
+                    event = Drafted(tuple(tuple(guess(text, seen)) for text in texts), still_open)
                 case DropStale(epoch=epoch):
                     chain.drop(epoch)
                 case EmitTokens(tokens=tokens):
@@ -118,7 +121,8 @@ def begun(policy: Policy) -> tuple[Generation, list[Action]]:
 
 
 def policies(rng: random.Random) -> Policy:
-    return Policy(rng.choice([0, 1, 2, 5, 16]), rng.randint(1, 6), rng.randint(1, 9), rng.choice([0.0, 0.05, 0.5]))
+    shape = rng.choice([0, 1, 2, 5, 16]), rng.randint(1, 6), rng.randint(1, 9), rng.choice([0.0, 0.05, 0.5])
+    return Policy(*shape, rng.choice([0.0, 0.3]), rng.choice([None, 0.0, 0.4, math.inf]), rng.choice([0.0, 0.2]))
 
 
 @pytest.mark.parametrize("seed", range(600))

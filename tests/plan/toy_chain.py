@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.plan.session import SendStep, StepSettled
@@ -32,6 +33,7 @@ class ToyHop:
     epoch: int = 0  # the newest that has arrived
     ran: int = 0  # the newest that was run
     queue: deque[SendStep] = field(default_factory=deque)
+    model: Callable[[list[int]], int] = toy_model
 
     def arrive(self, step: SendStep) -> None:
         if step.epoch >= self.epoch:
@@ -62,11 +64,11 @@ class ToyHop:
         if step.tokens:
             self.tree.clear()
             self.held += step.tokens
-        draws = [toy_model(self.held)] if step.tokens else []
+        draws = [self.model(self.held)] if step.tokens else []
         for token, parent, slot in zip(step.rows, step.parents, step.slots, strict=True):
             assert slot not in self.tree, "a slot is used twice"
             self.tree[slot] = [*(self.tree[parent] if parent >= 0 else []), token]
-            draws.append(toy_model(self.held + self.tree[slot]))
+            draws.append(self.model(self.held + self.tree[slot]))
         return tuple(draws) if step.sample else ()
 
 
@@ -78,8 +80,8 @@ class ToyChain:
     rng: random.Random
 
     @classmethod
-    def of(cls, hops: int, rng: random.Random) -> ToyChain:
-        return cls([ToyHop() for _ in range(hops)], rng)
+    def of(cls, hops: int, rng: random.Random, model: Callable[[list[int]], int] = toy_model) -> ToyChain:
+        return cls([ToyHop(model=model) for _ in range(hops)], rng)
 
     def send(self, step: SendStep) -> None:
         self.hops[0].arrive(step)
@@ -111,4 +113,4 @@ class ToyChain:
             hop.queue.clear()
             if self.rng.random() < 0.5:
                 assert len(hop.held) >= held, "a survivor must hold what has passed the whole chain"
-                self.hops[i] = ToyHop(list(known))
+                self.hops[i] = ToyHop(list(known), model=self.hops[i].model)
