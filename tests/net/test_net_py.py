@@ -20,6 +20,8 @@ from swarm.net.carrier import Carrier
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.directory import DhtDirectory
+from swarm.net.frame_stream import varint
+from swarm.net.hivemind_parts import p2pd_pb2 as pb
 from swarm.net.host import NotSpoken
 from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
@@ -198,6 +200,36 @@ async def test_a_host_outlives_noise_from_strangers() -> None:
         await connection.send(Ping(2))
         assert await connection.receive() == (Ping(2), b"")
         assert host_of(listener).restarts == 0
+
+
+async def test_calls_that_make_no_sense() -> None:
+    """What hivemind's DHT answers over py-libp2p, asked by a daemon that does not keep to the protocol."""
+    async with running() as listener, running("daemon") as member:
+        directory = await DhtDirectory.start(listener)
+        await member.control.connect(listener.peer, listener.addresses)
+        call = pb.CallUnaryRequest(peer=b"", proto="DHTProtocol.rpc_find", data=b"\xff" * 50)
+        refused = pb.PersistentConnectionRequest(callId=b"1", callUnary=call).SerializeToString()
+        for name in ("rpc_ping", "rpc_store", "rpc_find"):
+            for junk in (b"\xff" * 100, bytes(5000), refused):
+                stream = await member.control.open_stream(listener.peer, f"DHTProtocol.{name}")
+                await stream.write_delimited(junk)
+                if junk == refused:
+                    answer = pb.PersistentConnectionRequest.FromString(await stream.preamble())
+                    assert answer.unaryResponse.error
+                else:
+                    with pytest.raises(ConnectionLost):
+                        await stream.preamble()
+                stream.abort()
+        huge = await member.control.open_stream(listener.peer, "DHTProtocol.rpc_find")
+        huge._write(varint(64 << 20))
+        with pytest.raises(ConnectionLost):
+            await huge.preamble()
+        huge.abort()
+        other = await DhtDirectory.start(member, listener.addresses)
+        await other.publish(b"record", "m", time.time() + 10)
+        assert await directory.read("m") == {member.peer: b"record"}
+        await other.close()
+        await directory.close()
 
 
 async def test_a_host_that_dies_comes_back_as_the_same_peer_at_the_same_address() -> None:
