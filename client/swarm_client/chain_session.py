@@ -36,12 +36,12 @@ from swarm.plan.session import SendStep
 from swarm.prefix import digests
 from swarm.types import Chain, Hop, NodeProfile, PeerId, Sampling
 from swarm_client.inbox import Inboxes, Incoming
+from swarm_client.pulse import Pulse
 
 _T = TypeVar("_T")
 
 CLOSE_TIMEOUT_S = 1.0
 REPLAY_ROWS = 256  # tokens of one step that feeds a new first hop
-MAX_DOUBT = 8  # times `silence_s`, for a session that has suspected so many hops already
 
 
 class HopFailed(NetworkError):
@@ -88,7 +88,10 @@ class ChainSession:
     whole: Chain = field(default_factory=lambda: Chain(()))
     _connections: dict[PeerId, Link] = field(default_factory=dict)
     _relayed: set[PeerId] = field(default_factory=set)
-    _suspicions: int = 0  # times that hops were given up for their silence
+    _pulse: Pulse = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pulse = Pulse(self._pool, self._limits.silence_s)
 
     @classmethod
     async def open(
@@ -358,29 +361,11 @@ class ChainSession:
 
     async def _probe(self, peers: Collection[PeerId]) -> None:
         """Raises HopFailed for one of those that are silent; `lost` has them all."""
-        silent = [
-            p for p, alive in zip(peers, await asyncio.gather(*map(self._lives, peers)), strict=True) if not alive
-        ]
-        if not silent:
-            return
-        self._suspicions += 1
+        silent = await self._pulse.silent(peers)
         for peer in silent:
             self._lose(peer, ConnectionLost(f"node {peer} fell silent"))
-        raise HopFailed(silent[0], self.lost[silent[0]])
-
-    async def _lives(self, peer: PeerId) -> bool:
-        """Whether one of two pings is answered in time, so that a pause of our own is not taken for the peer's.
-
-        Every suspicion doubles the time that the next one takes: in a swarm whose nodes answer late, however well they
-        are, a session is mended for nothing a few times and not for ever.
-        """
-        within_s = self._limits.silence_s * min(1 << self._suspicions, MAX_DOUBT)
-        for _ in range(2):
-            with contextlib.suppress(NetworkError, TimeoutError):
-                async with asyncio.timeout(within_s / 2):
-                    await self._pool.rtt(peer)
-                    return True
-        return False
+        if silent:
+            raise HopFailed(silent[0], self.lost[silent[0]])
 
 
 async def _tell_closed(link: Link, session: bytes, keep: Sequence[bytes]) -> None:

@@ -223,6 +223,10 @@ class Executor:
                 self._alone.extend(batch)
             self._schedule()
             return
+        except BaseException as error:
+            _fail(batch, ResourceError(f"this batch could not be planned: {error}"))  # a bug; nobody waits for ever
+            self._schedule()
+            raise
         started = self._clock()
         self._running = self._device.run(partial(_timed, compute, self._clock))
         self._running.add_done_callback(partial(self._finish, batch, started))

@@ -24,6 +24,7 @@ from swarm.errors import (
     NetworkError,
     NodeBusy,
     ProtocolError,
+    ResourceError,
     SwarmError,
     WrongModel,
 )
@@ -285,7 +286,8 @@ class Service:
         except SwarmError as error:
             self._give_up(session, error)
         finally:
-            self._drop(session)  # whatever ended it, its pages are free
+            # Whatever ended it, its pages are free; and were it a bug of ours, its client need not wait for nothing.
+            self._give_up(session, ResourceError("this node failed at the session"))
 
     def _give_up(self, session: Session, error: SwarmError) -> None:
         """Drop a session that cannot go on and tell its client why."""

@@ -180,10 +180,11 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--home", type=Path, help="an empty folder that keeps what the nodes log [none]")
     args = parser.parse_args()
     kinds = tuple(args.kind or KINDS[:1])
-    with tempfile.TemporaryDirectory() as folder:
-        home = private_home(Path(folder))
+    with contextlib.ExitStack() as stack:
+        home = private_home(args.home or Path(stack.enter_context(tempfile.TemporaryDirectory())))
         rounds = asyncio.run(run(home, args.rounds, args.minutes, kinds, args.seed))
     print(report(rounds))
     if args.json is not None:

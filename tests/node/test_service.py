@@ -244,6 +244,32 @@ async def test_a_failed_device_ends_only_the_sessions_of_its_batch() -> None:
         assert message.tokens == [7]
 
 
+@pytest.mark.parametrize("where", ["plan", "log"])
+@virtual_time
+async def test_a_bug_of_ours_ends_its_session_and_its_client_is_told(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: object) -> None:
+        raise ValueError("a bug")
+
+    async with rig() as r:
+        await r.client.open(A, HOPS)
+        with monkeypatch.context() as patched:
+            patched.setattr(*((r.engines[0], "prepare") if where == "plan" else (r.services[0]._logs, "append")), bug)
+            await r.client.send("n0", line_step(A, 0, 0, [1]))
+            failed = await r.client.message()
+        assert isinstance(failed, Failed)
+        assert (failed.session, failed.error, failed.lost) == (A, "resource", "")
+        for name, _, _ in HOPS[1:]:
+            await r.client.send(name, Close(A))
+        await r.client.open(B, HOPS)
+        await r.client.send("n0", line_step(B, 0, 0, [1, 2, 3]))
+        assert isinstance(await r.client.message(), Result)
+        loop = asyncio.get_running_loop()
+        assert [str(error) for error in loop.errors] == ["a bug"]  # type: ignore[attr-defined]
+        loop.errors.clear()  # type: ignore[attr-defined]
+
+
 @virtual_time
 async def test_a_step_the_cache_refuses_does_not_take_its_batch_along() -> None:
     async with rig() as r:
