@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0  # joining a swarm whose first peers do not answer takes long
 STOP_TIMEOUT_S = 2.0
 RESTART_TIMEOUT_S = 5.0
+HEALTH_EVERY_S = 0.4
+HEALTH_ANSWER_S = 0.75  # that a daemon may take to say who it is, twice: then it is frozen
 RESTART_AFTER_S = (0.0, 0.5, 2.0)  # each try to bring a dead daemon back waits so long before
 MAX_DEATHS = 5  # within DEATHS_WITHIN_S: then something is wrong that starting it again does not cure
 DEATHS_WITHIN_S = 60.0
@@ -101,6 +103,7 @@ class P2PDaemon:
             await self.stop()
             raise
         self._serving = True
+        self._tasks.start(self._check_health(), "health")
         return self
 
     @property
@@ -164,6 +167,25 @@ class P2PDaemon:
                 raise AddressInUse(f"cannot listen on {wanted}: the port is taken; choose another, or use 0")
         if self._ended.is_set():
             raise _start_error(self.reason, options)
+
+    async def _check_health(self) -> None:
+        """A daemon that lives and does not answer is as good as dead: end it, so that it is started again."""
+        missed, clock = 0, asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(HEALTH_EVERY_S if not missed else 0.0)
+            asked = clock()
+            try:
+                async with asyncio.timeout(HEALTH_ANSWER_S):
+                    await self.control.identify()
+                missed = 0
+            except TimeoutError:
+                missed += clock() - asked < 1.5 * HEALTH_ANSWER_S  # or else it was us who were late
+            except NetworkError:
+                missed = 0  # it is dead, or about to answer again: `_watch` and `_revive` see to that
+            if missed > 1 and self._serving and self._process is not None:
+                logger.warning("the p2p daemon does not answer; ending it")
+                self._process.kill()
+                missed = 0
 
     async def _revive(self) -> None:
         """Bring a daemon that died back, with its identity and its ports; set `failed` if that cannot be done."""

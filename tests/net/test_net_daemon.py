@@ -132,7 +132,10 @@ async def test_options_that_cannot_work(
         await DaemonCarrier.start(Identity.generate(), DaemonOptions(**options))
 
 
-async def test_a_daemon_that_dies_comes_back_as_the_same_peer_at_the_same_address() -> None:
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_daemon_that_dies_or_freezes_comes_back_as_the_same_peer_at_the_same_address(
+    blow: signal.Signals,
+) -> None:
     async with running() as listener, running() as caller:
         await listener.serve(echo)
         addresses = listener.addresses
@@ -141,7 +144,7 @@ async def test_a_daemon_that_dies_comes_back_as_the_same_peer_at_the_same_addres
         for round_ in range(2):
             connection = await caller.dial(listener.peer, addresses)
             victim = listener.daemon_pid
-            os.kill(victim, signal.SIGKILL)
+            os.kill(victim, blow)
             async with asyncio.timeout(10):
                 with pytest.raises(ConnectionLost):
                     await drain(connection)
