@@ -10,7 +10,7 @@ from swarm_kernels import ops
 
 SHAPES = ((3072, 576), (576, 1536), (49152, 576), (4096, 4096))  # outputs, inputs
 ROWS = (1, 4, 16, 64, 512)
-NAMES = ("bf16", "int8", "fp32", "torch bf16", "torch fp32")
+NAMES = ("bf16", "int8", "int4", "fp32", "torch bf16", "torch fp32")
 
 
 def bench(seconds: float) -> str:
@@ -18,7 +18,12 @@ def bench(seconds: float) -> str:
     for outputs, inputs in SHAPES:
         weight = torch.randn(outputs, inputs)
         half = weight.bfloat16()
-        packed = {"bf16": ops.pack_linear(half), "int8": ops.quantise_linear(weight), "fp32": ops.pack_linear(weight)}
+        packed = {
+            "bf16": ops.pack_linear(half),
+            "int8": ops.quantise_linear(weight),
+            "int4": ops.quantise_linear(weight, bits=4),
+            "fp32": ops.pack_linear(weight),
+        }
         for count in ROWS:
             x = torch.randn(count, inputs)
             x_half = x.bfloat16()
@@ -30,5 +35,6 @@ def bench(seconds: float) -> str:
             works["torch fp32"] = wall(lambda: F.linear(x, weight))  # noqa: B023
             pairs = measure(seconds, works)
             times = " | ".join(f"{1e3 * pairs.median(name):.0f}" for name in NAMES)
-            rows.append(f"{outputs} x {inputs}, {count} | {times} | {pairs.ratio('int8', 'bf16'):.2f}")
-    return table(" | ".join(("weights, rows", *NAMES, "int8 / bf16")), rows)
+            fewer = f"{pairs.ratio('int8', 'bf16'):.2f} | {pairs.ratio('int4', 'int8'):.2f}"
+            rows.append(f"{outputs} x {inputs}, {count} | {times} | {fewer}")
+    return table(" | ".join(("weights, rows", *NAMES, "int8 / bf16", "int4 / int8")), rows)

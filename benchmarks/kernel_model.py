@@ -1,4 +1,4 @@
-"""A whole SmolLM2-135M a step: bf16 and int8 beside llama.cpp with the same weights in BF16, in turn."""
+"""A whole SmolLM2-135M a step: bf16, int8 and int4 beside llama.cpp with the same weights in BF16, in turn."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import torch
 from kernel_timing import Timed, measure, table, tree_plan, wall
 
 from swarm.types import LayerSpan
+from swarm_kernels.device import DTYPES
 from swarm_kernels.kv_cache import RowsRequest
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span_loading import load_span
 
 CONTEXT = 256
+HEADER = "rows | bf16 | int8 | int4 | llama.cpp BF16 | bf16 / llama.cpp | int8 / bf16 | int4 / int8"
 ROWS = (1, 4, 16, 64)
 LLAMA_PYTHON = "SWARM_LLAMA_PYTHON"
 """Environment variable: a Python that has llama-cpp-python, if ours has not."""
@@ -97,7 +99,7 @@ def llama_cpp(source: ModelSource, threads: int) -> Iterator[dict[int, Timed] | 
 
 def bench(source: ModelSource, seconds: float, threads: int) -> tuple[str, list[str]]:
     """-> (table, what misses the targets): milliseconds a step."""
-    steps = {"bf16": ours(source, torch.bfloat16), "int8": ours(source, torch.int8)}
+    steps = {name: ours(source, DTYPES[name]) for name in ("bf16", "int8", "int4")}
     lines, missed = [], []
     with llama_cpp(source, threads) as theirs:
         if theirs is not None:
@@ -106,11 +108,14 @@ def bench(source: ModelSource, seconds: float, threads: int) -> tuple[str, list[
             pairs = measure(seconds, {name: by_rows[rows] for name, by_rows in steps.items()})
             against = f"{pairs.ratio('bf16', 'llama.cpp BF16'):.2f}" if theirs else "not installed"
             llama = f"{pairs.median('llama.cpp BF16'):.2f}" if theirs else "not installed"
-            ours_ms = f"{pairs.median('bf16'):.2f} | {pairs.median('int8'):.2f}"
-            lines.append(f"{rows} | {ours_ms} | {llama} | {against} | {pairs.ratio('int8', 'bf16'):.2f}")
+            ours_ms = " | ".join(f"{pairs.median(name):.2f}" for name in ("bf16", "int8", "int4"))
+            fewer = f"{pairs.ratio('int8', 'bf16'):.2f} | {pairs.ratio('int4', 'int8'):.2f}"
+            lines.append(f"{rows} | {ours_ms} | {llama} | {against} | {fewer}")
             limit = {1: 1.2, 16: 0.6}.get(rows)
             if theirs and limit and pairs.ratio("bf16", "llama.cpp BF16") > limit:
                 missed.append(f"{rows} rows: {against} of llama.cpp's time, not {limit}")
             if pairs.ratio("int8", "bf16") >= 1:
                 missed.append(f"{rows} rows: int8 is no faster than bf16")
-    return table("rows | bf16 | int8 | llama.cpp BF16 | bf16 / llama.cpp | int8 / bf16", lines), missed
+            if rows <= 4 and pairs.ratio("int4", "int8") >= 1:
+                missed.append(f"{rows} rows: int4 is no faster than int8")
+    return table(HEADER, lines), missed

@@ -9,13 +9,14 @@ import torch
 from kernel_timing import table
 
 from swarm.types import LayerSpan
+from swarm_kernels.device import DTYPES
 from swarm_kernels.kv_cache import RowsRequest
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span_loading import load_span
 from swarm_kernels.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).with_name("perplexity.txt")
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+FORMATS = ("fp32", "bf16", "int8", "int4")
 
 
 def perplexity(source: ModelSource, tokens: list[int], weights: torch.dtype) -> float:
@@ -30,6 +31,6 @@ def perplexity(source: ModelSource, tokens: list[int], weights: torch.dtype) -> 
 
 def bench(source: ModelSource) -> str:
     tokens = list(load_tokenizer(source).encode(TEXT.read_text(encoding="utf-8")))
-    found = {name: perplexity(source, tokens, weights) for name, weights in FORMATS.items()}
+    found = {name: perplexity(source, tokens, DTYPES[name]) for name in FORMATS}
     rows = [f"{name} | {value:.3f} | {100 * (value / found['fp32'] - 1):+.2f}%" for name, value in found.items()]
     return table(f"weights, {len(tokens)} tokens | perplexity | against fp32", rows)

@@ -36,7 +36,7 @@ def attend(
     if library is not None:
         return compiled.attend(library, q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
     check_plan(plan, k_pages.shape[0])
-    kernels = gpu.kernels(q.device, q.dtype)
+    kernels = gpu.kernels(q.device, q.dtype, q.shape[2])
     if kernels is not None and kernels.covers(q.shape[1], k_pages):
         return kernels.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
     return reference.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
@@ -50,7 +50,7 @@ def move_slots(k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Te
     if library is not None:
         compiled.move_slots(library, k_pages, v_pages, copy_from, copy_to)
         return
-    kernels = gpu.kernels(k_pages.device, k_pages.dtype)
+    kernels = gpu.kernels(k_pages.device, k_pages.dtype, k_pages.shape[2])
     if kernels is not None:
         kernels.move_slots(k_pages, v_pages, copy_from, copy_to)
     else:

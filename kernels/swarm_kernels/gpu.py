@@ -1,6 +1,7 @@
 """Which implementation runs a GPU's ops: the Triton kernels once they have proved themselves here, or plain torch.
 
-Owns that choice, made once for each device and number format, and its reason. Imports Triton only when a GPU asks.
+Owns that choice, made once for each device, number format and head size, and its reason. Imports Triton only when a
+GPU asks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from swarm_kernels.batch import BatchPlan
 from swarm_kernels.reference import LayerWeights
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+USUAL_HEAD_DIM = 64
 
 logger = logging.getLogger(__name__)
 
@@ -85,52 +87,56 @@ class _Choice:
     reason: str
 
 
-_choices: dict[tuple[torch.device, torch.dtype], _Choice] = {}
+_choices: dict[tuple[torch.device, torch.dtype, int], _Choice] = {}
 _lock = threading.Lock()
 
 
-def kernels(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """The Triton kernels if they compute what the reference does on this GPU in this format, else None.
+def kernels(device: torch.device, dtype: torch.dtype, head_dim: int = USUAL_HEAD_DIM) -> Kernels | None:
+    """The Triton kernels if they compute what the reference does on this GPU in this format and head size, else None.
 
-    The first call for a device and format compiles and tests, which takes seconds; the others look it up. None for
-    every device that is no GPU.
+    The first call for a device, format and head size compiles and tests, which takes seconds; the others look it up.
+    None for every device that is no GPU. What a size needs that the kernels do not cover is theirs to say.
     """
     if device.type != "cuda" or dtype not in FORMATS:
         return None
-    return _choose(device, dtype).kernels
+    return _choose(device, dtype, head_dim).kernels
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
     """What computes on a GPU, in words, with the reason if it is not our kernels."""
-    choice = _choose(device, dtype)
+    choice = _choose(device, dtype, USUAL_HEAD_DIM)
     if choice.kernels is None:
         return f"plain torch: {choice.reason}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"Triton kernels (sm_{major}{minor})"
 
 
-def _choose(device: torch.device, dtype: torch.dtype) -> _Choice:
-    key = (device, dtype)
+def _choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> _Choice:
+    key = (device, dtype, head_dim)
     choice = _choices.get(key)
     if choice is None:
         with _lock:
             choice = _choices.get(key)
             if choice is None:
-                choice = _choices[key] = _try(device, dtype)
+                choice = _choices[key] = _try(device, dtype, head_dim)
                 if choice.kernels is None:
-                    logger.warning("%s computes in plain torch, slowly: %s", device, choice.reason)
+                    logger.warning(
+                        "%s computes heads of %d in plain torch, slowly: %s", device, head_dim, choice.reason
+                    )
     return choice
 
 
-def _try(device: torch.device, dtype: torch.dtype) -> _Choice:
+def _try(device: torch.device, dtype: torch.dtype, head_dim: int) -> _Choice:
     try:
         from triton.errors import TritonError
 
         from swarm_kernels.triton import api, selftest
+        from swarm_kernels.triton.attention import MAX_HEAD_DIM
     except (ImportError, RuntimeError) as error:  # not installed, or it cannot be loaded
         return _Choice(None, f"Triton cannot be used: {_first_line(error)}")
     try:
-        selftest.run(device, dtype)
+        if head_dim <= MAX_HEAD_DIM:
+            selftest.run(device, dtype, head_dim)
     except KernelError as error:
         return _Choice(None, str(error))
     except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:  # from compiler to launch

@@ -95,7 +95,7 @@ def set_threads(count: int) -> None:
 
 
 def divide(units: Units) -> None:
-    """From now on two units of threads share the work of an op: each has its columns of every linear layer, the wide one
+    """From now on two units of threads share the work of an op: each has its columns of a linear layer, the wide one
     the committed keys and the narrow one the tree's (Ghidorah, section III-B). `set_threads` undoes it.
 
     Changes no bit of any result. Raises KernelError where nothing is compiled.

@@ -117,8 +117,8 @@ def decoder_layers(
     if library is not None and stack is not None:
         check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
         return compiled.decoder_layers(library, hidden, stack, cos, sin, plan)
-    kernels = gpu.kernels(hidden.device, hidden.dtype)
-    on_gpu = kernels.stack_of(layers, caches, hidden.dtype) if kernels is not None and layers else None
+    kernels = gpu.kernels(hidden.device, hidden.dtype, layers[0].head_dim) if layers else None
+    on_gpu = kernels.stack_of(layers, caches, hidden.dtype) if kernels is not None else None
     if on_gpu is not None:
         check_step(hidden, cos, sin, on_gpu.width, on_gpu.head_dim, plan)
         check_plan(plan, on_gpu.pages)

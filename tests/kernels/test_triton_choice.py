@@ -53,25 +53,30 @@ def test_a_failed_self_test_is_remembered_with_its_reason(
 
     runs = []
 
-    def fail(device: torch.device, dtype: torch.dtype) -> None:
-        runs.append((device, dtype))
+    def fail(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+        runs.append((device, dtype, head_dim))
         raise error
 
     monkeypatch.setattr(selftest, "run", fail)
     for _ in range(2):
         assert gpu.kernels(CUDA, torch.bfloat16) is None
     assert gpu.describe(CUDA, torch.bfloat16).startswith(reason)
-    assert runs == [(CUDA, torch.bfloat16)]
+    assert gpu.kernels(CUDA, torch.bfloat16, 128) is None
+    assert runs == [(CUDA, torch.bfloat16, 64), (CUDA, torch.bfloat16, 128)]
 
 
 def test_a_passed_self_test_gives_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from swarm_kernels.triton import api, selftest
 
-    monkeypatch.setattr(selftest, "run", lambda device, dtype: None)
+    tested: list[int] = []
+    monkeypatch.setattr(selftest, "run", lambda device, dtype, head_dim: tested.append(head_dim))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert gpu.kernels(CUDA, torch.float16) is api
     assert gpu.describe(CUDA, torch.float16) == "Triton kernels (sm_90)"
+    for head_dim in (128, 80, 128):
+        assert gpu.kernels(CUDA, torch.float16, head_dim) is api
+    assert tested == [64, 128, 80]
 
 
 def test_arrays_travel_in_one_buffer() -> None:

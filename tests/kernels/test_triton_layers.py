@@ -102,7 +102,8 @@ def test_row_kernels_match_the_reference() -> None:
 
 
 def test_the_self_test_passes() -> None:
-    selftest.run(DEVICE, torch.float32)
+    for head_dim in (64, 128):
+        selftest.run(DEVICE, torch.float32, head_dim)
 
 
 def test_a_padded_batch_is_the_batch() -> None:
@@ -175,7 +176,7 @@ def test_stacks_are_checked_once_and_forgotten_with_their_caches() -> None:
 def test_a_lean_span_generates_what_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every path a GPU takes; without one, capturing fails and the span goes on without graphs."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gpu, "kernels", lambda device, dtype: api)
+        monkeypatch.setattr(gpu, "kernels", lambda device, dtype, head_dim=64: api)
         monkeypatch.setattr(attention, "processors", lambda device: 8)
         before = ops.available()
         ops.use("reference")

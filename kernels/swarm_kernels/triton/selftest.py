@@ -17,20 +17,23 @@ from swarm_kernels.triton import attention, layers
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest honest relative L2 distance of one layer's output from the reference's in the same format."""
 
-_HEADS, _GROUPS, _DIM, _WIDTH, _MIDDLE = 6, 2, 64, 96, 160
+_HEADS, _GROUPS, _WIDTH, _MIDDLE = 6, 2, 96, 160
 _LONG = 40 * PAGE  # committed tokens of the session whose context is split
 
 
-def run(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare one decoder layer and one capped, windowed attention with the reference. Raises KernelError."""
+def run(device: torch.device, dtype: torch.dtype, dim: int = 64) -> None:
+    """Compare one decoder layer and one capped, windowed attention with the reference, both with heads of `dim`.
+
+    Raises KernelError.
+    """
     generator = torch.Generator().manual_seed(0)
     plan, pages = _batch(device)
-    shapes = (pages, _GROUPS, _DIM, PAGE), (pages, _GROUPS, PAGE, _DIM)
+    shapes = (pages, _GROUPS, dim, PAGE), (pages, _GROUPS, PAGE, dim)
     ours = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     theirs = [tensor.clone() for tensor in ours]
-    weights = _layer(device, dtype, generator)
+    weights = _layer(device, dtype, dim, generator)
     hidden = torch.randn(plan.rows, _WIDTH, generator=generator).to(device, dtype)
-    angles = torch.outer(plan.positions.float(), 1e4 ** (-torch.arange(0, _DIM, 2, device=device) / _DIM)).repeat(1, 2)
+    angles = torch.outer(plan.positions.float(), 1e4 ** (-torch.arange(0, dim, 2, device=device) / dim)).repeat(1, 2)
     turn = angles.cos(), angles.sin()
     got = layers.decoder_layers(hidden, (weights,), *turn, ((ours[0], ours[1]),), plan)
     want = reference.decoder_layer(hidden, weights, *turn, theirs[0], theirs[1], plan)
@@ -38,10 +41,10 @@ def run(device: torch.device, dtype: torch.dtype) -> None:
     for name, mine, other in zip(("keys", "values"), ours, theirs, strict=True):
         _compare(name, mine, other, dtype)
     q, k, v = (
-        torch.randn(plan.rows, n, _DIM, generator=generator).to(device, dtype) for n in (_HEADS, _GROUPS, _GROUPS)
+        torch.randn(plan.rows, n, dim, generator=generator).to(device, dtype) for n in (_HEADS, _GROUPS, _GROUPS)
     )
-    got = attention.attend(q, k, v, ours[0], ours[1], plan, _DIM**-0.5, 50, 5.0)
-    want = reference.attend(q, k, v, theirs[0], theirs[1], plan, _DIM**-0.5, 50, 5.0)
+    got = attention.attend(q, k, v, ours[0], ours[1], plan, dim**-0.5, 50, 5.0)
+    want = reference.attend(q, k, v, theirs[0], theirs[1], plan, dim**-0.5, 50, 5.0)
     _compare("attention", got, want, dtype)
 
 
@@ -76,7 +79,7 @@ def on_device(plan: BatchPlan, device: torch.device) -> BatchPlan:
     return BatchPlan(*(getattr(plan, name).to(device) for name in BatchPlan.__dataclass_fields__))
 
 
-def _layer(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> LayerWeights:
+def _layer(device: torch.device, dtype: torch.dtype, dim: int, generator: torch.Generator) -> LayerWeights:
     def linear(outputs: int, inputs: int) -> reference.Linear:
         weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
         return reference.pack_linear(weight.to(device, dtype))
@@ -86,16 +89,16 @@ def _layer(device: torch.device, dtype: torch.dtype, generator: torch.Generator)
 
     return LayerWeights(
         attn_norm=norm(_WIDTH),
-        qkv=linear((_HEADS + 2 * _GROUPS) * _DIM, _WIDTH),
-        o=linear(_WIDTH, _HEADS * _DIM),
+        qkv=linear((_HEADS + 2 * _GROUPS) * dim, _WIDTH),
+        o=linear(_WIDTH, _HEADS * dim),
         mlp_norm=norm(_WIDTH),
         gate_up=linear(2 * _MIDDLE, _WIDTH),
         down=linear(_WIDTH, _MIDDLE),
         heads=_HEADS,
         kv_heads=_GROUPS,
-        head_dim=_DIM,
+        head_dim=dim,
         eps=1e-5,
-        scale=_DIM**-0.5,
-        q_norm=norm(_DIM),
-        k_norm=norm(_DIM),
+        scale=dim**-0.5,
+        q_norm=norm(dim),
+        k_norm=norm(dim),
     )

@@ -164,9 +164,12 @@ def few(capability: int) -> Iterator[Variant]:
 def main() -> None:
     """Exits with 3 where Triton has no assembler for these GPUs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("capabilities", type=int, nargs="*", choices=SHARED_BYTES, metavar="80", default=[])
+    parser.add_argument("capabilities", type=int, nargs="*", metavar="80", help=f"of {[*SHARED_BYTES]}")
     parser.add_argument("--few", action="store_true", help="a sample of the variants")
     arguments = parser.parse_args()
+    unknown = set(arguments.capabilities) - set(SHARED_BYTES)  # argparse's `choices` refuse an empty list
+    if unknown:
+        parser.error(f"no target of these: {', '.join(map(str, sorted(unknown)))}")
     try:
         _ = knobs.nvidia.ptxas.path  # looked for when read
     except RuntimeError as error:
