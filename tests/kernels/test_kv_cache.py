@@ -100,6 +100,7 @@ BAD_STEPS = {
     "slot twice": (RowsRequest(b"a", 3, 0, (-1, -1), (8, 8)), "in use"),
     "own parent": (RowsRequest(b"a", 3, 0, (8,), (8,)), "hangs on"),
     "later parent": (RowsRequest(b"a", 3, 0, (9, -1), (8, 9)), "hangs on"),
+    "cycle": (RowsRequest(b"a", 3, 0, (-1, 10, 9), (8, 9, 10)), "hangs on"),
     "dead parent": (RowsRequest(b"a", 3, 0, (5,), (8,)), "hangs on"),
     "parent lost to the line": (RowsRequest(b"a", 3, 1, (1,), (8,)), "hangs on"),
     "parent just committed": (RowsRequest(b"a", 3, 0, (0,), (8,), (0,)), "hangs on"),

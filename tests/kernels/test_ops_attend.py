@@ -101,6 +101,34 @@ def test_a_row_alone_is_the_row_among_others(isa: str) -> None:
                 assert torch.equal(out[0], together[row])
 
 
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_it_does_not_matter_how_keys_are_spread_between_committed_pages_and_tree_slots(
+    isa: str, heads: tuple[int, int, int]
+) -> None:
+    """A line of 150 keys, of which the last 0 to 100 are a branch of a tree."""
+    generator = torch.Generator().manual_seed(7)
+    count, groups, dim = heads
+    k, v = torch.randn(2, 150, groups, dim, generator=generator).unbind()
+    q = torch.randn(150, count, dim, generator=generator)
+    outputs = []
+    for branch in (0, 1, 17, 64, 100):
+        committed = 150 - branch
+        plan, pages = make_plan([Part(0, line=committed)], generator)
+        k_pages, v_pages = random_pages(pages + 8, groups, dim, torch.float32, generator)
+        first = slice(0, committed)
+        out = ops.attend(q[first], k[first], v[first], k_pages, v_pages, plan, dim**-0.5)
+        if branch:
+            tree, _ = make_plan([Part(committed, tree=chain(branch))], generator)
+            tree_pages = pages + torch.arange(tree.tree_pages.shape[1], dtype=torch.int32)[None]
+            write = tree_pages.repeat_interleave(PAGE)[:branch].long() * PAGE + torch.arange(branch) % PAGE
+            tree = replace(tree, pages=plan.pages, tree_pages=tree_pages, write=write)
+            rest = slice(committed, None)
+            out = ops.attend(q[rest], k[rest], v[rest], k_pages, v_pages, tree, dim**-0.5)
+        outputs.append(out[-1])
+    for out in outputs[1:]:
+        torch.testing.assert_close(out, outputs[0], rtol=1e-5, atol=1e-5)
+
+
 def test_unseen_keys_cannot_poison_a_row(isa: str) -> None:
     """Pages may hold what another session left there, infinities included."""
     generator = torch.Generator().manual_seed(5)
