@@ -225,10 +225,11 @@ def dialled_back(verdict: DialledBack) -> Finding:
     """What another peer says of reaching us."""
     if not verdict.observed:
         return Finding("dial-back", "warning", "this machine is reached through a relay; nobody dialled it directly")
-    where = "the home network" if ipaddress.ip_address(verdict.observed).is_private else "the internet"
+    observed = ipaddress.ip_address(verdict.observed)
+    where = "on this machine" if observed.is_loopback else "in the home network" if observed.is_private else "outside"
     ports = ", ".join(sorted({address.split("/")[4] for address in verdict.reached}))
     if verdict.reached and not verdict.missed:
-        sentence = f"another peer in {where} dialled {verdict.observed} and reached this machine (port {ports})"
+        sentence = f"another peer {where} dialled {verdict.observed} and reached this machine (port {ports})"
         return Finding("dial-back", "ok", sentence)
     closed = ", ".join(sorted({address.split("/")[4] for address in verdict.missed}))
     if verdict.missed:
@@ -236,7 +237,7 @@ def dialled_back(verdict: DialledBack) -> Finding:
         return Finding(
             "dial-back",
             "warning",
-            f"another peer in {where} dialled {verdict.observed} and reached {reached}: open port {closed} in the "
+            f"another peer {where} dialled {verdict.observed} and reached {reached}: open port {closed} in the "
             "firewall, forward it in the router, or be reached through a relay (--via MADDR)",
         )
     return Finding(
