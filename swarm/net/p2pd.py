@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -30,6 +29,7 @@ from swarm.net.daemon_options import DaemonOptions, same_ports
 from swarm.net.direct_addresses import is_loopback
 from swarm.net.frame_stream import FrameStream
 from swarm.net.hivemind_parts import P2P, P2PD, HivemindMultiaddr
+from swarm.net.host import private_folder
 from swarm.net.identity import Identity
 from swarm.net.p2pd_control import Control
 from swarm.net.tasks import TaskScope
@@ -52,7 +52,6 @@ RELAY_CIRCUITS = 16
 RELAY_RESERVATIONS = 64
 PR_SET_PDEATHSIG = 1
 _KEY = "identity"
-MAX_SOCKET_PATH = 80  # bytes of folder, so that the names of unix sockets in it stay under their 108
 
 
 class P2PDaemon:
@@ -65,12 +64,7 @@ class P2PDaemon:
         """Raises NetworkError when there is no room for its sockets."""
         self._identity = identity
         self._options = options
-        place = None if len(tempfile.gettempdir()) <= MAX_SOCKET_PATH else "/tmp"
-        try:
-            # 0700: nobody else may command the daemon
-            self._folder = Path(tempfile.mkdtemp(prefix="swarm-", dir=place))
-        except OSError as error:
-            raise NetworkError(f"no folder for the p2p daemon's sockets: {error.strerror}; free some space") from None
+        self._folder = private_folder()
         self.control = Control(self._folder / "control")
         self.inbound = self._folder / "inbound"  # for the socket to which it delivers streams
         self.addresses: tuple[str, ...] = ()

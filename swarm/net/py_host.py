@@ -11,7 +11,6 @@ import contextlib
 import logging
 import shutil
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +24,7 @@ from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.errors import AddressInUse, NetworkError, SwarmError, UsageError
 from swarm.net.daemon_options import DaemonOptions, same_ports
 from swarm.net.frame_stream import FrameStream
+from swarm.net.host import private_folder
 from swarm.net.identity import Identity
 from swarm.net.py_calls import PyCalls
 from swarm.net.py_node import PyNode
@@ -52,7 +52,7 @@ class PyHost:
         self.restarts = 0
         self._identity = identity
         self._options = options
-        self._folder = Path(tempfile.mkdtemp(prefix="swarm-"))  # 0700
+        self._folder = private_folder()
         self.inbound = self._folder / "inbound"  # for the socket to which streams are delivered
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="py-libp2p")
         self._node: PyNode | None = None  # None while it is down
@@ -68,6 +68,7 @@ class PyHost:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._launch(self._options)
+            self._watch()
         except TimeoutError:
             await self.stop()
             raise NetworkError(f"py-libp2p did not start within {START_TIMEOUT_S:g} s") from None
@@ -95,13 +96,9 @@ class PyHost:
     async def stop(self) -> None:
         """End the host and its thread. Idempotent."""
         self._tasks.cancel()
-        node, self._node = self._node, None
-        if node is not None:
-            node.end()
         try:
+            await self._halt()
             await self._tasks.close()
-            if self._running is not None:
-                await asyncio.wait({self._running}, timeout=STOP_TIMEOUT_S)
         finally:
             self._thread.shutdown(wait=False)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -174,7 +171,17 @@ class PyHost:
             raise _reason(running)
         self._node, self._running = node, running
         await self.refresh()
-        running.add_done_callback(self._died)
+
+    async def _halt(self) -> None:
+        node, self._node = self._node, None
+        if node is not None and self._running is not None:
+            node.end()
+            await asyncio.wait({self._running}, timeout=STOP_TIMEOUT_S)
+
+    def _watch(self) -> None:
+        """Bring it back when it dies from now on."""
+        assert self._running is not None
+        self._running.add_done_callback(self._died)
 
     def _died(self, running: asyncio.Future[None]) -> None:
         reason = _reason(running)
@@ -197,9 +204,12 @@ class PyHost:
                     await again()
             except SwarmError as error:
                 logger.warning("py-libp2p could not be started again: %s", error)
+                await self._halt()
                 continue
             self.restarts += 1
+            self._watch()
             return
+        logger.error("py-libp2p is dead for good")
         self.failed.set()
 
 

@@ -259,6 +259,27 @@ async def test_a_host_that_dies_comes_back_as_the_same_peer_at_the_same_address(
         await directory.close()
 
 
+async def test_a_return_that_fails_is_tried_again() -> None:
+    async with running() as carrier:
+        host = host_of(carrier)
+        tries = 0
+        back = asyncio.Event()
+
+        async def up() -> None:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise NetworkError("not yet")
+            back.set()
+
+        host.on_up(up)
+        assert host._node is not None
+        host._node.end()
+        await asyncio.wait_for(back.wait(), 10)
+        await host.refresh()
+        assert (tries, host.failed.is_set()) == (2, False)
+
+
 async def test_what_is_cancelled_leaves_nothing_behind() -> None:
     starting = asyncio.create_task(DaemonCarrier.start(Identity.generate(), transport="py"))
     await asyncio.sleep(0.001)
