@@ -61,6 +61,7 @@ class Driver:
     held: int = 0  # tokens that the hops had behind them when the last session was opened
     repairs: list[str] = field(default_factory=list)
     _session: ChainSession | None = None
+    _broken_since: float | None = None  # loop time of the first loss after the last result
     _watch: RoundWatch = field(default_factory=lambda: RoundWatch(Chain(())))
     _pending: list[Event] = field(default_factory=list)
     _allowance_s: float = 0.0  # for the pieces of a prompt, see LATE
@@ -95,7 +96,7 @@ class Driver:
                             yield action
                         case RepairChain():
                             self._lose(action)
-                            async for notice in self._connect(self.limits.repair_timeout_s, action.settled):
+                            async for notice in self._connect(self._repair_time_s(), action.settled):
                                 yield notice
                         case Finish():
                             yield action
@@ -147,6 +148,7 @@ class Driver:
             raise ConnectionLost(
                 f"no token came back within {limit_s:.0f} s along {self.chain}; one of its nodes hangs"
             ) from None
+        self._broken_since = None
         suspect = self._watch.settled(result.step, result.trace, _now())
         if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.slowdown):
             slow = session.leave(suspect, TooSlow("it has become slow, and others are much quicker"))
@@ -162,9 +164,15 @@ class Driver:
         if len(self.repairs) > MAX_REPAIRS:
             raise ConnectionLost(f"gave up after {MAX_REPAIRS} broken chains; the last reason: {action.reason}")
         self._pending.clear()
+        self._broken_since = self._broken_since or _now()
         if self._session is not None:
             self._session.leave(action.lost, ProtocolError(action.reason))
             self.chains.ban_lost(self._session)
+
+    def _repair_time_s(self) -> float:
+        """What is left of it: repairs that fail one after the other share the one deadline."""
+        assert self._broken_since is not None  # there is nothing to repair otherwise
+        return max(0.0, self._broken_since + self.limits.repair_timeout_s - _now())
 
     async def _connect(self, timeout_s: float, settled: int = 0) -> AsyncGenerator[Waiting, None]:
         """Mend the session, or else open one on the best chain; while neither can be, wait for the swarm to change.
@@ -184,6 +192,8 @@ class Driver:
                 cause = failed.cause
                 continue
             except TimeoutError:
+                if shown is not None:
+                    raise NoRoute(shown.reason, shown.missing) from cause
                 raise ConnectionLost(f"no other chain answered within {timeout_s:.0f} s") from cause
             except WrongModel:
                 raise
