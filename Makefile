@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup test check demo chat chaos bench bench-speculation bench-prefill bench-outline bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
+.PHONY: setup test check demo chat chaos bench bench-speculation bench-accuracy bench-prefill bench-outline bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.build
@@ -38,6 +38,11 @@ bench: setup ## tokens/s, time to first token and memory against transformers
 
 bench-speculation: setup ## tokens/s of guessing ahead over emulated lines
 	$(BIN)/python benchmarks/bench_speculation.py
+
+bench-accuracy: setup ## guesses of set accuracy: measured speed against the prediction, and PipeDec's setting; virtual time
+	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_accuracy.py
+	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_accuracy.py --hops 8 --rates 0.9 --torn 0.3
+	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_pipedec.py
 
 bench-prefill: setup ## time to first token: prompts cut for the chain, and beginnings that hops hold already
 	$(BIN)/python benchmarks/bench_prefill.py

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--hops", type=int, nargs="+", default=[4])
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--strategies", nargs="+", default=[s for s in STRATEGIES if s != "sequential"])
+    parser.add_argument("--strategies", nargs="+", default=["auto", "tree", "pipelined"], choices=STRATEGIES)
     parser.add_argument("--draft", default=SHIPPED, help="who guesses beside the look-up; ngram: nobody")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

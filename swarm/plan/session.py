@@ -248,8 +248,11 @@ class Generation:
                 self._tree.close(node.children[token])
         return self._go_on() if asked else []
 
-    def _ask(self) -> list[Action]:
-        """Ask for the guesses that the next step could carry; none if all are there."""
+    def _ask(self, thoughts: int) -> list[Action]:
+        """Ask for the guesses that the next step could carry; none if all are there.
+
+        `thoughts`: of the questions so far, how many may have been thorough for there to be another.
+        """
         policy = self.policy
         first = len(self.known) == len(self.plan.prompt)  # nobody should wait for guesses before the first word
         if first or not self._room():
@@ -260,13 +263,11 @@ class Generation:
             if nodes:
                 self._rounds += 1
                 return self._question(nodes, thorough=policy.ask is None)
-        return self._ask_thoroughly() if policy.ask is not None else []
+        return self._ask_thoroughly() if policy.ask is not None and self._thoughts < thoughts else []
 
     def _ask_thoroughly(self) -> list[Action]:
         """Ask what takes time to say, where that may place enough belief to be worth it."""
         policy = self.policy
-        if self._thoughts >= policy.levels:
-            return []
         nodes = self._tree.undecided(min(policy.rows, MAX_ASKED), policy.floor, self._end - 1)
         belief = math.fsum(self._tree.chance(node) * node.open for node in nodes)
         if not nodes or belief < (policy.muse if self._in_flight else policy.ask or 0.0):
@@ -302,9 +303,12 @@ class Generation:
             return []
         if line and len(self._in_flight) >= self.plan.window:
             return []
-        if self.policy.rows and (question := self._ask()):
+        if self.policy.rows and (question := self._ask(self.policy.thoughts)):
             return question
-        return self._send(line, sample=True)
+        sent = self._send(line, sample=True)
+        if sent or not self.policy.rows:
+            return sent
+        return self._ask(self.policy.levels)  # nothing is worth its way as yet
 
     def _send(self, line: Sequence[int], *, sample: bool) -> list[Action]:
         nodes: list[Node] = []

@@ -171,7 +171,8 @@ class Policy:
 
     `reach`: a step that brings guesses alone is not worth its way if the text comes to them less likely than this.
     `ask`, `muse`: how much belief must be open for a thorough question while the chain waits for the answer, and while
-    it is busy anyway; None puts every question thoroughly at once.
+    it is busy anyway; None puts every question thoroughly at once. `thoughts`: thorough questions to one step, as what
+    they bring later may go in the next one.
     """
 
     rows: int = 0
@@ -181,6 +182,7 @@ class Policy:
     reach: float = 0.0
     ask: float | None = None
     muse: float = 0.0
+    thoughts: int = 1
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.levels < 1 or self.in_flight < 1 or not 0 <= self.floor <= 1:
