@@ -171,6 +171,7 @@ class Generation:
         self._void()
         self._accepted.clear()  # a replacement holds no slots: what lies beyond the settled tokens is sent again
         self._named = 0
+        self._asked = ()  # nobody may have heard the question: it came after a step that could not be sent
         return [RepairChain(event.peer, event.reason, self._settled_to)]
 
     def _void(self) -> None:
