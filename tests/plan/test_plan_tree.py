@@ -120,3 +120,36 @@ def test_the_frontier_is_what_may_matter() -> None:
     tree.send(1, 1, -math.inf)
     assert [n.token for n in tree.frontier(8, -math.inf, 99, sent_only=True)] == [1]
     assert tree.frontier(8, -math.inf, 2, sent_only=True) == [], "no child may stand at the end"
+
+
+def test_what_a_drafter_says_later_counts_for_all_below() -> None:
+    tree = PredictionTree(1, 0)
+    tree.add(tree.root, [(2, -1.0)], still_open=0.6)
+    child = tree.root.children[2]
+    tree.add(child, [(3, -0.5)])
+    tree.add(tree.root, [(2, -0.25), (4, -2.0)])
+    assert (child.score, child.children[3].score) == (-0.25, -0.75)
+    assert tree.root.open == 0.0
+    assert set(tree.root.children) == {2, 4}
+
+
+def test_the_undecided_are_those_where_most_belief_is_open() -> None:
+    tree = PredictionTree(1, 0)
+    tree.add(tree.root, [(2, math.log(0.5)), (3, math.log(0.25))], still_open=0.1)
+    likely, other = tree.root.children[2], tree.root.children[3]
+    tree.add(likely, [(5, -0.1)], still_open=0.9)
+    assert tree.undecided(2, 0.0, 99) == [likely.children[5], likely]
+    assert tree.undecided(9, 0.2, 99)[-1] is other
+    assert tree.undecided(9, 0.3, 99) == [likely.children[5], likely]
+    tree.close(likely)
+    assert likely not in tree.undecided(9, 0.0, 99)
+    assert tree.undecided(9, 0.0, 1) == [], "nothing may stand at the end"
+
+
+def test_a_step_that_the_text_hardly_comes_to_is_not_sent() -> None:
+    tree = PredictionTree(1, 0)
+    tree.add(tree.root, [(2, math.log(0.2)), (3, math.log(0.15))])
+    tree.add(tree.root.children[2], [(4, 0.0)])
+    assert tree.send(8, 4, -math.inf, reach=0.4) == []
+    assert tree.held == 0
+    assert len(tree.send(8, 4, -math.inf, reach=0.3)) == 3
