@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 CHUNK = 64 << 10  # bytes pumped at once
 GRACE_S = 5.0  # for the other direction of a stream, when one has ended
 DIAL_S = 10.0
-HANG_UP_S = 1.0
+HANG_UP_S = 3.0  # 0.2 s a connection
 _NO_BYTES = (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError)
 LOST = (lp.BaseLibp2pError, lp.RateLimitError, ValueError, KeyError, RuntimeError, *_NO_BYTES)
 """All that py-libp2p and trio raise when a connection, a handshake or a stream comes to nothing."""
@@ -98,8 +98,9 @@ class PyNode:
                     await self._join()
                     up()
                     await trio.sleep_forever()
-                await self._hang_up()  # before what serves its connections is cancelled, or sockets stay open
                 self._streams.cancel_scope.cancel()
+            # Before what serves the connections is cancelled, and after all who might dial anew; or sockets stay open.
+            await self._hang_up()
 
     async def _hang_up(self) -> None:
         with trio.move_on_after(HANG_UP_S), contextlib.suppress(*LOST):

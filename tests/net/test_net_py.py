@@ -7,7 +7,6 @@ import contextlib
 import gc
 import socket
 import time
-import warnings
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -33,12 +32,9 @@ MIXED: list[tuple[Transports, Transports]] = [("py", "daemon"), ("daemon", "py")
 
 
 @pytest.fixture(autouse=True)
-def forgotten_sockets() -> Iterator[None]:
-    """py-libp2p leaves some sockets of connections that were refused to the garbage collector."""
+def no_socket_left_open() -> Iterator[None]:
     yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+    gc.collect()  # a socket that nobody closed is a warning, and warnings are errors
 
 
 @contextlib.asynccontextmanager

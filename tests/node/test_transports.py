@@ -9,7 +9,6 @@ import psutil
 import pytest
 from memory_swarm import NumberTokenizer
 from node_fakes import private_home, prompt_of
-from test_net_py import forgotten_sockets  # noqa: F401  # a fixture
 from test_node_processes import started
 from tiny_models import hf_greedy, tiny_model
 
