@@ -31,6 +31,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 Parent = Annotated[int, Meta(ge=-1, lt=MAX_SLOTS)]
+Sessions = Annotated[int, Meta(ge=1, le=1 << 16)]
 Serial = Annotated[int, Meta(ge=0, le=(1 << 53))]
 Prefix = Annotated[
     list[Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]], Meta(max_length=MAX_PREFIX)
@@ -131,7 +132,8 @@ class Step(Message, frozen=True, tag="step"):
     `base`: committed tokens before this step. A hop that holds fewer refuses it. One that holds more has run what
     others dropped: it skips what it has of `commit`, and if it holds more than `base + len(commit)` it forgets the
     rest, provided that the step begins a new epoch. `sample`: the tail draws a token after the last line row and after
-    each tree row. `trace`: (queue ms, compute ms) of each hop so far.
+    each tree row. `trace`: (queue ms, compute ms) of each hop so far. `sessions`: how many sessions the
+    busiest of these decodes for at this time, this one included.
     """
 
     session: SessionId
@@ -145,6 +147,7 @@ class Step(Message, frozen=True, tag="step"):
     slots: Annotated[list[Slot], Meta(max_length=MAX_ROWS)] = []
     commit: Slots = []
     trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
+    sessions: Sessions = 1
 
     @property
     def rows(self) -> int:
@@ -160,6 +163,7 @@ class Result(Message, frozen=True, tag="result"):
     step: Serial
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_ROWS)] = []
     trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
+    sessions: Sessions = 1
 
 
 class Prune(Message, frozen=True, tag="prune"):

@@ -153,7 +153,7 @@ class Driver:
         if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.slowdown):
             slow = session.leave(suspect, TooSlow("it has become slow, and others are much quicker"))
             self._pending.append(HopLost(slow.peer, str(slow)))
-        return StepSettled(result.epoch, result.step, tuple(result.tokens), tuple(result.trace))
+        return StepSettled(result.epoch, result.step, tuple(result.tokens), tuple(result.trace), result.sessions)
 
     # Chains ----------------------------------------------------------------------------------------------------------
 

@@ -130,7 +130,9 @@ class Speculator:
         now, tally = self.clock(), self.generation.tally
         known = len(self.generation.known)
         self._tuner.settled(
-            Observation(sent.rows, result.trace, (now - sent.at) * 1e3 if sent.alone else None, sent.crowded),
+            Observation(
+                sent.rows, result.trace, (now - sent.at) * 1e3 if sent.alone else None, sent.crowded, result.sessions
+            ),
             tokens=known - self._tokens,
             hits=tally.hits - self._hits,
             expected=tally.expected - self._expected,

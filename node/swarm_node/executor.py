@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPANY_S = 0.25  # a session that decoded so recently is expected to come back
+ACTIVE_S = 1.0  # one that decoded so recently shares this node with the others
 GATHER_SHARE = 1.5  # of a batch's time: the longest that its first step waits for those that ran beside it
 GATHER_MAX_S = 0.02
 
@@ -47,11 +48,15 @@ Compute = Callable[[], Sequence[Output | SwarmError]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An Output and what it cost; both in milliseconds, the batch's whole computation counted for each of its steps."""
+    """An Output and what it cost; both in milliseconds, the batch's whole computation counted for each of its steps.
+
+    `sessions`: how many decode here at this time, this one included.
+    """
 
     output: Output
     queue_ms: float
     compute_ms: float
+    sessions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +208,15 @@ class Executor:
         If the first frame started a batch of its own, every hop would split the batch and read all weights twice.
         Alone, or once everybody is here, nobody waits.
         """
-        now = self._clock()
-        self._company = {key: at for key, at in self._company.items() if now - at < COMPANY_S}
-        if len(self._queue) >= len(self._company):
+        if len(self._queue) >= self._decoding(COMPANY_S):
             return 0.0
         return min(GATHER_MAX_S, GATHER_SHARE * self._decode_s)
+
+    def _decoding(self, within_s: float) -> int:
+        """How many sessions have decoded so recently."""
+        now = self._clock()
+        self._company = {key: at for key, at in self._company.items() if now - at < ACTIVE_S}
+        return sum(now - at < within_s for at in self._company.values())
 
     def _start(self) -> None:
         self._start_soon = None
@@ -257,15 +266,16 @@ class Executor:
         self, batch: list[Work], outputs: Sequence[Output | SwarmError], started: float, compute_ms: float
     ) -> None:
         waits = [(started - work.entered) * 1e3 for work in batch]
-        for work, output, queue_ms in zip(batch, outputs, waits, strict=True):
-            if isinstance(output, SwarmError):
-                _fail([work], output)
-            elif not work.done.done():
-                work.done.set_result(Outcome(output, queue_ms, compute_ms))
         decode = [wait for work, wait in zip(batch, waits, strict=True) if not work.prefill]
         if decode:
             self._decode_s = self._clock() - started
             self._company.update((work.session.key, self._clock()) for work in batch if not work.prefill)
+        sessions = max(1, self._decoding(ACTIVE_S))
+        for work, output, queue_ms in zip(batch, outputs, waits, strict=True):
+            if isinstance(output, SwarmError):
+                _fail([work], output)
+            elif not work.done.done():
+                work.done.set_result(Outcome(output, queue_ms, compute_ms, sessions))
         rows = sum(work.rows for work in batch)
         queue_ms = sum(decode) / max(1, len(decode))
         self._observe(BatchStats(batch[0].span, len(batch), len(decode), rows, queue_ms, compute_ms))

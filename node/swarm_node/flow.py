@@ -108,13 +108,15 @@ class Flow:
     async def _deliver(self, session: Session, step: Step, outcome: Outcome) -> None:
         """Send what a step became, with the step's own `base` and `commit`: each hop applies them for itself."""
         trace = [*step.trace, (outcome.queue_ms, outcome.compute_ms)]
+        sessions = max(step.sessions, outcome.sessions)
         output = outcome.output
         if session.tail:
             if output.tokens:
                 self.counters.tokens += 1 + len(step.commit)
             if step.line and output.tokens:
                 session.drew(output.tokens[0], session.committed)
-            await session.client.send(Result(step.session, step.epoch, step.step, list(output.tokens), trace))
+            drawn = list(output.tokens)
+            await session.client.send(Result(step.session, step.epoch, step.step, drawn, trace, sessions))
             return
         onward = Step(
             session=step.session,
@@ -127,6 +129,7 @@ class Flow:
             slots=step.slots,
             commit=step.commit,
             trace=trace,
+            sessions=sessions,
         )
         await self._send_on(session, onward, output.body)
 

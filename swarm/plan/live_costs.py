@@ -25,20 +25,22 @@ class Observation:
     """One settled step: `width` rows it had, `trace` of (queue ms, compute ms) a hop, `round_ms` from send to result.
 
     `round_ms` is None when others were under way as it was sent, whose time is in it too. `crowded`: others were under
-    way at some time before it came back.
+    way at some time before it came back. `sessions`: how many the busiest hop decodes for, this one included.
     """
 
     width: int
     trace: tuple[tuple[float, float], ...]
     round_ms: float | None
     crowded: bool = False
+    sessions: int = 1
 
 
 class LiveCosts:
     """`observe` every settled step, `now()` is what the next one will cost by itself.
 
     `crowding`: how much longer hops compute while other steps of this generation are under way: above 1 where several
-    hops share a machine. `company`: a step's time at the hops over its computing, for others that wait there.
+    hops share a machine. `company`: how many sessions pay for a row more, as they meet in the hops' batches; or, where
+    they do not meet, a step's time at the hops over its computing, for others that wait there.
     """
 
     def __init__(self, predicted: ChainCosts) -> None:
@@ -47,17 +49,21 @@ class LiveCosts:
         self._queue_ms = [0.0] * len(predicted.stages)
         self._links_ms: float | None = None  # all of a round's
         self.crowding = 1.0
+        self.sessions = 0.0  # nothing heard yet
+        self._now: ChainCosts | None = None
 
     @property
     def company(self) -> float:
         computing = self.now().compute_ms(1) - sum(self._queue_ms)
-        return 1.0 + sum(self._queue_ms) / computing if computing > 0 else 1.0
+        return max(self.sessions, 1.0 + sum(self._queue_ms) / computing if computing > 0 else 1.0)
 
     def observe(self, seen: Observation) -> None:
         """A trace of another chain's length is passed over."""
         if len(seen.trace) != len(self._fits):
             return
+        self._now = None
         computing = sum(compute for _, compute in seen.trace)
+        self.sessions = _blend(self.sessions, seen.sessions) if self.sessions else seen.sessions
         if seen.crowded:
             alone = sum(self._curve(i).at(seen.width) * stage.layers for i, stage in enumerate(self._predicted.stages))
             if alone > 0:
@@ -74,6 +80,11 @@ class LiveCosts:
             self._links_ms = links if self._links_ms is None else _blend(self._links_ms, links)
 
     def now(self) -> ChainCosts:
+        if self._now is None:
+            self._now = self._measured()
+        return self._now
+
+    def _measured(self) -> ChainCosts:
         costs = self._predicted
         stages = []
         for i, (stage, queue) in enumerate(zip(costs.stages, self._queue_ms, strict=True)):

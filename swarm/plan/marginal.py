@@ -42,7 +42,7 @@ def marginal_policy(costs: ChainCosts, prices: Prices) -> Policy:
 
     A row right with probability p brings p tokens and lengthens the round, for everybody at the hops. A step of guesses
     alone, sent now and not when what is under way has come back, saves that wait if the text comes to it, and holds up
-    the step after a miss if not. A question lengthens the round unless the chain is busy anyway, where it only delays a
+    the step after a miss if not; the steps of others fill the chain as well. A question lengthens the round unless the chain is busy anyway, where it only delays a
     result that comes meanwhile; and a step waits for no more of them than another step would cost.
     """
     round_ms, slowest = costs.round_ms(1), costs.slowest_ms(1)
@@ -52,9 +52,11 @@ def marginal_policy(costs: ChainCosts, prices: Prices) -> Policy:
     another = slowest * prices.company + (prices.crowding - 1.0) * costs.compute_ms(1)  # what a further step takes
     held_up = another - slowest / 2  # on average half of it is done when a miss is known
     reach = held_up / (held_up + saved) if saved > 0 else 2.0  # never: a chain of one hop and no links
-    ask = prices.pace * prices.level_ms / max(0.05, prices.hits)
+    apart = min(1.0, prices.company - 1.0) * costs.compute_ms(1)  # who asks misses the batches that the others share
+    ask = prices.pace * (prices.level_ms * prices.company + apart) / max(0.05, prices.hits) if prices.level_ms else 0.0
     idle = min(1.0, prices.level_ms / (2 * round_ms) + prices.crowding - 1.0)
-    in_flight = min(MAX_IN_FLIGHT, max(2, steps_held(costs) + 1))
+    room = (max(1, steps_held(costs)) + 1) / prices.company
+    in_flight = min(MAX_IN_FLIGHT, max(1, round(room)))
     lone = reach >= 1.0 or prices.level_ms * LEVELS <= another
     thoughts = LEVELS if lone else max(1, round(another / prices.level_ms))
     return Policy(ROWS, LEVELS, in_flight, min(1.0, floor), reach, ask, ask * idle, thoughts)

@@ -38,13 +38,14 @@ class ChainReady:
 class StepSettled:
     """The tail's result for one step: a token after the line's last row if it was sampled, one after each tree row.
 
-    `tokens` is empty for a prefill chunk that was not to be sampled.
+    `tokens` is empty for a prefill chunk that was not to be sampled. `sessions`: how many the busiest hop decodes for.
     """
 
     epoch: int
     step: int
     tokens: tuple[int, ...]
     trace: tuple[tuple[float, float], ...] = ()
+    sessions: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ from swarm.plan.speculation import (
 RATE_MEMORY = 0.92  # what a strategy's speed before the last token weighs
 PACE_ROUNDS = 4.0  # rounds of the chain after which a pace is forgotten to a third
 TRUST_AFTER = 4.0  # guesses' worth of belief in the drafter's odds before any was settled
-RECHOOSE_TOKENS = 12
+RECHOOSE_TOKENS = 12  # until the strategy is chosen afresh; twice as long each time that changes nothing,
+RECHOOSE_AT_LEAST = 48  # up to here
 MARGIN = 0.08  # another strategy must promise so much more before a generation changes its mind
 SECOND_CHANCE = 0.3  # a strategy that disappointed is forgiven so much with every choice of another
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -66,6 +67,7 @@ class Tuner:
         self._rates: dict[Strategy, float] = {}  # measured over predicted speed
         self._current: Setting | None = None
         self._since = 0  # tokens settled since the last choice
+        self._patience = RECHOOSE_TOKENS
         self._expected = TRUST_AFTER
         self._hits = TRUST_AFTER
         self._pace = _Pace(costs.round_ms(1))
@@ -93,9 +95,9 @@ class Tuner:
             self._rates[strategy] = memory * self._rates.get(strategy, 1.0) + (1 - memory) * ratio
 
     def setting(self, drafter: Drafter) -> Setting:
-        """The setting to use now. The strategy is chosen afresh every RECHOOSE_TOKENS tokens, the hybrid's prices with
-        every result."""
-        if self._current is not None and self._since < RECHOOSE_TOKENS:
+        """The setting to use now. The strategy is chosen afresh from time to time, the hybrid's prices with every
+        result."""
+        if self._current is not None and self._since < self._patience:
             if self._current.strategy is Strategy.HYBRID:
                 self._current = replace(self._current, policy=self._marginal(self._costs.now(), drafter))
             return self._current
@@ -111,6 +113,8 @@ class Tuner:
             best = kept
         for strategy in self._rates.keys() - {best.strategy}:
             self._rates[strategy] += SECOND_CHANCE * (1.0 - self._rates[strategy])
+        same = self._current is not None and best.strategy is self._current.strategy
+        self._patience = min(RECHOOSE_AT_LEAST, 2 * self._patience) if same else RECHOOSE_TOKENS
         self._current = self._as_setting(best, ranked, costs, drafter)
         return self._current
 

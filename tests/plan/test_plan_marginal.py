@@ -58,6 +58,27 @@ def test_boasting_crowding_and_company_make_it_careful() -> None:
     assert marginal_policy(costs, plain(costs, crowding=1.6)).reach > 1.5 * calm.reach
 
 
+def test_several_sessions_share_what_a_chain_holds_and_pay_for_each_others_rows() -> None:
+    costs = chain(4, 20.0)
+    alone, four, many = (marginal_policy(costs, plain(costs, level_ms=2.0, company=n)) for n in (1.0, 4.0, 100.0))
+    assert four.in_flight == round((steps_held(costs) + 1) / 4)
+    assert many.in_flight == 1
+    assert four.floor == pytest.approx(4 * alone.floor)
+    assert four.ask == pytest.approx(4 * alone.ask + costs.compute_ms(1) / costs.round_ms(1) / 0.5)
+
+
+def test_how_many_share_the_chain_is_learnt_from_its_hops() -> None:
+    live = LiveCosts(chain(3, 20.0))
+    trace = ((0.0, 1.0),) * 3
+    assert live.company == 1.0
+    for _ in range(20):
+        live.observe(Observation(1, trace, None, sessions=4))
+    assert live.company == pytest.approx(4.0, rel=0.05)
+    for _ in range(20):
+        live.observe(Observation(1, trace, None))
+    assert live.company == pytest.approx(1.0, rel=0.05)
+
+
 def test_a_chain_holds_its_round_over_its_slowest_hop() -> None:
     assert steps_held(chain(3, 0.0)) == 3
     assert steps_held(chain(3, 20.0)) == 23
