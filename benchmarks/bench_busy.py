@@ -2,8 +2,8 @@
 
     python benchmarks/bench_busy.py [--hops 3] [--clients 4] [--apart-s 0.13] [--rounds 3] [--dtype bf16]
 
-Real node processes on one machine without emulated delays: the worst case, for every row guessed in vain takes
-time from the others. Free prose, where guesses are worth least, and a mix of requests. The clients begin `apart-s` after
+Real node processes on one machine without emulated delays: the worst case, for every row guessed in vain takes time
+from the others. Free prose, where guesses are worth least, and a mix of requests. The clients begin `apart-s` after
 each other, as strangers do; with 0 they decode in step and share every batch, which guesses then break up.
 """
 

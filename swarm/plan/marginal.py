@@ -40,10 +40,11 @@ class Prices:
 def marginal_policy(costs: ChainCosts, prices: Prices) -> Policy:
     """The policy whose every part earns its time.
 
-    A row right with probability p brings p tokens and lengthens the round, for everybody at the hops. A step of guesses
-    alone, sent now and not when what is under way has come back, saves that wait if the text comes to it, and holds up
-    the step after a miss if not; the steps of others fill the chain as well. A question lengthens the round unless the chain is busy anyway, where it only delays a
-    result that comes meanwhile; and a step waits for no more of them than another step would cost.
+    A row right with probability p brings p tokens and lengthens the round, for everybody at the hops. A step of
+    guesses alone, sent now and not when what is under way has come back, saves that wait if the text comes to it, and
+    holds up the step after a miss if not; the steps of others fill the chain as well. A question lengthens the round
+    unless the chain is busy anyway, where it only delays a result that comes meanwhile; and a step waits for no more
+    of them than another step would cost.
     """
     round_ms, slowest = costs.round_ms(1), costs.slowest_ms(1)
     row_ms = (costs.round_ms(WIDE) - round_ms) / (WIDE - 1) * prices.company

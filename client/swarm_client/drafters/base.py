@@ -91,6 +91,10 @@ class Drafter(ABC):
                 self._remember(path, candidates, width)
         return seen
 
+    def close(self) -> None:
+        """Let go of what it computes with; what it has measured stays. It is asked for nothing more. Idempotent."""
+        self._waiting.clear()
+
     @property
     def thought_hits(self) -> float:
         """How often the target's token was among those that the slow part of it, if there is one, proposed."""

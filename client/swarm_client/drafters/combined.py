@@ -42,6 +42,11 @@ class CombinedDrafter(Drafter):
         slow = [member for member in self.members if not member.instant]
         return max((member.thought_hits for member in slow), default=0.0)
 
+    def close(self) -> None:
+        super().close()
+        for member in self.members:
+            member.close()
+
     def without(self, name: str) -> CombinedDrafter | None:
         """The others, as they are, if one has failed; None if nobody is left."""
         kept = [(m, c) for m, c in zip(self.members, self._calibration, strict=True) if m.name != name]

@@ -25,7 +25,7 @@ class ModelDrafter(Drafter):
     def __init__(self, model: DraftModel, name: str = "model", max_tokens: int | None = None) -> None:
         """`max_tokens`: of prompt and answer; beyond them it has no guesses. Raises OutOfMemory."""
         super().__init__(name)
-        self._session = DraftSession(model, max_tokens)
+        self._open: DraftSession | None = DraftSession(model, max_tokens)
 
     @classmethod
     def local(
@@ -39,6 +39,16 @@ class ModelDrafter(Drafter):
         """A whole model. Raises DrafterFailed if its tokens are not the target's, and as `load_span`."""
         check_vocabulary(source, tokenizer, target, target_tokenizer)
         return cls(LocalModel(source), source.name, max_tokens)
+
+    def close(self) -> None:
+        super().close()
+        self._open = None
+
+    @property
+    def _session(self) -> DraftSession:
+        if self._open is None:
+            raise DrafterFailed(f"{self.name} is closed")
+        return self._open
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         self._session.reset(prompt_ids)

@@ -37,7 +37,7 @@ class DraftRunner:
         self._warm = False
         self._reading: Future[object] | None = None
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._work,), name=f"drafter {drafter.name}", daemon=True).start()
+        threading.Thread(target=_serve, args=(self._work, drafter), name=f"drafter {drafter.name}", daemon=True).start()
 
     @property
     def failure(self) -> DrafterFailed | None:
@@ -111,7 +111,7 @@ class DraftRunner:
         return self._failure
 
 
-def _serve(work: queue.SimpleQueue[_Work | None]) -> None:
+def _serve(work: queue.SimpleQueue[_Work | None], drafter: Drafter) -> None:
     while (item := work.get()) is not None:
         task, future = item
         if not future.set_running_or_notify_cancel():
@@ -122,3 +122,4 @@ def _serve(work: queue.SimpleQueue[_Work | None]) -> None:
             future.set_exception(error)
         else:
             future.set_result(result)
+    drafter.close()
