@@ -33,24 +33,32 @@ class Request:
     as_json: bool
 
 
+_Peers = Annotated[
+    list[str] | None,
+    typer.Option(help="Multiaddr of a node of the swarm; repeatable. Default: the swarm of `swarm-node local`."),
+]
+_Invite = Annotated[
+    str | None, typer.Option(help="What `swarm-node invite` printed; replaces --peer, --model.", metavar="TOKEN")
+]
+_Draft = Annotated[
+    str | None,
+    typer.Option(help="Who guesses ahead beside the look-up: a .draft file, a small model, or `ngram` for nobody."),
+]
+_NoDiscovery = Annotated[bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")]
+_Transport = Annotated[
+    str | None, typer.Option(help="daemon, or py for no Go program: py-libp2p in a thread.", metavar="KIND")
+]
+
+
 @app.command(help="Talk to a swarm. Without --once, an interactive terminal.")
 def run(
     once: Annotated[str | None, typer.Option(help="Answer this one prompt and exit.", metavar="TEXT")] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(help="Multiaddr of a node of the swarm; repeatable. Default: the swarm of `swarm-node local`."),
-    ] = None,
-    invite: Annotated[
-        str | None,
-        typer.Option(help="What `swarm-node invite` printed; replaces --peer, --model.", metavar="TOKEN"),
-    ] = None,
+    peer: _Peers = None,
+    invite: _Invite = None,
     model: Annotated[str | None, typer.Option(help=f"The model to ask. Default: {_LIBRARY.model}.")] = None,
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
-    strategy: Annotated[str | None, typer.Option(help="auto, sequential, tree, pipelined or outline.")] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Who guesses ahead beside the look-up: a .draft file, a small model, or `ngram` for nobody."),
-    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="auto, sequential, tree, pipelined, hybrid or outline.")] = None,
+    draft: _Draft = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = CHAT_TEMPERATURE,
@@ -60,12 +68,8 @@ def run(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
     network: Annotated[str | None, typer.Option(help="What people call the swarm, to tell several apart.")] = None,
-    no_discovery: Annotated[
-        bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")
-    ] = False,
-    transport: Annotated[
-        str | None, typer.Option(help="daemon, or py for no Go program: py-libp2p in a thread.", metavar="KIND")
-    ] = None,
+    no_discovery: _NoDiscovery = False,
+    transport: _Transport = None,
     dtype: Annotated[str | None, typer.Option(help="Use only nodes of this dtype.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of these settings.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr.")] = False,

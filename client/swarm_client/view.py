@@ -119,7 +119,10 @@ class SwarmView:
             span = spans.get(hop.peer)
             if span is None or hop.start < span.start or span.end < hop.end:
                 return None
-        return repair(table, chain, (), client_ms=self._client_ms(), banned=banned).chain
+        try:
+            return repair(table, chain, (), client_ms=self._client_ms(), banned=banned).chain
+        except NoRoute:  # its hops no longer go together: one has other weights or another dtype since
+            return None
 
     async def repair(
         self, chain: Chain, lost: Collection[PeerId], min_free_tokens: int = 0, avoid: Collection[PeerId] = ()
