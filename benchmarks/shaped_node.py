@@ -21,13 +21,13 @@ from swarm.config import DEFAULT_MODEL, NodeConfig
 from swarm.errors import SwarmError
 from swarm.net.shaped import Shape, ShapedCarrier
 from swarm.types import CostCurve
-from swarm_node import machine
 from swarm_node.daemon import join
-from swarm_node.engine import SpanEngine
-from swarm_node.executor import Compute, Output, Work
-from swarm_node.network import Network, over_daemon
-from swarm_node.profiler import Calibration
-from swarm_node.report import JsonReporter
+from swarm_node.membership import machine
+from swarm_node.membership.profiler import Calibration
+from swarm_node.network.connection import Network, over_daemon
+from swarm_node.owner.report import JsonReporter
+from swarm_node.serving.engine import SpanEngine
+from swarm_node.serving.executor import Compute, Output, Work
 
 
 async def serve(config: NodeConfig, shape: Shape) -> None:

@@ -27,7 +27,7 @@ import psutil
 
 from swarm.errors import SwarmError
 from swarm_client import SwarmClient
-from swarm_node import control
+from swarm_node.owner import control
 
 SAMPLE_S = 5.0
 NEWS_S = 300.0
@@ -146,7 +146,16 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1.0, help="MiB an hour that a node may grow [1]")
     options = parser.parse_args()
     options.warm_up = options.minutes / 3 if options.warm_up is None else options.warm_up
-    command = [sys.executable, "-m", "swarm_node.cli", "local", "--nodes", str(options.nodes), "--model", options.model]
+    command = [
+        sys.executable,
+        "-m",
+        "swarm_node.commands.cli",
+        "local",
+        "--nodes",
+        str(options.nodes),
+        "--model",
+        options.model,
+    ]
     command += ["--threads", "1", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as swarm:
         try:

@@ -25,6 +25,13 @@ MAY_IMPORT = {
     "swarm_node": ("swarm", "swarm_kernels", "swarm_node"),
     "swarm_client": ("swarm", "swarm_kernels", "swarm_client"),
 }
+NODE_ROOMS = {  # a room of the node -> those below it
+    "swarm_node.serving": (),
+    "swarm_node.owner": (),
+    "swarm_node.network": ("swarm_node.serving", "swarm_node.owner"),
+    "swarm_node.membership": ("swarm_node.serving", "swarm_node.owner", "swarm_node.network"),
+    "swarm_node.commands": ("swarm_node.owner", "swarm_node.network", "swarm_node.daemon"),
+}
 NOT_IN_PLAN = (*HEAVY, "asyncio", "time", "random", "socket", "threading", "secrets", "datetime", "numpy.random")
 HIVEMIND_IMPORTER = "swarm.net.hivemind_parts"
 HIVEMIND_USERS = {
@@ -86,6 +93,12 @@ def test_imports_run_downwards(room: str, name: str, file: Path) -> None:
     if room == "swarm_kernels":
         allowed = [m for m in imported if within(m, "swarm") and not within(m, "swarm.types", "swarm.errors")]
         assert not [m for m in allowed if m not in ("swarm", "swarm.config") and not within(m, "swarm.config")]
+
+
+@pytest.mark.parametrize(("room", "name", "file"), [m for m in ALL if within(str(m.values[1]), *NODE_ROOMS)])
+def test_the_node_s_rooms_stand_on_each_other(room: str, name: str, file: Path) -> None:
+    own, below = next((own, below) for own, below in NODE_ROOMS.items() if within(name, own))
+    assert not [m for m in imports(file, name) if m.startswith("swarm_node.") and not within(m, own, *below)]
 
 
 @pytest.mark.parametrize(("room", "name", "file"), [m for m in ALL if within(str(m.values[1]), "swarm.plan")])

@@ -24,24 +24,24 @@ from swarm.net.throttle import ThrottledCarrier, Upload
 from swarm.plan.keeper import Keeper, Policy
 from swarm.plan.moves import Move
 from swarm.types import NodeState
-from swarm_node import control, metrics
-from swarm_node.announcer import Announcer
-from swarm_node.busy import CpuUse, own_pids
-from swarm_node.duty import ASKED, Duty
-from swarm_node.invite import how_to_join
-from swarm_node.leaving import GRACE_S, clear, hand_over
-from swarm_node.links import Links
-from swarm_node.machine import Machine, measure
-from swarm_node.moving import Spans
-from swarm_node.network import Connect, Network, check_peers, over_daemon
-from swarm_node.portrait import Portrait
-from swarm_node.profiler import LayerTime
-from swarm_node.report import Reporter
-from swarm_node.schedule import Schedule
-from swarm_node.service import Served, Service
-from swarm_node.settling import Settler
-from swarm_node.standing import Standing
-from swarm_node.upkeep import Upkeep
+from swarm_node.membership.announcer import Announcer
+from swarm_node.membership.links import Links
+from swarm_node.membership.machine import Machine, measure
+from swarm_node.membership.moving import Spans
+from swarm_node.membership.portrait import Portrait
+from swarm_node.membership.profiler import LayerTime
+from swarm_node.membership.settling import Settler
+from swarm_node.membership.standing import Standing
+from swarm_node.membership.upkeep import Upkeep
+from swarm_node.network.connection import Connect, Network, check_peers, over_daemon
+from swarm_node.network.invite import how_to_join
+from swarm_node.owner import control, metrics
+from swarm_node.owner.busy import CpuUse, own_pids
+from swarm_node.owner.duty import ASKED, Duty
+from swarm_node.owner.report import Reporter
+from swarm_node.owner.schedule import Schedule
+from swarm_node.serving.leaving import GRACE_S, clear, hand_over
+from swarm_node.serving.service import Served, Service
 
 T = TypeVar("T")
 

@@ -73,7 +73,16 @@ class NodeProcess:
 
     async def _start(self) -> None:
         peers = [flag for address in self.others if f"/tcp/{self.port}/" not in address for flag in ("--peer", address)]
-        command = [sys.executable, "-m", "swarm_node.cli", "join", "--json", "--layers", str(self.span), *self.flags]
+        command = [
+            sys.executable,
+            "-m",
+            "swarm_node.commands.cli",
+            "join",
+            "--json",
+            "--layers",
+            str(self.span),
+            *self.flags,
+        ]
         command += ["--identity", str(self.home / f"node{self.number}.key"), *peers]
         environment = {**os.environ, "SWARM_HOME": str(self.home), "SWARM_LISTEN": f"/ip4/127.0.0.1/tcp/{self.port}"}
         with (self.home / f"node{self.number}.log").open("ab") as log:

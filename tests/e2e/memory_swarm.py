@@ -25,10 +25,10 @@ from swarm_client.network import Network
 from swarm_client.speculator import Guesser
 from swarm_kernels.device import DTYPES
 from swarm_kernels.span_loading import load_span
-from swarm_node.announcer import Announcer
-from swarm_node.engine import SpanEngine
-from swarm_node.executor import Executor
-from swarm_node.service import Served, Service
+from swarm_node.membership.announcer import Announcer
+from swarm_node.serving.engine import SpanEngine
+from swarm_node.serving.executor import Executor
+from swarm_node.serving.service import Served, Service
 
 LIMITS = Limits(route_timeout_s=3.0)
 STEP_S = 0.002  # what a batch takes

@@ -17,10 +17,10 @@ from swarm.net.carrier import Connection
 from swarm.net.memory import MemoryNetwork
 from swarm.net.pool import ConnectionPool
 from swarm.types import LayerSpan, PeerId, Sampling
-from swarm_node.executor import Executor, InlineDevice, Output, Work
-from swarm_node.homes import ServedEngine
-from swarm_node.service import Served, Service
-from swarm_node.sessions import Rows
+from swarm_node.serving.executor import Executor, InlineDevice, Output, Work
+from swarm_node.serving.homes import ServedEngine
+from swarm_node.serving.service import Served, Service
+from swarm_node.serving.sessions import Rows
 
 LAYERS = 6
 ROWS = Rows(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200)

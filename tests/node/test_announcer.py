@@ -12,7 +12,7 @@ from swarm.errors import NetworkError
 from swarm.net.identity import Identity, verify
 from swarm.records import decode
 from swarm.types import NodeProfile, NodeState
-from swarm_node.announcer import MIN_INTERVAL_S, Announcer
+from swarm_node.membership.announcer import MIN_INTERVAL_S, Announcer
 
 IDENTITY = Identity.from_seed(b"\1" * 32)
 LIMITS = Limits(publish_interval_s=2.0)

@@ -11,7 +11,7 @@ from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.device import DTYPES
 from swarm_kernels.span_loading import load_span
-from swarm_node.capacity import WORKSPACE, Weights
+from swarm_node.membership.capacity import WORKSPACE, Weights
 
 weights = st.builds(
     Weights,

@@ -28,9 +28,10 @@ from swarm.net.identity import Identity, verify
 from swarm.net.memory import MemoryNetwork
 from swarm.records import to_snapshot
 from swarm.types import NodeState, Snapshot
-from swarm_node import daemon, settling
-from swarm_node.network import Connect, Network
-from swarm_node.service import Served
+from swarm_node import daemon
+from swarm_node.membership import settling
+from swarm_node.network.connection import Connect, Network
+from swarm_node.serving.service import Served
 
 LIMITS = Limits(publish_interval_s=0.5, record_lifetime_s=3.0, drain_timeout_s=0.5)
 

@@ -19,8 +19,9 @@ from swarm.net.directory import DhtDirectory
 from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
 from swarm.net.reach import ReachCarrier
-from swarm_node import doctor, invite
-from swarm_node.doctor import Finding
+from swarm_node.commands import doctor
+from swarm_node.commands.doctor import Finding
+from swarm_node.network import invite
 
 PEER = Identity.from_seed(bytes(32)).peer
 CLOSED = f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"
@@ -109,7 +110,7 @@ async def test_a_wrong_clock_a_closed_port_and_a_dead_relay(monkeypatch: pytest.
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "swarm_node.cli", *arguments],
+        [sys.executable, "-m", "swarm_node.commands.cli", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from virtual_clock import virtual_time
 
 from swarm.errors import UsageError
-from swarm_node.busy import BUSY_AFTER_S, CALM_AFTER_S, CpuUse, Hysteresis
-from swarm_node.duty import ASKED, HOURS, Duty
-from swarm_node.schedule import Schedule
+from swarm_node.owner.busy import BUSY_AFTER_S, CALM_AFTER_S, CpuUse, Hysteresis
+from swarm_node.owner.duty import ASKED, HOURS, Duty
+from swarm_node.owner.schedule import Schedule
 
 NOON = datetime(2026, 3, 1, 12, 0)
 

@@ -13,8 +13,8 @@ from virtual_clock import virtual_time
 from swarm.errors import InvalidRequest, ResourceError
 from swarm.messages import Open, Step
 from swarm.types import LayerSpan
-from swarm_node.executor import BatchStats, Compute, Executor, InlineDevice, ThreadDevice, Work
-from swarm_node.sessions import Arrival, Session
+from swarm_node.serving.executor import BatchStats, Compute, Executor, InlineDevice, ThreadDevice, Work
+from swarm_node.serving.sessions import Arrival, Session
 
 WHOLE = LayerSpan(0, ROWS.num_layers)
 

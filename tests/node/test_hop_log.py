@@ -8,7 +8,7 @@ import pytest
 
 from swarm.errors import LogLost
 from swarm.messages import Step
-from swarm_node.hop_log import REPLAY_ROWS, HopLogs
+from swarm_node.serving.hop_log import REPLAY_ROWS, HopLogs
 
 ID = b"s" * 16
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from swarm.errors import PeerUnreachable
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
-from swarm_node.links import FORGET_AFTER, MAX_NEIGHBOURS, Links, neighbours
+from swarm_node.membership.links import FORGET_AFTER, MAX_NEIGHBOURS, Links, neighbours
 
 MINE = LayerSpan(2, 4)
 

@@ -19,7 +19,7 @@ from swarm.messages import Close, Failed, Result, Step
 from swarm.net.memory import Link, MemoryNetwork
 from swarm.types import LayerSpan, Sampling
 from swarm_kernels.span_loading import load_span
-from swarm_node.engine import SpanEngine
+from swarm_node.serving.engine import SpanEngine
 
 HOPS = [("n0", 0, 2), ("n1", 2, 4), ("n2", 4, 6)]
 A, B = b"a" * 16, b"b" * 16

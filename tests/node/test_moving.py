@@ -15,8 +15,8 @@ from swarm.messages import Failed
 from swarm.net.memory import MemoryNetwork
 from swarm.types import LayerSpan
 from swarm_kernels.span_loading import load_span
-from swarm_node.leaving import GRACE_S, clear, hand_over
-from swarm_node.machine import memory_for
+from swarm_node.membership.machine import memory_for
+from swarm_node.serving.leaving import GRACE_S, clear, hand_over
 
 WHY = NodeLeaving("this node leaves")
 A = b"a" * 16

@@ -26,11 +26,11 @@ from swarm.messages import AnyMessage
 from swarm.net.carrier import Connection
 from swarm.net.identity import Identity
 from swarm.net.pool import ConnectionPool
-from swarm_node.service import Served
+from swarm_node.serving.service import Served
 
 pytestmark = pytest.mark.processes
 START_S = 120.0
-NODE = (sys.executable, "-m", "swarm_node.cli")
+NODE = (sys.executable, "-m", "swarm_node.commands.cli")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from swarm.errors import UsageError
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
-from swarm_node.placement import asked, choose, still_wanted
+from swarm_node.membership.placement import asked, choose, still_wanted
 
 
 def node(

@@ -8,7 +8,7 @@ import pytest
 
 from swarm.prefix import BLOCK, digests
 from swarm.types import LayerSpan
-from swarm_node.prefixes import KEPT_A_PEER, Prefixes
+from swarm_node.serving.prefixes import KEPT_A_PEER, Prefixes
 
 SPAN = LayerSpan(0, 4)
 

@@ -11,9 +11,9 @@ import torch
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.types import CostCurve, LayerSpan
-from swarm_node import profiler
-from swarm_node.executor import BatchStats
-from swarm_node.profiler import Calibration, LayerTime, calibrate
+from swarm_node.membership import profiler
+from swarm_node.membership.profiler import Calibration, LayerTime, calibrate
+from swarm_node.serving.executor import BatchStats
 
 SPAN = LayerSpan(0, 10)
 CPU = torch.device("cpu")

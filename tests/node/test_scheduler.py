@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.types import LayerSpan
-from swarm_node.scheduler import PATIENCE, StepQueue
+from swarm_node.serving.scheduler import PATIENCE, StepQueue
 
 WHOLE = LayerSpan(0, 30)
 

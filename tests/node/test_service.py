@@ -14,7 +14,7 @@ from virtual_clock import virtual_time
 from swarm.messages import MAX_HOPS, Close, Failed, Opened, Ping, Prune, Result, Step, WireSampling
 from swarm.net.memory import Link, MemoryNetwork
 from swarm.types import LayerSpan
-from swarm_node.service import Service
+from swarm_node.serving.service import Service
 
 A = b"a" * 16
 B = b"b" * 16

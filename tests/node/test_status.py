@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
-from swarm_node.status import to_json, to_text
+from swarm_node.commands.status import to_json, to_text
 
 
 def node(peer: str, span: LayerSpan | None, state: NodeState = NodeState.SERVING) -> NodeProfile:

@@ -26,10 +26,10 @@ from swarm.types import CostCurve, PeerId, Snapshot
 from swarm_client import SwarmClient
 from swarm_client.network import Network as ClientNetwork
 from swarm_node import daemon
-from swarm_node.capacity import Weights
-from swarm_node.machine import Machine
-from swarm_node.network import Connect, Network
-from swarm_node.profiler import Calibration
+from swarm_node.membership.capacity import Weights
+from swarm_node.membership.machine import Machine
+from swarm_node.membership.profiler import Calibration
+from swarm_node.network.connection import Connect, Network
 
 LAYERS = 8
 LIMITS = Limits(drain_timeout_s=5.0, handover_timeout_s=30.0, route_timeout_s=30.0, repair_timeout_s=30.0)

@@ -1,7 +1,7 @@
 """One simulated node: a queue, one batch at a time, KV memory, and τ as it would publish it.
 
-Owns what a node knows of itself. The rules of the queue and of τ are those of the real node (`swarm_node.scheduler`,
-`swarm_node.profiler`), written again because the planner may not import it.
+Owns what a node knows of itself. The rules of the queue and of τ are those of the real node
+(`swarm_node.serving.scheduler`, `swarm_node.membership.profiler`), written again because the planner may not import it.
 """
 
 from __future__ import annotations

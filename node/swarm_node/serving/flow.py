@@ -16,10 +16,10 @@ from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
 from swarm.messages import Failed, Opened, Reroute, Result, Step
 from swarm.types import PeerId
-from swarm_node.executor import Outcome
-from swarm_node.homes import Home
-from swarm_node.hop_log import HopLogs
-from swarm_node.sessions import Arrival, Link, Session
+from swarm_node.serving.executor import Outcome
+from swarm_node.serving.homes import Home
+from swarm_node.serving.hop_log import HopLogs
+from swarm_node.serving.sessions import Arrival, Link, Session
 
 logger = logging.getLogger(__name__)
 

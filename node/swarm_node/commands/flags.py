@@ -14,7 +14,7 @@ import typer
 
 from swarm.config import DEFAULT_MODEL, NodeConfig, load, parse_bytes
 from swarm.errors import UsageError
-from swarm_node import network_cli
+from swarm_node.commands import network_cli
 
 DEFAULTS = NodeConfig()
 

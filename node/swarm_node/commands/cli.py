@@ -16,8 +16,8 @@ import psutil
 import typer
 
 from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load
-from swarm_node import flags, logs, network_cli, owner_cli
-from swarm_node.command import Errors, run
+from swarm_node.commands import flags, logs, network_cli, owner_cli
+from swarm_node.commands.command import Errors, run
 
 STARTED = psutil.Process().create_time()  # what "serving after" is counted from, imports included
 
@@ -90,7 +90,7 @@ def local(
     verbose: flags.Verbose = False,
 ) -> None:
     """Start a private swarm of several node processes on 127.0.0.1 and say how to talk to it."""
-    from swarm_node import local as private
+    from swarm_node.commands import local as private
 
     with Errors(as_json):
         given = {"--dtype": dtype, "--max-memory": max_memory, "--threads": threads}
@@ -114,7 +114,7 @@ def status(
     """Show a swarm: who serves what, load, coverage of each layer, missing layers; and the nodes on this machine."""
     with Errors(as_json):
         logs.start(verbose)
-        from swarm_node.status import show
+        from swarm_node.commands.status import show
 
         invited = network_cli.invited(invite)
         peers = tuple(peer or invited.get("peers", ()))
@@ -128,7 +128,8 @@ network_cli.add_to(app)
 
 
 async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
-    from swarm_node import nearby, report
+    from swarm_node.network import nearby
+    from swarm_node.owner import report
 
     with report.make(config.json, STARTED) as reporter:
         # In a thread, so that a signal is heard meanwhile.

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 
 from swarm.errors import NetworkError, NodeLeaving
 from swarm.types import LayerSpan
-from swarm_node.homes import Home
-from swarm_node.service import Service
+from swarm_node.serving.homes import Home
+from swarm_node.serving.service import Service
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import msgspec
 
 from swarm.config import state_dir
 from swarm.errors import SwarmError, UsageError
-from swarm_node.vitals import Vitals
+from swarm_node.owner.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 

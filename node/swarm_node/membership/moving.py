@@ -17,13 +17,13 @@ from swarm.plan.moves import Move
 from swarm.types import LayerSpan, NodeState
 from swarm_kernels.calibrate import self_check
 from swarm_kernels.span_loading import load_span
-from swarm_node.engine import SpanEngine
-from swarm_node.executor import BatchStats, Executor, ThreadDevice
-from swarm_node.homes import Home
-from swarm_node.leaving import Elsewhere, clear
-from swarm_node.machine import Machine, memory_for
-from swarm_node.service import Service
-from swarm_node.standing import Standing
+from swarm_node.membership.machine import Machine, memory_for
+from swarm_node.membership.standing import Standing
+from swarm_node.serving.engine import SpanEngine
+from swarm_node.serving.executor import BatchStats, Executor, ThreadDevice
+from swarm_node.serving.homes import Home
+from swarm_node.serving.leaving import Elsewhere, clear
+from swarm_node.serving.service import Service
 
 T = TypeVar("T")
 

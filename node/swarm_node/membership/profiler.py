@@ -27,7 +27,7 @@ from swarm_kernels.device import physical_cores, state_dtype
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span_loading import load_span
 from swarm_kernels.units import find_units
-from swarm_node.executor import BatchStats
+from swarm_node.serving.executor import BatchStats
 
 logger = logging.getLogger(__name__)
 

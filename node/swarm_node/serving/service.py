@@ -31,13 +31,13 @@ from swarm.errors import (
 from swarm.messages import AnyMessage, Close, Failed, Move, Open, Ping, Pong, Prune, Reroute, Step
 from swarm.net.tasks import TaskScope
 from swarm.types import LayerSpan
-from swarm_node.answers import Answers
-from swarm_node.executor import Executor
-from swarm_node.flow import Counters, Flow, Pool
-from swarm_node.homes import Home, Homes, ServedEngine
-from swarm_node.hop_log import HopLogs
-from swarm_node.quotas import Quotas
-from swarm_node.sessions import Arrival, Link, Session
+from swarm_node.serving.answers import Answers
+from swarm_node.serving.executor import Executor
+from swarm_node.serving.flow import Counters, Flow, Pool
+from swarm_node.serving.homes import Home, Homes, ServedEngine
+from swarm_node.serving.hop_log import HopLogs
+from swarm_node.serving.quotas import Quotas
+from swarm_node.serving.sessions import Arrival, Link, Session
 
 logger = logging.getLogger(__name__)
 

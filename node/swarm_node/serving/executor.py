@@ -21,8 +21,8 @@ from typing import Protocol, TypeVar
 from swarm.codec import Buffer
 from swarm.errors import ResourceError, SwarmError
 from swarm.types import LayerSpan
-from swarm_node.scheduler import StepQueue
-from swarm_node.sessions import Arrival, Session
+from swarm_node.serving.scheduler import StepQueue
+from swarm_node.serving.sessions import Arrival, Session
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from datetime import datetime
 
 from swarm.errors import NodeBusy
-from swarm_node.busy import SAMPLE_S, CpuUse, Hysteresis
-from swarm_node.schedule import Schedule
+from swarm_node.owner.busy import SAMPLE_S, CpuUse, Hysteresis
+from swarm_node.owner.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

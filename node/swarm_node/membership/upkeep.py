@@ -15,7 +15,7 @@ from swarm.errors import ClockWrong, NetworkError, OutOfMemory
 from swarm.plan.keeper import Keeper
 from swarm.plan.moves import Move
 from swarm.types import PeerId, Snapshot
-from swarm_node.network import Network
+from swarm_node.network.connection import Network
 
 logger = logging.getLogger(__name__)
 

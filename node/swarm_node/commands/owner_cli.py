@@ -14,9 +14,9 @@ import psutil
 import typer
 
 from swarm.errors import NetworkError
-from swarm_node import control
-from swarm_node.command import Errors, run
-from swarm_node.control import Command
+from swarm_node.commands.command import Errors, run
+from swarm_node.owner import control
+from swarm_node.owner.control import Command
 
 LEAVE_WITHIN_S = 600.0
 POLL_S = 0.1

@@ -17,8 +17,8 @@ from swarm.errors import NetworkError
 from swarm.net.direct_addresses import is_loopback
 from swarm.net.local_discovery import Group, Neighbourhood, find
 from swarm.net.network_secret import NetworkSecret
-from swarm_node.invite import shareable
-from swarm_node.report import Reporter
+from swarm_node.network.invite import shareable
+from swarm_node.owner.report import Reporter
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from swarm.errors import AddressInUse
 from swarm.types import NodeState
-from swarm_node.vitals import Vitals
+from swarm_node.owner.vitals import Vitals
 
 ANSWER_S = 5.0
 

@@ -24,8 +24,8 @@ from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
 from swarm.records import Sign
 from swarm.types import PeerId
-from swarm_node import nearby
-from swarm_node.service import Served
+from swarm_node.network import nearby
+from swarm_node.serving.service import Served
 
 logger = logging.getLogger(__name__)
 

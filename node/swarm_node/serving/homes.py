@@ -13,9 +13,9 @@ from typing import Protocol
 from swarm.errors import NodeBusy, NoRoute, OutOfMemory
 from swarm.prefix import BLOCK
 from swarm.types import LayerSpan, PeerId
-from swarm_node.executor import Engine, Executor
-from swarm_node.prefixes import Prefixes
-from swarm_node.sessions import Rows, Session
+from swarm_node.serving.executor import Engine, Executor
+from swarm_node.serving.prefixes import Prefixes
+from swarm_node.serving.sessions import Rows, Session
 
 
 class ServedEngine(Engine, Protocol):

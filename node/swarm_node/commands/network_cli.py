@@ -14,8 +14,8 @@ import typer
 from swarm.config import DEFAULT_MODEL, NodeConfig, load, local_swarm
 from swarm.errors import UsageError
 from swarm.invite import Invite, parse
-from swarm_node import logs
-from swarm_node.command import Errors, run
+from swarm_node.commands import logs
+from swarm_node.commands.command import Errors, run
 
 Peers = Annotated[
     list[str] | None, typer.Option("--peer", metavar="MADDR", help="A node of the swarm; repeatable. [the local swarm]")
@@ -62,7 +62,7 @@ def secret_of(secret: str | None, private: bool) -> str | None:
         raise UsageError("--private makes up a secret, --secret gives one: choose")
     if not private:
         return secret
-    from swarm_node.invite import new_secret
+    from swarm_node.network.invite import new_secret
 
     return new_secret()
 
@@ -76,7 +76,7 @@ def invite(
 ) -> None:
     """Print an invitation to a swarm: one string to paste, and a QR code of it."""
     with Errors(as_json):
-        from swarm_node.invite import show
+        from swarm_node.network.invite import show
 
         peers = tuple(peer or ())
         if not peers:
@@ -120,7 +120,7 @@ def doctor(
 
 
 async def _examine(config: NodeConfig) -> None:
-    from swarm_node import doctor
+    from swarm_node.commands import doctor
 
     if not await doctor.run(config):
         raise typer.Exit(2)

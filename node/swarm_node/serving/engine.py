@@ -17,8 +17,8 @@ from swarm_kernels.batch import BatchPlan
 from swarm_kernels.kv_cache import KVCache, RowsRequest
 from swarm_kernels.sampling import sample_rows
 from swarm_kernels.span import Span, from_wire, to_wire
-from swarm_node.executor import Compute, Output, Work
-from swarm_node.sessions import Rows, Session
+from swarm_node.serving.executor import Compute, Output, Work
+from swarm_node.serving.sessions import Rows, Session
 
 
 class SpanEngine:

@@ -11,8 +11,8 @@ import logging
 from swarm.errors import ConnectionLost
 from swarm.messages import Failed
 from swarm.net.tasks import TaskScope
-from swarm_node.quotas import Quotas
-from swarm_node.sessions import Link
+from swarm_node.serving.quotas import Quotas
+from swarm_node.serving.sessions import Link
 
 logger = logging.getLogger(__name__)
 

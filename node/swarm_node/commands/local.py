@@ -115,7 +115,7 @@ class LocalSwarm:
         first.save(folder / "identity")
         address = f"/ip4/127.0.0.1/tcp/{port}"
         for i in range(self._options.nodes):
-            command = [sys.executable, "-m", "swarm_node.cli", "join", "--json", "--name", f"local-{i}"]
+            command = [sys.executable, "-m", "swarm_node.commands.cli", "join", "--json", "--name", f"local-{i}"]
             command += ["--model", self._options.model, *self._options.flags]
             if self._options.spans:
                 command += ["--layers", str(self._options.spans[i])]

@@ -16,9 +16,9 @@ from swarm.errors import OutOfMemory
 from swarm_kernels.device import available_memory, choose_device, parse_dtype
 from swarm_kernels.loader import open_model
 from swarm_kernels.model_source import ModelSource
-from swarm_node.capacity import Weights
-from swarm_node.placement import asked
-from swarm_node.profiler import Calibration, calibrate
+from swarm_node.membership.capacity import Weights
+from swarm_node.membership.placement import asked
+from swarm_node.membership.profiler import Calibration, calibrate
 
 MEMORY_SHARE = 0.8  # of what is free, unless --max-memory says otherwise
 

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 
 from swarm.config import NodeConfig
 from swarm.types import NodeProfile, Snapshot
-from swarm_node import placement
-from swarm_node.moving import Spans
-from swarm_node.placement import Placement
-from swarm_node.report import Reporter
+from swarm_node.membership import placement
+from swarm_node.membership.moving import Spans
+from swarm_node.membership.placement import Placement
+from swarm_node.owner.report import Reporter
 
 logger = logging.getLogger(__name__)
 

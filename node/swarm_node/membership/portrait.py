@@ -20,16 +20,16 @@ from swarm.net.throttle import Upload
 from swarm.plan.rebalance import target
 from swarm.records import to_snapshot
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot, coverage
-from swarm_node.duty import Duty
-from swarm_node.links import Links
-from swarm_node.machine import Machine
-from swarm_node.moving import Spans
-from swarm_node.network import Network
-from swarm_node.placement import compatible
-from swarm_node.profiler import LayerTime
-from swarm_node.service import Served, Service
-from swarm_node.standing import Standing
-from swarm_node.vitals import Vitals
+from swarm_node.membership.links import Links
+from swarm_node.membership.machine import Machine
+from swarm_node.membership.moving import Spans
+from swarm_node.membership.placement import compatible
+from swarm_node.membership.profiler import LayerTime
+from swarm_node.membership.standing import Standing
+from swarm_node.network.connection import Network
+from swarm_node.owner.duty import Duty
+from swarm_node.owner.vitals import Vitals
+from swarm_node.serving.service import Served, Service
 
 
 @dataclass(slots=True, eq=False)

@@ -23,8 +23,8 @@ from swarm.net.identity import Identity, verify
 from swarm.net.network_secret import NetworkSecret
 from swarm.records import to_snapshot
 from swarm.types import NodeProfile, Snapshot
-from swarm_node import control
-from swarm_node.vitals import Vitals
+from swarm_node.owner import control
+from swarm_node.owner.vitals import Vitals
 
 
 async def show(

@@ -1,0 +1,1 @@
+"""`swarm-node` on the command line: flags, words, exit codes."""

@@ -1,0 +1,1 @@
+"""What the person who lends the machine decides and sees: pauses, hours, events, vitals, metrics."""

@@ -1,0 +1,1 @@
+"""Sessions of strangers: judged, admitted, computed in batches, sent on. Knows neither the DHT nor the owner."""
