@@ -13,16 +13,18 @@ import logging
 import socket
 import ssl
 from collections.abc import Sequence
+from functools import partial
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
-from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, UsageError
+from swarm.errors import AddressInUse, NetworkError, NotAdmitted, PeerUnreachable, UsageError
 from swarm.messages import Ping
-from swarm.net.carrier import Connection, Handler
+from swarm.net.carrier import Handler
 from swarm.net.direct_addresses import Endpoint, parse
 from swarm.net.frame_stream import FrameStream
 from swarm.net.hello import Prove, introduce, welcome
 from swarm.net.identity import Identity
 from swarm.net.network_secret import open_proof
+from swarm.net.race import first_of
 from swarm.net.tasks import TaskScope
 from swarm.net.tls_identity import contexts, proven_peer
 from swarm.types import PeerId
@@ -96,7 +98,7 @@ class DirectCarrier:
     def addresses(self) -> tuple[str, ...]:
         return tuple(endpoint.address(self.peer) for endpoint in self.bound)
 
-    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
+    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FrameStream:
         """Try the direct ones of `addresses` all at once; the first that is `peer` wins. Raises PeerUnreachable."""
         if self._scope.closed:
             raise PeerUnreachable("this carrier is closed")
@@ -105,9 +107,14 @@ class DirectCarrier:
         endpoints = list(dict.fromkeys(e for a in addresses if (e := parse(a, peer)) is not None))[:MAX_DIALLED]
         if not endpoints:
             raise PeerUnreachable(f"{peer} has no direct address")
-        stream = await self._first_of(peer, endpoints)
+        ways = [partial(self._attempt, peer, endpoint) for endpoint in endpoints]
+        stream = await first_of(ways, 0.0, FrameStream.abort)
         self._adopt(stream)
         return stream
+
+    def owns(self, stream: FrameStream) -> bool:
+        """Whether a live connection is one of these."""
+        return stream in self._streams
 
     async def serve(self, handler: Handler) -> None:
         self._handler = handler
@@ -144,28 +151,8 @@ class DirectCarrier:
 
     # Dialling.
 
-    async def _first_of(self, peer: PeerId, endpoints: Sequence[Endpoint]) -> FrameStream:
-        attempts: list[asyncio.Task[FrameStream | PeerUnreachable]] = []
-        chosen: FrameStream | None = None
-        try:
-            async with asyncio.TaskGroup() as group:
-                attempts += [group.create_task(self._attempt(peer, endpoint)) for endpoint in endpoints]
-                pending = set(attempts)
-                while pending and chosen is None:
-                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                    chosen = next((r for t in done if isinstance(r := t.result(), FrameStream)), None)
-                for attempt in pending:
-                    attempt.cancel()
-            if chosen is not None:
-                return chosen
-        finally:
-            for attempt in attempts:
-                late = None if attempt.cancelled() or attempt.exception() is not None else attempt.result()
-                if isinstance(late, FrameStream) and late is not chosen:
-                    late.abort()
-        raise next(r for t in attempts if isinstance(r := t.result(), PeerUnreachable))
-
-    async def _attempt(self, peer: PeerId, endpoint: Endpoint) -> FrameStream | PeerUnreachable:
+    async def _attempt(self, peer: PeerId, endpoint: Endpoint) -> FrameStream:
+        """Raises PeerUnreachable."""
         loop = asyncio.get_running_loop()
         try:
             _, stream = await loop.create_connection(
@@ -177,13 +164,16 @@ class DirectCarrier:
                 ssl_handshake_timeout=HANDSHAKE_S,
             )
         except (OSError, asyncio.IncompleteReadError) as error:
-            return PeerUnreachable(f"cannot reach {peer} at {endpoint.host} port {endpoint.port}: {error}")
+            raise PeerUnreachable(f"cannot reach {peer} at {endpoint.host} port {endpoint.port}: {error}") from None
         try:
             _tune(stream)
             await self._introduce(stream, peer)
+        except NotAdmitted:
+            stream.abort()
+            raise
         except NetworkError as error:
             stream.abort()
-            return PeerUnreachable(f"cannot reach {peer} at {endpoint.host} port {endpoint.port}: {error}")
+            raise PeerUnreachable(f"cannot reach {peer} at {endpoint.host} port {endpoint.port}: {error}") from None
         except BaseException:
             stream.abort()
             raise

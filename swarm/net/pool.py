@@ -123,9 +123,16 @@ class ConnectionPool:
         """Accept connections from now on. A client, which only dials, does not call this."""
         await self._carrier.serve(self._accept)
 
-    async def get(self, peer: PeerId, addresses: Sequence[str] = ()) -> Link:
-        """The link to `peer`, dialled if there is none. Raises PeerUnreachable."""
-        return await self._get(peer, addresses)
+    async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> Link:
+        """The link to `peer`, dialled if there is none. Raises PeerUnreachable, after `timeout_s` at the latest.
+
+        A dial that others may wait for too goes on after that, for `Limits.dial_timeout_s` in all.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._get(peer, addresses)
+        except TimeoutError:
+            raise PeerUnreachable(f"{peer} did not answer within {timeout_s:g} s") from None
 
     async def _get(self, peer: PeerId, addresses: Sequence[str]) -> _Link:
         if (link := self._outgoing.get(peer)) is not None:

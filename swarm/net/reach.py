@@ -1,8 +1,8 @@
 """Both carriers as one: direct connections to peers that can be dialled, the daemon's streams to the others.
 
-Owns the choice. A peer's direct addresses are tried for a moment, then its daemon is asked; whoever was reached that
-way is tried directly again and again in the background, and what succeeds is offered to the pool, which moves the link.
-Knows neither TLS nor daemons.
+Owns the choice. A peer's direct addresses have a head start, then the daemon is asked for a stream beside them, and
+what leads to the peer first is taken. Whoever was reached through the daemon is tried directly again and again in the
+background, and what succeeds is offered to the pool, which moves the link. Knows neither TLS nor daemons.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.config import Transports
@@ -24,13 +25,14 @@ from swarm.net.direct_addresses import announced, is_direct, is_relayed, listene
 from swarm.net.frame_stream import FrameStream
 from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret, open_proof
+from swarm.net.race import first_of
 from swarm.net.tasks import TaskScope
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-DIRECT_FIRST_S = 0.3  # for the direct addresses, before the daemon is asked
-PROBE_TIMEOUT_S = 5.0
+DIRECT_FIRST_S = 0.3  # of the direct addresses, before the daemon is asked too
+DIRECT_TIMEOUT_S = 5.0  # for them to lead anywhere: no answer at all is common behind firewalls
 RELAY_TIMEOUT_S = 8.0
 REFRESH_S = 5.0  # between two looks at the daemon's own addresses
 PROBE_AFTER_S = (1.0, 5.0, 30.0, 120.0)  # between probes of one peer; the last again and again
@@ -121,16 +123,21 @@ class ReachCarrier:
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
         direct = tuple(address for address in addresses if is_direct(address)) if self._direct is not None else ()
-        if direct and self._direct is not None:
-            try:
-                async with asyncio.timeout(DIRECT_FIRST_S):
-                    return await self._direct.dial(peer, direct)
-            except (TimeoutError, PeerUnreachable) as error:
-                logger.debug("not directly: %s", error)
-        stream = await self.daemon.dial(peer, [address for address in addresses if not is_direct(address)])
-        if direct and self._on_better is not None:
+        others = tuple(address for address in addresses if not is_direct(address))
+        ways = [partial(self._dial_directly, peer, direct)] if direct else []
+        stream = await first_of([*ways, partial(self.daemon.dial, peer, others)], DIRECT_FIRST_S, FrameStream.abort)
+        if direct and self._on_better is not None and not (self._direct and self._direct.owns(stream)):
             self._scope.start(self._probe(stream, direct, self._on_better), f"probe of {peer}")
         return stream
+
+    async def _dial_directly(self, peer: PeerId, addresses: Sequence[str]) -> FrameStream:
+        """Raises PeerUnreachable."""
+        assert self._direct is not None  # or no address would count as direct
+        try:
+            async with asyncio.timeout(DIRECT_TIMEOUT_S):
+                return await self._direct.dial(peer, addresses)
+        except TimeoutError:
+            raise PeerUnreachable(f"{peer} did not answer directly within {DIRECT_TIMEOUT_S:g} s") from None
 
     async def serve(self, handler: Handler) -> None:
         if self._direct is not None:
@@ -185,14 +192,12 @@ class ReachCarrier:
 
     async def _probe(self, stream: FrameStream, addresses: Sequence[str], found: OnBetter) -> None:
         """Try a peer that is connected through the daemon directly, until it works or the stream is gone."""
-        assert self._direct is not None  # or nobody would probe
         turn = 0
         while not await _gone_within(stream, PROBE_AFTER_S[min(turn, len(PROBE_AFTER_S) - 1)]):
             turn += 1
             try:
-                async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    better = await self._direct.dial(stream.peer, addresses)
-            except (TimeoutError, PeerUnreachable) as error:
+                better = await self._dial_directly(stream.peer, addresses)
+            except PeerUnreachable as error:
                 logger.debug("still not directly: %s", error)
                 continue
             await found(stream, better)

@@ -79,6 +79,19 @@ async def test_one_impatient_caller_does_not_spoil_the_dial_for_others() -> None
 
 
 @virtual_time
+async def test_a_callers_deadline_is_its_own() -> None:
+    network, client, _ = await two(limits=Limits(dial_timeout_s=10.0))
+    network.partition("client", "node")
+    patient = asyncio.create_task(client.pool.get("node"))
+    with pytest.raises(PeerUnreachable, match="3 s"):
+        await client.pool.get("node", timeout_s=3.0)
+    assert asyncio.get_running_loop().time() == 3.0
+    with pytest.raises(PeerUnreachable, match="10 s"):
+        await patient
+    assert asyncio.get_running_loop().time() == 10.0
+
+
+@virtual_time
 async def test_unreachable_peers() -> None:
     network, client, _ = await two()
     with pytest.raises(PeerUnreachable):
