@@ -11,8 +11,8 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from swarm.errors import ClockWrong, NetworkError, PeerUnreachable, ProtocolError
 from swarm.net.daemon_streams import DaemonCarrier
@@ -23,6 +23,7 @@ from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 REPLICAS = 5
 BEAM = 8  # peers a look-up visits: those that hold the key, and a few for those that have left
@@ -50,7 +51,7 @@ class DhtDirectory:
         self._client = client
         self._validator = OwnedSubkeys(carrier.identity, time.time)
         self._joined: tuple[Any, DHTNode] | None = None  # None while the daemon is down
-        self._under_way: set[asyncio.Timeout] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
         self._expiry: dict[str, float] = {}  # of what we last published, by model
 
     @classmethod
@@ -105,8 +106,11 @@ class DhtDirectory:
         joined, self._joined = self._joined, None
         if joined is not None:
             joined[0]._terminate()
-        for timeout in list(self._under_way):
-            timeout.reschedule(0.0)
+        self._give_up_calls()
+
+    def _give_up_calls(self) -> None:
+        for call in self._calls:
+            call.cancel()
 
     async def _up(self) -> None:
         self._expiry.clear()
@@ -125,11 +129,10 @@ class DhtDirectory:
     async def _meet(self, node: DHTNode, address: str) -> bool:
         peer = address.rpartition("/p2p/")[2]
         try:
-            async with self._deadline("meet a peer of", MEET_TIMEOUT_S):
-                await self._carrier.control.connect(peer, (address,))
-                peer_id = PeerID.from_base58(peer)
-                node.blacklist.register_success(peer_id)
-                return await node.protocol.call_ping(peer_id) is not None
+            peer_id = PeerID.from_base58(peer)
+            await self._ask("meet a peer of", self._carrier.control.connect(peer, (address,)), MEET_TIMEOUT_S)
+            node.blacklist.register_success(peer_id)
+            return await self._ask("meet a peer of", node.protocol.call_ping(peer_id), MEET_TIMEOUT_S) is not None
         except (NetworkError, ValueError) as error:
             logger.debug("%s cannot be met: %s", address, error)
             return False
@@ -144,9 +147,9 @@ class DhtDirectory:
         wrong: list[DHTValidationError] = []
         for peer in random.sample(known, min(len(known), CLOCK_PEERS)):
             try:
-                async with self._deadline("ask a peer of", MEET_TIMEOUT_S):
-                    if await node.protocol.call_ping(peer, validate=True) is not None:
-                        return
+                ping = node.protocol.call_ping(peer, validate=True)
+                if await self._ask("ask a peer of", ping, MEET_TIMEOUT_S) is not None:
+                    return
             except DHTValidationError as error:
                 wrong.append(error)
             except NetworkError as error:
@@ -168,8 +171,8 @@ class DhtDirectory:
 
     async def read(self, model: str) -> dict[PeerId, bytes]:
         node = self._node
-        async with self._deadline("read"):
-            found = await node.get(self._name(model), latest=True, beam_size=BEAM, num_workers=WORKERS)
+        looking = node.get(self._name(model), latest=True, beam_size=BEAM, num_workers=WORKERS)
+        found = await self._ask("read", looking)
         entries: Any = found.value if found is not None else {}
         now = time.time()
         records: dict[PeerId, bytes] = {}
@@ -185,6 +188,7 @@ class DhtDirectory:
         joined, self._joined = self._joined, None
         if joined is None:
             return
+        self._give_up_calls()
         p2p, node = joined
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):  # a dying daemon never answers
@@ -194,16 +198,15 @@ class DhtDirectory:
     async def _store(self, record: bytes, model: str, expires_at: float) -> None:
         node = self._node
         self._expiry[model] = expires_at
-        async with self._deadline("publish in"):
-            stored = await node.store(
-                self._name(model),
-                self._sealed(record, model),
-                expires_at,
-                subkey=self._carrier.peer,
-                beam_size=BEAM,
-                num_workers=WORKERS,
-            )
-        if not stored:
+        storing = node.store(
+            self._name(model),
+            self._sealed(record, model),
+            expires_at,
+            subkey=self._carrier.peer,
+            beam_size=BEAM,
+            num_workers=WORKERS,
+        )
+        if not await self._ask("publish in", storing):
             raise NetworkError("no peer would keep our record; is this machine's clock right?")
 
     def _name(self, model: str) -> str:
@@ -228,19 +231,24 @@ class DhtDirectory:
             raise NetworkError("the p2p daemon is down")
         return self._joined[1]
 
-    @contextlib.asynccontextmanager
-    async def _deadline(self, what: str, seconds: float = TIMEOUT_S) -> AsyncIterator[None]:
+    async def _ask(self, what: str, call: Coroutine[Any, Any, _T], seconds: float = TIMEOUT_S) -> _T:
+        """One call of the DHT's, in a task of its own: what is given up takes all tasks along that it has begun.
+
+        Raises NetworkError when it takes too long and when the daemon dies, and what the call does.
+        """
+        task = asyncio.get_running_loop().create_task(call, name=f"to {what} the directory")
+        self._calls.add(task)
         try:
-            async with asyncio.timeout(seconds) as timeout:
-                self._under_way.add(timeout)
-                try:
-                    yield
-                finally:
-                    self._under_way.discard(timeout)
-        except TimeoutError:
-            if self._joined is None:
-                raise NetworkError("the p2p daemon has died") from None
-            raise NetworkError(f"could not {what} the directory within {seconds:g} s") from None
+            await asyncio.wait({task}, timeout=seconds)
+        finally:
+            self._calls.discard(task)
+            in_time = task.done()
+            task.cancel()
+        if not in_time:
+            raise NetworkError(f"could not {what} the directory within {seconds:g} s")
+        if task.cancelled():
+            raise NetworkError("the p2p daemon has died")
+        return task.result()
 
 
 def _about(peer: PeerId, model: str) -> bytes:

@@ -13,6 +13,8 @@ import warnings
 from importlib import resources
 from pathlib import Path
 
+from swarm.net.kept_tasks import KeptTasks
+
 
 def _register_bare(package: str) -> None:
     """Make submodules of `package` importable without running its `__init__`.
@@ -47,6 +49,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its dependencies' deprecations, nothing a user could act on
     _register_bare("hivemind")
     _share_crypto()
+    import hivemind.dht.node
+    import hivemind.dht.traverse
     import hivemind.hivemind_cli
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import ValidationError as DHTValidationError
@@ -59,6 +63,7 @@ with warnings.catch_warnings():
     from hivemind.utils.serializer import MSGPackSerializer
     from hivemind.utils.timed_storage import ValueWithExpiration
 
+hivemind.dht.node.asyncio = hivemind.dht.traverse.asyncio = KeptTasks()
 logging.getLogger("hivemind").setLevel(logging.ERROR)
 
 P2PD = resources.files(hivemind.hivemind_cli).joinpath("p2pd")

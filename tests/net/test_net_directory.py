@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -180,6 +181,32 @@ async def test_after_the_death_of_its_daemon_a_node_is_found_again() -> None:
         await directory.publish(b"first", "m", time.time() + 30)
         assert (await directory.read("m"))[first.peer] == b"first"
         assert set((await second.read("m")).values()) == {b"first", b"second"}
+
+
+async def test_a_search_that_is_given_up_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hivemind's own leave behind is destroyed while it waits, which asyncio tells the loop's handler."""
+    lost: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context["message"]))
+
+    async def silent(*_: object, **__: object) -> None:
+        await asyncio.sleep(60)
+
+    async with swarm(3) as members:
+        _, directory = members[0]
+        monkeypatch.setattr(directory._node.protocol, "call_find", silent)
+        before = asyncio.all_tasks()
+        reading = asyncio.create_task(directory.read("m"))
+        publishing = asyncio.create_task(directory.publish(b"record", "m", time.time() + 5))
+        await asyncio.sleep(0.2)
+        assert len(asyncio.all_tasks() - before) > 4, "a search is under way"
+        directory._down()  # as when the daemon dies
+        for given_up in (reading, publishing):
+            with pytest.raises(NetworkError):
+                await given_up
+        await asyncio.sleep(0.1)
+        assert not {task for task in asyncio.all_tasks() - before if not task.done()}
+    gc.collect()
+    assert not lost
 
 
 async def test_a_clock_that_differs_from_all_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
