@@ -7,10 +7,10 @@ Links follow geography (six regions), times of nodes differ eightfold. Columns, 
 
     graph     arrays from RouteNodes and a matrix of ms
     first     the first route on a graph, edges to the client included, no node twice
-    newer     the first route on the graph of a newer snapshot, τ of every node up to 10% off, after a route on this one
-    route     a route of a client that has asked before
+    route     the same client again
     clients   a route of one of six clients that ask in turn, each with random links of its own; their mean
     profile   `route_snapshot` from NodeProfiles, everything included (links from network coordinates)
+    numpy     a route where there was no compiler (left out beyond --plain-up-to nodes)
     plain     Parallax §3.3 as nested loops over dictionaries (left out beyond --plain-up-to nodes)
 """
 
@@ -20,12 +20,13 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm.plan import routing_dp
 from swarm.plan.routing import RouteNode, route_snapshot
 from swarm.plan.routing_graph import Graph
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
@@ -107,12 +108,6 @@ def snapshot_of(nodes: list[RouteNode], rho: Floats, place: Floats, num_layers: 
     return Snapshot("model", num_layers, tuple(profiles))
 
 
-def newer(nodes: list[RouteNode], seed: int) -> list[RouteNode]:
-    """The same nodes, each a little quicker or slower."""
-    by = np.random.default_rng(seed).uniform(0.9, 1.1, len(nodes))
-    return [replace(n, layer_ms=[float(b * ms) for ms in n.taus(n.end)]) for n, b in zip(nodes, by, strict=True)]
-
-
 def best_ms(run: Callable[[], object], repeat: int) -> float:
     best = math.inf
     for _ in range(repeat):
@@ -144,17 +139,15 @@ def bench(kind: str, count: int, num_layers: int, repeat: int, plain: bool) -> s
     built_ms = best_ms(lambda: Graph(nodes, num_layers, rho), min(repeat, 5))
     fresh = [Graph(nodes, num_layers, rho) for _ in range(min(repeat, 20))]
     first_ms = min(timed(partial(g.best, "latency", edge, edge)) for g in fresh)
-    moved = [newer(nodes, seed) for seed in range(min(repeat, 20))]
-    newer_ms = min(
-        timed(partial(Graph(later, num_layers, rho, fresh[0].likely).best, "latency", edge, edge)) for later in moved
-    )
     route_ms = best_ms(lambda: graph.best("latency", edge, edge), repeat)
     others = [np.random.default_rng(i).uniform(5, 60, count) for i in range(6)]
     clients_ms = best_of_clients_ms(fresh[0], others, repeat)
     seen = snapshot_of(nodes, rho, place, num_layers)
     profile_ms = best_ms(lambda: route_snapshot(seen, client_ms=by_id), min(repeat, 5))
-    plain_ms = "-"
+    numpy_ms = plain_ms = "-"
     if plain:
+        with mock.patch.object(routing_dp, "compiled", None):
+            numpy_ms = f"{best_ms(lambda: graph.best('latency', edge, edge), min(repeat, 5)):.2f}"
         table, there = rho.tolist(), edges.tolist()
         begun = time.perf_counter()
         cost = plain_layer_program(nodes, num_layers, table, there)
@@ -162,7 +155,7 @@ def bench(kind: str, count: int, num_layers: int, repeat: int, plain: bool) -> s
         if not math.isclose(cost, chain.cost_ms, abs_tol=1e-3):
             raise SystemExit(f"{kind} {count}: the plain program says {cost} ms, the route {chain.cost_ms} ms")
     replicas = sum(n.end - n.start for n in nodes) / num_layers
-    times = f"{built_ms:9.2f} {first_ms:9.3f} {newer_ms:9.3f} {route_ms:9.3f} {clients_ms:9.3f} {profile_ms:9.2f}"
+    times = f"{built_ms:9.2f} {first_ms:9.3f} {route_ms:9.3f} {clients_ms:9.3f} {profile_ms:9.2f} {numpy_ms:>9}"
     return f"{kind:10} {count:6} {replicas:8.1f} {times} {plain_ms:>10}   {len(simple)} hops, {simple.cost_ms:.1f} ms"
 
 
@@ -173,7 +166,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--plain-up-to", type=int, default=256)
     args = parser.parse_args()
-    columns = ("graph", "first", "newer", "route", "clients", "profile")
+    columns = ("graph", "first", "route", "clients", "profile", "numpy")
     print("kind        nodes replicas" + "".join(f"{name:>10}" for name in columns) + "      plain   best chain")
     for count in args.nodes:
         for kind in KINDS:

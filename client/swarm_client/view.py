@@ -53,7 +53,6 @@ class SwarmView:
         self._weight_hash = weight_hash
         self._wall_clock = wall_clock
         self._snapshot: Snapshot | None = None
-        self._routes: RouteTable | None = None  # the last one; the next is quicker to ask for it
         self._links: dict[PeerId, tuple[float, float]] = {}  # peer -> (when measured, one-way ms)
         self._bans = Bans()
         self._scope = TaskScope("view")
@@ -151,14 +150,12 @@ class SwarmView:
         return self._bans.of(snapshot.nodes, asyncio.get_running_loop().time(), and_slow=and_slow)
 
     def _table(self, snapshot: Snapshot, min_free_tokens: int) -> RouteTable:
-        self._routes = RouteTable(
+        return RouteTable(
             spread(snapshot, self._pool.peer),
             dtype=self._dtype,
             weight_hash=self._weight_hash,
             min_free_tokens=min_free_tokens,
-            before=self._routes,
         )
-        return self._routes
 
     def costs(self, chain: Chain) -> ChainCosts:
         """What a step along `chain` costs by the live map; a node that has left it is assumed to be ordinary."""

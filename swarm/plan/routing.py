@@ -108,9 +108,7 @@ class RouteTable:
         dtype: str | None = None,
         weight_hash: str | None = None,
         min_free_tokens: int = 0,
-        before: RouteTable | None = None,
     ) -> None:
-        """`before`: a table of an earlier snapshot; what it learned of the swarm saves time, and changes no answer."""
         self.snapshot = snapshot
         fitting = (
             (n.span.start, n.span.end, n.peer, n)
@@ -127,9 +125,8 @@ class RouteTable:
             if not node.kv_capacity_tokens or node.kv_free_tokens >= min_free_tokens:
                 groups.setdefault((node.weight_hash, node.dtype), []).append(node)
         self.groups = dict(sorted(groups.items()))
-        likely = {} if before is None else {key: graph.likely for key, graph in before.graphs.items()}
         self.graphs: dict[tuple[str, str], Graph] = {
-            key: Graph(profile_nodes(group), snapshot.num_layers, snapshot_rho(group), likely.get(key, ()))
+            key: Graph(profile_nodes(group), snapshot.num_layers, snapshot_rho(group))
             for key, group in self.groups.items()
         }
 

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from swarm.errors import NoRoute, UsageError
 from swarm.plan.routing_bottleneck import best_pipeline
 from swarm.plan.routing_dp import HOP, MAX_LAYERS, NEVER, TICK, Dag, Ints
-from swarm.plan.routing_focus import Finder
-from swarm.plan.routing_search import best_simple, repeats
+from swarm.plan.routing_search import best_simple, cheapest, repeats
 from swarm.plan.routing_walk import Path
 from swarm.types import Chain, Hop, LayerSpan, missing_ranges
 
@@ -111,12 +110,8 @@ class Graph:
     row does not hold the layer. `rho_ms`: `[R, R]`, infinite where there is no link.
     """
 
-    def __init__(
-        self, nodes: Sequence[RouteNode], num_layers: int, rho_ms: Floats, likely: Collection[str] = ()
-    ) -> None:
-        """`rho_ms`: in the order of `nodes`. `likely`: `Graph.likely` of a graph much like this one; a guess that
-        saves time. Raises UsageError for what is no number of ms.
-        """
+    def __init__(self, nodes: Sequence[RouteNode], num_layers: int, rho_ms: Floats) -> None:
+        """`rho_ms`: in the order of `nodes`. Raises UsageError for what is no number of ms."""
         if not 1 <= num_layers <= MAX_LAYERS:
             raise UsageError(f"a model of {num_layers} layers cannot be routed; 1 to {MAX_LAYERS} are possible")
         order = sorted(range(len(nodes)), key=lambda i: row_order(nodes[i]))
@@ -138,8 +133,6 @@ class Graph:
         if len(rank) < len(self.ids):
             rho[self.owner[:, None] == self.owner] = NEVER
         self.dag = Dag(self.owner, tau, rho)
-        guess = np.array([peer in likely for peer in self.ids], np.bool_) if likely else None
-        self._finder = Finder(self.dag, guess=guess)
 
     def _times(self) -> tuple[Ints, Ints, Floats]:
         """Layers, rows and τ in ms of all that is held, flat. Raises UsageError for a span or τ that is none."""
@@ -180,11 +173,6 @@ class Graph:
             cost[np.isinf(ms)] = NEVER
         return cost
 
-    @property
-    def likely(self) -> frozenset[str]:
-        """Nodes that came close to the best chains so far; none if nobody has asked."""
-        return frozenset(self.ids[row] for row in np.flatnonzero(self._finder.close))
-
     def best(
         self,
         objective: Objective = "latency",
@@ -203,7 +191,7 @@ class Graph:
         entries, exits = self.ticks(entry_ms), self.ticks(exit_ms)
         path: Path | None = None
         if objective == "latency":
-            path = self._finder.cheapest(entries, exits, closed)
+            path = cheapest(dag, entries, exits, closed)
             if path is not None and (revisits or not repeats(path)):
                 return self.chain(path, rows, objective, entry_ms, exit_ms)
         if closed is not None:

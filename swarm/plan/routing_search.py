@@ -23,9 +23,9 @@ MOST_ROUNDS = 400
 MOST_ROUNDS_CAPPED = 32  # where sweeps are dearer and repeats tempting
 
 
-def cheapest(dag: Dag, entries: Ints, exits: Ints) -> Path | None:
-    """The best chain in the DAG; a node may come twice. None if there is no chain."""
-    return walk(dag, sweep(dag, exits), entries, exits)
+def cheapest(dag: Dag, entries: Ints, exits: Ints, closed: Flags | None = None) -> Path | None:
+    """The best chain in the DAG without the rows that are `closed`, `[R]`; a node may come twice. None for no chain."""
+    return walk(dag, sweep(dag, exits, closed), entries, exits)
 
 
 def repeats(path: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -111,26 +110,6 @@ def test_one_table_answers_many_questions() -> None:
     with pytest.raises(NoRoute) as refusal:
         table.route(banned={"a"})
     assert refusal.value.missing == ((0, 6),)
-
-
-def test_a_table_learns_from_the_one_before_and_says_the_same() -> None:
-    """Every node's times move from one snapshot to the next; some nodes go, and others come."""
-    rng = random.Random(3)
-    before: RouteTable | None = None
-    learned = 0
-    for turn in range(30):
-        swarm = []
-        for i in range(400):
-            if rng.random() < 0.9:
-                start, ms = rng.choice([0, 6]), 1.0 + i % 7 + rng.random()
-                link_ms = {str(j): rng.uniform(1, 9) for j in rng.sample(range(400), 5)}
-                swarm.append(replace(serving(str(i), start, start + 6, ms), link_ms=link_ms))
-        client_ms = {node.peer: 5.0 + int(node.peer) % 11 for node in swarm}
-        table = RouteTable(of(*swarm), before=before)
-        learned += any(graph.likely for graph in table.graphs.values())
-        assert table.route(client_ms=client_ms) == route_snapshot(of(*swarm), client_ms=client_ms), turn
-        before = table
-    assert learned > 20
 
 
 def test_an_empty_swarm_says_how_to_start_one() -> None:

@@ -6,15 +6,10 @@ import itertools
 import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from swarm.errors import NoRoute, UsageError
 from swarm.plan.routing import RouteNode, route
-from swarm.plan.routing_dp import sweep
-from swarm.plan.routing_focus import Finder
-from swarm.plan.routing_graph import Graph, link_matrix
-from swarm.plan.routing_walk import walk
 from swarm.types import Chain, Hop
 
 Links = dict[str, dict[str, float]]
@@ -227,27 +222,3 @@ def test_very_slow_chains_are_still_compared() -> None:
     nodes = [RouteNode("a", 0, 64, hour), RouteNode("b", 0, 64, 2 * hour)]
     assert route(nodes, 64, {}).peers == ("a",)
     assert route(nodes, 64, {}).cost_ms == 64 * hour
-
-
-def test_many_clients_of_one_graph_get_what_a_fresh_sweep_would_give_them() -> None:
-    """The rows a finder leaves out never mattered, whoever asks and whoever is banned."""
-    rng = random.Random(11)
-    parts = 0
-    for _ in range(60):
-        nodes, num_layers, rho = random_swarm(rng, most_layers=9, most_nodes=24)
-        nodes += [RouteNode(f"far{i}", 0, num_layers, 40.0) for i in range(8)]
-        graph = Graph(nodes, num_layers, link_matrix([n.id for n in nodes], rho))
-        guess = np.array([rng.random() < 0.7 for _ in nodes]) if rng.random() < 0.5 else None
-        finder = Finder(graph.dag, worth=0, guess=guess)
-        for _ in range(12):
-            entries, exits = (graph.ticks(np.array([rng.choice([1.0, 4.0, 40.0]) for _ in nodes])) for _ in "io")
-            closed = np.array([rng.random() < 0.1 for _ in nodes]) if rng.random() < 0.4 else None
-            expected = walk(graph.dag, sweep(graph.dag, exits, closed), entries, exits)
-            assert finder.cheapest(entries, exits, closed) == expected
-            if closed is not None and graph.dag.covered(closed):
-                kept = np.flatnonzero(~closed)
-                part = graph.dag.take(kept)
-                apart = walk(part, sweep(part, exits[kept]), entries[kept], exits[kept])
-                assert (apart and (apart.cost, apart.owners)) == (expected and (expected.cost, expected.owners))
-            parts += finder.part is not None
-    assert parts > 150
