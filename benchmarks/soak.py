@@ -4,8 +4,8 @@ arrive?
     python benchmarks/soak.py --minutes 60            (make soak)
 
 Starts a private swarm of real node processes and asks it. Every few seconds it notes each node's memory (PSS),
-descriptors, threads and asyncio tasks; after a warm-up it fits a line through the memory. Prints how it goes every few
-minutes and one JSON object at the end; exit code 1 if memory grows by more than the limit, if descriptors, threads or
+descriptors, threads and asyncio tasks, and its own, where the clients are; after a warm-up it fits a line through the
+memory. Prints how it goes every few minutes and one JSON object at the end; exit code 1 if memory grows by more than the limit, if descriptors, threads or
 tasks climb, or if an answer is missing.
 """
 
@@ -37,16 +37,15 @@ PROMPTS = ("Why is the sky blue?", "Name three rivers.", "Write a line about the
 
 @dataclass
 class Series:
-    """What one node process looked like over time."""
+    """What one process looked like over time."""
 
     at: list[float] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)  # MiB, this process and its p2p daemon
+    memory: list[float] = field(default_factory=list)  # MiB, a node and its p2p daemon, or the clients' process
     descriptors: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     tasks: list[int] = field(default_factory=list)
 
-    def sample(self, process: psutil.Process, tasks: int, now: float) -> None:
-        family = [process, *process.children(recursive=True)]
+    def sample(self, process: psutil.Process, family: Sequence[psutil.Process], tasks: int, now: float) -> None:
         self.at.append(now)
         self.memory.append(sum(p.memory_full_info().pss for p in family) / 2**20)
         self.descriptors.append(process.num_fds())
@@ -106,20 +105,25 @@ async def load(
     await asyncio.gather(*(one(number) for number in range(clients)))
 
 
-async def watch(pids: Sequence[int], begun: float, until: float, counts: dict[str, int]) -> dict[int, Series]:
+async def watch(pids: Sequence[int], begun: float, until: float, counts: dict[str, int]) -> list[Series]:
+    """Of the nodes, and of this process, the clients', at the end."""
     series = {pid: Series() for pid in pids}
+    clients, own = Series(), psutil.Process()
     news = begun
     while time.monotonic() < until:
         now = time.monotonic()
         tasks = {node.vitals.pid: node.vitals.tasks for node in await control.find()}
         for pid, seen in series.items():
-            seen.sample(psutil.Process(pid), tasks.get(pid, seen.tasks[-1] if seen.tasks else 0), now - begun)
+            node = psutil.Process(pid)
+            family = [node, *node.children(recursive=True)]
+            seen.sample(node, family, tasks.get(pid, seen.tasks[-1] if seen.tasks else 0), now - begun)
+        clients.sample(own, [own], len(asyncio.all_tasks()), now - begun)
         if now >= news:
             news = now + NEWS_S
-            memory = [round(seen.memory[-1], 1) for seen in series.values()]
+            memory = [round(seen.memory[-1], 1) for seen in (*series.values(), clients)]
             print(json.dumps({"minute": round((now - begun) / 60), **counts, "memory_mib": memory}), flush=True)
         await asyncio.sleep(SAMPLE_S)
-    return series
+    return [*series.values(), clients]
 
 
 async def soak(ready: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -128,11 +132,11 @@ async def soak(ready: dict[str, Any], options: argparse.Namespace) -> dict[str, 
     counts = {"answers": 0, "tokens": 0, "failures": 0}
     asking = load(ready["peers"][:1], ready["model"], options.clients, options.pause, until, counts)
     _, series = await asyncio.gather(asking, watch(ready["pids"], begun, until, counts))
-    nodes = [seen.verdict(60 * options.warm_up) for seen in series.values()]
+    *nodes, clients = [seen.verdict(60 * options.warm_up) for seen in series]
     counted = [node[name] for node in nodes for name in ("descriptors", "threads", "tasks")]
     flat = all(last <= first + CLIMB for first, last in counted)
     steady = all(node["memory_slope_mib_per_h"] <= options.limit for node in nodes)
-    return {"minutes": options.minutes, **counts, "nodes": nodes, "flat": flat, "steady": steady}
+    return {"minutes": options.minutes, **counts, "nodes": nodes, "clients": clients, "flat": flat, "steady": steady}
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ from swarm_client.speculator import Guesser, Speculator
 from swarm_client.stops import StopStrings
 from swarm_client.view import SwarmView
 from swarm_kernels.loader import ModelSource, open_model
+from swarm_kernels.memory import release_free_memory
 from swarm_kernels.tokenizer import ChatTokenizer, load_tokenizer
 
 _T = TypeVar("_T")
@@ -128,6 +129,9 @@ class SwarmClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+        self._view = self._outliner = self._source = self._network = None  # a closed client says that it is one
+        self._drafting = Drafting()  # and holds no model in memory, whoever still holds the client
+        release_free_memory()
 
     @property
     def tokenizer(self) -> ChatTokenizer:

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 
-from swarm.errors import CorruptModel, DrafterFailed, UnsupportedModel
+from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels import ops
 from swarm_kernels.batch import BatchPlan
@@ -154,9 +155,21 @@ class _SharedSpan:
             return self._span.logits(hidden)
 
 
+_LOADED: WeakValueDictionary[tuple[Path, int, str], TrainedDraft] = WeakValueDictionary()
+_LOADING = threading.Lock()
+
+
 def open_draft(path: Path, target: ModelSource) -> TrainedDraft:
-    """Raises ModelNotFound, CorruptModel, DrafterFailed, UnsupportedModel."""
-    return TrainedDraft(DraftWeights.load(path), target)
+    """The clients of one process share it. Raises ModelNotFound, CorruptModel, DrafterFailed, UnsupportedModel."""
+    try:
+        key = path.resolve(), path.stat().st_mtime_ns, target.weight_hash
+    except OSError:
+        raise ModelNotFound(f"there is no draft at {path}; make one with 'swarm-draft train'") from None
+    with _LOADING:
+        draft = _LOADED.get(key)
+        if draft is None:
+            draft = _LOADED[key] = TrainedDraft(DraftWeights.load(path), target)
+        return draft
 
 
 def top_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from swarm.errors import UsageError
 from swarm.types import LayerSpan
 from swarm_kernels.lean import LeanSpan
+from swarm_kernels.memory import release_free_memory
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span import Progress, Span
 
@@ -34,7 +35,10 @@ def load_span(
     report = progress or (lambda share: None)
     if source.config.lean:
         shared = like if isinstance(like, LeanSpan) else None
-        return LeanSpan.load(source, layers, dtype, torch.device(device), report, shared)
-    from swarm_kernels.general import GeneralSpan  # imports transformers, which takes seconds
+        span: Span = LeanSpan.load(source, layers, dtype, torch.device(device), report, shared)
+    else:
+        from swarm_kernels.general import GeneralSpan  # imports transformers, which takes seconds
 
-    return GeneralSpan.load(source, layers, dtype, torch.device(device), report)
+        span = GeneralSpan.load(source, layers, dtype, torch.device(device), report)
+    release_free_memory()  # what reading and packing took: up to half of a span's size
+    return span

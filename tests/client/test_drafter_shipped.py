@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import closing
 
 import pytest
@@ -27,3 +29,16 @@ def test_the_shipped_draft_knows_its_model() -> None:
         (answer,) = greedy_answers(source, [prompt], 40)
         hits = hits_by_depth(ModelDrafter(open_draft(path, source), max_tokens=256), [Recorded(prompt, answer)], 1)
         assert hits[0][2] > 0.25
+
+
+@pytest.mark.real_model
+def test_clients_of_one_process_share_a_draft_and_let_go_of_it() -> None:
+    with closing(open_model("smollm2-135m")) as source:
+        path = find_shipped(source)
+        assert path is not None
+        one, other = open_draft(path, source), open_draft(path, source)
+        assert one is other
+        seen = weakref.ref(one)
+        del one, other
+        gc.collect()
+        assert seen() is None
