@@ -5,8 +5,8 @@ arrive?
 
 Starts a private swarm of real node processes and asks it. Every few seconds it notes each node's memory (PSS),
 descriptors, threads and asyncio tasks, and its own, where the clients are; after a warm-up it fits a line through the
-memory. Prints how it goes every few minutes and one JSON object at the end; exit code 1 if memory grows by more than the limit, if descriptors, threads or
-tasks climb, or if an answer is missing.
+memory. Prints how it goes every few minutes and one JSON object at the end; exit code 1 if memory grows by more than
+the limit, if descriptors, threads or tasks climb, or if an answer is missing.
 """
 
 from __future__ import annotations
