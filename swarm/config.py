@@ -33,10 +33,12 @@ class Limits:
     """Bounds that keep one stranger from costing the others; seconds, bytes and counts."""
 
     dial_timeout_s: float = 10.0
+    edge_timeout_s: float = 3.0  # for a hop to reach the next one; then the client relays for this session
     open_timeout_s: float = 15.0
     route_timeout_s: float = 5.0  # how long a client waits for layers nobody serves
     repair_timeout_s: float = 30.0  # ... when they went away in the middle of an answer
     silence_s: float = 1.0  # a peer that lets a ping wait for so long is lost
+    stall_s: float = 6.0  # steps that stand still for so long at peers that live: one of them no longer works
     step_timeout_s: float = 60.0
     drain_timeout_s: float = 20.0
     handover_timeout_s: float = 20.0  # that a leaving node serves on until others have taken its layers over

@@ -2,9 +2,9 @@
 
 Owns the names, fields and size bounds of everything peers say to each other. Knows neither sockets nor tensors.
 
-    client -> hop   Open, Reroute, Step (to the first hop), Prune, Close, Ping
+    client -> hop   Open, Reroute, Step (to the first hop), Prune, Locate, Close, Ping
     hop -> hop      Step (with a body of hidden states), Failed, Ping
-    hop -> client   Opened, Failed, Result (from the tail), Step (an edge the client relays), Pong
+    hop -> client   Opened, Failed, Result (from the tail), Step (an edge the client relays), Located, Pong
 """
 
 from __future__ import annotations
@@ -174,6 +174,20 @@ class Prune(Message, frozen=True, tag="prune"):
     slots: Slots = []
 
 
+class Locate(Message, frozen=True, tag="locate"):
+    """Out of band: how far have this session's steps come? Answered at once by Located."""
+
+    session: SessionId
+
+
+class Located(Message, frozen=True, tag="located"):
+    """The newest step that has arrived, and the newest that was computed and sent on: their numbers plus 1, 0: none."""
+
+    session: SessionId
+    arrived: Serial
+    done: Serial
+
+
 class Close(Message, frozen=True, tag="close"):
     """The client is done with the session; the hop frees its pages.
 
@@ -216,4 +230,4 @@ class Move(Message, frozen=True, tag="move"):
     nonce: Serial
 
 
-AnyMessage = Open | Opened | Reroute | Step | Result | Prune | Close | Failed | Ping | Pong | Move
+AnyMessage = Open | Opened | Reroute | Step | Result | Prune | Locate | Located | Close | Failed | Ping | Pong | Move

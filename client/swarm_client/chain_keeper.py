@@ -97,6 +97,14 @@ class ChainKeeper:
         for peer, cause in session.lost.items():
             self.view.ban(peer, cause)
 
+    async def replaceable(self, session: ChainSession, peer: PeerId) -> bool:
+        """Whether others can do what `peer` does in this session."""
+        try:
+            await self.view.repair(session.whole, {peer}, session.spec.max_tokens, avoid={peer})
+        except (NoRoute, NetworkError):
+            return False
+        return True
+
     async def worth_leaving(self, session: ChainSession, peer: PeerId, slowdown: float) -> bool:
         """Whether the session would be much quicker without `peer`, now that its rounds take `slowdown` times as long.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +21,8 @@ from swarm.messages import (
     AnyMessage,
     Close,
     Failed,
+    Locate,
+    Located,
     Open,
     Opened,
     Prune,
@@ -37,6 +39,7 @@ from swarm.prefix import digests
 from swarm.types import Chain, Hop, NodeProfile, PeerId, Sampling
 from swarm_client.inbox import Inboxes, Incoming
 from swarm_client.pulse import Pulse
+from swarm_client.whereabouts import Place, Standstill, suspects
 
 _T = TypeVar("_T")
 
@@ -89,6 +92,9 @@ class ChainSession:
     _connections: dict[PeerId, Link] = field(default_factory=dict)
     _relayed: set[PeerId] = field(default_factory=set)
     _pulse: Pulse = field(init=False)
+    _step: int = 0  # the last that was sent
+    _places: dict[PeerId, Place] = field(default_factory=dict)  # what hops said of it
+    _standstill: Standstill = field(default_factory=Standstill)
 
     def __post_init__(self) -> None:
         self._pulse = Pulse(self._pool, self._limits.silence_s)
@@ -131,14 +137,28 @@ class ChainSession:
             slots=list(action.slots),
             commit=list(action.commit),
         )
+        self._step = action.step
         await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.silence_s)
 
-    async def receive(self, patience_s: float) -> Result:
-        """The tail's next result. Whenever `patience_s` passes without one, all hops are asked whether they live.
+    async def receive(self, patience_s: float, stalled: Callable[[], Awaitable[None]]) -> Result:
+        """The tail's next result. Whenever `patience_s` passes without one, all hops are asked whether they live, and
+        if they do, `stalled` is awaited, which may raise HopFailed as well. It may ask for `suspects`.
 
         Raises HopFailed.
         """
-        return await self._patiently(self._result(), patience_s)
+        return await self._patiently(self._result(), patience_s, stalled=stalled)
+
+    async def suspects(self, still_s: float) -> tuple[PeerId, ...]:
+        """The hops that the last step may hang at, likeliest first; () as long as anything moved within `still_s`.
+
+        While `receive` waits: it is what reads the hops' answers. Raises HopFailed.
+        """
+        self._places.clear()
+        for peer in self.chain.peers:
+            await self._send_to(peer, Locate(self.id))
+        await asyncio.sleep(self._pulse.patience_s)
+        lasted_s = self._standstill.lasted_s(self._places, asyncio.get_running_loop().time())
+        return suspects(self.chain.peers, self._places, self._step) if lasted_s >= still_s else ()
 
     async def drop_stale(self, epoch: int) -> None:
         """Tell every hop that steps before `epoch` are void, best effort: the next step says so too, only later."""
@@ -297,6 +317,9 @@ class ChainSession:
             if incoming is None:
                 continue
             step = incoming.message
+            if isinstance(step, Located):
+                self._places[incoming.peer] = Place(step.arrived, step.done)
+                continue
             if not isinstance(step, Step):
                 return incoming
             if incoming.peer not in self._relayed:
@@ -342,9 +365,14 @@ class ChainSession:
         return HopFailed(peer, cause)
 
     async def _patiently(
-        self, work: Coroutine[Any, Any, _T], patience_s: float, peers: Collection[PeerId] | None = None
+        self,
+        work: Coroutine[Any, Any, _T],
+        patience_s: float,
+        peers: Collection[PeerId] | None = None,
+        stalled: Callable[[], Awaitable[None]] | None = None,
     ) -> _T:
-        """Await `work`; whenever it has taken `patience_s` more, ask `peers` (all hops) for a sign of life.
+        """Await `work`; whenever it has taken `patience_s` more, ask `peers` (all hops) for a sign of life, and do what
+        `stalled` does.
 
         A ping is answered by a node's event loop, so a node that is only busy answers. Raises HopFailed.
         """
@@ -352,6 +380,8 @@ class ChainSession:
         try:
             while not (await asyncio.wait({task}, timeout=patience_s))[0]:
                 await self._probe(self.chain.peers if peers is None else peers)
+                if stalled is not None:
+                    await stalled()
             return task.result()
         finally:
             task.cancel()

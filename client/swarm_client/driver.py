@@ -141,7 +141,7 @@ class Driver:
         limit_s = self.limits.step_timeout_s + self._allowance_s
         try:
             async with asyncio.timeout(limit_s):
-                result = await session.receive(self._watch.patience_s(self.limits.silence_s))
+                result = await session.receive(self._watch.patience_s(self.limits.silence_s), self._stalled)
         except HopFailed as failed:
             return HopLost(failed.peer, str(failed))
         except TimeoutError:
@@ -154,6 +154,17 @@ class Driver:
             slow = session.leave(suspect, TooSlow("it has become slow, and others are much quicker"))
             self._pending.append(HopLost(slow.peer, str(slow)))
         return StepSettled(result.epoch, result.step, tuple(result.tokens), tuple(result.trace), result.sessions)
+
+    async def _stalled(self) -> None:
+        """Every hop answers pings, and yet no result comes: leave who keeps it, if others can do the work.
+
+        Raises HopFailed.
+        """
+        session = self._session
+        assert session is not None  # it is what waits
+        for peer in await session.suspects(self.limits.stall_s + self._allowance_s):
+            if await self.chains.replaceable(session, peer):
+                raise session.leave(peer, TooSlow("steps come to it and no further"))
 
     # Chains ----------------------------------------------------------------------------------------------------------
 

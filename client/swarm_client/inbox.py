@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarm.codec import Buffer
 from swarm.errors import NetworkError, ProtocolError
-from swarm.messages import AnyMessage, Failed, Opened, Result, Step
+from swarm.messages import AnyMessage, Failed, Located, Opened, Result, Step
 from swarm.net.link import Link
 from swarm.types import PeerId
 
@@ -41,7 +41,7 @@ class Inboxes:
         self._queues.pop(session, None)
 
     async def on_frame(self, connection: Link, message: AnyMessage, body: memoryview) -> None:
-        if not isinstance(message, Opened | Failed | Result | Step):
+        if not isinstance(message, Opened | Located | Failed | Result | Step):
             raise ProtocolError(f"a node sent a client a {type(message).__name__}")
         queue = self._queues.get(message.session)
         if queue is None:

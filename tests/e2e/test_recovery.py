@@ -182,6 +182,34 @@ async def test_a_hop_that_becomes_ten_times_slower_is_left_within_five_tokens(vi
         await assert_clean(swarm)
 
 
+@pytest.mark.parametrize("victim", range(3))
+@virtual_time
+async def test_a_hop_that_answers_pings_and_computes_no_more_is_left(victim: int) -> None:
+    async with swarm_of(2) as swarm, swarm.client() as client:
+
+        def strike(chain: Chain) -> None:
+            swarm.nodes[chain.peers[victim]].device.delay_s = 300.0
+
+        answer, times, _ = await answer_with(client, strike, 9)
+        assert list(answer.token_ids) == truth()
+        assert [repair.partition(": ")[2] for repair in answer.repairs] == ["steps come to it and no further"]
+        assert max(b - a for a, b in itertools.pairwise(times)) < LIMITS.stall_s + 6 * LIMITS.silence_s
+
+
+@pytest.mark.parametrize("edge", range(2))
+@virtual_time
+async def test_hops_that_both_live_and_cannot_reach_each_other_any_more(edge: int) -> None:
+    async with swarm_of(2) as swarm, swarm.client() as client:
+
+        def strike(chain: Chain) -> None:
+            swarm.network.partition(chain.peers[edge], chain.peers[edge + 1])
+
+        answer, times, _ = await answer_with(client, strike, 9)
+        assert list(answer.token_ids) == truth()
+        assert len(answer.repairs) == 1
+        assert max(b - a for a, b in itertools.pairwise(times)) < LIMITS.stall_s + 6 * LIMITS.silence_s
+
+
 @virtual_time
 async def test_a_slow_hop_that_nobody_can_replace_is_kept() -> None:
     async with swarm_of(1) as swarm, swarm.client() as client:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 
 from swarm.errors import ConnectionLost
-from swarm.messages import Failed
+from swarm.messages import Failed, Located
 from swarm.net.tasks import TaskScope
 from swarm_node.serving.quotas import Quotas
 from swarm_node.serving.sessions import Link
@@ -25,15 +25,15 @@ class Answers:
         self._quotas = quotas
         self._timeout_s = timeout_s
 
-    def tell(self, peer: Link, message: Failed) -> None:
+    def tell(self, peer: Link, message: Failed | Located) -> None:
         if self._quotas.take_answer(peer.peer):
             self._scope.start(self._send(peer, message), f"answer to {peer.peer}")
 
-    async def _send(self, peer: Link, message: Failed) -> None:
+    async def _send(self, peer: Link, message: Failed | Located) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await peer.send(message)
         except (ConnectionLost, TimeoutError):
-            logger.debug("%s does not listen to: %s", peer.peer, message.detail)
+            logger.debug("%s does not listen to: %s", peer.peer, message)
         finally:
             self._quotas.give_answer(peer.peer)

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class Pool(Protocol):
     """The connections of this node, as `net.pool` keeps them."""
 
-    async def get(self, peer: PeerId, addresses: Sequence[str] = ()) -> Link:
-        """Raises PeerUnreachable."""
+    async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> Link:
+        """Raises PeerUnreachable, after `timeout_s` at the latest."""
         ...
 
 
@@ -68,6 +68,7 @@ class Flow:
                 await self._reroute(session, item)
             else:
                 await self._step(session, home, item)
+                session.done = max(session.done, item.step.step + 1)
 
     def lose_next(self, session: Session, error: NetworkError) -> None:
         """The next hop is gone: keep everything, tell the client, and wait for it to name another."""
@@ -81,7 +82,9 @@ class Flow:
         if session.tail:
             return
         try:
-            session.next_hop = await self.pool.get(session.downstream, session.downstream_addresses)
+            session.next_hop = await self.pool.get(
+                session.downstream, session.downstream_addresses, self.limits.edge_timeout_s
+            )
         except PeerUnreachable as error:
             logger.info("the client relays for session %s: %s", session.id.hex(), error)
             session.next_hop = session.client

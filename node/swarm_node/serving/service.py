@@ -28,7 +28,7 @@ from swarm.errors import (
     SwarmError,
     WrongModel,
 )
-from swarm.messages import AnyMessage, Close, Failed, Move, Open, Ping, Pong, Prune, Reroute, Step
+from swarm.messages import AnyMessage, Close, Failed, Locate, Located, Move, Open, Ping, Pong, Prune, Reroute, Step
 from swarm.net.tasks import TaskScope
 from swarm.types import LayerSpan
 from swarm_node.serving.answers import Answers
@@ -146,6 +146,10 @@ class Service:
                         self._prune(session, message)
                 case Reroute():
                     self._on_reroute(connection, message)
+                case Locate():
+                    session = self._owned(connection, message.session)
+                    if session is not None:
+                        self._answers.tell(connection, Located(session.id, session.arrived, session.done))
                 case Close():
                     session = self._owned(connection, message.session)
                     if session is not None:

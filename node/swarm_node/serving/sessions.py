@@ -70,6 +70,8 @@ class Session:
     epoch: int = 0  # the newest that has arrived; older steps are dropped
     ran_epoch: int = 0  # of the last step that ran here
     committed: int = 0
+    arrived: int = 0  # the newest step that came, and that was dealt with: their numbers plus 1
+    done: int = 0
     next_hop: Link | None = None  # where outputs go; the client itself when it relays this edge
     stalled: bool = False  # the next hop is lost: steps are dropped until a Reroute names another
     told_epoch: int = 0  # of the step for which the client was last told so
@@ -131,6 +133,7 @@ class Session:
         if arrival.step.epoch < self.epoch:
             return
         self.epoch = arrival.step.epoch
+        self.arrived = max(self.arrived, arrival.step.step + 1)
         self._enqueue(arrival)
 
     def redirect(self, message: Reroute) -> None:
