@@ -3,7 +3,7 @@
 Owns the names, fields and size bounds of everything peers say to each other. Knows neither sockets nor tensors.
 
     client -> hop   Open, Reroute, Step (to the first hop), Prune, Locate, Close, Ping
-    hop -> hop      Step (with a body of hidden states), Failed, Ping
+    hop -> hop      Step (with a body of hidden states), Failed, Fetch, Pages (with keys and values), Ping
     hop -> client   Opened, Failed, Result (from the tail), Step (an edge the client relays), Located, Pong
 """
 
@@ -22,6 +22,7 @@ MAX_SLOTS = 4096  # tree slots of one session
 MAX_TOKENS = 1 << 20  # tokens of one session
 MAX_HISTORY = 1 << 18  # token ids in one `Open`
 MAX_HOPS = 256
+MAX_PAGES = 4096  # of keys and values in one frame
 MAX_PREFIX = 4096  # digests of one text's beginnings
 
 SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -72,6 +73,9 @@ class Open(Message, frozen=True, tag="open"):
     sent on (the hops behind hold them) nor answered by a Result.
 
     `prefix`: names of the text's beginnings (`swarm.prefix`). A hop that computed one for this client shares it.
+
+    `heir_of`: a node that has left this session, with these very layers, and still holds its first `inherit` tokens.
+    The hop fetches them there if it can; `Opened.held` says whether.
     """
 
     session: SessionId
@@ -89,14 +93,17 @@ class Open(Message, frozen=True, tag="open"):
     epoch: Serial = 0
     onward_from: Count = 0
     prefix: Prefix = []
+    heir_of: Annotated[str, Meta(max_length=128)] = ""
+    heir_addresses: Addresses = []
+    inherit: Count = 0
 
 
 class Opened(Message, frozen=True, tag="opened"):
     """The hop is ready, or has taken its new route. `epoch` is that of the Open or Reroute which this answers.
 
     `relay`: it cannot reach its downstream; the client must carry that edge. `held`: how many of the first tokens it
-    has behind it already, because another session of this client began like this one. The first step may start
-    anywhere up to there.
+    has behind it already, because another session of this client began like this one or because it has inherited them.
+    The first step may start anywhere up to there.
     """
 
     session: SessionId
@@ -202,7 +209,8 @@ class Failed(Message, frozen=True, tag="failed"):
     """This session cannot go on here. `error` is a code of `swarm.errors`, `detail` a sentence for people.
 
     `lost`: the sender has lost this next hop of the session; it keeps what it holds and waits for a Reroute. Without
-    it the session is gone from the sender. `epoch`: the session's at the sender, so that old news is known as such.
+    it the session is gone from the sender; `held`: but it keeps the first so many tokens for a few seconds, for an heir
+    (`Open.heir_of`) or until Close. `epoch`: the session's at the sender, so that old news is known as such.
     """
 
     session: SessionId
@@ -211,6 +219,30 @@ class Failed(Message, frozen=True, tag="failed"):
     retry_after_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
     lost: Annotated[str, Meta(max_length=128)] = ""
     epoch: Serial = 0
+    held: Count = 0
+
+
+class Fetch(Message, frozen=True, tag="fetch"):
+    """To a node that has left a session: `count` pages from page `page` on of its first `tokens` tokens, in layer
+    `layer` of the model. Whoever knows the session's id may ask. Answered by Pages, or by Failed.
+
+    A page holds 16 tokens: `[kv_heads, head_dim, 16]` for keys and `[kv_heads, 16, head_dim]` for values, as they lie
+    in memory; the rest of the last one is zero.
+    """
+
+    session: SessionId
+    layer: Count
+    page: Count
+    count: Annotated[int, Meta(ge=1, le=MAX_PAGES)]
+    tokens: Count
+
+
+class Pages(Message, frozen=True, tag="pages"):
+    """The body has the keys of all pages that were asked for, then their values."""
+
+    session: SessionId
+    layer: Count
+    page: Count
 
 
 class Ping(Message, frozen=True, tag="ping"):
@@ -230,4 +262,20 @@ class Move(Message, frozen=True, tag="move"):
     nonce: Serial
 
 
-AnyMessage = Open | Opened | Reroute | Step | Result | Prune | Locate | Located | Close | Failed | Ping | Pong | Move
+AnyMessage = (
+    Open
+    | Opened
+    | Reroute
+    | Step
+    | Result
+    | Prune
+    | Locate
+    | Located
+    | Close
+    | Failed
+    | Fetch
+    | Pages
+    | Ping
+    | Pong
+    | Move
+)

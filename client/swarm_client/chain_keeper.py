@@ -16,9 +16,10 @@ from swarm.plan.speculation import ChainCosts
 from swarm.prefix import digests
 from swarm.types import Chain, PeerId, Sampling
 from swarm_client.beginnings import Beginnings
-from swarm_client.chain_session import ChainSession, HopFailed, SessionSpec
+from swarm_client.chain_session import ChainSession, HopFailed
 from swarm_client.chunks import prompt_chunks
 from swarm_client.network import Network
+from swarm_client.opening import SessionSpec
 from swarm_client.view import SwarmView
 
 WORTH = 1.25  # a chain must promise to be so many times quicker before a working hop is left

@@ -13,9 +13,11 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from swarm.codec import Buffer
 from swarm.config import Limits
-from swarm.errors import ConnectionLost, NetworkError, NodeBusy, ProtocolError, RemoteError, WrongModel
+from swarm.errors import ConnectionLost, NetworkError, ProtocolError
 from swarm.messages import (
     MAX_PREFIX,
     AnyMessage,
@@ -23,21 +25,28 @@ from swarm.messages import (
     Failed,
     Locate,
     Located,
-    Open,
     Opened,
     Prune,
     Reroute,
     Result,
     Step,
-    WireSampling,
 )
 from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
 from swarm.plan.repair import Repair
 from swarm.plan.session import SendStep
 from swarm.prefix import digests
-from swarm.types import Chain, Hop, NodeProfile, PeerId, Sampling
+from swarm.types import Chain, Hop, NodeProfile, PeerId
 from swarm_client.inbox import Inboxes, Incoming
+from swarm_client.opening import (
+    Legacy,
+    SessionSpec,
+    legacies_of,
+    open_message,
+    remote_error,
+    replaced,
+    reroute_message,
+)
 from swarm_client.pulse import Pulse
 from swarm_client.whereabouts import Place, Standstill, suspects
 
@@ -56,17 +65,6 @@ class HopFailed(NetworkError):
         super().__init__(str(cause))
         self.peer = peer
         self.cause = cause
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSpec:
-    """What every hop is told when the session opens."""
-
-    model: str
-    weight_hash: str
-    dtype: str
-    max_tokens: int
-    sampling: Sampling
 
 
 @dataclass(slots=True)
@@ -89,6 +87,7 @@ class ChainSession:
     held: int = 0  # tokens that all hops had behind them when the session was opened
     lost: dict[PeerId, NetworkError] = field(default_factory=dict)
     whole: Chain = field(default_factory=lambda: Chain(()))
+    _parted: dict[PeerId, int] = field(default_factory=dict)  # nodes that left, and still hold so many tokens
     _connections: dict[PeerId, Link] = field(default_factory=dict)
     _relayed: set[PeerId] = field(default_factory=set)
     _pulse: Pulse = field(init=False)
@@ -116,7 +115,8 @@ class ChainSession:
         names = digests(history[:-1])[:MAX_PREFIX]  # the last token is sent anyway: the next is drawn after it
         self = cls(session, chain, spec, pool, inboxes, limits, inboxes.register(session), names, epoch)
         try:
-            self.held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
+            held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
+            self.held = min(held.values())
         except BaseException:
             await self.close()
             raise
@@ -196,34 +196,35 @@ class ChainSession:
         Raises HopFailed, and may then be tried again with another repair and a newer epoch.
         """
         hops, kept = repair.chain.hops, set(repair.kept)
-        await self._dismiss([p for p in self._connections if p not in {hop.peer for hop in kept}])
+        legacies = legacies_of(set(hops) - kept, self.whole, self._parted, nodes, settled)
+        needed = {hop.peer for hop in kept} | {legacy.peer for legacy in legacies.values()}
+        await self._dismiss([p for p in self._connections if p not in needed])
         self.chain, self.epoch = repair.chain, epoch
         fresh: dict[Hop, int] = {}
         for i, hop in enumerate(hops):
             if hop not in kept:
                 last = i + 1 == len(hops) or hops[i + 1] in kept
                 fresh[hop] = settled if last else 0
-        await self._open_hops(fresh, nodes, tokens)
+        held = await self._open_hops(fresh, nodes, tokens, legacies)
+        fed = {hop.peer for hop in fresh if held[hop.peer] < settled}
         rerouted: list[tuple[int, Hop]] = []
         for i, hop in enumerate(hops):
             beside = (*hops[max(0, i - 1) : i], *hops[i + 1 : i + 2])
             if hop in kept and any(other not in kept for other in beside):
                 rerouted.append((i, hop))
         for i, hop in rerouted:
-            replaced = i + 1 < len(hops) and hops[i + 1] not in kept
-            await self._patiently(
-                self._send_to(hop.peer, self._reroute(i, nodes, settled if replaced else 0)), self._limits.silence_s
-            )
+            replay = settled if fed.intersection(replaced(hops[i + 1 :], kept)) else 0
+            await self._patiently(self._send_to(hop.peer, self._reroute(i, nodes, replay)), self._limits.silence_s)
         await self._all_open({hop.peer for _, hop in rerouted})
-        if hops[0] not in kept:
+        if fed.intersection(replaced(hops, kept)):
             await self._replay(tokens[:settled])
+        await self._dismiss([legacy.peer for legacy in legacies.values()])
         self.whole = repair.chain
         self.lost.clear()
+        self._parted.clear()
 
     def _reroute(self, index: int, nodes: Mapping[PeerId, NodeProfile], replay: int) -> Reroute:
-        before, after = self._neighbours(index)
-        addresses = list(nodes[after].addresses) if after in nodes else []
-        return Reroute(self.id, self.epoch, before, after, addresses, replay)
+        return reroute_message(self.id, self.epoch, *self._neighbours(index), nodes, replay)
 
     async def _replay(self, tokens: Sequence[int]) -> None:
         """Feed a new first hop what the others hold already."""
@@ -235,18 +236,23 @@ class ChainSession:
     # Opening ---------------------------------------------------------------------------------------------------------
 
     async def _open_hops(
-        self, hops: Mapping[Hop, int], nodes: Mapping[PeerId, NodeProfile], history: Sequence[int]
-    ) -> int:
+        self,
+        hops: Mapping[Hop, int],
+        nodes: Mapping[PeerId, NodeProfile],
+        history: Sequence[int],
+        legacies: Mapping[PeerId, Legacy] | None = None,
+    ) -> dict[PeerId, int]:
         """Open the session on `hops` (of the chain; with their `onward_from`) and wait until all are ready.
 
-        -> how many tokens all of them have behind them.
+        -> how many tokens each of them has behind it.
         """
         waiting = {hop.peer for hop in hops}
         try:
             async with asyncio.timeout(self._limits.open_timeout_s):
                 async with asyncio.TaskGroup() as group:
                     for hop, onward_from in hops.items():
-                        group.create_task(self._open_hop(hop, onward_from, nodes, history))
+                        legacy = (legacies or {}).get(hop.peer)
+                        group.create_task(self._open_hop(hop, onward_from, nodes, history, legacy))
                 return await self._all_open(waiting)
         except TimeoutError:
             late = next(hop.peer for hop in hops if hop.peer in waiting)
@@ -258,27 +264,16 @@ class ChainSession:
             raise failures.exceptions[0] from None
 
     async def _open_hop(
-        self, hop: Hop, onward_from: int, nodes: Mapping[PeerId, NodeProfile], history: Sequence[int]
+        self,
+        hop: Hop,
+        onward_from: int,
+        nodes: Mapping[PeerId, NodeProfile],
+        history: Sequence[int],
+        legacy: Legacy | None,
     ) -> None:
         before, after = self._neighbours(self.chain.hops.index(hop))
-        spec, tail = self.spec, not after
-        message = Open(
-            session=self.id,
-            model=spec.model,
-            weight_hash=spec.weight_hash,
-            dtype=spec.dtype,
-            start=hop.start,
-            end=hop.end,
-            max_tokens=spec.max_tokens,
-            upstream=before,
-            downstream=after,
-            downstream_addresses=list(nodes[after].addresses) if after in nodes else [],
-            sampling=WireSampling.of(spec.sampling) if tail else None,
-            history=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
-            epoch=self.epoch,
-            onward_from=onward_from,
-            prefix=list(self.prefix),
-        )
+        message = open_message(self.id, self.spec, hop, before, after, nodes, history, legacy)
+        message = msgspec.structs.replace(message, epoch=self.epoch, onward_from=onward_from, prefix=list(self.prefix))
         try:
             self._connections[hop.peer] = await self._pool.get(hop.peer, nodes[hop.peer].addresses)
         except NetworkError as error:
@@ -290,17 +285,17 @@ class ChainSession:
         peers = ("", *self.chain.peers, "")
         return peers[index], peers[index + 2]
 
-    async def _all_open(self, waiting: set[PeerId]) -> int:
-        """Wait until all of `waiting` have answered an Open or Reroute of this epoch. -> tokens that all hold."""
-        held: list[int] = []
+    async def _all_open(self, waiting: set[PeerId]) -> dict[PeerId, int]:
+        """Wait until all of `waiting` have answered an Open or Reroute of this epoch. -> tokens that each holds."""
+        held: dict[PeerId, int] = {}
         while waiting:
             incoming = await self._patiently(self._next(), self._limits.silence_s, frozenset(waiting))
             opened = incoming.message
             if isinstance(opened, Opened) and opened.epoch == self.epoch:
                 waiting.discard(incoming.peer)
-                held.append(opened.held)
+                held[incoming.peer] = opened.held
                 (self._relayed.add if opened.relay else self._relayed.discard)(incoming.peer)
-        return min(held, default=0)
+        return held
 
     # Frames ----------------------------------------------------------------------------------------------------------
 
@@ -340,10 +335,11 @@ class ChainSession:
         if failed.epoch < self.epoch:
             return None  # from before a repair
         if not failed.lost:
-            raise self._lose(incoming.peer, _remote_error(incoming.peer, failed))
+            self._parted[incoming.peer] = failed.held
+            raise self._lose(incoming.peer, remote_error(incoming.peer, failed))
         if failed.lost not in self.chain.peers:
             return None
-        raise self._lose(failed.lost, _remote_error(incoming.peer, failed))
+        raise self._lose(failed.lost, remote_error(incoming.peer, failed))
 
     async def _send_to(self, peer: PeerId, message: AnyMessage, body: Buffer = b"") -> None:
         try:
@@ -353,7 +349,7 @@ class ChainSession:
 
     async def _dismiss(self, peers: Collection[PeerId], keep: Sequence[bytes] = ()) -> None:
         """These have nothing to do with this session any more."""
-        leaving = [self._connections.pop(peer) for peer in peers]
+        leaving = [self._connections.pop(peer) for peer in peers if peer in self._connections]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):  # one that does not read must not hold us up
                 await asyncio.gather(*(_tell_closed(link, self.id, keep) for link in leaving))
@@ -401,11 +397,3 @@ class ChainSession:
 async def _tell_closed(link: Link, session: bytes, keep: Sequence[bytes]) -> None:
     with contextlib.suppress(NetworkError):
         await link.send(Close(session, list(keep[:MAX_PREFIX])))
-
-
-def _remote_error(peer: PeerId, failed: Failed) -> NetworkError:
-    if failed.error == NodeBusy.code:
-        return NodeBusy(failed.detail, peer, failed.retry_after_s)
-    if failed.error == WrongModel.code:
-        return WrongModel(failed.detail)
-    return RemoteError(failed.detail, failed.error, peer)

@@ -158,6 +158,26 @@ class KVCache:
         self.drop_tree(session)
         pages.truncate(length, self.pool)
 
+    # --- from one machine to another ----------------------------------------------------------------------------
+
+    def pages(self, session: SessionKey, tokens: int) -> list[int]:
+        """Where its first `tokens` committed tokens lie: pages of `pool.read`. Raises InvalidRequest."""
+        pages = self._get(session)
+        if not 0 <= tokens <= pages.length:
+            raise InvalidRequest(f"{tokens} of {pages.length} committed tokens were asked for")
+        return [int(page) for page in pages.table[: pages_of(tokens)]]
+
+    def adopt(self, session: SessionKey, tokens: int) -> list[int]:
+        """Count `tokens` of an empty session as committed. -> the pages to fill by `pool.write`. Raises InvalidRequest.
+
+        Nothing may be computed for the session before they are.
+        """
+        pages = self._get(session)
+        if pages.length or pages.tree or tokens > pages.max_tokens:
+            raise InvalidRequest(f"{tokens} tokens cannot be put into a session of {pages.max_tokens} that has begun")
+        pages.grow(tokens, self.pool)
+        return self.pages(session, tokens)
+
     # --- the main call ------------------------------------------------------------------------------------------
 
     def plan(self, requests: Sequence[RowsRequest]) -> BatchPlan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,25 @@ class PagePool:
         self.refs[page] -= 1
         if self.refs[page] == 0:
             self._free.append(page)
+
+    def read(self, layer: int, pages: Sequence[int], tokens: int) -> bytes:
+        """Keys, then values, of the first `tokens` of those that lie in `pages`, as `write` takes them.
+
+        What follows them in the last page is zeroed: it may have been another session's.
+        """
+        at = torch.tensor(pages, dtype=torch.long, device=self.k[layer].device)
+        k, v = self.k[layer][at], self.v[layer][at]  # copies
+        used = tokens - (len(pages) - 1) * PAGE
+        k[-1, :, :, used:] = 0
+        v[-1, :, used:] = 0
+        return b"".join(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in (k, v))
+
+    def write(self, layer: int, pages: Sequence[int], body: bytes | bytearray | memoryview) -> None:
+        """`body` must be of `page_bytes` for each of `pages`."""
+        at = torch.tensor(pages, dtype=torch.long, device=self.k[layer].device)
+        both = torch.frombuffer(bytearray(body), dtype=self.shape.dtype).view(2, -1).to(at.device)
+        self.k[layer][at] = both[0].view(-1, *self.k[layer].shape[1:])
+        self.v[layer][at] = both[1].view(-1, *self.v[layer].shape[1:])
 
     def free_pages(self) -> frozenset[int]:
         return frozenset(self._free)

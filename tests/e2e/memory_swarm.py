@@ -68,8 +68,8 @@ class VirtualDevice:
     async def _run(self, compute: Callable[[], Any]) -> Any:
         delay_s = self.delay_s
         await asyncio.sleep(delay_s)
-        outputs, _ = compute()
-        return outputs, delay_s * 1e3
+        done = compute()
+        return (done[0], delay_s * 1e3) if isinstance(done, tuple) else done
 
     def close(self) -> None:
         """Nothing to release."""

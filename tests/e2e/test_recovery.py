@@ -15,7 +15,7 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.config import Limits
-from swarm.errors import NoRoute
+from swarm.errors import NodeLeaving, NoRoute
 from swarm.net.memory import Link
 from swarm.types import Chain, PeerId
 from swarm_client import Answer, SwarmClient, TextStream
@@ -208,6 +208,44 @@ async def test_hops_that_both_live_and_cannot_reach_each_other_any_more(edge: in
         assert list(answer.token_ids) == truth()
         assert len(answer.repairs) == 1
         assert max(b - a for a, b in itertools.pairwise(times)) < LIMITS.stall_s + 6 * LIMITS.silence_s
+
+
+def leaver(swarm: MemorySwarm, *victims: int) -> Callable[[Chain], None]:
+    def strike(chain: Chain) -> None:
+        for victim in victims:
+            assert swarm.nodes[chain.peers[victim]].service.evict(NodeLeaving("this node leaves"), lambda span: True)
+
+    return strike
+
+
+@pytest.mark.parametrize("at", [1, 9, 20])
+@pytest.mark.parametrize("victims", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)], ids=str)
+@virtual_time
+async def test_a_node_that_leaves_hands_over_what_it_computed(victims: tuple[int, ...], at: int) -> None:
+    async with swarm_of(2) as swarm, swarm.client() as client:
+        answer, _, _ = await answer_with(client, leaver(swarm, *victims), at, prompt(37))
+        assert list(answer.token_ids) == truth(37)
+        counters = [node.service.counters for node in swarm.nodes.values()]
+        assert sum(c.replayed for c in counters) == 0
+        assert sum(c.inherited for c in counters) >= len(victims) * (37 + at - 1)
+        await asyncio.sleep(6.0)
+        await assert_clean(swarm)
+
+
+@pytest.mark.parametrize("victim", range(3))
+@virtual_time
+async def test_an_heir_that_is_refused_is_fed_instead(victim: int) -> None:
+    async with swarm_of(2) as swarm, swarm.client() as client:
+
+        def strike(chain: Chain) -> None:
+            leaver(swarm, victim)(chain)
+            for node in swarm.nodes.values():
+                if node.span == SPANS[victim]:
+                    swarm.network.partition(chain.peers[victim], node.peer)
+
+        answer, _, _ = await answer_with(client, strike, 9)
+        assert list(answer.token_ids) == truth()
+        assert sum(node.service.counters.inherited for node in swarm.nodes.values()) == 0
 
 
 @virtual_time

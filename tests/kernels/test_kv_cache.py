@@ -205,3 +205,44 @@ def test_pages_cost_memory_once_they_are_written() -> None:
 def test_more_memory_than_there_is() -> None:
     with pytest.raises(OutOfMemory, match="do not fit"):
         KVCache(KvShape(80, 64, 128, torch.float32), 1 << 40)
+
+
+# --- from one machine to another ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, PAGE - 1, PAGE, 2 * PAGE + 5, 5 * PAGE])
+def test_what_one_cache_read_another_one_writes(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    giver, taker = small_cache(8), small_cache(8)
+    for cache in (giver, taker):
+        for tensor in (*cache.k, *cache.v):
+            tensor.copy_(torch.randn_like(tensor, dtype=torch.float32))  # what others left there
+        cache.open(b"other", PAGE)
+        line(cache, b"other", 3)
+        cache.open(b"a", 6 * PAGE)
+    line(giver, b"a", 5 * PAGE)
+    theirs, ours = giver.pages(b"a", tokens), taker.adopt(b"a", tokens)
+    for layer in range(giver.shape.layers):
+        taker.pool.write(layer, ours, giver.pool.read(layer, theirs, tokens))
+        for at in range(tokens):
+            a, b, slot = theirs[at // PAGE], ours[at // PAGE], at % PAGE
+            assert torch.equal(giver.k[layer][a, :, :, slot], taker.k[layer][b, :, :, slot])
+            assert torch.equal(giver.v[layer][a, :, slot], taker.v[layer][b, :, slot])
+        rest = tokens - (len(ours) - 1) * PAGE
+        assert not taker.k[layer][ours[-1], :, :, rest:].any()
+        assert not taker.v[layer][ours[-1], :, rest:].any()
+    taker.check_integrity()
+    assert taker.length(b"a") == tokens
+    line(taker, b"a", 1)
+
+
+def test_only_an_empty_session_adopts_and_only_what_it_may_hold() -> None:
+    cache = small_cache(4)
+    cache.open(b"a", PAGE)
+    with pytest.raises(InvalidRequest):
+        cache.adopt(b"a", PAGE + 1)
+    line(cache, b"a", 1)
+    with pytest.raises(InvalidRequest):
+        cache.adopt(b"a", 1)
+    with pytest.raises(InvalidRequest):
+        cache.pages(b"a", 2)

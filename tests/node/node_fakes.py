@@ -40,6 +40,7 @@ class ToyEngine:
     fail: Exception | None = None
     refuse_key: int | None = None
     rolled_back: list[int] = field(default_factory=list)
+    filled: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def capacity_tokens(self) -> int:
@@ -66,6 +67,24 @@ class ToyEngine:
     def rollback(self, key: int, length: int) -> None:
         assert key in self.pages
         self.rolled_back.append(length)
+
+    page_tokens = 4
+    page_bytes = 4
+
+    def adopt(self, key: int, tokens: int) -> None:
+        if tokens > self.pages[key]:
+            raise InvalidRequest("more than was reserved")
+
+    def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
+        assert key in self.pages
+        return lambda layer, page, count: bytes([layer]) * (self.page_bytes * count)
+
+    def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
+        def write(layer: int, page: int, body: bytes) -> None:
+            assert body == bytes([layer]) * len(body)
+            self.filled.append((layer, page))
+
+        return write
 
     def prepare(self, works: Sequence[Work]) -> Callable[[], list[Output]]:
         assert len({id(w.session) for w in works}) == len(works)

@@ -11,7 +11,7 @@ from tiny_models import ModelTensors, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.errors import NetworkError, NodeLeaving, OutOfMemory
-from swarm.messages import Failed
+from swarm.messages import Close, Failed
 from swarm.net.memory import MemoryNetwork
 from swarm.types import LayerSpan
 from swarm_kernels.span_loading import load_span
@@ -68,7 +68,9 @@ async def test_sessions_go_on_elsewhere_after_a_grace_if_others_serve_their_laye
         assert (await client.message()).tokens == [7]  # type: ignore[union-attr]
         failed = await client.message()
         assert isinstance(failed, Failed)
-        assert failed.error == "leaving"
+        assert (failed.error, failed.held) == ("leaving", 1)
+        assert not clearing.done()  # an heir may come
+        await client.send("n0", Close(A))
         assert await clearing == 0
         assert GRACE_S <= asyncio.get_running_loop().time() - begun < GRACE_S + 1
         assert engine.pages == {}

@@ -14,8 +14,23 @@ from node_fakes import LAYERS, ToyEngine, line_step, open_message, serving, toy_
 from virtual_clock import run, virtual_time
 
 from swarm import codec
-from swarm.errors import NetworkError
-from swarm.messages import AnyMessage, Close, Failed, Open, Opened, Pong, Prune, Reroute, Result, Step
+from swarm.errors import NetworkError, NodeLeaving
+from swarm.messages import (
+    AnyMessage,
+    Close,
+    Failed,
+    Fetch,
+    Locate,
+    Located,
+    Open,
+    Opened,
+    Pages,
+    Pong,
+    Prune,
+    Reroute,
+    Result,
+    Step,
+)
 from swarm.net.memory import Link, MemoryNetwork
 from swarm.types import LayerSpan
 
@@ -62,6 +77,7 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
                 {"downstream": rng.choice(["", "node", "nobody"]), "end": rng.randrange(9)},
                 {"model": "another"},
                 {"upstream": "somebody"},
+                {"heir_of": rng.choice(["node", "nobody"]), "inherit": rng.choice([1, 5, 2000])},
             ]
             message = msgspec.structs.replace(message, **rng.choice(changes))
         return message, b""
@@ -82,6 +98,8 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
         return step, rng.choice([b"", b"", b"123", bytes(line + tree)])
     others = [Close(session), Prune(session, rng.randrange(3), [0, 4095]), Result(session, 0, 0), Opened(session)]
     others += [Reroute(session, rng.randrange(3), rng.choice(["", "x"]), rng.choice(["", "node"]), replay=small)]
+    others += [Fetch(session, rng.randrange(8), small, 1 + small, small), Pages(session, 0, small)]
+    others += [Locate(session), Located(session, 1, 1)]
     return rng.choice([*others, Failed(session, "x", "y"), Pong(3)]), b""
 
 
@@ -112,3 +130,44 @@ def test_random_messages_break_nothing(seed: int) -> None:
             await service.drain()
 
     run(scenario())
+
+
+@virtual_time
+async def test_pages_are_given_only_of_sessions_that_have_left_and_only_those_there_are() -> None:
+    network = MemoryNetwork(link=Link(0.001))
+    async with (
+        serving(network, "node", ToyEngine(LayerSpan(0, LAYERS))) as service,
+        toy_client(network) as client,
+        toy_client(network, "heir") as heir,
+    ):
+        await client.open(A, HOPS, max_tokens=60)
+        await client.send("node", line_step(A, 0, 0, [1, 2, 3, 4, 5]))
+        await client.message()
+        await heir.send("node", Fetch(A, 0, 0, 2, 5))
+        assert isinstance(refused := await heir.message(), Failed)
+        assert refused.error == "unknown_session"
+        service.evict(NodeLeaving("it leaves"), lambda span: True)
+        assert isinstance(parted := await client.message(), Failed)
+        assert (parted.error, parted.held) == ("leaving", 5)
+        await heir.send("node", Fetch(A, 2, 0, 2, 5))
+        assert await heir.next() == ("node", Pages(A, 2, 0), bytes([2]) * 8)
+        for wrong in (Fetch(A, LAYERS, 0, 1, 5), Fetch(A, 0, 2, 1, 5)):  # one more, and it hangs up
+            await heir.send("node", wrong)
+            assert isinstance(failed := await heir.message(), Failed)
+            assert failed.error == "protocol"
+        await client.send("node", line_step(A, 1, 5, [1]))  # it did not know yet
+        await client.send("node", Close(A))
+        await asyncio.sleep(0.1)
+        assert service.sessions == 0
+
+
+@virtual_time
+async def test_a_session_that_left_is_forgotten_when_nobody_comes_for_it() -> None:
+    network = MemoryNetwork(link=Link(0.001))
+    async with serving(network, "node", ToyEngine(LayerSpan(0, LAYERS))) as service, toy_client(network) as client:
+        await client.open(A, HOPS, max_tokens=60)
+        service.evict(NodeLeaving("it leaves"), lambda span: True)
+        assert service.evict(NodeLeaving("it leaves"), lambda span: True) == 0
+        assert not service.idle()
+        await asyncio.sleep(6)
+        assert service.idle()

@@ -6,14 +6,14 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from swarm.errors import ContextOverflow, InvalidRequest, ModelError, SwarmError, Unsupported
 from swarm.types import LayerSpan
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import PAGE, BatchPlan
 from swarm_kernels.kv_cache import KVCache, RowsRequest
 from swarm_kernels.sampling import sample_rows
 from swarm_kernels.span import Span, from_wire, to_wire
@@ -65,6 +65,34 @@ class SpanEngine:
 
     def rollback(self, key: int, length: int) -> None:
         self.cache.rollback(_key(key), length)
+
+    @property
+    def page_tokens(self) -> int:
+        return PAGE
+
+    @property
+    def page_bytes(self) -> int:
+        return PAGE * self.cache.shape.bytes_per_token_per_layer
+
+    def adopt(self, key: int, tokens: int) -> None:
+        self.cache.adopt(_key(key), tokens)
+
+    def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
+        pages, pool, base = self.cache.pages(_key(key), tokens), self.cache.pool, self.span.start
+
+        def read(layer: int, first: int, count: int) -> bytes:
+            part = pages[first : first + count]
+            return pool.read(layer - base, part, min(tokens - first * PAGE, len(part) * PAGE))
+
+        return read
+
+    def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
+        pages, pool, base = self.cache.pages(_key(key), tokens), self.cache.pool, self.span.start
+
+        def write(layer: int, first: int, body: bytes) -> None:
+            pool.write(layer - base, pages[first : first + len(body) // self.page_bytes], body)
+
+        return write
 
     def prepare(self, works: Sequence[Work]) -> Compute:
         requests = []

@@ -189,6 +189,10 @@ class Executor:
         self._schedule()
         return await done
 
+    def aside(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Run something else on the device, in its turn among the batches."""
+        return self._device.run(work)
+
     async def close(self) -> None:
         """Wait for the batch that runs and give the device back. Steps that wait are never answered."""
         self._closed = True

@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
 from swarm.messages import Failed, Opened, Reroute, Result, Step
-from swarm.types import PeerId
 from swarm_node.serving.executor import Outcome
+from swarm_node.serving.handover import Handover, Pool
 from swarm_node.serving.homes import Home
 from swarm_node.serving.hop_log import HopLogs
 from swarm_node.serving.sessions import Arrival, Link, Session
 
 logger = logging.getLogger(__name__)
-
-
-class Pool(Protocol):
-    """The connections of this node, as `net.pool` keeps them."""
-
-    async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> Link:
-        """Raises PeerUnreachable, after `timeout_s` at the latest."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +33,7 @@ class Counters:
     failed: int = 0
     refused: int = 0
     replayed: int = 0  # tokens whose outputs were sent once more
+    inherited: int = 0  # tokens whose keys and values came from a node that left
     protocol_errors: int = 0
     last_errors: list[str] = field(default_factory=list)
 
@@ -55,10 +47,14 @@ class Flow:
     logs: HopLogs
     counters: Counters
     tell: Callable[[Link, Failed], None]
+    handover: Handover
 
     async def run(self, session: Session, home: Home) -> None:
         """Until the session is over, or its task cancelled. Raises SwarmError, TimeoutError when nothing comes."""
         await self._connect(session)
+        if session.legacy is not None and await self.handover.take(session, home, session.legacy):
+            self.logs.close(session.key)  # what was sent on for these tokens, the node before us knows
+            self.counters.inherited += session.committed
         relay = session.next_hop is session.client
         await session.client.send(Opened(session.id, relay, session.epoch, session.committed))
         while True:

@@ -52,6 +52,29 @@ class ServedEngine(Engine, Protocol):
         """Forget the tree and the committed tokens from `length` on. Raises OutOfMemory."""
         ...
 
+    @property
+    def page_tokens(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the keys and values of one page in one layer."""
+        ...
+
+    def adopt(self, key: int, tokens: int) -> None:
+        """Count them as committed, before `fill` brings what was computed for them. Raises InvalidRequest."""
+        ...
+
+    def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
+        """-> (layer, first page, pages) -> keys and values of the first `tokens`, to be called on the device.
+
+        Raises InvalidRequest.
+        """
+        ...
+
+    def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
+        """-> (layer, first page, what a reader read), to be called on the device."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Home:

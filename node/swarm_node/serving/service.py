@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+import msgspec
+
 from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import (
@@ -28,18 +30,36 @@ from swarm.errors import (
     SwarmError,
     WrongModel,
 )
-from swarm.messages import AnyMessage, Close, Failed, Locate, Located, Move, Open, Ping, Pong, Prune, Reroute, Step
+from swarm.messages import (
+    AnyMessage,
+    Close,
+    Failed,
+    Fetch,
+    Locate,
+    Located,
+    Move,
+    Open,
+    Pages,
+    Ping,
+    Pong,
+    Prune,
+    Reroute,
+    Step,
+)
 from swarm.net.tasks import TaskScope
 from swarm.types import LayerSpan
 from swarm_node.serving.answers import Answers
 from swarm_node.serving.executor import Executor
-from swarm_node.serving.flow import Counters, Flow, Pool
+from swarm_node.serving.flow import Counters, Flow
+from swarm_node.serving.handover import Handover, Pool
 from swarm_node.serving.homes import Home, Homes, ServedEngine
 from swarm_node.serving.hop_log import HopLogs
 from swarm_node.serving.quotas import Quotas
 from swarm_node.serving.sessions import Arrival, Link, Session
 
 logger = logging.getLogger(__name__)
+
+PARTED_S = 5.0  # that what was computed for a session waits for its heir
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +90,8 @@ class Service:
         self._empty.set()
         self._scope = TaskScope("service")
         self._answers = Answers(self._scope, self._quotas, limits.dial_timeout_s)
-        self._flow = Flow(pool, limits, self._logs, self.counters, self._answers.tell)
+        self._handover = Handover(pool, limits, self._quotas, self._scope)
+        self._flow = Flow(pool, limits, self._logs, self.counters, self._answers.tell, self._handover)
 
     async def __aenter__(self) -> Service:
         return self
@@ -116,10 +137,14 @@ class Service:
                 await (self._empty if home is None else home.empty).wait()
 
     def evict(self, why: SwarmError, where: Callable[[LayerSpan], bool], home: Home | None = None) -> int:
-        """End the sessions (of `home`) on layers for which `where` holds; their clients go on elsewhere. How many."""
+        """End the sessions (of `home`) on layers for which `where` holds; their clients go on elsewhere. How many.
+
+        What was computed for them is kept for `PARTED_S`, or until their clients have no more use for it.
+        """
         going = [s for s in self._sessions.values() if (home is None or s.key in home.keys) and where(s.span)]
+        going = [session for session in going if not session.parted]
         for session in going:
-            self._give_up(session, why)
+            self._part(session, why)
         return len(going)
 
     async def drain(self) -> None:
@@ -156,6 +181,10 @@ class Service:
                         self._drop(session, message.prefix)
                 case Failed():
                     self._on_failed(connection, message)
+                case Fetch():
+                    self._on_fetch(connection, message)
+                case Pages():
+                    self._handover.arrived(connection.peer, message, body)
                 case _:
                     raise ProtocolError(f"a {type(message).__name__} is not for a node to receive")
         except ProtocolError as error:
@@ -172,7 +201,17 @@ class Service:
                 lost = ConnectionLost(f"lost the next hop {connection.peer}: {error}")
                 self._flow.lose_next(session, lost)
 
+    def _on_fetch(self, connection: Link, message: Fetch) -> None:
+        """Raises ProtocolError."""
+        session = self._sessions.get(message.session)
+        home = self.homes.of(session.key) if session is not None and session.parted else None
+        if session is None or home is None:
+            self._answers.tell(connection, _unknown(message))
+            return
+        self._handover.give(connection, session, home, message)
+
     def _on_failed(self, connection: Link, message: Failed) -> None:
+        self._handover.refused(connection.peer, message)
         session = self._sessions.get(message.session)
         if session is not None and session.next_hop is connection:
             lost = ConnectionLost(f"the next hop {connection.peer} gave up: {message.detail}")
@@ -200,6 +239,8 @@ class Service:
             # Not an offence: steps in flight when a session ends are nobody's fault.
             self._answers.tell(connection, _unknown(step))
             return
+        if session.parted:
+            return  # its client knows
         try:
             session.arrive(connection.peer, Arrival(step, body))
         except ProtocolError as error:
@@ -217,7 +258,7 @@ class Service:
 
     def _on_reroute(self, connection: Link, message: Reroute) -> None:
         session = self._owned(connection, message.session)
-        if session is None:
+        if session is None or session.parted:
             self._answers.tell(connection, _unknown(message))
             return
         try:
@@ -291,17 +332,36 @@ class Service:
             self._give_up(session, error)
         finally:
             # Whatever ended it, its pages are free; and were it a bug of ours, its client need not wait for nothing.
-            self._give_up(session, ResourceError("this node failed at the session"))
+            if not session.parted:
+                self._give_up(session, ResourceError("this node failed at the session"))
+
+    def _part(self, session: Session, why: SwarmError) -> None:
+        """Do nothing more for a session; keep what there is until its client closes it, but not for long."""
+        session.parted = True
+        task = self._tasks.pop(session.key, None)
+        if task is not None:
+            task.cancel()
+        self._note_failure(session, why)
+        news = _failed(session.id, why, session.epoch)
+        self._answers.tell(session.client, msgspec.structs.replace(news, held=session.committed))
+        self._scope.start(self._forget(session), f"parted session {session.key}")
+
+    async def _forget(self, session: Session) -> None:
+        await asyncio.sleep(PARTED_S)
+        self._drop(session)
 
     def _give_up(self, session: Session, error: SwarmError) -> None:
         """Drop a session that cannot go on and tell its client why."""
         if session.closed:
             return
         self._drop(session)
+        self._note_failure(session, error)
+        self._answers.tell(session.client, _failed(session.id, error, session.epoch))
+
+    def _note_failure(self, session: Session, error: SwarmError) -> None:
         self.counters.failed += 1
         self.counters.last_errors = [*self.counters.last_errors[-9:], str(error)]
         logger.info("session %s ends: %s", session.id.hex(), error)
-        self._answers.tell(session.client, _failed(session.id, error, session.epoch))
 
     def _drop(self, session: Session, prefix: Sequence[bytes] = ()) -> None:
         """Free what a session holds, but for what may be kept of `prefix`.
@@ -329,9 +389,9 @@ def _failed(session: bytes, error: SwarmError, epoch: int) -> Failed:
     return Failed(session, error.code, str(error)[:1024], retry, epoch=epoch)
 
 
-def _unknown(message: Step | Reroute) -> Failed:
+def _unknown(message: Step | Reroute | Fetch) -> Failed:
     sentence = "this node holds no such session"
-    return Failed(message.session, "unknown_session", sentence, epoch=message.epoch)
+    return Failed(message.session, "unknown_session", sentence, epoch=_epoch(message))
 
 
 def _epoch(message: AnyMessage) -> int:

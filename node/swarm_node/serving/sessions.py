@@ -51,6 +51,15 @@ class Arrival:
     body: Buffer
 
 
+@dataclass(frozen=True, slots=True)
+class Legacy:
+    """The first `tokens` of a session, which `peer` holds and will not keep."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One session on one hop. `key` names its pages in the engine and is never reused."""
@@ -76,6 +85,8 @@ class Session:
     stalled: bool = False  # the next hop is lost: steps are dropped until a Reroute names another
     told_epoch: int = 0  # of the step for which the client was last told so
     sending: asyncio.Timeout | None = None  # around a send to the next hop
+    legacy: Legacy | None = None
+    parted: bool = False  # it goes on elsewhere; what it computed here is kept a little for its heir
     closed: bool = False
     former: deque[PeerId] = field(default_factory=lambda: deque(maxlen=FORMER_UPSTREAMS))
     waiting: asyncio.Queue[Arrival | Reroute] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
@@ -97,6 +108,7 @@ class Session:
             onward_from=message.onward_from,
             epoch=message.epoch,
             ran_epoch=message.epoch,
+            legacy=Legacy(message.heir_of, tuple(message.heir_addresses), message.inherit) if message.inherit else None,
         )
 
     def start_from(self, held: int) -> None:

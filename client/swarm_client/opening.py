@@ -1,0 +1,109 @@
+"""What hops are told when a session begins, goes on along another chain, or moves from one node to another.
+
+Owns these messages and what may be inherited. Pure: `chain_session` sends them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.errors import NetworkError, NodeBusy, RemoteError, WrongModel
+from swarm.messages import Failed, Open, Reroute, WireSampling
+from swarm.types import Chain, Hop, NodeProfile, PeerId, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What every hop is told when the session opens."""
+
+    model: str
+    weight_hash: str
+    dtype: str
+    max_tokens: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Legacy:
+    """The first `tokens` of the session, as `peer` holds them, who has left it."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    tokens: int
+
+
+def legacies_of(
+    fresh: Collection[Hop],
+    chain: Chain,
+    held: Mapping[PeerId, int],
+    nodes: Mapping[PeerId, NodeProfile],
+    settled: int,
+) -> dict[PeerId, Legacy]:
+    """Replacement -> what it may have of the node that it comes for.
+
+    `fresh`: the hops that `chain` gets. `held`: tokens that nodes of `chain` which have left it still hold.
+    """
+    return {
+        hop.peer: Legacy(old.peer, nodes[old.peer].addresses, settled)
+        for hop in fresh
+        for old in chain.hops
+        if (old.start, old.end) == (hop.start, hop.end) and old.peer in nodes and 0 < settled <= held.get(old.peer, 0)
+    }
+
+
+def replaced(hops: Sequence[Hop], kept: Collection[Hop]) -> list[PeerId]:
+    """The replacements that `hops` begin with."""
+    return [hop.peer for hop in itertools.takewhile(lambda hop: hop not in kept, hops)]
+
+
+def open_message(
+    session: bytes,
+    spec: SessionSpec,
+    hop: Hop,
+    before: PeerId,
+    after: PeerId,
+    nodes: Mapping[PeerId, NodeProfile],
+    history: Sequence[int],
+    legacy: Legacy | None,
+) -> Open:
+    """`before`, `after`: the peers beside `hop`, "" for the client. `history`: all tokens so far."""
+    tail = not after
+    return Open(
+        session=session,
+        model=spec.model,
+        weight_hash=spec.weight_hash,
+        dtype=spec.dtype,
+        start=hop.start,
+        end=hop.end,
+        max_tokens=spec.max_tokens,
+        upstream=before,
+        downstream=after,
+        downstream_addresses=_addresses(after, nodes),
+        sampling=WireSampling.of(spec.sampling) if tail else None,
+        history=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
+        heir_of=legacy.peer if legacy else "",
+        heir_addresses=list(legacy.addresses) if legacy else [],
+        inherit=legacy.tokens if legacy else 0,
+    )
+
+
+def reroute_message(
+    session: bytes, epoch: int, before: PeerId, after: PeerId, nodes: Mapping[PeerId, NodeProfile], replay: int
+) -> Reroute:
+    """See `open_message`; `replay`: of how many tokens the hop `after` is to be fed."""
+    return Reroute(session, epoch, before, after, _addresses(after, nodes), replay)
+
+
+def _addresses(peer: PeerId, nodes: Mapping[PeerId, NodeProfile]) -> list[str]:
+    return list(nodes[peer].addresses) if peer in nodes else []
+
+
+def remote_error(peer: PeerId, failed: Failed) -> NetworkError:
+    """What `peer` said of itself, as the error that it is."""
+    if failed.error == NodeBusy.code:
+        return NodeBusy(failed.detail, peer, failed.retry_after_s)
+    if failed.error == WrongModel.code:
+        return WrongModel(failed.detail)
+    return RemoteError(failed.detail, failed.error, peer)
