@@ -1,7 +1,7 @@
 """What every op asks of its tensors before a kernel runs. Knows no implementation.
 
 A wrong shape or slot is a bug of the caller, but one that could write into another session's keys: it is refused as a
-KernelError. Shapes are compared at each call, which costs a microsecond; the slots of a plan are looked at once a plan.
+KernelError. Shapes are compared at each call, which costs microseconds; a plan is looked at once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def check_rows(
     """`q [n, H, D]`, `k` and `v` `[n, G, D]` for the plan's n rows and this cache; H a multiple of G."""
     check_cache(k_pages, v_pages)
     _, groups, dim, _ = k_pages.shape
-    if k.shape != (plan.rows, groups, dim) or v.shape != k.shape:
-        raise KernelError(f"keys {tuple(k.shape)} or values {tuple(v.shape)} are not {(plan.rows, groups, dim)}")
-    if q.dim() != 3 or q.shape[0] != plan.rows or q.shape[2] != dim or q.shape[1] % groups:
+    rows, shape = plan.rows, k.shape
+    if shape != (rows, groups, dim) or v.shape != shape:
+        raise KernelError(f"keys {tuple(k.shape)} or values {tuple(v.shape)} are not {(rows, groups, dim)}")
+    if q.dim() != 3 or q.shape[0] != rows or q.shape[2] != dim or q.shape[1] % groups:
         raise KernelError(f"queries have shape {tuple(q.shape)}, which does not fit {tuple(k.shape)} keys")
     if not q.device == k.device == v.device == k_pages.device:
         raise KernelError("queries, keys, values and pages are on different devices")
@@ -82,8 +83,14 @@ def check_step(
         raise KernelError("hidden states, rotary tables and plan are on different devices")
 
 
+_shaped: BatchPlan | None = None  # the last whose shapes were found to agree: a batch asks once a layer
+
+
 def check_plan_shapes(plan: BatchPlan) -> None:
     """The plan's tensors agree on the number of rows, sessions and copies."""
+    global _shaped
+    if plan is _shaped:
+        return
     rows = plan.rows
     per_row = (plan.session, plan.past, plan.write, plan.tree_mask)
     if any(tensor.shape[0] != rows for tensor in per_row) or plan.tree_mask.dim() != 2:
@@ -92,6 +99,7 @@ def check_plan_shapes(plan: BatchPlan) -> None:
         raise KernelError("the page tables of a plan disagree on the number of sessions")
     if plan.copy_from.shape != plan.copy_to.shape:
         raise KernelError("a plan copies from and to different numbers of slots")
+    _shaped = plan
 
 
 def check_slots(copy_from: torch.Tensor, copy_to: torch.Tensor, pages: int) -> None:

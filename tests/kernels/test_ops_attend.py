@@ -20,7 +20,8 @@ from kernel_cases import (
 from swarm_kernels import ops, reference
 from swarm_kernels.batch import PAGE, BatchPlan
 
-HEADS = ((9, 3, 64), (32, 8, 128), (4, 4, 32), (8, 1, 256), (6, 2, 80))  # query heads, KV heads, head size
+# Query heads, KV heads, head size; with 112 heads to one, a single row is more than a tile of rows usually is.
+HEADS = ((9, 3, 64), (32, 8, 128), (4, 4, 32), (8, 1, 256), (6, 2, 80), (112, 1, 16))
 
 
 def random_part(generator: torch.Generator) -> Part:
@@ -82,6 +83,29 @@ def test_windows_and_caps_match_the_reference(isa: str, window: int | None, soft
         case = random_case(plan, pages, (4, 2, 32), torch.float32, seed)
         expected = reference.attend(*copied(case), plan, 0.5, window, softcap)
         torch.testing.assert_close(ops.attend(*case, plan, 0.5, window, softcap), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 700])
+def test_long_contexts_match_the_reference(isa: str, dtype: torch.dtype, window: int | None) -> None:
+    """Contexts of several blocks of keys, and at the ends of blocks."""
+    generator = torch.Generator().manual_seed(11)
+    parts = [Part(2300, tree=random_tree(70, generator)), Part(1024, line=33), Part(128, tree=star(3)), Part(511, line=1)]
+    plan, pages = make_plan(parts, generator)
+    case = random_case(plan, pages, (9, 3, 64), dtype, 11)
+    expected = reference.attend(*copied(case), plan, 0.125, window)
+    torch.testing.assert_close(ops.attend(*case, plan, 0.125, window), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_forks_read_the_pages_they_share(isa: str) -> None:
+    generator = torch.Generator().manual_seed(12)
+    plan, pages = make_plan([Part(200, tree=chain(5)), Part(170, tree=random_tree(40, generator))], generator)
+    tables = plan.pages.clone()
+    tables[1, :10] = tables[0, :10]
+    plan = replace(plan, pages=tables)
+    case = random_case(plan, pages, (6, 2, 48), torch.bfloat16, 12)
+    expected = reference.attend(*copied(case), plan, 0.2)
+    torch.testing.assert_close(ops.attend(*case, plan, 0.2), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_alone_is_the_row_among_others(isa: str) -> None:

@@ -10,8 +10,8 @@ namespace SWARM_ISA {
 
 extern const swarm::KernelTable table;
 const swarm::KernelTable table = {
-    SWARM_NAME(SWARM_ISA), ROW_TILE,  fill_tile, quantise, quantised_bytes, linear,
-    inverse_rms,           scale_row, rope,      write_kv, attend,          merge,
+    SWARM_NAME(SWARM_ISA), ROW_TILE, fill_tile, quantise, quantised_bytes,  linear, inverse_rms,
+    scale_row,             rope,     write_kv,  query_tile, attend_workspace, attend, merge,
 };
 
 }  // namespace SWARM_ISA

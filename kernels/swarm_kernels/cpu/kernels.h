@@ -7,7 +7,9 @@
 namespace swarm {
 
 constexpr int64_t PAGE = 16;     // tokens in a KV page (batch.py)
-constexpr int64_t CHUNK = 64;    // keys scored at a time: 4 pages, one word of a tree mask
+constexpr int64_t CHUNK = 64;    // keys of one word of a tree mask
+constexpr int64_t STEP_WORDS = 2, STEP_KEYS = STEP_WORDS * CHUNK;  // softmaxed at a time
+constexpr int64_t STEP_PAGES = STEP_KEYS / PAGE;
 
 // Activations are handed to a linear in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
 // k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile. For
@@ -29,8 +31,9 @@ struct LinearJob {
 
 // Query rows of one session against one KV head. Query row i belongs to batch row i / share.
 struct AttendJob {
-  const float* q;  // [dim, m], times the scale, and times log2(e) if there is no softcap
-  int64_t m, share, dim;
+  // Tiles [dim][tile_rows], the last one of the rows left, times the scale, and times log2(e) if there is no softcap.
+  const float* q;
+  int64_t m, tile_rows, share, dim;
   const void *k, *v;  // this head in page 0
   int64_t page_stride;  // elements
   bool bf16;
@@ -40,6 +43,7 @@ struct AttendJob {
   const int64_t *first, *past;  // dense: batch row r sees keys [first[r], past[r])
   const uint64_t* mask;         // sparse: its bits start at mask + r * words; null: dense
   int64_t words;
+  float* workspace;  // attend_workspace(m, dim) of them
 };
 
 // Running softmax of query rows: maximum (of log2 of the weights), sum and weighted values.
@@ -64,7 +68,9 @@ struct KernelTable {
   void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);
   void (*rope)(float* head, int64_t rot, const float* cos, const float* sin);
   void (*write_kv)(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_page, void* v_page);
-  void (*attend)(const AttendJob&, int64_t chunk_begin, int64_t chunk_end, const SoftmaxState&);
+  int64_t (*query_tile)(int64_t m, bool bf16);  // how many of m query rows make a tile
+  int64_t (*attend_workspace)(int64_t m, int64_t dim);
+  void (*attend)(const AttendJob&, int64_t word_begin, int64_t word_end, const SoftmaxState&);
   void (*merge)(int64_t m, int64_t dim, const SoftmaxState& into, const SoftmaxState& part);
 };
 

@@ -145,7 +145,7 @@ SWARM_INLINE float largest(V v) {
 
 // 2^x for -126 <= x < 128, 2^-126 below (Cephes' exp2f, about 2 ulp); NaN stays NaN.
 SWARM_INLINE V exp2(V x) {
-  x = x < -126.0f ? splat(-126.0f) : x;
+  x = max(splat(-126.0f), x);  // in this order: NaN is the second
   V shifted = x + 12582912.0f;  // 1.5 * 2^23: leaves the nearest integer in the low bits of the mantissa
   V f = x - (shifted - 12582912.0f);
   V p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;

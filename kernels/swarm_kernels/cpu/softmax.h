@@ -1,0 +1,170 @@
+// Online softmax of tiles of rows (Milakov and Gimelshein, 2018): scores of a step of keys become weights, and what was
+// summed before shrinks to the new maximum. Scores are in units of log2.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace SWARM_ISA {
+
+using swarm::CHUNK;
+using swarm::PAGE;
+using swarm::SoftmaxState;
+using swarm::STEP_KEYS;
+using swarm::STEP_WORDS;
+
+// Which keys of a step, from its first page on.
+struct Seen {
+  uint64_t words[STEP_WORDS];
+
+  SWARM_INLINE uint32_t page(int64_t p) const {
+    return (uint32_t)(words[p * PAGE / CHUNK] >> p * PAGE % CHUNK) & 0xffff;
+  }
+  SWARM_INLINE void operator|=(const Seen& other) {
+    for (int w = 0; w < STEP_WORDS; w++) words[w] |= other.words[w];
+  }
+  SWARM_INLINE bool none() const {
+    uint64_t any = 0;
+    for (int w = 0; w < STEP_WORDS; w++) any |= words[w];
+    return any == 0;
+  }
+};
+
+// The pages of a step that somebody sees a key of lie in [begin, end).
+struct PageRange {
+  int64_t begin, end;
+};
+
+// Lanes whose bit is clear become `hidden`.
+SWARM_INLINE V hide(V values, uint32_t bits, float hidden) {
+  I lane;
+  SWARM_UNROLL
+  for (int i = 0; i < LANES; i++) lane[i] = 1 << i;
+  return (lane & (int32_t)bits) != 0 ? values : splat(hidden);
+}
+
+// limit * tanh(score / limit), times log2(e).
+SWARM_INLINE V cap(V scores, float limit) {
+  V twice = scores * (2.0f * LOG2E / limit);
+  twice = twice > 126.0f ? splat(126.0f) : twice;
+  return LOG2E * (limit - (2.0f * limit) / (exp2(twice) + 1.0f));
+}
+
+// scores [ROWS][STEP_KEYS] -> the largest that each row sees, or what `peaks` held if that is larger. WHOLE: rows see
+// all keys of these pages; else scores a row does not see become -inf, and the others are capped.
+template <int ROWS, bool WHOLE>
+SWARM_INLINE void raise(float* scores, const Seen* sees, PageRange pages, float softcap, float* peaks) {
+  V top[ROWS];
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++) top[r] = splat(peaks[r]);
+  for (int64_t p = pages.begin; p < pages.end; p++) {
+    SWARM_UNROLL
+    for (int j = 0; j < VECS; j++) {
+      SWARM_UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        float* at = scores + r * STEP_KEYS + p * PAGE + j * LANES;
+        V s = load(at);
+        if constexpr (!WHOLE) {
+          if (softcap != 0) s = cap(s, softcap);
+          s = hide(s, sees[r].page(p) >> (j * LANES), -INFINITY);
+          store(at, s);
+        }
+        top[r] = max(s, top[r]);
+      }
+    }
+  }
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++) peaks[r] = largest(top[r]);
+}
+
+// Scores less their row's peak become weights; their sums go to `totals`.
+template <int ROWS, bool WHOLE>
+SWARM_INLINE void weigh(float* scores, const Seen* sees, PageRange pages, const float* peaks, float* totals) {
+  V total[ROWS];
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++) total[r] = zero();
+  for (int64_t p = pages.begin; p < pages.end; p++) {
+    SWARM_UNROLL
+    for (int j = 0; j < VECS; j++) {
+      SWARM_UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        float* at = scores + r * STEP_KEYS + p * PAGE + j * LANES;
+        V weight = exp2(load(at) - peaks[r]);
+        if constexpr (!WHOLE) weight = hide(weight, sees[r].page(p) >> (j * LANES), 0.0f);
+        store(at, weight);
+        total[r] += weight;
+      }
+    }
+  }
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++) totals[r] = sum(total[r]);
+}
+
+// By what sums relative to the peak `before` shrink when it becomes `now`; [LANES] each.
+SWARM_INLINE V shrinkage(V before, V now) {
+  const V factor = before == -INFINITY ? zero() : exp2(before - now);
+  return before == now ? splat(1.0f) : factor;
+}
+
+// Whether all rows see all keys of the pages.
+SWARM_INLINE bool all_see(const Seen* sees, int rows, PageRange pages) {
+  uint64_t missing = 0;
+  for (int w = 0; w < STEP_WORDS; w++) {
+    const int64_t from = pages.begin * PAGE - w * CHUNK, to = pages.end * PAGE - w * CHUNK;
+    uint64_t asked = to >= CHUNK ? ~0ull : to <= 0 ? 0 : (1ull << to) - 1;
+    if (from > 0) asked = from >= CHUNK ? 0 : asked & (~0ull << from);
+    for (int r = 0; r < rows; r++) missing |= asked & ~sees[r].words[w];
+  }
+  return missing == 0;
+}
+
+// scores [ROWS][STEP_KEYS] of a tile whose first row is query row i -> weights in place, and what each mix shrinks
+// by. `sees`: of batch rows, each of which is `share` query rows.
+template <int ROWS>
+SWARM_INLINE void soften(float* scores, const Seen* sees, int64_t share, PageRange pages, float softcap,
+                         const SoftmaxState& state, int64_t i, float* shrink) {
+  constexpr int PADDED = (ROWS + LANES - 1) / LANES * LANES;
+  float before[PADDED] = {}, now[PADDED] = {}, total[ROWS], factor[PADDED];
+  Seen of_row[ROWS];
+  int64_t row = i / share, left = share - i % share;
+  for (int r = 0; r < ROWS; r++, left--) {
+    if (left == 0) row++, left = share;
+    of_row[r] = sees[row];
+    before[r] = now[r] = state.max[i + r];
+  }
+  if (softcap == 0 && all_see(of_row, ROWS, pages)) {
+    raise<ROWS, true>(scores, of_row, pages, softcap, now);
+    weigh<ROWS, true>(scores, of_row, pages, now, total);
+  } else {
+    raise<ROWS, false>(scores, of_row, pages, softcap, now);
+    weigh<ROWS, false>(scores, of_row, pages, now, total);
+  }
+  SWARM_UNROLL
+  for (int r = 0; r < PADDED; r += LANES) store(factor + r, shrinkage(load(before + r), load(now + r)));
+  for (int r = 0; r < ROWS; r++) {
+    shrink[r] = factor[r];
+    state.max[i + r] = now[r];
+    state.sum[i + r] = state.sum[i + r] * factor[r] + total[r];
+  }
+}
+
+// Adds the part's softmax to `into`: both are rescaled to the larger maximum (Ghidorah, section III-B).
+inline void merge(int64_t m, int64_t dim, const SoftmaxState& into, const SoftmaxState& part) {
+  for (int64_t i = 0; i < m; i += LANES) {
+    const int64_t rows = m - i < LANES ? m - i : LANES;
+    float before[LANES] = {}, other[LANES] = {}, old[LANES], add[LANES];
+    std::memcpy(before, into.max + i, sizeof(float) * rows);
+    std::memcpy(other, part.max + i, sizeof(float) * rows);
+    const V peak = max(load(before), load(other));
+    store(old, shrinkage(load(before), peak));
+    store(add, shrinkage(load(other), peak));
+    for (int64_t r = i; r < i + rows; r++) {
+      if (part.max[r] == -INFINITY) continue;  // its mix is zero
+      into.max[r] = peak[r - i];
+      into.sum[r] = into.sum[r] * old[r - i] + part.sum[r] * add[r - i];
+      float *mix = into.mix + r * dim, *from = part.mix + r * dim;
+      for (int64_t d = 0; d < dim; d += LANES) store(mix + d, load(mix + d) * old[r - i] + load(from + d) * add[r - i]);
+    }
+  }
+}
+
+}  // namespace SWARM_ISA
