@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from swarm.errors import Infeasible, UsageError
+from swarm.plan.sim.engine import Engine
+from swarm.plan.sim.faults import Faults
+from swarm.plan.sim.network import Network
+from swarm.plan.sim.ours import Swarm
+from swarm.plan.sim.session import Phase, Session
+from swarm.plan.sim.workload import Request
 from swarm.plan.simulate import POLICIES, changed, parse, runs, simulate, simulate_table
+from swarm.types import Hop
 
 MODEL = {
     "name": "tiny",
@@ -234,6 +241,33 @@ def test_a_shrinking_swarm_is_allocated_anew() -> None:
     assert result["joined"] == 0
     assert result["covered"]["share"] >= 0.99
     assert result["moved"] > 0 or result["uncovered_s"] == 0
+
+
+@pytest.mark.parametrize(("token_between", "ends_ms"), [(False, 10_000), (True, 18_000)])
+def test_repairs_that_fail_one_after_the_other_share_a_deadline(token_between: bool, ends_ms: float) -> None:
+    """Everybody is gone; the session is broken again after 8 s, with or without a result before that."""
+    scenario = parse(table(serving={"repair_timeout_ms": 10_000, "dial_timeout_ms": 300}))
+    network = Network(scenario.network, scenario.seed)
+    engine = Engine(scenario, Swarm(scenario, network), network)
+    Faults(engine).begin()
+    for node in engine.nodes.values():
+        node.died = 0.0
+    request = Request(number=0, at=0.0, prompt=5, output=5, client="client0")
+    session = Session(0, request, 5, 5, hops=[Hop(min(engine.nodes), 0, 12)], held=5, repairs=1)
+    engine.sessions.append(session)
+    engine.open_requests = 1
+
+    def broken() -> None:
+        session.phase = Phase.RUNNING
+        if token_between:
+            session.broken_since = None  # as a result does
+        engine.chains.connect(session)
+
+    for at in (0.0, 8_000.0):
+        engine.clock.at(at, broken)
+    engine.clock.run(60_000.0)
+    assert session.failure == "no route"
+    assert session.done_ms == pytest.approx(ends_ms, abs=1_000)
 
 
 def test_a_session_resumes_with_every_token() -> None:

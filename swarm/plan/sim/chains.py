@@ -56,6 +56,9 @@ class Chains:
         session.phase = Phase.CONNECTING
         session.waiting_since = self._engine.clock.now
         if session.hops:
+            if session.broken_since is None:
+                session.broken_since = session.waiting_since
+            session.waiting_since = session.broken_since
             if not self._attempt(session):
                 self._broken.append(session)
                 self._poll()
@@ -85,12 +88,15 @@ class Chains:
         for session in waiting:
             session.banned.clear()  # a node that was busy or gone may be back
         for session in waiting:
-            limit_ms = self._serving.repair_timeout_ms if session.repairs else self._serving.route_timeout_ms
-            if session.live and session.waiting_since <= self._engine.clock.now - limit_ms:
+            if session.live and self._too_late(session):
                 self._engine.fail(session, "no route")
         broken, self._broken = self._broken, []
         self._broken += [session for session in broken if session.live and not self._attempt(session)]
         self.wake()
+
+    def _too_late(self, session: Session) -> bool:
+        limit_ms = self._serving.repair_timeout_ms if session.repairs else self._serving.route_timeout_ms
+        return session.waiting_since <= self._engine.clock.now - limit_ms
 
     def _attempt(self, session: Session) -> bool:
         """Try to open the best chain; True if the session need not wait in line any longer."""
@@ -120,7 +126,9 @@ class Chains:
         return Repeat(Repair(self._engine.policy.choose(session, view), (), ()))
 
     def _again(self, session: Session) -> None:
-        if session.live and not self._attempt(session):
+        if session.live and session.hops and self._too_late(session):
+            self._engine.fail(session, "no route")
+        elif session.live and not self._attempt(session):
             waiting = self._broken if session.hops else self._lines.setdefault(session.gate, deque())
             waiting.append(session)
             self._poll()

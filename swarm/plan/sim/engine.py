@@ -154,6 +154,7 @@ class Engine:
         if step.stale:
             return
         session.steps += 1
+        session.broken_since = None
         if step.prefill:
             session.held = step.base + step.rows
             if not step.sample:

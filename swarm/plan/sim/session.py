@@ -41,6 +41,7 @@ class Session:
     repairs: int = 0
     dials: int = 0  # nodes it tried that were gone or full
     waiting_since: float = 0.0
+    broken_since: float | None = None  # the first loss after the last result; repairs that fail share one deadline
     first_ms: float | None = None
     done_ms: float | None = None
     failure: str = ""
