@@ -16,9 +16,10 @@ from swarm_kernels.reference import LayerWeights
 
 def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
     """Keys `[pages, G, D, PAGE]` and values `[pages, G, PAGE, D]` of one dtype, contiguous, on one device."""
-    if k_pages.dim() != 4 or k_pages.shape[3] != PAGE:
-        raise KernelError(f"key pages have shape {tuple(k_pages.shape)}, not [pages, kv heads, head size, {PAGE}]")
-    pages, groups, dim, _ = k_pages.shape
+    shape = k_pages.shape
+    if len(shape) != 4 or shape[3] != PAGE:
+        raise KernelError(f"key pages have shape {tuple(shape)}, not [pages, kv heads, head size, {PAGE}]")
+    pages, groups, dim, _ = shape
     if not (groups and dim):
         raise KernelError(f"attention with {groups} key heads of size {dim} cannot be computed")
     if v_pages.shape != (pages, groups, PAGE, dim):
@@ -40,11 +41,11 @@ def check_rows(
     """`q [n, H, D]`, `k` and `v` `[n, G, D]` for the plan's n rows and this cache; H a multiple of G."""
     check_cache(k_pages, v_pages)
     _, groups, dim, _ = k_pages.shape
-    rows, shape = plan.rows, k.shape
-    if shape != (rows, groups, dim) or v.shape != shape:
+    rows, asked = plan.rows, q.shape
+    if k.shape != (rows, groups, dim) or v.shape != k.shape:
         raise KernelError(f"keys {tuple(k.shape)} or values {tuple(v.shape)} are not {(rows, groups, dim)}")
-    if q.dim() != 3 or q.shape[0] != rows or q.shape[2] != dim or q.shape[1] % groups:
-        raise KernelError(f"queries have shape {tuple(q.shape)}, which does not fit {tuple(k.shape)} keys")
+    if len(asked) != 3 or asked[0] != rows or asked[2] != dim or asked[1] % groups:
+        raise KernelError(f"queries have shape {tuple(asked)}, which does not fit {tuple(k.shape)} keys")
     if not q.device == k.device == v.device == k_pages.device:
         raise KernelError("queries, keys, values and pages are on different devices")
     check_plan_shapes(plan)

@@ -29,7 +29,7 @@ _STACKS_KEPT = 16
 def covers_cache(k_pages: torch.Tensor) -> bool:
     """Whether attention over these pages is compiled: CPU, bf16 or fp32, head size a multiple of 16 up to 256."""
     dim = k_pages.shape[2]
-    return k_pages.device.type == "cpu" and k_pages.dtype in _STORED and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
+    return k_pages.is_cpu and k_pages.dtype in _STORED and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
 
 
 def describe_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> binding.Cache:

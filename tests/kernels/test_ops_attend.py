@@ -90,7 +90,12 @@ def test_windows_and_caps_match_the_reference(isa: str, window: int | None, soft
 def test_long_contexts_match_the_reference(isa: str, dtype: torch.dtype, window: int | None) -> None:
     """Contexts of several blocks of keys, and at the ends of blocks."""
     generator = torch.Generator().manual_seed(11)
-    parts = [Part(2300, tree=random_tree(70, generator)), Part(1024, line=33), Part(128, tree=star(3)), Part(511, line=1)]
+    parts = [
+        Part(2300, tree=random_tree(70, generator)),
+        Part(1024, line=33),
+        Part(128, tree=star(3)),
+        Part(511, line=1),
+    ]
     plan, pages = make_plan(parts, generator)
     case = random_case(plan, pages, (9, 3, 64), dtype, 11)
     expected = reference.attend(*copied(case), plan, 0.125, window)

@@ -56,7 +56,7 @@ SWARM_INLINE const char* ahead_of(const Panel<T>& panel, int64_t p, int64_t tile
 
 // q [dim][ROWS] x the panel's keys -> scores [ROWS][STEP_KEYS].
 template <int ROWS, typename T>
-SWARM_INLINE void score(const float* q, int64_t dim, const Panel<T>& panel, int64_t tile, int64_t tiles,
+SWARM_APART void score(const float* q, int64_t dim, const Panel<T>& panel, int64_t tile, int64_t tiles,
                         float* scores) {
   constexpr int PAGES_WIDE = blocks_wide(ROWS), N = PAGES_WIDE * VECS;
   for (int64_t p = panel.pages.begin / PAGES_WIDE * PAGES_WIDE; p < panel.pages.end; p += PAGES_WIDE) {
@@ -95,7 +95,7 @@ SWARM_INLINE void score(const float* q, int64_t dim, const Panel<T>& panel, int6
 // mix [ROWS][WIDTH of dim] = mix * shrink + weights [ROWS][STEP_KEYS] x values, from column d of the panel on, over the
 // keys in `seen`.
 template <int ROWS, int WIDTH, typename T>
-SWARM_INLINE void gather(const float* weights, const float* shrink, const Panel<T>& panel, int64_t d,
+SWARM_APART void gather(const float* weights, const float* shrink, const Panel<T>& panel, int64_t d,
                          const QueryTile& tile, int64_t tiles, int64_t dim, float* mix) {
   constexpr int N = WIDTH / LANES;
   V acc[ROWS][N];

@@ -28,6 +28,7 @@
 #define SWARM_UNROLL _Pragma("GCC unroll 64")
 #endif
 #define SWARM_INLINE inline __attribute__((always_inline))
+#define SWARM_APART __attribute__((noinline))  // compiled once, with all registers to itself
 
 namespace SWARM_ISA {
 

@@ -120,7 +120,7 @@ SWARM_INLINE bool all_see(const Seen* sees, int rows, PageRange pages) {
 // scores [ROWS][STEP_KEYS] of a tile whose first row is query row i -> weights in place, and what each mix shrinks
 // by. `sees`: of batch rows, each of which is `share` query rows.
 template <int ROWS>
-SWARM_INLINE void soften(float* scores, const Seen* sees, int64_t share, PageRange pages, float softcap,
+SWARM_APART void soften(float* scores, const Seen* sees, int64_t share, PageRange pages, float softcap,
                          const SoftmaxState& state, int64_t i, float* shrink) {
   constexpr int PADDED = (ROWS + LANES - 1) / LANES * LANES;
   float before[PADDED] = {}, now[PADDED] = {}, total[ROWS], factor[PADDED];
