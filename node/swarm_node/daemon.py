@@ -21,8 +21,8 @@ from swarm.messages import AnyMessage
 from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
 from swarm.net.throttle import ThrottledCarrier, Upload
-from swarm.plan.keeper import Keeper, Policy
-from swarm.plan.moves import Move
+from swarm.plan.keeper import Decision, Keeper, Policy
+from swarm.plan.requests import place_request
 from swarm.types import NodeState
 from swarm_node.membership.announcer import Announcer
 from swarm_node.membership.links import Links
@@ -304,9 +304,15 @@ class Node:
         self._service.refuse(why)
         self._announcer.changed()
 
-    async def _move(self, move: Move, reason: str) -> None:
+    async def _move(self, decision: Decision) -> None:
+        move, seen = decision.move, decision.seen
+        assert move is not None  # upkeep asks for nothing else
         self._report.event(
-            "moving", f"moves from layers {move.old} to {move.new}: {reason}", start=move.new.start, end=move.new.end
+            "moving",
+            f"moves from layers {move.old} to {move.new}: {decision.reason}",
+            start=move.new.start,
+            end=move.new.end,
+            **({} if seen is None else {"request": place_request(seen)}),
         )
         await self._spans.change(move, self._portrait.elsewhere, self._announcer.changed)
         await self._announcer.insist()

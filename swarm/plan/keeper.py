@@ -47,10 +47,11 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`move`: what this node should do now, None to stay. `reason`: why, for people."""
+    """`move`: what this node should do now, None to stay. `reason`: why, for people. `seen`: what it follows from."""
 
     move: Move | None
     reason: str
+    seen: Snapshot | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class Keeper:
         self._seen: Mapping[PeerId, float] = {}  # since when each node has been there
         self._places: tuple[tuple[PeerId, NodeState, LayerSpan | None, bool], ...] = ()
         self._target: Target | None = None  # for these places; worked out when patience runs out
+        self._aimed_at: Snapshot | None = None  # what it was worked out from
 
     def observe(self, snapshot: Snapshot, now: float) -> Decision:
         """`now`: seconds of any clock that does not go back."""
@@ -146,6 +148,7 @@ class Keeper:
         if self._target is None:
             try:
                 self._target = target(snapshot, self._policy.alpha, self._policy.threshold)
+                self._aimed_at = snapshot
             except Infeasible as error:
                 return Decision(None, f"{error}; nothing to gain by moving")
         aim = self._target
@@ -157,7 +160,7 @@ class Keeper:
         move = next((m for m in first if m.peer == self._me), None)
         if move is None or move.old is None:
             return Decision(None, f"{trigger.reason}; it is for others to move")
-        return Decision(move, f"{trigger.reason}; layers {move.old} -> {move.new}")
+        return Decision(move, f"{trigger.reason}; layers {move.old} -> {move.new}", self._aimed_at)
 
     def _first_wave(self, aim: Target, snapshot: Snapshot) -> tuple[Move, ...]:
         """The moves to make now: of those that are safe together, the ones that fill a gap if any do.

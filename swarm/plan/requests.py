@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from swarm.errors import UsageError
+from swarm.types import Snapshot
 
 MAX_BYTES = 64 << 20
 MAX_LAYERS = 1000
@@ -78,6 +79,30 @@ class Join(Request, frozen=True):
     capacity: Annotated[int, Meta(ge=0, le=1 << 31)]
 
 
+class Curve(Request, frozen=True):
+    widths: Annotated[list[Annotated[int, Meta(ge=1, le=4096)]], Meta(min_length=1, max_length=64)]
+    ms: Annotated[list[Amount], Meta(min_length=1, max_length=64)]
+
+
+class SwarmNode(Request, frozen=True):
+    id: Id
+    state: Literal["joining", "loading", "serving", "leaving", "draining"]
+    layer_capacity: Annotated[int, Meta(ge=0, le=1 << 31)]
+    cost: Curve
+    span: tuple[Edge, Edge] | None = None
+    kv_capacity_tokens: Annotated[int, Meta(ge=0, le=1 << 53)] = 0
+    pinned: bool = False
+    region: Annotated[str, Meta(max_length=256)] = ""
+    link_ms: dict[str, Amount] = {}
+
+
+class Place(Request, frozen=True):
+    num_layers: Layers
+    nodes: Annotated[list[SwarmNode], Meta(max_length=MAX_NODES)]
+    alpha: Probability = 0.5
+    threshold: Amount = 0.5
+
+
 class LayerLoad(Request, frozen=True):
     kv: Amount
     compute: Amount
@@ -139,11 +164,6 @@ class Dispatch(Request, frozen=True):
     nodes: Annotated[list[NodeLoad], Meta(max_length=MAX_NODES)]
 
 
-class Curve(Request, frozen=True):
-    widths: Annotated[list[Annotated[int, Meta(ge=1, le=4096)]], Meta(min_length=1, max_length=64)]
-    ms: Annotated[list[Amount], Meta(min_length=1, max_length=64)]
-
-
 class Stage(Request, frozen=True):
     layers: Layers
     layer_ms: Amount
@@ -162,7 +182,7 @@ class Speculate(Request, frozen=True):
     drafter: Drafter
     row_ms: Amount = 0.0
     max_in_flight: Annotated[int, Meta(ge=1, le=1024)] = 32
-    current: Literal["sequential", "tree", "pipelined"] | None = None
+    current: Literal["sequential", "tree", "pipelined", "hybrid"] | None = None
     margin: Probability = 0.05
 
 
@@ -254,6 +274,26 @@ def _choices(kind: Any, name: str) -> list[str]:
         return []
     types = [field.type for field in msgspec.structs.fields(kind) if field.name == name]
     return [word for a in types for b in (a, *get_args(a)) if get_origin(b) is Literal for word in get_args(b)]
+
+
+def place_request(snapshot: Snapshot) -> dict[str, Any]:
+    """What `swarm-plan place` is to be given for it to decide as a node does that has read `snapshot`."""
+    nodes = [
+        SwarmNode(
+            id=n.peer,
+            state=n.state.value,
+            layer_capacity=n.layer_capacity,
+            cost=Curve(widths=list(n.cost.widths), ms=list(n.cost.ms)),
+            span=(n.span.start, n.span.end) if n.span is not None else None,
+            kv_capacity_tokens=n.kv_capacity_tokens,
+            pinned=n.pinned,
+            region=n.region,
+            link_ms=dict(n.link_ms),
+        )
+        for n in snapshot.nodes
+    ]
+    request: dict[str, Any] = msgspec.to_builtins(Place(num_layers=snapshot.num_layers, nodes=nodes))
+    return request
 
 
 class Names:

@@ -142,6 +142,67 @@ def join(request: ask.Join) -> Answer:
     return Answer({"start": span.start, "end": span.end}, words)
 
 
+def place(request: ask.Place) -> Answer:
+    from swarm.errors import Infeasible
+    from swarm.plan import rebalance as planner
+    from swarm.plan.membership import place_joiners
+
+    names, snapshot = _snapshot(request)
+    joiners = [Hop(peer, span.start, span.end) for peer, span in sorted(place_joiners(snapshot).items())]
+    words = [f"Joining: {_runs(joiners, names)}."] if joiners else ["Nobody is joining."]
+    fields: dict[str, Any] = {"joiners": _spans(joiners, names)}
+    try:
+        found = planner.target(snapshot, request.alpha, request.threshold)
+    except Infeasible as error:
+        return Answer({**fields, "waves": [], "reason": str(error)}, [*words, f"Nobody can move: {error}."])
+    waves = [[_move(move, names) for move in wave] for wave in found.plan.waves]
+    fields |= {"waves": waves, "cv": found.before.cv, "cv_after": found.after.cv, "reason": found.before.reason}
+    words.append(f"As it is: {found.before.reason}. Allocated anew the loads would vary by {found.after.cv:.2f}.")
+    words += [
+        f"Wave {i}: " + ", ".join(f"{names.back(m.peer)} from {m.old or 'nothing'} to {m.new}" for m in wave) + "."
+        for i, wave in enumerate(found.plan.waves, 1)
+    ]
+    return Answer(fields, words)
+
+
+def _move(move: Any, names: Names) -> dict[str, Any]:
+    old = None if move.old is None else [move.old.start, move.old.end]
+    return {"node": names.back(move.peer), "from": old, "to": [move.new.start, move.new.end]}
+
+
+def _snapshot(request: ask.Place) -> tuple[Names, Any]:
+    from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState, Snapshot
+
+    names, nodes = Names(n.id for n in request.nodes), []
+    for i, n in enumerate(request.nodes):
+        _check_curve(n.cost, f"nodes[{i}].cost")
+        if n.span is not None and n.span[1] > request.num_layers:
+            raise UsageError(f"nodes[{i}].span ends at {n.span[1]}, and the model has {request.num_layers} layers")
+        links = {there: ms for name, ms in n.link_ms.items() if (there := names.written(name)) is not None}
+        nodes.append(
+            NodeProfile(
+                peer=names.key(n.id),
+                name=str(n.id),
+                state=NodeState(n.state),
+                dtype="",
+                weight_hash="",
+                layer_capacity=n.layer_capacity,
+                span=LayerSpan(*n.span) if n.span is not None else None,
+                cost=CostCurve(tuple(n.cost.widths), tuple(n.cost.ms)),
+                kv_capacity_tokens=n.kv_capacity_tokens,
+                region=n.region,
+                link_ms=links,
+                pinned=n.pinned,
+            )
+        )
+    return names, Snapshot("", request.num_layers, tuple(sorted(nodes, key=lambda n: n.peer)))
+
+
+def _check_curve(curve: ask.Curve, where: str) -> None:
+    if len(curve.ms) != len(curve.widths) or any(b <= a for a, b in pairwise(curve.widths)):
+        raise UsageError(f"{where} needs rising widths and the ms of a layer for each of them")
+
+
 def rebalance(request: ask.Rebalance) -> Answer:
     from swarm.plan.rebalance import LayerLoad, judge
 
@@ -242,10 +303,9 @@ def speculate(request: ask.Speculate) -> Answer:
 
     stages = []
     for i, stage in enumerate(request.stages):
-        widths, ms = stage.cost.widths, stage.cost.ms
-        if len(ms) != len(widths) or any(b <= a for a, b in pairwise(widths)):
-            raise UsageError(f"stages[{i}].cost needs rising widths and the ms of a layer for each of them")
-        stages.append(planner.Stage(stage.layers, stage.layer_ms, CostCurve(tuple(widths), tuple(ms))))
+        _check_curve(stage.cost, f"stages[{i}].cost")
+        curve = CostCurve(tuple(stage.cost.widths), tuple(stage.cost.ms))
+        stages.append(planner.Stage(stage.layers, stage.layer_ms, curve))
     costs = planner.ChainCosts(tuple(stages), tuple(request.link_ms), request.row_ms)
     drafter = planner.Drafter(request.drafter.acceptance, request.drafter.level_ms, request.drafter.round_ms)
     current = planner.Strategy(request.current) if request.current is not None else None
@@ -288,6 +348,7 @@ VERBS: tuple[Verb[Any], ...] = (
     Verb("balance", "Share the layers of one pipeline by compute, as far as memory allows.", ask.Balance, balance),
     Verb("route", "The quickest chain of nodes over all layers.", ask.Route, route),
     Verb("join", "The layers a new node should take.", ask.Join, join),
+    Verb("place", "Who of a swarm takes or changes layers, as its nodes would decide it.", ask.Place, place),
     Verb("rebalance", "Whether the swarm should be allocated anew.", ask.Rebalance, rebalance),
     Verb("partition", "Cut a model so that its slowest stage is as fast as can be.", ask.Partition, partition),
     Verb("prefill", "Cut a prompt into chunks that a pipeline reads soonest.", ask.Prefill, prefill),

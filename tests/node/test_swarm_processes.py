@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -111,3 +114,22 @@ def test_three_then_five_then_two(tmp_path: Path, tmp_path_factory: pytest.TempP
             assert watch.answers > before
 
         asyncio.run(scenario())
+        for name in ("n0", "n4"):
+            tell(home, "leave", "--node", name)
+        for node in nodes:
+            node.read_until("stopped")
+            assert_planned(node)
+
+
+def assert_planned(node: Started) -> None:
+    """Every choice of layers is what `swarm-plan` prints for the snapshot that the node read."""
+    choices = [event for event in node.events if event["event"] in ("placed", "moving")]
+    assert choices
+    peer = next(event["peer"] for event in node.events if event["event"] == "started")
+    for choice in choices:
+        command = [sys.executable, "-m", "swarm.plan.cli", "place", "-"]
+        asked = json.dumps(choice["request"])
+        printed = json.loads(subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout)
+        first = printed["joiners"] if choice["event"] == "placed" else printed["waves"][0]
+        mine = next(found for found in first if found["node"] == peer)
+        assert mine.get("to", [mine.get("start"), mine.get("end")]) == [choice["start"], choice["end"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,7 +16,11 @@ from swarm.plan.assignment import assign
 from swarm.plan.membership import join_span, place_joiners, uncovered_without
 from swarm.plan.moves import Move, list_moves, loads, redeal, schedule
 from swarm.plan.rebalance import LayerLoad, judge, target
+from swarm.plan.requests import place_request
+from swarm.plan.verbs import VERBS
 from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState, Snapshot, coverage
+
+VERB = {verb.name: verb for verb in VERBS}
 
 
 def node(
@@ -293,3 +298,33 @@ def test_every_reader_of_a_snapshot_gets_the_same_target() -> None:
         capacity = {n.peer: n.layer_capacity for n in members}
         assert all(len(span) <= capacity[peer] for peer, span in one.spans.items())
         assert min(coverage(one.spans.values(), num_layers)) >= 1
+
+
+def test_what_a_node_says_it_followed_from_is_what_swarm_plan_decides_by() -> None:
+    rng = random.Random(11)
+    for _ in range(60):
+        num_layers = rng.randint(2, 12)
+        nodes = []
+        for i in range(rng.randint(1, 6)):
+            span = random_span(rng, num_layers, num_layers) if rng.random() < 0.7 else None
+            nodes.append(
+                node(
+                    f"n{i}",
+                    rng.randint(len(span) if span else 1, num_layers),
+                    (span.start, span.end) if span else None,
+                    ms=rng.choice([0.5, 1.0, 2.25]),
+                    kv=rng.choice([0, 100, 300]),
+                    pinned=rng.random() < 0.2,
+                )
+            )
+        seen = snapshot(num_layers, nodes)
+        said = VERB["place"].run(json.dumps(place_request(seen)).encode()).fields
+        placed = {joiner["node"]: LayerSpan(joiner["start"], joiner["end"]) for joiner in said["joiners"]}
+        assert placed == place_joiners(seen)
+        try:
+            waves = target(seen).plan.waves
+        except Infeasible:
+            waves = ()
+        assert [[(m["node"], *m["to"]) for m in wave] for wave in said["waves"]] == [
+            [(m.peer, m.new.start, m.new.end) for m in wave] for wave in waves
+        ]

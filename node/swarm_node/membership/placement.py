@@ -16,8 +16,11 @@ from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot, coverage, m
 
 @dataclass(frozen=True, slots=True)
 class Placement:
+    """`seen`: the swarm that the choice follows from; None if it was asked for by hand."""
+
     span: LayerSpan
     reason: str
+    seen: Snapshot | None = None
 
 
 def compatible(snapshot: Snapshot, me: NodeProfile) -> Snapshot:
@@ -44,10 +47,10 @@ def choose(snapshot: Snapshot, me: NodeProfile) -> Placement:
     if gap is not None:
         sharing = sum(1 for n in view.nodes if n.state is NodeState.JOINING)
         company = f", shared with {sharing - 1} more that join now" if sharing > 1 else ""
-        return Placement(span, f"layers {span}, because nobody serves {gap[0]}:{gap[1]}{company}")
+        return Placement(span, f"layers {span}, because nobody serves {gap[0]}:{gap[1]}{company}", view)
     if len(span) == view.num_layers:
-        return Placement(span, f"layers {span}, the whole model, because it fits into this node's memory")
-    return Placement(span, f"layers {span}, because the swarm has the least room for sessions there")
+        return Placement(span, f"layers {span}, the whole model, because it fits into this node's memory", view)
+    return Placement(span, f"layers {span}, because the swarm has the least room for sessions there", view)
 
 
 def still_wanted(snapshot: Snapshot, me: NodeProfile) -> bool:

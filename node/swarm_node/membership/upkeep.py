@@ -12,8 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from swarm.errors import ClockWrong, NetworkError, OutOfMemory
-from swarm.plan.keeper import Keeper
-from swarm.plan.moves import Move
+from swarm.plan.keeper import Decision, Keeper
 from swarm.types import PeerId, Snapshot
 from swarm_node.network.connection import Network
 
@@ -30,7 +29,7 @@ class Upkeep:
     """`await run()` in a task.
 
     `look()`: the nodes that could be in one chain with us, ourselves as we are now. `settled()`: whether we serve.
-    `move(move, reason)` carries a move out.
+    `move` carries a decision to move out.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Upkeep:
         *,
         look: Callable[[], Awaitable[Snapshot]],
         settled: Callable[[], bool],
-        move: Callable[[Move, str], Awaitable[None]],
+        move: Callable[[Decision], Awaitable[None]],
     ) -> None:
         self._network = network
         self._keeper = keeper
@@ -72,7 +71,7 @@ class Upkeep:
             return
         self._keeper.moved(now)
         try:
-            await self._move(decision.move, decision.reason)
+            await self._move(decision)
         except OutOfMemory as error:
             logger.warning("stays where it is: %s", error)
 
