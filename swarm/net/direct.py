@@ -196,7 +196,8 @@ class DirectCarrier:
             if len(self._scope) >= self._max_connections + len(self._sockets):
                 plain.close()
             else:
-                self._scope.start(self._accept(plain), "accepted connection")
+                task = self._scope.start(self._accept(plain), "accepted connection")
+                task.add_done_callback(partial(_close, plain))  # still ours only if it was cancelled before it began
 
     async def _accept(self, plain: socket.socket) -> None:
         """One accepted connection to its end. Not a frame is looked at unless the other side has proven who it is."""
@@ -273,6 +274,10 @@ async def _connect(endpoint: Endpoint) -> socket.socket:
         plain.close()
         raise
     return plain
+
+
+def _close(plain: socket.socket, _: object) -> None:
+    plain.close()
 
 
 def _bind(host: str, port: int) -> socket.socket:

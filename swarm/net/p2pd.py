@@ -45,7 +45,8 @@ RESTART_AFTER_S = (0.0, 0.5, 2.0)  # each try to bring a dead daemon back waits 
 MAX_DEATHS = 5  # within DEATHS_WITHIN_S: then something is wrong that starting it again does not cure
 DEATHS_WITHIN_S = 60.0
 # What a relay lends at most: bytes each way and time of one relayed connection, connections of one peer, and peers.
-# Whatever it is told, hivemind's build of the daemon mostly ends a relayed connection after libp2p's default of 128 kB.
+# hivemind's daemon starts two relays, one with these limits and one with libp2p's own (128 kB, 2 minutes); the later of
+# them answers. On several threads that is often the wrong one, on one thread the right one.
 RELAY_BYTES = 1 << 30
 RELAY_TIME_LIMIT = "30m"
 RELAY_CIRCUITS = 16
@@ -218,13 +219,14 @@ class P2PDaemon:
         key = self._folder / _KEY
         key.unlink(missing_ok=True)
         self._identity.save(key)
+        one_thread = {"GOMAXPROCS": "1"} if options.offer_relay else {}
         try:
             return subprocess.Popen(
                 self._command(key, options),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "GOLOG_LOG_LEVEL": "error"},
+                env={**os.environ, "GOLOG_LOG_LEVEL": "error", **one_thread},
                 start_new_session=True,  # Ctrl-C is for us: we may want to drain before the network goes
                 preexec_fn=_die_with_parent if _libc is not None else None,
             )

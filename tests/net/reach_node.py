@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,8 @@ from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
 from swarm.net.reach import ReachCarrier
 
-BODY = 30_000  # what the daemon's relay carries of one connection is little, see `p2pd.RELAY_BYTES`
+BODY = 60_000
+FRAMES = 40  # 2.4 MB each way: far more than the 128 kB of libp2p's own relays, see `p2pd.RELAY_BYTES`
 
 
 async def echo(connection: Connection) -> None:
@@ -53,9 +55,15 @@ async def main(role: str, host: str, relay: str = "", peer: str = "", *addresses
         await carrier.serve(echo)
         if role == "dial":
             connection = await dial(carrier, peer, addresses)
-            await connection.send(Close(bytes(16)), bytes(BODY))
-            message, body = await connection.receive()
-            say(same=message == Close(bytes(16)) and body == bytes(BODY))
+            echoed = 0
+            with contextlib.suppress(NetworkError):
+                while echoed < FRAMES:
+                    body = os.urandom(BODY)
+                    await connection.send(Close(bytes(16)), body)
+                    if await connection.receive() != (Close(bytes(16)), body):
+                        break
+                    echoed += 1
+            say(echoed=echoed, of=FRAMES)
             return
         say(peer=carrier.peer, addresses=carrier.addresses)
         await asyncio.to_thread(sys.stdin.read)

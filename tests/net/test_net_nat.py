@@ -61,7 +61,7 @@ def test_two_peers_behind_routers_meet_through_a_relay() -> None:
             assert not reaches(LEFT, RIGHT_IP, port)
             assert not reaches(LEFT, "10.2.0.2", port)
             with peer(LEFT, "dial", "0.0.0.0", public, listener["peer"], *listener["addresses"]) as said:
-                assert said["same"]
+                assert said["echoed"] == said["of"]
 
 
 def checksum(data: bytes) -> int:

@@ -82,4 +82,4 @@ def test_two_peers_that_cannot_reach_each_other_meet_through_a_relay() -> None:
             circuits = [f"{by_net['1']}/p2p-circuit/p2p/{listener['peer']}"]
             others = [address for address in listener["addresses"] if address not in relayed]
             with peer(LEFT, "dial", "10.1.0.2", by_net["1"], listener["peer"], *others, *circuits) as said:
-                assert said["same"]
+                assert said["echoed"] == said["of"]
