@@ -274,8 +274,9 @@ class ChainSession:
         before, after = self._neighbours(self.chain.hops.index(hop))
         message = open_message(self.id, self.spec, hop, before, after, nodes, history, legacy)
         message = msgspec.structs.replace(message, epoch=self.epoch, onward_from=onward_from, prefix=list(self.prefix))
+        patience_s = self._limits.edge_timeout_s if self.epoch else self._limits.dial_timeout_s
         try:
-            self._connections[hop.peer] = await self._pool.get(hop.peer, nodes[hop.peer].addresses)
+            self._connections[hop.peer] = await self._pool.get(hop.peer, nodes[hop.peer].addresses, patience_s)
         except NetworkError as error:
             raise self._lose(hop.peer, error) from error
         await self._send_to(hop.peer, message)

@@ -12,21 +12,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import itertools
 import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, SwarmError, UsageError
 from swarm.net.daemon_options import DaemonOptions, same_ports
-from swarm.net.direct_addresses import is_loopback
+from swarm.net.direct_addresses import is_loopback, listened
 from swarm.net.frame_stream import FrameStream
 from swarm.net.hivemind_parts import P2P, P2PD, HivemindMultiaddr
 from swarm.net.host import private_folder
@@ -143,6 +145,7 @@ class P2PDaemon:
 
     async def _launch(self, options: DaemonOptions) -> None:
         """Start a process and wait until it answers. Raises as `start`."""
+        _check_ports(options.listen)
         self._ready.clear()
         self._ended.clear()
         self.control.path.unlink(missing_ok=True)
@@ -297,6 +300,23 @@ def _relay_flags(options: DaemonOptions) -> list[str]:
         trusted = f"-trustedRelays={','.join(options.relays)}"
         return ["-relayService=0", "-autoRelay=1", "-relayDiscovery=0", "-forceReachabilityPrivate=1", trusted]
     return ["-relayService=0"]
+
+
+def _check_ports(listen: Sequence[str]) -> None:
+    """Daemons would share a TCP port and take each other's callers. Raises AddressInUse."""
+    for address in listen:
+        host, port = listened(address), _port(address)
+        if host is None or not port or "/tcp/" not in address:
+            continue
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise AddressInUse(
+                        f"cannot listen on {address}: the port is taken; choose another, or use 0"
+                    ) from None
 
 
 def _start_error(said: str, options: DaemonOptions) -> NetworkError | AddressInUse | UsageError:

@@ -114,6 +114,14 @@ async def test_a_busy_port() -> None:
                 await DaemonCarrier.start(Identity.generate(), DaemonOptions((f"/ip4/127.0.0.1/tcp/{port}", *extra)))
 
 
+async def test_two_daemons_do_not_share_a_port() -> None:
+    """They could (SO_REUSEPORT), and would take each other's callers."""
+    async with running() as carrier:
+        taken = carrier.addresses[0].partition("/p2p/")[0]
+        with pytest.raises(AddressInUse, match="is taken"):
+            await DaemonCarrier.start(Identity.generate(), DaemonOptions((taken,)))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [

@@ -73,6 +73,9 @@ async def examine(config: NodeConfig) -> AsyncIterator[Finding]:
     async with AsyncExitStack() as stack:
         try:
             carrier = await _open(config, stack)
+        except PeerUnreachable as error:  # it has dialled nobody but the relays
+            yield Finding("relay", "broken", str(error))
+            return
         except SwarmError as error:
             yield Finding("ports", "broken", str(error))
             return
@@ -176,8 +179,8 @@ async def _others(config: NodeConfig, carrier: ReachCarrier, stack: AsyncExitSta
     answers = [await _peer(carrier, address) for address in config.peers]
     for finding in answers:
         yield finding
-    yield await _dialled_back(carrier, config.peers)
     alive = [peer for peer, found in zip(config.peers, answers, strict=True) if found.verdict != "broken"]
+    yield await _dialled_back(carrier, alive)  # not by one of another swarm, whom our direct port would turn away
     if alive:
         for finding in await _directory(config, carrier, alive, stack):
             yield finding
