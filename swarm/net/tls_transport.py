@@ -1,8 +1,8 @@
 """TLS on a socket of our own: an asyncio transport in which OpenSSL reads and writes the socket itself.
 
-The event loops' own TLS passes every byte through buffers in memory on its way, which costs about a quarter of the CPU
-time of a large body; here it goes from the kernel to OpenSSL to where the protocol wants it. Owns the socket, its
-handshake, what waits to be sent and a farewell that loses nothing. Knows neither frames nor whose certificate it was.
+The event loops' own TLS passes every byte through buffers in memory on its way; here it goes from the kernel to OpenSSL
+to where the protocol wants it. Owns the socket, its handshake, what waits to be sent and a farewell that loses nothing.
+Knows neither frames nor whose certificate it was.
 """
 
 from __future__ import annotations
