@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t MAX_QUERY_ROWS = 96;  // of a tile, unless one row has more: enough for keys to be worth widening
 constexpr int64_t MOST_DIVIDED = 4096;  // blocks that two units share: each has a softmax in memory until it is merged
-constexpr int64_t FEW_UNITS = 8;        // a thread: below, blocks are spread over threads
+constexpr int64_t FEW_UNITS = 4;        // a thread: below, blocks are spread over threads
 constexpr int64_t FEW_ROWS = 4;         // sooner loaded than shared out
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -92,16 +92,18 @@ struct Attention {
     }
   }
 
-  void run_block(const RowTile& tile, int64_t group, int64_t block, const float* q, float* workspace,
+  // `alone`: the thread does not go on to the next block.
+  void run_block(const RowTile& tile, int64_t group, int64_t block, bool alone, const float* q, float* workspace,
                  const SoftmaxState& state) const {
     const int64_t page = cache.groups * cache.dim * PAGE, head = group * cache.dim * PAGE;
     const int64_t bytes = head * (cache.bf16 ? 2 : 4), m = tile.rows * share;
     AttendJob job{q, m, table.query_tile(m, cache.bf16 != 0), share, cache.dim,
                   static_cast<const char*>(cache.k) + bytes, static_cast<const char*>(cache.v) + bytes, page,
                   cache.bf16 != 0, softcap, plan.pages + tile.session * plan.max_pages, plan.max_pages,
-                  first.data() + tile.row, past.data() + tile.row, nullptr, plan.words, workspace};
+                  first.data() + tile.row, past.data() + tile.row, nullptr, plan.words, plan.words, workspace};
     const int64_t dense = tile.first_block + block;
     if (dense < tile.dense_blocks) {
+      job.ahead_end = first_step(alone ? dense + 1 : tile.dense_blocks) * STEP_WORDS;
       table.attend(job, first_step(dense) * STEP_WORDS, first_step(dense + 1) * STEP_WORDS, state);
     } else {
       job.table = plan.tree_pages + tile.session * plan.max_tree_pages;
@@ -135,7 +137,7 @@ void attend_whole(const Attention& a, Pool& pool, Scratch& scratch) {
     std::fill_n(whole.sum, tile.rows * a.share, 0.0f);
     std::fill_n(whole.mix, tile.rows * a.share * a.cache.dim, 0.0f);
     for (int64_t block = 0; block < tile.blocks; block++) {
-      a.run_block(tile, group, block, q, workspace, block ? part : whole);
+      a.run_block(tile, group, block, false, q, workspace, block ? part : whole);
       if (block) a.table.merge(tile.rows * a.share, a.cache.dim, whole, part);
     }
     a.finish(tile, group, whole);
@@ -168,7 +170,7 @@ void attend_split(const Attention& a, Pool& pool, Scratch& scratch) {
     if (turn != last && turn - !divided >= tile.blocks - 1) return;
     const int64_t block = turn == last ? tile.blocks - 1 : turn - !divided;
     float* first = states + unit * a.most_blocks * size;
-    a.run_block(tile, group, block, queries + unit * a.query_size(), workspaces + thread * a.workspace(),
+    a.run_block(tile, group, block, true, queries + unit * a.query_size(), workspaces + thread * a.workspace(),
                 a.state_in(first + block * size));
     if (done[unit].fetch_add(1) + 1 < tile.blocks) return;
     for (int64_t b = 1; b < tile.blocks; b++)

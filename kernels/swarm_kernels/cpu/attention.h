@@ -179,7 +179,7 @@ void attend_of(const AttendJob& job, int64_t begin, int64_t end, const SoftmaxSt
   Step<T> step;
   step.tile = work.tile, step.sees = work.sees;
   for (int64_t word = begin; word < end; word += STEP_WORDS) {
-    step.last = word + STEP_WORDS >= end;
+    step.last = word + STEP_WORDS >= job.ahead_end;
     if (look(job, word, step)) attend_step<T, ROWS, WIDEN>(job, step, work, state);
   }
 }

@@ -43,6 +43,7 @@ struct AttendJob {
   const int64_t *first, *past;  // dense: batch row r sees keys [first[r], past[r])
   const uint64_t* mask;         // sparse: its bits start at mask + r * words; null: dense
   int64_t words;
+  int64_t ahead_end;  // word: the same thread goes on to here, so steps before it are asked of memory ahead
   float* workspace;  // attend_workspace(m, dim) of them
 };
 
