@@ -31,6 +31,7 @@ chat: setup ## the same swarm, and a terminal to talk to it
 chaos: setup ## nodes killed, stopped and slowed in the middle of answers; churn by seeds in virtual time
 	$(BIN)/python tests/chaos/process_chaos.py --rounds 200
 	$(BIN)/python tests/chaos/process_chaos.py --rounds 20 --kind stop --kind slow
+	$(BIN)/python tests/chaos/process_daemons.py
 	PYTHONPATH=tests:tests/e2e:tests/kernels $(BIN)/python tests/chaos/virtual_chaos.py
 
 bench: setup ## tokens/s, time to first token and memory against transformers

@@ -113,6 +113,7 @@ class SwarmClient:
                 dtype=self.config.dtype,
                 weight_hash=source.weight_hash,
                 wall_clock=network.wall_clock,
+                meet=network.meet,
             )
             stack.push_async_callback(self._view.close)
             self._outliner = Outliner(

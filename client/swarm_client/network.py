@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -21,11 +21,18 @@ from swarm.net.pool import ConnectionPool
 from swarm_client.inbox import Inboxes
 
 
+async def _nobody(addresses: Sequence[str]) -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
+    """`meet`: get to know the peers at these addresses again; how many answered. Raises NetworkError."""
+
     directory: Directory
     pool: ConnectionPool
     inboxes: Inboxes
+    meet: Callable[[Sequence[str]], Awaitable[int]] = _nobody
     wall_clock: Callable[[], float] = time.time  # what the records of this network are dated by
     clock: Callable[[], float] = time.perf_counter  # what rounds are measured by, in seconds
 
@@ -37,10 +44,11 @@ class Network:
         limits: Limits,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
+        meet: Callable[[Sequence[str]], Awaitable[int]] = _nobody,
     ) -> Network:
         inboxes = Inboxes()
         pool = ConnectionPool(carrier, inboxes.on_frame, inboxes.on_lost, limits)
-        return cls(directory, pool, inboxes, wall_clock, clock)
+        return cls(directory, pool, inboxes, meet, wall_clock, clock)
 
 
 @asynccontextmanager
@@ -76,6 +84,6 @@ async def connect(
         stack.push_async_callback(carrier.close)
         directory = await DhtDirectory.start(carrier.daemon, options.peers, client=True, secret=keys)
         stack.push_async_callback(directory.close)
-        network = Network.over(carrier, directory, limits)
+        network = Network.over(carrier, directory, limits, meet=directory.meet)
         async with network.pool:
             yield network

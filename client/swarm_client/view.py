@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 from swarm.errors import NetworkError, NoRoute, WrongModel
@@ -28,11 +28,12 @@ MAX_AGE_S = 1.0
 LINK_AGE_S = 30.0  # how long a measured link time is believed
 PING_TIMEOUT_S = 0.6  # a node that is slower than this to answer counts as unmeasured
 MAX_PINGED = 32
+MAX_MET = 16
 HURRY_S = 0.3  # how long a repair waits for a newer map than the one at hand
 
 
 class SwarmView:
-    """`wall_clock` dates records (seconds since the epoch); tests hand in their own."""
+    """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `meet`: see `network.Network`."""
 
     def __init__(
         self,
@@ -44,7 +45,10 @@ class SwarmView:
         dtype: str | None,
         weight_hash: str,
         wall_clock: Callable[[], float] = time.time,
+        meet: Callable[[Sequence[str]], Awaitable[int]] | None = None,
     ) -> None:
+        self._meet = meet
+        self._met: tuple[str, ...] = ()  # addresses of those that were there when last anybody was
         self._directory = directory
         self._pool = pool
         self._model = model
@@ -83,9 +87,13 @@ class SwarmView:
         now = self._wall_clock()
         try:
             records = await self._directory.read(self._model)
+            if not records and self._met and self._meet is not None and await self._meet(self._met):
+                records = await self._directory.read(self._model)  # it was us who knew nobody any more
         except NetworkError as error:
             return error
         self._snapshot = to_snapshot(records, self._model, now, identity.verify, num_layers=self._num_layers)
+        addresses = tuple(node.addresses[0] for node in self._snapshot.nodes if node.addresses)
+        self._met = addresses[:MAX_MET] or self._met
         return None
 
     async def route(self, min_free_tokens: int = 0) -> tuple[Chain, Snapshot]:
