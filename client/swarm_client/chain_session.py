@@ -340,7 +340,7 @@ class ChainSession:
             raise self._lose(incoming.peer, remote_error(incoming.peer, failed))
         if failed.lost not in self.chain.peers:
             return None
-        raise self._lose(failed.lost, remote_error(incoming.peer, failed))
+        raise self._lose(failed.lost, ConnectionLost(failed.detail))  # it is dead, or it will publish again
 
     async def _send_to(self, peer: PeerId, message: AnyMessage, body: Buffer = b"") -> None:
         try:

@@ -112,6 +112,23 @@ async def test_all_hops_at_once_and_one_after_the_other(victim: int) -> None:
         assert list(again.token_ids) == truth()
 
 
+@virtual_time
+async def test_who_was_lost_is_welcome_again_as_soon_as_it_publishes() -> None:
+    async with swarm_of(2) as swarm, swarm.client() as client:
+        drops: list[asyncio.Task[None]] = []
+
+        def strike(chain: Chain) -> None:
+            before, after = chain.peers[0], chain.peers[1]
+            drops.append(asyncio.create_task(swarm.nodes[before].pool.drop(after)))  # which tells the client
+
+        first, _, _ = await answer_with(client, strike, 7)
+        assert len(first.repairs) == 1
+        await asyncio.sleep(6.0)
+        again, times, _ = await answer_with(client, killer(swarm, 1), 7)
+        assert list(again.token_ids) == truth()
+        assert max(b - a for a, b in itertools.pairwise(times)) < 0.5
+
+
 @pytest.mark.parametrize("victim", range(3))
 @virtual_time
 async def test_a_death_in_the_middle_of_a_prompt(victim: int) -> None:
