@@ -1,7 +1,6 @@
 """One session opened on every hop of one chain, and mended in place when hops are lost (docs/recovery.md).
 
-Owns its id, its connections, the edges the client relays, and who was lost. Knows nothing of tokens to come: `driver`
-decides what to send, this carries it.
+Owns its id, its connections, the edges the client relays, and who was lost. Knows nothing of tokens to come.
 """
 
 from __future__ import annotations

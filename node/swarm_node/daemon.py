@@ -216,13 +216,13 @@ class Node:
         """Answer whoever dials us, make sure that the peers we were given are of our kind, and say that we are here."""
         carrier, portrait = self._network.carrier, self._portrait
         await self._pool.serve()
+        await check_peers(carrier, self._config.peers, self._served)
         joining = how_to_join(self._config, self._served.model, carrier.addresses)
         self._report.event(
             "started",
             f"node {carrier.peer} for {self._served.model}; {joining}",
             **portrait.introduction(),
         )
-        await check_peers(carrier, self._config.peers, self._served)
         if self._duty.hours:
             await self._announcer.insist()
 

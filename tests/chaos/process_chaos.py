@@ -71,7 +71,7 @@ class ChaosRun:
         expected = self._truth[question]
         at, hop = self._rng.randrange(6, len(expected) - 10), self._rng.randrange(len(SPANS))
         times: list[float] = []
-        struck = 0.0
+        struck, struck_at = 0.0, 0.0
         async with contextlib.AsyncExitStack() as wounds:
             stream = self._client.chat_stream(_messages(question), max_new_tokens=TOKENS)
             async with stream:
@@ -81,11 +81,11 @@ class ChaosRun:
                         assert stream.chain is not None
                         victim = self._swarm.node(stream.chain.peers[hop])
                         await wounds.enter_async_context(_strike(victim, kind))
-                        struck = time.perf_counter()
+                        struck, struck_at = time.perf_counter(), time.time()
             answer = stream.answer
         if kind == "kill":
             await victim.start()
-        await self._healed()
+        await self.healed(struck_at)
         after = [b - max(a, struck) for a, b in itertools.pairwise(times) if b > struck]
         return Round(
             kind,
@@ -98,9 +98,8 @@ class ChaosRun:
             len(answer.repairs),
         )
 
-    async def _healed(self) -> None:
-        """Until every node is on the map with fresh news of itself."""
-        since = time.time()
+    async def healed(self, since: float) -> None:
+        """Until every node is on the map with news of itself from well after `since`, by the calendar."""
         async with asyncio.timeout(HEAL_TIMEOUT_S):
             while True:
                 serving = (await self._client.snapshot()).serving()
@@ -161,7 +160,7 @@ async def run(home: Path, rounds: int, minutes: float, kinds: tuple[str, ...], s
     done: list[Round] = []
     async with ProcessSwarm(home, SPANS) as swarm, SwarmClient(peers=swarm.addresses) as client:
         chaos = ChaosRun(swarm, client, seed)
-        await chaos._healed()
+        await chaos.healed(time.time())
         await chaos.learn()
         until = time.monotonic() + 60 * minutes
         while len(done) < rounds and time.monotonic() < until:
