@@ -39,6 +39,7 @@ class Cell:
     tokens_per_step: float
     rows_per_token: float
     first_guess_right: float
+    sent_kb: float  # by all nodes, a token
 
 
 async def measure(hops: int, delay_ms: float, tokens: int, strategies: list[str], draft: str) -> list[Cell]:
@@ -48,12 +49,15 @@ async def measure(hops: int, delay_ms: float, tokens: int, strategies: list[str]
         async with far_client(swarm.address, delay_ms, settings={"draft": draft}) as client:
             await ask(client, "Hello!", "sequential", 8)  # connections, caches
             for name, prompt in PROMPTS.items():
-                answers = {s: await ask(client, prompt, s, tokens) for s in ["sequential", *strategies]}
-                plain = answers["sequential"]
-                for strategy, answer in answers.items():
+                plain: Answer | None = None
+                for strategy in ("sequential", *strategies):
+                    before = await swarm.sent_bytes()
+                    answer = await ask(client, prompt, strategy, tokens)
+                    sent = await swarm.sent_bytes() - before
+                    plain = plain or answer
                     if answer.token_ids != plain.token_ids:
                         raise RuntimeError(f"{strategy} changed the answer to '{name}'")
-                    cells.append(cell(hops, delay_ms, name, strategy, answer, plain.tokens_per_second))
+                    cells.append(cell(hops, delay_ms, name, strategy, answer, plain.tokens_per_second, sent))
                     print(line(cells[-1]), flush=True)
     return cells
 
@@ -62,7 +66,7 @@ async def ask(client: SwarmClient, prompt: str, strategy: str, tokens: int) -> A
     return await client.chat([{"role": "user", "content": prompt}], strategy=strategy, max_new_tokens=tokens)
 
 
-def cell(hops: int, delay_ms: float, name: str, strategy: str, answer: Answer, plain: float) -> Cell:
+def cell(hops: int, delay_ms: float, name: str, strategy: str, answer: Answer, plain: float, sent: int) -> Cell:
     guesses = answer.speculation or {}
     tokens = len(answer.token_ids)
     return Cell(
@@ -76,13 +80,15 @@ def cell(hops: int, delay_ms: float, name: str, strategy: str, answer: Answer, p
         guesses.get("tokens_per_step", 1.0),
         guesses.get("rows", 0) / tokens,
         guesses["acceptance"][0][0] if guesses else 0.0,
+        sent / tokens / 1e3,
     )
 
 
 def line(c: Cell) -> str:
     return (
         f"| {c.hops} | {c.delay_ms:g} | {c.prompt} | {c.strategy} | {c.tokens_per_s:.1f} | {c.ratio:.2f} | {c.used} "
-        f"| {c.tokens_per_step:.2f} | {c.rows_per_token:.1f} | {c.first_guess_right:.2f} |"
+        f"| {c.tokens_per_step:.2f} | {c.rows_per_token:.1f} | {c.first_guess_right:.2f} "
+        f"| {c.sent_kb:.1f} |"
     )
 
 
@@ -113,7 +119,7 @@ def main() -> None:
         "| hops | delay, ms | request | strategy | tokens/s | over sequential | used | tokens a step | rows a token |",
         end="",
     )
-    print(" first guess right |\n|---|---|---|---|---|---|---|---|---|---|")
+    print(" first guess right | kB sent a token |\n|---|---|---|---|---|---|---|---|---|---|---|")
     cells: list[Cell] = []
     for hops in args.hops:
         for delay in args.delays:

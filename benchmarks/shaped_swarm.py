@@ -23,6 +23,7 @@ from swarm.net.reach import ReachCarrier
 from swarm.net.shaped import Shape, ShapedCarrier
 from swarm_client import SwarmClient
 from swarm_client.network import Network
+from swarm_node.owner import control
 
 START_TIMEOUT_S = 180.0
 
@@ -76,6 +77,11 @@ class ShapedSwarm:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+    async def sent_bytes(self) -> int:
+        """What the nodes have sent since they started, as they count it."""
+        pids = {process.pid for process in self._processes}
+        return sum(node.vitals.sent_bytes for node in await control.find() if node.vitals.pid in pids)
 
     def _start(self, span: str, *more: str) -> subprocess.Popen[str]:
         script = str(Path(__file__).with_name("shaped_node.py"))
