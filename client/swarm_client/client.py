@@ -208,11 +208,8 @@ class SwarmClient:
             StopStrings(options.stop),
             network.clock,
             seed=sampling.seed,
-            explain=self._explain,
+            explain=view.explain,
         )
-
-    def _explain(self, chain: Chain) -> str:
-        return _entered(self._view).explain(chain)
 
     def _daemon_options(self) -> DaemonOptions:
         if not self.config.peers:
