@@ -24,6 +24,7 @@ from swarm.types import Chain, CostCurve, PeerId, Snapshot
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # powers of two suit vector units (Ghidorah §III-C 2)
 MAX_IN_FLIGHT = 32
 LEVELS_A_STEP = (2, 4, 8, 16)  # of a hybrid
+NOTHING_MS = 1e-9
 CHUNK = 256  # tokens; an ordinary chunk of a prompt
 NARROWEST_CHUNK = 8  # from there on a curve is close to a line
 
@@ -62,9 +63,14 @@ class Stage:
         mean_ms = math.fsum(w * y for _, y, w in points) / weight
         spread = math.fsum(w * (x - mean) ** 2 for x, _, w in points)
         rise = math.fsum(w * (x - mean) * (y - mean_ms) for x, y, w in points)
-        per_token = max(0.0, rise / spread) if spread else mean_ms / mean
-        base = mean_ms - per_token * mean
-        return ChunkCost(base, per_token) if base > 0 else ChunkCost(0.0, mean_ms / mean)
+        per_token = _something(rise / spread) if spread else mean_ms / mean
+        base = _something(mean_ms - per_token * mean)
+        return ChunkCost(base, per_token) if base else ChunkCost(0.0, _something(mean_ms / mean))
+
+
+def _something(ms: float) -> float:
+    """0 for what only rounding has left, or a node that claims to take no time."""
+    return ms if ms > NOTHING_MS else 0.0
 
 
 @dataclass(frozen=True, slots=True)

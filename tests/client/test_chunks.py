@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swarm.plan.prefill import plan_prefill
 from swarm.plan.speculation import ChainCosts, Stage
@@ -47,3 +49,23 @@ def test_the_slowest_hop_rules() -> None:
 def test_a_curve_that_says_nothing_still_gives_chunks() -> None:
     assert sum(prompt_chunks(700, chain(3, CostCurve()))) == 700
     assert prompt_chunks(0, chain(2)) == ()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 1e-9, 0.001, 0.37, 1.1, 1.1, 8.6e6]), min_size=1, max_size=8),
+    st.sampled_from([0.0, 0.001, 0.3, 1.7, 8.6e6]),
+    st.integers(1, 200),
+)
+def test_whatever_a_node_says_of_itself_its_chunks_have_a_cost(ms: list[float], layer_ms: float, layers: int) -> None:
+    curve = CostCurve(tuple(1 << i for i in range(len(ms))), tuple(ms))
+    costs = ChainCosts((Stage(layers, layer_ms, curve),), (1.0, 1.0))
+    assert costs.chunk_cost().ms(256, 0) >= 0.0
+    assert sum(prompt_chunks(700, costs)) == 700
+
+
+def test_a_flat_curve_has_a_line_too() -> None:
+    for ms in (0.1, 0.3, 0.7, 1.234567, 3.3):
+        for top in range(4, 10):
+            curve = CostCurve(tuple(1 << i for i in range(top)), (ms,) * top)
+            assert Stage(10, ms, curve).chunk_cost().per_token_ms == 0.0
