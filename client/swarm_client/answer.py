@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Self
 
 from swarm.plan.session import FinishReason
 from swarm.types import Chain
@@ -68,26 +69,42 @@ class Answer:
         }
 
 
-class AnswerStream(Protocol):
+class AnswerStream(ABC):
     """`async for piece in stream`, then `stream.answer`. Leaving it early, or `cancel()`, ends it on all hops.
 
-    Use as an async context manager so that an exception in the loop also ends it.
+    Use as an async context manager so that an exception in the loop also ends it. Subclasses set `_pieces`.
     """
 
-    def __aiter__(self) -> AsyncIterator[Piece]: ...
+    _pieces: AsyncGenerator[Piece, None]
 
-    async def __aenter__(self) -> AnswerStream: ...
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self._pieces
+
+    async def __aenter__(self) -> Self:
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        await self.cancel()
 
-    async def cancel(self) -> None: ...
+    async def read(self) -> Answer:
+        """Read to the end."""
+        async with self:
+            async for _ in self:
+                pass
+        return self.answer
 
-    async def read(self) -> Answer: ...
+    @abstractmethod
+    async def cancel(self) -> None:
+        """End it where it is; what was shown so far is the answer. Idempotent."""
 
     @property
-    def chain(self) -> Chain | None: ...
+    @abstractmethod
+    def chain(self) -> Chain | None:
+        """The hops of what is shown now; None before the first chain is open."""
 
     @property
-    def answer(self) -> Answer: ...
+    @abstractmethod
+    def answer(self) -> Answer:
+        """Raises RuntimeError before the stream has ended."""

@@ -5,16 +5,15 @@ Owns decoding tokens to text, stop strings and the timing figures. What is sent 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol
 
 from swarm.plan.session import EmitTokens, Finish, FinishReason, StopRequested
 from swarm.plan.speculation import ChainCosts, Strategy
 from swarm.types import Chain
-from swarm_client.answer import Answer, Piece
+from swarm_client.answer import Answer, AnswerStream, Piece
 from swarm_client.driver import Driver, Waiting
 from swarm_client.stops import StopStrings
 
@@ -79,11 +78,8 @@ class Timing:
         return max(0.0, ((self.last - self.first) * 1e3 - inside) / len(self.decode_traces))
 
 
-class TextStream:
-    """`async for piece in stream`, then `stream.answer`. Leaving it early, or `cancel()`, ends it on all hops.
-
-    Use as an async context manager so that an exception in the loop also ends it.
-    """
+class TextStream(AnswerStream):
+    """One generation along chains of hops."""
 
     def __init__(
         self,
@@ -105,30 +101,12 @@ class TextStream:
         self._reason: FinishReason | None = None
         self._pieces = self._run()
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self._pieces
-
-    async def __aenter__(self) -> TextStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.cancel()
-
     async def cancel(self) -> None:
         """End the generation where it is; what was shown so far is the answer. Idempotent."""
         await self._pieces.aclose()
         if self._reason is None:
             self._reason = FinishReason.CANCELLED
             self._driver.generation.handle(StopRequested(self._reason))
-
-    async def read(self) -> Answer:
-        """Read to the end."""
-        async with self:
-            async for _ in self:
-                pass
-        return self.answer
 
     @property
     def chain(self) -> Chain | None:

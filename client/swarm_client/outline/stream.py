@@ -7,11 +7,10 @@ outline, the answer is an ordinary one then, and says why.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import takewhile
-from types import TracebackType
 from typing import Protocol
 
 from swarm.errors import NetworkError, NoRoute
@@ -44,8 +43,8 @@ class Tokenizer(Protocol):
     def stream(self) -> TextDecoder: ...
 
 
-class OutlineStream:
-    """An AnswerStream: iterate it for pieces, then `answer`. Leaving it early, or `cancel()`, ends all its generations.
+class OutlineStream(AnswerStream):
+    """An outline and its points, or the ordinary answer where an outline does not do.
 
     All points are drawn with the same seed, by the position in their own session: each has the tokens that a session
     of its own with the same prompt would have.
@@ -89,17 +88,6 @@ class OutlineStream:
             self._outline = self._ask_outline(routing.template)
         self._pieces = self._run()
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self._pieces
-
-    async def __aenter__(self) -> OutlineStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.cancel()
-
     async def cancel(self) -> None:
         """End all generations where they are; what was shown so far is the answer. Idempotent."""
         await self._pieces.aclose()
@@ -108,13 +96,6 @@ class OutlineStream:
                 await stream.cancel()
         if self._reason is None:
             self._reason = FinishReason.CANCELLED
-
-    async def read(self) -> Answer:
-        """Read to the end."""
-        async with self:
-            async for _ in self:
-                pass
-        return self.answer
 
     @property
     def chain(self) -> Chain | None:
