@@ -64,6 +64,7 @@ class NodeConfig:
     layers: str | None = None  # "START:END"; None: the node decides
     max_memory: int | None = None  # bytes; None: most of what is free
     dtype: str = "bf16"
+    heads: Path | None = None  # Medusa heads for the model, run where its last layers are
     name: str = ""
     region: str = ""
     identity: Path | None = None  # None: a fresh identity that is forgotten at exit
@@ -99,9 +100,8 @@ class ClientConfig:
     strategy: str = "auto"
     outline_in_auto: bool = False  # may `auto` answer by an outline? It changes the words, not only their speed
     outline_templates: Path | None = None  # a TOML file of one's own, see docs/outline.md
-    draft: str = (
-        "shipped"  # who guesses beside the look-up: what comes along, a .draft file or a model; "ngram": nobody
-    )
+    # Who guesses beside the look-up: what comes along, a .draft file or a model; "heads": the tail's; "ngram": nobody
+    draft: str = "shipped"
     prefill_chunk: int | None = None  # tokens of a prompt in one step; None: planned from the chain's costs
     prefill_window: int = 16  # how many of those steps may be on their way at once; 1: each waits for the one before
     carrier: Carriers = "auto"

@@ -22,6 +22,8 @@ MAX_SLOTS = 4096  # tree slots of one session
 MAX_TOKENS = 1 << 20  # tokens of one session
 MAX_HISTORY = 1 << 18  # token ids in one `Open`
 MAX_HOPS = 256
+MAX_HEADS = 16  # of Medusa, at a tail
+MAX_GUESSES = 8  # of one head after one row
 MAX_PAGES = 4096  # of keys and values in one frame
 MAX_PREFIX = 4096  # digests of one text's beginnings
 
@@ -74,6 +76,8 @@ class Open(Message, frozen=True, tag="open"):
 
     `prefix`: names of the text's beginnings (`swarm.prefix`). A hop that computed one for this client shares it.
 
+    `guesses`: how many guesses of each of its Medusa heads, if it has any, the tail is to send with every token.
+
     `heir_of`: a node that has left this session, with these very layers, and still holds its first `inherit` tokens.
     The hop fetches them there if it can; `Opened.held` says whether.
     """
@@ -93,6 +97,7 @@ class Open(Message, frozen=True, tag="open"):
     epoch: Serial = 0
     onward_from: Count = 0
     prefix: Prefix = []
+    guesses: Annotated[int, Meta(ge=0, le=MAX_GUESSES)] = 0
     heir_of: Annotated[str, Meta(max_length=128)] = ""
     heir_addresses: Addresses = []
     inherit: Count = 0
@@ -163,7 +168,11 @@ class Step(Message, frozen=True, tag="step"):
 
 class Result(Message, frozen=True, tag="result"):
     """From the tail: the tokens drawn in step `step`, if it samples: after its last line row, if it has one, then after
-    each of its tree rows in their order. Which of them come true is for the client to see: it knows what it drafted."""
+    each of its tree rows in their order. Which of them come true is for the client to see: it knows what it drafted.
+
+    `guessed`: for each of these tokens, what the tail's `heads` Medusa heads think comes 1, 2, ... places after it: as
+    many ids of each as the session asked for, likeliest first; `doubts`: -100 ln of their probabilities.
+    """
 
     session: SessionId
     epoch: Serial
@@ -171,6 +180,9 @@ class Result(Message, frozen=True, tag="result"):
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_ROWS)] = []
     trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
     sessions: Sessions = 1
+    heads: Annotated[int, Meta(ge=0, le=MAX_HEADS)] = 0
+    guessed: Annotated[list[TokenId], Meta(max_length=MAX_ROWS * MAX_GUESSES)] = []
+    doubts: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 14)]], Meta(max_length=MAX_ROWS * MAX_GUESSES)] = []
 
 
 class Prune(Message, frozen=True, tag="prune"):

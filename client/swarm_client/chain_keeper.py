@@ -34,6 +34,7 @@ class ChainKeeper:
     limits: Limits
     model: str
     sampling: Sampling
+    guesses: int = 0  # of each of the tail's heads, if it has any, with every token
     plan_chunks: bool = True  # cut prompts by the chain's costs
     beginnings: Beginnings = field(default_factory=Beginnings)  # of all generations of a client
 
@@ -43,7 +44,9 @@ class ChainKeeper:
         chain = self._returning(quickest, generation)
         nodes = {n.peer: n for n in snapshot.nodes}
         first = nodes[chain.hops[0].peer]
-        spec = SessionSpec(self.model, first.weight_hash, first.dtype, generation.max_tokens, self.sampling)
+        spec = SessionSpec(
+            self.model, first.weight_hash, first.dtype, generation.max_tokens, self.sampling, self.guesses
+        )
         try:
             session = await ChainSession.open(
                 chain,

@@ -42,7 +42,9 @@ _Invite = Annotated[
 ]
 _Draft = Annotated[
     str | None,
-    typer.Option(help="Who guesses ahead beside the look-up: a .draft file, a small model, or `ngram` for nobody."),
+    typer.Option(
+        help="Who guesses ahead beside the look-up: a .draft file, a small model, `heads` (the tail's), or `ngram` for nobody."
+    ),
 ]
 _NoDiscovery = Annotated[bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")]
 _Transport = Annotated[

@@ -27,7 +27,8 @@ from swarm_client.answer import Answer, AnswerStream
 from swarm_client.beginnings import Beginnings
 from swarm_client.chain_keeper import ChainKeeper
 from swarm_client.chunks import MAX_CHUNK
-from swarm_client.drafting import Drafting
+from swarm_client.drafters.heads import GUESSES
+from swarm_client.drafting import HEADS, Drafting
 from swarm_client.driver import Driver
 from swarm_client.generation import TextStream
 from swarm_client.network import Network, connect
@@ -200,7 +201,16 @@ class SwarmClient:
             guesser = self._guesser() if self._guesser else self._drafting.guesser()
             speculator = Speculator(generation, guesser, view.costs, options.only, clock=network.clock)
         planned = self.config.prefill_chunk is None
-        chains = ChainKeeper(view, network, self.config.limits, source.name, sampling, planned, self._beginnings)
+        chains = ChainKeeper(
+            view,
+            network,
+            self.config.limits,
+            source.name,
+            sampling,
+            guesses=GUESSES if speculator is not None and self.config.draft == HEADS else 0,
+            plan_chunks=planned,
+            beginnings=self._beginnings,
+        )
         driver = Driver(generation, chains, self.config.limits, speculator)
         return TextStream(
             driver,

@@ -1,7 +1,7 @@
 """Which drafters a client guesses with. Owns what is loaded once for all of its generations.
 
 Look-up in prompt and answer is always on, for it costs nothing. A draft beside it is a file that `swarm-draft train`
-made, or any local model with the target's vocabulary.
+made, any local model with the target's vocabulary, or the Medusa heads of a tail that has some.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from swarm.errors import DrafterFailed, ModelError
 from swarm_client.drafters.base import Drafter
 from swarm_client.drafters.combined import CombinedDrafter
+from swarm_client.drafters.heads import HeadsDrafter
 from swarm_client.drafters.inline import InlineDrafter
 from swarm_client.drafters.ngram import NgramDrafter
 from swarm_client.drafters.runner import DraftRunner
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # a client that drafts with no model loads none
 
 logger = logging.getLogger(__name__)
 
+HEADS = "heads"  # the word for the tail's own
 LOOK_UP = "ngram"  # the word for no model beside the look-up
 SHIPPED = "shipped"  # the word for the trained draft that comes along for the target
 TRAINED_SUFFIX = ".draft"
@@ -41,10 +43,12 @@ class Drafting:
 
     @classmethod
     async def load(cls, draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Drafting:
-        """`draft`: LOOK_UP, SHIPPED (if there is one for the target), a trained draft's file, or a model.
+        """`draft`: LOOK_UP, HEADS, SHIPPED (if there is one for the target), a trained draft's file, or a model.
 
         One that cannot be used is done without, and logged.
         """
+        if draft == HEADS:
+            return cls(HeadsDrafter)
         try:
             if draft == LOOK_UP or (draft == SHIPPED and find_shipped(target) is None):
                 return cls()
@@ -56,7 +60,8 @@ class Drafting:
     def guesser(self) -> Guesser:
         if self._model is None:
             return InlineDrafter(NgramDrafter())
-        return DraftRunner(CombinedDrafter([NgramDrafter(), self._model()]))
+        drafter = CombinedDrafter([NgramDrafter(), self._model()])
+        return InlineDrafter(drafter) if drafter.instant else DraftRunner(drafter)
 
 
 def _open(draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:

@@ -30,6 +30,7 @@ from swarm.types import Chain
 from swarm_client.bans import TooSlow
 from swarm_client.chain_keeper import ChainKeeper
 from swarm_client.chain_session import ChainSession, HopFailed
+from swarm_client.drafters.heads import hints_of
 from swarm_client.round_watch import RoundWatch
 from swarm_client.speculator import Speculator
 
@@ -92,7 +93,7 @@ class Driver:
                             await self._drop_stale(action)
                         case EmitTokens():
                             if self.speculator is not None:
-                                await self.speculator.emitted(action.tokens)
+                                await self.speculator.emitted(action.tokens, action.hints)
                             yield action
                         case RepairChain():
                             self._lose(action)
@@ -153,7 +154,8 @@ class Driver:
         if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.slowdown):
             slow = session.leave(suspect, TooSlow("it has become slow, and others are much quicker"))
             self._pending.append(HopLost(slow.peer, str(slow)))
-        return StepSettled(result.epoch, result.step, tuple(result.tokens), tuple(result.trace), result.sessions)
+        tokens, trace = tuple(result.tokens), tuple(result.trace)
+        return StepSettled(result.epoch, result.step, tokens, trace, result.sessions, hints_of(result))
 
     async def _stalled(self) -> None:
         """Every hop answers pings, and yet no result comes: leave who keeps it, if others can do the work.

@@ -23,6 +23,7 @@ class SessionSpec:
     dtype: str
     max_tokens: int
     sampling: Sampling
+    guesses: int = 0  # of each of the tail's heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ def open_message(
         downstream=after,
         downstream_addresses=_addresses(after, nodes),
         sampling=WireSampling.of(spec.sampling) if tail else None,
+        guesses=spec.guesses if tail else 0,
         history=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
         heir_of=legacy.peer if legacy else "",
         heir_addresses=list(legacy.addresses) if legacy else [],

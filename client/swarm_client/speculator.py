@@ -17,6 +17,7 @@ from swarm.plan.live_costs import Observation
 from swarm.plan.session import Draft, Drafted, DraftsEnded, Generation, Policy, SendStep, StepSettled
 from swarm.plan.speculation import ChainCosts, Strategy
 from swarm.plan.speculation import Drafter as DraftCosts
+from swarm.plan.tree import Hints
 from swarm.plan.tuning import MAX_DEPTH, Setting, Tuner
 from swarm.types import Chain
 from swarm_client.drafters.base import Candidate, Glance
@@ -34,7 +35,7 @@ class Guesser(Protocol):
 
     async def reset(self, prompt_ids: Sequence[int]) -> None: ...
 
-    async def extend(self, tokens: Sequence[int]) -> None: ...
+    async def extend(self, tokens: Sequence[int], hints: Hints = ()) -> None: ...
 
     async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance: ...
 
@@ -103,12 +104,12 @@ class Speculator:
         self._level_ms = took if not self._level_ms else DRAFT_MEMORY * self._level_ms + (1 - DRAFT_MEMORY) * took
         return Drafted(tuple(map(tuple, answer)))
 
-    async def emitted(self, tokens: Sequence[int]) -> None:
-        """These tokens are certain now."""
+    async def emitted(self, tokens: Sequence[int], hints: Hints) -> None:
+        """These tokens are certain now; `hints`: what the tail thinks comes next."""
         if self.failure:
             return
         try:
-            await self.guesser.extend(tokens)
+            await self.guesser.extend(tokens, hints)
         except DrafterFailed as error:
             self._fail(error)
 

@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from swarm.errors import CorruptModel, ModelNotFound
+from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from swarm_kernels import ops
 from swarm_kernels.draft import top_tokens
+from swarm_kernels.lean import LeanSpan
 from swarm_kernels.model_config import ModelConfig
+from swarm_kernels.span import Span
 
 MAX_HEADS = 16
 _NAME = re.compile(r"(?:.*\.)?(\d{1,3})\.(\d{1,3})\.(linear\.weight|linear\.bias|weight)")
@@ -76,6 +78,13 @@ class MedusaHeads:
                 raise CorruptModel("these Medusa heads need the target's own head")
             rows.append(output(states).float())
         return torch.stack(rows)
+
+    @classmethod
+    def of(cls, path: Path, span: Span) -> MedusaHeads:
+        """Beside the head of `span`, the last of its model. Raises as `load`, and UnsupportedModel."""
+        if not isinstance(span, LeanSpan) or span.head is None:
+            raise UnsupportedModel("Medusa heads are run on the last layers of Llama-like models only")
+        return cls.load(path, span.config, span.head)
 
     def guess(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """-> ids and log-probabilities `[heads, n, width]`, likeliest first."""

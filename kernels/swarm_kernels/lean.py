@@ -146,10 +146,17 @@ class LeanSpan:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.normed(hidden)
+        assert self.head is not None  # whoever has the norm has the head
+        return self.head(normed).float()
+
+    @torch.inference_mode()
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[m, hidden]` as the last layer left them -> as the head sees them. Raises InvalidRequest."""
         if self.head is None or self.final_norm is None:
             raise InvalidRequest(f"layers {self.layers} do not hold the head")
         hidden = to_device(hidden, self.device, activation_dtype(self.dtype, self.device))
-        return self.head(ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
+        return ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
 
 
 def _tied(source: ModelSource) -> bool:

@@ -38,7 +38,7 @@ from swarm.plan.session_events import (
     StepSettled,
     StopRequested,
 )
-from swarm.plan.tree import NO_SLOT, Node, PredictionTree
+from swarm.plan.tree import NO_SLOT, Hints, Node, PredictionTree
 
 __all__ = [
     "Action",
@@ -188,6 +188,8 @@ class Generation:
             return []  # late news from before a repair or a miss
         if len(event.tokens) != sent.step.draws:
             raise ProtocolError(f"the tail drew {len(event.tokens)} tokens where {sent.step.draws} were asked for")
+        if max(event.tokens, default=0) >= self.plan.vocab_size:
+            raise ProtocolError(f"the tail drew token {max(event.tokens)}, and the model has {self.plan.vocab_size}")
         del self._in_flight[event.step]
         del self._accepted[: len(sent.step.commit)]
         self._named -= len(sent.step.commit)
@@ -195,11 +197,14 @@ class Generation:
         self._rounds = self._thoughts = 0
         for node, token in zip(sent.nodes, event.tokens, strict=True):
             node.drawn = token
+        for node, hints in zip(sent.nodes, event.hints, strict=False):
+            if all(token < self.plan.vocab_size for guesses in hints for token, _ in guesses):
+                node.hints = hints
         actions: list[Action] = []
-        tokens, reason, missed = self._match()
+        tokens, hints, reason, missed = self._match()
         if tokens:
             self.known.extend(tokens)
-            actions.append(EmitTokens(tokens, event.trace))
+            actions.append(EmitTokens(tokens, event.trace, hints))
         if reason is not None:
             self.phase = Phase.DONE
             return [*actions, Finish(reason)]
@@ -207,25 +212,28 @@ class Generation:
             actions += self._restart()
         return [*actions, *self._go_on()]
 
-    def _match(self) -> tuple[tuple[int, ...], FinishReason | None, bool]:
-        """Walk the tree along what the tail drew. -> (new tokens, why it ends if it does, whether the last was a miss)
+    def _match(self) -> tuple[tuple[int, ...], Hints, FinishReason | None, bool]:
+        """Walk the tree along what the tail drew. -> (new tokens, what the tail thinks comes after them, why it ends if
+        it does, whether the last was a miss)
 
         The end-of-turn token itself is kept.
         """
         tokens: list[int] = []
+        hints: Hints = ()
         while (token := self._tree.root.drawn) is not None:
             tokens.append(token)
+            hints = self._tree.root.hints
             if token in self.plan.eos_ids:
-                return tuple(tokens), FinishReason.EOS, False
+                return tuple(tokens), hints, FinishReason.EOS, False
             if len(self.known) + len(tokens) >= self._end:
-                return tuple(tokens), FinishReason.LENGTH, False
+                return tuple(tokens), hints, FinishReason.LENGTH, False
             slot = self._tree.advance(token)
             if slot == NO_SLOT:
                 self.tally.misses += 1
-                return tuple(tokens), None, True
+                return tuple(tokens), hints, None, True
             self.tally.hits += 1
             self._accepted.append(slot)
-        return tuple(tokens), None, False
+        return tuple(tokens), hints, None, False
 
     def _restart(self) -> list[Action]:
         """The token drawn last was not on its way: it goes out alone, after what is accepted."""

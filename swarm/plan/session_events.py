@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.errors import ContextOverflow, InvalidRequest, UsageError
+from swarm.plan.tree import Hints
 
 
 class FinishReason(enum.StrEnum):
@@ -39,6 +40,7 @@ class StepSettled:
     """The tail's result for one step: a token after the line's last row if it was sampled, one after each tree row.
 
     `tokens` is empty for a prefill chunk that was not to be sampled. `sessions`: how many the busiest hop decodes for.
+    `hints`: for each of `tokens`, what the tail's own heads think comes after it; empty if it has none.
     """
 
     epoch: int
@@ -46,6 +48,7 @@ class StepSettled:
     tokens: tuple[int, ...]
     trace: tuple[tuple[float, float], ...] = ()
     sessions: int = 1
+    hints: tuple[Hints, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +137,14 @@ class DropStale:
 
 @dataclass(frozen=True, slots=True)
 class EmitTokens:
-    """Hand new tokens to the user. `trace`: (queue ms, compute ms) of each hop for the step that made them."""
+    """Hand new tokens to the user. `trace`: (queue ms, compute ms) of each hop for the step that made them.
+
+    `hints`: what the tail thinks comes after them.
+    """
 
     tokens: tuple[int, ...]
     trace: tuple[tuple[float, float], ...]
+    hints: Hints = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +212,7 @@ class GenerationPlan:
 
     `prefill_chunk`: the most rows in one step. `window`: the most unanswered prefill steps; more than one lets chunks
     follow each other through the hops. `tree_room`: tree nodes the hops must have room for beside the tokens.
+    `vocab_size`: token ids lie below it, whatever a tail says.
     """
 
     prompt: tuple[int, ...]
@@ -213,6 +221,7 @@ class GenerationPlan:
     prefill_chunk: int = 256
     window: int = 16
     tree_room: int = 0
+    vocab_size: int = 1 << 31
 
     @classmethod
     def checked(
@@ -243,4 +252,4 @@ class GenerationPlan:
             )
         tokens = min(max_new_tokens, context_length - len(prompt))
         room = min(tree_room, context_length - len(prompt) - tokens)
-        return cls(tuple(prompt), tokens, frozenset(eos_ids), prefill_chunk, window, room)
+        return cls(tuple(prompt), tokens, frozenset(eos_ids), prefill_chunk, window, room, vocab_size)

@@ -13,20 +13,24 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 ROOT = -1
 """The parent slot of the root's children."""
 
 NO_SLOT = -1
 
+Hints: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
+"""For 1, 2, ... places on: (token, ln p), likeliest first."""
+
 
 @dataclass(slots=True, eq=False)
 class Node:
     """One token after another, the `position`-th of the text. `score`: ln p of its path below the root of that time.
 
-    `slot`: where the hops hold its keys and values, NO_SLOT before it was sent. `drawn`: the target's own token after
-    it, None until the tail has said. `asked`: the drafter was asked what follows. `open`: the part of belief that a
-    more thorough question could still place.
+    `slot`: where the hops hold its keys and values, NO_SLOT before it was sent. `drawn`: the target's own token
+    after it, None until the tail has said, and `hints` what the tail thinks comes after that. `asked`: the drafter
+    was asked what follows. `open`: the part of belief that a more thorough question could still place.
     """
 
     token: int
@@ -35,6 +39,7 @@ class Node:
     score: float = 0.0
     slot: int = NO_SLOT
     drawn: int | None = None
+    hints: Hints = ()
     asked: bool = False
     open: float = 1.0
     children: dict[int, Node] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from virtual_clock import wall_clock
@@ -24,6 +25,7 @@ from swarm_client import SwarmClient
 from swarm_client.network import Network
 from swarm_client.speculator import Guesser
 from swarm_kernels.device import DTYPES
+from swarm_kernels.draft_heads import MedusaHeads
 from swarm_kernels.span_loading import load_span
 from swarm_node.membership.announcer import Announcer
 from swarm_node.serving.engine import SpanEngine
@@ -108,6 +110,7 @@ class MemorySwarm:
     network: MemoryNetwork
     stack: AsyncExitStack
     limits: Limits = LIMITS
+    heads: Path | None = None  # Medusa's, of the tails
     peers: list[PeerId] = field(default_factory=list)
     engines: dict[PeerId, SpanEngine] = field(default_factory=dict)
     nodes: dict[PeerId, MemoryNode] = field(default_factory=dict)
@@ -122,7 +125,9 @@ class MemorySwarm:
         if (span, dtype) not in self._spans:
             self._spans[span, dtype] = load_span(source, span, DTYPES[dtype])
         loaded = self._spans[span, dtype]
-        engine = SpanEngine(loaded, loaded.new_cache(kv_tokens))
+        tail = self.heads is not None and span.end == source.config.num_layers
+        heads = MedusaHeads.of(self.heads, loaded) if tail and self.heads is not None else None
+        engine = SpanEngine(loaded, loaded.new_cache(kv_tokens), heads)
         services: list[Service] = []
 
         async def on_frame(connection: Link, message: AnyMessage, body: memoryview) -> None:
@@ -220,9 +225,10 @@ async def memory_swarm(
     dtype: str = "fp32",
     seed: int = 0,
     limits: Limits = LIMITS,
+    heads: Path | None = None,
 ) -> AsyncIterator[MemorySwarm]:
     async with AsyncExitStack() as stack:
-        swarm = MemorySwarm(source, MemoryNetwork(seed, link, clock=wall_clock), stack, limits)
+        swarm = MemorySwarm(source, MemoryNetwork(seed, link, clock=wall_clock), stack, limits, heads)
         for span in spans:
             await swarm.add_node(span, dtype)
         yield swarm

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from swarm.errors import UsageError
+from swarm.plan.tree import Hints
 from swarm_client.drafters.acceptance import Acceptance
 
 TokenPath = tuple[int, ...]
@@ -67,6 +68,9 @@ class Drafter(ABC):
         """`tokens` follow the certain ones and are now certain too."""
         self._judge(tokens)
         self._advance(tokens)
+
+    def hint(self, hints: Hints) -> None:  # noqa: B027, most have no use for it
+        """What the tail's own heads think comes after the certain tokens, just after `extend`."""
 
     def propose(self, path: Sequence[int], width: int) -> list[Candidate]:
         """What follows the certain tokens and then `path`: at most `width` different tokens, likeliest first."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from swarm.errors import UsageError
+from swarm.plan.tree import Hints
 from swarm_client.drafters.base import Candidate, Drafter, Glance, TokenPath
 
 _BOUNDS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97)
@@ -41,6 +42,10 @@ class CombinedDrafter(Drafter):
     def thought_hits(self) -> float:
         slow = [member for member in self.members if not member.instant]
         return max((member.thought_hits for member in slow), default=0.0)
+
+    def hint(self, hints: Hints) -> None:
+        for member in self.members:
+            member.hint(hints)
 
     def close(self) -> None:
         super().close()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from swarm.errors import DrafterFailed
+from swarm.plan.tree import Hints
 from swarm_client.drafters.base import Candidate, Drafter, Glance
 
 _T = TypeVar("_T")
@@ -23,8 +24,9 @@ class InlineDrafter:
     async def reset(self, prompt_ids: Sequence[int]) -> None:
         self._call(lambda: self.drafter.reset(prompt_ids))
 
-    async def extend(self, tokens: Sequence[int]) -> None:
+    async def extend(self, tokens: Sequence[int], hints: Hints = ()) -> None:
         self._call(lambda: self.drafter.extend(tokens))
+        self._call(lambda: self.drafter.hint(hints))
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
         return self._call(lambda: self.drafter.propose_many(paths, width))

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from swarm.errors import DrafterFailed
+from swarm.plan.tree import Hints
 from swarm_client.drafters.base import Candidate, Drafter, Glance
 
 _T = TypeVar("_T")
@@ -50,11 +51,15 @@ class DraftRunner:
         await self._call(lambda: self.drafter.reset(prompt_ids), self._first_stall_s)
         self._reading = self._post(lambda: self.drafter.propose_many([()], 1))
 
-    async def extend(self, tokens: Sequence[int]) -> None:
+    async def extend(self, tokens: Sequence[int], hints: Hints = ()) -> None:
+        def learn() -> None:
+            self.drafter.extend(tokens)
+            self.drafter.hint(hints)
+
         if not self.drafter.learns_instantly:
-            await self._call(lambda: self.drafter.extend(tokens), self._patience_s())
+            await self._call(learn, self._patience_s())
         else:
-            await self._at_once(lambda: self.drafter.extend(tokens))
+            await self._at_once(learn)
 
     async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
         return await self._at_once(lambda: self.drafter.glance(paths, width))

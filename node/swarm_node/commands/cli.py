@@ -42,6 +42,7 @@ def join(
     layers: flags.Layers = None,
     max_memory: flags.MaxMemory = None,
     dtype: flags.Dtype = None,
+    heads: flags.Heads = None,
     name: flags.Name = None,
     region: flags.Region = None,
     identity: flags.Identity = None,

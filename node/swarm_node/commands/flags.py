@@ -40,6 +40,10 @@ Listen = Annotated[
     typer.Option(metavar="MADDR", help=f"Where to be reached; repeatable. [{DEFAULTS.listen[0]}]"),
 ]
 Layers = Annotated[str | None, typer.Option(metavar="A:B", help="Serve layers A to B-1. [the node decides]")]
+Heads = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Medusa heads (safetensors), for whoever asks for their guesses. [none]"),
+]
 Name = Annotated[str | None, typer.Option(help="How others see this node.")]
 Region = Annotated[str | None, typer.Option(help="Where it stands, as in eu-west.")]
 Identity = Annotated[
@@ -80,6 +84,7 @@ _AS_THEY_ARE = (
     "model",
     "layers",
     "dtype",
+    "heads",
     "name",
     "region",
     "identity",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -32,6 +33,7 @@ class Machine:
     weights: Weights
     budget: int  # bytes for weights, keys and values
     capacity: int  # layers
+    heads: Path | None = None  # Medusa's, for the last of them
 
     @property
     def num_layers(self) -> int:
@@ -55,7 +57,7 @@ def measure(config: NodeConfig) -> Machine:
     except BaseException:
         source.close()
         raise
-    return Machine(source, device, dtype, calibration, weights, budget, capacity)
+    return Machine(source, device, dtype, calibration, weights, budget, capacity, config.heads)
 
 
 @contextlib.contextmanager

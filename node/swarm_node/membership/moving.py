@@ -16,6 +16,7 @@ from swarm.errors import NodeLeaving
 from swarm.plan.moves import Move
 from swarm.types import LayerSpan, NodeState
 from swarm_kernels.calibrate import self_check
+from swarm_kernels.draft_heads import MedusaHeads
 from swarm_kernels.span_loading import load_span
 from swarm_node.membership.machine import Machine, memory_for
 from swarm_node.membership.standing import Standing
@@ -168,7 +169,9 @@ class Spans:
                 like = beside.loaded if beside is not None else None
                 loaded = load_span(machine.source, span, machine.dtype, machine.device, progress, like)
                 self_check(loaded, machine.source)
-                return SpanEngine(loaded, loaded.new_cache(kv_tokens))
+                tail = machine.heads is not None and span.end == machine.num_layers
+                heads = MedusaHeads.of(machine.heads, loaded) if tail and machine.heads is not None else None
+                return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads)
 
         try:
             return await asyncio.to_thread(load)

@@ -7,6 +7,7 @@ computes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,18 +15,24 @@ import torch
 from swarm.errors import ContextOverflow, InvalidRequest, ModelError, SwarmError, Unsupported
 from swarm.types import LayerSpan
 from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.draft_heads import MedusaHeads
 from swarm_kernels.kv_cache import KVCache, RowsRequest
+from swarm_kernels.lean import LeanSpan
 from swarm_kernels.sampling import sample_rows
 from swarm_kernels.span import Span, from_wire, to_wire
 from swarm_node.serving.executor import Compute, Output, Work
 from swarm_node.serving.sessions import Rows, Session
 
+MAX_DOUBT = 1 << 14  # as `messages.Result` says
+
 
 class SpanEngine:
     """See `homes.ServedEngine`. All but what `prepare` returns belongs to the event loop."""
 
-    def __init__(self, span: Span, cache: KVCache) -> None:
+    def __init__(self, span: Span, cache: KVCache, heads: MedusaHeads | None = None) -> None:
+        """`heads`: of the tail, which answers with their guesses whoever asks for them."""
         self._span = span
+        self._heads = heads
         self.cache = cache
         config = span.config
         self.rows = Rows(config.num_layers, config.hidden_size, span.dtype.itemsize, config.vocab_size)
@@ -142,8 +149,30 @@ class SpanEngine:
         if not drawing:
             return [Output() for _ in works]
         following = [position + 1 for position in positions[rows].tolist()]
-        drawn = iter(_sample(self._span.logits(hidden[rows]), drawing, following))
+        drawn = iter(self._guess(hidden[rows], drawing, _sample(self._span.logits(hidden[rows]), drawing, following)))
         return [next(drawn) if work.arrival.step.sample else Output() for work in works]
+
+    def _guess(
+        self, hidden: torch.Tensor, drawing: Sequence[tuple[Session, int]], drawn: Sequence[Output | SwarmError]
+    ) -> list[Output | SwarmError]:
+        """`drawn`, with the heads' guesses for those who asked. `hidden [m, hidden]`, as many of each as it draws."""
+        width = max(session.guesses for session, _ in drawing)
+        if self._heads is None or not isinstance(self._span, LeanSpan) or not width:
+            return list(drawn)
+        ids, logprobs = self._heads.guess(self._span.normed(hidden), width)  # [heads, m, width]
+        doubts = (logprobs * -100).round().clamp(0, MAX_DOUBT).int()
+        outputs: list[Output | SwarmError] = []
+        at = 0
+        for (session, count), output in zip(drawing, drawn, strict=True):
+            part = slice(at, at + count), slice(0, session.guesses)
+            at += count
+            if isinstance(output, Output) and session.guesses:
+                guessed, doubt = (
+                    tuple(values[:, *part].transpose(0, 1).flatten().tolist()) for values in (ids, doubts)
+                )
+                output = replace(output, heads=len(self._heads), guessed=guessed, doubts=doubt)
+            outputs.append(output)
+        return outputs
 
 
 def _sample(

@@ -36,10 +36,14 @@ GATHER_MAX_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a step became: hidden rows as raw bytes, or on the tail the tokens it drew."""
+    """What a step became: hidden rows as raw bytes, or on the tail the tokens it drew, and what follows them if its
+    `heads` Medusa heads are right (`messages.Result`)."""
 
     body: Buffer = b""
     tokens: tuple[int, ...] = ()
+    heads: int = 0
+    guessed: tuple[int, ...] = ()
+    doubts: tuple[int, ...] = ()
 
 
 Compute = Callable[[], Sequence[Output | SwarmError]]

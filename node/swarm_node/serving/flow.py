@@ -114,8 +114,19 @@ class Flow:
                 self.counters.tokens += 1 + len(step.commit)
             if step.line and output.tokens:
                 session.drew(output.tokens[0], session.committed)
-            drawn = list(output.tokens)
-            await session.client.send(Result(step.session, step.epoch, step.step, drawn, trace, sessions))
+            await session.client.send(
+                Result(
+                    session=step.session,
+                    epoch=step.epoch,
+                    step=step.step,
+                    tokens=list(output.tokens),
+                    trace=trace,
+                    sessions=sessions,
+                    heads=output.heads,
+                    guessed=list(output.guessed),
+                    doubts=list(output.doubts),
+                )
+            )
             return
         onward = Step(
             session=step.session,

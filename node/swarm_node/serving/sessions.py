@@ -75,6 +75,7 @@ class Session:
     max_tokens: int
     sampling: Sampling
     history: list[int]
+    guesses: int = 0  # of each Medusa head, with every token drawn
     onward_from: int = 0  # rows at positions before it are neither sent on nor answered
     epoch: int = 0  # the newest that has arrived; older steps are dropped
     ran_epoch: int = 0  # of the last step that ran here
@@ -105,6 +106,7 @@ class Session:
             max_tokens=message.max_tokens,
             sampling=message.sampling.to_sampling() if message.sampling else Sampling(),
             history=list(message.history),
+            guesses=message.guesses,
             onward_from=message.onward_from,
             epoch=message.epoch,
             ran_epoch=message.epoch,
