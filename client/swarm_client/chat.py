@@ -43,7 +43,7 @@ _Invite = Annotated[
 _Draft = Annotated[
     str | None,
     typer.Option(
-        help="Who guesses ahead beside the look-up: a .draft file, a small model, `heads` (the tail's), or `ngram` for nobody."
+        help="Who guesses ahead beside the look-up: a .draft file, a small model, `heads` (the tail's), `ngram` (none)."
     ),
 ]
 _NoDiscovery = Annotated[bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")]
