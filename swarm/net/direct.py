@@ -27,7 +27,6 @@ from swarm.net.network_secret import open_proof
 from swarm.net.race import first_of
 from swarm.net.tasks import TaskScope
 from swarm.net.tls_identity import contexts, proven_peer
-from swarm.net.tls_transport import TlsTransport, shake_hands
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -36,8 +35,6 @@ MAX_CONNECTIONS = 256
 MAX_DIALLED = 4  # addresses of one peer, all at once
 HANDSHAKE_S = 5.0
 SELF_TEST_S = 5.0
-BACKLOG = 100
-ACCEPT_AGAIN_S = 0.5  # after an error, such as too many open files
 FLUSH_S = 0.5  # for what is buffered when the carrier closes
 
 
@@ -60,6 +57,7 @@ class DirectCarrier:
         self._limits = limits
         self._max_connections = max_connections
         self._handler: Handler | None = None
+        self._servers: list[asyncio.Server] = []
         self._streams: set[FrameStream] = set()
         self._scope = TaskScope("direct carrier")
         self.bound = tuple(Endpoint(*s.getsockname()[:2]) for s in sockets)
@@ -119,17 +117,24 @@ class DirectCarrier:
         return stream in self._streams
 
     async def serve(self, handler: Handler) -> None:
-        serving, self._handler = self._handler is not None, handler
-        if not serving:
-            for bound in self._sockets:
-                bound.listen(BACKLOG)
-                self._scope.start(self._accept_all(bound), "listener")
+        self._handler = handler
+        loop = asyncio.get_running_loop()
+        while len(self._servers) < len(self._sockets):
+            server = await loop.create_server(
+                lambda: FrameStream(self._limits, preamble=True, on_made=self._made),
+                sock=self._sockets[len(self._servers)],
+                ssl=self._server_tls,
+                ssl_handshake_timeout=HANDSHAKE_S,
+            )
+            self._servers.append(server)
 
     async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for bound in self._sockets:
+            bound.close()
         try:
             await self._scope.close()
-            for bound in self._sockets:
-                bound.close()
             await self._flush()
         finally:
             for stream in list(self._streams):
@@ -148,31 +153,30 @@ class DirectCarrier:
 
     async def _attempt(self, peer: PeerId, endpoint: Endpoint) -> FrameStream:
         """Raises PeerUnreachable."""
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                stream = await self._secure(await _connect(endpoint), self._client_tls, server=False)
-        except TimeoutError:
-            raise _unreachable(peer, endpoint, f"nothing came of it within {HANDSHAKE_S:g} s") from None
-        except OSError as error:
-            raise _unreachable(peer, endpoint, error) from None
+            _, stream = await loop.create_connection(
+                lambda: FrameStream(self._limits, preamble=True),
+                endpoint.host,
+                endpoint.port,
+                ssl=self._client_tls,
+                server_hostname="",  # peers have no names
+                ssl_handshake_timeout=HANDSHAKE_S,
+            )
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise PeerUnreachable(f"cannot reach {peer} at {endpoint.host} port {endpoint.port}: {error}") from None
         try:
+            _tune(stream)
             await self._introduce(stream, peer)
         except NotAdmitted:
             stream.abort()
             raise
         except NetworkError as error:
             stream.abort()
-            raise _unreachable(peer, endpoint, error) from None
+            raise PeerUnreachable(f"cannot reach {peer} at {endpoint.host} port {endpoint.port}: {error}") from None
         except BaseException:
             stream.abort()
             raise
-        return stream
-
-    async def _secure(self, plain: socket.socket, tls: ssl.SSLContext, server: bool) -> FrameStream:
-        """A stream on a connected socket, before its preamble. Raises OSError."""
-        _tune(plain)
-        stream = FrameStream(self._limits, preamble=True)
-        TlsTransport(await shake_hands(plain, tls, server), stream)
         return stream
 
     async def _introduce(self, stream: FrameStream, peer: PeerId) -> None:
@@ -184,34 +188,23 @@ class DirectCarrier:
 
     # Accepting.
 
-    async def _accept_all(self, bound: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                plain, _ = await loop.sock_accept(bound)
-            except OSError as error:
-                logger.warning("cannot accept a direct connection: %s", error)
-                await asyncio.sleep(ACCEPT_AGAIN_S)
-                continue
-            if len(self._scope) >= self._max_connections + len(self._sockets):
-                plain.close()
-            else:
-                task = self._scope.start(self._accept(plain), "accepted connection")
-                task.add_done_callback(partial(_close, plain))  # still ours only if it was cancelled before it began
-
-    async def _accept(self, plain: socket.socket) -> None:
-        """One accepted connection to its end. Not a frame is looked at unless the other side has proven who it is."""
-        try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                stream = await self._secure(plain, self._server_tls, server=True)
-        except (TimeoutError, OSError) as error:
-            logger.info("refused a connection: %s", error or "no handshake")
-            return
-        self._adopt(stream)
+    def _made(self, stream: FrameStream) -> None:
+        """TLS is up. Nothing that the other side sends is looked at unless it has proven who it is."""
         try:
             stream.peer = proven_peer(stream.transport_info("ssl_object"))
-            if len(self._streams) > self._max_connections:
-                raise PeerUnreachable("too many connections")
+        except NetworkError as error:
+            logger.info("refused a connection: %s", error)
+            stream.abort()
+            return
+        if len(self._streams) >= self._max_connections or self._scope.closed:
+            stream.abort()
+            return
+        _tune(stream)
+        self._adopt(stream)
+        self._scope.start(self._accept(stream), "accepted connection")
+
+    async def _accept(self, stream: FrameStream) -> None:
+        try:
             await welcome(stream, self.peer, self._prove)
         except NetworkError as error:
             logger.info("refused a connection: %s", error)
@@ -232,16 +225,15 @@ class DirectCarrier:
     async def _test(self) -> None:
         """Shake hands with ourselves and pass a frame, which shows at once what this system's ssl or loop cannot do."""
         near, far = socket.socketpair()
-        streams: list[FrameStream] = []
+        loop = asyncio.get_running_loop()
+        streams = [FrameStream(self._limits, preamble=True) for _ in range(2)]
+        server, client = streams
         try:
-            for end in (near, far):
-                end.setblocking(False)
             async with asyncio.timeout(SELF_TEST_S), asyncio.TaskGroup() as group:
-                ends = [
-                    group.create_task(self._secure(far, self._server_tls, server=True)),
-                    group.create_task(self._secure(near, self._client_tls, server=False)),
-                ]
-            server, client = streams = [end.result() for end in ends]
+                group.create_task(loop.connect_accepted_socket(lambda: server, far, ssl=self._server_tls))
+                group.create_task(
+                    loop.create_unix_connection(lambda: client, sock=near, ssl=self._client_tls, server_hostname="")
+                )
             server.peer = proven_peer(server.transport_info("ssl_object"))
             async with asyncio.timeout(SELF_TEST_S), asyncio.TaskGroup() as group:
                 group.create_task(welcome(server, self.peer, self._prove))
@@ -258,26 +250,6 @@ class DirectCarrier:
                 stream.abort()
             near.close()
             far.close()
-
-
-def _unreachable(peer: PeerId, endpoint: Endpoint, why: object) -> PeerUnreachable:
-    return PeerUnreachable(f"cannot reach {peer} at {endpoint.host} port {endpoint.port}: {why}")
-
-
-async def _connect(endpoint: Endpoint) -> socket.socket:
-    """Raises OSError."""
-    plain = socket.socket(socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        plain.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(plain, (endpoint.host, endpoint.port))
-    except BaseException:
-        plain.close()
-        raise
-    return plain
-
-
-def _close(plain: socket.socket, _: object) -> None:
-    plain.close()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -313,10 +285,11 @@ _OPTIONS = (
 )
 
 
-def _tune(raw: socket.socket) -> None:
+def _tune(stream: FrameStream) -> None:
+    raw = stream.transport_info("socket")
     for name, level, value in _OPTIONS:
         option = getattr(socket, name, None)
-        if option is None or raw.family == socket.AF_UNIX:
+        if raw is None or option is None:
             continue
         try:
             raw.setsockopt(level, option, value)

@@ -86,7 +86,7 @@ def make_certificate(identity: Identity) -> tuple[bytes, bytes]:
     return certificate.public_bytes(Encoding.PEM), key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def proven_peer(tls: ssl.SSLSocket) -> PeerId:
+def proven_peer(tls: ssl.SSLObject) -> PeerId:
     """Who is at the other end of a finished handshake. Raises ProtocolError if it did not prove it."""
     if tls.selected_alpn_protocol() != ALPN or tls.version() != "TLSv1.3":
         raise ProtocolError("not a connection of this protocol")
