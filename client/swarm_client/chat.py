@@ -82,7 +82,7 @@ def run(
         given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "strategy": strategy}
         given |= {"dtype": dtype, "draft": draft, "transport": transport, "network": network}
         given["discovery"] = False if no_discovery else None
-        invited = parse(invite).settings() if invite else {}
+        invited = parse(invite).settings() if invite is not None else {}
         settings = load(ClientConfig, {**invited, **{k: v for k, v in given.items() if v is not None}}, config)
         settings = _with_peers(settings)
         options: dict[str, Any] = {

@@ -122,6 +122,7 @@ def test_join_names_the_cause_in_one_sentence() -> None:
     token = Invite((CLOSED,), "smollm2-135m").token()
     causes = {
         "invitation is damaged": ("--invite", token[:-3]),
+        "is not an invitation": ("--invite", ""),
         "none of the peers to join answered": ("--invite", token),
     }
     running = {says: start("join", "--listen", HERE, *arguments) for says, arguments in causes.items()}

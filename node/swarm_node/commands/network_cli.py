@@ -52,8 +52,9 @@ def add_to(app: typer.Typer) -> None:
 
 def invited(token: str | None) -> dict[str, Any]:
     """What `--invite` or SWARM_INVITE sets in a config; nothing without one. Raises UsageError."""
-    token = token or os.environ.get("SWARM_INVITE")
-    return parse(token).settings() if token else {}
+    if token is None:
+        token = os.environ.get("SWARM_INVITE") or None
+    return parse(token).settings() if token is not None else {}
 
 
 def secret_of(secret: str | None, private: bool) -> str | None:
