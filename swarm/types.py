@@ -168,6 +168,15 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
+class Legacy:
+    """The first `tokens` of a session, which `peer` holds and will not keep."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How the tail draws the next token. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
 

@@ -35,10 +35,9 @@ from swarm.net.pool import ConnectionPool
 from swarm.plan.repair import Repair
 from swarm.plan.session import SendStep
 from swarm.prefix import digests
-from swarm.types import Chain, Hop, NodeProfile, PeerId
+from swarm.types import Chain, Hop, Legacy, NodeProfile, PeerId
 from swarm_client.inbox import Inboxes, Incoming
 from swarm_client.opening import (
-    Legacy,
     SessionSpec,
     legacies_of,
     open_message,

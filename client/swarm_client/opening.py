@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from swarm.errors import NetworkError, NodeBusy, RemoteError, WrongModel
 from swarm.messages import Failed, Open, Reroute, WireSampling
-from swarm.types import Chain, Hop, NodeProfile, PeerId, Sampling
+from swarm.types import Chain, Hop, Legacy, NodeProfile, PeerId, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,6 @@ class SessionSpec:
     max_tokens: int
     sampling: Sampling
     guesses: int = 0  # of each of the tail's heads
-
-
-@dataclass(frozen=True, slots=True)
-class Legacy:
-    """The first `tokens` of the session, as `peer` holds them, who has left it."""
-
-    peer: PeerId
-    addresses: tuple[str, ...]
-    tokens: int
 
 
 def legacies_of(

@@ -17,10 +17,10 @@ from swarm.config import Limits
 from swarm.errors import InvalidRequest, NetworkError, PeerUnreachable, ProtocolError, SwarmError
 from swarm.messages import MAX_PAGES, Failed, Fetch, Pages
 from swarm.net.tasks import TaskScope
-from swarm.types import PeerId
+from swarm.types import Legacy, PeerId
 from swarm_node.serving.homes import Home
 from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.sessions import Legacy, Link, Session
+from swarm_node.serving.sessions import Link, Session
 
 logger = logging.getLogger(__name__)
 

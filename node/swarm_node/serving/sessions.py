@@ -16,7 +16,7 @@ import msgspec
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
 from swarm.messages import MAX_HOPS, AnyMessage, Open, Prune, Reroute, Step
-from swarm.types import LayerSpan, PeerId, Sampling
+from swarm.types import LayerSpan, Legacy, PeerId, Sampling
 
 MAX_WAITING_STEPS = 64  # of one session; a client that keeps more in flight is not listening to us
 FORMER_UPSTREAMS = 8  # that may send a late step without offence
@@ -49,15 +49,6 @@ class Arrival:
 
     step: Step
     body: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Legacy:
-    """The first `tokens` of a session, which `peer` holds and will not keep."""
-
-    peer: PeerId
-    addresses: tuple[str, ...]
-    tokens: int
 
 
 @dataclass(slots=True, eq=False)
