@@ -20,7 +20,7 @@ from shaped_swarm import ShapedSwarm, equal_spans, far_client
 
 from swarm.plan.speculation import ChainCosts
 from swarm_client import SwarmClient
-from swarm_client.chunks import prompt_chunks
+from swarm_client.chunks import STEP_MS, prompt_chunks
 from swarm_kernels.loader import open_model
 
 MODEL = "smollm2-135m"
@@ -35,7 +35,7 @@ async def first_token(client: SwarmClient, tokens: list[int]) -> tuple[float, in
 
 async def measure(hops: int, args: argparse.Namespace) -> None:
     layers = open_model(MODEL).config.num_layers
-    with ShapedSwarm(equal_spans(layers, hops), args.delay_ms, slower=args.slower) as swarm:
+    with ShapedSwarm(equal_spans(layers, hops), args.delay_ms, dtype=args.dtype, slower=args.slower) as swarm:
         async with (
             far_client(swarm.address, args.delay_ms) as planned,
             far_client(swarm.address, args.delay_ms, settings=ONE_BY_ONE) as whole,
@@ -74,9 +74,9 @@ class Prediction:
 
 def forecast(length: int, costs: ChainCosts) -> Prediction:
     """What `plan.prefill` expects of the chunks it chose, links included, against one pass through all hops."""
-    chunks, cost, links = prompt_chunks(length, costs), costs.chunk_cost(), sum(costs.link_ms)
-    pipelined = sum(cost.ms(n, 0) for n in chunks) + (len(costs.stages) - 1) * max(cost.ms(n, 0) for n in chunks)
-    return Prediction((len(costs.stages) * cost.ms(length, 0) + links) / (pipelined + links), len(chunks))
+    chunks, links = prompt_chunks(length, costs), sum(costs.link_ms)
+    whole = costs.pipelined_ms([length]) + links
+    return Prediction(whole / (costs.pipelined_ms(chunks, STEP_MS) + links), len(chunks))
 
 
 def main() -> None:
@@ -86,8 +86,11 @@ def main() -> None:
     parser.add_argument("--slower", type=float, default=8.0)
     parser.add_argument("--delay-ms", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", default="bf16")
     args = parser.parse_args()
-    print(f"SmolLM2-135M-Instruct, fp32, {os.cpu_count()} cores, nodes {args.slower:g} times as slow as this machine\n")
+    print(
+        f"SmolLM2-135M-Instruct, {args.dtype}, {os.cpu_count()} cores, nodes {args.slower:g} times as slow as this machine\n"
+    )
     print(
         "| hops | prompt | one pass, s | planned, s | speed-up | predicted | ideal | of the ideal | chunks "
         "| same beginning again, of the first |"

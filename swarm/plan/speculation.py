@@ -122,8 +122,13 @@ class ChainCosts:
         return self.compute_ms(width) + self.links_ms(width)
 
     def chunk_cost(self) -> ChunkCost:
-        """What a chunk of a prompt costs at the slowest hop."""
+        """What a chunk of a prompt costs at the slowest hop, as one line."""
         return max((stage.chunk_cost() for stage in self.stages), key=lambda cost: cost.ms(CHUNK, 0))
+
+    def pipelined_ms(self, chunks: Sequence[int], step_ms: float = 0.0) -> float:
+        """From the first chunk's start until the last hop has done the last one (Jupiter, eq. 4), links left out."""
+        each = {length: self.slowest_ms(length) + step_ms for length in set(chunks)}
+        return math.fsum(each[length] for length in chunks) + (len(self.stages) - 1) * max(each.values())
 
     def slowest_ms(self, width: int) -> float:
         """How often a step of `width` rows can follow another: the slowest hop, or a link's sending time."""

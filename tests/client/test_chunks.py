@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -31,7 +32,28 @@ def test_chunks_are_the_planners_within_bounds(length: int, hops: int) -> None:
     planned = plan_prefill(length, hops, MIN_CHUNK, replace(cost, base_ms=cost.base_ms + STEP_MS)).chunks
     assert len(chunks) >= len(planned)
     if max(planned) <= MAX_CHUNK:
-        assert chunks == planned
+        assert chain(hops).pipelined_ms(chunks, STEP_MS) <= chain(hops).pipelined_ms(planned, STEP_MS)
+
+
+def test_chunks_are_as_long_as_pays_best_on_a_bent_curve() -> None:
+    """Up to 64 tokens take hardly longer than one, more take their time: the line through all points knows no bend."""
+    bent = CostCurve((1, 8, 64, 256), (4.0, 4.1, 4.2, 16.8))
+    costs = chain(4, bent)
+    assert set(prompt_chunks(1024, costs)) == {64}
+    assert costs.pipelined_ms((64,) * 16) == pytest.approx(19 * 4 * 4.2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0.01, 5.0), min_size=2, max_size=8), st.integers(1, 3000), st.integers(1, 8))
+def test_no_equal_cut_at_a_point_of_the_curve_beats_the_chunks(rises: list[float], length: int, hops: int) -> None:
+    ms = tuple(itertools.accumulate(rises))
+    costs = chain(hops, CostCurve(tuple(1 << i for i in range(len(ms))), ms))
+    least = costs.pipelined_ms(prompt_chunks(length, costs), STEP_MS)
+    for width in (8, 16, 32, 64, 128):
+        if width < 1 << len(ms):
+            count = -(-length // width)
+            equal = [length * (i + 1) // count - length * i // count for i in range(count)]
+            assert least <= costs.pipelined_ms(equal, STEP_MS) * (1 + 1e-9)
 
 
 def test_more_hops_mean_more_and_shorter_chunks() -> None:
