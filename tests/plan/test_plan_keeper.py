@@ -8,37 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
+from toy_swarm import node, snapshot
 
 from swarm.plan.keeper import Keeper, Policy
-from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState, Snapshot, coverage
-
-
-def node(
-    peer: str,
-    capacity: int,
-    span: tuple[int, int] | None = None,
-    *,
-    kv: int = 1000,
-    state: NodeState | None = None,
-    pinned: bool = False,
-) -> NodeProfile:
-    return NodeProfile(
-        peer,
-        peer,
-        state or (NodeState.SERVING if span else NodeState.JOINING),
-        "bf16",
-        "w",
-        capacity,
-        LayerSpan(*span) if span else None,
-        cost=CostCurve((1,), (1.0,)),
-        kv_capacity_tokens=kv,
-        pinned=pinned,
-    )
-
-
-def snapshot(num_layers: int, nodes: Iterable[NodeProfile]) -> Snapshot:
-    return Snapshot("m", num_layers, tuple(sorted(nodes, key=lambda n: n.peer)))
-
+from swarm.types import NodeProfile, NodeState, Snapshot, coverage
 
 POLICY = Policy(patience_s=10.0, rest_s=60.0)
 

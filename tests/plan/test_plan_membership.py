@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from toy_swarm import node, snapshot
 
 from swarm.errors import Infeasible, UsageError
 from swarm.plan.assignment import assign
@@ -18,37 +19,9 @@ from swarm.plan.moves import Move, list_moves, loads, redeal, schedule
 from swarm.plan.rebalance import LayerLoad, judge, target
 from swarm.plan.requests import place_request
 from swarm.plan.verbs import VERBS
-from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState, Snapshot, coverage
+from swarm.types import LayerSpan, NodeState, coverage
 
 VERB = {verb.name: verb for verb in VERBS}
-
-
-def node(
-    peer: str,
-    capacity: int,
-    span: tuple[int, int] | None = None,
-    *,
-    ms: float = 1.0,
-    kv: int = 0,
-    state: NodeState | None = None,
-    pinned: bool = False,
-) -> NodeProfile:
-    return NodeProfile(
-        peer,
-        peer,
-        state or (NodeState.SERVING if span else NodeState.JOINING),
-        "bf16",
-        "w",
-        capacity,
-        LayerSpan(*span) if span else None,
-        cost=CostCurve((1,), (ms,)),
-        kv_capacity_tokens=kv,
-        pinned=pinned,
-    )
-
-
-def snapshot(num_layers: int, nodes: Iterable[NodeProfile]) -> Snapshot:
-    return Snapshot("m", num_layers, tuple(sorted(nodes, key=lambda n: n.peer)))
 
 
 def spans_of(placed: dict[str, LayerSpan]) -> dict[str, str]:
