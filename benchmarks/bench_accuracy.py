@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import uvloop
@@ -80,12 +80,13 @@ class Profile:
 def predict(costs: ChainCosts, oracle: Oracle, strategy: Strategy, level_ms: float = 0.0) -> Forecast:
     """What `plan.speculation` says of a drafter of this accuracy."""
     drafter = Drafter((oracle.row,) * MAX_DEPTH, level_ms)
-    made = {
+    forecasts: dict[Strategy, Callable[[], Forecast | None]] = {
         Strategy.SEQUENTIAL: lambda: sequential(costs),
         Strategy.TREE: lambda: tree(costs, drafter, WIDTHS),
         Strategy.PIPELINED: lambda: pipelined(costs, drafter, WIDTHS),
         Strategy.HYBRID: lambda: hybrid(costs, drafter, WIDTHS),
-    }[strategy]()
+    }
+    made = forecasts[strategy]()
     assert made is not None  # an oracle always has guesses
     return made
 

@@ -10,6 +10,7 @@ import datetime
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,7 @@ def on_gpu(work: Callable[[], object]) -> Timed:
     """`work` timed by the GPU's own clock; the host's time to launch it counts only where the GPU waits for it."""
 
     def run() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()
@@ -93,11 +94,11 @@ def attention_case(
     mask = torch.cat((past.to(device), tree), 1)
     flex = _flex(query, tree, context, keys)
     works = {
-        "ours": in_turn([lambda p=p: ops.attend(q, k, v, p[0], p[1], plan, dim**-0.5) for p in paged]),
+        "ours": in_turn([partial(ops.attend, q, k, v, *pages, plan, dim**-0.5) for pages in paged]),
         OTHERS[0]: in_turn(
-            [lambda d=d: F.scaled_dot_product_attention(query, d[0], d[1], mask, enable_gqa=True) for d in dense]
+            [partial(F.scaled_dot_product_attention, query, d[0], d[1], mask, enable_gqa=True) for d in dense]
         ),
-        OTHERS[1]: in_turn([lambda d=d: flex(d[0], d[1]) for d in dense]),
+        OTHERS[1]: in_turn([partial(flex, *d) for d in dense]),
     }
     return measure(seconds, {name: on_gpu(work) for name, work in works.items()}), nbytes
 

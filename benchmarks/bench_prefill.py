@@ -89,7 +89,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16")
     args = parser.parse_args()
     print(
-        f"SmolLM2-135M-Instruct, {args.dtype}, {os.cpu_count()} cores, nodes {args.slower:g} times as slow as this machine\n"
+        f"SmolLM2-135M-Instruct, {args.dtype}, {os.cpu_count()} cores, nodes {args.slower:g} times as slow as "
+        "this machine\n"
     )
     print(
         "| hops | prompt | one pass, s | planned, s | speed-up | predicted | ideal | of the ideal | chunks "

@@ -58,7 +58,7 @@ class LocalSwarm:
 def tree_pss_mb(pid: int) -> float:
     """Proportional memory of a process and its children, in MB (10^6 bytes)."""
     process = psutil.Process(pid)
-    return sum(p.memory_full_info().pss for p in [process, *process.children(recursive=True)]) / 1e6
+    return float(sum(p.memory_full_info().pss for p in [process, *process.children(recursive=True)])) / 1e6
 
 
 def reference_model(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:

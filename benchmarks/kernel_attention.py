@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -76,13 +77,13 @@ def _mask(tree: torch.Tensor, context: int) -> torch.Tensor:
 def sdpa(case: Case, caches: list[Keys]) -> Callable[[], object]:
     """As models call it."""
     q, mask = torch.randn(1, case.heads, case.rows, case.dim).to(DTYPE), _mask(binary_tree(case.rows), case.context)
-    return in_turn([lambda k=k, v=v: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True) for k, v in caches])
+    return in_turn([partial(F.scaled_dot_product_attention, q, k, v, mask, enable_gqa=True) for k, v in caches])
 
 
 def sdpa_folded(case: Case, caches: list[Keys]) -> Callable[[], object]:
     q, tree = _folded_queries(case), _folded_tree(case)
     mask = _mask(tree, case.context)
-    return in_turn([lambda k=k, v=v: F.scaled_dot_product_attention(q, k, v, mask) for k, v in caches])
+    return in_turn([partial(F.scaled_dot_product_attention, q, k, v, mask) for k, v in caches])
 
 
 def sdpa_split(case: Case, caches: list[Keys]) -> Callable[[], object]:
@@ -97,7 +98,7 @@ def sdpa_split(case: Case, caches: list[Keys]) -> Callable[[], object]:
         share = torch.sigmoid(past_lse - tree_lse)[..., None].to(DTYPE)
         return torch.lerp(tree, past, share)
 
-    return in_turn([lambda k=k, v=v: merged(k, v) for k, v in caches])
+    return in_turn([partial(merged, k, v) for k, v in caches])
 
 
 def flex(case: Case, caches: list[Keys]) -> Callable[[], object]:
@@ -113,7 +114,7 @@ def flex(case: Case, caches: list[Keys]) -> Callable[[], object]:
     mask = create_block_mask(visible, None, None, case.rows, case.keys, device="cpu")
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    works = [lambda k=k, v=v: compiled(q, k, v, block_mask=mask, enable_gqa=True) for k, v in caches]
+    works = [partial(compiled, q, k, v, block_mask=mask, enable_gqa=True) for k, v in caches]
     works[0]()
     return in_turn(works)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +96,7 @@ def tree_plan(context: int, rows: int) -> tuple[BatchPlan, int]:
     return plan, dense + sparse
 
 
-def in_turn(items: list[Callable[[], object]]) -> Callable[[], object]:
+def in_turn(items: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """Calls the next of `items` each time, round and round: together they are larger than the processor's caches."""
 
     def forever() -> Iterator[Callable[[], object]]:

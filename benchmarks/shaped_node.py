@@ -22,7 +22,7 @@ from swarm.errors import SwarmError
 from swarm.net.shaped import Shape, ShapedCarrier
 from swarm.types import CostCurve
 from swarm_node.daemon import join
-from swarm_node.membership import machine
+from swarm_node.membership import machine, profiler
 from swarm_node.membership.profiler import Calibration
 from swarm_node.network.connection import Network, over_daemon
 from swarm_node.owner.report import JsonReporter
@@ -47,7 +47,7 @@ def slow_down(times: float) -> None:
 
     It sleeps after its own computing, so that many slow machines fit into this one.
     """
-    calibrate, prepare = machine.calibrate, SpanEngine.prepare
+    calibrate, prepare = profiler.calibrate, SpanEngine.prepare
     curve = CostCurve()
 
     def measured(*args: Any) -> Calibration:
@@ -67,7 +67,7 @@ def slow_down(times: float) -> None:
 
         return run
 
-    machine.calibrate = measured  # type: ignore[assignment]
+    machine.calibrate = measured  # type: ignore[assignment, attr-defined]
     SpanEngine.prepare = slower  # type: ignore[method-assign]
 
 

@@ -218,7 +218,7 @@ def _drive(chain: VirtualChain, generation: Generation, speculator: Speculator |
                 case EmitTokens():
                     first = first or chain.now
                     if speculator is not None:
-                        _run(speculator.emitted(action.tokens))
+                        _run(speculator.emitted(action.tokens, ()))
                 case Finish():
                     return first
 
