@@ -1,4 +1,4 @@
-"""`swarm-draft`: train a small draft for a model, and measure one."""
+"""`swarm-draft`: train a small draft, or heads for the tail, of a model, and measure them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,32 +16,44 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from swarm.errors import SwarmError, UsageError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train a draft for a model, and measure one.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Train what guesses ahead for a model, and measure it."
+)
 
 _MODEL = typer.Option(help="A Hugging Face folder or id, a .gguf file, or a built-in name.")
 
 
+class Kind(StrEnum):
+    DRAFT = "draft"
+    HEADS = "heads"
+
+
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(help="Where the draft goes, a few MB; it is renewed every few minutes.")],
+    out: Annotated[Path, typer.Option(help="Where it goes, a few MB; it is renewed every few minutes.")],
     minutes: Annotated[float, typer.Option(help="How long to write and learn, in all.")],
     model: Annotated[str, _MODEL] = "smollm2-135m",
     work: Annotated[
         Path | None, typer.Option(help="Chats and checkpoint; a run goes on from there. By default beside --out.")
     ] = None,
+    kind: Annotated[
+        Kind, typer.Option(help="A draft, which clients run, or Medusa heads, which the node of the last layers runs.")
+    ] = Kind.DRAFT,
+    heads: Annotated[int, typer.Option(help="Heads, if it is to be heads: tokens they guess ahead.")] = 4,
     base: Annotated[int, typer.Option(help="First layers of the model that the draft uses as they are.")] = 0,
     layers: Annotated[str, typer.Option(help="Layers of the model that the draft's own start as.")] = "0",
     tokens: Annotated[int, typer.Option(help="Tokens of chats to write before learning.")] = 300_000,
     writing: Annotated[float, typer.Option(help="Part of the time that writing may take.")] = 0.5,
-    vocabulary: Annotated[int, typer.Option(help="Tokens the draft can say, besides those of the prompt.")] = 8192,
+    vocabulary: Annotated[int, typer.Option(help="Tokens it can say; a draft those of the text, too.")] = 8192,
     batch: Annotated[int, typer.Option(help="Chats written side by side.")] = 48,
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default all.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Let the model write chats with itself, teach a small draft what it says, and keep the draft in a file."""
+    """Let the model write chats with itself, teach a draft or heads what it says, and keep them in a file."""
 
     def work_on() -> None:
         from swarm_kernels import ops
+        from swarm_kernels.distill.recipes import Heads, Layers
         from swarm_kernels.distill.run import Plan
         from swarm_kernels.distill.run import train as run
         from swarm_kernels.loader import open_model
@@ -51,8 +64,7 @@ def train(
             minutes,
             out,
             work or out.with_suffix(".work"),
-            base,
-            _layer_list(layers),
+            Heads(heads) if kind is Kind.HEADS else Layers(base, _layer_list(layers)),
             tokens,
             writing,
             vocabulary,
@@ -71,14 +83,15 @@ def evaluate(
     draft: Annotated[
         Path | None, typer.Option(help="The draft's file; by default the one that came with swarm.")
     ] = None,
+    heads: Annotated[Path | None, typer.Option(help="A file of Medusa heads, instead of a draft or beside it.")] = None,
     model: Annotated[str, _MODEL] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 96,
     depths: Annotated[int, typer.Option(help="Levels below the certain text.")] = 4,
     nodes: Annotated[int, typer.Option(help="Tree nodes a round.")] = 16,
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default all.")] = None,
 ) -> None:
-    """Look-up, draft and both together on prompts nobody trained on: top-1, 4 and 8 by depth, tokens a round by kind of
-    prompt. One JSON object."""
+    """Look-up, draft or heads, and both together on prompts nobody trained on: top-1, 4 and 8 by depth, tokens a round
+    by kind of prompt. One JSON object."""
 
     def work_on() -> None:
         from swarm_client.drafters.judge import judge
@@ -88,7 +101,7 @@ def evaluate(
         if threads is not None:
             ops.set_threads(threads)
         with _Bar() as bar:
-            figures = judge(open_model(model), draft, tokens, depths, nodes, bar.report)
+            figures = judge(open_model(model), draft, heads, tokens, depths, nodes, bar.report)
         _say(json.dumps(figures))
 
     _guarded(work_on)

@@ -1,4 +1,4 @@
-"""The file of a trained draft: its layers and final norm, and for which model it was trained.
+"""The file of what was trained to guess for a model: a draft's layers and final norm, or Medusa heads for its tail.
 
 Owns the format: one safetensors file of a few MB. The target's embedding, its first layers and the rows of its head are
 not in it: they are read from the target's own weights, whose fingerprint the file names. Matrices are int8 with a scale
@@ -28,12 +28,14 @@ _FORMAT = "swarm-draft-1"
 
 @dataclass(frozen=True, slots=True)
 class DraftCard:
-    """What a draft is and how good it was when it was made. `evaluation`: figures by name, of prompts it never saw."""
+    """What the file holds and how good that was when it was made. `evaluation`: figures by name, of chats that it never
+    saw."""
 
     model: str
     weight_hash: str  # of the target
     base: int  # layers of the target it starts with, as they are
     layers: int  # layers of its own after those
+    heads: int = 0  # Medusa heads of its own after those
     trained_tokens: int = 0
     seen_tokens: int = 0  # with repetition
     date: str = ""
@@ -42,7 +44,8 @@ class DraftCard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftWeights:
-    """`tensors`: by Hugging Face's names, fp32, layers numbered from `card.base`; `vocabulary [v]`: ids, ascending."""
+    """`tensors`: fp32; layers by Hugging Face's names, numbered from `card.base`, heads by Medusa's (`draft_heads`).
+    `vocabulary [v]`: the ids they can say, ascending."""
 
     card: DraftCard
     tensors: Mapping[str, torch.Tensor]
@@ -80,6 +83,15 @@ class DraftWeights:
                 scale = stored.get(name + _SCALE)
                 tensors[name] = tensor.float() if scale is None else tensor.float() * scale
         return cls(card, tensors, vocabulary.long())
+
+
+def is_draft(path: Path) -> bool:
+    """Whether it says that it is a file of this format."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("format") == _FORMAT
+    except (OSError, SafetensorError):
+        return False
 
 
 def read_card(path: Path) -> DraftCard:

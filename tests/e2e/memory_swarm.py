@@ -126,7 +126,7 @@ class MemorySwarm:
             self._spans[span, dtype] = load_span(source, span, DTYPES[dtype])
         loaded = self._spans[span, dtype]
         tail = self.heads is not None and span.end == source.config.num_layers
-        heads = MedusaHeads.of(self.heads, loaded) if tail and self.heads is not None else None
+        heads = MedusaHeads.of(self.heads, loaded, self.source) if tail and self.heads is not None else None
         engine = SpanEngine(loaded, loaded.new_cache(kv_tokens), heads)
         services: list[Service] = []
 

@@ -8,42 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_cases import VOCAB, chat_of, counting
 from safetensors.torch import save_file
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UsageError
-from swarm_kernels.distill.corpus import ANSWER, GIVEN, TOP, Chat, Corpus
+from swarm_kernels.distill.corpus import Corpus
 from swarm_kernels.distill.evaluation import measure
-from swarm_kernels.distill.features import Features
+from swarm_kernels.distill.features import Features, Lesson
+from swarm_kernels.distill.recipes import Heads, Layers
 from swarm_kernels.distill.run import Plan
-from swarm_kernels.distill.student import Student
+from swarm_kernels.distill.student_layers import LayersStudent
 from swarm_kernels.distill.training import Trainer, frequent_tokens
 from swarm_kernels.draft import TrainedDraft
 from swarm_kernels.draft_file import DraftCard, DraftWeights, read_card
 from swarm_kernels.draft_session import DraftSession
 
-VOCAB = 131
+CPU = torch.device("cpu")
 KINDS = ["llama", "qwen2", "qwen3"]
 
 
-def chat_of(tokens: list[int], seed: int = 0) -> Chat:
-    """The teacher expects each token itself, then others."""
-    n = len(tokens)
-    others = torch.randint(0, VOCAB, (n, TOP), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    others[:, 0] = torch.tensor(tokens)
-    logprobs = torch.full((n, TOP), -8.0)
-    logprobs[:, 0] = -0.01
-    origin = torch.full((n,), ANSWER, dtype=torch.uint8)
-    origin[:3] = GIVEN
-    return Chat(torch.tensor(tokens, dtype=torch.int32), origin, others, logprobs.half())
-
-
-def counting(start: int, step: int) -> Chat:
-    return chat_of([(start + step * i) % 100 for i in range(24)], start)
-
-
 def weights_of(source: ModelTensors, base: int, copied: tuple[int, ...], quantised: bool, path: Path) -> DraftWeights:
-    student = Student.of_target(source, base, copied)
+    student = LayersStudent.of_target(source, base, copied)
     card = DraftCard("tiny", source.weight_hash, base, len(copied))
     DraftWeights(card, student.weights(), torch.arange(0, VOCAB, 2)).save(path, quantise=quantised)
     return DraftWeights.load(path)
@@ -55,11 +41,11 @@ def test_what_is_trained_is_what_runs(kind: str, base: int, tmp_path: Path) -> N
     """The student's logits, and the guesses of the same weights on the kernels, agree."""
     source = ModelTensors(tiny_model(kind, tie_word_embeddings=True))
     weights = weights_of(source, base, (1, 4), False, tmp_path / "d.safetensors")
-    student = Student.of_target(source, base, (1, 4))
+    student = LayersStudent.of_target(source, base, (1, 4))
     text = [7, 3, 99, 42, 130, 8, 8, 15]
-    states = Features(source, base).of([chat_of(text)])[0].float()
+    states = Features(source, base, CPU).of([chat_of(text)])[0].float()
     with torch.no_grad():
-        hidden = student(states[None])[0, -1]
+        hidden = student(states[None])[0, 0, -1]
     logits = source.tensor("model.embed_tokens.weight").float() @ hidden
     session = DraftSession(TrainedDraft(weights, source))
     session.reset(text)
@@ -83,7 +69,7 @@ def test_the_texts_own_rare_tokens_can_be_guessed(tmp_path: Path) -> None:
 
 def test_eight_bits_lose_little(tmp_path: Path) -> None:
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=True))
-    exact = Student.of_target(source, 0, (0,)).weights()
+    exact = LayersStudent.of_target(source, 0, (0,)).weights()
     stored = weights_of(source, 0, (0,), True, tmp_path / "d.safetensors").tensors
     assert stored.keys() == exact.keys()
     for name, tensor in exact.items():
@@ -93,21 +79,22 @@ def test_eight_bits_lose_little(tmp_path: Path) -> None:
 def test_learning_and_going_on_where_it_stopped(tmp_path: Path) -> None:
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=True))
     chats = [counting(start, step) for start in range(0, 100, 5) for step in (1, 2)]
+    lessons = [Lesson(*pair) for pair in zip(chats, Features(source, 0, CPU).of(chats), strict=True)]
     vocabulary = frequent_tokens(chats, 110, VOCAB)
     assert vocabulary.tolist() == sorted(set(vocabulary.tolist()))
 
     def trainer() -> Trainer:
-        made = Trainer(source, Student.of_target(source, 0, (0,)), vocabulary, torch.device("cpu"))
-        made.add(chats)
+        made = Trainer(source, LayersStudent.of_target(source, 0, (0,)), vocabulary, CPU)
+        made.add(lessons)
         return made
 
     first = trainer()
     first.settle_scale()
-    before = measure(first.averaged(), source, vocabulary, chats[:8])
+    before = measure(first.averaged(), source, vocabulary, lessons[:8])
     losses = [first.learn(1.0) for _ in range(150)]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    after = measure(first.averaged(), source, vocabulary, chats[:8])
-    assert after.hits[-1] > before.hits[-1] + 0.1
+    after = measure(first.averaged(), source, vocabulary, lessons[:8])
+    assert after.hits[0][-1] > before.hits[0][-1] + 0.1
     first.save(tmp_path / "c.safetensors")
     second = trainer()
     second.resume(tmp_path / "c.safetensors")
@@ -120,7 +107,7 @@ def test_learning_and_going_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=True))
-    trainer = Trainer(source, Student.of_target(source, 0, (0,)), torch.arange(64), torch.device("cpu"))
+    trainer = Trainer(source, LayersStudent.of_target(source, 0, (0,)), torch.arange(64), CPU)
     (tmp_path / "c").write_bytes(b"nonsense")
     with pytest.raises(CorruptModel):
         trainer.resume(tmp_path / "c")
@@ -191,9 +178,11 @@ def test_a_file_that_is_no_draft(tmp_path: Path) -> None:
         {"minutes": 0.0},
         {"tokens": 5},
         {"writing": 1.5},
-        {"copied": ()},
-        {"copied": (9,)},
-        {"base": 6},
+        {"recipe": Layers(copied=())},
+        {"recipe": Layers(copied=(9,))},
+        {"recipe": Layers(base=6)},
+        {"recipe": Heads(0)},
+        {"recipe": Heads(17)},
         {"vocabulary": 1},
     ],
 )

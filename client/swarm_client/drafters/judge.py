@@ -17,6 +17,7 @@ from swarm_client.drafters.held_out import PROMPTS
 from swarm_client.drafters.model import ModelDrafter
 from swarm_client.drafters.ngram import NgramDrafter
 from swarm_client.drafters.shipped import find_shipped
+from swarm_client.drafters.told import ToldHeads, thoughts
 from swarm_kernels.distill.answers import greedy_answers
 from swarm_kernels.draft import open_draft
 from swarm_kernels.model_source import ModelSource
@@ -36,26 +37,32 @@ class Recorded:
 def judge(
     source: ModelSource,
     draft: Path | None,
+    heads: Path | None,
     tokens: int,
     depths: int,
     nodes: int,
     report: Callable[[str, float, str], None] = lambda phase, share, note: None,
 ) -> dict[str, Any]:
-    """The look-up, the draft and both on the target's answers to `held_out.PROMPTS`, as figures for JSON.
+    """The look-up, a draft, the tail's heads, and each of these beside the look-up, on the target's answers to
+    `held_out.PROMPTS`, as figures for JSON.
 
-    `draft` None: the one that came with swarm. Raises ModelNotFound, CorruptModel, DrafterFailed.
+    `draft` None: the one that came with swarm, unless there are `heads`. Raises ModelNotFound, CorruptModel,
+    UnsupportedModel, DrafterFailed.
     """
-    path = draft or find_shipped(source)
-    if path is None:
+    path = draft or (None if heads is not None else find_shipped(source))
+    if path is None and heads is None:
         raise DrafterFailed(f"no draft for {source.name} came with swarm; make one with 'swarm-draft train'")
-    model = open_draft(path, source)
-    drafters: dict[str, Callable[[], Drafter]] = {
-        "ngram": NgramDrafter,
-        "draft": lambda: ModelDrafter(model),
-        "combined": lambda: CombinedDrafter([NgramDrafter(), ModelDrafter(model)]),
-    }
+    model = open_draft(path, source) if path is not None else None
     records = record(source, tokens, report)
     every = [one for kind in records.values() for one in kind]
+    drafters: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+    if model is not None:
+        drafters["draft"] = lambda: ModelDrafter(model)
+        drafters["combined"] = lambda: CombinedDrafter([NgramDrafter(), ModelDrafter(model)])
+    if heads is not None:
+        told = thoughts(source, heads, [(one.prompt, one.answer) for one in every], max(RANKS))
+        drafters["heads"] = lambda: ToldHeads(told)
+        drafters["combined_heads"] = lambda: CombinedDrafter([NgramDrafter(), ToldHeads(told)])
     figures: dict[str, Any] = {"answer_tokens": sum(len(one.answer) for one in every)}
     for number, (name, made) in enumerate(drafters.items()):
         report("measuring", number / len(drafters), name)

@@ -70,15 +70,20 @@ class Corpus:
 
     def read(self, first: int = 0) -> Iterator[Chat]:
         """The chats of shard `first` and all later ones, in the order they were written. Raises CorruptModel."""
-        for path in self._paths[first:]:
-            try:
-                shard = load_file(path)
-            except (OSError, SafetensorError):
-                raise CorruptModel(f"{path} cannot be read; remove it") from None
-            sizes = shard["sizes"].tolist()
-            columns = [torch.split(shard[name], sizes) for name in ("tokens", "origin", "top_ids", "top_logprobs")]
-            for parts in zip(*columns, strict=True):
-                yield Chat(*parts)
+        for number in range(first, len(self)):
+            yield from self.shard(number)
+
+    def shard(self, number: int) -> Iterator[Chat]:
+        """The chats of one shard, in the order they were written. Raises CorruptModel."""
+        path = self._paths[number]
+        try:
+            shard = load_file(path)
+        except (OSError, SafetensorError):
+            raise CorruptModel(f"{path} cannot be read; remove it") from None
+        sizes = shard["sizes"].tolist()
+        columns = [torch.split(shard[name], sizes) for name in ("tokens", "origin", "top_ids", "top_logprobs")]
+        for parts in zip(*columns, strict=True):
+            yield Chat(*parts)
 
     def _count(self, metadata: dict[str, str], path: Path) -> None:
         if metadata.get("model") != self._hash:

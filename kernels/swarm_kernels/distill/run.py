@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from swarm.errors import Infeasible, UnsupportedModel, UsageError
-from swarm.types import LayerSpan
 from swarm_kernels.distill.corpus import Chat, Corpus
 from swarm_kernels.distill.evaluation import Score, measure
+from swarm_kernels.distill.features import Features, Lesson, load_teacher
+from swarm_kernels.distill.recipes import Layers, Recipe
 from swarm_kernels.distill.student import Student
 from swarm_kernels.distill.training import Trainer, frequent_tokens
 from swarm_kernels.distill.writer import Writer
 from swarm_kernels.draft_file import DraftCard, DraftWeights
 from swarm_kernels.model_source import ModelSource
-from swarm_kernels.span_loading import load_span
 from swarm_kernels.tokenizer import load_tokenizer
 
 HELD_OUT = 16
@@ -33,20 +33,17 @@ Report = Callable[[str, float, str], None]
 """(what is being done, the part of it that is, a figure worth seeing)."""
 
 _SHARD = 32  # chats
-_CHECKPOINT = "training.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to train and for how long. `tokens`: of chats to write before learning; `writing`: share of the time it may
-    take. `copied`: the target's layers that the draft's own begin as, after the first `base` that it uses as they are.
-    """
+    take."""
 
     minutes: float
     out: Path
     work: Path
-    base: int = 0
-    copied: tuple[int, ...] = (0,)
+    recipe: Recipe = field(default_factory=Layers)
     tokens: int = 300_000
     writing: float = 0.5
     vocabulary: int = 8192
@@ -58,8 +55,7 @@ class Plan:
         """Raises UsageError."""
         if not 0 < self.minutes < 1e5 or self.tokens < 1000 or not 0 < self.writing < 1 or self.batch < 1:
             raise UsageError("give some minutes, at least 1000 tokens, a batch of at least 1, and time to learn")
-        if not self.copied or not 0 <= self.base < num_layers or not all(0 <= c < num_layers for c in self.copied):
-            raise UsageError(f"the model has layers 0 to {num_layers - 1}; the draft needs at least one of its own")
+        self.recipe.check(num_layers)
         if self.vocabulary < 64:
             raise UsageError("a draft vocabulary of under 64 tokens guesses nothing")
         return self
@@ -77,11 +73,16 @@ def train(source: ModelSource, plan: Plan, report: Report, clock: Callable[[], f
     started = clock()
     corpus = Corpus(plan.work, source.weight_hash)
     _write(source, plan, corpus, report, started, clock)
-    chats = list(corpus.read())
-    if len(chats) < 2:
+    if corpus.chats < 2:
         raise Infeasible("too little time to write a single chat; give more --minutes")
-    held_out, learnt = _split(chats)
-    trainer = _trainer(source, plan, learnt, report)
+    student = plan.recipe.student(source)
+    report("preparing", 0.0, f"{corpus.tokens} tokens")
+    device = torch.device(plan.device)
+    lessons = Features(source, student.base, device).lessons(
+        corpus, lambda share: report("preparing", share, f"{corpus.tokens} tokens")
+    )
+    held_out, learnt = _split(lessons)
+    trainer = _trainer(source, plan, student, learnt)
     _learn(source, plan, trainer, report, started, clock)
     report("measuring", 0.0, "")
     draft = _export(source, plan, trainer, measure(trainer.averaged(), source, trainer.vocabulary, held_out))
@@ -96,9 +97,7 @@ def _write(
     if corpus.tokens >= plan.tokens:
         return
     report("loading", 0.0, "")
-    device = torch.device(plan.device)
-    dtype = torch.int8 if device.type == "cpu" else torch.bfloat16  # a third faster, nearly the same model
-    span = load_span(source, LayerSpan(0, source.config.num_layers), dtype, device)
+    span = load_teacher(source, source.config.num_layers, torch.device(plan.device))
     writer = Writer(span, load_tokenizer(source), plan.batch, seed=len(corpus))
     began, before = clock(), corpus.tokens
     shard: list[Chat] = []
@@ -115,22 +114,20 @@ def _write(
             return
 
 
-def _split(chats: list[Chat]) -> tuple[list[Chat], list[Chat]]:
+def _split(lessons: list[Lesson]) -> tuple[list[Lesson], list[Lesson]]:
     """(held out, learnt from): by place, so that a longer corpus holds out the same and more."""
-    held = [chat for i, chat in enumerate(chats) if i % HELD_OUT == HELD_OUT // 2]
-    return held or chats[:1], [chat for i, chat in enumerate(chats) if i % HELD_OUT != HELD_OUT // 2]
+    held = [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT == HELD_OUT // 2]
+    return held or lessons[:1], [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT != HELD_OUT // 2]
 
 
-def _trainer(source: ModelSource, plan: Plan, learnt: list[Chat], report: Report) -> Trainer:
-    report("preparing", 0.0, f"{sum(len(chat) for chat in learnt)} tokens")
-    checkpoint = plan.work / _CHECKPOINT
+def _trainer(source: ModelSource, plan: Plan, student: Student, learnt: list[Lesson]) -> Trainer:
+    checkpoint = plan.work / plan.recipe.checkpoint
     resumed = checkpoint.is_file()
     vocabulary = (
         Trainer.vocabulary_of(checkpoint)
         if resumed
-        else frequent_tokens(learnt, plan.vocabulary, source.config.vocab_size)
+        else frequent_tokens([lesson.chat for lesson in learnt], plan.vocabulary, source.config.vocab_size)
     )
-    student = Student.of_target(source, plan.base, plan.copied)
     trainer = Trainer(source, student, vocabulary, torch.device(plan.device))
     trainer.add(learnt)
     if resumed:
@@ -158,19 +155,16 @@ def _learn(
         rate = (trainer.seen - seen) / max(1e-9, clock() - began)
         report("learning", share, f"loss {loss:.3f}, {trainer.steps} steps, {rate:.0f} tokens a second")
         if clock() - saved > plan.save_every_s:
-            trainer.save(plan.work / _CHECKPOINT)
+            trainer.save(plan.work / plan.recipe.checkpoint)
             _export(source, plan, trainer, None)
             saved = clock()
-    trainer.save(plan.work / _CHECKPOINT)
+    trainer.save(plan.work / plan.recipe.checkpoint)
 
 
 def _export(source: ModelSource, plan: Plan, trainer: Trainer, score: Score | None) -> DraftWeights:
     student = trainer.averaged()
-    card = DraftCard(
-        model=source.name,
-        weight_hash=source.weight_hash,
-        base=student.base,
-        layers=len(student.own),
+    card = replace(
+        student.card(source.name, source.weight_hash),
         trained_tokens=trainer.tokens,
         seen_tokens=trainer.seen,
         date=datetime.now(UTC).date().isoformat(),

@@ -1,103 +1,37 @@
-"""The trained layers of a draft as a torch module: the same arithmetic as `ops.decoder_layer`, with gradients.
+"""What is trained: a module that turns the target's states into states for the target's own head to read.
 
-Owns the training-time twin of a Llama-like layer, its initial weights and their names. Knows no data and no schedule.
+Owns what the trainer asks of every kind of student. The head stays the target's: it would be most of the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from swarm_kernels.draft_file import FINAL_NORM, layer_tensors
-from swarm_kernels.model_config import ModelConfig
-from swarm_kernels.model_source import ModelSource
-from swarm_kernels.rope import RopeTable
+from swarm_kernels.draft_file import DraftCard
 
 
-class Student(nn.Module):
-    """Layers on top of the target's first `base`, and the final norm: `[b, n, hidden]` -> `[b, n, hidden]`.
+class Student(nn.Module, ABC):
+    """`[b, n, hidden]` -> `[levels, b, n, hidden]`; level l of place i stands for token `i + ahead[l]`."""
 
-    The head that follows is the target's own and stays as it is: it would be most of the file.
-    """
+    base: int
+    """Layers of the target that it stands on."""
 
-    def __init__(self, config: ModelConfig, base: int, layers: Sequence[dict[str, torch.Tensor]], norm: torch.Tensor):
-        """`layers[i]`: weights by their names within a layer."""
-        super().__init__()
-        self.config, self.base = config, base
-        self.own = [_Layer(config, weights) for weights in layers]
-        self._registered = nn.ModuleList(self.own)
-        self.norm = nn.Parameter(norm.float().clone())
-        self._rope = RopeTable(config.rope, config.head_dim, config.context_length, torch.device("cpu"))
+    ahead: tuple[int, ...]
 
-    @classmethod
-    def of_target(cls, source: ModelSource, base: int, copied: Sequence[int]) -> Student:
-        """Its layers begin as the target's layers `copied`, its norm as the target's: far better than at random."""
-        layers = [
-            {name: source.tensor(f"model.layers.{layer}.{name}").float() for name in layer_tensors(source, layer)}
-            for layer in copied
-        ]
-        return cls(source.config, base, layers, source.tensor(FINAL_NORM))
+    @abstractmethod
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(hidden.shape[1])
-        cos, sin = (table.to(hidden) for table in self._rope.at(positions, hidden.shape[1] - 1))
-        for layer in self.own:
-            hidden = layer(hidden, cos, sin)
-        hidden = F.rms_norm(hidden, tuple(self.norm.shape), self.norm.to(hidden.dtype), self.config.rms_norm_eps)
-        return hidden
+    @abstractmethod
+    def soften(self, scale: float) -> None:
+        """Before the first step: it knows less than the target, so make its logits `scale` as sharp as they began."""
 
+    @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:
-        """As a draft file names them: the layers come after the target's first `base`."""
-        tensors = {FINAL_NORM: self.norm.detach()}
-        for number, layer in enumerate(self.own):
-            for name, weight in layer.named_weights():
-                tensors[f"model.layers.{self.base + number}.{name}"] = weight.detach()
-        return tensors
+        """As its file names them."""
 
-
-class _Layer(nn.Module):
-    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._config = config
-        self.names = sorted(weights)
-        self.parts = nn.ParameterList(weights[name].float().clone() for name in self.names)
-
-    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        return list(zip(self.names, self.parts, strict=True))
-
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        named = {name: part.to(hidden.dtype) for name, part in zip(self.names, self.parts, strict=True)}
-        config = self._config
-
-        def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-            return F.rms_norm(x, x.shape[-1:], named[name], config.rms_norm_eps) if name in named else x
-
-        def linear(name: str, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, named[f"{name}.weight"], named.get(f"{name}.bias"))
-
-        def heads(name: str, count: int, x: torch.Tensor) -> torch.Tensor:  # [b, heads, n, dim]
-            return linear(f"self_attn.{name}_proj", x).view(*x.shape[:2], count, config.head_dim).transpose(1, 2)
-
-        x = norm("input_layernorm.weight", hidden)
-        q = norm("self_attn.q_norm.weight", heads("q", config.num_heads, x))
-        k = norm("self_attn.k_norm.weight", heads("k", config.num_kv_heads, x))
-        v = heads("v", config.num_kv_heads, x)
-        mixed = F.scaled_dot_product_attention(
-            _turned(q, cos, sin), _turned(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
-        hidden = hidden + linear("self_attn.o_proj", mixed.transpose(1, 2).flatten(-2))
-        x = norm("post_attention_layernorm.weight", hidden)
-        gated = F.silu(linear("mlp.gate_proj", x)) * linear("mlp.up_proj", x)
-        hidden = hidden + linear("mlp.down_proj", gated)
-        return hidden
-
-
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, Hugging Face's convention; `x [b, heads, n, dim]`, tables `[n, rot]`."""
-    width = cos.shape[-1]
-    part, rest = x[..., :width], x[..., width:]
-    left, right = part.chunk(2, -1)
-    return torch.cat((part * cos + torch.cat((-right, left), -1) * sin, rest), -1)
+    @abstractmethod
+    def card(self, model: str, weight_hash: str) -> DraftCard:
+        """Its kind and shape, for its file."""

@@ -1,12 +1,14 @@
 """Trains a student on a corpus: loss, optimiser, averaging, checkpoints. Owns the state a resumed run goes on from.
 
 The loss is the teacher's cross entropy over its likeliest tokens, as far as the draft vocabulary has them, plus the
-likeliest one again: acceptance asks for the teacher's choice, not for its doubts. A draft that works from tokens
-alone sees at every depth what the teacher would see, so training on the teacher's own text is training for all depths.
+likeliest one again: acceptance asks for the teacher's choice, not for its doubts. Levels further ahead weigh less (Cai
+et al. 2024, §2.2.1). A draft that works from tokens alone sees at every depth what the teacher would see, so training
+one level on the teacher's own text is training for all depths.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from safetensors.torch import save_file
 
 from swarm.errors import CorruptModel
 from swarm_kernels.distill.corpus import GIVEN, Chat
-from swarm_kernels.distill.features import Batch, Features
+from swarm_kernels.distill.features import Lesson, Question, padded_states
 from swarm_kernels.distill.student import Student
 from swarm_kernels.lean import EMBEDDING, HEAD
 from swarm_kernels.model_source import ModelSource
@@ -28,6 +30,7 @@ CHATS_A_STEP = 8
 PEAK_RATE = 2e-3
 WARM_UP = 10  # steps
 CHOICE_WEIGHT = 0.3  # of the teacher's first choice in the loss
+LEVEL_DECAY = 0.8  # of the loss, a level
 AVERAGE = 0.98  # what the averaged weights keep of themselves a step
 _SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)
 
@@ -44,9 +47,7 @@ class Trainer:
         self._place = torch.full((source.config.vocab_size,), -1)
         self._place[vocabulary] = torch.arange(len(vocabulary))
         self._place = self._place.to(device)
-        self._features = Features(source, student.base)
-        self._chats: list[Chat] = []
-        self._states: list[torch.Tensor] = []
+        self._lessons: list[Lesson] = []
         self._queue: list[int] = []
         decayed = [p for p in student.parameters() if p.dim() > 1]
         plain = [p for p in student.parameters() if p.dim() == 1]
@@ -55,24 +56,23 @@ class Trainer:
         self._average = [p.detach().clone() for p in student.parameters()]
         self.steps = self.seen = 0
 
-    def add(self, chats: Sequence[Chat]) -> None:
+    def add(self, lessons: Sequence[Lesson]) -> None:
         """More to learn from."""
-        self._chats += chats
-        self._states += self._features.of(chats)
+        self._lessons += lessons
 
     @property
     def tokens(self) -> int:
-        return sum(len(chat) for chat in self._chats)
+        return sum(len(lesson.chat) for lesson in self._lessons)
 
     def settle_scale(self) -> None:
-        """Before the first step: shallow layers know less than the target, so their logits must be less sharp."""
-        norm = self.student.norm.detach().clone()
+        """Before the first step: see `Student.soften`."""
         losses = {}
         for scale in _SCALES:
-            self._set_norm(norm * scale)
+            tried = copy.deepcopy(self.student)
+            tried.soften(scale)
             with torch.no_grad():
-                losses[scale] = float(self._loss(list(range(min(CHATS_A_STEP, len(self._chats))))))
-        self._set_norm(norm * min(losses, key=lambda scale: losses[scale]))
+                losses[scale] = float(self._loss(tried, range(min(CHATS_A_STEP, len(self._lessons)))))
+        self.student.soften(min(losses, key=lambda scale: losses[scale]))
         self._average = [p.detach().clone() for p in self.student.parameters()]
 
     def learn(self, rate: float) -> float:
@@ -80,13 +80,13 @@ class Trainer:
         for group in self._optimiser.param_groups:
             group["lr"] = PEAK_RATE * rate * min(1.0, (self.steps + 1) / WARM_UP)
         chosen = self._draw()
-        loss = self._loss(chosen)
+        loss = self._loss(self.student, chosen)
         self._optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
         self._optimiser.step()
         self.steps += 1
-        self.seen += sum(len(self._chats[i]) for i in chosen)
+        self.seen += sum(len(self._lessons[i].chat) for i in chosen)
         keep = min(AVERAGE, self.steps / (self.steps + 9))
         with torch.no_grad():
             for average, weight in zip(self._average, self.student.parameters(), strict=True):
@@ -95,13 +95,11 @@ class Trainer:
 
     def averaged(self) -> Student:
         """A copy of the student with the mean of its recent weights, on the CPU."""
-        student = self.student
-        layers = [{name: w.detach() for name, w in layer.named_weights()} for layer in student.own]
-        copy = Student(student.config, student.base, layers, student.norm.detach())
+        student = copy.deepcopy(self.student)
         with torch.no_grad():
-            for own, average in zip(copy.parameters(), self._average, strict=True):
+            for own, average in zip(student.parameters(), self._average, strict=True):
                 own.copy_(average)
-        return copy.cpu()
+        return student.cpu()
 
     def save(self, path: Path) -> None:
         """Everything but the corpus; on disk once this returns."""
@@ -111,8 +109,7 @@ class Trainer:
             for name, value in self._optimiser.state.get(weight, {}).items():
                 tensors[f"optimiser.{i}.{name}"] = value.cpu()
         part = path.with_name(path.name + ".part")
-        state = {"steps": self.steps, "seen": self.seen, "base": self.student.base, "layers": len(self.student.own)}
-        save_file(tensors, part, {"state": json.dumps(state)})
+        save_file(tensors, part, {"state": json.dumps({"steps": self.steps, "seen": self.seen})})
         part.replace(path)
 
     @staticmethod
@@ -131,8 +128,11 @@ class Trainer:
             with safe_open(path, "pt") as file:
                 state = json.loads((file.metadata() or {})["state"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            weights = list(self.student.parameters())
+            if sum(name.startswith("weight.") for name in tensors) != len(weights):
+                raise ValueError("of another number of weights")
             with torch.no_grad():
-                for i, weight in enumerate(self.student.parameters()):
+                for i, weight in enumerate(weights):
                     weight.copy_(tensors[f"weight.{i}"])
                     self._average[i].copy_(tensors[f"average.{i}"])
                     prefix = f"optimiser.{i}."
@@ -148,28 +148,34 @@ class Trainer:
         """The next chats, each once before any comes again; of similar length, so that little is padding."""
         if len(self._queue) < CHATS_A_STEP:
             rng = random.Random(self.steps)
-            order = sorted(range(len(self._chats)), key=lambda i: len(self._chats[i]) + rng.uniform(-40, 40))
+            order = sorted(range(len(self._lessons)), key=lambda i: len(self._lessons[i].chat) + rng.uniform(-40, 40))
             groups = [order[i : i + CHATS_A_STEP] for i in range(0, len(order), CHATS_A_STEP)]
             rng.shuffle(groups)
             self._queue = [i for group in groups for i in group]
         chosen, self._queue = self._queue[:CHATS_A_STEP], self._queue[CHATS_A_STEP:]
         return chosen
 
-    def _loss(self, chosen: Sequence[int]) -> torch.Tensor:
-        batch = Batch.of([self._chats[i] for i in chosen], [self._states[i] for i in chosen], self._device)
-        logits = F.linear(self.student(batch.hidden)[batch.asked], self._head)
+    def _loss(self, student: Student, chosen: Sequence[int]) -> torch.Tensor:
+        lessons = [self._lessons[i] for i in chosen]
+        levels = student(padded_states(lessons, self._device))  # [levels, b, n, hidden]
+        total, weights = torch.zeros((), device=self._device), 0.0
+        for level, (states, ahead) in enumerate(zip(levels, student.ahead, strict=True)):
+            question = Question.of(lessons, ahead, self._device)
+            total = total + LEVEL_DECAY**level * self._surprise(states[question.asked], question)
+            weights += LEVEL_DECAY**level
+        return total / weights
+
+    def _surprise(self, states: torch.Tensor, question: Question) -> torch.Tensor:
+        """How far the guesses of `states [m, hidden]` are from what the teacher expects, a place."""
+        logits = F.linear(states, self._head)
         total = logits.logsumexp(-1, keepdim=True)
-        places = self._place[batch.ids]
+        places = self._place[question.ids]
         sayable = places >= 0
-        belief = batch.logprobs.exp() * sayable
+        belief = question.logprobs.exp() * sayable
         belief = belief / belief.sum(-1, keepdim=True).clamp_min(1e-6)
         belief[:, 0] += CHOICE_WEIGHT * sayable[:, 0]
         loss = belief * (total - logits.gather(1, places.clamp_min(0)))
-        return loss.sum() / (len(loss) * (1 + CHOICE_WEIGHT))
-
-    def _set_norm(self, norm: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.student.norm.copy_(norm)
+        return loss.sum() / (max(1, len(loss)) * (1 + CHOICE_WEIGHT))
 
 
 def frequent_tokens(chats: Sequence[Chat], count: int, vocab_size: int) -> torch.Tensor:

@@ -169,8 +169,8 @@ class Spans:
                 like = beside.loaded if beside is not None else None
                 loaded = load_span(machine.source, span, machine.dtype, machine.device, progress, like)
                 self_check(loaded, machine.source)
-                tail = machine.heads is not None and span.end == machine.num_layers
-                heads = MedusaHeads.of(machine.heads, loaded) if tail and machine.heads is not None else None
+                path = machine.heads if span.end == machine.num_layers else None
+                heads = MedusaHeads.of(path, loaded, machine.source) if path is not None else None
                 return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads)
 
         try:
