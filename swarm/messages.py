@@ -200,11 +200,15 @@ class Locate(Message, frozen=True, tag="locate"):
 
 
 class Located(Message, frozen=True, tag="located"):
-    """The newest step that has arrived, and the newest that was computed and sent on: their numbers plus 1, 0: none."""
+    """The newest step that has arrived, and the newest that was computed and sent on: their numbers plus 1, 0: none.
+
+    `busy_ms`: since when it is the turn of the one that is being computed, 0 if none is.
+    """
 
     session: SessionId
     arrived: Serial
     done: Serial
+    busy_ms: Annotated[float, Meta(ge=0.0)] = 0.0
 
 
 class Close(Message, frozen=True, tag="close"):

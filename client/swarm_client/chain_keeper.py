@@ -15,6 +15,7 @@ from swarm.plan.session import Generation
 from swarm.plan.speculation import ChainCosts
 from swarm.prefix import digests
 from swarm.types import Chain, PeerId, Sampling
+from swarm_client.bans import TooSlow
 from swarm_client.beginnings import Beginnings
 from swarm_client.chain_session import ChainSession, HopFailed
 from swarm_client.chunks import prompt_chunks
@@ -84,7 +85,12 @@ class ChainKeeper:
 
     async def mend(self, session: ChainSession, generation: Generation, settled: int) -> None:
         """Replace the session's lost hops. Raises HopFailed when that failed at another one."""
-        repair, snapshot = await self.view.repair(session.whole, session.lost, session.spec.max_tokens)
+        slow = {peer for peer, cause in session.lost.items() if isinstance(cause, TooSlow)}
+        chain, lost, tokens = session.whole, session.lost, session.spec.max_tokens
+        try:
+            repair, snapshot = await self.view.repair(chain, lost, tokens, avoid=slow)
+        except NoRoute:  # better those than nobody
+            repair, snapshot = await self.view.repair(chain, lost, tokens)
         nodes = {n.peer: n for n in snapshot.nodes}
         await session.repair(repair, nodes, generation.known, settled, generation.epoch)
 

@@ -45,6 +45,7 @@ from swarm_client.opening import (
     replaced,
     reroute_message,
 )
+from swarm_client.patience import patiently
 from swarm_client.pulse import Pulse
 from swarm_client.whereabouts import Place, Standstill, suspects
 
@@ -91,6 +92,7 @@ class ChainSession:
     _pulse: Pulse = field(init=False)
     _step: int = 0  # the last that was sent
     _places: dict[PeerId, Place] = field(default_factory=dict)  # what hops said of it
+    _placed: asyncio.Event = field(default_factory=asyncio.Event)  # all have said
     _standstill: Standstill = field(default_factory=Standstill)
 
     def __post_init__(self) -> None:
@@ -138,25 +140,37 @@ class ChainSession:
         self._step = action.step
         await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.silence_s)
 
-    async def receive(self, patience_s: float, stalled: Callable[[], Awaitable[None]]) -> Result:
+    async def receive(self, patience_s: float, late: Callable[[], Awaitable[None]]) -> Result:
         """The tail's next result. Whenever `patience_s` passes without one, all hops are asked whether they live, and
-        if they do, `stalled` is awaited, which may raise HopFailed as well. It may ask for `suspects`.
+        if they do, `late` is awaited, which may raise HopFailed as well. It may ask for `places`.
 
         Raises HopFailed.
         """
-        return await self._patiently(self._result(), patience_s, stalled=stalled)
 
-    async def suspects(self, still_s: float) -> tuple[PeerId, ...]:
-        """The hops that the last step may hang at, likeliest first; () as long as anything moved within `still_s`.
+        async def look() -> None:
+            await self._probe()
+            await late()
+
+        return await patiently(self._result(), patience_s, look)
+
+    async def places(self) -> Mapping[PeerId, Place]:
+        """How far the steps have come at all hops, or at those that say so in time.
 
         While `receive` waits: it is what reads the hops' answers. Raises HopFailed.
         """
         self._places.clear()
+        self._placed.clear()
         for peer in self.chain.peers:
             await self._send_to(peer, Locate(self.id))
-        await asyncio.sleep(self._pulse.patience_s)
-        lasted_s = self._standstill.lasted_s(self._places, asyncio.get_running_loop().time())
-        return suspects(self.chain.peers, self._places, self._step) if lasted_s >= still_s else ()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._pulse.patience_s):
+                await self._placed.wait()
+        return dict(self._places)
+
+    def suspects(self, places: Mapping[PeerId, Place], still_s: float) -> tuple[PeerId, ...]:
+        """The hops that the last step may hang at, likeliest first; () as long as anything moved within `still_s`."""
+        lasted_s = self._standstill.lasted_s(places, asyncio.get_running_loop().time())
+        return suspects(self.chain.peers, places, self._step) if lasted_s >= still_s else ()
 
     async def drop_stale(self, epoch: int) -> None:
         """Tell every hop that steps before `epoch` are void, best effort: the next step says so too, only later."""
@@ -288,7 +302,7 @@ class ChainSession:
         """Wait until all of `waiting` have answered an Open or Reroute of this epoch. -> tokens that each holds."""
         held: dict[PeerId, int] = {}
         while waiting:
-            incoming = await self._patiently(self._next(), self._limits.silence_s, frozenset(waiting))
+            incoming = await self._patiently(self._next(), self._limits.silence_s)
             opened = incoming.message
             if isinstance(opened, Opened) and opened.epoch == self.epoch:
                 waiting.discard(incoming.peer)
@@ -312,7 +326,9 @@ class ChainSession:
                 continue
             step = incoming.message
             if isinstance(step, Located):
-                self._places[incoming.peer] = Place(step.arrived, step.done)
+                self._places[incoming.peer] = Place(step.arrived, step.done, step.busy_ms)
+                if self._places.keys() >= set(self.chain.peers):
+                    self._placed.set()
                 continue
             if not isinstance(step, Step):
                 return incoming
@@ -359,34 +375,17 @@ class ChainSession:
         self.lost.setdefault(peer, cause)
         return HopFailed(peer, cause)
 
-    async def _patiently(
-        self,
-        work: Coroutine[Any, Any, _T],
-        patience_s: float,
-        peers: Collection[PeerId] | None = None,
-        stalled: Callable[[], Awaitable[None]] | None = None,
-    ) -> _T:
-        """Await `work`; whenever it has taken `patience_s` more, ask `peers` (all hops) for a sign of life, and do what
-        `stalled` does.
+    async def _patiently(self, work: Coroutine[Any, Any, _T], patience_s: float) -> _T:
+        """Await `work`; whenever it has taken `patience_s` more, ask all hops for a sign of life.
 
-        A ping is answered by a node's event loop, so a node that is only busy answers. Raises HopFailed.
+        All of them, for one that should answer may be waiting for another. A ping is answered by a node's event loop,
+        so a node that is only busy answers. Raises HopFailed.
         """
-        task = asyncio.ensure_future(work)
-        try:
-            while not (await asyncio.wait({task}, timeout=patience_s))[0]:
-                await self._probe(self.chain.peers if peers is None else peers)
-                if stalled is not None:
-                    await stalled()
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-            if not task.cancelled():
-                task.exception()  # a failure that came along with the one being raised
+        return await patiently(work, patience_s, self._probe)
 
-    async def _probe(self, peers: Collection[PeerId]) -> None:
+    async def _probe(self) -> None:
         """Raises HopFailed for one of those that are silent; `lost` has them all."""
-        silent = await self._pulse.silent(peers)
+        silent = await self._pulse.silent(self.chain.peers)
         for peer in silent:
             self._lose(peer, ConnectionLost(f"node {peer} fell silent"))
         if silent:

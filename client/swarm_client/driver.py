@@ -31,8 +31,9 @@ from swarm_client.bans import TooSlow
 from swarm_client.chain_keeper import ChainKeeper
 from swarm_client.chain_session import ChainSession, HopFailed
 from swarm_client.drafters.heads import hints_of
-from swarm_client.round_watch import RoundWatch
+from swarm_client.round_watch import RoundWatch, Suspicion
 from swarm_client.speculator import Speculator
+from swarm_client.whereabouts import keeper
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class Driver:
         limit_s = self.limits.step_timeout_s + self._allowance_s
         try:
             async with asyncio.timeout(limit_s):
-                result = await session.receive(self._watch.patience_s(self.limits.silence_s), self._stalled)
+                result = await session.receive(self._watch.patience_s(self.limits.silence_s), self._late)
         except HopFailed as failed:
             return HopLost(failed.peer, str(failed))
         except TimeoutError:
@@ -150,21 +151,39 @@ class Driver:
                 f"no token came back within {limit_s:.0f} s along {self.chain}; one of its nodes hangs"
             ) from None
         self._broken_since = None
-        suspect = self._watch.settled(result.step, result.trace, _now())
-        if suspect is not None and await self.chains.worth_leaving(session, suspect, self._watch.slowdown):
-            slow = session.leave(suspect, TooSlow("it has become slow, and others are much quicker"))
+        suspicion = self._watch.settled(result.step, result.trace, _now(), len(self.generation.known))
+        slow = await self._too_slow(session, suspicion)
+        if slow is not None:
             self._pending.append(HopLost(slow.peer, str(slow)))
         tokens, trace = tuple(result.tokens), tuple(result.trace)
         return StepSettled(result.epoch, result.step, tokens, trace, result.sessions, hints_of(result))
 
-    async def _stalled(self) -> None:
-        """Every hop answers pings, and yet no result comes: leave who keeps it, if others can do the work.
+    async def _too_slow(self, session: ChainSession, suspicion: Suspicion | None) -> HopFailed | None:
+        """Whom to leave: one that is suspected, if others are so much quicker that it is worth it."""
+        if suspicion is None:
+            return None
+        worth_it = await self.chains.worth_leaving(session, suspicion.peer, suspicion.slowdown)
+        self._watch.judged()
+        if not worth_it:
+            return None
+        return session.leave(suspicion.peer, TooSlow("it has become slow, and others are much quicker"))
+
+    async def _late(self) -> None:
+        """Every hop answers pings, and yet no result comes: leave who keeps it, if others do the work much quicker, or
+        if nothing moves and others do it at all.
 
         Raises HopFailed.
         """
-        session = self._session
+        session, step = self._session, self._watch.oldest
         assert session is not None  # it is what waits
-        for peer in await session.suspects(self.limits.stall_s + self._allowance_s):
+        places = await session.places()
+        peer = keeper(session.chain.peers, places, step) if step is not None else None
+        if peer is not None:
+            suspicion = self._watch.outstanding(peer, places[peer].had_ms, _now(), len(self.generation.known))
+            slow = await self._too_slow(session, suspicion)
+            if slow is not None:
+                raise slow
+        for peer in session.suspects(places, self.limits.stall_s + self._allowance_s):
             if await self.chains.replaceable(session, peer):
                 raise session.leave(peer, TooSlow("steps come to it and no further"))
 
@@ -239,7 +258,7 @@ class Driver:
     def _ready(self, session: ChainSession, held: int) -> ChainReady:
         self._session, self.chain = session, session.chain
         costs = self.chains.costs(session.chain)
-        self._watch = RoundWatch(session.chain, costs)
+        self._watch = RoundWatch(session.chain, costs, self._watch.suspicions)
         if self.speculator is not None:
             self.speculator.chain_ready(session.chain)
         chunks = self.chains.chunks(session.chain, len(self.generation.known) - held)

@@ -18,6 +18,7 @@ class Place:
 
     arrived: int
     done: int  # computed, and sent on
+    had_ms: float = field(default=0.0, compare=False)  # how long it has been computing the one that is not
 
 
 def suspects(peers: Sequence[PeerId], places: Mapping[PeerId, Place], step: int) -> tuple[PeerId, ...]:
@@ -31,6 +32,12 @@ def suspects(peers: Sequence[PeerId], places: Mapping[PeerId, Place], step: int)
                 return (peer,)
             return (peer, *peers[max(0, index - 1) : index])
     return tuple(peers[-1:])  # its result did not reach us
+
+
+def keeper(peers: Sequence[PeerId], places: Mapping[PeerId, Place], step: int) -> PeerId | None:
+    """The hop that says that it has `step` and is not done with it; the hops before may not have said so yet."""
+    having = [peer for peer in peers if (place := places.get(peer)) is not None and place.arrived > step >= place.done]
+    return having[-1] if having else None
 
 
 @dataclass(slots=True)

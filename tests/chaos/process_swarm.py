@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +44,17 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs: the address that others reach it by, and the command that brings it there."""
+
+    address: str = "127.0.0.1"
+    enter: Sequence[str] = ()
+
+
+HERE = Place()
+
+
 @dataclass(eq=False)
 class NodeProcess:
     """One `swarm-node join` with pinned layers, an identity on disk and a port of its own, so that it can come back."""
@@ -53,6 +64,7 @@ class NodeProcess:
     home: Path
     flags: Sequence[str]
     others: list[str]  # addresses to join by; shared by all, each adds its own
+    place: Place = HERE
     port: int = field(default_factory=free_port)
     peer: PeerId = ""
     process: Process | None = None
@@ -74,6 +86,7 @@ class NodeProcess:
     async def _start(self) -> None:
         peers = [flag for address in self.others if f"/tcp/{self.port}/" not in address for flag in ("--peer", address)]
         command = [
+            *self.place.enter,
             sys.executable,
             "-m",
             "swarm_node.commands.cli",
@@ -84,7 +97,11 @@ class NodeProcess:
             *self.flags,
         ]
         command += ["--identity", str(self.home / f"node{self.number}.key"), *peers]
-        environment = {**os.environ, "SWARM_HOME": str(self.home), "SWARM_LISTEN": f"/ip4/127.0.0.1/tcp/{self.port}"}
+        environment = {
+            **os.environ,
+            "SWARM_HOME": str(self.home),
+            "SWARM_LISTEN": f"/ip4/{self.place.address}/tcp/{self.port}",
+        }
         with (self.home / f"node{self.number}.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *command, stdout=subprocess.PIPE, stderr=log, env=environment, preexec_fn=_die_with_parent
@@ -146,13 +163,20 @@ class NodeProcess:
 
 
 class ProcessSwarm:
-    """`replicas` nodes for each of `spans`, all fp32 with one thread."""
+    """`replicas` nodes for each of `spans`, all fp32 with one thread. `places`: where each runs, by its number."""
 
-    def __init__(self, home: Path, spans: Sequence[LayerSpan], replicas: int = 2, model: str = "smollm2-135m") -> None:
+    def __init__(
+        self,
+        home: Path,
+        spans: Sequence[LayerSpan],
+        replicas: int = 2,
+        model: str = "smollm2-135m",
+        places: Callable[[int], Place] = lambda number: HERE,
+    ) -> None:
         flags = ("--model", model, "--dtype", "fp32", "--threads", "1", "--wait", "60")
         self.addresses: list[str] = []
         self.nodes = [
-            NodeProcess(number, span, home, flags, self.addresses)
+            NodeProcess(number, span, home, flags, self.addresses, places(number))
             for number, span in enumerate(span for span in spans for _ in range(replicas))
         ]
 

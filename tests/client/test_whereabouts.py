@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swarm_client.whereabouts import Place, Standstill, suspects
+from swarm_client.whereabouts import Place, Standstill, keeper, suspects
 
 HOPS = ("a", "b", "c")
 STEP = 7
@@ -54,3 +54,25 @@ def test_a_standstill_lasts_until_anything_moves() -> None:
     assert still.lasted_s(places((1, 0)), 14.0) == 4.0
     assert still.lasted_s(places((1, 1)), 15.0) == 0.0
     assert still.lasted_s(places((1, 1)), 16.5) == 1.5
+
+
+def test_a_standstill_is_one_although_time_goes_by_at_the_hop() -> None:
+    still = Standstill()
+    assert still.lasted_s({"a": Place(8, 7, 100.0)}, 10.0) == 0.0
+    assert still.lasted_s({"a": Place(8, 7, 4100.0)}, 14.0) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("counts", "who"),
+    [
+        (((8, 7), (7, 7), (7, 7)), "a"),
+        (((8, 7), (8, 7), (7, 7)), "b"),  # a is about to say that it has sent it on
+        (((8, 8), (8, 8), (8, 6)), "c"),
+        (((8, 8), (8, 7)), "b"),  # c has not said
+        (((8, 8), (7, 7), (7, 7)), None),  # it is on its way
+        (((9, 9), (8, 8), (8, 8)), None),  # its result is
+        ((), None),
+    ],
+)
+def test_who_says_that_it_has_a_step(counts: tuple[tuple[int, int], ...], who: str | None) -> None:
+    assert keeper(HOPS, places(*counts), STEP) == who

@@ -96,7 +96,9 @@ class Flow:
             home.engine.rollback(session.key, step.base)
             home.computed(session.key, step.base)
             self.logs.rollback(session.key, step.base)
+        session.begun_s = asyncio.get_running_loop().time()
         outcome = await home.executor.run(session, Arrival(step, arrival.body))
+        session.begun_s = None
         home.computed(session.key, session.committed)
         self.counters.steps += 1
         if not session.tail:

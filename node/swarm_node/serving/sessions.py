@@ -73,6 +73,7 @@ class Session:
     committed: int = 0
     arrived: int = 0  # the newest step that came, and that was dealt with: their numbers plus 1
     done: int = 0
+    begun_s: float | None = None  # when the step that is being computed had its turn, by the event loop's clock
     next_hop: Link | None = None  # where outputs go; the client itself when it relays this edge
     stalled: bool = False  # the next hop is lost: steps are dropped until a Reroute names another
     told_epoch: int = 0  # of the step for which the client was last told so
