@@ -184,7 +184,7 @@ async def test_a_host_that_vanishes_without_a_word_is_noticed_by_its_silence(vic
         assert max(b - a for a, b in itertools.pairwise(times)) < 3 * LIMITS.silence_s
 
 
-@pytest.mark.parametrize(("loud", "silent"), itertools.permutations(range(3), 2))
+@pytest.mark.parametrize(("loud", "silent"), list(itertools.permutations(range(3), 2)))
 @virtual_time
 async def test_a_hop_that_falls_silent_while_another_is_replaced(loud: int, silent: int) -> None:
     async with swarm_of(2) as swarm, swarm.client() as client:
