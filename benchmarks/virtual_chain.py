@@ -1,16 +1,18 @@
 """A chain of hops in virtual time under the real engine: what a setting is worth with no machine's noise in it.
 
-Owns the clock, the hops' queues and the links. The generation, the speculator with its tuner, and the drafter are the
-real ones; only computing and sending are replaced by their times. The tail knows the answer beforehand and draws it.
+Owns the clocks, the hops' queues and the links. The generations, the speculators with their tuners, and the drafters
+are the real ones; only computing and sending are replaced by their times. The tail knows the answers beforehand and
+draws them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,6 +35,7 @@ from swarm.types import Chain
 from swarm_client.drafters.base import Candidate, Drafter, Glance
 from swarm_client.drafters.inline import InlineDrafter
 from swarm_client.speculator import Speculator
+from swarm_node.serving.executor import ACTIVE_S, COMPANY_S, GATHER_MAX_S, GATHER_SHARE
 
 _T = TypeVar("_T")
 
@@ -44,47 +47,158 @@ OFF_PATH = -1  # what the tail draws after a wrong guess; nobody guesses it
 class _Job:
     """A step at one hop."""
 
-    arrived: float
+    chain: VirtualChain
     step: SendStep
     draws: tuple[int, ...]  # what the tail will answer
-    trace: list[tuple[float, float]]
+    arrived: float = 0.0
+    trace: list[tuple[float, float]] = field(default_factory=list)
+    sessions: int = 1
+
+    @property
+    def rows(self) -> int:
+        return max(1, len(self.step.tokens) + len(self.step.rows))
+
+
+class _Hop:
+    """What waits at a hop, and who has decoded there lately."""
+
+    def __init__(self) -> None:
+        self.queue: deque[_Job] = deque()
+        self.busy = False
+        self.epochs: dict[VirtualChain, int] = {}
+        self.decoded: dict[VirtualChain, float] = {}  # when it last did
+        self.batch_ms = 0.0  # what the last batch took
+        self.starts, self.waiting = 0, False  # which start is the one that counts, and whether it lies ahead
+
+    def decoding(self, at: float, within_ms: float) -> int:
+        return sum(at - last < within_ms for last in self.decoded.values())
+
+    def gather_ms(self, at: float) -> float:
+        """How long to wait for company: the executor's rule."""
+        if len({job.chain for job in self.queue}) >= self.decoding(at, COMPANY_S * 1e3):
+            return 0.0
+        return min(GATHER_MAX_S * 1e3, GATHER_SHARE * self.batch_ms)
+
+    def take(self) -> list[_Job]:
+        """A step of each session that waits."""
+        batch: dict[VirtualChain, _Job] = {}
+        for job in self.queue:
+            batch.setdefault(job.chain, job)
+        self.queue = deque(job for job in self.queue if batch[job.chain] is not job)
+        return list(batch.values())
+
+
+class VirtualHops:
+    """Steps pass hop after hop; each runs a batch at a time, as the executor packs them, and drops steps of an epoch
+    that it knows to be over.
+
+    `cores`: what the hops share, each slower while more of them compute; None for a machine each.
+    """
+
+    def __init__(self, costs: ChainCosts, cores: int | None = None) -> None:
+        self.costs = costs
+        self._hops = [_Hop() for _ in costs.stages]
+        self._cores = cores if cores is not None else len(self._hops)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+
+    def run(self) -> None:
+        """Until nothing is under way."""
+        while self._events:
+            at, _, happen = heapq.heappop(self._events)
+            happen(at)
+
+    def at(self, when: float, happen: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), happen))
+
+    def send(self, job: _Job, at: float) -> None:
+        self.at(at + self.costs.link_ms[0], partial(self._arrive, 0, job))
+
+    def drop(self, chain: VirtualChain, epoch: int, at: float) -> None:
+        """The news reaches every hop as directly as the client reaches the first."""
+        for hop in self._hops:
+            self.at(at + self.costs.link_ms[0], partial(self._void, hop, chain, epoch))
+
+    def _void(self, hop: _Hop, chain: VirtualChain, epoch: int, _at: float) -> None:
+        hop.epochs[chain] = max(hop.epochs.get(chain, 0), epoch)
+        hop.queue = deque(job for job in hop.queue if job.step.epoch >= hop.epochs.get(job.chain, 0))
+
+    def _arrive(self, number: int, job: _Job, at: float) -> None:
+        hop = self._hops[number]
+        job.arrived = at
+        self._void(hop, job.chain, job.step.epoch, at)
+        if job.step.epoch == hop.epochs[job.chain]:
+            hop.queue.append(job)
+            self._start_soon(number, at)
+
+    def _start_soon(self, number: int, at: float) -> None:
+        hop = self._hops[number]
+        if hop.busy or not hop.queue:
+            return
+        wait = hop.gather_ms(at)
+        if not (wait and hop.waiting):  # everybody is here, or nobody has waited yet
+            hop.starts, hop.waiting = hop.starts + 1, True
+            self.at(at + wait, partial(self._start, number, hop.starts))
+
+    def _start(self, number: int, start: int, at: float) -> None:
+        hop = self._hops[number]
+        if start != hop.starts:
+            return
+        if not hop.queue:  # dropped meanwhile
+            hop.waiting = False
+            return
+        batch = hop.take()
+        hop.busy, hop.waiting = True, False
+        shared = max(1.0, sum(other.busy for other in self._hops) / self._cores)
+        compute = shared * self.costs.stages[number].ms(sum(job.rows for job in batch))
+        for job in batch:
+            job.trace.append((at - job.arrived, compute))
+        self.at(at + compute, partial(self._ran, number, batch, compute))
+
+    def _ran(self, number: int, batch: list[_Job], took: float, at: float) -> None:
+        hop = self._hops[number]
+        hop.busy, hop.batch_ms = False, took
+        hop.decoded.update((job.chain, at) for job in batch)
+        link = self.costs.link_ms[number + 1]
+        for job in batch:
+            job.sessions = max(job.sessions, hop.decoding(at, ACTIVE_S * 1e3))
+            last = number + 1 == len(self._hops)
+            self.at(at + link, partial(job.chain.come, job) if last else partial(self._arrive, number + 1, job))
+        self._start_soon(number, at)
 
 
 class VirtualChain:
-    """Steps pass hop after hop; each hop runs one at a time, and drops those of an epoch it knows to be over.
+    """One session's client. `now`: its clock, ms; `first`, `last`: when its first and last tokens came."""
 
-    `now`: the client's clock, ms. `cores`: what the hops share, each slower while more of them
-    compute; None for a machine each.
-    """
-
-    def __init__(self, costs: ChainCosts, prompt_length: int, answer: Sequence[int], cores: int | None = None) -> None:
-        self.costs, self.now = costs, 0.0
+    def __init__(self, hops: VirtualHops, prompt_length: int, answer: Sequence[int]) -> None:
+        self.now = self.first = self.last = 0.0
+        self._hops = hops
         self._answer, self._prompt_length = answer, prompt_length
-        hops = len(costs.stages)
-        self._epochs = [0] * hops
-        self._busy = [False] * hops
-        self._queues: list[deque[_Job]] = [deque() for _ in range(hops)]
-        self._cores = cores if cores is not None else hops
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._order = itertools.count()
-        self._results: deque[StepSettled] = deque()
         self._true: dict[int, int] = {}  # slot -> tokens up to and with it, of the guesses that will come true
+        self._client: Generator[None, StepSettled, None] | None = None
+
+    def begin(self, client: Generator[None, StepSettled, None], at: float) -> None:
+        """`client` is sent every result and handles it at once."""
+        self._client = client
+        self._hops.at(at, self._wake)
+
+    def _wake(self, at: float) -> None:
+        assert self._client is not None  # it has begun
+        self.now = at
+        next(self._client, None)
 
     def send(self, step: SendStep) -> None:
-        job = _Job(0.0, step, self._draws(step), [])
-        self._at(self.now + self.costs.link_ms[0], lambda at: self._arrive(at, 0, job))
+        self._hops.send(_Job(self, step, self._draws(step)), self.now)
 
     def drop(self, epoch: int) -> None:
-        """The news reaches every hop as directly as the client reaches the first."""
-        for hop in range(len(self._epochs)):
-            self._at(self.now + self.costs.link_ms[0], partial(self._void, hop, epoch))
+        self._hops.drop(self, epoch, self.now)
 
-    def next_result(self) -> StepSettled:
-        """Lets time pass until a result is there."""
-        while not self._results:
-            at, _, happen = heapq.heappop(self._events)
-            happen(at)
-        return self._results.popleft()
+    def come(self, job: _Job, at: float) -> None:
+        assert self._client is not None  # it sent the job
+        self.now = max(self.now, at)
+        result = StepSettled(job.step.epoch, job.step.step, job.draws, tuple(job.trace), job.sessions)
+        with contextlib.suppress(StopIteration):
+            self._client.send(result)
 
     def _draws(self, step: SendStep) -> tuple[int, ...]:
         """Every guess is judged when it is sent, for slots are used again."""
@@ -103,43 +217,6 @@ class VirtualChain:
         """The token that follows the first `length` of prompt and answer."""
         place = length - self._prompt_length
         return self._answer[place] if 0 <= place < len(self._answer) else OFF_PATH
-
-    def _at(self, when: float, happen: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), happen))
-
-    def _void(self, hop: int, epoch: int, _at: float) -> None:
-        self._epochs[hop] = max(self._epochs[hop], epoch)
-
-    def _arrive(self, at: float, hop: int, job: _Job) -> None:
-        job.arrived = at
-        self._epochs[hop] = max(self._epochs[hop], job.step.epoch)
-        self._queues[hop].append(job)
-        self._start(at)
-
-    def _start(self, at: float) -> None:
-        for hop, queue in enumerate(self._queues):
-            while queue and queue[0].step.epoch < self._epochs[hop]:
-                queue.popleft()
-            if queue and not self._busy[hop]:
-                job = queue.popleft()
-                self._busy[hop] = True
-                shared = max(1.0, sum(self._busy) / self._cores)
-                compute = shared * self.costs.stages[hop].ms(max(1, len(job.step.tokens) + len(job.step.rows)))
-                job.trace.append((at - job.arrived, compute))
-                self._at(at + compute, partial(self._ran, hop, job))
-
-    def _ran(self, hop: int, job: _Job, at: float) -> None:
-        self._busy[hop] = False
-        link = self.costs.link_ms[hop + 1]
-        if hop + 1 < len(self._queues):
-            self._at(at + link, lambda when: self._arrive(when, hop + 1, job))
-        else:
-            self._at(at + link, partial(self._come, job))
-        self._start(at)
-
-    def _come(self, job: _Job, at: float) -> None:
-        self.now = max(self.now, at)
-        self._results.append(StepSettled(job.step.epoch, job.step.step, job.draws, tuple(job.trace)))
 
 
 class TimedGuesser(InlineDrafter):
@@ -167,6 +244,16 @@ class Run:
     generation: Generation
 
 
+@dataclass(frozen=True)
+class Guessing:
+    """How a session guesses; `drafter` None: not at all. `draft_ms`: what a question about so many paths takes."""
+
+    drafter: Callable[[], Drafter] | None
+    only: Strategy | None = None
+    fixed: Policy | None = None
+    draft_ms: Callable[[int], float] = lambda paths: 0.0
+
+
 def simulate(
     costs: ChainCosts,
     prompt: Sequence[int],
@@ -178,27 +265,62 @@ def simulate(
     draft_ms: Callable[[int], float] = lambda paths: 0.0,
     cores: int | None = None,
 ) -> Run:
-    """`drafter` None: no guesses at all. The prompt is held by the hops already."""
-    chain = VirtualChain(costs, len(prompt), answer, cores)
+    """One session. `drafter` None: no guesses at all. The prompt is held by the hops already."""
+    hops = VirtualHops(costs, cores)
+    made = (lambda: drafter) if drafter is not None else None
+    chain, generation, speculator = _session(hops, prompt, answer, Guessing(made, only, fixed, draft_ms), 0.0)
+    hops.run()
+    _check(generation, answer)
+    return Run((len(answer) - 1) * 1e3 / (chain.last - chain.first), speculator, generation)
+
+
+def simulate_together(
+    costs: ChainCosts,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    guessing: Guessing,
+    *,
+    apart_ms: float,
+    cores: int | None = None,
+) -> float:
+    """Sessions of these (prompt, answer)s that begin `apart_ms` after each other -> tokens/s of all, until the last
+    one's end."""
+    hops = VirtualHops(costs, cores)
+    sessions = [_session(hops, *text, guessing, number * apart_ms) for number, text in enumerate(texts)]
+    hops.run()
+    for (_, generation, _), (_, answer) in zip(sessions, texts, strict=True):
+        _check(generation, answer)
+    return sum(len(answer) for _, answer in texts) * 1e3 / max(chain.last for chain, _, _ in sessions)
+
+
+def _session(
+    hops: VirtualHops, prompt: Sequence[int], answer: Sequence[int], guessing: Guessing, at: float
+) -> tuple[VirtualChain, Generation, Speculator | None]:
+    chain = VirtualChain(hops, len(prompt), answer)
     generation = Generation(GenerationPlan(tuple(prompt), len(answer), tree_room=TREE_ROOM))
     speculator = None
-    if drafter is not None:
-        guesser = TimedGuesser(drafter, chain, draft_ms)
+    if guessing.drafter is not None:
+        guesser = TimedGuesser(guessing.drafter(), chain, guessing.draft_ms)
+        costs, only, fixed = hops.costs, guessing.only, guessing.fixed
         speculator = Speculator(generation, guesser, lambda _: costs, only, fixed, clock=lambda: chain.now / 1e3)
-        _run(speculator.begin())
-        speculator.chain_ready(Chain(()))
-    first = _drive(chain, generation, speculator)
+    chain.begin(_drive(chain, generation, speculator), at)
+    return chain, generation, speculator
+
+
+def _check(generation: Generation, answer: Sequence[int]) -> None:
     if list(generation.generated) != list(answer):
         raise RuntimeError("guessing has changed the answer")
-    return Run((len(answer) - 1) * 1e3 / (chain.now - first), speculator, generation)
 
 
-def _drive(chain: VirtualChain, generation: Generation, speculator: Speculator | None) -> float:
-    """What `swarm_client.driver` does with a chain that never breaks. -> when the first token came."""
-    first = 0.0
+def _drive(
+    chain: VirtualChain, generation: Generation, speculator: Speculator | None
+) -> Generator[None, StepSettled, None]:
+    """What `swarm_client.driver` does with a chain that never breaks."""
+    if speculator is not None:
+        _run(speculator.begin())
+        speculator.chain_ready(Chain(()))
     pending: list[Event] = [ChainReady(len(generation.known) - 1)]
     while True:
-        event = pending.pop() if pending else chain.next_result()
+        event = pending.pop() if pending else (yield)
         if isinstance(event, StepSettled) and speculator is not None:
             speculator.settled(event)
         actions: list[Action] = generation.handle(event)
@@ -216,11 +338,11 @@ def _drive(chain: VirtualChain, generation: Generation, speculator: Speculator |
                         speculator.voided()
                     chain.drop(action.epoch)
                 case EmitTokens():
-                    first = first or chain.now
+                    chain.first, chain.last = chain.first or chain.now, chain.now
                     if speculator is not None:
                         _run(speculator.emitted(action.tokens, ()))
                 case Finish():
-                    return first
+                    return
 
 
 def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
