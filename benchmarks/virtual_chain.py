@@ -35,7 +35,7 @@ from swarm.types import Chain
 from swarm_client.drafters.base import Candidate, Drafter, Glance
 from swarm_client.drafters.inline import InlineDrafter
 from swarm_client.speculator import Speculator
-from swarm_node.serving.executor import ACTIVE_S, COMPANY_S, GATHER_MAX_S, GATHER_SHARE
+from swarm_node.serving.executor import ACTIVE_S, GATHER_MAX_S, GATHER_SHARE
 
 _T = TypeVar("_T")
 
@@ -68,6 +68,8 @@ class _Hop:
         self.epochs: dict[VirtualChain, int] = {}
         self.decoded: dict[VirtualChain, float] = {}  # when it last did
         self.batch_ms = 0.0  # what the last batch took
+        self.batch_of: dict[VirtualChain, int] = {}
+        self.batches = 0
         self.starts, self.waiting = 0, False  # which start is the one that counts, and whether it lies ahead
 
     def decoding(self, at: float, within_ms: float) -> int:
@@ -75,7 +77,10 @@ class _Hop:
 
     def gather_ms(self, at: float) -> float:
         """How long to wait for company: the executor's rule."""
-        if len({job.chain for job in self.queue}) >= self.decoding(at, COMPANY_S * 1e3):
+        here = {job.chain for job in self.queue}
+        theirs = {self.batch_of.get(chain) for chain in here} - {None}
+        mates = {chain for chain, batch in self.batch_of.items() if batch in theirs}
+        if mates <= here:
             return 0.0
         return min(GATHER_MAX_S * 1e3, GATHER_SHARE * self.batch_ms)
 
@@ -159,6 +164,8 @@ class VirtualHops:
         hop = self._hops[number]
         hop.busy, hop.batch_ms = False, took
         hop.decoded.update((job.chain, at) for job in batch)
+        hop.batches += 1
+        hop.batch_of.update((job.chain, hop.batches) for job in batch)
         link = self.costs.link_ms[number + 1]
         for job in batch:
             job.sessions = max(job.sessions, hop.decoding(at, ACTIVE_S * 1e3))
@@ -168,10 +175,11 @@ class VirtualHops:
 
 
 class VirtualChain:
-    """One session's client. `now`: its clock, ms; `first`, `last`: when its first and last tokens came."""
+    """One session's client. `now`: its clock, ms; `came`: when tokens came, and how many."""
 
     def __init__(self, hops: VirtualHops, prompt_length: int, answer: Sequence[int]) -> None:
-        self.now = self.first = self.last = 0.0
+        self.now = 0.0
+        self.came: list[tuple[float, int]] = []
         self._hops = hops
         self._answer, self._prompt_length = answer, prompt_length
         self._true: dict[int, int] = {}  # slot -> tokens up to and with it, of the guesses that will come true
@@ -268,10 +276,10 @@ def simulate(
     """One session. `drafter` None: no guesses at all. The prompt is held by the hops already."""
     hops = VirtualHops(costs, cores)
     made = (lambda: drafter) if drafter is not None else None
-    chain, generation, speculator = _session(hops, prompt, answer, Guessing(made, only, fixed, draft_ms), 0.0)
+    chain, generation, speculator = _session(hops, prompt, answer, Guessing(made, only, fixed, draft_ms))
     hops.run()
     _check(generation, answer)
-    return Run((len(answer) - 1) * 1e3 / (chain.last - chain.first), speculator, generation)
+    return Run((len(answer) - 1) * 1e3 / (chain.came[-1][0] - chain.came[0][0]), speculator, generation)
 
 
 def simulate_together(
@@ -280,20 +288,38 @@ def simulate_together(
     guessing: Guessing,
     *,
     apart_ms: float,
+    seconds: float = 20.0,
     cores: int | None = None,
 ) -> float:
-    """Sessions of these (prompt, answer)s that begin `apart_ms` after each other -> tokens/s of all, until the last
-    one's end."""
-    hops = VirtualHops(costs, cores)
-    sessions = [_session(hops, *text, guessing, number * apart_ms) for number, text in enumerate(texts)]
+    """As many clients as (prompt, answer)s, each asking for its text again and again -> tokens/s of all together.
+
+    They begin `apart_ms` after each other; the first second is not counted.
+    """
+    hops, begin, end, tokens = VirtualHops(costs, cores), 1e3, (1 + seconds) * 1e3, 0
+
+    def ask(prompt: Sequence[int], answer: Sequence[int], at: float) -> None:
+        def done(chain: VirtualChain) -> None:
+            nonlocal tokens
+            _check(generation, answer)
+            tokens += sum(count for when, count in chain.came if begin <= when < end)
+            if chain.now < end:
+                ask(prompt, answer, chain.now)
+
+        _, generation, _ = _session(hops, prompt, answer, guessing, at, done)
+
+    for number, text in enumerate(texts):
+        ask(*text, number * apart_ms)
     hops.run()
-    for (_, generation, _), (_, answer) in zip(sessions, texts, strict=True):
-        _check(generation, answer)
-    return sum(len(answer) for _, answer in texts) * 1e3 / max(chain.last for chain, _, _ in sessions)
+    return tokens / seconds
 
 
 def _session(
-    hops: VirtualHops, prompt: Sequence[int], answer: Sequence[int], guessing: Guessing, at: float
+    hops: VirtualHops,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    guessing: Guessing,
+    at: float = 0.0,
+    done: Callable[[VirtualChain], None] = lambda chain: None,
 ) -> tuple[VirtualChain, Generation, Speculator | None]:
     chain = VirtualChain(hops, len(prompt), answer)
     generation = Generation(GenerationPlan(tuple(prompt), len(answer), tree_room=TREE_ROOM))
@@ -302,7 +328,7 @@ def _session(
         guesser = TimedGuesser(guessing.drafter(), chain, guessing.draft_ms)
         costs, only, fixed = hops.costs, guessing.only, guessing.fixed
         speculator = Speculator(generation, guesser, lambda _: costs, only, fixed, clock=lambda: chain.now / 1e3)
-    chain.begin(_drive(chain, generation, speculator), at)
+    chain.begin(_drive(chain, generation, speculator, done), at)
     return chain, generation, speculator
 
 
@@ -312,7 +338,7 @@ def _check(generation: Generation, answer: Sequence[int]) -> None:
 
 
 def _drive(
-    chain: VirtualChain, generation: Generation, speculator: Speculator | None
+    chain: VirtualChain, generation: Generation, speculator: Speculator | None, done: Callable[[VirtualChain], None]
 ) -> Generator[None, StepSettled, None]:
     """What `swarm_client.driver` does with a chain that never breaks."""
     if speculator is not None:
@@ -338,10 +364,11 @@ def _drive(
                         speculator.voided()
                     chain.drop(action.epoch)
                 case EmitTokens():
-                    chain.first, chain.last = chain.first or chain.now, chain.now
+                    chain.came.append((chain.now, len(action.tokens)))
                     if speculator is not None:
                         _run(speculator.emitted(action.tokens, ()))
                 case Finish():
+                    done(chain)
                     return
 
 

@@ -143,14 +143,24 @@ async def test_sessions_that_decoded_together_wait_a_moment_for_each_other() -> 
 
 
 @virtual_time
-async def test_nobody_waits_for_long_or_alone() -> None:
+async def test_nobody_waits_for_long_nor_twice() -> None:
     executor, engine = gathering()
     pair = [session(0), session(1)]
     await asyncio.gather(*(later(executor, 0.0, member) for member in pair))
     started = asyncio.get_running_loop().time()
     assert await later(executor, 0.0, pair[0]) - started == pytest.approx(0.025)  # a batch and a half of patience
-    await asyncio.sleep(1.0)  # the other has not been seen for long
     started = asyncio.get_running_loop().time()
     assert await later(executor, 0.0, pair[0]) - started == pytest.approx(0.010)
     assert engine.batches == [2, 1, 1]
+    await executor.close()
+
+
+@virtual_time
+async def test_sessions_that_follow_each_other_do_not_wait_for_each_other() -> None:
+    executor, engine = gathering()
+    for _ in range(3):
+        for member in (session(0), session(1), session(2)):
+            started = asyncio.get_running_loop().time()
+            assert await later(executor, 0.0, member) - started == pytest.approx(0.010)
+    assert engine.batches == [1] * 9
     await executor.close()

@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COMPANY_S = 0.25  # a session that decoded so recently is expected to come back
 ACTIVE_S = 1.0  # one that decoded so recently shares this node with the others
-GATHER_SHARE = 1.5  # of a batch's time: the longest that its first step waits for those that ran beside it
+GATHER_SHARE = 1.5  # of a batch's time: the longest that its first step waits for those that were in the last one
 GATHER_MAX_S = 0.02
 
 
@@ -176,7 +175,8 @@ class Executor:
         self._running: asyncio.Future[_Timed] | None = None
         self._start_soon: asyncio.TimerHandle | None = None
         self._closed = False
-        self._company: dict[int, float] = {}  # session key -> when it last decoded
+        self._decoded: dict[int, tuple[float, int]] = {}  # session key -> when it last did, in which batch
+        self._batches = 0
         self._decode_s = 0.0  # what the last batch took that decoded
 
     @property
@@ -214,17 +214,19 @@ class Executor:
 
         Sessions that decoded in one batch leave it together and meet again at the next hop, one frame after another.
         If the first frame started a batch of its own, every hop would split the batch and read all weights twice.
-        Alone, or once everybody is here, nobody waits.
+        So those that wait here wait for whoever was in their last batch, and for nobody else: sessions that go through
+        the chain behind each other keep its hops busy.
         """
-        if len(self._queue) >= self._decoding(COMPANY_S):
-            return 0.0
-        return min(GATHER_MAX_S, GATHER_SHARE * self._decode_s)
+        here = {work.session.key for work in self._queue}
+        batches = {self._decoded[key][1] for key in here if key in self._decoded}
+        mates = {key for key, (_, batch) in self._decoded.items() if batch in batches}
+        return 0.0 if mates <= here else min(GATHER_MAX_S, GATHER_SHARE * self._decode_s)
 
-    def _decoding(self, within_s: float) -> int:
-        """How many sessions have decoded so recently."""
+    def _decoding(self) -> int:
+        """How many sessions have decoded lately."""
         now = self._clock()
-        self._company = {key: at for key, at in self._company.items() if now - at < ACTIVE_S}
-        return sum(now - at < within_s for at in self._company.values())
+        self._decoded = {key: (at, batch) for key, (at, batch) in self._decoded.items() if now - at < ACTIVE_S}
+        return len(self._decoded)
 
     def _start(self) -> None:
         self._start_soon = None
@@ -276,9 +278,11 @@ class Executor:
         waits = [(started - work.entered) * 1e3 for work in batch]
         decode = [wait for work, wait in zip(batch, waits, strict=True) if not work.prefill]
         if decode:
-            self._decode_s = self._clock() - started
-            self._company.update((work.session.key, self._clock()) for work in batch if not work.prefill)
-        sessions = max(1, self._decoding(ACTIVE_S))
+            self._batches += 1
+            now = self._clock()
+            self._decode_s = now - started
+            self._decoded.update((work.session.key, (now, self._batches)) for work in batch if not work.prefill)
+        sessions = max(1, self._decoding())
         for work, output, queue_ms in zip(batch, outputs, waits, strict=True):
             if isinstance(output, SwarmError):
                 _fail([work], output)

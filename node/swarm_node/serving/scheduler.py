@@ -7,8 +7,9 @@ Pure bookkeeping: knows neither tensors nor threads.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from swarm.types import LayerSpan
@@ -46,6 +47,10 @@ class StepQueue(Generic[W]):
 
     def __len__(self) -> int:
         return len(self._decode) + len(self._prefill)
+
+    def __iter__(self) -> Iterator[W]:
+        """What waits, decoding first."""
+        return itertools.chain(self._decode, self._prefill)
 
     @property
     def rows(self) -> int:
