@@ -4,39 +4,54 @@
 
 Real node processes on one machine without emulated delays: the worst case, for every row guessed in vain takes time
 from the others. Free prose, where guesses are worth least, and a mix of requests. The clients begin `apart-s` after
-each other, as strangers do; with 0 they decode in step and share every batch, which guesses then break up.
+each other, as strangers do, and ask again as soon as they are answered.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import statistics
-import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 
 import uvloop
+from bench_speculation_virtual import MODEL, chain_costs, drafters, record
 from prompts import PROMPTS
 from shaped_swarm import ShapedSwarm, equal_spans, far_client
+from virtual_chain import Guessing, simulate_together
 
 from swarm_client import SwarmClient
+from swarm_kernels.loader import open_model
 
 LAYERS = 30
 ARMS = {"plain": ("ngram", "sequential"), "look-up": ("ngram", "auto"), "shipped draft": ("shipped", "auto")}
 
 
 async def together(clients: list[SwarmClient], prompts: list[str], strategy: str, args: argparse.Namespace) -> float:
-    """-> tokens/s of all clients together, the first one's start to the last one's end."""
+    """-> tokens/s of all clients together, each asking again and again, after a second to begin in."""
+    loop = asyncio.get_running_loop()
+    begin = loop.time() + 1.0
+    tokens = 0
 
-    async def one(number: int) -> int:
-        await asyncio.sleep(args.apart_s * number)
+    async def one(number: int) -> None:
+        nonlocal tokens
         message = {"role": "user", "content": prompts[number % len(prompts)]}
-        answer = await clients[number].chat([message], strategy=strategy, max_new_tokens=args.tokens)
-        return len(answer.token_ids)
+        await asyncio.sleep(args.apart_s * number)
+        while True:
+            stream = clients[number].chat_stream([message], strategy=strategy, max_new_tokens=args.tokens)
+            async with stream:
+                async for piece in stream:
+                    tokens += len(piece.token_ids) if loop.time() >= begin else 0
 
-    started = time.perf_counter()
-    tokens = sum(await asyncio.gather(*(one(number) for number in range(len(clients)))))
-    return tokens / (time.perf_counter() - started)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1.0 + args.seconds), asyncio.TaskGroup() as group:
+            for number in range(len(clients)):
+                group.create_task(one(number))
+    return tokens / float(args.seconds)
 
 
 async def measure(args: argparse.Namespace) -> None:
@@ -48,16 +63,35 @@ async def measure(args: argparse.Namespace) -> None:
                 settings = {"draft": draft}
                 made = [far_client(swarm.address, args.delay_ms, settings=settings) for _ in range(args.clients)]
                 clients[draft] = [await stack.enter_async_context(client) for client in made]
-                await together(clients[draft], ["Hello!"], "sequential", args)
+                for client in clients[draft]:
+                    await client.chat([{"role": "user", "content": "Hello!"}], max_new_tokens=4)
             for name, asked in {"free prose": prompts[:1], "mixed": prompts}.items():
                 speeds: dict[str, list[float]] = {arm: [] for arm in ARMS}
                 for _ in range(args.rounds):
                     for arm, (draft, strategy) in ARMS.items():
                         speeds[arm].append(await together(clients[draft], asked, strategy, args))
-                plain = statistics.median(speeds["plain"])
-                for arm, rates in speeds.items():
-                    rate, spread = statistics.median(rates), f"{min(rates):.0f}-{max(rates):.0f}"
-                    print(f"| {name} | {arm} | {rate:.1f} | {spread} | {rate / plain:.2f} |", flush=True)
+                report(name, speeds)
+
+
+def virtual(args: argparse.Namespace) -> None:
+    source = open_model(MODEL)
+    costs, recorded = chain_costs(LAYERS, args.hops, args.delay_ms), list(record(source, args.tokens).values())
+    for name, texts in {"free prose": recorded[:1] * args.clients, "mixed": recorded * args.clients}.items():
+        speeds = {}
+        for arm, (draft, strategy) in ARMS.items():
+            drafter, draft_ms = drafters(source, draft)
+            guessing = Guessing(None if strategy == "sequential" else drafter, draft_ms=draft_ms)
+            asked = texts[: args.clients]
+            together = partial(simulate_together, costs, asked, guessing, seconds=args.seconds, cores=os.cpu_count())
+            speeds[arm] = [together(apart_ms=1e3 * args.apart_s)]
+        report(name, speeds)
+
+
+def report(name: str, speeds: Mapping[str, list[float]]) -> None:
+    plain = statistics.median(speeds["plain"])
+    for arm, rates in speeds.items():
+        rate, spread = statistics.median(rates), f"{min(rates):.0f}-{max(rates):.0f}"
+        print(f"| {name} | {arm} | {rate:.1f} | {spread} | {rate / plain:.2f} |", flush=True)
 
 
 def main() -> None:
@@ -68,10 +102,15 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each round")
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--virtual", action="store_true", help="in virtual time, in fp32, on this machine's cores")
     args = parser.parse_args()
     print("| requests | guessing | tokens/s, all together | of the rounds | over plain |\n|---|---|---|---|---|")
-    uvloop.run(measure(args))
+    if args.virtual:
+        virtual(args)
+    else:
+        uvloop.run(measure(args))
 
 
 if __name__ == "__main__":
