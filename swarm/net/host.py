@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.config import Transports
-from swarm.errors import NetworkError, PeerUnreachable
+from swarm.errors import PeerUnreachable
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.frame_stream import FrameStream
 from swarm.net.identity import Identity
 from swarm.types import PeerId
-
-MAX_SOCKET_PATH = 80  # bytes of folder, so that the names of unix sockets in it stay under their 108
 
 
 class NotSpoken(PeerUnreachable):
@@ -90,15 +87,6 @@ class Host(Protocol):
     async def stop(self) -> None:
         """End it, even if cancelled meanwhile. Idempotent."""
         ...
-
-
-def private_folder() -> Path:
-    """A new folder for a host's sockets, which nobody else may use. Raises NetworkError."""
-    place = None if len(tempfile.gettempdir()) <= MAX_SOCKET_PATH else "/tmp"
-    try:
-        return Path(tempfile.mkdtemp(prefix="swarm-", dir=place))  # 0700
-    except OSError as error:
-        raise NetworkError(f"no folder for the p2p daemon's sockets: {error.strerror}; free some space") from None
 
 
 async def start(identity: Identity, options: DaemonOptions | None, transport: Transports) -> Host:

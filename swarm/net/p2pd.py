@@ -16,7 +16,6 @@ import errno
 import itertools
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -31,9 +30,9 @@ from swarm.net.daemon_options import DaemonOptions, same_ports
 from swarm.net.direct_addresses import is_loopback, listened
 from swarm.net.frame_stream import FrameStream
 from swarm.net.hivemind_parts import P2P, P2PD, HivemindMultiaddr
-from swarm.net.host import private_folder
 from swarm.net.identity import Identity
 from swarm.net.p2pd_control import Control
+from swarm.net.private_folder import PrivateFolder
 from swarm.net.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,8 @@ class P2PDaemon:
         """Raises NetworkError when there is no room for its sockets."""
         self._identity = identity
         self._options = options
-        self._folder = private_folder()
+        self._home = PrivateFolder()
+        self._folder = self._home.path
         self.control = Control(self._folder / "control")
         self.inbound = self._folder / "inbound"  # for the socket to which it delivers streams
         self.addresses: tuple[str, ...] = ()
@@ -238,7 +238,7 @@ class P2PDaemon:
 
     def _reap(self) -> None:
         self._kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._home.remove()
 
     def _kill(self) -> None:
         if self._process is not None:

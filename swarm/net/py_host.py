@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,8 @@ from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.errors import AddressInUse, NetworkError, SwarmError, UsageError
 from swarm.net.daemon_options import DaemonOptions, same_ports
 from swarm.net.frame_stream import FrameStream
-from swarm.net.host import private_folder
 from swarm.net.identity import Identity
+from swarm.net.private_folder import PrivateFolder
 from swarm.net.py_calls import PyCalls
 from swarm.net.py_node import PyNode
 from swarm.net.tasks import TaskScope
@@ -52,7 +51,8 @@ class PyHost:
         self.restarts = 0
         self._identity = identity
         self._options = options
-        self._folder = private_folder()
+        self._home = PrivateFolder()
+        self._folder = self._home.path
         self.inbound = self._folder / "inbound"  # for the socket to which streams are delivered
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="py-libp2p")
         self._node: PyNode | None = None  # None while it is down
@@ -101,7 +101,7 @@ class PyHost:
             await self._tasks.close()
         finally:
             self._thread.shutdown(wait=False)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._home.remove()
 
     # What a host is asked for: `host.Switchboard`.
 
