@@ -36,7 +36,6 @@ from swarm.messages import (
     Failed,
     Fetch,
     Locate,
-    Located,
     Move,
     Open,
     Pages,
@@ -174,7 +173,7 @@ class Service:
                 case Locate():
                     session = self._owned(connection, message.session)
                     if session is not None:
-                        self._answers.tell(connection, _located(session))
+                        self._answers.tell(connection, session.located())
                 case Close():
                     session = self._owned(connection, message.session)
                     if session is not None:
@@ -382,12 +381,6 @@ class Service:
         if not self._sessions:
             self._empty.set()
         self._on_load()
-
-
-def _located(session: Session) -> Located:
-    begun_s, now = session.begun_s, asyncio.get_running_loop().time()
-    busy_ms = 0.0 if begun_s is None else (now - begun_s) * 1e3
-    return Located(session.id, session.arrived, session.done, busy_ms)
 
 
 def _failed(session: bytes, error: SwarmError, epoch: int) -> Failed:

@@ -15,7 +15,7 @@ import msgspec
 
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
-from swarm.messages import MAX_HOPS, AnyMessage, Open, Prune, Reroute, Step
+from swarm.messages import MAX_HOPS, AnyMessage, Located, Open, Prune, Reroute, Step
 from swarm.types import LayerSpan, Legacy, PeerId, Sampling
 
 MAX_WAITING_STEPS = 64  # of one session; a client that keeps more in flight is not listening to us
@@ -165,6 +165,11 @@ class Session:
             item = await self.waiting.get()
             if isinstance(item, Reroute) or item.step.epoch >= self.epoch:
                 return item
+
+    def located(self) -> Located:
+        """How far its steps have come, and for how long the one that is computed has been."""
+        now = asyncio.get_running_loop().time()
+        return Located(self.id, self.arrived, self.done, 0.0 if self.begun_s is None else (now - self.begun_s) * 1e3)
 
     def admit(self, step: Step) -> Step:
         """Check a step's turn, count what it commits, and return it as this hop has to run it.
