@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from chat_cases import VOCAB, chat_of, counting
 from tiny_models import ModelTensors, tiny_model
 
-from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UnsupportedModel
+from swarm.errors import CorruptModel, DrafterFailed, Infeasible, ModelNotFound, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.distill import features
 from swarm_kernels.distill.corpus import ANSWER, GIVEN, Corpus
@@ -157,6 +157,10 @@ class Clock:
 def test_drafts_and_heads_learn_from_the_same_chats(source: ModelTensors, tmp_path: Path) -> None:
     Corpus(tmp_path / "work", source.weight_hash).append(CHATS + CHATS)
     plan = Plan(0.7, tmp_path / "h", tmp_path / "work", Heads(2), tokens=1000, vocabulary=100, save_every_s=10.0)
+    with pytest.raises(Infeasible, match="goes on where it stopped"):
+        train(source, replace(plan, minutes=0.01), lambda *_: None, Clock())
+    assert not plan.out.exists()
+    assert (tmp_path / "work" / "states-06-00000.safetensors").is_file()
     card = train(source, plan, lambda *_: None, Clock())
     assert (card.base, card.layers, card.heads) == (LAYERS, 0, 2)
     assert len(card.evaluation["top_1_4_8_by_level"]) == 2

@@ -65,7 +65,7 @@ def train(source: ModelSource, plan: Plan, report: Report, clock: Callable[[], f
     """Write, learn, export; go on from what `plan.work` holds. -> what was made.
 
     Raises UsageError, UnsupportedModel (not a Llama-like model, or none that chats), CorruptModel (the work folder is
-    another model's), Infeasible (too little time to write anything).
+    another model's), Infeasible (too little time to write or learn anything).
     """
     plan.checked(source.config.num_layers)
     if not source.config.lean:
@@ -76,11 +76,13 @@ def train(source: ModelSource, plan: Plan, report: Report, clock: Callable[[], f
     if corpus.chats < 2:
         raise Infeasible("too little time to write a single chat; give more --minutes")
     student = plan.recipe.student(source)
-    report("preparing", 0.0, f"{corpus.tokens} tokens")
-    device = torch.device(plan.device)
-    lessons = Features(source, student.base, device).lessons(
-        corpus, lambda share: report("preparing", share, f"{corpus.tokens} tokens")
-    )
+
+    def prepared(share: float) -> None:
+        report("preparing", share, f"{corpus.tokens} tokens")
+        if clock() >= started + plan.minutes * 60:
+            raise Infeasible("no time was left to learn; run it again with this --work, it goes on where it stopped")
+
+    lessons = Features(source, student.base, torch.device(plan.device)).lessons(corpus, prepared)
     held_out, learnt = _split(lessons)
     trainer = _trainer(source, plan, student, learnt)
     _learn(source, plan, trainer, report, started, clock)
