@@ -92,7 +92,8 @@ class MedusaHeads:
         heads = [build.head(parts[k], k) for k in range(len(parts))]
         if vocabulary is None or shared is None:
             return cls(heads, shared)
-        if int(vocabulary.max()) >= config.vocab_size or int(vocabulary.min()) < 0:
+        fits = 0 <= int(vocabulary.min()) and int(vocabulary.max()) < config.vocab_size
+        if not fits or any(head.output is not None for head in heads):
             raise CorruptModel(f"{path} can say tokens that the model does not have; train the heads again")
         vocabulary = vocabulary.to(device)
         return cls(heads, build.pack(shared.rows(vocabulary), None), vocabulary)
