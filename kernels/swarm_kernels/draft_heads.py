@@ -92,7 +92,7 @@ class MedusaHeads:
         heads = [build.head(parts[k], k) for k in range(len(parts))]
         if vocabulary is None or shared is None:
             return cls(heads, shared)
-        fits = 0 <= int(vocabulary.min()) and int(vocabulary.max()) < config.vocab_size
+        fits = int(vocabulary.min()) >= 0 and int(vocabulary.max()) < config.vocab_size
         if not fits or any(head.output is not None for head in heads):
             raise CorruptModel(f"{path} can say tokens that the model does not have; train the heads again")
         vocabulary = vocabulary.to(device)
