@@ -28,10 +28,11 @@ demo: setup ## three node processes split a model and answer a question
 chat: setup ## the same swarm, and a terminal to talk to it
 	$(BIN)/python examples/demo.py --chat
 
-chaos: setup ## nodes killed, stopped and slowed in the middle of answers; churn by seeds in virtual time
+chaos: setup ## nodes killed, stopped, slowed and cut off in the middle of answers; churn by seeds in virtual time
 	$(BIN)/python tests/chaos/process_chaos.py --rounds 200
 	$(BIN)/python tests/chaos/process_chaos.py --rounds 20 --kind stop --kind slow
 	$(BIN)/python tests/chaos/process_daemons.py
+	$(BIN)/python tests/chaos/process_partition.py
 	PYTHONPATH=tests:tests/e2e:tests/kernels $(BIN)/python tests/chaos/virtual_chaos.py
 
 bench: setup ## tokens/s, time to first token and memory against transformers
