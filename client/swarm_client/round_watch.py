@@ -98,13 +98,14 @@ class RoundWatch:
             return None
         round_ms = (now - at) * 1e3
         self._rest = max(0, self._rest - 1)
-        worst: tuple[int, int, PeerId] | None = None
+        worst: tuple[int, float, int, PeerId] | None = None  # of two with as many signs the one that lost more time
         for index, (queue_ms, compute_ms) in enumerate(trace):
             signs, before = self._signs(index, rows, queue_ms + compute_ms, held), self._before(index)
             self._note(index, rows, queue_ms + compute_ms, slow=signs > 0)
-            if signs and (worst is None or signs + before > worst[0]):
-                worst = signs + before, signs, self.chain.peers[index]
-        suspicion = self._judge(*worst, round_ms) if worst is not None else None
+            if signs:
+                one = signs + before, queue_ms + compute_ms, signs, self.chain.peers[index]
+                worst = max(worst, one) if worst is not None else one
+        suspicion = self._judge(worst[0], *worst[2:], round_ms) if worst is not None else None
         if rows <= DECODING:
             self._rounds_ms.append(round_ms)
         return suspicion

@@ -79,6 +79,15 @@ def test_a_hop_is_suspected_after_some_slow_steps_in_a_row_and_then_not_at_once_
     assert [decode(watch, next(steps), 2.0, 30.0) for _ in range(REST - 1)] == [None] * (REST - 1)
 
 
+def test_of_two_hops_with_as_many_signs_the_one_that_took_longer_is_suspected() -> None:
+    for a_ms, b_ms, who in ((10.0, 60.0, "b"), (60.0, 10.0, "a")):
+        watch = used()
+        assert decode(watch, EARLIER, a_ms, b_ms) is None
+        found = decode(watch, EARLIER + 1, a_ms, b_ms)
+        assert found is not None
+        assert found[0] == who
+
+
 def test_one_step_is_enough_if_it_takes_longer_than_leaving_the_hop_would() -> None:
     assert decode(used(20.0, 20.0), EARLIER, 20.0, 20.0 + REPAIR_MS) is None  # a hiccup
     assert decode(used(20.0, 20.0), EARLIER, 20.0, 21.0 + REPAIR_MS) == ("b", pytest.approx((51.0 + REPAIR_MS) / 50.0))
