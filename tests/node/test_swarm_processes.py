@@ -17,7 +17,7 @@ from test_node_owner import tell
 from test_node_processes import Started, started
 from tiny_models import hf_greedy, tiny_model
 
-from swarm.config import ClientConfig
+from swarm.config import ClientConfig, Limits
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.directory import DhtDirectory
@@ -50,7 +50,8 @@ class Watch:
     async def ask(self) -> None:
         prompt = prompt_of(9, 3)
         truth = hf_greedy(tiny_model("llama"), prompt, 8)
-        config = ClientConfig(model=str(self.folder), peers=self.peers)
+        limits = Limits(route_timeout_s=30.0)  # seven processes on a busy machine: a dial may take long
+        config = ClientConfig(model=str(self.folder), peers=self.peers, limits=limits)
         async with SwarmClient(config=config, tokenizer=NumberTokenizer()) as client:  # type: ignore[arg-type]
             while True:
                 answer = await client.generate(prompt, max_new_tokens=8)
