@@ -3,8 +3,9 @@
     python benchmarks/bench_prefill.py [--hops 2 4 8] [--prompts 256 1000 4000] [--slower 8] [--delay-ms 2]
 
 Real node processes, each `slower` times as slow as this machine (asleep, so that many of them fit into it). "One pass":
-steps of up to 1024 tokens, each sent when the one before has come back. The ideal speed-up is the number of hops; the
-prediction is what `plan.prefill` expects of the chunks it chose, from the same live costs that it chose them by.
+steps of up to 1024 tokens, each sent when the one before has come back. The ideal speed-up is that of chunks that cost
+nothing: all hops' time over the slowest one's, so the number of hops if they have as many layers. The prediction is
+what `plan.prefill` expects of the chunks it chose, from the same live costs that it chose them by.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ async def measure(hops: int, args: argparse.Namespace) -> None:
                 chain = (await planned.generate(prompt(40), max_new_tokens=1)).chain
                 plan = forecast(length, planned.chain_costs(chain))
                 print(
-                    f"| {hops} | {length} | {one:.2f} | {ours:.2f} | {speedup:.2f} | {plan.speedup:.2f} | {hops} "
-                    f"| {speedup / hops:.2f} | {plan.chunks} | {again:.2f} |",
+                    f"| {hops} | {length} | {one:.2f} | {ours:.2f} | {speedup:.2f} | {plan.speedup:.2f} "
+                    f"| {plan.ideal:.2f} | {speedup / plan.ideal:.2f} | {plan.chunks} | {again:.2f} |",
                     flush=True,
                 )
 
@@ -69,14 +70,16 @@ async def once(planned: SwarmClient, whole: SwarmClient, length: int, salt: int)
 @dataclass(frozen=True)
 class Prediction:
     speedup: float
+    ideal: float
     chunks: int
 
 
 def forecast(length: int, costs: ChainCosts) -> Prediction:
     """What `plan.prefill` expects of the chunks it chose, links included, against one pass through all hops."""
     chunks, links = prompt_chunks(length, costs), sum(costs.link_ms)
-    whole = costs.pipelined_ms([length]) + links
-    return Prediction(whole / (costs.pipelined_ms(chunks, STEP_MS) + links), len(chunks))
+    stages = [stage.ms(length) for stage in costs.stages]
+    pipelined = costs.pipelined_ms(chunks, STEP_MS) + links
+    return Prediction((sum(stages) + links) / pipelined, sum(stages) / max(stages), len(chunks))
 
 
 def main() -> None:
