@@ -41,10 +41,12 @@ bench: setup ## tokens/s, time to first token and memory against transformers
 bench-speculation: setup ## tokens/s of guessing ahead over emulated lines
 	$(BIN)/python benchmarks/bench_speculation.py
 
-bench-accuracy: setup ## guesses of set accuracy: measured speed against the prediction, and PipeDec's setting; virtual time
+bench-accuracy: setup ## guessing in virtual time: set accuracy against the prediction, PipeDec's setting, every chain, busy clients
 	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_accuracy.py
 	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_accuracy.py --hops 8 --rates 0.9 --torn 0.3
 	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_pipedec.py
+	$(BIN)/python benchmarks/bench_speculation_virtual.py
+	$(BIN)/python benchmarks/bench_busy.py --virtual
 
 bench-prefill: setup ## time to first token: prompts cut for the chain, and beginnings that hops hold already
 	$(BIN)/python benchmarks/bench_prefill.py
