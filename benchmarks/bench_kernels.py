@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="how long each cell is measured")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; repeatable")
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out, which compiles for minutes")
-    parser.add_argument("--use", default="best", help="avx512vnni, avx512, avx2, generic or reference")
+    parser.add_argument("--use", default="best", help="avx512bf16, avx512vnni, avx512, avx2, generic or reference")
     args = parser.parse_args()
     parts = args.only or PARTS
     ops.use(args.use)

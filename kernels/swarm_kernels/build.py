@@ -31,6 +31,7 @@ _AVX512 = (
     *("-mtune=skylake-avx512", "-mprefer-vector-width=512"),  # GCC's generic tuning costs a sixth of the speed
 )
 _X86_VARIANTS = {
+    "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     "avx512vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma"),

@@ -21,7 +21,7 @@ from swarm_kernels.lean import LeanSpan, load_layer
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span import Span
 
-DEFAULT_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 256)
+DEFAULT_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 256)
 _SESSION = b"calibration"
 _CHUNK = 128
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 1e-1, INT4: 1e-1}

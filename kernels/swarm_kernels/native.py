@@ -58,7 +58,8 @@ def loaded() -> ctypes.CDLL:
 
 
 def available() -> str:
-    """The implementation in use: "avx512", "avx2", "generic" (compiled) or "reference" (plain torch)."""
+    """The implementation in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "generic" (compiled), or "reference"
+    (plain torch)."""
     native = library()
     return REFERENCE if native is None else native.swarm_isa().decode()
 

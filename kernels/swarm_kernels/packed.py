@@ -26,8 +26,9 @@ class PackedLinear:
     """Weights in blocks of 16 outputs, the last padded: fp32 `[N/16, K, 16, 1]`, bf16 `[N/16, K/2, 16, 2]`, int8
     `[N/16, K/4, 16, 4]`, int4 `[N/16, K/32, 320]` (see `_four_bit_blocks`).
 
-    Products and sums are fp32, in rising order of k in one chain, or of whole numbers (see `quantised` and
-    `quantised4`), so a row's result is the same bit for bit alone and among others, on any number of threads.
+    Products and sums are fp32, in rising order of k in one chain (bf16, whose inputs are rounded to bf16 too: of each
+    pair the second first), or of whole numbers (see `quantised` and `quantised4`), so a row's result is the same bit
+    for bit alone and among others, on any number of threads.
     """
 
     packed: torch.Tensor

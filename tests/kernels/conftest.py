@@ -11,7 +11,7 @@ from swarm.errors import KernelError
 from swarm_kernels import ops
 
 
-@pytest.fixture(params=["avx512vnni", "avx512", "avx2", "generic"])
+@pytest.fixture(params=["avx512bf16", "avx512vnni", "avx512", "avx2", "generic"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs on each compiled instruction set this machine has, on two threads.
 

@@ -27,9 +27,42 @@ def test_linear_matches_fp64(isa: str, dtype: torch.dtype, outputs: int, inputs:
     generator = torch.Generator().manual_seed(outputs)
     linear, weight, bias = random_linear(outputs, inputs, dtype, generator)
     for rows in (1, 2, 3, 7, 12, 13, 50):
-        x = torch.randn(rows, inputs, generator=generator)
+        x = torch.randn(rows, inputs, generator=generator).to(dtype).float()
         exact = x.double() @ weight.double().T + bias.double()
         torch.testing.assert_close(linear(x).double(), exact, rtol=1e-5, atol=1e-5 * inputs**0.5)
+
+
+def summed_in_pairs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """bf16's sums one by one: of each pair of inputs the second is added first."""
+    x, weight = x.bfloat16().float(), weight.float()
+    total = torch.zeros(x.shape[0], weight.shape[0])
+    for k in range(0, x.shape[1], 2):
+        for i in (k + 1, k):
+            total = total + x[:, i, None] * weight[:, i]
+    return total
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (960, 576), (40, 34), (17, 250), (1, 16)])
+def test_bf16_comes_to_the_same_bits_on_every_instruction_set(isa: str, outputs: int, inputs: int) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    linear, weight, bias = random_linear(outputs, inputs, torch.bfloat16, generator)
+    x = torch.randn(67, inputs, generator=generator) * torch.randn(67, 1, generator=generator).exp()
+    expected = summed_in_pairs(x, weight) + bias.float()
+    for rows in (1, 2, 3, 7, 12, 13, 17, 33, 67):
+        assert torch.equal(linear(x[:rows]), expected[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_spoils_its_row_only(isa: str, dtype: torch.dtype) -> None:
+    linear, _, _ = random_linear(64, 200, dtype, torch.Generator().manual_seed(2))
+    x = torch.randn(20, 200, generator=torch.Generator().manual_seed(3))
+    expected = linear(x)
+    payload = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # a NaN whose upper half is infinity's
+    for row, value in ((1, float("nan")), (2, payload), (3, float("inf")), (4, -float("inf"))):
+        x[row, 70] = value
+        assert not linear(x)[row].isfinite().any()
+    assert linear(x)[1:3].isnan().all()
+    assert torch.equal(linear(x)[5:], expected[5:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -38,7 +71,7 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(isa: str, dtype: torch.d
     linear, _, _ = random_linear(200, 96, dtype, generator)
     x = torch.randn(131, 96, generator=generator)
     together = linear(x)
-    for rows in range(1, 16):
+    for rows in range(1, 20):
         assert torch.equal(linear(x[:rows]), together[:rows])
     assert torch.equal(torch.cat([linear(row[None]) for row in x]), together)
     for count in (1, 3):

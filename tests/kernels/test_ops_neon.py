@@ -74,7 +74,7 @@ def test_whole_numbers_come_to_the_same_bits(program: Path) -> None:
 def test_linears_match_torch_and_rows_do_not_depend_on_each_other(program: Path, dtype: torch.dtype) -> None:
     calls, generator = Calls(program), torch.Generator().manual_seed(1)
     weight = torch.randn(80, 96, generator=generator).to(dtype)
-    x = torch.randn(40, 96, generator=generator)
+    x = torch.randn(40, 96, generator=generator).to(dtype).float()
     for rows in (1, 2, 5, 6, 7, 40):
         calls.linear(ops.pack_linear(weight), x[:rows], x[:rows] @ weight.float().T)
     together = calls.results()[-1]

@@ -1,4 +1,7 @@
 // The C functions Python calls. Each takes the engine's lock, so any thread may call; the GIL is not held meanwhile.
+#if defined(SWARM_X86)
+#include <cpuid.h>
+#endif
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -10,6 +13,7 @@
 #include "engine.h"
 
 #if defined(SWARM_X86)
+namespace avx512bf16 { extern const swarm::KernelTable table; }
 namespace avx512vnni { extern const swarm::KernelTable table; }
 namespace avx512 { extern const swarm::KernelTable table; }
 namespace avx2 { extern const swarm::KernelTable table; }
@@ -20,6 +24,14 @@ namespace {
 
 using swarm::Engine;
 
+#if defined(SWARM_X86)
+// What not every compiler's __builtin_cpu_supports knows.
+bool dots_bf16() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+}
+#endif
+
 // By name, or the best one for null and "".
 const swarm::KernelTable* find(const char* name) {
   if (name && !*name) name = nullptr;
@@ -29,6 +41,7 @@ const swarm::KernelTable* find(const char* name) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (vnni && dots_bf16() && (!name || !std::strcmp(name, "avx512bf16"))) return &avx512bf16::table;
   if (vnni && (!name || !std::strcmp(name, "avx512vnni"))) return &avx512vnni::table;
   if (avx512 && (!name || !std::strcmp(name, "avx512"))) return &avx512::table;
   if (avx2 && (!name || !std::strcmp(name, "avx2"))) return &avx2::table;

@@ -53,7 +53,7 @@ void Engine::divide(int threads, const Units& units) {
 // The rows as tiles of integers for weights of 8 and 4 bits.
 const char* Engine::quantised_tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                                        const Norm* norm) {
-  const int64_t in = weights.in, row_bytes = table_->quantised_bytes(weights.format, in);
+  const int64_t in = weights.in, row_bytes = table_->row_bytes(weights.format, in);
   char* tiles = reinterpret_cast<char*>(scratch_.take(ceil_div(rows, tile_rows) * tile_rows * row_bytes / 4));
   pool_->run(ceil_div(rows, QUANTISED_ROWS), [&](int64_t item, int) {
     const int64_t begin = item * QUANTISED_ROWS, end = std::min(rows, begin + QUANTISED_ROWS);
@@ -68,21 +68,21 @@ const char* Engine::quantised_tiles_of(const SwarmLinear& weights, const float* 
 }
 
 // The rows as a linear's tiles, normed on the way if asked.
-const float* Engine::tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm) {
-  if (rows == 1 && !norm) return x;
-  float* tiles = scratch_.take(ceil_div(rows, tile_rows) * tile_rows * in);
-  if (rows == 1) {
-    table_->scale_row(x, in, table_->inverse_rms(x, in, norm->eps), norm->weight, tiles);
-    return tiles;
-  }
+const char* Engine::tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+                             const Norm* norm) {
+  const bool bf16 = weights.format == SWARM_BF16;
+  if (rows == 1 && !norm && !bf16) return reinterpret_cast<const char*>(x);
+  const int64_t in = weights.in, row_floats = table_->row_bytes(weights.format, in) / (int64_t)sizeof(float);
+  float* tiles = scratch_.take(ceil_div(rows, tile_rows) * tile_rows * row_floats);
   pool_->run(ceil_div(rows, tile_rows), [&](int64_t tile, int) {
     const int64_t row = tile * tile_rows, count = std::min(tile_rows, rows - row);
     float scale[MAX_ROW_TILE];
     if (norm)
       for (int64_t r = 0; r < count; r++) scale[r] = table_->inverse_rms(x + (row + r) * in, in, norm->eps);
-    table_->fill_tile(x + row * in, in, count, tile_rows, in, scale, norm ? norm->weight : nullptr, tiles + row * in);
+    table_->fill_tile(bf16, x + row * in, in, count, tile_rows, in, scale, norm ? norm->weight : nullptr,
+                      tiles + row * row_floats);
   });
-  return tiles;
+  return reinterpret_cast<const char*>(tiles);
 }
 
 // Where the items of a linear end, for blocks [begin, end) and the threads that do them. With few rows they are long at
@@ -100,13 +100,13 @@ void Engine::add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_
 void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
                       LinearJob::Epilogue epilogue, float* y, int64_t ldy) {
   if (rows == 0) return;
-  const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile));
+  const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile(weights.format)));
   LinearJob job;
   const int64_t padding = weights.format == SWARM_INT4 ? 32 : weights.format == SWARM_INT8 ? 4 : 1;
   const bool whole = padding > 1;  // the inputs become whole numbers
   job.x = whole ? quantised_tiles_of(weights, x, rows, tile_rows, norm)
-                : reinterpret_cast<const char*>(tiles_of(x, rows, weights.in, tile_rows, norm));
-  job.row_bytes = whole ? table_->quantised_bytes(weights.format, weights.in) : weights.in * (int64_t)sizeof(float);
+                : tiles_of(weights, x, rows, tile_rows, norm);
+  job.row_bytes = table_->row_bytes(weights.format, weights.in);
   job.rows = rows, job.tile_rows = tile_rows, job.in = ceil_div(weights.in, padding) * padding;
   job.weight = weights.weight, job.scale = weights.scale, job.bias = weights.bias, job.format = weights.format;
   job.out = weights.out, job.epilogue = epilogue, job.y = y, job.ldy = ldy;

@@ -68,7 +68,7 @@ class Engine {
   void add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles);
   const char* quantised_tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                                  const Norm* norm);
-  const float* tiles_of(const float* x, int64_t rows, int64_t in, int64_t tile_rows, const Norm* norm);
+  const char* tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows, const Norm* norm);
   void rotate(const Rotation& how, int64_t row, int64_t group);
 
   const KernelTable* table_ = nullptr;

@@ -12,8 +12,8 @@ constexpr int64_t STEP_WORDS = 2, STEP_KEYS = STEP_WORDS * CHUNK;  // softmaxed 
 constexpr int64_t STEP_PAGES = STEP_KEYS / PAGE;
 
 // Activations are handed to a linear in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
-// k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile. For
-// weights of 8 and 4 bits `quantise` has filled them.
+// k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile. For bf16
+// weights see bf16.h; for those of 8 and 4 bits `quantise` has filled them.
 struct LinearJob {
   enum Epilogue { STORE, ADD, GATE_UP };
   const char* x;
@@ -56,14 +56,14 @@ constexpr int64_t MAX_ROW_TILE = 16;
 
 struct KernelTable {
   const char* name;
-  int64_t row_tile;  // most rows of a linear's tile
-  // x [rows, in] with row stride ldx -> tile; scale[r] * norm[k] multiply where norm is not null
-  void (*fill_tile)(const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in, const float* scale,
-                    const float* norm, float* tile);
-  // The same for weights of 8 and 4 bits, one row, in quantised_bytes(in) a row.
+  int64_t (*row_tile)(SwarmFormat weights);  // most rows of a linear's tile
+  // x [rows, in] with row stride ldx -> tile, for fp32 or bf16; scale[r] * norm[k] multiply where norm is not null
+  void (*fill_tile)(bool bf16, const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in,
+                    const float* scale, const float* norm, float* tile);
+  // The same for weights of 8 and 4 bits, one row.
   void (*quantise)(SwarmFormat weights, const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows,
                    int64_t row, char* tile);
-  int64_t (*quantised_bytes)(SwarmFormat weights, int64_t in);
+  int64_t (*row_bytes)(SwarmFormat weights, int64_t in);  // of a tile, for each of its rows
   void (*linear)(const LinearJob&, int64_t tile_begin, int64_t tile_end, int64_t block_begin, int64_t block_end);
   float (*inverse_rms)(const float* x, int64_t in, float eps);
   void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);

@@ -1,9 +1,10 @@
-// y = x W^T for packed weights; the sums for those of 8 and 4 bits are in int8.h and int4.h. A result is one chain of
-// fused multiply-adds over k in rising order, whatever the tile it is computed in: so a row's result is bit for bit the
-// same alone and among others.
+// y = x W^T for packed weights; the sums for those of fewer bits are in bf16.h, int8.h and int4.h. With fp32 a result is
+// one chain of fused multiply-adds over k in rising order, whatever the tile it is computed in: so a row's result is
+// bit for bit the same alone and among others.
 #pragma once
 #include <type_traits>
 
+#include "bf16.h"
 #include "int4.h"
 #include "int8.h"
 #include "kernels.h"
@@ -15,47 +16,16 @@ namespace SWARM_ISA {
 // sums, of 32 vector registers with AVX-512 and NEON, of 16 otherwise. Few rows need two blocks to keep enough sums in
 // flight.
 #if defined(__AVX512F__)
-constexpr int ROW_TILE = 12, PAIR_ROWS = 12;
+constexpr int ROW_TILE = 12, PAIR_ROWS = 12, BF16_ROW_TILE = 12;
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int ROW_TILE = 6, PAIR_ROWS = 3;
+constexpr int ROW_TILE = 6, PAIR_ROWS = 3, BF16_ROW_TILE = 5;  // bf16: with 6, GCC runs out of registers
 #else
-constexpr int ROW_TILE = 3, PAIR_ROWS = 1;
+constexpr int ROW_TILE = 3, PAIR_ROWS = 1, BF16_ROW_TILE = 3;
 #endif
 
-// [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16].
-template <int ROWS, int BLOCKS>
-void multiply(const float* x, int64_t tile_rows, int64_t in, const uint16_t* w, int64_t stride, float* c) {
-  constexpr int N = BLOCKS * VECS;
-  V acc[ROWS][N];
-  SWARM_UNROLL
-  for (int r = 0; r < ROWS; r++)
-    SWARM_UNROLL
-    for (int j = 0; j < N; j++) acc[r][j] = zero();
-  for (int64_t k = 0; k < in; k += 2, w += 2 * BLOCK, x += 2 * tile_rows) {
-    V lo[N], hi[N];
-    SWARM_UNROLL
-    for (int j = 0; j < N; j++) {
-      const uint16_t* at = w + (j / VECS) * stride + (j % VECS) * 2 * LANES;
-      U pair = load_words(at);
-      if (j % VECS == 0) __builtin_prefetch(at + AHEAD / 2);
-      lo[j] = low_half(pair);
-      hi[j] = high_half(pair);
-    }
-    SWARM_UNROLL
-    for (int r = 0; r < ROWS; r++)
-      SWARM_UNROLL
-      for (int j = 0; j < N; j++) acc[r][j] += x[r] * lo[j];
-    SWARM_UNROLL
-    for (int r = 0; r < ROWS; r++)
-      SWARM_UNROLL
-      for (int j = 0; j < N; j++) acc[r][j] += x[tile_rows + r] * hi[j];
-  }
-  SWARM_UNROLL
-  for (int r = 0; r < ROWS; r++)
-    SWARM_UNROLL
-    for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
-}
+inline int64_t row_tile(SwarmFormat weights) { return weights == SWARM_BF16 ? BF16_ROW_TILE : ROW_TILE; }
 
+// [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16].
 template <int ROWS, int BLOCKS>
 void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int64_t stride, float* c) {
   constexpr int N = BLOCKS * VECS;
@@ -85,7 +55,8 @@ void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int
 
 // The type of a tile's elements: weights of 8 and 4 bits multiply what `quantise` wrote.
 template <typename W>
-using Input = std::conditional_t<std::is_same_v<W, uint8_t> || std::is_same_v<W, FourBits>, char, float>;
+using Input = std::conditional_t<std::is_same_v<W, float>, float,
+                                 std::conditional_t<std::is_same_v<W, uint16_t>, Bf16Input, char>>;
 template <typename W>
 using Multiply = void (*)(const Input<W>*, int64_t, int64_t, const W*, int64_t, float*);
 
@@ -180,8 +151,14 @@ inline void quantise(SwarmFormat weights, const float* x, int64_t in, float scal
   else
     Tile8::fill_row(x, in, scale, norm, tile_rows, row, tile);
 }
-inline int64_t quantised_bytes(SwarmFormat weights, int64_t in) {
-  return (in + GROUP - 1) / GROUP * (weights == SWARM_INT4 ? Tile4::GROUP_ROW_BYTES : Tile8::GROUP_ROW_BYTES);
+inline int64_t row_bytes(SwarmFormat weights, int64_t in) {
+  switch (weights) {
+    case SWARM_INT4: return (in + GROUP - 1) / GROUP * Tile4::GROUP_ROW_BYTES;
+    case SWARM_INT8: return (in + GROUP - 1) / GROUP * Tile8::GROUP_ROW_BYTES;
+    case SWARM_BF16: return in / BF16_INPUTS * (int64_t)sizeof(Bf16Input);
+    case SWARM_FP32: return in * (int64_t)sizeof(float);
+  }
+  return 0;
 }
 
 inline void linear(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {

@@ -1,5 +1,6 @@
 // Work on single rows: norms, rotary embedding, filling a linear's tile, writing keys and values into pages.
 #pragma once
+#include "bf16.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -32,28 +33,33 @@ SWARM_INLINE void transpose4(const float* x, int64_t ldx, float* y, int64_t ldy)
   store4(y + 3 * ldy, join_high(ab2, cd2));
 }
 
-inline void fill_tile(const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in, const float* scale,
-                      const float* norm, float* tile) {
+inline void fill_tile(bool bf16, const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in,
+                      const float* scale, const float* norm, float* tile) {
   constexpr int64_t STEP = 64;  // columns at a time: their part of the tile stays in the first-level cache
-  float normed[swarm::MAX_ROW_TILE * STEP];
+  float ready[swarm::MAX_ROW_TILE * STEP];
   for (int64_t k0 = 0; k0 < in; k0 += STEP) {
-    const int64_t width = k0 + STEP < in ? STEP : in - k0;
+    int64_t width = k0 + STEP < in ? STEP : in - k0;
     const float* from = x + k0;
     int64_t ld = ldx;
     if (norm) {
       for (int64_t r = 0; r < rows; r++)
-        for (int64_t k = 0; k < width; k++) normed[r * STEP + k] = from[r * ldx + k] * scale[r] * norm[k0 + k];
-      from = normed, ld = STEP;
+        for (int64_t k = 0; k < width; k++) ready[r * STEP + k] = from[r * ldx + k] * scale[r] * norm[k0 + k];
+      from = ready, ld = STEP;
+    }
+    if (bf16) {
+      for (int64_t r = 0; r < rows; r++) round_inputs(from + r * ld, width, ready + r * STEP);
+      from = ready, ld = STEP, width /= BF16_INPUTS;
     }
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) {
       int64_t k = 0;
-      for (; k + 4 <= width; k += 4) transpose4(from + r * ld + k, ld, tile + (k0 + k) * tile_rows + r, tile_rows);
+      for (; k + 4 <= width; k += 4) transpose4(from + r * ld + k, ld, tile + k * tile_rows + r, tile_rows);
       for (; k < width; k++)
-        for (int64_t i = r; i < r + 4; i++) tile[(k0 + k) * tile_rows + i] = from[i * ld + k];
+        for (int64_t i = r; i < r + 4; i++) tile[k * tile_rows + i] = from[i * ld + k];
     }
     for (; r < rows; r++)
-      for (int64_t k = 0; k < width; k++) tile[(k0 + k) * tile_rows + r] = from[r * ld + k];
+      for (int64_t k = 0; k < width; k++) tile[k * tile_rows + r] = from[r * ld + k];
+    tile += width * tile_rows;
   }
 }
 

@@ -8,7 +8,10 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512BF16__)
+#define SWARM_ISA avx512bf16
+#define SWARM_LANES 16
+#elif defined(__AVX512VNNI__)
 #define SWARM_ISA avx512vnni
 #define SWARM_LANES 16
 #elif defined(__AVX512F__)
@@ -84,7 +87,12 @@ SWARM_INLINE V load(const uint16_t* p) {
   return (V)(__builtin_convertvector(h, U) << 16);
 #endif
 }
-SWARM_INLINE uint16_t to_bf16(float x) {  // round to nearest even; NaN stays NaN
+// The upper halves are the nearest bf16, of two the even one; NaN stays NaN.
+SWARM_INLINE U nearest_bf16(V v) {
+  const U bits = (U)v;
+  return v == v ? bits + 0x7fffu + (bits >> 16 & 1u) : bits | 0x400000u;
+}
+SWARM_INLINE uint16_t to_bf16(float x) {  // the same
   uint32_t u;
   std::memcpy(&u, &x, 4);
   if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40);

@@ -22,7 +22,7 @@ from filelock import FileLock
 import swarm
 from swarm.types import CostCurve, LayerSpan
 from swarm_kernels import gpu, hetero, ops
-from swarm_kernels.calibrate import choose_threads, measure_cost
+from swarm_kernels.calibrate import DEFAULT_WIDTHS, choose_threads, measure_cost
 from swarm_kernels.device import physical_cores, state_dtype
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span_loading import load_span
@@ -122,7 +122,7 @@ def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads:
         name = f"{torch.cuda.get_device_name(device)} {gpu.describe(device, state_dtype(dtype))}"
     else:
         name = f"cpu {physical_cores()} {ops.describe()}"
-    facts = (source.weight_hash, str(dtype), name, threads, torch.__version__, swarm.__version__)
+    facts = (source.weight_hash, str(dtype), name, threads, DEFAULT_WIDTHS, torch.__version__, swarm.__version__)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 

@@ -1,0 +1,96 @@
+// Sums of products for bf16 weights. Inputs are rounded to bf16 too, so products are exact in fp32; sums are rounded, one
+// product after the other, of each pair of inputs the second first: what the dot-product instructions do. So a row's
+// result is bit for bit the same alone, among others, and on every instruction set (those instructions take numbers
+// below 1e-38 for 0).
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace SWARM_ISA {
+
+// An element of a tile: with dot-product instructions a pair of inputs, the first in the lower half, otherwise one
+// input in fp32.
+#if defined(__AVX512BF16__)
+typedef uint32_t Bf16Input;
+constexpr int64_t BF16_INPUTS = 2;
+#else
+typedef float Bf16Input;
+constexpr int64_t BF16_INPUTS = 1;
+#endif
+
+// x [width] -> elements of a tile, at `to`, which may be x.
+inline void round_inputs(const float* x, int64_t width, float* to) {
+  char* at = reinterpret_cast<char*>(to);
+  const auto put = [&](const void* value, int64_t size) { std::memcpy(at, value, size), at += size; };
+  int64_t k = 0;
+  for (; k + LANES <= width; k += LANES) {
+    const U nearest = nearest_bf16(load(x + k));
+    if constexpr (BF16_INPUTS == 2) {
+      const H halves = __builtin_convertvector(nearest >> 16, H);
+      put(&halves, sizeof halves);
+    } else {
+      const U whole = nearest & 0xffff0000u;
+      put(&whole, sizeof whole);
+    }
+  }
+  for (; k < width; k++) {
+    const uint16_t half = to_bf16(x[k]);
+    const uint32_t whole = (uint32_t)half << 16;
+    if constexpr (BF16_INPUTS == 2)
+      put(&half, sizeof half);
+    else
+      put(&whole, sizeof whole);
+  }
+}
+
+// The weights that multiply element `I` of a pair's, from a pair of each of LANES outputs; and the sums with them.
+template <int I>
+SWARM_INLINE V weights_of(U pairs) {
+  return BF16_INPUTS == 2 ? (V)pairs : I == 1 ? high_half(pairs) : low_half(pairs);
+}
+SWARM_INLINE V add_products(V sums, V weights, Bf16Input x) {
+#if defined(__AVX512BF16__)
+  return (V)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(U{} + x), (__m512bh)weights);
+#else
+  return sums + x * weights;
+#endif
+}
+
+// acc [ROWS][N] with element I of the pairs at x.
+template <int I, int ROWS, int N>
+SWARM_INLINE void add_elements(V (&acc)[ROWS][N], const Bf16Input* x, int64_t tile_rows, const uint16_t* w,
+                               int64_t stride) {
+  V weights[N];
+  SWARM_UNROLL
+  for (int j = 0; j < N; j++) weights[j] = weights_of<I>(load_words(w + (j / VECS) * stride + (j % VECS) * 2 * LANES));
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) acc[r][j] = add_products(acc[r][j], weights[j], x[I * tile_rows + r]);
+}
+
+// [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16]. `in`: even.
+template <int ROWS, int BLOCKS>
+void multiply(const Bf16Input* x, int64_t tile_rows, int64_t in, const uint16_t* w, int64_t stride, float* c) {
+  constexpr int N = BLOCKS * VECS;
+  V acc[ROWS][N];
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) acc[r][j] = zero();
+  for (int64_t k = 0; k < in; k += 2, w += 2 * BLOCK, x += 2 / BF16_INPUTS * tile_rows) {
+    SWARM_UNROLL
+    for (int block = 0; block < BLOCKS; block++) __builtin_prefetch(w + block * stride + AHEAD / 2);
+    if constexpr (BF16_INPUTS == 1) {
+      add_elements<1>(acc, x, tile_rows, w, stride);
+      asm("" ::: "memory");  // or the compiler loads both halves at once and runs out of registers
+    }
+    add_elements<0>(acc, x, tile_rows, w, stride);
+  }
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
+}
+
+}  // namespace SWARM_ISA
