@@ -52,7 +52,7 @@ class DhtDirectory:
         self._validator = OwnedSubkeys(carrier.identity, time.time)
         self._joined: tuple[Any, DHTNode] | None = None  # None while the daemon is down
         self._calls: set[asyncio.Task[Any]] = set()
-        self._expiry: dict[str, float] = {}  # of what we last published, by model
+        self._published: dict[str, tuple[bytes, float]] = {}  # by model: our last record, and when it expires
 
     @classmethod
     async def start(
@@ -113,11 +113,15 @@ class DhtDirectory:
             call.cancel()
 
     async def _up(self) -> None:
-        self._expiry.clear()
+        before, self._published = self._published, {}
         await self._join(())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MEET_TIMEOUT_S):
                 await self.meet(self._peers)
+        for model, (record, expires_at) in before.items():
+            if expires_at > time.time():
+                with contextlib.suppress(NetworkError):  # whose record it is will publish it again
+                    await self._store(record, model, expires_at)
 
     async def meet(self, addresses: Sequence[str]) -> int:
         """Get to know the peers at these multiaddrs (again), and they us; how many answered. Raises NetworkError."""
@@ -160,12 +164,13 @@ class DhtDirectory:
     async def publish(self, record: bytes, model: str, expires_at: float) -> None:
         if len(record) > MAX_RECORD:
             raise NetworkError(f"a record of {len(record)} bytes is over the limit of {MAX_RECORD}")
-        latest = self._expiry.get(model, 0.0) + TICK_S
+        latest = self._expiry(model) + TICK_S
         await self._store(record, model, max(min(expires_at, time.time() + MAX_LIFETIME_S), latest))
 
     async def withdraw(self, model: str) -> None:
         """Readers see us gone at once; the empty record that tells them so lives as long as our last one would have."""
-        expiry = self._expiry.pop(model, 0.0)
+        expiry = self._expiry(model)
+        self._published.pop(model, None)
         if expiry > time.time():
             await self._store(b"", model, expiry + TICK_S)
 
@@ -197,7 +202,7 @@ class DhtDirectory:
 
     async def _store(self, record: bytes, model: str, expires_at: float) -> None:
         node = self._node
-        self._expiry[model] = expires_at
+        self._published[model] = record, expires_at
         storing = node.store(
             self._name(model),
             self._sealed(record, model),
@@ -208,6 +213,10 @@ class DhtDirectory:
         )
         if not await self._ask("publish in", storing):
             raise NetworkError("no peer would keep our record; is this machine's clock right?")
+
+    def _expiry(self, model: str) -> float:
+        """Of what we published last."""
+        return self._published.get(model, (b"", 0.0))[1]
 
     def _name(self, model: str) -> str:
         return key(model) if self._secret is None else self._secret.name(key(model))
