@@ -60,3 +60,11 @@ class Bans:
             elif and_slow or not ban.slow:
                 banned.add(node.peer)
         return frozenset(banned)
+
+    def lost(self, nodes: Iterable[NodeProfile], wall: float) -> list[NodeProfile]:
+        """Those of `nodes` that were lost so long ago that they may be back by now."""
+        bans = ((node, self._bans.get(node.peer)) for node in nodes)
+        return [n for n, ban in bans if ban and ban.dead_since is not None and wall > ban.dead_since + REBORN_S]
+
+    def lift(self, peer: PeerId) -> None:
+        self._bans.pop(peer, None)

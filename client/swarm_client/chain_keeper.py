@@ -90,7 +90,7 @@ class ChainKeeper:
         try:
             repair, snapshot = await self.view.repair(chain, lost, tokens, avoid=slow)
         except NoRoute:  # better those than nobody
-            repair, snapshot = await self.view.repair(chain, lost, tokens)
+            repair, snapshot = await self.view.repair(chain, lost, tokens, insist=True)
         nodes = {n.peer: n for n in snapshot.nodes}
         await session.repair(repair, nodes, generation.known, settled, generation.epoch)
 

@@ -99,8 +99,8 @@ class SwarmView:
     async def route(self, min_free_tokens: int = 0) -> tuple[Chain, Snapshot]:
         """The quickest chain now, from and back to this client. Raises NoRoute, WrongModel and NetworkError.
 
-        Left out are nodes with less room than `min_free_tokens` and those that are banned. One that was only slow is
-        taken back when there is no other way.
+        Left out are nodes with less room than `min_free_tokens` and those that are banned. One that was only slow, or
+        lost a while ago and answers, is taken back when there is no other way.
         """
         snapshot = await self.snapshot()
         if self._banned(snapshot):
@@ -111,6 +111,7 @@ class SwarmView:
         try:
             chain = table.route(client_ms=self._client_ms(), banned=banned)
         except NoRoute as error:
+            await self._take_back(snapshot)
             try:
                 chain = table.route(client_ms=self._client_ms(), banned=self._banned(snapshot, and_slow=False))
             except NoRoute:
@@ -132,23 +133,31 @@ class SwarmView:
             return None
 
     async def repair(
-        self, chain: Chain, lost: Collection[PeerId], min_free_tokens: int = 0, avoid: Collection[PeerId] = ()
+        self,
+        chain: Chain,
+        lost: Collection[PeerId],
+        min_free_tokens: int = 0,
+        avoid: Collection[PeerId] = (),
+        *,
+        insist: bool = False,
     ) -> tuple[Repair, Snapshot]:
         """How `chain` goes on without the hops of `lost`. Raises NoRoute, and NetworkError without any snapshot.
 
         Who gets the new hops is a matter of bans: a peer that merely forgot the session may well get its hop back, and
-        one that was only slow if there is no other. Banned for this time are those to `avoid` as well.
+        one that was only slow if there is no other, and to `insist` one that was lost a while ago and answers. Banned
+        for this time are those to `avoid` as well.
         """
         snapshot = await self.snapshot(fresh=True, hurry=True)
         table = self._table(snapshot, min_free_tokens)
         left = replace(chain, hops=tuple(hop for hop in chain.hops if hop.peer not in lost))
         banned = self._banned(snapshot).union(avoid)
-        client_ms = self._client_ms()
         try:
-            return repair(table, left, (), client_ms=client_ms, banned=banned), snapshot
+            return repair(table, left, (), client_ms=self._client_ms(), banned=banned), snapshot
         except NoRoute:
+            if insist:
+                await self._take_back(snapshot)
             banned = self._banned(snapshot, and_slow=False).union(avoid)
-            return repair(table, left, (), client_ms=client_ms, banned=banned), snapshot
+            return repair(table, left, (), client_ms=self._client_ms(), banned=banned), snapshot
 
     def ban(self, peer: PeerId, cause: NetworkError) -> None:
         """Leave a node out, for as long as `cause` suggests (`bans`)."""
@@ -156,6 +165,15 @@ class SwarmView:
 
     def _banned(self, snapshot: Snapshot, *, and_slow: bool = True) -> frozenset[PeerId]:
         return self._bans.of(snapshot.nodes, asyncio.get_running_loop().time(), and_slow=and_slow)
+
+    async def _take_back(self, snapshot: Snapshot) -> None:
+        """Nodes that were lost a while ago, but answer: what they publish reaches us later than their voice."""
+        lost = self._bans.lost(snapshot.nodes, self._wall_clock())[:MAX_PINGED]
+        now = asyncio.get_running_loop().time()
+        await asyncio.gather(*(self._ping(node, now) for node in lost))
+        for node in lost:
+            if node.peer in self._links:
+                self._bans.lift(node.peer)
 
     def _table(self, snapshot: Snapshot, min_free_tokens: int) -> RouteTable:
         return RouteTable(
