@@ -107,6 +107,16 @@ inline void finish_gated(const swarm::LinearJob& job, int64_t row, int64_t rows,
     }
 }
 
+// A tile of a job's rows.
+template <typename W>
+struct Rows {
+  int64_t first, count;
+  const Input<W>* x;
+  Rows(const swarm::LinearJob& job, int64_t tile)
+      : first(tile * job.tile_rows), count(job.rows - first < job.tile_rows ? job.rows - first : job.tile_rows),
+        x(reinterpret_cast<const Input<W>*>(job.x + first * job.row_bytes)) {}
+};
+
 // The blocks of an item are taken in pairs, half the item apart: two streams, each of which goes on where it is.
 template <typename W>
 void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
@@ -115,33 +125,36 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
   const bool gated = job.epilogue == swarm::LinearJob::GATE_UP;
   const int64_t apart = gated ? job.out / 2 / BLOCK : (end - begin) / 2;
   const int64_t middle = gated ? end : begin + apart;
+  // Weights of 4 bits have two sums for each result: whole numbers and fp32.
+  constexpr int PAIRED = std::is_same_v<W, FourBits> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
   float c[2 * ROW_TILE * BLOCK];
-  for (int64_t t = tile_begin; t < tile_end; t++) {
-    const int64_t row = t * job.tile_rows;
-    const int64_t rows = job.rows - row < job.tile_rows ? job.rows - row : job.tile_rows;
-    const Input<W>* x = reinterpret_cast<const Input<W>*>(job.x + row * job.row_bytes);
-    // Weights of 4 bits have two sums for each result: whole numbers and fp32.
-    constexpr int PAIRED = std::is_same_v<W, FourBits> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
-    const bool pairs = rows <= PAIRED;
-    const Multiply<W> one = multiply_for<W, 1, ROW_TILE>(rows), two = multiply_for<W, 2, PAIRED>(rows);
-    const int64_t ld = pairs ? 2 * BLOCK : BLOCK;
-    float* second = pairs ? c + BLOCK : c + ROW_TILE * BLOCK;
-    for (int64_t b = begin; b < middle; b++) {
+  for (int64_t b = begin; b < middle; b++)
+    for (int64_t t = tile_begin; t < tile_end; t++) {
+      const Rows<W> rows(job, t);
+      const bool pairs = rows.count <= PAIRED;
+      const int64_t ld = pairs ? 2 * BLOCK : BLOCK;
+      float* second = pairs ? c + BLOCK : c + ROW_TILE * BLOCK;
       const W* w = weight + b * size;
-      (pairs ? two : one)(x, job.tile_rows, job.in, w, apart * size, c);
-      if (!pairs) one(x, job.tile_rows, job.in, w + apart * size, 0, second);
-      if (gated) {
-        finish_gated(job, row, rows, b, b + apart, c, second, ld);
+      if (pairs) {
+        multiply_for<W, 2, PAIRED>(rows.count)(rows.x, job.tile_rows, job.in, w, apart * size, c);
       } else {
-        finish(job, row, rows, b, c, ld);
-        finish(job, row, rows, b + apart, second, ld);
+        const Multiply<W> one = multiply_for<W, 1, ROW_TILE>(rows.count);
+        one(rows.x, job.tile_rows, job.in, w, 0, c);
+        one(rows.x, job.tile_rows, job.in, w + apart * size, 0, second);
+      }
+      if (gated) {
+        finish_gated(job, rows.first, rows.count, b, b + apart, c, second, ld);
+      } else {
+        finish(job, rows.first, rows.count, b, c, ld);
+        finish(job, rows.first, rows.count, b + apart, second, ld);
       }
     }
-    for (int64_t b = middle + (gated ? 0 : apart); b < end; b++) {
-      one(x, job.tile_rows, job.in, weight + b * size, 0, c);
-      finish(job, row, rows, b, c, BLOCK);
+  for (int64_t b = middle + (gated ? 0 : apart); b < end; b++)
+    for (int64_t t = tile_begin; t < tile_end; t++) {
+      const Rows<W> rows(job, t);
+      multiply_for<W, 1, ROW_TILE>(rows.count)(rows.x, job.tile_rows, job.in, weight + b * size, 0, c);
+      finish(job, rows.first, rows.count, b, c, BLOCK);
     }
-  }
 }
 
 inline void quantise(SwarmFormat weights, const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows,
