@@ -6,7 +6,6 @@ Owns how a span is timed. Knows neither peers nor plans; a node publishes what t
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Sequence
 
@@ -64,11 +63,12 @@ class Stopwatch:
 def measure_cost(
     span: Span, widths: Sequence[int] = DEFAULT_WIDTHS, context: int = 256, budget_s: float = 2.0
 ) -> CostCurve:
-    """Milliseconds a layer takes at each width (Ghidorah, section III-C): medians over about `budget_s` seconds in all.
+    """Milliseconds a layer takes at each width (Ghidorah, section III-C), in about `budget_s` seconds in all.
 
-    Best on a span larger than the processor's caches. The widths take turns, so a busy moment of the machine hurts all
-    of them alike; one that still came out cheaper than a narrower one takes the narrower one's time: the curve never
-    falls. Raises OutOfMemory.
+    Best on a span larger than the processor's caches. The widths take turns, each twice, since a batch after a much
+    wider one is slow; the second one counts. Other work can only add to a time: the lower quartile of each width is
+    taken, and one that still came out dearer than a wider one takes the wider one's time, so the curve never falls.
+    Raises OutOfMemory.
     """
     stopwatch = Stopwatch(span, context, max(widths))
     for width in widths:
@@ -78,11 +78,12 @@ def measure_cost(
     deadline = time.perf_counter() + budget_s
     while True:
         for width in widths:
+            stopwatch.ms(width)
             times[width].append(stopwatch.ms(width))
         if time.perf_counter() >= deadline:
             break
-    medians = [statistics.median(times[width]) / len(span.layers) for width in widths]
-    return CostCurve(tuple(widths), tuple(itertools.accumulate(medians, max)))
+    usual = [sorted(times[width])[len(times[width]) // 4] / len(span.layers) for width in widths]
+    return CostCurve(tuple(widths), tuple(itertools.accumulate(reversed(usual), min))[::-1])
 
 
 def choose_threads(span: Span, most: int | None = None, budget_s: float = 2.0) -> int:
