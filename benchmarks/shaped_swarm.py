@@ -55,6 +55,7 @@ class ShapedSwarm:
         self.address = ""
 
     def __enter__(self) -> ShapedSwarm:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the nodes would outlive us
         try:
             first = self._start(self._spans[0])
             self.address = _wait_for(first, "started")["addresses"][0]

@@ -62,7 +62,8 @@ class Announcer:
                 await self.publish()
             except NetworkError as error:
                 self.failures += 1
-                logger.warning("could not publish our record (%d times in a row): %s", self.failures, error)
+                level = logging.WARNING if self.failures > 1 else logging.INFO  # once is nothing: peers come and go
+                logger.log(level, "could not publish our record (%d times in a row): %s", self.failures, error)
             await asyncio.sleep(MIN_INTERVAL_S)
             try:
                 async with asyncio.timeout(self._limits.publish_interval_s - MIN_INTERVAL_S):
