@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from tiny_models import ModelTensors, tiny_model
 from swarm.errors import ResourceError
 from swarm.types import LayerSpan
 from swarm_kernels import ops
-from swarm_kernels.calibrate import choose_threads, measure_cost, self_check
+from swarm_kernels.calibrate import Stopwatch, choose_threads, measure_cost, self_check
 from swarm_kernels.lean import LeanSpan
 from swarm_kernels.span_loading import load_span
 
@@ -36,6 +37,18 @@ def test_a_cost_curve_is_positive_and_never_falls(kind: str) -> None:
     curve = measure_cost(span, widths=(1, 3, 9), context=150, budget_s=0.05)
     assert curve.widths == (1, 3, 9)
     assert 0 < curve.ms[0] <= curve.ms[1] <= curve.ms[2]
+
+
+def test_other_work_cannot_make_rows_free(source: ModelTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row always met somebody else's work, and so did every fourth batch; wider ones tell what it costs at most."""
+    batches = itertools.count()
+
+    def ms(_: Stopwatch, width: int) -> float:
+        return 9.0 if width == 1 or next(batches) % 4 == 0 else float(width)
+
+    monkeypatch.setattr(Stopwatch, "ms", ms)
+    span = load_span(source, LayerSpan(0, 1), torch.float32)
+    assert measure_cost(span, widths=(1, 2, 4, 16), budget_s=0.01).ms == (2.0, 2.0, 4.0, 16.0)
 
 
 def test_threads_are_chosen_from_what_was_offered(source: ModelTensors) -> None:

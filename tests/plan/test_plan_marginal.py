@@ -34,6 +34,13 @@ def test_long_lines_make_rows_cheap_and_steps_of_guesses_worth_their_way() -> No
     assert marginal_policy(chain(4, 20.0, FLAT), plain(far)).floor == pytest.approx(0.0)
 
 
+def test_a_step_at_most_doubles_what_its_hops_compute() -> None:
+    steep = CostCurve((1, 4, 32), (0.4, 0.9, 5.0))
+    for curve, rows in ((FLAT, 32), (CURVE, 12), (steep, 3)):  # .6 + 4 * .0375 = .75 <= .8 < .9, and so on
+        costs = chain(4, 20.0, curve)
+        assert marginal_policy(costs, plain(costs)).rows == rows
+
+
 def test_the_faster_tokens_come_the_surer_a_row_must_be() -> None:
     costs = chain(4, 20.0)
     slow = marginal_policy(costs, plain(costs))
