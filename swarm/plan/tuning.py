@@ -64,7 +64,7 @@ class Tuner:
         self._costs = LiveCosts(costs)
         self._only = only
         self._widths = tuple(widths)
-        self._rates: dict[Strategy, float] = {}  # measured over predicted speed
+        self._record = {strategy: _Record() for strategy in Strategy}
         self._current: Setting | None = None
         self._since = 0  # tokens settled since the last choice
         self._patience = RECHOOSE_TOKENS
@@ -88,11 +88,8 @@ class Tuner:
         self._hits, self._expected = self._hits * 0.99 + hits, self._expected * 0.99 + expected
         self._since += tokens
         self._pace.add(tokens, took_ms, self._costs.now().round_ms(1))
-        if self._current is not None and tokens and took_ms > 0 and self._current.tokens_per_s > 0:
-            strategy = self._current.strategy
-            ratio = min(4.0, tokens * 1000 / took_ms / self._current.tokens_per_s)
-            memory = RATE_MEMORY**tokens
-            self._rates[strategy] = memory * self._rates.get(strategy, 1.0) + (1 - memory) * ratio
+        if self._current is not None:
+            self._record[self._current.strategy].add(tokens, self._current.tokens_per_s * took_ms / 1e3)
 
     def setting(self, drafter: Drafter) -> Setting:
         """The setting to use now. The strategy is chosen afresh from time to time, the hybrid's prices with every
@@ -111,8 +108,9 @@ class Tuner:
         kept = self._kept(ranked)
         if kept is not None and self._promise(best) <= self._promise(kept) * (1 + MARGIN):
             best = kept
-        for strategy in self._rates.keys() - {best.strategy}:
-            self._rates[strategy] += SECOND_CHANCE * (1.0 - self._rates[strategy])
+        for strategy, record in self._record.items():
+            if strategy is not best.strategy:
+                record.forgive()
         same = self._current is not None and best.strategy is self._current.strategy
         self._patience = min(RECHOOSE_AT_LEAST, 2 * self._patience) if same else RECHOOSE_TOKENS
         self._current = self._as_setting(best, ranked, costs, drafter)
@@ -140,7 +138,7 @@ class Tuner:
     def _promise(self, forecast: Forecast) -> float:
         """Tokens/s, by the prediction and by how predictions of this strategy have come true."""
         strategy = forecast.strategy if self._only is not None else _as_hybrid(forecast).strategy
-        return forecast.tokens_per_s * self._rates.get(strategy, 1.0)
+        return forecast.tokens_per_s * self._record[strategy].ratio
 
     def _as_setting(self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: Drafter) -> Setting:
         others = "; ".join(f"{f.strategy} {self._promise(f):.1f}" for f in ranked if f.reason != best.reason)
@@ -156,6 +154,27 @@ class Tuner:
         pace = self._pace.tokens_per_ms
         prices = Prices(pace, drafter.level_ms, drafter.hits, self.trust, live.crowding, live.company)
         return marginal_policy(costs, prices)
+
+
+class _Record:
+    """How a strategy's predictions have come true: tokens that came over those that were promised for the same time.
+
+    Both are summed before they are divided, for tokens come in bursts with waits between them.
+    """
+
+    def __init__(self) -> None:
+        self._came = self._promised = 1.0 / (1.0 - RATE_MEMORY)
+
+    @property
+    def ratio(self) -> float:
+        return self._came / self._promised
+
+    def add(self, came: int, promised: float) -> None:
+        memory = RATE_MEMORY**came
+        self._came, self._promised = self._came * memory + came, self._promised * memory + promised
+
+    def forgive(self) -> None:
+        self._came += SECOND_CHANCE * (self._promised - self._came)
 
 
 class _Pace:

@@ -8,7 +8,7 @@ from swarm.errors import UsageError
 from swarm.plan.live_costs import LiveCosts, Observation
 from swarm.plan.session_events import SEQUENTIAL
 from swarm.plan.speculation import ChainCosts, Drafter, Stage, Strategy, sequential, tree
-from swarm.plan.tuning import RECHOOSE_TOKENS, Tuner, policy_of
+from swarm.plan.tuning import RECHOOSE_TOKENS, SECOND_CHANCE, Tuner, _Record, policy_of
 from swarm.types import CostCurve
 
 CURVE = CostCurve((1, 2, 4, 8, 16, 32), (0.4, 0.42, 0.48, 0.6, 0.9, 1.5))
@@ -99,3 +99,16 @@ def test_a_boasting_drafter_must_be_surer() -> None:
 def test_widths_are_checked() -> None:
     with pytest.raises(UsageError):
         Tuner(chain(2, 1.0), widths=())
+
+
+def test_a_record_is_tokens_over_time_and_not_the_mean_of_bursts() -> None:
+    """Three tokens in 10 ms, then one in 140, again and again, where 20 a second were promised."""
+    record = _Record()
+    for _ in range(60):
+        record.add(3, 20 * 0.01)
+        record.add(0, 20 * 0.07)
+        record.add(1, 20 * 0.07)
+    assert record.ratio == pytest.approx(4 / (20 * 0.15), rel=0.1)
+    before = record.ratio
+    record.forgive()
+    assert record.ratio == pytest.approx(before + SECOND_CHANCE * (1 - before))
