@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from swarm.plan.session_events import Policy
 from swarm.plan.speculation import MAX_IN_FLIGHT, ChainCosts
 
-ROWS = (32, 24, 16, 12, 8, 6, 4, 3, 2)  # tree nodes a step may have: the most with which hops take no more than
-DEAR = 2.0  # times what they take without
+ROWS = (32, 24, 16, 12)  # tree nodes a step may have: the most with which hops take no more than
+DEAR = 2.0  # times what they take without, or else
+LEAST_ROWS = 8
 LEVELS = 16
 WIDE = 9  # rows of a usual tree: what one of them costs is measured up to there
 LEAST_TRUST, MOST_TRUST = 0.2, 1.5
@@ -45,12 +46,12 @@ def marginal_policy(costs: ChainCosts, prices: Prices) -> Policy:
     guesses alone, sent now and not when what is under way has come back, saves that wait if the text comes to it, and
     holds up the step after a miss if not; the steps of others fill the chain as well. A question lengthens the round
     unless the chain is busy anyway, where it only delays a result that comes meanwhile; and a step waits for no more
-    of them than another step would cost. No step has more rows than double what its hops compute, or guesses of a few
-    percent, each worth its row, would hold up the steps behind them.
+    of them than another step would cost. Where more than eight rows double what the hops compute a step has no more, or
+    guesses of a few percent, each worth its row, would hold up the steps behind them.
     """
     round_ms, slowest = costs.round_ms(1), costs.slowest_ms(1)
     row_ms = (costs.round_ms(WIDE) - round_ms) / (WIDE - 1) * prices.company
-    rows = next((n for n in ROWS if costs.compute_ms(n) <= DEAR * costs.compute_ms(1)), 1)
+    rows = next((n for n in ROWS if costs.compute_ms(n) <= DEAR * costs.compute_ms(1)), LEAST_ROWS)
     floor = prices.pace * row_ms / min(MOST_TRUST, max(LEAST_TRUST, prices.trust))
     saved = max(0.0, round_ms - slowest)
     another = slowest * prices.company + (prices.crowding - 1.0) * costs.compute_ms(1)  # what a further step takes

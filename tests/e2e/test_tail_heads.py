@@ -50,7 +50,7 @@ def heads_for(answer: Sequence[int], source: Any, folder: Path) -> Path:
 
 @pytest.mark.parametrize("strategy", ["tree", "pipelined", "hybrid", "auto", "sequential"])
 @pytest.mark.parametrize("borders", [(), (2, 4)], ids=["one hop", "three"])
-def test_heads_that_are_right_bring_several_tokens_a_step(
+def test_heads_that_are_right_bring_several_tokens_a_round(
     strategy: str, borders: tuple[int, ...], tmp_path: Path
 ) -> None:
     made = tiny_model("llama")
@@ -64,9 +64,9 @@ def test_heads_that_are_right_bring_several_tokens_a_step(
         ):
             answer = await client.generate(PROMPT, max_new_tokens=TOKENS, strategy=strategy)
             assert list(answer.token_ids) == truth
-            if strategy in ("tree", "hybrid"):
-                assert answer.speculation is not None
-                assert answer.speculation["tokens_per_step"] > 2.0
+            if strategy in ("tree", "hybrid", "auto"):
+                plain = 1 / (0.02 * (len(borders) + 2))  # tokens/s, by the links alone
+                assert answer.tokens_per_second > 2.0 * plain
             other = await client.generate(PROMPT[:9], max_new_tokens=TOKENS, strategy=strategy)
             assert list(other.token_ids) == hf_greedy(made, PROMPT[:9], TOKENS)
 

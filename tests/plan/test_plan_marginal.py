@@ -36,7 +36,7 @@ def test_long_lines_make_rows_cheap_and_steps_of_guesses_worth_their_way() -> No
 
 def test_a_step_at_most_doubles_what_its_hops_compute() -> None:
     steep = CostCurve((1, 4, 32), (0.4, 0.9, 5.0))
-    for curve, rows in ((FLAT, 32), (CURVE, 12), (steep, 3)):  # .6 + 4 * .0375 = .75 <= .8 < .9, and so on
+    for curve, rows in ((FLAT, 32), (CURVE, 12), (steep, 8)):  # CURVE: .6 + 4 * .0375 = .75 <= .8 < .9
         costs = chain(4, 20.0, curve)
         assert marginal_policy(costs, plain(costs)).rows == rows
 
