@@ -288,7 +288,8 @@ class Node:
         limits, span = self._config.limits, self._standing.span
         self._standing.leaving = True
         if span is not None and not self._standing.closed:
-            self._announcer.changed()
+            with contextlib.suppress(NetworkError):  # then the others learn of it a little later
+                await self._announcer.publish()
             portrait = self._portrait
             await hand_over(span, portrait.elsewhere, portrait.replaceable, limits.handover_timeout_s)
         why = NodeLeaving("this node leaves the swarm" if leaving else "this node lends its machine at other hours")

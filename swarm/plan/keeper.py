@@ -30,10 +30,13 @@ class Policy:
     """`coverage_patience_s`, `patience_s`: how long a layer must lack a node, or the loads differ, without a break.
 
     A gap that joining nodes are about to fill is given `patience_s` too, and every move a node has made in the last
-    `rest_s` doubles its patience with gaps, up to `patience_s`. `settle_s`: how long a node must find its own move in
-    the first wave before it makes it; longer than a record takes to reach everybody, and not asked of a gap that has
-    outlasted twice its patience. `rest_s`: after a move of its own a node makes no other for balance. `min_gain`:
-    relative fall of the coefficient of variation for which moving is worth while.
+    `rest_s` doubles its patience with gaps, up to `patience_s`. A gap that is only foretold, because those who serve
+    the layers say that they leave, needs no patience but `settle_s`.
+
+    `settle_s`: how long a node must find its own move in the first wave before it makes it; longer than a record takes
+    to reach everybody, and not asked of a gap that has outlasted twice its patience. `rest_s`: after a move of its own
+    a node makes no other for balance. `min_gain`: relative fall of the coefficient of variation for which moving is
+    worth while.
     """
 
     alpha: float = ALPHA
@@ -110,7 +113,9 @@ class Keeper:
         if self._lacking:
             since = min(self._lacking.values())
             if not all(coverage(spans.values(), snapshot.num_layers)):
+                foretold = all(snapshot.coverage()[layer] for layer in self._lacking)
                 patience_s = min(policy.coverage_patience_s * 2 ** len(self._moved_at), policy.patience_s)
+                patience_s = policy.settle_s if foretold else patience_s
                 return _Trigger(True, since, patience_s, verdict.reason), verdict.reason
             reason = "coverage: only nodes that are joining would hold some layers"
             return _Trigger(True, since, policy.patience_s, reason), reason

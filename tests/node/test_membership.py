@@ -12,9 +12,10 @@ import pytest
 from virtual_clock import virtual_time
 from virtual_nodes import LAYERS, VirtualSwarm, ask, virtual_swarm
 
+from swarm.net.memory import MemoryDirectory
 from swarm.plan.rebalance import speed, target
 from swarm.plan.verbs import VERBS
-from swarm.types import NodeState, Snapshot
+from swarm.types import NodeState, PeerId, Snapshot
 
 PROMPT = (3, 14, 15, 92, 65, 35)
 
@@ -97,6 +98,34 @@ async def test_the_layers_of_a_node_that_dies_are_taken_over(monkeypatch: pytest
             await swarm.covered(60)
             await asyncio.sleep(2)
         assert "moving" in [name for node in swarm.nodes for name in node.told.names()]
+
+
+@virtual_time
+async def test_nodes_with_the_same_layers_that_leave_at_the_same_moment_do_not_count_on_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = MemoryDirectory.read
+
+    async def slowly(self: MemoryDirectory, model: str) -> dict[PeerId, bytes]:
+        """What was there when they asked."""
+        found = await read(self, model)
+        await asyncio.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(MemoryDirectory, "read", slowly)
+    async with virtual_swarm(monkeypatch, 4, 4, 4, 4) as swarm:
+        await swarm.covered()
+        await asyncio.sleep(8)
+        assert await swarm.coverage() == [2] * LAYERS
+        upper = {n.peer for n in (await swarm.snapshot()).serving() if n.span and n.span.start == 4}
+        async with watched(swarm) as gaps, questions(swarm, 1):
+            leaving = [node for node in swarm.nodes if node.peer in upper]
+            await asyncio.gather(*(node.end() for node in leaving))
+            await asyncio.sleep(2)
+        assert gaps == []
+        assert await swarm.coverage() == [1] * LAYERS
+        for node in leaving:
+            swarm.remove(node)
 
 
 @virtual_time

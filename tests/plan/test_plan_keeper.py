@@ -190,6 +190,22 @@ def test_two_nodes_that_flap_in_turn_do_not_drag_a_third_to_and_fro() -> None:
     assert 1 <= town.moves <= 10
 
 
+def test_a_gap_that_leaving_nodes_foretell_is_filled_soon_and_however_often_the_node_has_moved() -> None:
+    a, b, c = node("a", 4, (0, 4)), node("b", 4, (0, 4)), node("c", 4, (4, 8))
+    leaving, gone = snapshot(8, [a, b, replace(c, state=NodeState.LEAVING)]), snapshot(8, [a, b])
+    waits = {}
+    for name, seen in (("leaving", leaving), ("gone", gone)):
+        keepers = {peer: Keeper(peer, POLICY) for peer in ("a", "b")}
+        for keeper in keepers.values():
+            keeper.observe(snapshot(8, [a, b, c]), -20.0)
+            keeper.moved(-10.0)
+        waits[name] = next(
+            now for now in range(60) if any(k.observe(seen, float(now)).move is not None for k in keepers.values())
+        )
+    assert waits["leaving"] <= 2 * POLICY.settle_s
+    assert waits["gone"] >= POLICY.patience_s
+
+
 def test_nobody_moves_for_a_gap_that_a_joining_node_is_about_to_fill_unless_it_never_does() -> None:
     placed = [node("a", 10, (0, 10)), node("b", 10, (0, 10)), node("c", 10, (0, 10))]
     promised = snapshot(20, [*placed, node("d", 10)])

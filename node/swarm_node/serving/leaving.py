@@ -31,7 +31,8 @@ async def hand_over(
 ) -> bool:
     """Wait until other nodes serve `span`; False if they cannot, or do not in time.
 
-    Others count us out from the moment that our record says LEAVING, and move into the gap that they then see.
+    Call it once our record says LEAVING: others count us out from then on and move into the gap that they see, and of
+    several that leave at the same moment the last to have said so sees that the rest are going.
     """
     with contextlib.suppress(TimeoutError, NetworkError):
         async with asyncio.timeout(within_s):
