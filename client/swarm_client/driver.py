@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REPAIRS = 16
 ROUTE_RETRY_S = 0.5
+NOTICED_WITHIN = 2.0  # silences: a hop that does not answer pings is noticed so soon; more is no loss but slowness
 LATE = 3.0  # times what the live costs promise of a prompt's longest piece, which a slow chain is given on top
 MOST_LATE = 9.0  # step timeouts, whatever a chain says of itself
 
@@ -63,7 +64,8 @@ class Driver:
     held: int = 0  # tokens that the hops had behind them when the last session was opened
     repairs: list[str] = field(default_factory=list)
     _session: ChainSession | None = None
-    _broken_since: float | None = None  # loop time of the first loss after the last result
+    _heard_at: float = 0.0  # loop time of the last result, or of the chain that is to bring one
+    _broken_since: float | None = None  # loop time from which the deadline for a repair counts, see _lose
     _watch: RoundWatch = field(default_factory=lambda: RoundWatch(Chain(())))
     _pending: list[Event] = field(default_factory=list)
     _allowance_s: float = 0.0  # for the pieces of a prompt, see LATE
@@ -150,7 +152,7 @@ class Driver:
             raise ConnectionLost(
                 f"no token came back within {limit_s:.0f} s along {self.chain}; one of its nodes hangs"
             ) from None
-        self._broken_since = None
+        self._heard_at, self._broken_since = _now(), None
         suspicion = self._watch.settled(result.step, result.trace, _now(), len(self.generation.known))
         slow = await self._too_slow(session, suspicion)
         if slow is not None:
@@ -190,13 +192,17 @@ class Driver:
     # Chains ----------------------------------------------------------------------------------------------------------
 
     def _lose(self, action: RepairChain) -> None:
-        """Note what was lost. Raises ConnectionLost when it happens too often."""
+        """Note what was lost, and since when: silence before a loss that took silence to notice is waiting too.
+
+        Raises ConnectionLost when it happens too often.
+        """
         logger.warning("lost %s (%s); looking for another way", action.lost, action.reason)
         self.repairs.append(f"{action.lost}: {action.reason}")
         if len(self.repairs) > MAX_REPAIRS:
             raise ConnectionLost(f"gave up after {MAX_REPAIRS} broken chains; the last reason: {action.reason}")
         self._pending.clear()
-        self._broken_since = self._broken_since or _now()
+        if self._broken_since is None:
+            self._broken_since = max(self._heard_at, _now() - NOTICED_WITHIN * self.limits.silence_s)
         if self._session is not None:
             self._session.leave(action.lost, ProtocolError(action.reason))
             self.chains.ban_lost(self._session)
@@ -256,7 +262,7 @@ class Driver:
         return self._ready(session, session.held)
 
     def _ready(self, session: ChainSession, held: int) -> ChainReady:
-        self._session, self.chain = session, session.chain
+        self._session, self.chain, self._heard_at = session, session.chain, _now()
         costs = self.chains.costs(session.chain)
         self._watch = RoundWatch(session.chain, costs, self._watch.suspicions)
         if self.speculator is not None:

@@ -124,7 +124,9 @@ class Round:
         """`whole`: our half has every layer."""
         ends = {"right"} if whole else {"right", "no_route"}
         return (
-            all(o.ended in ends and o.waited_s <= LIMITS.repair_timeout_s + 1.0 for o in (*self.running, *self.during))
+            all(o.ended in ends for o in (*self.running, *self.during))
+            and all(o.pause_s <= LIMITS.repair_timeout_s + 1.0 for o in self.running)
+            and all(o.waited_s <= LIMITS.route_timeout_s + 1.0 for o in self.during)
             and self.covered_s <= COVERED_WITHIN_S
             and self.after.ended == "right"
         )
