@@ -3,7 +3,8 @@
     python benchmarks/bench_speculation.py [--hops 4] [--delays 0 5 20 50] [--tokens 64] [--json FILE]
 
 Every node is a process of one thread and `delay` ms from every other and from the client. All strategies answer each
-request one after another, greedily, in fp32; a request's tokens must be the same under all of them, or the run fails.
+request in turn, greedily, in fp32, again and again until that has taken `--seconds` each; of the speeds the median
+counts. A request's tokens must be the same under all of them, or the run fails.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from swarm_client.request import STRATEGIES
 from swarm_kernels.loader import open_model
 
 MODEL = "smollm2-135m"
+MOST_TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -42,45 +44,71 @@ class Cell:
     sent_kb: float  # by all nodes, a token
 
 
-async def measure(hops: int, delay_ms: float, tokens: int, strategies: list[str], draft: str) -> list[Cell]:
+async def measure(hops: int, delay_ms: float, args: argparse.Namespace) -> list[Cell]:
     cells: list[Cell] = []
     layers = open_model(MODEL).config.num_layers
     with ShapedSwarm(equal_spans(layers, hops), delay_ms) as swarm:
-        async with far_client(swarm.address, delay_ms, settings={"draft": draft}) as client:
+        async with far_client(swarm.address, delay_ms, settings={"draft": args.draft}) as client:
             await ask(client, "Hello!", "sequential", 8)  # connections, caches
             for name, prompt in PROMPTS.items():
-                plain: Answer | None = None
-                for strategy in ("sequential", *strategies):
-                    before = await swarm.sent_bytes()
-                    answer = await ask(client, prompt, strategy, tokens)
-                    sent = await swarm.sent_bytes() - before
-                    plain = plain or answer
-                    if answer.token_ids != plain.token_ids:
+                turns = await take_turns(swarm, client, prompt, args)
+                plain = turns["sequential"]
+                for strategy, turn in turns.items():
+                    if any(answer.token_ids != plain.answers[0].token_ids for answer in turn.answers):
                         raise RuntimeError(f"{strategy} changed the answer to '{name}'")
-                    cells.append(cell(hops, delay_ms, name, strategy, answer, plain.tokens_per_second, sent))
+                    cells.append(cell(hops, delay_ms, name, strategy, turn, plain.tokens_per_s))
                     print(line(cells[-1]), flush=True)
     return cells
+
+
+class Turns:
+    """One strategy's answers to one request, and the bytes that all nodes sent for each."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.sent: list[int] = []
+
+    @property
+    def tokens_per_s(self) -> float:
+        return statistics.median(answer.tokens_per_second for answer in self.answers)
+
+    def enough(self, seconds: float) -> bool:
+        took_s = sum(len(answer.token_ids) / answer.tokens_per_second for answer in self.answers)
+        return len(self.answers) == MOST_TURNS or took_s >= seconds
+
+
+async def take_turns(
+    swarm: ShapedSwarm, client: SwarmClient, prompt: str, args: argparse.Namespace
+) -> dict[str, Turns]:
+    turns = {strategy: Turns() for strategy in ("sequential", *args.strategies)}
+    while waiting := [strategy for strategy, turn in turns.items() if not turn.enough(args.seconds)]:
+        for strategy in waiting:
+            before = await swarm.sent_bytes()
+            answer = await ask(client, prompt, strategy, args.tokens)
+            turns[strategy].answers.append(answer)
+            turns[strategy].sent.append(await swarm.sent_bytes() - before)
+    return turns
 
 
 async def ask(client: SwarmClient, prompt: str, strategy: str, tokens: int) -> Answer:
     return await client.chat([{"role": "user", "content": prompt}], strategy=strategy, max_new_tokens=tokens)
 
 
-def cell(hops: int, delay_ms: float, name: str, strategy: str, answer: Answer, plain: float, sent: int) -> Cell:
-    guesses = answer.speculation or {}
-    tokens = len(answer.token_ids)
+def cell(hops: int, delay_ms: float, name: str, strategy: str, turn: Turns, plain: float) -> Cell:
+    answer = turn.answers[-1]
+    guesses, tokens = answer.speculation or {}, len(answer.token_ids)
     return Cell(
         hops,
         delay_ms,
         name,
         strategy,
         answer.strategy,
-        answer.tokens_per_second,
-        answer.tokens_per_second / plain if plain else 0.0,
+        turn.tokens_per_s,
+        turn.tokens_per_s / plain if plain else 0.0,
         guesses.get("tokens_per_step", 1.0),
         guesses.get("rows", 0) / tokens,
         guesses["acceptance"][0][0] if guesses else 0.0,
-        sent / tokens / 1e3,
+        turn.sent[-1] / tokens / 1e3,
     )
 
 
@@ -109,6 +137,7 @@ def main() -> None:
     parser.add_argument("--hops", type=int, nargs="+", default=[4])
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=2.0, help=f"a strategy, request; {MOST_TURNS} turns at most")
     parser.add_argument("--strategies", nargs="+", default=["auto", "tree", "pipelined"], choices=STRATEGIES)
     parser.add_argument("--draft", default=SHIPPED, help="who guesses beside the look-up; ngram: nobody")
     parser.add_argument("--json", type=Path)
@@ -123,7 +152,7 @@ def main() -> None:
     cells: list[Cell] = []
     for hops in args.hops:
         for delay in args.delays:
-            cells += uvloop.run(measure(hops, delay, args.tokens, args.strategies, args.draft))
+            cells += uvloop.run(measure(hops, delay, args))
     print(summary(cells))
     if args.json:
         args.json.write_text(json.dumps([asdict(c) for c in cells], indent=2) + "\n")
