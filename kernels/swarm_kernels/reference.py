@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 from swarm_kernels.batch import PAGE, BatchPlan
 
+LOG2_E = 1.44269504088896
+
 
 class Linear(Protocol):
     """`y = x W^T + b` with weights prepared once: `x [n, in_features]` -> `[n, out_features]` of x's dtype."""
@@ -213,7 +215,8 @@ def attend(
             visible = visible & (group.position > plan.positions[group.rows, None] - sliding_window)
         keys = _key_slots(k_pages)[group.pages].flatten(0, 1).to(q.dtype)  # [keys, G, D]
         values = _value_slots(v_pages)[group.pages].flatten(0, 1).to(q.dtype)
-        out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap)
+        rounding = torch.bfloat16 if k_pages.dtype == torch.bfloat16 else torch.float32
+        out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding)
     return out
 
 
@@ -224,16 +227,24 @@ def _softmax_sum(
     visible: torch.Tensor,
     scale: float,
     softcap: float | None,
+    rounding: torch.dtype,
 ) -> torch.Tensor:
-    """`q [r, H, D]`, `keys`, `values` `[keys, G, D]`, `visible [r, keys]` -> `[r, H, D]`; zero where none is seen."""
+    """`q [r, H, D]`, `keys`, `values` `[keys, G, D]`, `visible [r, keys]` -> `[r, H, D]`; zero where none is seen.
+
+    Queries, times the scale, and weights are rounded to `rounding`: weights over a power of two, which then does not
+    matter. Scores are log2 of the weights.
+    """
     rows, heads, dim = q.shape
     groups = keys.shape[1]
-    split = q.view(rows, groups, heads // groups, dim)
-    scores = torch.einsum("rgjd,kgd->rgjk", split.float(), keys.float()) * scale
+    factor = torch.tensor(scale, dtype=torch.float32) * (LOG2_E if softcap is None else 1.0)
+    split = (q.float() * factor).to(rounding).float().view(rows, groups, heads // groups, dim)
+    scores = torch.einsum("rgjd,kgd->rgjk", split, keys.float())
     if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+        scores = torch.tanh(scores / softcap) * (softcap * LOG2_E)
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-    weights = torch.softmax(scores, -1).masked_fill(~visible.any(1)[:, None, None, None], 0.0)
+    peaks = scores.amax(-1, keepdim=True).ceil() if len(keys) else scores.new_zeros((*scores.shape[:-1], 1))
+    weights = torch.exp2(scores - peaks).masked_fill(~visible[:, None, None], 0.0).to(rounding).float()
+    weights = weights / weights.sum(-1, keepdim=True).masked_fill(~visible.any(1)[:, None, None, None], 1.0)
     seen = visible.any(0)[:, None, None]  # a slot nobody sees may hold another session's infinities
     mixed = torch.einsum("rgjk,kgd->rgjd", weights, values.float().masked_fill(~seen, 0.0))
     return mixed.reshape(rows, heads, dim).to(q.dtype)

@@ -61,6 +61,15 @@ def copied(case: Case) -> Case:
     return q, k, v, k_pages.clone(), v_pages.clone()
 
 
+def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """`dtype`: of the pages. A number next to the middle of two of bf16 may be rounded the other way, which is rare."""
+    if dtype == torch.bfloat16:
+        torch.testing.assert_close(out, expected, rtol=5e-3, atol=5e-3)
+        assert ((out - expected).abs() <= 2e-5 * (1 + expected.abs())).float().mean() > 0.98
+    else:
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attend_matches_the_reference(isa: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
@@ -70,7 +79,7 @@ def test_attend_matches_the_reference(isa: str, dtype: torch.dtype, heads: tuple
         twin = copied(case)
         out = ops.attend(*case, plan, heads[2] ** -0.5)
         expected = reference.attend(*twin, plan, heads[2] ** -0.5)
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        assert_near(out, expected, dtype)
         assert torch.equal(case[3], twin[3])
         assert torch.equal(case[4], twin[4])
 
@@ -99,7 +108,7 @@ def test_long_contexts_match_the_reference(isa: str, dtype: torch.dtype, window:
     plan, pages = make_plan(parts, generator)
     case = random_case(plan, pages, (9, 3, 64), dtype, 11)
     expected = reference.attend(*copied(case), plan, 0.125, window)
-    torch.testing.assert_close(ops.attend(*case, plan, 0.125, window), expected, rtol=1e-5, atol=1e-5)
+    assert_near(ops.attend(*case, plan, 0.125, window), expected, dtype)
 
 
 def test_forks_read_the_pages_they_share(isa: str) -> None:
@@ -110,7 +119,7 @@ def test_forks_read_the_pages_they_share(isa: str) -> None:
     plan = replace(plan, pages=tables)
     case = random_case(plan, pages, (6, 2, 48), torch.bfloat16, 12)
     expected = reference.attend(*copied(case), plan, 0.2)
-    torch.testing.assert_close(ops.attend(*case, plan, 0.2), expected, rtol=1e-5, atol=1e-5)
+    assert_near(ops.attend(*case, plan, 0.2), expected, torch.bfloat16)
 
 
 def test_a_row_alone_is_the_row_among_others(isa: str) -> None:
@@ -130,9 +139,10 @@ def test_a_row_alone_is_the_row_among_others(isa: str) -> None:
                 assert torch.equal(out[0], together[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_it_does_not_matter_how_keys_are_spread_between_committed_pages_and_tree_slots(
-    isa: str, heads: tuple[int, int, int]
+    isa: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """A line of 150 keys, of which the last 0 to 100 are a branch of a tree."""
     generator = torch.Generator().manual_seed(7)
@@ -143,7 +153,7 @@ def test_it_does_not_matter_how_keys_are_spread_between_committed_pages_and_tree
     for branch in (0, 1, 17, 64, 100):
         committed = 150 - branch
         plan, pages = make_plan([Part(0, line=committed)], generator)
-        k_pages, v_pages = random_pages(pages + 8, groups, dim, torch.float32, generator)
+        k_pages, v_pages = random_pages(pages + 8, groups, dim, dtype, generator)
         first = slice(0, committed)
         out = ops.attend(q[first], k[first], v[first], k_pages, v_pages, plan, dim**-0.5)
         if branch:
@@ -155,14 +165,15 @@ def test_it_does_not_matter_how_keys_are_spread_between_committed_pages_and_tree
             out = ops.attend(q[rest], k[rest], v[rest], k_pages, v_pages, tree, dim**-0.5)
         outputs.append(out[-1])
     for out in outputs[1:]:
-        torch.testing.assert_close(out, outputs[0], rtol=1e-5, atol=1e-5)
+        assert_near(out, outputs[0], dtype)
 
 
-def test_unseen_keys_cannot_poison_a_row(isa: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unseen_keys_cannot_poison_a_row(isa: str, dtype: torch.dtype) -> None:
     """Pages may hold what another session left there, infinities included."""
     generator = torch.Generator().manual_seed(5)
     plan, pages = make_plan([Part(70, tree=random_tree(20, generator)), Part(5, line=3)], generator)
-    case = random_case(plan, pages, (4, 2, 32), torch.float32, 5)
+    case = random_case(plan, pages, (4, 2, 32), dtype, 5)
     expected = ops.attend(*copied(case), plan, 0.2)
     q, k, v, k_pages, v_pages = case
     seen = torch.zeros(pages * PAGE, dtype=torch.bool)
@@ -175,7 +186,7 @@ def test_unseen_keys_cannot_poison_a_row(isa: str) -> None:
     v_pages.masked_fill_(hostile[:, None, :, None], float("inf"))
     assert torch.equal(ops.attend(q, k, v, k_pages, v_pages, plan, 0.2), expected)
     twin = reference.attend(q, k, v, k_pages, v_pages, plan, 0.2)
-    torch.testing.assert_close(twin, expected, rtol=1e-5, atol=1e-5)
+    assert_near(twin, expected, dtype)
 
 
 def test_a_row_that_sees_nothing_gets_zeros(isa: str) -> None:
@@ -195,7 +206,7 @@ def test_slots_move_before_the_batch_is_written(isa: str) -> None:
     case = random_case(plan, pages, (4, 2, 32), torch.bfloat16, 3)
     twin = copied(case)
     expected = reference.attend(*twin, plan, 0.2)
-    torch.testing.assert_close(ops.attend(*case, plan, 0.2), expected, rtol=1e-5, atol=1e-5)
+    assert_near(ops.attend(*case, plan, 0.2), expected, torch.bfloat16)
     assert torch.equal(case[3], twin[3])
     assert torch.equal(case[4], twin[4])
 

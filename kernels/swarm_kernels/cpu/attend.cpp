@@ -88,7 +88,7 @@ struct Attention {
     }
     for (int64_t i = 0; i < m; i += width) {
       const int64_t rows = std::min(width, m - i);
-      table.fill_tile(false, workspace + i * dim, dim, rows, rows, dim, nullptr, nullptr, q + i * dim);
+      table.fill_tile(cache.bf16 != 0, workspace + i * dim, dim, rows, rows, dim, nullptr, nullptr, q + i * dim);
     }
   }
 

@@ -26,15 +26,15 @@ struct Step {
   Seen* sees;       // batch rows
 };
 
-// What a job works in: a panel in fp32, scores [m, STEP_KEYS], and a few words a row.
+// What a job works in: a prepared panel, scores [m, STEP_KEYS], and a few words a row.
 struct Workspace {
-  float *wide, *scores, *shrink;
+  float *panel, *scores, *shrink;
   QueryTile* tile;  // at most m
   Seen* sees;       // at most m batch rows
 
   Workspace(const AttendJob& job) {
-    wide = job.workspace;
-    scores = wide + STEP_KEYS * wide_dims(job.dim);
+    panel = job.workspace;
+    scores = panel + STEP_KEYS * wide_dims(job.dim);
     shrink = scores + job.m * STEP_KEYS;
     tile = reinterpret_cast<QueryTile*>(shrink + padded(job.m));
     sees = reinterpret_cast<Seen*>(tile + job.m);
@@ -83,7 +83,7 @@ Panel<T> values_of(const Step<T>& step, int64_t d, int64_t dim) {
   return panel;
 }
 
-template <typename T, int ROWS, bool WIDEN>
+template <typename T, int ROWS, bool PREPARE>
 void attend_step(const AttendJob& job, const Step<T>& step, const Workspace& work, const SoftmaxState& state) {
   const auto each_tile = [&](const auto& use) {
     for (int64_t t = 0; t < step.tiles; t++) {
@@ -107,19 +107,21 @@ void attend_step(const AttendJob& job, const Step<T>& step, const Workspace& wor
   };
   for (int64_t p = step.pages.begin / PANEL_PAGES * PANEL_PAGES; p < step.pages.end; p += PANEL_PAGES) {
     const Panel<T> keys = keys_of(step, p);
-    if constexpr (WIDEN)
-      use_keys(widened(keys, job.dim, PAGE, work.wide));
+    if constexpr (PREPARE)
+      use_keys(prepared(keys, job.dim, PAGE, work.panel));
     else
       use_keys(keys);
   }
   each_tile([&](auto rows, const QueryTile& tile, float* scores) {
-    soften<rows.value>(scores, step.sees, job.share, step.pages, job.softcap, state, tile.row, work.shrink + tile.row);
+    constexpr Weights KIND = std::is_same_v<T, float> ? Weights::EXACT : BF16_WEIGHTS;
+    soften<rows.value, KIND>(scores, step.sees, job.share, step.pages, job.softcap, state, tile.row,
+                             work.shrink + tile.row);
   });
   for (int64_t d = 0; d < job.dim; d += PANEL_DIMS) {
     const int64_t width = job.dim - d < PANEL_DIMS ? job.dim - d : PANEL_DIMS;
     const Panel<T> values = values_of(step, d, job.dim);
-    if constexpr (WIDEN)
-      use_values(widened(values, PAGE, width, work.wide), d, width);
+    if constexpr (PREPARE)
+      use_values(prepared(values, PAGE, width, work.panel), d, width);
     else
       use_values(values, d, width);
   }
@@ -173,14 +175,14 @@ bool look(const AttendJob& job, int64_t word, Step<T>& step) {
   return true;
 }
 
-template <typename T, int ROWS, bool WIDEN>
+template <typename T, int ROWS, bool PREPARE>
 void attend_of(const AttendJob& job, int64_t begin, int64_t end, const SoftmaxState& state) {
   const Workspace work(job);
   Step<T> step;
   step.tile = work.tile, step.sees = work.sees;
   for (int64_t word = begin; word < end; word += STEP_WORDS) {
     step.last = word + STEP_WORDS >= job.ahead_end;
-    if (look(job, word, step)) attend_step<T, ROWS, WIDEN>(job, step, work, state);
+    if (look(job, word, step)) attend_step<T, ROWS, PREPARE>(job, step, work, state);
   }
 }
 
@@ -190,7 +192,7 @@ inline void attend(const AttendJob& job, int64_t begin, int64_t end, const Softm
   std::memset(state.mix, 0, sizeof(float) * job.m * job.dim);
   if (!job.bf16)
     attend_of<float, WIDE_ROWS, false>(job, begin, end, state);
-  else if (widens(job.m, true))
+  else if (prepares(job.m, true))
     attend_of<uint16_t, WIDE_ROWS, true>(job, begin, end, state);
   else
     attend_of<uint16_t, NARROW_ROWS, false>(job, begin, end, state);

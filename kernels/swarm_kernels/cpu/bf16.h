@@ -26,8 +26,9 @@ inline void round_inputs(const float* x, int64_t width, float* to) {
   for (; k + LANES <= width; k += LANES) {
     const U nearest = nearest_bf16(load(x + k));
     if constexpr (BF16_INPUTS == 2) {
-      const H halves = __builtin_convertvector(nearest >> 16, H);
-      put(&halves, sizeof halves);
+      uint16_t halves[LANES];
+      store_halves(halves, nearest);
+      put(halves, sizeof halves);
     } else {
       const U whole = nearest & 0xffff0000u;
       put(&whole, sizeof whole);

@@ -31,7 +31,7 @@ struct LinearJob {
 
 // Query rows of one session against one KV head. Query row i belongs to batch row i / share.
 struct AttendJob {
-  // Tiles [dim][tile_rows], the last one of the rows left, times the scale, and times log2(e) if there is no softcap.
+  // Tiles as `fill_tile` makes them, the last one of the rows left, times the scale, and log2(e) if there is no softcap.
   const float* q;
   int64_t m, tile_rows, share, dim;
   const void *k, *v;  // this head in page 0

@@ -1,6 +1,11 @@
 // Query rows against panels of pages: four pages of keys, or 64 dimensions of a step's values. A panel stays in the
-// first-level cache while all tiles of rows pass; where many do, it is widened to fp32 first.
+// first-level cache while all tiles of rows pass; where many do, it is prepared for the products first. Sums are those
+// of bf16.h, over pairs of dimensions and pairs of keys: queries and weights are rounded to bf16 where keys and values
+// are, and products of pairs are added the second first.
 #pragma once
+#include <type_traits>
+
+#include "bf16.h"
 #include "kernels.h"
 #include "simd.h"
 #include "softmax.h"
@@ -9,9 +14,9 @@ namespace SWARM_ISA {
 
 using swarm::STEP_PAGES;
 
-// Most rows of a register tile, where elements are widened on the way and where they are fp32 already, and the blocks
+// Most rows of a register tile, where elements are prepared on the way and where they are already, and the blocks
 // (pages of keys, 16 dimensions of values) it spans. Few rows need many blocks to keep enough sums in flight; many rows
-// save widening, many blocks save loads.
+// save preparing, many blocks save loads.
 #if defined(__AVX512F__)
 constexpr int NARROW_ROWS = 12, WIDE_ROWS = 6;
 constexpr int blocks_wide(int rows) { return rows > 6 ? 2 : 4; }
@@ -23,13 +28,13 @@ constexpr int NARROW_ROWS = 3, WIDE_ROWS = 3;
 constexpr int blocks_wide(int) { return 1; }
 #endif
 constexpr int64_t PANEL_PAGES = 4, PANEL_DIMS = 64;
-constexpr int64_t WIDEN_ABOVE = 2 * NARROW_ROWS;  // rows
+constexpr int64_t PREPARE_ABOVE = 2 * NARROW_ROWS;  // rows
 
-inline bool widens(int64_t m, bool bf16) { return bf16 && m > WIDEN_ABOVE; }
+inline bool prepares(int64_t m, bool bf16) { return bf16 && m > PREPARE_ABOVE; }
 
 // Rows of a tile when m rows share keys: as even as can be.
 inline int64_t query_tile(int64_t m, bool bf16) {
-  const int64_t most = bf16 && !widens(m, bf16) ? NARROW_ROWS : WIDE_ROWS, tiles = (m + most - 1) / most;
+  const int64_t most = bf16 && !prepares(m, bf16) ? NARROW_ROWS : WIDE_ROWS, tiles = (m + most - 1) / most;
   return (m + tiles - 1) / tiles;
 }
 
@@ -37,6 +42,17 @@ struct QueryTile {
   int64_t index, row, rows;  // its first query row
   Seen seen;                 // by any of its rows
 };
+
+// Elements are fp32, bf16 as stored, or bf16 prepared: Bf16Input, which is a pair in a word where there are dot-product
+// instructions. Then a step of a sum takes a pair at once, otherwise one element of it after the other.
+template <typename T>
+constexpr bool PAIRED = BF16_INPUTS == 2 && !std::is_same_v<T, float>;
+template <typename T>
+constexpr int TERMS = PAIRED<T> ? 1 : 2;  // of a pair
+template <typename T>
+constexpr int LINES = std::is_same_v<T, uint32_t> ? 1 : 2;  // of a page that hold a pair
+template <typename T>
+using Factor = std::conditional_t<PAIRED<T>, uint32_t, float>;  // of queries and weights
 
 // Pages of keys [dim][16], or of values [16][ld] from some dimension on.
 template <typename T>
@@ -54,7 +70,29 @@ SWARM_INLINE const char* ahead_of(const Panel<T>& panel, int64_t p, int64_t tile
   return panel.ahead[p] && p % tiles == tile ? panel.ahead[p] : reinterpret_cast<const char*>(panel.page[p]);
 }
 
-// q [dim][ROWS] x the panel's keys -> scores [ROWS][STEP_KEYS].
+// Term I of LANES pairs whose first elements are at `at` and whose second ones `ld` further.
+template <int I>
+SWARM_INLINE V term(const float* at, int64_t ld) {
+  return load(at + I * ld);
+}
+template <int I>
+SWARM_INLINE V term(const uint16_t* at, int64_t ld) {
+  if constexpr (BF16_INPUTS == 1) return load(at + I * ld);
+  return (V)((U)load(at + ld) | (U)load(at) >> 16);
+}
+template <int I>
+SWARM_INLINE V term(const uint32_t* at, int64_t) {
+  return (V)load_words(at);
+}
+SWARM_INLINE V add_term(V sums, V elements, float factor) { return sums + factor * elements; }
+#if defined(__AVX512BF16__)
+SWARM_INLINE V add_term(V sums, V elements, uint32_t factor) { return add_products(sums, elements, factor); }
+#endif
+
+// The bits of a pair, of which the lower says that the first element counts, as a mask of the pair in a word.
+SWARM_INLINE uint32_t halves(uint32_t bits) { return (bits & 1 ? 0xffffu : 0) | (bits & 2 ? 0xffff0000u : 0); }
+
+// q [dim / 2][TERMS][ROWS] x the panel's keys -> scores [ROWS][STEP_KEYS].
 template <int ROWS, typename T>
 SWARM_APART void score(const float* q, int64_t dim, const Panel<T>& panel, int64_t tile, int64_t tiles,
                         float* scores) {
@@ -69,21 +107,22 @@ SWARM_APART void score(const float* q, int64_t dim, const Panel<T>& panel, int64
     for (int r = 0; r < ROWS; r++)
       SWARM_UNROLL
       for (int j = 0; j < N; j++) acc[r][j] = zero();
-    const float* column = q;
-    int64_t ahead_at = 0;
-    for (int64_t d = 0; d < dim; d += 2, ahead_at += 2 * panel.ahead_stride) {
+    const auto* factors = reinterpret_cast<const Factor<T>*>(q);
+    const auto add = [&](auto index, int64_t pair) __attribute__((always_inline)) {
+      V elements[N];
       SWARM_UNROLL
-      for (int half = 0; half < 2; half++, column += ROWS) {
-        V wide[N];
+      for (int j = 0; j < N; j++)
+        elements[j] = term<index.value>(keys[j / VECS] + pair * LINES<T> * PAGE + (j % VECS) * LANES, PAGE);
+      SWARM_UNROLL
+      for (int j = index.value; j < PAGES_WIDE; j += TERMS<T>) __builtin_prefetch(ahead[j] + pair * 2 * panel.ahead_stride);
+      SWARM_UNROLL
+      for (int r = 0; r < ROWS; r++)
         SWARM_UNROLL
-        for (int j = 0; j < N; j++) wide[j] = load(keys[j / VECS] + (d + half) * PAGE + (j % VECS) * LANES);
-        SWARM_UNROLL
-        for (int j = half; j < PAGES_WIDE; j += 2) __builtin_prefetch(ahead[j] + ahead_at);
-        SWARM_UNROLL
-        for (int r = 0; r < ROWS; r++)
-          SWARM_UNROLL
-          for (int j = 0; j < N; j++) acc[r][j] += column[r] * wide[j];
-      }
+        for (int j = 0; j < N; j++) acc[r][j] = add_term(acc[r][j], elements[j], factors[index.value * ROWS + r]);
+    };
+    for (int64_t pair = 0; pair < dim / 2; pair++, factors += TERMS<T> * ROWS) {
+      if constexpr (TERMS<T> == 2) add(std::integral_constant<int, 1>(), pair);
+      add(std::integral_constant<int, 0>(), pair);
     }
     SWARM_UNROLL
     for (int r = 0; r < ROWS; r++)
@@ -95,7 +134,7 @@ SWARM_APART void score(const float* q, int64_t dim, const Panel<T>& panel, int64
 // mix [ROWS][WIDTH of dim] = mix * shrink + weights [ROWS][STEP_KEYS] x values, from column d of the panel on, over the
 // keys in `seen`.
 template <int ROWS, int WIDTH, typename T>
-SWARM_APART void gather(const float* weights, const float* shrink, const Panel<T>& panel, int64_t d,
+SWARM_APART void gather(const Factor<T>* weights, const float* shrink, const Panel<T>& panel, int64_t d,
                          const QueryTile& tile, int64_t tiles, int64_t dim, float* mix) {
   constexpr int N = WIDTH / LANES;
   V acc[ROWS][N];
@@ -103,30 +142,43 @@ SWARM_APART void gather(const float* weights, const float* shrink, const Panel<T
   for (int r = 0; r < ROWS; r++)
     SWARM_UNROLL
     for (int j = 0; j < N; j++) acc[r][j] = load(mix + r * dim + j * LANES) * shrink[r];
-  const auto add = [&](const T* value, const float* weight) __attribute__((always_inline)) {
-    V wide[N];
+  const auto add = [&](auto index, const T* value, const Factor<T>* weight, uint32_t keep)
+                       __attribute__((always_inline)) {
+    V elements[N];
     SWARM_UNROLL
-    for (int j = 0; j < N; j++) wide[j] = load(value + j * LANES);
+    for (int j = 0; j < N; j++) {
+      elements[j] = term<index.value>(value + j * LANES, panel.ld);
+      if constexpr (PAIRED<T>) elements[j] = (V)((U)elements[j] & keep);
+    }
     SWARM_UNROLL
     for (int r = 0; r < ROWS; r++)
       SWARM_UNROLL
-      for (int j = 0; j < N; j++) acc[r][j] += weight[r * STEP_KEYS] * wide[j];
+      for (int j = 0; j < N; j++) acc[r][j] = add_term(acc[r][j], elements[j], weight[r * STEP_KEYS + index.value]);
+  };
+  const auto add_pair = [&](const T* value, const Factor<T>* weight, uint32_t bits) __attribute__((always_inline)) {
+    if constexpr (TERMS<T> == 2) {
+      if (bits & 2) add(std::integral_constant<int, 1>(), value, weight, 0);
+      if (bits & 1) add(std::integral_constant<int, 0>(), value, weight, 0);
+    } else {
+      add(std::integral_constant<int, 0>(), value, weight, halves(bits));
+    }
   };
   for (int64_t p = panel.pages.begin; p < panel.pages.end; p++) {
     uint32_t bits = tile.seen.page(p);
     const T* value = panel.page[p] + d;
-    const float* weight = weights + p * PAGE;
+    const Factor<T>* weight = weights + p * PAGE / 2 * TERMS<T>;
+    const int64_t step = LINES<T> * panel.ld;
     if (bits == 0xffff) {
       const char* ahead = ahead_of(panel, p, tile.index, tiles) + d * panel.ahead_stride / dim;
-      for (int t = 0; t < PAGE; t++, value += panel.ld, ahead += panel.ahead_stride) {
-        __builtin_prefetch(ahead), __builtin_prefetch(ahead + 64);
-        add(value, weight + t);
+      for (int pair = 0; pair < PAGE / 2; pair++, value += step, weight += TERMS<T>) {
+        SWARM_UNROLL
+        for (int line = 0; line < 2; line++, ahead += panel.ahead_stride)
+          __builtin_prefetch(ahead), __builtin_prefetch(ahead + 64);
+        add_pair(value, weight, 3);
       }
     } else {
-      for (; bits; bits &= bits - 1) {
-        const int t = __builtin_ctz(bits);
-        add(value + t * panel.ld, weight + t);
-      }
+      for (; bits; bits >>= 2, value += step, weight += TERMS<T>)
+        if (bits & 3) add_pair(value, weight, bits & 3);
     }
   }
   SWARM_UNROLL
@@ -140,23 +192,25 @@ template <int ROWS, typename T>
 SWARM_INLINE void gather_panel(const float* weights, const float* shrink, const Panel<T>& panel, int64_t width,
                                const QueryTile& tile, int64_t tiles, int64_t dim, float* mix) {
   constexpr int WIDE_DIMS = blocks_wide(ROWS) * BLOCK;
+  const auto* factors = reinterpret_cast<const Factor<T>*>(weights);
   int64_t d = 0;
   for (; d + WIDE_DIMS <= width; d += WIDE_DIMS)
-    gather<ROWS, WIDE_DIMS>(weights, shrink, panel, d, tile, tiles, dim, mix + d);
-  for (; d < width; d += BLOCK) gather<ROWS, BLOCK>(weights, shrink, panel, d, tile, tiles, dim, mix + d);
+    gather<ROWS, WIDE_DIMS>(factors, shrink, panel, d, tile, tiles, dim, mix + d);
+  for (; d < width; d += BLOCK) gather<ROWS, BLOCK>(factors, shrink, panel, d, tile, tiles, dim, mix + d);
 }
 
-// The panel in fp32, `rows` of `width` elements a page, at `to`.
-inline Panel<float> widened(const Panel<uint16_t>& panel, int64_t rows, int64_t width, float* to) {
-  Panel<float> wide;
-  wide.pages = panel.pages, wide.ld = width, wide.ahead_stride = panel.ahead_stride;
+// The panel as the products take it, `lines` of `width` elements a page, at `to`.
+inline Panel<Bf16Input> prepared(const Panel<uint16_t>& panel, int64_t lines, int64_t width, float* to) {
+  constexpr int A_LINE = BF16_INPUTS;
+  Panel<Bf16Input> ready;
+  ready.pages = panel.pages, ready.ld = width, ready.ahead_stride = panel.ahead_stride;
   for (int64_t p = 0; p < STEP_PAGES; p++) {
-    wide.page[p] = to, wide.ahead[p] = panel.ahead[p];
+    ready.page[p] = reinterpret_cast<const Bf16Input*>(to), ready.ahead[p] = panel.ahead[p];
     if (p < panel.pages.begin || p >= panel.pages.end) continue;
-    for (int64_t r = 0; r < rows; r++, to += width)
-      for (int64_t e = 0; e < width; e += LANES) store(to + e, load(panel.page[p] + r * panel.ld + e));
+    for (int64_t line = 0; line < lines; line += A_LINE, to += width)
+      for (int64_t e = 0; e < width; e += LANES) store(to + e, term<0>(panel.page[p] + line * panel.ld + e, panel.ld));
   }
-  return wide;
+  return ready;
 }
 
 }  // namespace SWARM_ISA

@@ -1,6 +1,8 @@
 // Online softmax of tiles of rows (Milakov and Gimelshein, 2018): scores of a step of keys become weights, and what was
-// summed before shrinks to the new maximum. Scores are in units of log2.
+// summed before shrinks to the new maximum. Scores are in units of log2. What counts as a maximum is the next whole
+// number: what shrinks then shrinks by powers of two, and a weight is rounded to bf16 alike whatever keys came before.
 #pragma once
+#include "bf16.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -34,6 +36,10 @@ struct PageRange {
   int64_t begin, end;
 };
 
+// What becomes of weights: fp32 they stay, or the nearest bf16, in fp32 or in the first half of a row's place.
+enum class Weights { EXACT, ROUNDED, PACKED };
+constexpr Weights BF16_WEIGHTS = BF16_INPUTS == 2 ? Weights::PACKED : Weights::ROUNDED;
+
 // Lanes whose bit is clear become `hidden`.
 SWARM_INLINE V hide(V values, uint32_t bits, float hidden) {
   I lane;
@@ -49,7 +55,7 @@ SWARM_INLINE V cap(V scores, float limit) {
   return LOG2E * (limit - (2.0f * limit) / (exp2(twice) + 1.0f));
 }
 
-// scores [ROWS][STEP_KEYS] -> the largest that each row sees, or what `peaks` held if that is larger. WHOLE: rows see
+// scores [ROWS][STEP_KEYS] -> the largest that each row sees, rounded up, or what `peaks` held if that is larger. WHOLE: rows see
 // all keys of these pages; else scores a row does not see become -inf, and the others are capped.
 template <int ROWS, bool WHOLE>
 SWARM_INLINE void raise(float* scores, const Seen* sees, PageRange pages, float softcap, float* peaks) {
@@ -73,11 +79,11 @@ SWARM_INLINE void raise(float* scores, const Seen* sees, PageRange pages, float 
     }
   }
   SWARM_UNROLL
-  for (int r = 0; r < ROWS; r++) peaks[r] = largest(top[r]);
+  for (int r = 0; r < ROWS; r++) peaks[r] = std::ceil(largest(top[r]));
 }
 
 // Scores less their row's peak become weights; their sums go to `totals`.
-template <int ROWS, bool WHOLE>
+template <int ROWS, bool WHOLE, Weights KIND>
 SWARM_INLINE void weigh(float* scores, const Seen* sees, PageRange pages, const float* peaks, float* totals) {
   V total[ROWS];
   SWARM_UNROLL
@@ -90,7 +96,16 @@ SWARM_INLINE void weigh(float* scores, const Seen* sees, PageRange pages, const 
         float* at = scores + r * STEP_KEYS + p * PAGE + j * LANES;
         V weight = exp2(load(at) - peaks[r]);
         if constexpr (!WHOLE) weight = hide(weight, sees[r].page(p) >> (j * LANES), 0.0f);
-        store(at, weight);
+        if constexpr (KIND == Weights::EXACT) {
+          store(at, weight);
+        } else {
+          const U nearest = nearest_bf16(weight) & 0xffff0000u;
+          weight = (V)nearest;
+          if constexpr (KIND == Weights::ROUNDED)
+            store(at, weight);
+          else
+            store_halves(reinterpret_cast<uint16_t*>(scores + r * STEP_KEYS) + p * PAGE + j * LANES, nearest);
+        }
         total[r] += weight;
       }
     }
@@ -119,7 +134,7 @@ SWARM_INLINE bool all_see(const Seen* sees, int rows, PageRange pages) {
 
 // scores [ROWS][STEP_KEYS] of a tile whose first row is query row i -> weights in place, and what each mix shrinks
 // by. `sees`: of batch rows, each of which is `share` query rows.
-template <int ROWS>
+template <int ROWS, Weights KIND>
 SWARM_APART void soften(float* scores, const Seen* sees, int64_t share, PageRange pages, float softcap,
                          const SoftmaxState& state, int64_t i, float* shrink) {
   constexpr int PADDED = (ROWS + LANES - 1) / LANES * LANES;
@@ -133,10 +148,10 @@ SWARM_APART void soften(float* scores, const Seen* sees, int64_t share, PageRang
   }
   if (softcap == 0 && all_see(of_row, ROWS, pages)) {
     raise<ROWS, true>(scores, of_row, pages, softcap, now);
-    weigh<ROWS, true>(scores, of_row, pages, now, total);
+    weigh<ROWS, true, KIND>(scores, of_row, pages, now, total);
   } else {
     raise<ROWS, false>(scores, of_row, pages, softcap, now);
-    weigh<ROWS, false>(scores, of_row, pages, now, total);
+    weigh<ROWS, false, KIND>(scores, of_row, pages, now, total);
   }
   SWARM_UNROLL
   for (int r = 0; r < PADDED; r += LANES) store(factor + r, shrinkage(load(before + r), load(now + r)));
