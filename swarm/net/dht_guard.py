@@ -95,13 +95,24 @@ class StrictSerializer(MSGPackSerializer):  # type: ignore[misc]
 
 
 def guard(node: DHTNode, validator: OwnedSubkeys) -> None:
-    """Have a DHT node decode strictly, drop bad entries of a dictionary instead of the dictionary, and believe no peer
-    that claims to have the last word on a key, which would end the search for other replicas.
+    """Have a DHT node decode strictly, drop bad entries of a dictionary instead of the dictionary, believe no peer that
+    claims to have the last word on a key, which would end the search for other replicas, and count no peer as a replica
+    that refuses what it is to keep.
     """
     protocol = node.protocol
     protocol.serializer = StrictSerializer
     protocol._validate_dictionary = functools.partial(_keep_valid, validator)
     protocol.call_find = functools.partial(_find_timely, validator, protocol.call_find)
+    protocol.call_store = functools.partial(_store_willingly, protocol.call_store)
+
+
+async def _store_willingly(store: Callable[..., Awaitable[list[bool] | None]], *args: Any, **kwargs: Any) -> Any:
+    """`DHTProtocol.call_store`; None, as if it had not answered, of a peer that keeps nothing.
+
+    `DHTNode.store` reports what the last peer said: one that has the entry already would make a failure of a success.
+    """
+    kept = await store(*args, **kwargs)
+    return kept if kept and any(kept) else None
 
 
 async def _find_timely(

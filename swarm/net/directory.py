@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from swarm.errors import ClockWrong, NetworkError, PeerUnreachable, ProtocolError
 from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.dht_guard import OwnedSubkeys, guard
-from swarm.net.hivemind_parts import DHTNode, DHTValidationError, PeerID
+from swarm.net.hivemind_parts import DHTID, DHTNode, DHTValidationError, PeerID
 from swarm.net.network_secret import NetworkSecret
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
 from swarm.types import PeerId
@@ -78,6 +78,7 @@ class DhtDirectory:
         try:
             node = await DHTNode.create(
                 p2p=p2p,
+                node_id=DHTID.generate(source=self._carrier.peer),  # one that starts again is not taken for another
                 initial_peers=list(peers) or None,
                 num_replicas=REPLICAS,
                 num_workers=WORKERS,

@@ -70,6 +70,40 @@ async def test_three_nodes_and_a_client_see_one_map() -> None:
         assert await client.read("another model") == {}
 
 
+async def test_a_node_that_vanished_and_starts_again_is_one_replica_and_not_two() -> None:
+    async with swarm(3) as members, contextlib.AsyncExitStack() as stack:
+        carrier, directory = members[2]
+        await directory.publish(b"before", "m", time.time() + 10)
+        identity = carrier.identity
+        await directory.close()  # without a word
+        await carrier.close()
+        peers = members[0][0].addresses
+        again = await DaemonCarrier.start(identity, DaemonOptions(peers=peers))
+        stack.push_async_callback(again.close)
+        directory = await DhtDirectory.start(again, peers)
+        stack.push_async_callback(directory.close)
+        for number in range(5):
+            for _, other in (*members[:2], (again, directory)):
+                await other.publish(b"%d" % number, "m", time.time() + 10)
+        for _, other in members[:2]:
+            table = other._node.protocol.routing_table
+            assert [str(peer) for peer in table.uid_to_peer_id.values()].count(again.peer) == 1
+            assert (await other.read("m"))[again.peer] == b"4"
+
+
+async def test_a_replica_that_refuses_makes_no_failure_of_what_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm(3) as members:
+        (_, publisher), (_, second), (_, third) = members
+        monkeypatch.setattr(third._node.protocol.storage, "store_subkey", lambda *args: False)
+        for number in range(5):
+            await publisher.publish(b"%d" % number, "m", time.time() + 10)
+            assert list((await second.read("m")).values()) == [b"%d" % number]
+        for directory in (publisher, second):
+            monkeypatch.setattr(directory._node.protocol.storage, "store_subkey", lambda *args: False)
+        with pytest.raises(NetworkError, match="no peer would keep our record"):
+            await publisher.publish(b"5", "m", time.time() + 10)
+
+
 async def test_records_expire_and_their_lifetime_is_capped() -> None:
     async with swarm(2) as ((_, one), (_, two)):
         await one.publish(b"short", "m", time.time() + 0.5)
