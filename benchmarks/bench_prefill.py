@@ -1,6 +1,6 @@
 """Time to first token: prompts cut for the chain against one chunk, and a second request with the same beginning.
 
-    python benchmarks/bench_prefill.py [--hops 2 4 8] [--prompts 256 1000 4000] [--slower 16] [--delay-ms 2]
+    python benchmarks/bench_prefill.py [--hops 2 4 8] [--prompts 256 1000 4000] [--slower 32] [--delay-ms 2]
 
 Real node processes, each `slower` times as slow as this machine (asleep, so that many of them fit into it). "One pass":
 steps of up to 1024 tokens, each sent when the one before has come back. Two ideals, both without links and without what
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hops", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--prompts", type=int, nargs="+", default=[256, 1000, 4000])
-    parser.add_argument("--slower", type=float, default=16.0)
+    parser.add_argument("--slower", type=float, default=32.0)
     parser.add_argument("--delay-ms", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", default="bf16")

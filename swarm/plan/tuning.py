@@ -71,6 +71,7 @@ class Tuner:
         self._expected = TRUST_AFTER
         self._hits = TRUST_AFTER
         self._pace = _Pace(costs.round_ms(1))
+        self._chosen_for_ms = costs.round_ms(1)  # a plain step's round, as it was known at the last choice
 
     @property
     def trust(self) -> float:
@@ -87,9 +88,11 @@ class Tuner:
         self._costs.observe(seen)
         self._hits, self._expected = self._hits * 0.99 + hits, self._expected * 0.99 + expected
         self._since += tokens
-        self._pace.add(tokens, took_ms, self._costs.now().round_ms(1))
-        if self._current is not None:
-            self._record[self._current.strategy].add(tokens, self._current.tokens_per_s * took_ms / 1e3)
+        round_ms = self._costs.now().round_ms(1)
+        self._pace.add(tokens, took_ms, round_ms)
+        if self._current is not None:  # a chain that is slower than was known breaks no strategy's promise
+            promised = self._current.tokens_per_s * self._chosen_for_ms / round_ms
+            self._record[self._current.strategy].add(tokens, promised * took_ms / 1e3)
 
     def setting(self, drafter: Drafter) -> Setting:
         """The setting to use now. The strategy is chosen afresh from time to time, the hybrid's prices with every
@@ -113,7 +116,7 @@ class Tuner:
                 record.forgive()
         same = self._current is not None and best.strategy is self._current.strategy
         self._patience = min(RECHOOSE_AT_LEAST, 2 * self._patience) if same else RECHOOSE_TOKENS
-        self._current = self._as_setting(best, ranked, costs, drafter)
+        self._current, self._chosen_for_ms = self._as_setting(best, ranked, costs, drafter), costs.round_ms(1)
         return self._current
 
     def _kept(self, ranked: Sequence[Forecast]) -> Forecast | None:

@@ -156,6 +156,26 @@ async def test_nobody_waits_for_long_nor_twice() -> None:
 
 
 @virtual_time
+async def test_a_session_that_is_over_is_no_company() -> None:
+    executor, engine = gathering()
+    pair = [session(0), session(1)]
+    await asyncio.gather(*(later(executor, 0.0, member) for member in pair))
+    assert (await executor.run(pair[0], arrival())).sessions == 2
+    await asyncio.gather(*(later(executor, 0.0, member) for member in pair))
+    executor.forget(pair[1].key)
+    started = asyncio.get_running_loop().time()
+    assert (await executor.run(pair[0], arrival())).sessions == 1
+    assert asyncio.get_running_loop().time() - started == pytest.approx(0.010)
+    last = asyncio.create_task(executor.run(pair[1], arrival()))
+    await asyncio.sleep(0.005)
+    pair[1].closed = True  # while its step is computed
+    await last
+    assert (await executor.run(pair[0], arrival())).sessions == 1
+    assert engine.batches == [2, 1, 2, 1, 1, 1]
+    await executor.close()
+
+
+@virtual_time
 async def test_sessions_that_follow_each_other_do_not_wait_for_each_other() -> None:
     executor, engine = gathering()
     for _ in range(3):

@@ -74,6 +74,20 @@ def test_a_strategy_that_disappoints_is_left_after_a_while() -> None:
     assert tuner.setting(Drafter(GOOD)).strategy is Strategy.SEQUENTIAL
 
 
+def test_a_chain_that_is_slower_than_was_known_breaks_no_strategys_promise() -> None:
+    told = chain(4, 1.0)
+    slow = CostCurve(CURVE.widths, tuple(3 * ms for ms in CURVE.ms))
+    true = ChainCosts(tuple(Stage(s.layers, slow.at(1), slow) for s in told.stages), (3.0,) * 5)
+    tuner, knowing = Tuner(told), Tuner(true).setting(Drafter(GOOD))
+    first = tuner.setting(Drafter(GOOD))
+    assert first.strategy is knowing.strategy is Strategy.HYBRID
+    assert first.tokens_per_s > 2 * knowing.tokens_per_s
+    for _ in range(RECHOOSE_TOKENS // 3):
+        tuner.settled(observed(true, 8), 3, 2, 2.0, 3e3 / knowing.tokens_per_s)
+    assert tuner._record[Strategy.HYBRID].ratio == pytest.approx(1.0, abs=0.15)
+    assert tuner.setting(Drafter(GOOD)).tokens_per_s == pytest.approx(knowing.tokens_per_s, rel=0.2)
+
+
 def test_it_does_not_change_its_mind_between_two_choices() -> None:
     tuner = Tuner(chain(4, 20.0))
     first = tuner.setting(Drafter(GOOD))

@@ -197,6 +197,10 @@ class Executor:
         """Run something else on the device, in its turn among the batches."""
         return self._device.run(work)
 
+    def forget(self, key: int) -> None:
+        """This session is over: nobody waits for it, and it shares the node with nobody."""
+        self._decoded.pop(key, None)
+
     async def close(self) -> None:
         """Wait for the batch that runs and give the device back. Steps that wait are never answered."""
         self._closed = True
@@ -281,7 +285,8 @@ class Executor:
             self._batches += 1
             now = self._clock()
             self._decode_s = now - started
-            self._decoded.update((work.session.key, (now, self._batches)) for work in batch if not work.prefill)
+            decoded = (work.session for work in batch if not work.prefill)
+            self._decoded.update((session.key, (now, self._batches)) for session in decoded if not session.closed)
         sessions = max(1, self._decoding())
         for work, output, queue_ms in zip(batch, outputs, waits, strict=True):
             if isinstance(output, SwarmError):

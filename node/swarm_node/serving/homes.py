@@ -140,6 +140,7 @@ class Home:
             self.engine.seal(key, kept)
         else:
             self._let_go(key)
+        self.executor.forget(key)
         self.keys.discard(key)
         if not self.keys:
             self.empty.set()
