@@ -199,7 +199,10 @@ class SwarmClient:
         speculator = None
         if options.guesses:
             guesser = self._guesser() if self._guesser else self._drafting.guesser()
-            speculator = Speculator(generation, guesser, view.costs, options.only, clock=network.clock)
+            level_time = self._drafting.level_time
+            speculator = Speculator(
+                generation, guesser, view.costs, options.only, clock=network.clock, level_time=level_time
+            )
         planned = self.config.prefill_chunk is None
         chains = ChainKeeper(
             view,

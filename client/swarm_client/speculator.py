@@ -45,6 +45,18 @@ class Guesser(Protocol):
 
 
 @dataclass(slots=True)
+class LevelTime:
+    """What a thorough question to the drafter takes, ms, as all generations of a client have measured it."""
+
+    ms: float = 0.0  # nothing measured yet
+    _count: int = 0
+
+    def add(self, ms: float) -> None:
+        self._count += 1
+        self.ms += max(1 - DRAFT_MEMORY, 1 / self._count) * (ms - self.ms)
+
+
+@dataclass(slots=True)
 class _UnderWay:
     """A step without a result yet. `alone`: when it was sent, nothing else was; `crowded`: something was since then."""
 
@@ -64,12 +76,12 @@ class Speculator:
     only: Strategy | None = None
     fixed: Policy | None = None  # for experiments: this policy, whatever is measured
     clock: Callable[[], float] = time.perf_counter
+    level_time: LevelTime = field(default_factory=LevelTime)
     setting: Setting | None = None
     failure: str = ""
     changes: list[str] = field(default_factory=list)
     _tuner: Tuner | None = None
     _under_way: dict[int, _UnderWay] = field(default_factory=dict)
-    _level_ms: float = 0.0
     _tokens: int = 0  # known at the last result
     _hits: int = 0
     _expected: float = 0.0
@@ -100,8 +112,10 @@ class Speculator:
         except DrafterFailed as error:
             self._fail(error)
             return DraftsEnded()
-        took = (self.clock() - started) * 1e3
-        self._level_ms = took if not self._level_ms else DRAFT_MEMORY * self._level_ms + (1 - DRAFT_MEMORY) * took
+        unknown = not self.level_time.ms
+        self.level_time.add((self.clock() - started) * 1e3)
+        if unknown:
+            self._choose()  # until now questions had no price
         return Drafted(tuple(map(tuple, answer)))
 
     async def emitted(self, tokens: Sequence[int], hints: Hints) -> None:
@@ -175,7 +189,7 @@ class Speculator:
             self.generation.policy = self.fixed
             return
         source = self.guesser.drafter
-        drafter = DraftCosts(source.acceptance.table(MAX_DEPTH), level_ms=self._level_ms, hits=source.thought_hits)
+        drafter = DraftCosts(source.acceptance.table(MAX_DEPTH), level_ms=self.level_time.ms, hits=source.thought_hits)
         setting = self._tuner.setting(drafter)
         if self.setting is None or setting.strategy is not self.setting.strategy:
             self.changes.append(f"{len(self.generation.generated)}: {setting.strategy}")
