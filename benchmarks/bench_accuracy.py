@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--torn", type=float, default=1.0, help="the part of places where the drafter has doubts")
     parser.add_argument("--delay", type=float, default=20.0, help="one way, ms")
     parser.add_argument("--layer-ms", type=float, default=0.5, help="a layer's time for one row, in virtual time")
-    parser.add_argument("--tokens", type=int, default=600)
+    parser.add_argument("--tokens", type=int, default=2000, help="at .95 a miss comes every 20 [2000]")
     parser.add_argument("--real", action="store_true", help="real processes in place of virtual time")
     args = parser.parse_args()
     profile = Profile(args.first, args.ranks, args.torn)
