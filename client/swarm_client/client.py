@@ -199,9 +199,9 @@ class SwarmClient:
         speculator = None
         if options.guesses:
             guesser = self._guesser() if self._guesser else self._drafting.guesser()
-            level_time = self._drafting.level_time
+            experience = self._drafting.experience
             speculator = Speculator(
-                generation, guesser, view.costs, options.only, clock=network.clock, level_time=level_time
+                generation, guesser, view.costs, options.only, clock=network.clock, experience=experience
             )
         planned = self.config.prefill_chunk is None
         chains = ChainKeeper(

@@ -19,13 +19,14 @@ from swarm.plan.speculation import ChainCosts, Strategy
 from swarm.plan.speculation import Drafter as DraftCosts
 from swarm.plan.tree import Hints
 from swarm.plan.tuning import MAX_DEPTH, Setting, Tuner
-from swarm.types import Chain
+from swarm.types import Chain, Hop
 from swarm_client.drafters.base import Candidate, Glance
 from swarm_client.drafters.base import Drafter as DraftSource
 
 logger = logging.getLogger(__name__)
 
 DRAFT_MEMORY = 0.9  # what the drafting times before the last one weigh together
+CHAINS_KNOWN = 64
 
 
 class Guesser(Protocol):
@@ -45,15 +46,26 @@ class Guesser(Protocol):
 
 
 @dataclass(slots=True)
-class LevelTime:
-    """What a thorough question to the drafter takes, ms, as all generations of a client have measured it."""
+class Experience:
+    """What all generations of a client have learned. `level_ms`: what a thorough question to the drafter takes."""
 
-    ms: float = 0.0  # nothing measured yet
-    _count: int = 0
+    level_ms: float = 0.0  # nothing measured yet
+    _asked: int = 0
+    _crowding: dict[tuple[Hop, ...], float] = field(default_factory=dict)
 
-    def add(self, ms: float) -> None:
-        self._count += 1
-        self.ms += max(1 - DRAFT_MEMORY, 1 / self._count) * (ms - self.ms)
+    def asked(self, ms: float) -> None:
+        self._asked += 1
+        self.level_ms += max(1 - DRAFT_MEMORY, 1 / self._asked) * (ms - self.level_ms)
+
+    def crowding(self, chain: Chain) -> float:
+        """See `plan.live_costs.LiveCosts`: whether hops share a machine does not change with the next question."""
+        return self._crowding.get(chain.hops, 1.0)
+
+    def crowded(self, chain: Chain, crowding: float) -> None:
+        self._crowding.pop(chain.hops, None)
+        self._crowding[chain.hops] = crowding
+        if len(self._crowding) > CHAINS_KNOWN:
+            self._crowding.pop(next(iter(self._crowding)))
 
 
 @dataclass(slots=True)
@@ -76,10 +88,11 @@ class Speculator:
     only: Strategy | None = None
     fixed: Policy | None = None  # for experiments: this policy, whatever is measured
     clock: Callable[[], float] = time.perf_counter
-    level_time: LevelTime = field(default_factory=LevelTime)
+    experience: Experience = field(default_factory=Experience)
     setting: Setting | None = None
     failure: str = ""
     changes: list[str] = field(default_factory=list)
+    _chain: Chain = field(default_factory=lambda: Chain(()))
     _tuner: Tuner | None = None
     _under_way: dict[int, _UnderWay] = field(default_factory=dict)
     _tokens: int = 0  # known at the last result
@@ -97,7 +110,8 @@ class Speculator:
 
     def chain_ready(self, chain: Chain) -> None:
         """A chain is open; what was measured on the one before it says nothing of this one."""
-        self._tuner = Tuner(self.costs_of(chain), self.only)
+        self._chain = chain
+        self._tuner = Tuner(self.costs_of(chain), self.only, crowding=self.experience.crowding(chain))
         self._under_way.clear()
         self._last = self.clock()
         self._choose()
@@ -112,8 +126,8 @@ class Speculator:
         except DrafterFailed as error:
             self._fail(error)
             return DraftsEnded()
-        unknown = not self.level_time.ms
-        self.level_time.add((self.clock() - started) * 1e3)
+        unknown = not self.experience.level_ms
+        self.experience.asked((self.clock() - started) * 1e3)
         if unknown:
             self._choose()  # until now questions had no price
         return Drafted(tuple(map(tuple, answer)))
@@ -153,6 +167,7 @@ class Speculator:
             expected=tally.expected - self._expected,
             took_ms=(now - self._last) * 1e3,
         )
+        self.experience.crowded(self._chain, self._tuner.crowding)
         self._tokens, self._hits, self._expected, self._last = known, tally.hits, tally.expected, now
         self._choose()
 
@@ -189,7 +204,9 @@ class Speculator:
             self.generation.policy = self.fixed
             return
         source = self.guesser.drafter
-        drafter = DraftCosts(source.acceptance.table(MAX_DEPTH), level_ms=self.level_time.ms, hits=source.thought_hits)
+        drafter = DraftCosts(
+            source.acceptance.table(MAX_DEPTH), level_ms=self.experience.level_ms, hits=source.thought_hits
+        )
         setting = self._tuner.setting(drafter)
         if self.setting is None or setting.strategy is not self.setting.strategy:
             self.changes.append(f"{len(self.generation.generated)}: {setting.strategy}")

@@ -43,12 +43,12 @@ class LiveCosts:
     they do not meet, a step's time at the hops over its computing, for others that wait there.
     """
 
-    def __init__(self, predicted: ChainCosts) -> None:
+    def __init__(self, predicted: ChainCosts, crowding: float = 1.0) -> None:
         self._predicted = predicted
         self._fits = [_Fit() for _ in predicted.stages]
         self._queue_ms = [0.0] * len(predicted.stages)
         self._links_ms: float | None = None  # all of a round's
-        self.crowding = 1.0
+        self.crowding = crowding
         self.sessions = 0.0  # nothing heard yet
         self._now: ChainCosts | None = None
 

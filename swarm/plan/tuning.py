@@ -58,10 +58,18 @@ class Tuner:
     which holds the others as special cases and finds the one in place by itself (`marginal`).
     """
 
-    def __init__(self, costs: ChainCosts, only: Strategy | None = None, widths: Sequence[int] = WIDTHS) -> None:
+    def __init__(
+        self,
+        costs: ChainCosts,
+        only: Strategy | None = None,
+        widths: Sequence[int] = WIDTHS,
+        *,
+        crowding: float = 1.0,
+    ) -> None:
+        """`crowding`: of the chain, as it was measured before (`live_costs.LiveCosts`)."""
         if not widths or min(widths) < 1:
             raise UsageError("a tuner needs widths of at least 1")
-        self._costs = LiveCosts(costs)
+        self._costs = LiveCosts(costs, crowding)
         self._only = only
         self._widths = tuple(widths)
         self._record = {strategy: _Record() for strategy in Strategy}
@@ -77,6 +85,10 @@ class Tuner:
     def trust(self) -> float:
         """Right guesses over those that the drafter's odds promised; below 1 it boasts."""
         return self._hits / self._expected
+
+    @property
+    def crowding(self) -> float:
+        return self._costs.crowding
 
     @property
     def costs(self) -> ChainCosts:
