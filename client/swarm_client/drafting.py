@@ -35,7 +35,7 @@ TRAINED_SUFFIX = ".draft"
 
 
 class Drafting:
-    """`await Drafting.load(...)`, then `guesser()` for each generation. `experience`: theirs all."""
+    """`await Drafting.load(...)`, then `guesser()` for each generation. `experience`: what they all have learned."""
 
     def __init__(self, model: Callable[[], Drafter] | None = None) -> None:
         """`model`: makes the drafter beside the look-up."""
