@@ -35,7 +35,7 @@ from swarm_client.network import Network, connect
 from swarm_client.outline.outliner import Outliner, slots
 from swarm_client.outline.templates import BUILT_IN, load_templates
 from swarm_client.request import OUTLINE, ChatMessage, Options, check_messages
-from swarm_client.speculator import Guesser, Speculator
+from swarm_client.speculator import Experience, Guesser, Speculator
 from swarm_client.stops import StopStrings
 from swarm_client.view import SwarmView
 from swarm_kernels.loader import ModelSource, open_model
@@ -73,6 +73,7 @@ class SwarmClient:
         self._given_source = source
         self._guesser = guesser
         self._drafting = Drafting()
+        self._experience = Experience()
         self._stack = AsyncExitStack()
         self._network: Network | None = None
         self._view: SwarmView | None = None
@@ -199,9 +200,8 @@ class SwarmClient:
         speculator = None
         if options.guesses:
             guesser = self._guesser() if self._guesser else self._drafting.guesser()
-            experience = self._drafting.experience
             speculator = Speculator(
-                generation, guesser, view.costs, options.only, clock=network.clock, experience=experience
+                generation, guesser, view.costs, options.only, clock=network.clock, experience=self._experience
             )
         planned = self.config.prefill_chunk is None
         chains = ChainKeeper(

@@ -20,7 +20,7 @@ from swarm_client.drafters.inline import InlineDrafter
 from swarm_client.drafters.ngram import NgramDrafter
 from swarm_client.drafters.runner import DraftRunner
 from swarm_client.drafters.shipped import find_shipped
-from swarm_client.speculator import Experience, Guesser
+from swarm_client.speculator import Guesser
 
 if TYPE_CHECKING:  # a client that drafts with no model loads none
     from swarm_kernels.loader import ModelSource
@@ -35,12 +35,11 @@ TRAINED_SUFFIX = ".draft"
 
 
 class Drafting:
-    """`await Drafting.load(...)`, then `guesser()` for each generation. `experience`: what they all have learned."""
+    """`await Drafting.load(...)`, then `guesser()` for each generation."""
 
     def __init__(self, model: Callable[[], Drafter] | None = None) -> None:
         """`model`: makes the drafter beside the look-up."""
         self._model = model
-        self.experience = Experience()
 
     @classmethod
     async def load(cls, draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Drafting:
