@@ -31,12 +31,14 @@ def attend(
     Compiled, dense past and sparse tree are computed apart and merged by online softmax (Ghidorah, section III-B), so
     no mask over the context is built.
     """
-    library = native.library() if prepared.covers_cache(k_pages) else None
-    check_rows(q, k, v, k_pages, v_pages, plan)
+    shape = check_rows(q, k, v, k_pages, v_pages, plan)
+    pages, _, dim, _ = shape
+    library = native.library() if prepared.covers_cache(k_pages, dim) else None
     if library is not None:
-        return compiled.attend(library, q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
-    check_plan(plan, k_pages.shape[0])
-    kernels = gpu.kernels(q.device, q.dtype, q.shape[2])
+        cache = prepared.describe_cache(shape, k_pages, v_pages)
+        return compiled.attend(library, q, k, v, cache, plan, scale, sliding_window, softcap)
+    check_plan(plan, pages)
+    kernels = gpu.kernels(q.device, q.dtype, dim)
     if kernels is not None and kernels.covers(q.shape[1], k_pages):
         return kernels.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
     return reference.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
@@ -44,13 +46,14 @@ def attend(
 
 def move_slots(k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
     """Commit tree slots of one layer: copy keys and values at flat slots `copy_from [m]` to `copy_to [m]`, in place."""
-    check_cache(k_pages, v_pages)
-    check_slots(copy_from, copy_to, k_pages.shape[0])
-    library = native.library() if prepared.covers_cache(k_pages) else None
+    shape = check_cache(k_pages, v_pages)
+    pages, _, dim, _ = shape
+    check_slots(copy_from, copy_to, pages)
+    library = native.library() if prepared.covers_cache(k_pages, dim) else None
     if library is not None:
-        compiled.move_slots(library, k_pages, v_pages, copy_from, copy_to)
+        compiled.move_slots(library, prepared.describe_cache(shape, k_pages, v_pages), copy_from, copy_to)
         return
-    kernels = gpu.kernels(k_pages.device, k_pages.dtype, k_pages.shape[2])
+    kernels = gpu.kernels(k_pages.device, k_pages.dtype, dim)
     if kernels is not None:
         kernels.move_slots(k_pages, v_pages, copy_from, copy_to)
     else:

@@ -1,7 +1,8 @@
 """What every op asks of its tensors before a kernel runs. Knows no implementation.
 
 A wrong shape or slot is a bug of the caller, but one that could write into another session's keys: it is refused as a
-KernelError. Shapes are compared at each call, which costs microseconds; a plan is looked at once.
+KernelError. Shapes are compared at each call, and asked of each tensor once: a question costs a tenth of a microsecond,
+a short context's attention ten. A plan is looked at once.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from swarm_kernels.cpu.binding import PLAN_FAULTS
 from swarm_kernels.reference import LayerWeights
 
 
-def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
-    """Keys `[pages, G, D, PAGE]` and values `[pages, G, PAGE, D]` of one dtype, contiguous, on one device."""
+def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Size:
+    """Keys `[pages, G, D, PAGE]` and values `[pages, G, PAGE, D]` of one dtype, contiguous, on one device; -> the
+    keys' shape."""
     shape = k_pages.shape
     if len(shape) != 4 or shape[3] != PAGE:
         raise KernelError(f"key pages have shape {tuple(shape)}, not [pages, kv heads, head size, {PAGE}]")
@@ -24,10 +26,11 @@ def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
         raise KernelError(f"attention with {groups} key heads of size {dim} cannot be computed")
     if v_pages.shape != (pages, groups, PAGE, dim):
         raise KernelError(f"value pages have shape {tuple(v_pages.shape)}, not {(pages, groups, PAGE, dim)}")
-    if v_pages.dtype != k_pages.dtype or v_pages.device != k_pages.device:
+    if v_pages.dtype is not k_pages.dtype or v_pages.device != k_pages.device:
         raise KernelError("key and value pages differ in dtype or device")
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise KernelError("key and value pages must be contiguous")
+    return shape
 
 
 def check_rows(
@@ -37,18 +40,20 @@ def check_rows(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     plan: BatchPlan,
-) -> None:
-    """`q [n, H, D]`, `k` and `v` `[n, G, D]` for the plan's n rows and this cache; H a multiple of G."""
-    check_cache(k_pages, v_pages)
-    _, groups, dim, _ = k_pages.shape
-    rows, asked = plan.rows, q.shape
-    if k.shape != (rows, groups, dim) or v.shape != k.shape:
-        raise KernelError(f"keys {tuple(k.shape)} or values {tuple(v.shape)} are not {(rows, groups, dim)}")
+) -> torch.Size:
+    """`q [n, H, D]`, `k` and `v` `[n, G, D]` for the plan's n rows and this cache; H a multiple of G; -> the shape of
+    the cache's keys."""
+    cache = check_cache(k_pages, v_pages)
+    _, groups, dim, _ = cache
+    rows, asked, shape = plan.rows, q.shape, k.shape
+    if shape != (rows, groups, dim) or v.shape != shape:
+        raise KernelError(f"keys {tuple(shape)} or values {tuple(v.shape)} are not {(rows, groups, dim)}")
     if len(asked) != 3 or asked[0] != rows or asked[2] != dim or asked[1] % groups:
-        raise KernelError(f"queries have shape {tuple(asked)}, which does not fit {tuple(k.shape)} keys")
+        raise KernelError(f"queries have shape {tuple(asked)}, which does not fit {tuple(shape)} keys")
     if not q.device == k.device == v.device == k_pages.device:
         raise KernelError("queries, keys, values and pages are on different devices")
     check_plan_shapes(plan)
+    return cache
 
 
 def check_layer(weights: LayerWeights, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:

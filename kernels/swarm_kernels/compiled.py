@@ -11,7 +11,8 @@ import torch
 
 from swarm_kernels import native
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.prepared import Stack, describe_cache, prepared_plan
+from swarm_kernels.cpu import binding
+from swarm_kernels.prepared import Stack, prepared_plan
 
 
 def attend(
@@ -19,8 +20,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    cache: binding.Cache,
     plan: BatchPlan,
     scale: float,
     sliding_window: int | None,
@@ -34,32 +34,25 @@ def attend(
         keys.data_ptr(),
         values.data_ptr(),
         q.shape[1],
-        describe_cache(k_pages, v_pages),
-        prepared_plan(library, plan, k_pages.shape[0]),
+        cache,
+        prepared_plan(library, plan, cache.pages),
         scale,
         sliding_window or 0,
         softcap or 0.0,
         out.data_ptr(),
     )
     native.check(status)
-    return out if out.dtype == q.dtype else out.to(q.dtype)
+    return out if out.dtype is q.dtype else out.to(q.dtype)
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
     """`x` in contiguous fp32. Asked first: a conversion that changes nothing costs microseconds."""
-    return x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
+    return x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
 
 
-def move_slots(
-    library: ctypes.CDLL,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    copy_from: torch.Tensor,
-    copy_to: torch.Tensor,
-) -> None:
+def move_slots(library: ctypes.CDLL, cache: binding.Cache, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
     """See `ops.move_slots`."""
     source, target = copy_from.contiguous(), copy_to.contiguous()
-    cache = describe_cache(k_pages, v_pages)
     status = library.swarm_move_slots(cache, source.data_ptr(), target.data_ptr(), source.numel())
     native.check(status)
 

@@ -26,16 +26,15 @@ _STORED = (torch.bfloat16, torch.float32)
 _STACKS_KEPT = 16
 
 
-def covers_cache(k_pages: torch.Tensor) -> bool:
+def covers_cache(k_pages: torch.Tensor, dim: int) -> bool:
     """Whether attention over these pages is compiled: CPU, bf16 or fp32, head size a multiple of 16 up to 256."""
-    dim = k_pages.shape[2]
     return k_pages.is_cpu and k_pages.dtype in _STORED and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
 
 
-def describe_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> binding.Cache:
-    """A checked pair of pages as the library takes it."""
-    pages, groups, dim, _ = k_pages.shape
-    bf16 = k_pages.dtype == torch.bfloat16
+def describe_cache(shape: torch.Size, k_pages: torch.Tensor, v_pages: torch.Tensor) -> binding.Cache:
+    """A checked pair of pages, the keys of `shape`, as the library takes it."""
+    pages, groups, dim, _ = shape
+    bf16 = k_pages.dtype is torch.bfloat16
     return binding.Cache(k_pages.data_ptr(), v_pages.data_ptr(), pages, groups, dim, bf16)
 
 
@@ -78,7 +77,7 @@ def _covers(weights: LayerWeights, k_pages: torch.Tensor) -> bool:
     """Packed linears, and whole blocks of 16 inside the MLP."""
     linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
     packed = all(isinstance(linear, PackedLinear) for linear in linears)
-    return packed and weights.down.in_features % BLOCK == 0 and covers_cache(k_pages)
+    return packed and weights.down.in_features % BLOCK == 0 and covers_cache(k_pages, weights.head_dim)
 
 
 def _describe_stack(
@@ -100,7 +99,7 @@ def _describe_stack(
         layers=tuple(structures),
         norms=tuple(norms),
         pointers=(ctypes.POINTER(binding.Layer) * count)(*map(ctypes.pointer, structures)),
-        caches=(binding.Cache * count)(*(describe_cache(k, v) for k, v in caches)),
+        caches=(binding.Cache * count)(*(describe_cache(k.shape, k, v) for k, v in caches)),
         pages=min(k_pages.shape[0] for k_pages, _ in caches),
         width=width,
         head_dim=head_dim,

@@ -66,7 +66,7 @@ Panel<T> keys_of(const Step<T>& step, int64_t begin) {
   panel.ld = PAGE, panel.ahead_stride = PAGE * sizeof(T);
   for (int64_t p = begin; p < begin + PANEL_PAGES; p++) {
     panel.page[p] = step.k[p];
-    panel.ahead[p] = step.last ? nullptr : reinterpret_cast<const char*>(step.k_ahead[p]);
+    panel.ahead[p] = reinterpret_cast<const char*>(step.last ? step.v[p] : step.k_ahead[p]);
   }
   return panel;
 }
