@@ -79,7 +79,7 @@ class Profile:
 
 def predict(costs: ChainCosts, oracle: Oracle, strategy: Strategy, level_ms: float = 0.0) -> Forecast:
     """What `plan.speculation` says of a drafter of this accuracy."""
-    drafter = Drafter((oracle.row,) * MAX_DEPTH, level_ms)
+    drafter = Drafter((oracle.row,) * MAX_DEPTH, level_ms, doubtful=oracle.torn)
     forecasts: dict[Strategy, Callable[[], Forecast | None]] = {
         Strategy.SEQUENTIAL: lambda: sequential(costs),
         Strategy.TREE: lambda: tree(costs, drafter, WIDTHS),

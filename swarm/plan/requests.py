@@ -174,6 +174,7 @@ class Drafter(Request, frozen=True):
     acceptance: Annotated[list[Annotated[list[Probability], Meta(max_length=64)]], Meta(max_length=64)]
     level_ms: Amount = 0.0
     round_ms: Amount = 0.0
+    doubtful: Probability = 1.0
 
 
 class Speculate(Request, frozen=True):

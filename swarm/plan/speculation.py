@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
 from swarm.errors import UsageError
 from swarm.plan.arca import AcceptanceTable, TreeShape, best_nodes, best_shape, check_acceptance, expected_tokens
+from swarm.plan.levels import levels, run_length
 from swarm.plan.prefill import ChunkCost
 from swarm.types import Chain, CostCurve, PeerId, Snapshot
 
@@ -46,7 +47,7 @@ class Stage:
     layer_ms: float
     cost: CostCurve = field(default_factory=CostCurve)
 
-    def ms(self, width: int) -> float:
+    def ms(self, width: float) -> float:
         """A step of `width` rows, ms: waiting for others does not grow with our width, computing does."""
         return self.layers * max(0.0, self.layer_ms + self.cost.at(width) - self.cost.at(1))
 
@@ -111,13 +112,13 @@ class ChainCosts:
         ends = (client, *chain.peers, client)
         return cls(tuple(stages), tuple(link_ms(a, b) for a, b in pairwise(ends)))
 
-    def compute_ms(self, width: int) -> float:
+    def compute_ms(self, width: float) -> float:
         return math.fsum(stage.ms(width) for stage in self.stages)
 
-    def links_ms(self, width: int) -> float:
+    def links_ms(self, width: float) -> float:
         return math.fsum(self.link_ms) + self.row_ms * (width - 1) * (len(self.stages) - 1)
 
-    def round_ms(self, width: int) -> float:
+    def round_ms(self, width: float) -> float:
         """From sending a step of `width` rows to its result."""
         return self.compute_ms(width) + self.links_ms(width)
 
@@ -130,7 +131,7 @@ class ChainCosts:
         each = {length: self.slowest_ms(length) + step_ms for length in set(chunks)}
         return math.fsum(each[length] for length in chunks) + (len(self.stages) - 1) * max(each.values())
 
-    def slowest_ms(self, width: int) -> float:
+    def slowest_ms(self, width: float) -> float:
         """How often a step of `width` rows can follow another: the slowest hop, or a link's sending time."""
         between = self.row_ms * width if len(self.stages) > 1 else 0.0
         return max(between, *(stage.ms(width) for stage in self.stages))
@@ -141,18 +142,23 @@ class Drafter:
     """How well and how fast guesses come. `acceptance[depth][rank]` as in `arca`; no deeper level is drafted.
 
     `level_ms`: drafting one more level, which waits for the level above; `round_ms`: once a round, whatever the depth.
-    `hits`: how often an answer that takes so long holds the target's token.
+    `hits`: how often an answer that takes so long holds the target's token. `doubtful`: the part of all places that it
+    has doubts about and says so, which steps in flight can use and the one shape of a static tree cannot.
     """
 
     acceptance: AcceptanceTable
     level_ms: float = 0.0
     round_ms: float = 0.0
     hits: float = 0.5
+    doubtful: float = 1.0
 
     def __post_init__(self) -> None:
         check_acceptance(self.acceptance)
         if not all(0 <= x < math.inf for x in (self.level_ms, self.round_ms)):
             raise UsageError("a drafter's times must be finite and not negative")
+        wrong = max((1 - row[0] for row in self.acceptance if row), default=0.0)
+        if not 0 < self.doubtful <= 1 or wrong > self.doubtful + 1e-9:
+            raise UsageError(f"a drafter is wrong at {wrong:g} of all places and doubts {self.doubtful:g} of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +273,10 @@ def hybrid(
 ) -> Forecast | None:
     """Several tree levels a step, several steps in flight. None if nothing can be guessed."""
     return _best(
-        _flow(Strategy.HYBRID, costs, drafter, width, levels, max_in_flight)
+        _flow(Strategy.HYBRID, costs, drafter, width, together, max_in_flight)
         for width in sorted(set(widths))
-        for levels in LEVELS_A_STEP
-        if width * levels <= max(widths)
+        for together in LEVELS_A_STEP
+        if width * together <= max(widths)
     )
 
 
@@ -284,70 +290,41 @@ def _best(forecasts: Iterable[Forecast | None]) -> Forecast | None:
 
 
 def _flow(
-    strategy: Strategy, costs: ChainCosts, drafter: Drafter, width: int, levels: int, max_in_flight: int
+    strategy: Strategy, costs: ChainCosts, drafter: Drafter, width: int, together: int, max_in_flight: int
 ) -> Forecast | None:
-    """Steps of `levels` levels of `width`, as many in flight as the chain holds.
+    """Steps of `together` levels of `width`, as many in flight as the chain holds.
 
     After a miss the known token goes out alone, or with the first levels if there are several a step, and is back a
     round later. As long as the token drawn is in the level that follows, another step's levels settle every slot: the
     slowest hop's time, or the drafter's, or the round's over the steps in flight, whichever is longest. A miss costs a
     round again, as what is in flight is dropped, and what is left of the step that the first hop is at just then: half
-    of it, in the part of a slot that the hop works.
+    of it, in the part of a slot that the hop works. A step holds as many rows as the levels in flight on average: paths
+    that a hit has ended are not replaced in the levels under way, so those below them are not full either.
     """
-    rows = width * levels
-    depth = min(len(drafter.acceptance), levels * (max_in_flight - 1))
-    hits = tuple(level_hits(drafter.acceptance, width, depth))
-    if not hits or hits[0] == 0:
+    depth = min(len(drafter.acceptance), together * (max_in_flight - 1))
+    ahead = list(levels(drafter.acceptance, width, depth, drafter.doubtful))
+    if not ahead:
         return None
-    ahead = levels if levels > 1 else 0  # levels that go out with the known token
-    busy = max(costs.slowest_ms(rows), drafter.level_ms * levels)
-    most = max(2, math.ceil(depth / levels) + (1 if not ahead else 0))
-    flight = min(most, max_in_flight, max(2, math.ceil(costs.round_ms(rows) / busy) if busy > 0 else most))
+    opening = together if together > 1 else 0  # levels that go out with the known token
+    most = max(2, math.ceil(depth / together) + (1 if not opening else 0))
+    flight, rows = 1, together * max(level.rows for level in ahead)
+    for _ in range(2):  # how many are in flight depends on their rows, and their rows on how far ahead they are
+        busy = max(costs.slowest_ms(rows), drafter.level_ms * together)
+        flight = min(most, max_in_flight, max(2, math.ceil(costs.round_ms(rows) / busy) if busy > 0 else most))
+        ahead = ahead[: together * flight - (1 if not opening else 0)]
+        rows = together * math.fsum(level.rows for level in ahead) / len(ahead)
     slot = max(busy, costs.round_ms(rows) / flight)
-    extra, steps = _run_length(hits[: levels * flight - (1 if not ahead else 0)], levels)
+    extra, steps = run_length([level.hit for level in ahead], together)
     stale = costs.stages[0].ms(rows) ** 2 / (2 * slot)
-    first = drafter.round_ms + drafter.level_ms * ahead + costs.round_ms(rows if ahead else 1) + stale
+    first = drafter.round_ms + drafter.level_ms * opening + costs.round_ms(rows if opening else 1) + stale
     tokens, period = 1.0 + extra, first + slot * steps
-    what = f"{flight} levels of {width}" if levels == 1 else f"{flight} trees of {levels} levels of {width}"
-    every = "a token settles" if levels == 1 else f"up to {levels} tokens settle"
+    what = f"{flight} levels of {width}" if together == 1 else f"{flight} trees of {together} levels of {width}"
+    every = "a token settles" if together == 1 else f"up to {together} tokens settle"
     reason = (
         f"with {what} in flight {every} every {slot:.1f} ms, {tokens:.2f} of them between misses that cost"
         f" {first:.1f} ms"
     )
-    return Forecast(strategy, rows, flight * levels - 1, flight, tokens, period, reason)
-
-
-def level_hits(acceptance: AcceptanceTable, width: int, depth: int) -> Iterator[float]:
-    """For each level: how likely the target's token is in it, given that the one before was in the level above.
-
-    A level holds the `width` likeliest paths that continue the level above (PipeDec §3.3.3). Ends with the first level
-    that cannot be hit.
-    """
-    paths, inside = [1.0], 1.0
-    for row in acceptance[:depth]:
-        paths = sorted((path * p for path in paths for p in row), reverse=True)[:width]
-        covered = min(inside, math.fsum(paths))
-        if covered <= 0:
-            return
-        yield covered / inside
-        inside = covered
-
-
-def _run_length(hits: Sequence[float], levels: int = 1) -> tuple[float, float]:
-    """-> (expected hits in a row, expected whole steps of `levels` among them).
-
-    Levels 1, 2, ... were guessed from further and further away, up to the levels in flight; from there on each is
-    guessed from as far as the last.
-    """
-    total, whole, alive = 0.0, 0.0, 1.0
-    for level, hit in enumerate(hits, 1):
-        alive *= hit
-        total += alive
-        whole += alive if level % levels == 0 else 0.0
-    steady = min(hits[-1], 1 - 1e-6)  # certain guesses: a run of a million tokens
-    missing = levels - len(hits) % levels  # to the end of the next step
-    whole += alive * steady**missing / (1 - steady**levels)
-    return total + alive * steady / (1 - steady), whole
+    return Forecast(strategy, width * together, flight * together - 1, flight, tokens, period, reason)
 
 
 def _why(best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts) -> str:

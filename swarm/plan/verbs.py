@@ -307,7 +307,8 @@ def speculate(request: ask.Speculate) -> Answer:
         curve = CostCurve(tuple(stage.cost.widths), tuple(stage.cost.ms))
         stages.append(planner.Stage(stage.layers, stage.layer_ms, curve))
     costs = planner.ChainCosts(tuple(stages), tuple(request.link_ms), request.row_ms)
-    drafter = planner.Drafter(request.drafter.acceptance, request.drafter.level_ms, request.drafter.round_ms)
+    asked = request.drafter
+    drafter = planner.Drafter(asked.acceptance, asked.level_ms, asked.round_ms, doubtful=asked.doubtful)
     current = planner.Strategy(request.current) if request.current is not None else None
     found = planner.choose(costs, drafter, max_in_flight=request.max_in_flight, current=current, margin=request.margin)
     fields = _forecast(found.best) | {
