@@ -280,9 +280,12 @@ class MemoryNetwork:
     def carrier(
         self, peer: PeerId, limits: FrameLimits = DEFAULT_LIMITS, dial_timeout_s: float = 10.0
     ) -> MemoryCarrier:
-        """A peer's endpoint; again, after its death, for its rebirth."""
+        """A peer's endpoint; again, after its death, for its rebirth: a machine that starts again resets what was
+        connected to it before."""
+        if peer in self._dark:
+            self._dark.discard(peer)
+            self.kill(peer)
         carrier = MemoryCarrier(self, peer, limits, dial_timeout_s)
-        self._dark.discard(peer)
         self._carriers[peer] = carrier
         return carrier
 

@@ -125,6 +125,24 @@ async def test_a_machine_that_goes_dark_says_nothing() -> None:
 
 
 @virtual_time
+async def test_a_machine_that_starts_again_resets_what_was_connected_to_it_before() -> None:
+    """Else its former life, of which nobody was told that it ended, would answer in its place."""
+    network = MemoryNetwork()
+    a, b = network.carrier("a"), network.carrier("b")
+    await b.serve(echo)
+    before = await a.dial("b")
+    network.kill("b", silent=True)
+    await asyncio.sleep(60.0)
+    reborn = network.carrier("b")
+    await reborn.serve(echo)
+    with pytest.raises(ConnectionLost):
+        await before.receive()
+    connection = await a.dial("b")
+    await connection.send(Ping(3))
+    assert (await connection.receive())[0] == Ping(3)
+
+
+@virtual_time
 async def test_frames_wait_out_a_partition() -> None:
     network = MemoryNetwork()
     a, b = network.carrier("a"), network.carrier("b")
