@@ -43,7 +43,7 @@ bench-speculation: setup ## tokens/s of guessing ahead over emulated lines
 
 bench-accuracy: setup ## guessing in virtual time: set accuracy against the prediction, PipeDec's setting, every chain, busy clients
 	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_accuracy.py
-	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_accuracy.py --hops 8 --rates 0.9 --torn 0.3
+	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_accuracy.py --rates 0.9 0.95 --torn 0.3 --tokens 4000
 	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_pipedec.py
 	$(BIN)/python benchmarks/bench_speculation_virtual.py
 	$(BIN)/python benchmarks/bench_busy.py --virtual

@@ -1,12 +1,14 @@
 """The engine apart from any drafter's quality: guesses of set accuracy against a recorded answer, and the prediction.
 
-    python benchmarks/bench_accuracy.py [--hops 2 4 8] [--rates .5 .7 .8 .9 .95] [--delay 20] [--torn 1] [--real]
+    python benchmarks/bench_accuracy.py [--hops 2 4 8] [--rates .5 .7 .8 .9 .95] [--delay 20] [--torn 1]
+                                        [--real [--slower 8]]
 
 In virtual time: the real engine over a chain whose hops take the times of `--layer-ms`, each on a machine of its own.
 With `--real`: SmolLM2 on processes over emulated lines, its own greedy answer recorded first; the prediction is then
-made from what the client measured of the chain. A level's guesses hold the right token as often as `--rates` says, in
-the first place in `--first` of these; with `--torn` below 1 it knows at which places it may be wrong, which a static
-tree cannot use.
+made from what the client measured of the chain. Nodes are `--slower` than this machine, asleep, so that many of them
+fit into it: the prediction knows of no cores that hops share. A level's guesses hold the right token as often as
+`--rates` says, in the first place in `--first` of these; with `--torn` below 1 it knows at which places it may be
+wrong, which a static tree cannot use.
 """
 
 from __future__ import annotations
@@ -107,11 +109,13 @@ def virtual(hops: int, rate: float, profile: Profile, delay_ms: float, layer_ms:
     return rows
 
 
-async def real(hops: int, rates: Sequence[float], profile: Profile, delay_ms: float, tokens: int) -> list[Row]:
+async def real(
+    hops: int, rates: Sequence[float], profile: Profile, delay_ms: float, slower: float, tokens: int
+) -> list[Row]:
     config = open_model(MODEL).config
     oracles: list[Oracle] = []
     rows: list[Row] = []
-    with ShapedSwarm(equal_spans(config.num_layers, hops), delay_ms) as swarm:
+    with ShapedSwarm(equal_spans(config.num_layers, hops), delay_ms, slower=slower) as swarm:
         async with far_client(swarm.address, delay_ms, guesser=lambda: InlineDrafter(oracles[-1])) as client:
             prompt = client.tokenizer.apply_chat_template([{"role": "user", "content": PROMPTS["free prose"]}])
             await client.generate(prompt, strategy="sequential", max_new_tokens=4)  # connections, caches
@@ -142,13 +146,16 @@ def main() -> None:
     parser.add_argument("--layer-ms", type=float, default=0.5, help="a layer's time for one row, in virtual time")
     parser.add_argument("--tokens", type=int, default=2000, help="at .95 a miss comes every 20 [2000]")
     parser.add_argument("--real", action="store_true", help="real processes in place of virtual time")
+    parser.add_argument(
+        "--slower", type=float, default=8.0, help="real nodes take so many times what this machine does"
+    )
     args = parser.parse_args()
     profile = Profile(args.first, args.ranks, args.torn)
     print("| hops | right a level | strategy | tokens/s | predicted | error | over sequential |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for hops in args.hops:
         if args.real:
-            uvloop.run(real(hops, args.rates, profile, args.delay, args.tokens))
+            uvloop.run(real(hops, args.rates, profile, args.delay, args.slower, args.tokens))
             continue
         for rate in args.rates:
             for row in virtual(hops, rate, profile, args.delay, args.layer_ms, args.tokens):
