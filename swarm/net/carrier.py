@@ -1,5 +1,5 @@
 """The Carrier protocol: how frames reach a peer whose identity is proven. Its implementations are
-`daemon_streams`, `direct`, `reach` (both of them), `memory` and the wrapper `shaped`.
+`daemon_streams`, `direct`, `reach` (both of them), `memory` and the wrappers `shaped` and `throttle`.
 
 Owns what a connection promises; knows neither what the messages mean nor how peers are found.
 """
