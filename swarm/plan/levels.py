@@ -32,11 +32,11 @@ def levels(acceptance: AcceptanceTable, width: int, depth: int, doubtful: float 
     spans = list(_doubts(acceptance, width, min(depth, len(acceptance)), doubtful))
     inside = 1.0
     for level in range(1, len(spans)):
-        chances = [_binomial(level, k, doubtful) for k in range(level + 1)]
-        covered = math.fsum(chance * spans[k].hit for k, chance in enumerate(chances))
+        doubts = [(spans[k], _binomial(level, k, doubtful)) for k in range(level if doubtful == 1 else 0, level + 1)]
+        covered = math.fsum(chance * span.hit for span, chance in doubts)
         if covered <= 0:
             return
-        yield Level(min(1.0, covered / inside), math.fsum(chance * spans[k].rows for k, chance in enumerate(chances)))
+        yield Level(min(1.0, covered / inside), math.fsum(chance * span.rows for span, chance in doubts))
         inside = covered
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
 from swarm.errors import UsageError
 from swarm.plan.arca import AcceptanceTable, TreeShape, best_nodes, best_shape, check_acceptance, expected_tokens
-from swarm.plan.levels import levels, run_length
+from swarm.plan.levels import Level, levels, run_length
 from swarm.plan.prefill import ChunkCost
 from swarm.types import Chain, CostCurve, PeerId, Snapshot
 
@@ -265,7 +265,10 @@ def pipelined(
     costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
 ) -> Forecast | None:
     """One tree level a step, several in flight (PipeDec). None if nothing can be guessed."""
-    return _best(_flow(Strategy.PIPELINED, costs, drafter, width, 1, max_in_flight) for width in sorted(set(widths)))
+    return _best(
+        _flow(Strategy.PIPELINED, costs, drafter, below, width, 1, max_in_flight)
+        for width, below in _levels_by_width(drafter, widths)
+    )
 
 
 def hybrid(
@@ -273,11 +276,16 @@ def hybrid(
 ) -> Forecast | None:
     """Several tree levels a step, several steps in flight. None if nothing can be guessed."""
     return _best(
-        _flow(Strategy.HYBRID, costs, drafter, width, together, max_in_flight)
-        for width in sorted(set(widths))
+        _flow(Strategy.HYBRID, costs, drafter, below, width, together, max_in_flight)
+        for width, below in _levels_by_width(drafter, [w for w in widths if w * min(LEVELS_A_STEP) <= max(widths)])
         for together in LEVELS_A_STEP
         if width * together <= max(widths)
     )
+
+
+def _levels_by_width(drafter: Drafter, widths: Sequence[int]) -> Iterator[tuple[int, Sequence[Level]]]:
+    for width in sorted(set(widths)):
+        yield width, tuple(levels(drafter.acceptance, width, len(drafter.acceptance), drafter.doubtful))
 
 
 def _best(forecasts: Iterable[Forecast | None]) -> Forecast | None:
@@ -290,9 +298,15 @@ def _best(forecasts: Iterable[Forecast | None]) -> Forecast | None:
 
 
 def _flow(
-    strategy: Strategy, costs: ChainCosts, drafter: Drafter, width: int, together: int, max_in_flight: int
+    strategy: Strategy,
+    costs: ChainCosts,
+    drafter: Drafter,
+    below: Sequence[Level],
+    width: int,
+    together: int,
+    max_in_flight: int,
 ) -> Forecast | None:
-    """Steps of `together` levels of `width`, as many in flight as the chain holds.
+    """Steps of `together` of the levels `below` a known token, of `width` each, as many in flight as the chain holds.
 
     After a miss the known token goes out alone, or with the first levels if there are several a step, and is back a
     round later. As long as the token drawn is in the level that follows, another step's levels settle every slot: the
@@ -302,7 +316,7 @@ def _flow(
     that a hit has ended are not replaced in the levels under way, so those below them are not full either.
     """
     depth = min(len(drafter.acceptance), together * (max_in_flight - 1))
-    ahead = list(levels(drafter.acceptance, width, depth, drafter.doubtful))
+    ahead = below[:depth]
     if not ahead:
         return None
     opening = together if together > 1 else 0  # levels that go out with the known token
