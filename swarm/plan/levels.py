@@ -57,18 +57,29 @@ def _binomial(n: int, k: int, p: float) -> float:
     return math.comb(n, k) * p**k * (1 - p) ** (n - k)
 
 
-def run_length(hits: Sequence[float], together: int = 1) -> tuple[float, float]:
-    """-> (expected hits in a row, expected whole steps of `together` levels among them).
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What to expect between two misses: `hits` in a row, `steps` that were whole among them, and the `rows` of a level
+    that was hit."""
+
+    hits: float
+    steps: float
+    rows: float
+
+
+def run_of(ahead: Sequence[Level], together: int = 1) -> Run:
+    """With the levels `ahead` in flight, `together` of them a step.
 
     Levels 1, 2, ... were guessed from further and further away, up to the levels in flight; from there on each is
     guessed from as far as the last.
     """
-    total, whole, alive = 0.0, 0.0, 1.0
-    for level, hit in enumerate(hits, 1):
-        alive *= hit
-        total += alive
-        whole += alive if level % together == 0 else 0.0
-    steady = min(hits[-1], 1 - 1e-6)  # certain guesses: a run of a million tokens
-    missing = together - len(hits) % together  # to the end of the next step
-    whole += alive * steady**missing / (1 - steady**together)
-    return total + alive * steady / (1 - steady), whole
+    hits, steps, rows, alive = 0.0, 0.0, 0.0, 1.0
+    for number, level in enumerate(ahead, 1):
+        alive *= level.hit
+        hits, rows = hits + alive, rows + alive * level.rows
+        steps += alive if number % together == 0 else 0.0
+    steady = min(ahead[-1].hit, 1 - 1e-6)  # certain guesses: a run of a million tokens
+    missing = together - len(ahead) % together  # to the end of the next step
+    steps += alive * steady**missing / (1 - steady**together)
+    beyond = alive * steady / (1 - steady)
+    return Run(hits + beyond, steps, (rows + beyond * ahead[-1].rows) / (hits + beyond))

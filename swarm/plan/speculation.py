@@ -18,7 +18,7 @@ from itertools import islice, pairwise
 
 from swarm.errors import UsageError
 from swarm.plan.arca import AcceptanceTable, TreeShape, best_nodes, best_shape, check_acceptance, expected_tokens
-from swarm.plan.levels import Level, levels, run_length
+from swarm.plan.levels import Level, levels, run_of
 from swarm.plan.prefill import ChunkCost
 from swarm.types import Chain, CostCurve, PeerId, Snapshot
 
@@ -312,26 +312,24 @@ def _flow(
     round later. As long as the token drawn is in the level that follows, another step's levels settle every slot: the
     slowest hop's time, or the drafter's, or the round's over the steps in flight, whichever is longest. A miss costs a
     round again, as what is in flight is dropped, and what is left of the step that the first hop is at just then: half
-    of it, in the part of a slot that the hop works. A step holds as many rows as the levels in flight on average: paths
-    that a hit has ended are not replaced in the levels under way, so those below them are not full either.
+    of it, in the part of a slot that the hop works.
     """
-    depth = min(len(drafter.acceptance), together * (max_in_flight - 1))
-    ahead = below[:depth]
-    if not ahead:
+    depth = min(len(below), together * (max_in_flight - 1))
+    if depth < 1:
         return None
     opening = together if together > 1 else 0  # levels that go out with the known token
     most = max(2, math.ceil(depth / together) + (1 if not opening else 0))
-    flight, rows = 1, together * max(level.rows for level in ahead)
+    run = run_of(below[:depth], together)
     for _ in range(2):  # how many are in flight depends on their rows, and their rows on how far ahead they are
-        busy = max(costs.slowest_ms(rows), drafter.level_ms * together)
-        flight = min(most, max_in_flight, max(2, math.ceil(costs.round_ms(rows) / busy) if busy > 0 else most))
-        ahead = ahead[: together * flight - (1 if not opening else 0)]
-        rows = together * math.fsum(level.rows for level in ahead) / len(ahead)
+        busy = max(costs.slowest_ms(together * run.rows), drafter.level_ms * together)
+        held = math.ceil(costs.round_ms(together * run.rows) / busy) if busy > 0 else most
+        flight = min(most, max_in_flight, max(2, held))
+        run = run_of(below[: min(depth, together * flight - (1 if not opening else 0))], together)
+    rows = together * run.rows
     slot = max(busy, costs.round_ms(rows) / flight)
-    extra, steps = run_length([level.hit for level in ahead], together)
     stale = costs.stages[0].ms(rows) ** 2 / (2 * slot)
     first = drafter.round_ms + drafter.level_ms * opening + costs.round_ms(rows if opening else 1) + stale
-    tokens, period = 1.0 + extra, first + slot * steps
+    tokens, period = 1.0 + run.hits, first + slot * run.steps
     what = f"{flight} levels of {width}" if together == 1 else f"{flight} trees of {together} levels of {width}"
     every = "a token settles" if together == 1 else f"up to {together} tokens settle"
     reason = (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.plan.levels import levels, run_length
+from swarm.plan.levels import Level, levels, run_of
 
 ROWS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4).map(lambda row: sorted(row, reverse=True))
 
@@ -44,11 +44,16 @@ def test_levels_with_doubts_at_some_places(
     assert [level.rows for level in found] == pytest.approx(rows)
 
 
-@given(st.lists(st.floats(0.0, 0.95), min_size=1, max_size=6), st.integers(1, 4))
-def test_a_run_is_the_sum_of_the_chances_to_get_so_far(hits: list[float], together: int) -> None:
-    alive, tokens, whole = 1.0, 0.0, 0.0
-    for level in range(1, 2000):
-        alive *= hits[min(level, len(hits)) - 1]
-        tokens += alive
-        whole += alive if level % together == 0 else 0.0
-    assert run_length(hits, together) == pytest.approx((tokens, whole))
+LEVELS = st.lists(st.builds(Level, st.floats(0.01, 0.95), st.floats(1.0, 64.0)), min_size=1, max_size=6)
+
+
+@given(LEVELS, st.integers(1, 4))
+def test_a_run_is_the_sum_of_the_chances_to_get_so_far(ahead: list[Level], together: int) -> None:
+    alive, hits, steps, rows = 1.0, 0.0, 0.0, 0.0
+    for number in range(1, 2000):
+        level = ahead[min(number, len(ahead)) - 1]
+        alive *= level.hit
+        hits, rows = hits + alive, rows + alive * level.rows
+        steps += alive if number % together == 0 else 0.0
+    found = run_of(ahead, together)
+    assert (found.hits, found.steps, found.rows) == pytest.approx((hits, steps, rows / hits))
