@@ -10,8 +10,9 @@ from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import DrafterFailed
 from swarm_client.drafters.base import Candidate, Drafter, TokenPath
-from swarm_client.drafters.judge import Recorded, hits_by_depth, likeliest_paths, tokens_a_round
+from swarm_client.drafters.judge import Recorded, hits_by_depth, likeliest_paths, sureness, tokens_a_round
 from swarm_client.drafters.model import ModelDrafter, check_vocabulary
+from swarm_client.drafters.ngram import NgramDrafter
 from swarm_kernels.distill.answers import greedy_answers
 
 ANSWER = [(7 * i * i + 3) % 97 for i in range(40)]
@@ -82,6 +83,13 @@ def test_another_vocabulary_is_one_sentence(vocab: int, words: Words) -> None:
 def test_hits_are_counted_by_rank_and_depth(rank: int, expected: tuple[float, ...]) -> None:
     hits = hits_by_depth(Oracle(ANSWER, rank), [Recorded([1], ANSWER)], 3, stride=2)
     assert [tuple(row) for row in hits] == [expected] * 3
+
+
+def test_how_often_who_is_sure_is_right() -> None:
+    """It is sure of its first guess everywhere: at half of the places rightly so."""
+    half = [token if place % 2 else 9999 for place, token in enumerate(ANSWER)]
+    assert sureness(Oracle(half, 0), [Recorded([1], ANSWER)]) == (1.0, 0.5)
+    assert sureness(NgramDrafter(), [Recorded([1], ANSWER)])[0] < 0.5
 
 
 def test_tokens_a_round_of_who_knows_all_and_who_knows_nothing() -> None:

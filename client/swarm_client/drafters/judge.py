@@ -5,6 +5,7 @@ Owns the measuring. The answers are the target's own, greedy; whoever calls know
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from swarm_kernels.model_source import ModelSource
 from swarm_kernels.tokenizer import load_tokenizer
 
 RANKS = (1, 4, 8)
+SURE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ def judge(
             f"tokens_a_round_of_{nodes}": {
                 kind: round(tokens_a_round(made(), some, nodes, max(depths, 4)), 3) for kind, some in records.items()
             },
+            "sure_and_right": {
+                kind: [round(share, 3) for share in sureness(made(), some)] for kind, some in records.items()
+            },
         }
     report("measuring", 1.0, "")
     return figures
@@ -111,6 +116,20 @@ def hits_by_depth(drafter: Drafter, records: Sequence[Recorded], depths: int, st
                     hits[depth][n] += answer[place + depth] in tokens[:rank]
             drafter.extend(answer[place : place + stride])
     return [[hit / max(1, count) for hit in row] for row, count in zip(hits, asked, strict=True)]
+
+
+def sureness(drafter: Drafter, records: Sequence[Recorded]) -> tuple[float, float]:
+    """-> (the part of all places where the first guess was called at least `SURE`, how often it was right there)."""
+    places = sure = right = 0
+    for record in records:
+        drafter.reset(record.prompt)
+        for token in record.answer:
+            guesses = drafter.propose_many([()], 1)[0]
+            places += 1
+            if guesses and guesses[0].logprob >= math.log(SURE):
+                sure, right = sure + 1, right + (guesses[0].token == token)
+            drafter.extend([token])
+    return sure / max(1, places), right / max(1, sure)
 
 
 def tokens_a_round(drafter: Drafter, records: Sequence[Recorded], nodes: int, depth: int, width: int = 4) -> float:
