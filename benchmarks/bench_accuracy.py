@@ -1,7 +1,7 @@
 """The engine apart from any drafter's quality: guesses of set accuracy against a recorded answer, and the prediction.
 
-    python benchmarks/bench_accuracy.py [--hops 2 4 8] [--rates .5 .7 .8 .9 .95] [--delay 20] [--torn 1]
-                                        [--real [--slower 8]]
+    PYTHONPATH=tests/e2e python benchmarks/bench_accuracy.py [--hops 2 4 8] [--rates .5 .7 .8 .9 .95] [--delay 20]
+                                                             [--torn 1] [--real [--slower 8]]
 
 In virtual time: the real engine over a chain whose hops take the times of `--layer-ms`, each on a machine of its own.
 With `--real`: SmolLM2 on processes over emulated lines, its own greedy answer recorded first; the prediction is then

@@ -1,6 +1,6 @@
 """PipeDec's own setting in virtual time: 7, 14 and 21 stages of LLaMA3.1 70B, a 1B draft, and this engine.
 
-    python benchmarks/bench_pipedec.py [--rates .84 .9 .94] [--tokens 400]
+    PYTHONPATH=tests/e2e python benchmarks/bench_pipedec.py [--rates .84 .9 .94] [--tokens 400]
 
 The paper (§4.1-4.3) gives the stages (14 GPUs of about 20 GB of weights, 21 of about 13 GB), a level's 32 nodes, and
 its speed over plain pipelining (4.46-7.79) and over static trees (2.2-2.69) with 14 stages; it gives no times and no

@@ -1,7 +1,8 @@
 """Churn in virtual time: real services and clients on the in-memory carrier, nodes that die, vanish, slow down and come
 back by a seed, and the invariants that must hold whatever they do.
 
-    python tests/chaos/virtual_chaos.py [--seeds 100] [--first 0] [--nodes 100] [--seconds 300] [--once]
+    PYTHONPATH=tests:tests/e2e:tests/kernels python tests/chaos/virtual_chaos.py
+        [--seeds 100] [--first 0] [--nodes 100] [--seconds 300] [--once]
 
 Invariants: an answer that ends has the tokens of an undisturbed run; one that fails says which layers are missing (or
 that nobody has room), never later than its deadline; afterwards no node that lives holds a session, a page or a logged

@@ -152,6 +152,12 @@ def test_explanations_are_sentences_added_to_the_same_answer(verb: str, request_
             "current: 'x' is none of sequential, tree, pipelined",
         ),
         ("speculate", '{"stages": [], "link_ms": [1], "drafter": {"acceptance": [[1.5]]}}', "expected a number <= 1"),
+        (
+            "speculate",
+            '{"stages": [{"layers": 1, "layer_ms": 1, "cost": {"widths": [1], "ms": [1]}}], "link_ms": [1, 1],'
+            ' "drafter": {"acceptance": [[0.5]], "doubtful": 0.1}}',
+            "wrong at 0.5 of all places and doubts 0.1 of them",
+        ),
     ],
 )
 def test_a_bad_request_is_one_sentence_about_it(verb: str, text: str | bytes, message: str) -> None:
