@@ -118,12 +118,12 @@ async def real(
     with ShapedSwarm(equal_spans(config.num_layers, hops), delay_ms, slower=slower) as swarm:
         async with far_client(swarm.address, delay_ms, guesser=lambda: InlineDrafter(oracles[-1])) as client:
             prompt = client.tokenizer.apply_chat_template([{"role": "user", "content": PROMPTS["free prose"]}])
-            await client.generate(prompt, strategy="sequential", max_new_tokens=4)  # connections, caches
-            plain = await client.generate(prompt, strategy="sequential", max_new_tokens=tokens)
+            await client.generate(prompt, decoding="sequential", max_new_tokens=4)  # connections, caches
+            plain = await client.generate(prompt, decoding="sequential", max_new_tokens=tokens)
             for rate in rates:
                 for strategy in (Strategy.TREE, Strategy.PIPELINED, Strategy.HYBRID):
                     oracles.append(profile.oracle(plain.token_ids, rate, config.vocab_size, strategy))
-                    stream = client.stream(prompt, strategy=strategy, max_new_tokens=tokens)
+                    stream = client.stream(prompt, decoding=strategy, max_new_tokens=tokens)
                     answer = await stream.read()
                     costs = stream.measured_costs
                     if answer.token_ids != plain.token_ids or costs is None:

@@ -28,7 +28,7 @@ from swarm_client import SwarmClient
 from swarm_kernels.loader import open_model
 
 LAYERS = 30
-ARMS = {"plain": ("ngram", "sequential"), "look-up": ("ngram", "auto"), "shipped draft": ("shipped", "auto")}
+ARMS = {"plain": ("ngram", "sequential"), "look-up": ("ngram", "auto"), "bundled draft": ("bundled", "auto")}
 
 
 async def together(clients: list[SwarmClient], prompts: list[str], strategy: str, args: argparse.Namespace) -> float:
@@ -42,7 +42,7 @@ async def together(clients: list[SwarmClient], prompts: list[str], strategy: str
         message = {"role": "user", "content": prompts[number % len(prompts)]}
         await asyncio.sleep(args.apart_s * number)
         while True:
-            stream = clients[number].chat_stream([message], strategy=strategy, max_new_tokens=args.tokens)
+            stream = clients[number].chat_stream([message], decoding=strategy, max_new_tokens=args.tokens)
             async with stream:
                 async for piece in stream:
                     tokens += len(piece.token_ids) if loop.time() >= begin else 0
@@ -59,8 +59,8 @@ async def measure(args: argparse.Namespace) -> None:
     with ShapedSwarm(equal_spans(LAYERS, args.hops), args.delay_ms, dtype=args.dtype) as swarm:
         async with AsyncExitStack() as stack:
             clients: dict[str, list[SwarmClient]] = {}
-            for draft in ("ngram", "shipped"):
-                settings = {"draft": draft}
+            for draft in ("ngram", "bundled"):
+                settings = {"drafter": draft}
                 made = [far_client(swarm.address, args.delay_ms, settings=settings) for _ in range(args.clients)]
                 clients[draft] = [await stack.enter_async_context(client) for client in made]
                 for client in clients[draft]:

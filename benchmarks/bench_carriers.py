@@ -36,16 +36,16 @@ SLOW = 8  # times fewer bytes and round trips for a carrier that takes longer
 FLOOD_FRAMES = 4000
 CARRIERS = ("daemon", "py", "direct")  # p2p daemon, py-libp2p, TLS in our own loop
 SWARMS = {  # what a node and a client are told for each
-    "daemon": {"carrier": "daemon", "transport": "daemon"},
-    "py": {"carrier": "daemon", "transport": "py"},
-    "direct": {"carrier": "auto", "transport": "daemon"},
+    "daemon": {"transport": "libp2p", "libp2p_impl": "go"},
+    "py": {"transport": "libp2p", "libp2p_impl": "python"},
+    "direct": {"transport": "auto", "libp2p_impl": "go"},
 }
 SESSION = bytes(16)
 
 
 async def make(kind: str, listen: bool) -> Carrier:
     if kind != "direct":
-        return await DaemonCarrier.start(Identity.generate(), transport="py" if kind == "py" else "daemon")
+        return await DaemonCarrier.start(Identity.generate(), libp2p_impl="python" if kind == "py" else "go")
     return await DirectCarrier.start(Identity.generate(), ["127.0.0.1"] if listen else [])
 
 
@@ -168,7 +168,7 @@ async def measure_swarm(rounds: int, tokens: int) -> dict[str, float]:
     async with AsyncExitStack() as stack:
         clients: dict[str, SwarmClient] = {}
         for kind, setting in SWARMS.items():
-            with environment(SWARM_CARRIER=setting["carrier"], SWARM_TRANSPORT=setting["transport"]):
+            with environment(SWARM_TRANSPORT=setting["transport"], SWARM_LIBP2P=setting["libp2p_impl"]):
                 swarm = stack.enter_context(LocalSwarm(3))
             config = load(ClientConfig, {"peers": (swarm.address,), **setting})
             clients[kind] = await stack.enter_async_context(SwarmClient(config=config))

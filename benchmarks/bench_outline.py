@@ -50,10 +50,10 @@ QUESTIONS = (
     "Tell me about the history of the bicycle.",
 )
 CELLS = {
-    "sequence": {"strategy": "sequential"},
-    "sequence, guessing": {"strategy": "auto"},
-    "outline": {"strategy": "outline", "point_strategy": "sequential"},
-    "outline, guessing": {"strategy": "outline", "point_strategy": "auto"},
+    "sequence": {"decoding": "sequential"},
+    "sequence, guessing": {"decoding": "auto"},
+    "outline": {"decoding": "outline", "point_decoding": "sequential"},
+    "outline, guessing": {"decoding": "outline", "point_decoding": "auto"},
 }
 PLAIN = next(iter(CELLS))
 

@@ -21,7 +21,7 @@ from prompts import PROMPTS
 from shaped_swarm import ShapedSwarm, equal_spans, far_client
 
 from swarm_client import Answer, SwarmClient
-from swarm_client.drafting import SHIPPED
+from swarm_client.drafting import BUNDLED
 from swarm_client.request import STRATEGIES
 from swarm_kernels.loader import open_model
 
@@ -48,7 +48,7 @@ async def measure(hops: int, delay_ms: float, args: argparse.Namespace) -> list[
     cells: list[Cell] = []
     layers = open_model(MODEL).config.num_layers
     with ShapedSwarm(equal_spans(layers, hops), delay_ms) as swarm:
-        async with far_client(swarm.address, delay_ms, settings={"draft": args.draft}) as client:
+        async with far_client(swarm.address, delay_ms, settings={"drafter": args.drafter}) as client:
             await ask(client, "Hello!", "sequential", 8)  # connections, caches
             for name, prompt in PROMPTS.items():
                 turns = await take_turns(swarm, client, prompt, args)
@@ -91,7 +91,7 @@ async def take_turns(
 
 
 async def ask(client: SwarmClient, prompt: str, strategy: str, tokens: int) -> Answer:
-    return await client.chat([{"role": "user", "content": prompt}], strategy=strategy, max_new_tokens=tokens)
+    return await client.chat([{"role": "user", "content": prompt}], decoding=strategy, max_new_tokens=tokens)
 
 
 def cell(hops: int, delay_ms: float, name: str, strategy: str, turn: Turns, plain: float) -> Cell:
@@ -139,11 +139,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=2.0, help=f"a strategy, request; {MOST_TURNS} turns at most")
     parser.add_argument("--strategies", nargs="+", default=["auto", "tree", "pipelined"], choices=STRATEGIES)
-    parser.add_argument("--draft", default=SHIPPED, help="who guesses beside the look-up; ngram: nobody")
+    parser.add_argument("--drafter", default=BUNDLED, help="what drafts beside the n-gram drafter; ngram: nothing")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     machine = f"{os.cpu_count()} cores, one thread a node"
-    print(f"SmolLM2-135M-Instruct, fp32, {args.tokens} greedy tokens, draft {args.draft}, {machine}\n")
+    print(f"SmolLM2-135M-Instruct, fp32, {args.tokens} greedy tokens, drafter {args.drafter}, {machine}\n")
     print(
         "| hops | delay, ms | request | strategy | tokens/s | over sequential | used | tokens a step | rows a token |",
         end="",

@@ -1,6 +1,6 @@
 """`bench_speculation.py` in virtual time: every cell of hops and delays in minutes, with no machine's noise in it.
 
-    python benchmarks/bench_speculation_virtual.py [--hops 2 4 8] [--delays 0 5 20 50] [--draft shipped|ngram]
+    python benchmarks/bench_speculation_virtual.py [--hops 2 4 8] [--delays 0 5 20 50] [--drafter bundled|ngram]
 
 SmolLM2's own greedy answers (bf16) are written first. Then the real generation, speculator, tuner and drafters run over
 hops that take the times below; `--cores` are shared by all hops, as where one machine plays them all.
@@ -50,7 +50,7 @@ def chain_costs(layers: int, hops: int, delay_ms: float) -> ChainCosts:
 
 def drafters(source: ModelSource, name: str) -> tuple[Callable[[], Drafter], Callable[[int], float]]:
     """-> (a new drafter for each answer, ms that a question about so many paths takes)."""
-    path = find_shipped(source) if name == "shipped" else None
+    path = find_shipped(source) if name == "bundled" else None
     if path is None:
         return NgramDrafter, lambda paths: LOOK_UP_MS
     draft = open_draft(path, source)
@@ -71,11 +71,11 @@ def main() -> None:
     parser.add_argument("--hops", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--draft", default="shipped", choices=("shipped", "ngram"))
+    parser.add_argument("--drafter", default="bundled", choices=("bundled", "ngram"))
     parser.add_argument("--cores", type=int, default=2)
     args = parser.parse_args()
     source = open_model(MODEL)
-    new_drafter, draft_ms = drafters(source, args.draft)
+    new_drafter, draft_ms = drafters(source, args.drafter)
     recorded = record(source, args.tokens)
     print(
         f"| hops | delay, ms | {' | '.join(PROMPTS)} | mean: auto, tree, pipelined | auto over the best fixed, least |"

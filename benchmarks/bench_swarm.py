@@ -5,7 +5,7 @@
 Prints a table and, with --json FILE, writes the figures. Each round measures transformers and the swarm one after
 the other, so that a machine that speeds up or slows down changes both; the ratio of a round is what counts and the
 median over the rounds is what is printed. The nodes stay up, idle, while transformers runs. Nothing is guessed ahead
-(`--strategy sequential`) and no prompt comes twice, so that both sides do the same work.
+(`--decoding sequential`) and no prompt comes twice, so that both sides do the same work.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def measure(model: PreTrainedModel, nodes: int, args: argparse.Namespace) 
     rounds: list[dict[str, float]] = []
     equal = 0
     with LocalSwarm(nodes, dtype=args.dtype) as swarm:
-        config = ClientConfig(peers=(swarm.address,), strategy="sequential")
+        config = ClientConfig(peers=(swarm.address,), decoding="sequential")
         async with SwarmClient(config=config) as client:
             await run_swarm(client, 8, 99)  # warm both sides
             run_transformers(model, 8, 99)

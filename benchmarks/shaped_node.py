@@ -88,7 +88,7 @@ def main() -> None:
         layers=args.layers,
         dtype=args.dtype,
         threads=1,
-        wait_s=60.0,
+        join_timeout_s=60.0,
     )
     if args.slower > 1.0:
         slow_down(args.slower)

@@ -37,7 +37,7 @@ def main() -> int:
         chat = [str(BIN / "swarm-chat"), "--peer", peers[0]]
         if not args.chat:
             print(f"\n>>> {args.question}\n", flush=True)
-            chat += ["--greedy", "--max-new-tokens", "160", "--once", args.question]
+            chat += ["--greedy", "--max-new-tokens", "160", "--prompt", args.question]
         return subprocess.run(chat, check=False).returncode
     except KeyboardInterrupt:
         return 130

@@ -1,56 +1,67 @@
 """One frozen config for each program, and the only place that reads the environment.
 
 Precedence: command line, then `SWARM_*` environment variables, then the TOML file named by `--config`, then the
-defaults written here. Command-line defaults are read from these classes, so a default has one home.
+defaults written here. Command-line defaults are read from these classes, so a default has one home. Every setting has
+one name: field, TOML key, `--flag` and `SWARM_FLAG`; a flag drops the unit `_s`, and where it reads otherwise the field
+says so.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 from platformdirs import PlatformDirs
 
+from swarm import old_names
 from swarm.errors import UsageError
 
 DEFAULT_MODEL = "smollm2-135m"
-Carriers = Literal["auto", "daemon"]
-"""What carries frames: direct connections where they work and the p2p daemon elsewhere, or the daemon alone."""
-Transports = Literal["daemon", "py"]
+Transports = Literal["auto", "libp2p"]
+"""What carries frames: direct connections where they work and libp2p elsewhere, or libp2p alone."""
+Libp2pImpl = Literal["go", "python"]
 """Who speaks libp2p for us: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
+Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Interval = Annotated[float, Meta(gt=0, le=1e9)]  # seconds too, but not none
+Size = Annotated[int, Meta(ge=1, le=1 << 62)]  # bytes
 _dirs = PlatformDirs("swarm", appauthor=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that keep one stranger from costing the others; seconds, bytes and counts."""
+    """Bounds that keep one untrusted peer from costing the others; seconds, bytes and counts."""
 
-    dial_timeout_s: float = 10.0
-    edge_timeout_s: float = 3.0  # for a hop to reach the next one; then the client relays for this session
-    open_timeout_s: float = 15.0
-    route_timeout_s: float = 5.0  # how long a client waits for layers nobody serves
-    repair_timeout_s: float = 30.0  # ... when they went away in the middle of an answer
-    silence_s: float = 1.0  # a peer that lets a ping wait for so long is lost
-    stall_s: float = 6.0  # steps that stand still for so long at peers that live: one of them no longer works
-    step_timeout_s: float = 60.0
-    drain_timeout_s: float = 20.0
-    handover_timeout_s: float = 20.0  # that a leaving node serves on until others have taken its layers over
-    session_idle_s: float = 300.0  # a session that sends no step for so long gives its pages back
-    max_sessions: int = 64
-    max_sessions_per_peer: int = 16
-    max_connections: int = 256
-    max_protocol_errors: int = 8  # from one peer, before its connections are cut
-    batch_tokens: int = 512  # rows of one packed batch
-    log_bytes: int = 256 << 20  # outputs kept for replay, of all sessions of a node together
-    record_lifetime_s: float = 12.0  # how long a record outlives its last refresh
-    publish_interval_s: float = 1.5
+    dial_timeout_s: Interval = 10.0
+    next_hop_dial_timeout_s: Interval = 3.0  # for a hop to reach the next one; then the client relays for this session
+    open_timeout_s: Interval = 15.0
+    route_timeout_s: Seconds = 5.0  # how long a client waits for layers nobody serves
+    repair_timeout_s: Seconds = 30.0  # ... when they went away in the middle of an answer
+    ping_timeout_s: Interval = 1.0  # a peer that lets a ping wait for so long is lost
+    stall_timeout_s: Interval = 6.0  # steps that stand still for so long at peers that live: one of them hangs
+    step_timeout_s: Interval = 60.0
+    drain_timeout_s: Seconds = 20.0
+    handover_timeout_s: Seconds = 20.0  # that a departing node serves on until others have taken its layers over
+    session_idle_s: Interval = 300.0  # a session that sends no step for so long gives its pages back
+    max_sessions: Count = 64
+    max_sessions_per_peer: Count = 16
+    max_connections: Count = 256
+    max_protocol_errors: Count = 8  # from one peer, before its connections are cut
+    batch_tokens: Count = 512  # rows of one packed batch
+    activation_log_bytes: Size = 256 << 20  # outputs kept for replay, of all sessions of a node together
+    record_ttl_s: Interval = 12.0  # how long a record outlives its last refresh
+    publish_interval_s: Interval = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +69,34 @@ class NodeConfig:
     """`swarm-node join`."""
 
     model: str = DEFAULT_MODEL
-    peers: tuple[str, ...] = ()
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # strangers must reach a volunteer: any port, all networks
-    gpu: int | None = None  # None: the CPU
+    peers: tuple[str, ...] = field(default=(), metadata={"flag": "peer"})
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # others must reach a volunteer: any port, all networks
+    gpu: Annotated[int, Meta(ge=0)] | None = None  # None: the CPU
     layers: str | None = None  # "START:END"; None: the node decides
-    max_memory: int | None = None  # bytes; None: most of what is free
+    max_memory: Size | None = None  # bytes; None: most of what is free
     dtype: str = "bf16"
-    heads: Path | None = None  # Medusa heads for the model, run where its last layers are
+    medusa_heads: Path | None = None  # Medusa heads for the model, run where its last layers are
     name: str = ""
     region: str = ""
     identity: Path | None = None  # None: a fresh identity that is forgotten at exit
-    wait_s: float = 0.0  # keep trying for so long to reach `peers`
-    share: int = 1  # take at most one `share`-th of the model, for several nodes on one machine
-    threads: int | None = None  # None: chosen by measurement
+    join_timeout_s: Seconds = 0.0  # keep trying for so long to reach `peers`
+    model_fraction: Fraction = Fraction(1)  # of the model, at most, and of the memory: several nodes on one machine
+    threads: Count | None = None  # None: chosen by measurement
     json: bool = False
-    carrier: Carriers = "auto"
-    transport: Transports = "daemon"
-    direct_port: int = 0  # for direct connections; 0: any
-    relay: bool = False  # carry connections for peers that nobody can dial
-    relays: tuple[str, ...] = ()  # to be reached through, when nobody can dial this machine
+    transport: Transports = "auto"
+    libp2p_impl: Libp2pImpl = field(default="go", metadata={"flag": "libp2p"})
+    direct_port: Port = 0  # for direct connections; 0: any
+    relay_server: bool = False  # carry connections for peers that nobody can dial
+    relay_via: tuple[str, ...] = ()  # to be reached through, when nobody can dial this machine
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
     network: str = ""  # what people call the swarm; swarms of one name, model and secret find each other nearby
     discovery: bool = True  # look for the swarm in the local network, and be found there
-    max_sessions: int | None = None  # None: `limits.max_sessions`
-    max_upload: int | None = None  # bytes a second; None: no cap
-    schedule: str = ""  # local time in which to serve, as in "22:00-08:00"; "": always
+    max_sessions: Count | None = None  # None: `limits.max_sessions`
+    upload_limit: Size | None = None  # bytes a second; None: no cap
+    active_hours: str = ""  # local time in which to serve, as in "22:00-08:00"; "": always
     pause_when_busy: bool = False  # take no sessions while others use the machine
     log_format: Literal["text", "json"] = "text"
-    metrics_port: int | None = None  # for Prometheus; None: no metrics
+    metrics_port: Port | None = None  # for Prometheus; None: no metrics
     metrics_host: str = "127.0.0.1"
     limits: Limits = field(default_factory=Limits)
 
@@ -95,17 +106,17 @@ class ClientConfig:
     """`SwarmClient` and `swarm-chat`."""
 
     model: str = DEFAULT_MODEL
-    peers: tuple[str, ...] = ()
+    peers: tuple[str, ...] = field(default=(), metadata={"flag": "peer"})
     dtype: str | None = None  # None: whichever the swarm serves
-    strategy: str = "auto"
+    decoding: str = "auto"
     outline_in_auto: bool = False  # may `auto` answer by an outline? It changes the words, not only their speed
     outline_templates: Path | None = None  # a TOML file of one's own, see docs/outline.md
-    # Who guesses beside the look-up: what comes along, a .draft file or a model; "heads": the tail's; "ngram": nobody
-    draft: str = "shipped"
-    prefill_chunk: int | None = None  # tokens of a prompt in one step; None: planned from the chain's costs
-    prefill_window: int = 16  # how many of those steps may be on their way at once; 1: each waits for the one before
-    carrier: Carriers = "auto"
-    transport: Transports = "daemon"
+    # Beside the n-gram drafter: the bundled draft model, a .draft file or a model; "medusa": the tail's; "ngram": none
+    drafter: str = "bundled"
+    prefill_chunk: Count | None = None  # tokens of a prompt in one step; None: planned from the chain's costs
+    prefill_window: Count = 16  # how many of those steps may be in flight at once; 1: each waits for the one before
+    transport: Transports = "auto"
+    libp2p_impl: Libp2pImpl = field(default="go", metadata={"flag": "libp2p"})
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
     network: str = ""  # as a node's
     discovery: bool = True  # without `peers`, look for the swarm in the local network
@@ -144,51 +155,46 @@ def local_swarm() -> tuple[str, tuple[str, ...]]:
     return model, peers
 
 
-_BYTES = ("max_memory", "max_upload")
-_NUMBERS = (
-    "gpu",
-    "threads",
-    "prefill_chunk",
-    "prefill_window",
-    "share",
-    "wait_s",
-    "direct_port",
-    "max_sessions",
-    "metrics_port",
-)
+_Config = TypeVar("_Config", NodeConfig, ClientConfig, Limits)
 
-_Config = TypeVar("_Config", NodeConfig, ClientConfig)
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "array": "a list"}
+_SPOKEN_BOOLS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 def load(cls: type[_Config], overrides: Mapping[str, Any], file: Path | None = None) -> _Config:
-    """Merge `overrides` (those not None), the environment and a TOML file into a config. Raises UsageError."""
-    known = {f.name: f for f in fields(cls)}
+    """Merge `overrides` (fields by name, those not None), the environment and a TOML file into a config.
+
+    Raises UsageError, which names the flag, variable or key that is wrong and says what it has to be.
+    """
     merged: dict[str, Any] = {}
     if file is not None:
-        merged.update(_read_toml(file, set(known)))
-    for name in known:
-        text = os.environ.get(f"SWARM_{name.upper()}")
-        if text:
-            merged[name] = _from_text(name, text)
-    merged.update({k: v for k, v in overrides.items() if v is not None})
-    if isinstance(merged.get("limits"), Mapping):
-        merged["limits"] = _limits(merged["limits"])
-    for name in ("peers", "listen", "relays"):
-        if name in merged:
-            value = merged[name]
-            merged[name] = (value,) if isinstance(value, str) else value
-    for name in _BYTES:
-        if isinstance(merged.get(name), str):
-            merged[name] = parse_bytes(merged[name])
-    try:
-        return msgspec.convert(merged, cls, dec_hook=_to_path)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"a setting has the wrong type: {error}") from None
+        merged.update(_from_table(cls, _read_toml(file), f"the config file {file}"))
+    merged.update(_from_environment(cls))
+    flags = {name: flag for flag, name in _names(cls).items()}  # a field's last name is its flag
+    for name, value in overrides.items():
+        if value is not None:
+            merged[name] = _convert(cls, name, value, f"--{flags[name]}")
+    return cls(**merged)
+
+
+def variable(flag: str) -> str:
+    """What `SWARM_<FLAG>` says of a flag that is no setting; "" if it is not set."""
+    return os.environ.get(f"SWARM_{flag.upper().replace('-', '_')}", "")
+
+
+def switched(flag: str) -> bool:
+    """`variable` of a flag without a value. Raises UsageError."""
+    return bool(_convert(NodeConfig, "json", variable(flag) or "false", f"SWARM_{flag.upper().replace('-', '_')}"))
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Several values of one flag, with commas or, without any, blanks between them."""
+    return tuple(part.strip() for part in (text.split(",") if "," in text else text.split()) if part.strip())
 
 
 def parse_bytes(text: str) -> int:
     """`"6GB"`, `"512 MiB"` or `"1000000"` -> bytes. Raises UsageError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", text.lower(), re.ASCII)
     if match is None or (match[3] and not match[2]):
         raise UsageError(f"'{text}' is not an amount of memory; write it as in 6GB, 512MiB or 1000000")
     size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
@@ -197,43 +203,108 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def _to_path(kind: type[Any], value: Any) -> Any:
-    if kind is Path and isinstance(value, str | Path):
-        return Path(value)
-    raise msgspec.ValidationError(f"{value!r} is not a {kind.__name__}")
+@functools.cache
+def _names(cls: type[Any]) -> dict[str, str]:
+    """Every spelling of a setting, as a flag without dashes -> its field."""
+    names: dict[str, str] = {}
+    for setting in fields(cls):
+        flag = setting.metadata.get("flag", setting.name.removesuffix("_s").replace("_", "-"))
+        names |= {setting.name.replace("_", "-"): setting.name}
+        names.pop(flag, None)  # the last one is the flag's
+        names[flag] = setting.name
+    return names
 
 
-def _read_toml(file: Path, known: set[str]) -> dict[str, Any]:
+@functools.cache
+def _types(cls: type[Any]) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _from_table(cls: type[Any], table: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    """(field, value) of what a file sets. Raises UsageError."""
+    names = _names(cls)
+    for key in sorted(table, key=lambda key: not old_names.is_old(key.replace("_", "-"))):  # so that new ones win
+        flag, value = old_names.current(key.replace("_", "-"), table[key])
+        if flag not in names:
+            known = ", ".join(sorted(setting.name for setting in fields(cls)))
+            raise UsageError(f"{where} sets '{key}', which is not one of {known}")
+        if names[flag] == "limits" and isinstance(value, Mapping):
+            yield "limits", Limits(**dict(_from_table(Limits, value, f"[limits] in {where}")))
+        else:
+            yield names[flag], _convert(cls, names[flag], value, f"'{key}' in {where}")
+
+
+def _from_environment(cls: type[Any]) -> Iterator[tuple[str, Any]]:
+    """(field, value) of what `SWARM_*` variables set; those of other programs are none of our business."""
+    names = _names(cls)
+    given = {key.removeprefix("SWARM_").lower().replace("_", "-"): key for key in os.environ if key[:6] == "SWARM_"}
+    for spelled in sorted(given, key=lambda name: not old_names.is_old(name)):  # so that new ones win
+        flag, text = old_names.current(spelled, os.environ[given[spelled]])
+        positive = flag.removeprefix("no-")
+        if not text or names.get(positive, "limits") == "limits":
+            continue
+        name = names[positive]
+        value = _convert(cls, name, text, given[spelled])
+        if positive == flag:
+            yield name, value
+        elif _types(cls)[name] is bool:
+            yield name, not value
+
+
+def _convert(cls: type[Any], name: str, value: Any, origin: str) -> Any:
+    """`value` as the field's type. Raises UsageError: `origin` says who set it."""
+    setting: Field[Any] = next(setting for setting in fields(cls) if setting.name == name)
+    kind = _types(cls)[name]
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        if isinstance(value, str):
+            if kind is bool:
+                value = _SPOKEN_BOOLS.get(value.lower(), value)
+            elif isinstance(setting.default, tuple):
+                value = listed(value)
+            elif kind == Size | None or kind is Size:
+                value = parse_bytes(value)
+        return msgspec.convert(value, kind, strict=False, dec_hook=_custom)
+    except msgspec.ValidationError as error:
+        shown = f"is {_brief(value)}" if setting.repr else "is wrong"
+        raise UsageError(f"{origin} {shown}; it must be {_expected(kind, str(error))}") from None
+    except UsageError as error:
+        raise UsageError(f"{origin}: {error}") from None
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _expected(kind: Any, complaint: str) -> str:
+    """msgspec's "Expected `int | null`, got `str`" in plain words; what `_custom` says as it is."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(kind.__args__)}"
+    match = re.match(r"Expected `(\w+)[^`]*`( [<>]=? \S+)?", complaint)
+    if match is None:
+        return complaint.partition(" - at ")[0]
+    return _KINDS.get(match[1], f"a table of {match[1]}") + (match[2] or "").replace(".0", "")
+
+
+def _custom(kind: type[Any], value: Any) -> Any:
+    """msgspec's hook for types that it does not know. Raises ValueError."""
+    if isinstance(value, kind):
+        return value
+    if kind is Path and isinstance(value, str) and "\0" not in value:
+        return Path(value)
+    if kind is Fraction and re.fullmatch(r"\d{1,6}(/\d{1,6}|\.\d{1,9})?", str(value), re.ASCII):
+        above, _, below = str(value).partition("/")
+        if below.strip("0") or not below:
+            fraction = Fraction(above) / Fraction(below or 1)
+            if 0 < fraction <= 1:
+                return fraction
+    raise ValueError("the path of a file" if kind is Path else "a part of the model, as in 1/3 or 0.5, at most 1")
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read the config file {file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers and nesting beyond all measure
         raise UsageError(f"the config file {file} is not TOML: {error}") from None
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise UsageError(f"the config file {file} sets '{unknown[0]}', which is not one of {', '.join(sorted(known))}")
-    return table
-
-
-def _limits(table: Mapping[str, Any]) -> Limits:
-    known = {f.name for f in fields(Limits)}
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise UsageError(f"[limits] sets '{unknown[0]}', which is not one of {', '.join(sorted(known))}")
-    return Limits(**table)
-
-
-def _from_text(name: str, text: str) -> Any:
-    if name in ("peers", "listen", "relays"):
-        return tuple(part for part in text.replace(",", " ").split() if part)
-    if name in _BYTES:
-        return parse_bytes(text)
-    if name in _NUMBERS:
-        try:
-            return float(text) if name == "wait_s" else int(text)
-        except ValueError:
-            raise UsageError(f"SWARM_{name.upper()} is '{text}', which is not a number") from None
-    if name in ("json", "pause_when_busy", "relay", "outline_in_auto", "discovery"):
-        return text.lower() in ("1", "true", "yes")
-    return text

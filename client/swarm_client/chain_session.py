@@ -96,7 +96,7 @@ class ChainSession:
     _standstill: Standstill = field(default_factory=Standstill)
 
     def __post_init__(self) -> None:
-        self._pulse = Pulse(self._pool, self._limits.silence_s)
+        self._pulse = Pulse(self._pool, self._limits.ping_timeout_s)
 
     @classmethod
     async def open(
@@ -138,7 +138,7 @@ class ChainSession:
             commit=list(action.commit),
         )
         self._step = action.step
-        await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.silence_s)
+        await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.ping_timeout_s)
 
     async def receive(self, patience_s: float, late: Callable[[], Awaitable[None]]) -> Result:
         """The tail's next result. Whenever `patience_s` passes without one, all hops are asked whether they live, and
@@ -226,7 +226,7 @@ class ChainSession:
                 rerouted.append((i, hop))
         for i, hop in rerouted:
             replay = settled if fed.intersection(replaced(hops[i + 1 :], kept)) else 0
-            await self._patiently(self._send_to(hop.peer, self._reroute(i, nodes, replay)), self._limits.silence_s)
+            await self._patiently(self._send_to(hop.peer, self._reroute(i, nodes, replay)), self._limits.ping_timeout_s)
         await self._all_open({hop.peer for _, hop in rerouted})
         if fed.intersection(replaced(hops, kept)):
             await self._replay(tokens[:settled])
@@ -243,7 +243,7 @@ class ChainSession:
         for start in range(0, len(tokens), REPLAY_ROWS):
             part = list(tokens[start : start + REPLAY_ROWS])
             step = Step(self.id, self.epoch, 0, start, len(part), sample=False, tokens=part)
-            await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.silence_s)
+            await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.ping_timeout_s)
 
     # Opening ---------------------------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class ChainSession:
         before, after = self._neighbours(self.chain.hops.index(hop))
         message = open_message(self.id, self.spec, hop, before, after, nodes, history, legacy)
         message = msgspec.structs.replace(message, epoch=self.epoch, onward_from=onward_from, prefix=list(self.prefix))
-        patience_s = self._limits.edge_timeout_s if self.epoch else self._limits.dial_timeout_s
+        patience_s = self._limits.next_hop_dial_timeout_s if self.epoch else self._limits.dial_timeout_s
         try:
             self._connections[hop.peer] = await self._pool.get(hop.peer, nodes[hop.peer].addresses, patience_s)
         except NetworkError as error:
@@ -302,7 +302,7 @@ class ChainSession:
         """Wait until all of `waiting` have answered an Open or Reroute of this epoch. -> tokens that each holds."""
         held: dict[PeerId, int] = {}
         while waiting:
-            incoming = await self._patiently(self._next(), self._limits.silence_s)
+            incoming = await self._patiently(self._next(), self._limits.ping_timeout_s)
             opened = incoming.message
             if isinstance(opened, Opened) and opened.epoch == self.epoch:
                 waiting.discard(incoming.peer)

@@ -13,10 +13,12 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from swarm.config import ClientConfig, load, local_swarm
+from swarm import old_names
+from swarm.config import ClientConfig, listed, load, local_swarm, variable
 from swarm.errors import SwarmError, UsageError
 from swarm.invite import parse
 from swarm_client.nearby import peers_nearby
+from swarm_client.request import OUTLINE, STRATEGIES, Options, check_messages
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -40,48 +42,56 @@ _Peers = Annotated[
 _Invite = Annotated[
     str | None, typer.Option(help="What `swarm-node invite` printed; replaces --peer, --model.", metavar="TOKEN")
 ]
-_Draft = Annotated[
+_Drafter = Annotated[
     str | None,
     typer.Option(
-        help="Who guesses ahead beside the look-up: a .draft file, a small model, `heads` (the tail's), `ngram` (none)."
+        help="What drafts tokens beside the n-gram drafter: `bundled`, a .draft file, a small model, `medusa` (the "
+        "tail's heads), `ngram` (nothing)."
     ),
 ]
 _NoDiscovery = Annotated[bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")]
-_Transport = Annotated[
-    str | None, typer.Option(help="daemon, or py for no Go program: py-libp2p in a thread.", metavar="KIND")
+_Libp2p = Annotated[
+    str | None, typer.Option(help="go, or python for no Go program: py-libp2p in a thread.", metavar="KIND")
 ]
 
 
-@app.command(help="Talk to a swarm. Without --once, an interactive terminal.")
+def _option(flag: str, *short: str, help: str, **more: Any) -> Any:
+    """An option of no setting in the config, which SWARM_<FLAG> sets too."""
+    variable = f"SWARM_{flag.removeprefix('--').upper().replace('-', '_')}"
+    return typer.Option(flag, *short, help=help, envvar=variable, show_envvar=False, **more)
+
+
+@app.command(cls=old_names.Command, help="Talk to a swarm. Without --prompt, an interactive terminal.")
 def run(
-    once: Annotated[str | None, typer.Option(help="Answer this one prompt and exit.", metavar="TEXT")] = None,
+    prompt: Annotated[str | None, _option("--prompt", help="Answer this one prompt and exit.", metavar="TEXT")] = None,
     peer: _Peers = None,
     invite: _Invite = None,
     model: Annotated[str | None, typer.Option(help=f"The model to ask. Default: {_LIBRARY.model}.")] = None,
-    system: Annotated[str, typer.Option(help="The system prompt.")] = "",
-    strategy: Annotated[str | None, typer.Option(help="auto, sequential, tree, pipelined, hybrid or outline.")] = None,
-    draft: _Draft = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = CHAT_TEMPERATURE,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = CHAT_TOP_P,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    system: Annotated[str, _option("--system", help="The system prompt.")] = "",
+    decoding: Annotated[str | None, typer.Option(help=f"{', '.join(STRATEGIES)} or {OUTLINE}.")] = None,
+    drafter: _Drafter = None,
+    greedy: Annotated[bool, _option("--greedy", help="Always the likeliest token.")] = False,
+    max_new_tokens: Annotated[int, _option("--max-new-tokens", help="The longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, _option("--temperature", help="0 is greedy.")] = CHAT_TEMPERATURE,
+    top_p: Annotated[float, _option("--top-p", help="1 is off.")] = CHAT_TOP_P,
+    top_k: Annotated[int, _option("--top-k", help="0 is off.")] = 0,
+    repetition_penalty: Annotated[float, _option("--repetition-penalty", help="1 is off.")] = 1.0,
+    seed: Annotated[int | None, _option("--seed", help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
     network: Annotated[str | None, typer.Option(help="What people call the swarm, to tell several apart.")] = None,
     no_discovery: _NoDiscovery = False,
-    transport: _Transport = None,
+    libp2p: _Libp2p = None,
     dtype: Annotated[str | None, typer.Option(help="Use only nodes of this dtype.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of these settings.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --once: one JSON object on stdout.")] = False,
+    config: Annotated[Path | None, _option("--config", help="A TOML file of these settings.")] = None,
+    verbose: Annotated[bool, _option("--verbose", "-v", help="Log to stderr.")] = False,
+    as_json: Annotated[bool, _option("--json", help="With --prompt: one JSON object on stdout.")] = False,
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:
-        given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "strategy": strategy}
-        given |= {"dtype": dtype, "draft": draft, "transport": transport, "network": network}
+        given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "decoding": decoding}
+        given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network}
         given["discovery"] = False if no_discovery else None
+        invite = invite if invite is not None else variable("invite") or None
         invited = parse(invite).settings() if invite is not None else {}
         settings = load(ClientConfig, {**invited, **{k: v for k, v in given.items() if v is not None}}, config)
         settings = _with_peers(settings)
@@ -92,17 +102,17 @@ def run(
             "top_k": top_k,
             "repetition_penalty": repetition_penalty,
             "seed": seed,
-            "stop": tuple(stop or ()),
+            "stop": tuple(stop or listed(variable("stop"))),
         }
-        if once is None and as_json:
-            raise UsageError("--json answers one prompt; give it with --once")
+        if prompt is None and as_json:
+            raise UsageError("--json answers one prompt; give it with --prompt")
         request = Request(system, options, as_json)
-        if once is None:
-            from swarm_client.repl import interact  # the terminal's libraries are not needed for --once
+        if prompt is None:
+            from swarm_client.repl import interact  # the terminal's libraries are not needed for --prompt
 
             uvloop.run(interact(settings, request.system, options))
         else:
-            uvloop.run(answer_once(settings, once, request))
+            uvloop.run(answer_once(settings, prompt, request))
     except SwarmError as error:
         _fail(error, as_json)
     except KeyboardInterrupt:
@@ -112,10 +122,9 @@ def run(
 async def answer_once(settings: ClientConfig, prompt: str, request: Request) -> None:
     """Print the answer as it comes, or with --json one object at the end."""
     from swarm_client.client import SwarmClient
-    from swarm_client.request import Options, check_messages
 
     # What is wrong with the request is told before anything is loaded or dialled.
-    Options(**request.options, strategy=settings.strategy)
+    Options(**request.options, decoding=settings.decoding)
     messages = [{"role": "system", "content": request.system}] if request.system else []
     messages.append({"role": "user", "content": prompt})
     check_messages(messages)

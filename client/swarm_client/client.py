@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
 from swarm.net.daemon_options import DaemonOptions
+from swarm.old_names import current
 from swarm.plan.session import Generation, GenerationPlan
 from swarm.plan.speculation import ChainCosts
 from swarm.types import Chain, Snapshot
@@ -28,7 +29,7 @@ from swarm_client.beginnings import Beginnings
 from swarm_client.chain_keeper import ChainKeeper
 from swarm_client.chunks import MAX_CHUNK
 from swarm_client.drafters.heads import GUESSES
-from swarm_client.drafting import HEADS, Drafting
+from swarm_client.drafting import MEDUSA, Drafting
 from swarm_client.driver import Driver
 from swarm_client.generation import TextStream
 from swarm_client.network import Network, connect
@@ -93,20 +94,20 @@ class SwarmClient:
             network = self._given_network
             if network is None:
                 assert options is not None
-                direct = self.config.carrier != "daemon"
+                direct = self.config.transport != "libp2p"
                 network = await stack.enter_async_context(
                     connect(
                         options,
                         self.config.limits,
                         direct=direct,
                         secret=self.config.secret,
-                        transport=self.config.transport,
+                        libp2p_impl=self.config.libp2p_impl,
                     )
                 )
             self._source, self._network = source, network
             self._tokenizer = self._tokenizer or load_tokenizer(source)
             if self._guesser is None:
-                self._drafting = await Drafting.load(self.config.draft, source, self._tokenizer)
+                self._drafting = await Drafting.load(self.config.drafter, source, self._tokenizer)
             self._view = SwarmView(
                 network.directory,
                 network.pool,
@@ -160,7 +161,7 @@ class SwarmClient:
         """Answer a conversation, through the model's own chat template. Raises like `stream`."""
         check_messages(messages)
         asked = self._options(options)
-        if asked.strategy == OUTLINE or (asked.strategy == "auto" and self.config.outline_in_auto):
+        if asked.decoding == OUTLINE or (asked.decoding == "auto" and self.config.outline_in_auto):
             outliner = _entered(self._outliner)
             return outliner.stream(messages, asked, outliner.route(messages, asked))
         return self._stream(self.tokenizer.apply_chat_template(messages), asked)
@@ -174,7 +175,10 @@ class SwarmClient:
         return await self.chat_stream(messages, **options).read()
 
     def _options(self, options: Mapping[str, Any]) -> Options:
-        merged: dict[str, Any] = {"strategy": self.config.strategy, **options}
+        merged: dict[str, Any] = {"decoding": self.config.decoding}
+        for name, value in options.items():
+            flag, merged_value = current(name.replace("_", "-"), value)
+            merged[flag.replace("-", "_")] = merged_value
         stop = merged.get("stop", ())
         merged["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         try:
@@ -210,7 +214,7 @@ class SwarmClient:
             self.config.limits,
             source.name,
             sampling,
-            guesses=GUESSES if speculator is not None and self.config.draft == HEADS else 0,
+            guesses=GUESSES if speculator is not None and self.config.drafter == MEDUSA else 0,
             plan_chunks=planned,
             beginnings=self._beginnings,
         )

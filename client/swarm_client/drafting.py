@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # a client that drafts with no model loads none
 
 logger = logging.getLogger(__name__)
 
-HEADS = "heads"  # the word for the tail's own
-LOOK_UP = "ngram"  # the word for no model beside the look-up
-SHIPPED = "shipped"  # the word for the trained draft that comes along for the target
+MEDUSA = "medusa"  # the heads of the tail
+NGRAM = "ngram"  # no model beside it
+BUNDLED = "bundled"  # the trained draft that comes along for the target
 TRAINED_SUFFIX = ".draft"
 
 
@@ -42,17 +42,17 @@ class Drafting:
         self._model = model
 
     @classmethod
-    async def load(cls, draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Drafting:
-        """`draft`: LOOK_UP, HEADS, SHIPPED (if there is one for the target), a trained draft's file, or a model.
+    async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Drafting:
+        """`drafter`: NGRAM, MEDUSA, BUNDLED (if there is one for the target), a trained draft's file, or a model.
 
         One that cannot be used is done without, and logged.
         """
-        if draft == HEADS:
+        if drafter == MEDUSA:
             return cls(HeadsDrafter)
         try:
-            if draft == LOOK_UP or (draft == SHIPPED and find_shipped(target) is None):
+            if drafter == NGRAM or (drafter == BUNDLED and find_shipped(target) is None):
                 return cls()
-            return cls(await asyncio.to_thread(_open, draft, target, tokenizer))
+            return cls(await asyncio.to_thread(_open, drafter, target, tokenizer))
         except (DrafterFailed, ModelError) as error:
             logger.warning("guessing by look-up alone: %s", error)
             return cls()
@@ -64,18 +64,18 @@ class Drafting:
         return InlineDrafter(drafter) if drafter.instant else DraftRunner(drafter)
 
 
-def _open(draft: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
+def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
     """Raises ModelError and DrafterFailed."""
     from swarm_client.drafters.model import ModelDrafter, check_vocabulary
     from swarm_kernels.draft import LocalModel, open_draft
     from swarm_kernels.loader import open_model
     from swarm_kernels.tokenizer import load_tokenizer
 
-    path = (draft == SHIPPED and find_shipped(target)) or Path(draft)
+    path = (drafter == BUNDLED and find_shipped(target)) or Path(drafter)
     if path.suffix == TRAINED_SUFFIX:
         trained = open_draft(path, target)
         return lambda: ModelDrafter(trained, "trained draft")
-    source = open_model(draft)
+    source = open_model(drafter)
     check_vocabulary(source, load_tokenizer(source), target, tokenizer)
     local = LocalModel(source)
     return lambda: ModelDrafter(local, source.name)

@@ -145,7 +145,7 @@ class Driver:
         limit_s = self.limits.step_timeout_s + self._allowance_s
         try:
             async with asyncio.timeout(limit_s):
-                result = await session.receive(self._watch.patience_s(self.limits.silence_s), self._late)
+                result = await session.receive(self._watch.patience_s(self.limits.ping_timeout_s), self._late)
         except HopFailed as failed:
             return HopLost(failed.peer, str(failed))
         except TimeoutError:
@@ -185,7 +185,7 @@ class Driver:
             slow = await self._too_slow(session, suspicion)
             if slow is not None:
                 raise slow
-        for peer in session.suspects(places, self.limits.stall_s + self._allowance_s):
+        for peer in session.suspects(places, self.limits.stall_timeout_s + self._allowance_s):
             if await self.chains.replaceable(session, peer):
                 raise session.leave(peer, TooSlow("steps come to it and no further"))
 
@@ -202,7 +202,7 @@ class Driver:
             raise ConnectionLost(f"gave up after {MAX_REPAIRS} broken chains; the last reason: {action.reason}")
         self._pending.clear()
         if self._broken_since is None:
-            self._broken_since = max(self._heard_at, _now() - NOTICED_WITHIN * self.limits.silence_s)
+            self._broken_since = max(self._heard_at, _now() - NOTICED_WITHIN * self.limits.ping_timeout_s)
         if self._session is not None:
             self._session.leave(action.lost, ProtocolError(action.reason))
             self.chains.ban_lost(self._session)

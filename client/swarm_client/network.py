@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from swarm.config import Limits, Transports
+from swarm.config import Libp2pImpl, Limits
 from swarm.net.carrier import Carrier, Directory
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
@@ -58,11 +58,11 @@ async def connect(
     *,
     direct: bool = True,
     secret: str = "",
-    transport: Transports = "daemon",
+    libp2p_impl: Libp2pImpl = "go",
 ) -> AsyncIterator[Network]:
     """Join the swarm of `options.peers` as a client: it dials out, serves nothing and is gone at the end.
 
-    `direct`: also dial nodes directly, past the p2p daemon. `transport`: what stands in for that. `secret`: that of a
+    `direct`: also dial nodes directly, past the p2p daemon. `libp2p_impl`: who speaks libp2p. `secret`: that of a
     private swarm.
     Raises PeerUnreachable when none of them answers, UsageError if `secret` cannot be one.
     """
@@ -79,7 +79,7 @@ async def connect(
             accept=False,
             secret=keys,
             dial_timeout_s=limits.dial_timeout_s,
-            transport=transport,
+            libp2p_impl=libp2p_impl,
         )
         stack.push_async_callback(carrier.close)
         directory = await DhtDirectory.start(carrier.daemon, options.peers, client=True, secret=keys)

@@ -23,7 +23,7 @@ USUAL = 6.0  # times the slowest answer so far
 
 @dataclass(slots=True)
 class Pulse:
-    """One a session. `silence_s`: how long a peer may leave pings unanswered when nothing else is known.
+    """One a session. `ping_timeout_s`: how long a peer may leave pings unanswered when nothing else is known.
 
     A node's event loop answers pings also while it computes. On machines that are overloaded answers take longer, so
     the slowest one counts; and every suspicion doubles the time that the next one takes, so that a session whose nodes
@@ -31,7 +31,7 @@ class Pulse:
     """
 
     pool: ConnectionPool
-    silence_s: float
+    ping_timeout_s: float
     _suspicions: int = 0
     _slowest_s: float = 0.0
 
@@ -45,7 +45,7 @@ class Pulse:
     @property
     def patience_s(self) -> float:
         doubt = min(1 << self._suspicions, MAX_DOUBT)
-        return min(max(self.silence_s * doubt, USUAL * self._slowest_s), self.silence_s * MAX_DOUBT)
+        return min(max(self.ping_timeout_s * doubt, USUAL * self._slowest_s), self.ping_timeout_s * MAX_DOUBT)
 
     async def _answers(self, peer: PeerId) -> bool:
         within_s, missed = self.patience_s / PINGS, 0

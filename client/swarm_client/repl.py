@@ -23,6 +23,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
+from swarm import old_names
 from swarm.config import ClientConfig, state_dir
 from swarm.errors import SwarmError
 from swarm_client.answer import Answer, AnswerStream
@@ -39,7 +40,7 @@ HELP = """\
 /system [TEXT]     show or set the system prompt
 /save FILE         write the conversation as JSON
 /load FILE         go on with a saved one
-/strategy [NAME]   show or set how answers are made: auto, sequential, tree, pipelined or outline
+/decoding [NAME]   show or set how answers are made: auto, sequential, tree, pipedec, pipelined-tree or outline
 /chain             the nodes of the last answer, and why they were picked
 /stats             where the time of the last answer went
 /quit              leave (so does Ctrl-D)
@@ -59,7 +60,7 @@ class Chat:
     conversation: Conversation
     options: Mapping[str, Any]
     console: Console
-    strategy: str | None = None  # None: the config's
+    decoding: str | None = None  # None: the config's
     last: Answer | None = None
     answers: list[Answer] = field(default_factory=list)
 
@@ -84,7 +85,8 @@ class Chat:
             "/system": self._system,
             "/save": self._save,
             "/load": self._load,
-            "/strategy": self._set_strategy,
+            "/decoding": self._set_decoding,
+            "/strategy": self._set_decoding,  # its name one release ago
             "/chain": self._chain,
             "/stats": self._stats,
             "/quit": self._quit,
@@ -96,7 +98,7 @@ class Chat:
         await command(argument.strip())
 
     async def _say(self, text: str) -> None:
-        options = {**self.options, "strategy": self.strategy} if self.strategy else self.options
+        options = {**self.options, "decoding": self.decoding} if self.decoding else self.options
         stream = self.client.chat_stream(self.conversation.messages(text), **options)
         stopped = False
         async with stream:
@@ -162,11 +164,12 @@ class Chat:
         self.conversation.load(_path(path))
         self.console.print(f"{len(self.conversation.turns)} turns loaded", highlight=False)
 
-    async def _set_strategy(self, name: str) -> None:
+    async def _set_decoding(self, name: str) -> None:
         if name:
-            Options(strategy=name)
-            self.strategy = name
-        self.console.print(self.strategy or "(the config's)", highlight=False, markup=False)
+            _, name = old_names.current("decoding", name)
+            Options(decoding=name)
+            self.decoding = name
+        self.console.print(self.decoding or "(the config's)", highlight=False, markup=False)
 
     async def _chain(self, _: str) -> None:
         if self.last is None:

@@ -24,8 +24,8 @@ MAX_STOP_LENGTH = 256
 class Options:
     """How to generate. Temperature 0 is greedy; a `seed` of None draws a fresh one, which the answer reports.
 
-    `strategy`: one of STRATEGIES, or OUTLINE; a plain prompt, which asks nothing, is continued as with `auto` then.
-    `point_strategy`: that of the generations which an outlined answer consists of.
+    `decoding`: one of STRATEGIES, or OUTLINE; a plain prompt, which asks nothing, is continued as with `auto` then.
+    `point_decoding`: that of the generations which an outlined answer consists of.
 
     Raises InvalidRequest when made with values that no swarm could honour.
     """
@@ -37,8 +37,8 @@ class Options:
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    strategy: str = "auto"
-    point_strategy: str = "auto"
+    decoding: str = "auto"
+    point_decoding: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
@@ -65,23 +65,23 @@ class Options:
             f"a stop string must have 1 to {MAX_STOP_LENGTH} characters",
         )
         _require(
-            self.strategy in (*STRATEGIES, OUTLINE),
-            f"strategy is '{self.strategy}'; there are {', '.join((*STRATEGIES, OUTLINE))}",
+            self.decoding in (*STRATEGIES, OUTLINE),
+            f"decoding is '{self.decoding}'; there are {', '.join((*STRATEGIES, OUTLINE))}",
         )
         _require(
-            self.point_strategy in STRATEGIES,
-            f"point_strategy is '{self.point_strategy}'; there are {', '.join(STRATEGIES)}",
+            self.point_decoding in STRATEGIES,
+            f"point_decoding is '{self.point_decoding}'; there are {', '.join(STRATEGIES)}",
         )
 
     @property
     def guesses(self) -> bool:
         """Whether tokens may be guessed ahead. A repetition penalty needs every token before the next is drawn."""
-        return self.strategy != Strategy.SEQUENTIAL and self.repetition_penalty == 1.0
+        return self.decoding != Strategy.SEQUENTIAL and self.repetition_penalty == 1.0
 
     @property
     def only(self) -> Strategy | None:
         """The one strategy to use, None to choose."""
-        return None if self.strategy in ("auto", OUTLINE) else Strategy(self.strategy)
+        return None if self.decoding in ("auto", OUTLINE) else Strategy(self.decoding)
 
     def sampling(self) -> Sampling:
         """The wire's view, with a seed drawn if none was given."""

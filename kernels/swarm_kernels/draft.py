@@ -78,7 +78,7 @@ class TrainedDraft:
         if not config.lean:
             raise UnsupportedModel(f"{target.name} is a {config.model_type}; drafts are run for Llama-like models only")
         if card.heads:
-            raise DrafterFailed("these are Medusa heads, which a node runs: 'swarm-node join --heads FILE'")
+            raise DrafterFailed("these are Medusa heads, which a node runs: 'swarm-node join --medusa-heads FILE'")
         norm = weights.tensors.get(FINAL_NORM)
         fits = norm is not None and tuple(norm.shape) == (config.hidden_size,)
         if norm is None or not fits or int(weights.vocabulary.max()) >= config.vocab_size:

@@ -69,7 +69,7 @@ class MedusaHeads:
         if is_draft(path):
             card = read_card(path)
             if not card.heads:
-                raise UnsupportedModel(f"{path} is a draft and holds no heads; clients guess with it: --draft {path}")
+                raise UnsupportedModel(f"{path} is a draft and holds no heads; clients draft with it: --drafter {path}")
             if card.weight_hash != source.weight_hash:
                 raise UnsupportedModel(
                     f"the heads in {path} were trained for {card.model}, not for {source.name}; train some for it"

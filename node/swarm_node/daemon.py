@@ -64,7 +64,7 @@ async def join(
 
     `policy`: when this node changes its layers for the swarm's sake.
     """
-    schedule = Schedule.parse(config.schedule) if config.schedule else None
+    schedule = Schedule.parse(config.active_hours) if config.active_hours else None
     if config.max_sessions is not None:
         if config.max_sessions < 1:
             raise UsageError("--max-sessions must be 1 or more; `swarm-node pause` takes none at all")
@@ -129,7 +129,7 @@ class Node:
         self._standing = Standing()
         self._duty = Duty()
         layer_time = LayerTime(machine.calibration.cost)
-        upload = Upload(config.max_upload or math.inf)
+        upload = Upload(config.upload_limit or math.inf)
         carrier = ThrottledCarrier(network.carrier, upload)
         self._pool = ConnectionPool(carrier, self._on_frame, self._on_lost, limits)
         self._service = Service(self._served, self._pool, limits, on_load=lambda: self._announcer.changed())

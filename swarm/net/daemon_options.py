@@ -39,7 +39,7 @@ def _check(options: DaemonOptions) -> None:
             if flag in ("peers", "relays") and (not names or names[-1] != "p2p"):
                 raise UsageError(f"'{text}' does not say which peer it is; it must end in /p2p/<peer id>")
     if options.relays and options.offer_relay:
-        raise UsageError("a machine that needs a relay cannot be one: give either --via or --relay")
+        raise UsageError("a machine that needs a relay cannot be one: give either --relay-via or --relay-server")
     if not options.listen:
         raise UsageError("no address to listen on; /ip4/0.0.0.0/tcp/0 is any port on all networks")
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
-from swarm.config import Transports
+from swarm.config import Libp2pImpl
 from swarm.errors import NetworkError, NotAdmitted, PeerUnreachable
 from swarm.net import host
 from swarm.net.carrier import Handler
@@ -67,13 +67,13 @@ class DaemonCarrier:
         max_connections: int = MAX_CONNECTIONS,
         dial_timeout_s: float = 10.0,
         prove: Prove | None = None,
-        transport: Transports = "daemon",
+        libp2p_impl: Libp2pImpl = "go",
     ) -> DaemonCarrier:
         """Start a host and join `options.peers`. With `prove`, members of a private swarm only are connected.
 
         Raises what `Host.start` does.
         """
-        daemon = await host.start(identity, options, transport)
+        daemon = await host.start(identity, options, libp2p_impl)
         return cls(identity, daemon, limits, max_connections, dial_timeout_s, prove)
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
-from swarm.config import Transports
+from swarm.config import Libp2pImpl
 from swarm.errors import PeerUnreachable
 from swarm.net.daemon_options import DaemonOptions
 from swarm.net.frame_stream import FrameStream
@@ -89,9 +89,9 @@ class Host(Protocol):
         ...
 
 
-async def start(identity: Identity, options: DaemonOptions | None, transport: Transports) -> Host:
+async def start(identity: Identity, options: DaemonOptions | None, libp2p_impl: Libp2pImpl) -> Host:
     """Start the host of that kind. Importing either takes seconds, in which others can work. Raises as `Host.start`."""
-    name, kind = ("py_host", "PyHost") if transport == "py" else ("p2pd", "P2PDaemon")
+    name, kind = ("py_host", "PyHost") if libp2p_impl == "python" else ("p2pd", "P2PDaemon")
     module = await asyncio.to_thread(importlib.import_module, f"swarm.net.{name}")
     made: type[Host] = getattr(module, kind)
     return await made.start(identity, options)

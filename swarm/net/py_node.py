@@ -305,10 +305,10 @@ def _is_of(kind: str, host: str) -> bool:
 
 def _check(options: DaemonOptions) -> None:
     if options.relays or options.offer_relay:
-        raise UsageError("relays need the p2p daemon: leave out --transport py, or --via and --relay")
+        raise UsageError("relays need the p2p daemon: leave out --libp2p python, or --relay-via and --relay-server")
     for address in options.listen:
         if not re.fullmatch(r"/ip[46]/[^/]+/tcp/\d+", address):
-            raise UsageError(f"--transport py listens on TCP only, not on {address}")
+            raise UsageError(f"--libp2p python listens on TCP only, not on {address}")
 
 
 def _claim(listen: Sequence[str]) -> None:

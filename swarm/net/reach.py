@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
-from swarm.config import Transports
+from swarm.config import Libp2pImpl
 from swarm.errors import NetworkError, PeerUnreachable
 from swarm.net.carrier import Connection, Handler, OnBetter
 from swarm.net.daemon_options import DaemonOptions
@@ -69,7 +69,7 @@ class ReachCarrier:
         secret: NetworkSecret | None = None,
         limits: FrameLimits = DEFAULT_LIMITS,
         dial_timeout_s: float = 10.0,
-        transport: Transports = "daemon",
+        libp2p_impl: Libp2pImpl = "go",
     ) -> ReachCarrier:
         """Start a p2p daemon (or what stands in for it), and direct connections beside it if `direct` and this system
         can.
@@ -95,7 +95,7 @@ class ReachCarrier:
                 limits=limits,
                 dial_timeout_s=dial_timeout_s,
                 prove=secret.prove if secret else None,
-                transport=transport,
+                libp2p_impl=libp2p_impl,
             )
         except BaseException:
             if beside is not None:

@@ -1,4 +1,4 @@
-"""Any carrier with a cap on what it sends: a volunteer's `--max-upload`.
+"""Any carrier with a cap on what it sends: a volunteer's `--upload-limit`.
 
 Owns the token bucket and the count of bytes sent. Every connection of the carrier shares the bucket, first come first
 served. What the directory sends is not counted: a few kilobytes a second.

@@ -173,7 +173,7 @@ class ProcessSwarm:
         model: str = "smollm2-135m",
         places: Callable[[int], Place] = lambda number: HERE,
     ) -> None:
-        flags = ("--model", model, "--dtype", "fp32", "--threads", "1", "--wait", "60")
+        flags = ("--model", model, "--dtype", "fp32", "--threads", "1", "--join-timeout", "60")
         self.addresses: list[str] = []
         self.nodes = [
             NodeProcess(number, span, home, flags, self.addresses, places(number))

@@ -25,13 +25,13 @@ PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWAkwEYAZ21mdLbKEcBshKQCC3GDGjH2hrUMhtVGz
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--seed", "-1"], "seed is -1"),
         (["--stop", ""], "stop string"),
-        (["--strategy", "magic"], "strategy is 'magic'"),
+        (["--decoding", "magic"], "decoding is 'magic'"),
         (["--model", "/no/such/model.gguf"], "/no/such/model.gguf"),
         (["--peer", "nonsense"], "nonsense"),
     ],
 )
 def test_a_wrong_value_is_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
-    arguments = [*arguments, "--once", "hi"]
+    arguments = [*arguments, "--prompt", "hi"]
     if "--peer" not in arguments:
         arguments += ["--peer", PEER]
     result = CliRunner().invoke(app, arguments, env={"SWARM_HOME": str(tmp_path)})
@@ -42,19 +42,19 @@ def test_a_wrong_value_is_one_sentence(arguments: list[str], sentence: str, tmp_
 
 
 def test_an_empty_prompt(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["--once", "  ", "--peer", PEER], env={"SWARM_HOME": str(tmp_path)})
+    result = CliRunner().invoke(app, ["--prompt", "  ", "--peer", PEER], env={"SWARM_HOME": str(tmp_path)})
     assert result.exit_code == 2
     assert "empty" in result.stderr
 
 
 def test_without_a_swarm_it_says_how_to_start_one(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["--once", "hi"], env={"SWARM_HOME": str(tmp_path)})
+    result = CliRunner().invoke(app, ["--prompt", "hi"], env={"SWARM_HOME": str(tmp_path)})
     assert result.exit_code == 2
     assert "swarm-node local" in result.stderr
 
 
 def test_with_json_the_error_is_an_object_too(tmp_path: Path) -> None:
-    arguments = ["--once", "hi", "--json", "--top-p", "7", "--peer", PEER]
+    arguments = ["--prompt", "hi", "--json", "--top-p", "7", "--peer", PEER]
     result = CliRunner().invoke(app, arguments, env={"SWARM_HOME": str(tmp_path)})
     assert result.exit_code == 2
     assert json.loads(result.stdout)["error"] == "invalid_request"
@@ -63,4 +63,4 @@ def test_with_json_the_error_is_an_object_too(tmp_path: Path) -> None:
 def test_json_needs_once(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["--json", "--peer", PEER], env={"SWARM_HOME": str(tmp_path)})
     assert result.exit_code == 2
-    assert "--once" in result.stderr
+    assert "--prompt" in result.stderr

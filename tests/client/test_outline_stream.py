@@ -132,7 +132,7 @@ def answer_of(script: Script, slots: int = 8, messages: Any = QUESTION, **option
     context = options.pop("context", 4096)
     clock = asyncio.get_running_loop().time
     outliner = Outliner(script.ask, Letters(), context, asyncio.Semaphore(slots), templates, clock)
-    asked = Options(**{"strategy": "outline", "max_new_tokens": 600, **options})
+    asked = Options(**{"decoding": "outline", "max_new_tokens": 600, **options})
     return outliner.stream(messages, asked, outliner.route(messages, asked))
 
 
@@ -157,7 +157,7 @@ async def read_to_error(stream: OutlineStream) -> tuple[str, Exception | None]:
 @virtual_time
 async def test_points_are_written_side_by_side_and_shown_in_order() -> None:
     script = Script()
-    stream = answer_of(script, seed=5, temperature=0.7, point_strategy="sequential")
+    stream = answer_of(script, seed=5, temperature=0.7, point_decoding="sequential")
     text, _ = await read(stream)
     answer = stream.answer
     assert text == answer.text == JOINED
@@ -173,7 +173,7 @@ async def test_points_are_written_side_by_side_and_shown_in_order() -> None:
     assert [point.text for point in report.points] == list(POINTS.values())
     assert all(point.attempts == 1 and not point.error for point in report.points)
     assert report.points[-1].ended_s == pytest.approx((len(OUTLINE) + len(POINTS["Fire"]) + 1) * TOKEN_S)
-    assert all((o.seed, o.temperature, o.strategy) == (5, 0.7, "sequential") for _, o in script.asked)
+    assert all((o.seed, o.temperature, o.decoding) == (5, 0.7, "sequential") for _, o in script.asked)
     json = answer.to_json()["outline"]
     assert [point["tokens"] for point in json["points"]] == [len(p) + 1 for p in POINTS.values()]
 
@@ -255,7 +255,7 @@ async def test_a_conversation_that_takes_no_outline_is_answered_without() -> Non
             return super().apply_chat_template(messages)
 
     outliner = Outliner(Script().ask, Strict(), 4096, asyncio.Semaphore(8))
-    asked = Options(strategy="outline", max_new_tokens=600)
+    asked = Options(decoding="outline", max_new_tokens=600)
     stream = outliner.stream(QUESTION, asked, outliner.route(QUESTION, asked))
     assert (await read(stream))[0] == "Just bake it."
     assert stream.answer.outline is not None

@@ -30,7 +30,7 @@ class Pool:
 
 def pulse(pool: Pool) -> Pulse:
     fake: Any = pool
-    return Pulse(fake, silence_s=1.0)
+    return Pulse(fake, ping_timeout_s=1.0)
 
 
 @virtual_time
@@ -66,5 +66,5 @@ async def test_being_late_ourselves_is_not_held_against_a_peer() -> None:
 
     pool = Sleepy()
     fake: Any = pool
-    assert await Pulse(fake, silence_s=0.2).silent(["a"]) == []
+    assert await Pulse(fake, ping_timeout_s=0.2).silent(["a"]) == []
     assert len(pool.pings) == 2

@@ -129,16 +129,16 @@ async def test_cancelling_stops_the_answer_and_keeps_what_was_said(chat: SimpleN
 async def test_the_strategy_can_be_changed_and_points_are_shown(chat: SimpleNamespace) -> None:
     point = PointReport("[b]Sea", "wet", (1, 2), (3,) * 40, FinishReason.EOS, 1.0, 1.5, 4.0, 33, 32, "sequential", 1)
     chat.client.outline = OutlineReport(True, "it has parts", "list", "1. Sea", 9, 1.25, (point, point))
-    await chat.chat.handle("/strategy")
-    await chat.chat.handle("/strategy magic")
+    await chat.chat.handle("/decoding")
+    await chat.chat.handle("/decoding magic")
     await chat.chat.handle("hi")
-    assert "strategy" not in chat.client.options
-    await chat.chat.handle("/strategy outline")
+    assert "decoding" not in chat.client.options
+    await chat.chat.handle("/decoding outline")
     await chat.chat.handle("hi")
-    assert chat.client.options["strategy"] == "outline"
+    assert chat.client.options["decoding"] == "outline"
     await chat.chat.handle("/stats")
     shown = chat.out.getvalue()
-    for words in ("strategy is 'magic'", "2 points after an outline of 9 tokens", "add up to 6.0 s", "[b]Sea", "4.00"):
+    for words in ("decoding is 'magic'", "2 points after an outline of 9 tokens", "add up to 6.0 s", "[b]Sea", "4.00"):
         assert words in shown
     chat.client.outline = OutlineReport(False, "a fact is a short answer")
     await chat.chat.handle("hi")

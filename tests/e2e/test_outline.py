@@ -81,7 +81,7 @@ async def alone(client: SwarmClient, answer: Answer, **options: Any) -> list[tup
     """What sessions of their own make of the points' prompts."""
     assert answer.outline is not None
     return [
-        (await client.generate(point.prompt_token_ids, max_new_tokens=18, strategy="sequential", **options)).token_ids
+        (await client.generate(point.prompt_token_ids, max_new_tokens=18, decoding="sequential", **options)).token_ids
         for point in answer.outline.points
     ]
 
@@ -106,7 +106,7 @@ async def test_points_are_what_sessions_of_their_own_would_write(
 ) -> None:
     async with memory_swarm(source(), cut(6, *borders), LINK) as swarm:
         async with client_of(swarm, templates, prefill_chunk=8) as client:
-            answer = await client.chat(QUESTION, strategy="outline", point_strategy="sequential", **options)
+            answer = await client.chat(QUESTION, decoding="outline", point_decoding="sequential", **options)
             assert answer.text == "\n\n".join(f"**{p.title}.**{p.text}".rstrip() for p in answer.outline.points)
             assert answer.token_ids == sum(points_of(answer), ())
             assert answer.time_to_first_token_s < answer.outline.points[-1].ended_s
@@ -114,7 +114,7 @@ async def test_points_are_what_sessions_of_their_own_would_write(
             assert await alone(client, answer, **options) == points_of(answer)
         async with client_of(swarm, templates, 2, guesser=lambda: InlineDrafter(Noise([]))) as client:
             for strategy in ("auto", "pipelined"):
-                guessed = await client.chat(QUESTION, strategy="outline", point_strategy=strategy, **options)
+                guessed = await client.chat(QUESTION, decoding="outline", point_decoding=strategy, **options)
                 assert points_of(guessed) == points_of(answer)
         await assert_clean(swarm)
 
@@ -123,9 +123,9 @@ async def test_points_are_what_sessions_of_their_own_would_write(
 @virtual_time
 async def test_a_node_that_dies_under_the_points_costs_no_token(after: int, victim: int, templates: Path) -> None:
     async with memory_swarm(source(), cut(6, 2, 4) * 2, LINK) as swarm, client_of(swarm, templates) as client:
-        calm = await client.chat(QUESTION, strategy="outline")
+        calm = await client.chat(QUESTION, decoding="outline")
         dead = ""
-        async with client.chat_stream(QUESTION, strategy="outline") as stream:
+        async with client.chat_stream(QUESTION, decoding="outline") as stream:
             seen = 0
             async for piece in stream:
                 seen += len(piece.token_ids)
@@ -143,7 +143,7 @@ async def test_a_node_that_dies_under_the_points_costs_no_token(after: int, vict
 async def test_hops_do_not_compute_what_the_points_share_again(templates: Path) -> None:
     question = [{"role": "user", "content": "explain" + " the sea" * 48}]
     async with memory_swarm(source(), cut(6, 3), LINK) as swarm, client_of(swarm, templates) as client:
-        answer = await client.chat(question, strategy="outline")
+        answer = await client.chat(question, decoding="outline")
         assert answer.outline is not None
         for point in answer.outline.points:
             assert 0 < point.held // BLOCK <= point.begins_alike // BLOCK
@@ -154,7 +154,7 @@ async def test_hops_do_not_compute_what_the_points_share_again(templates: Path) 
 @virtual_time
 async def test_cancelling_ends_all_sessions(pieces: int, templates: Path) -> None:
     async with memory_swarm(source(), cut(6, 3), LINK) as swarm, client_of(swarm, templates) as client:
-        async with client.chat_stream(QUESTION, strategy="outline") as stream:
+        async with client.chat_stream(QUESTION, decoding="outline") as stream:
             if pieces:
                 async for _ in stream:
                     pieces -= 1
@@ -162,18 +162,18 @@ async def test_cancelling_ends_all_sessions(pieces: int, templates: Path) -> Non
                         break
         assert stream.answer.finish_reason is FinishReason.CANCELLED
         await assert_clean(swarm)
-        assert (await client.chat(QUESTION, strategy="outline")).finish_reason is FinishReason.LENGTH
+        assert (await client.chat(QUESTION, decoding="outline")).finish_reason is FinishReason.LENGTH
 
 
 @virtual_time
 async def test_nodes_that_allow_few_sessions_write_the_points_in_turns(templates: Path) -> None:
     async with memory_swarm(source(), cut(6, 3), LINK) as swarm, client_of(swarm, templates) as client:
-        calm = await client.chat(QUESTION, strategy="outline")
+        calm = await client.chat(QUESTION, decoding="outline")
     async with (
         memory_swarm(source(), cut(6, 3), LINK, limits=replace(LIMITS, max_sessions_per_peer=3)) as swarm,
         client_of(swarm, templates) as client,
     ):
-        answer = await client.chat(QUESTION, strategy="outline")
+        answer = await client.chat(QUESTION, decoding="outline")
         assert points_of(answer) == points_of(calm)
         assert answer.repairs == ()
         await assert_clean(swarm)

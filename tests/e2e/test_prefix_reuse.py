@@ -71,7 +71,7 @@ async def test_kept_sessions_give_way_to_new_ones() -> None:
         capacity = engine.cache.capacity_tokens
         for seed in range(12):
             await client.generate(prompt(seed, 4 * BLOCK), max_new_tokens=8)
-        answer = await client.generate(prompt(99, 40), max_new_tokens=capacity // 2, strategy="sequential", stop=())
+        answer = await client.generate(prompt(99, 40), max_new_tokens=capacity // 2, decoding="sequential", stop=())
         assert len(answer.token_ids) > 0
         engine.cache.check_integrity()
 

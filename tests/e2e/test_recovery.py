@@ -86,7 +86,7 @@ async def assert_clean(swarm: MemorySwarm, *dead: PeerId) -> None:
 @pytest.mark.parametrize("victims", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
 @virtual_time
 async def test_lost_hops_are_replaced_and_the_others_keep_what_they_hold(victims: tuple[int, ...], at: int) -> None:
-    async with swarm_of(2) as swarm, swarm.client(strategy="sequential") as client:
+    async with swarm_of(2) as swarm, swarm.client(decoding="sequential") as client:
         before: list[Chain] = []  # without guesses, so that one can count what is held
         kill = killer(swarm, *victims)
         answer, times, _ = await answer_with(client, lambda chain: (before.append(chain), kill(chain))[1], at)
@@ -181,7 +181,7 @@ async def test_a_host_that_vanishes_without_a_word_is_noticed_by_its_silence(vic
         answer, times, _ = await answer_with(client, killer(swarm, victim, silent=True), 9)
         assert list(answer.token_ids) == truth()
         assert len(answer.repairs) == 1
-        assert max(b - a for a, b in itertools.pairwise(times)) < 3 * LIMITS.silence_s
+        assert max(b - a for a, b in itertools.pairwise(times)) < 3 * LIMITS.ping_timeout_s
 
 
 @pytest.mark.parametrize(("loud", "silent"), list(itertools.permutations(range(3), 2)))
@@ -195,7 +195,7 @@ async def test_a_hop_that_falls_silent_while_another_is_replaced(loud: int, sile
 
         answer, times, _ = await answer_with(client, strike, 9)
         assert list(answer.token_ids) == truth()
-        assert max(b - a for a, b in itertools.pairwise(times)) < 3 * LIMITS.silence_s
+        assert max(b - a for a, b in itertools.pairwise(times)) < 3 * LIMITS.ping_timeout_s
 
 
 @pytest.mark.parametrize("victim", range(3))
@@ -216,7 +216,11 @@ async def test_a_hop_that_becomes_ten_times_slower_is_left_within_five_tokens(vi
 @pytest.mark.parametrize(
     ("at", "reason", "within_s"),
     [
-        (1, "steps come to it and no further", LIMITS.stall_s + 6 * LIMITS.silence_s),  # nobody knows what is usual
+        (
+            1,
+            "steps come to it and no further",
+            LIMITS.stall_timeout_s + 6 * LIMITS.ping_timeout_s,
+        ),  # nobody knows what is usual
         (9, "it has become slow, and others are much quicker", 1.0),
     ],
 )
@@ -238,14 +242,14 @@ async def test_a_hop_that_answers_pings_and_computes_no_more_is_left(
 
 @virtual_time
 async def test_a_result_is_not_held_up_by_questions_about_it() -> None:
-    async with swarm_of(1) as swarm, swarm.client(strategy="sequential") as client:
+    async with swarm_of(1) as swarm, swarm.client(decoding="sequential") as client:
 
         def strike(chain: Chain) -> None:
             swarm.nodes[chain.peers[1]].device.delay_s = 0.6
 
         answer, times, _ = await answer_with(client, strike, 9)
         assert list(answer.token_ids) == truth()
-        assert max(b - a for a, b in itertools.pairwise(times)) < 0.6 + LIMITS.silence_s / 2
+        assert max(b - a for a, b in itertools.pairwise(times)) < 0.6 + LIMITS.ping_timeout_s / 2
 
 
 @pytest.mark.parametrize("edge", range(2))
@@ -259,7 +263,7 @@ async def test_hops_that_both_live_and_cannot_reach_each_other_any_more(edge: in
         answer, times, _ = await answer_with(client, strike, 9)
         assert list(answer.token_ids) == truth()
         assert len(answer.repairs) == 1
-        assert max(b - a for a, b in itertools.pairwise(times)) < LIMITS.stall_s + 6 * LIMITS.silence_s
+        assert max(b - a for a, b in itertools.pairwise(times)) < LIMITS.stall_timeout_s + 6 * LIMITS.ping_timeout_s
 
 
 def leaver(swarm: MemorySwarm, *victims: int) -> Callable[[Chain], None]:
@@ -310,7 +314,7 @@ async def test_a_slow_hop_that_nobody_can_replace_is_kept() -> None:
 
 @virtual_time
 async def test_a_chain_that_is_known_to_be_slow_is_given_its_time() -> None:
-    async with swarm_of(1) as swarm, swarm.client(strategy="sequential") as client:
+    async with swarm_of(1) as swarm, swarm.client(decoding="sequential") as client:
         for node in swarm.nodes.values():
             node.device.delay_s = LIMITS.step_timeout_s
         await asyncio.sleep(5.0)  # and they say so
@@ -352,7 +356,10 @@ async def test_layers_that_stay_away_are_named_at_the_deadline(silent: bool) -> 
 
 @virtual_time
 async def test_logs_that_were_dropped_cost_a_fresh_start_and_no_token() -> None:
-    async with swarm_of(2, limits=Limits(route_timeout_s=3.0, log_bytes=1000)) as swarm, swarm.client() as client:
+    async with (
+        swarm_of(2, limits=Limits(route_timeout_s=3.0, activation_log_bytes=1000)) as swarm,
+        swarm.client() as client,
+    ):
         answer, _, _ = await answer_with(client, killer(swarm, 1), 9)
         assert list(answer.token_ids) == truth()
         assert sum(node.service.counters.replayed for node in swarm.nodes.values()) == 0

@@ -51,7 +51,7 @@ async def test_greedy_tokens_do_not_depend_on_guesses(strategy: str, drafter: st
         memory_swarm(source, cut(6, *CHAINS[chain]), Link(delay_s=0.02)) as swarm,
         swarm.client(prefill_chunk=8, guesser=lambda: InlineDrafter(DRAFTERS[drafter](truth))) as client,
     ):
-        answer = await client.generate(ask, max_new_tokens=TOKENS, strategy=strategy)
+        answer = await client.generate(ask, max_new_tokens=TOKENS, decoding=strategy)
         for engine in swarm.engines.values():
             engine.cache.check_integrity()
     assert list(answer.token_ids) == truth
@@ -74,10 +74,10 @@ async def test_seeded_samples_do_not_depend_on_guesses(strategy: str, drafter: s
     options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 17, "max_new_tokens": TOKENS}
     async with memory_swarm(source, cut(6, 1, 4), Link(delay_s=0.01)) as swarm:
         async with swarm.client() as client:
-            plain = await client.generate(ask, strategy="sequential", **options)
+            plain = await client.generate(ask, decoding="sequential", **options)
         answer = list(plain.token_ids)
         async with swarm.client(1, guesser=lambda: InlineDrafter(DRAFTERS[drafter](answer))) as client:
-            guessed = await client.generate(ask, strategy=strategy, **options)
+            guessed = await client.generate(ask, decoding=strategy, **options)
     assert guessed.token_ids == plain.token_ids
     assert guessed.speculation is not None
     assert guessed.speculation["rows"] > 0
@@ -96,7 +96,7 @@ async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
         swarm.client(prefill_chunk=7, guesser=lambda: InlineDrafter(next(oracles))) as client,
     ):
         answers = await asyncio.gather(
-            *(client.generate(ask, max_new_tokens=20, strategy=s) for ask, s in zip(asks, strategies, strict=True))
+            *(client.generate(ask, max_new_tokens=20, decoding=s) for ask, s in zip(asks, strategies, strict=True))
         )
         for engine in swarm.engines.values():
             engine.cache.check_integrity()
@@ -114,7 +114,7 @@ async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strate
         memory_swarm(source, cut(6, 2, 4) * 2, Link(delay_s=0.01)) as swarm,
         swarm.client(guesser=lambda: InlineDrafter(Oracle(truth, 0.8))) as client,
     ):
-        stream = client.stream(ask, max_new_tokens=20, strategy=strategy)
+        stream = client.stream(ask, max_new_tokens=20, decoding=strategy)
         seen: list[int] = []
         killed = False
         async for piece in stream:
@@ -135,6 +135,6 @@ async def test_a_repetition_penalty_is_decoded_token_by_token() -> None:
         memory_swarm(source, cut(6, 3)) as swarm,
         swarm.client(guesser=lambda: InlineDrafter(Oracle([1] * 50))) as client,
     ):
-        answer = await client.generate(ask, max_new_tokens=8, strategy="tree", repetition_penalty=1.3)
+        answer = await client.generate(ask, max_new_tokens=8, decoding="tree", repetition_penalty=1.3)
     assert answer.speculation is None
     assert answer.strategy == "sequential"

@@ -60,9 +60,9 @@ def test_heads_that_are_right_bring_several_tokens_a_round(
         heads = heads_for(truth, source, tmp_path)
         async with (
             memory_swarm(source, cut(6, *borders), Link(delay_s=0.02), heads=heads) as swarm,
-            swarm.client(draft="heads") as client,
+            swarm.client(drafter="medusa") as client,
         ):
-            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, strategy=strategy)
+            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding=strategy)
             assert list(answer.token_ids) == truth
             if strategy in ("tree", "hybrid", "auto"):
                 plain = 1 / (0.02 * (len(borders) + 2))  # tokens/s, by the links alone
@@ -70,7 +70,7 @@ def test_heads_that_are_right_bring_several_tokens_a_round(
             if strategy == "tree":  # the hybrid has several steps a round
                 assert answer.speculation is not None
                 assert answer.speculation["tokens_per_step"] > 2.0
-            other = await client.generate(PROMPT[:9], max_new_tokens=TOKENS, strategy=strategy)
+            other = await client.generate(PROMPT[:9], max_new_tokens=TOKENS, decoding=strategy)
             assert list(other.token_ids) == hf_greedy(made, PROMPT[:9], TOKENS)
 
     run(scenario())
@@ -81,8 +81,11 @@ def test_a_tail_without_heads_is_asked_in_vain() -> None:
     source, truth = ModelTensors(made), hf_greedy(made, PROMPT, TOKENS)
 
     async def scenario() -> None:
-        async with memory_swarm(source, cut(6, 3), Link(delay_s=0.02)) as swarm, swarm.client(draft="heads") as client:
-            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, strategy="tree")
+        async with (
+            memory_swarm(source, cut(6, 3), Link(delay_s=0.02)) as swarm,
+            swarm.client(drafter="medusa") as client,
+        ):
+            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding="tree")
             assert list(answer.token_ids) == truth
 
     run(scenario())

@@ -61,14 +61,14 @@ def test_they_bring_several_tokens_a_step_and_the_same_text(borders: tuple[int, 
     async def scenario() -> None:
         async with (
             memory_swarm(by_heart.source, cut(LAYERS, *borders), Link(delay_s=0.02), heads=by_heart.heads) as swarm,
-            swarm.client(draft="heads") as client,
+            swarm.client(drafter="medusa") as client,
         ):
-            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, strategy="tree")
+            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding="tree")
             assert list(answer.token_ids) == by_heart.answer
             assert answer.speculation is not None
             assert answer.speculation["tokens_per_step"] > 1.5
             strange = [
-                await client.generate(PROMPT[:9], max_new_tokens=TOKENS, strategy=s) for s in ("tree", "sequential")
+                await client.generate(PROMPT[:9], max_new_tokens=TOKENS, decoding=s) for s in ("tree", "sequential")
             ]
             assert strange[0].token_ids == strange[1].token_ids
 

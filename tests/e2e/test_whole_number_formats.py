@@ -23,13 +23,13 @@ async def test_guesses_and_company_change_no_token(dtype: str) -> None:
     asks = [[rng.randrange(2, 131) for _ in range(length)] for length in (19, 5, 33)]
     async with memory_swarm(ModelTensors(tiny_model("llama")), cut(6, 2), dtype=dtype) as swarm:
         async with swarm.client(prefill_chunk=8) as client:
-            alone = [await client.generate(ask, max_new_tokens=12, strategy="sequential") for ask in asks]
+            alone = [await client.generate(ask, max_new_tokens=12, decoding="sequential") for ask in asks]
         async with swarm.client(1, prefill_chunk=5) as client:
             together = await asyncio.gather(*(client.generate(ask, max_new_tokens=12) for ask in asks))
         assert [a.token_ids for a in together] == [a.token_ids for a in alone]
         truth = alone[0].token_ids
         async with swarm.client(2, guesser=lambda: InlineDrafter(Oracle(truth, 0.8))) as client:
-            guessed = await client.generate(asks[0], max_new_tokens=12, strategy="tree")
+            guessed = await client.generate(asks[0], max_new_tokens=12, decoding="tree")
     assert guessed.token_ids == truth
 
 

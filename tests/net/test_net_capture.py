@@ -52,7 +52,7 @@ async def _daemon() -> Carrier:
 
 
 async def _py() -> Carrier:
-    return await DaemonCarrier.start(Identity.generate(), transport="py")
+    return await DaemonCarrier.start(Identity.generate(), libp2p_impl="python")
 
 
 async def _direct() -> Carrier:

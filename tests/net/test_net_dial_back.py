@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from carrier_conformance import echo
 
-from swarm.config import Transports
+from swarm.config import Libp2pImpl
 from swarm.errors import ConnectionLost, NetworkError
 from swarm.net import dial_back
 from swarm.net.daemon_options import DaemonOptions
@@ -23,8 +23,8 @@ OTHER = Identity.from_seed(bytes(32)).peer
 
 
 @contextlib.asynccontextmanager
-async def running(transport: Transports, *peers: str) -> AsyncIterator[ReachCarrier]:
-    carrier = await ReachCarrier.start(Identity.generate(), DaemonOptions(peers=peers), transport=transport)
+async def running(libp2p_impl: Libp2pImpl, *peers: str) -> AsyncIterator[ReachCarrier]:
+    carrier = await ReachCarrier.start(Identity.generate(), DaemonOptions(peers=peers), libp2p_impl=libp2p_impl)
     try:
         await carrier.serve(echo)
         yield carrier
@@ -32,9 +32,9 @@ async def running(transport: Transports, *peers: str) -> AsyncIterator[ReachCarr
         await carrier.close()
 
 
-@pytest.mark.parametrize(("asker", "answerer"), [("daemon", "daemon"), ("py", "daemon"), ("daemon", "py")])
+@pytest.mark.parametrize(("asker", "answerer"), [("go", "go"), ("python", "go"), ("go", "python")])
 async def test_what_another_peer_reaches(
-    asker: Transports, answerer: Transports, monkeypatch: pytest.MonkeyPatch
+    asker: Libp2pImpl, answerer: Libp2pImpl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dial_back, "PEER_INTERVAL_S", 0.0)
     monkeypatch.setattr(dial_back, "ALL_INTERVAL_S", 0.0)
@@ -59,7 +59,7 @@ async def test_only_an_askers_own_addresses_at_its_own_ip_are_dialled(monkeypatc
         knocks += 1
         writer.close()
 
-    async with running("daemon") as other, running("daemon", other.addresses[0]) as us:
+    async with running("go") as other, running("go", other.addresses[0]) as us:
         async with await asyncio.start_server(knocked, "127.0.0.2", 0) as server:
             port = server.sockets[0].getsockname()[1]
             elsewhere = [f"/ip4/127.0.0.2/tcp/{port}/p2p/{us.peer}", f"/ip4/127.0.0.2/tcp/{port}/tls/p2p/{us.peer}"]
@@ -73,7 +73,7 @@ async def test_only_an_askers_own_addresses_at_its_own_ip_are_dialled(monkeypatc
 
 
 async def test_askers_are_served_rarely_and_nonsense_never() -> None:
-    async with running("daemon") as other, running("daemon", other.addresses[0]) as us:
+    async with running("go") as other, running("go", other.addresses[0]) as us:
         assert (await us.ask_back(other.peer)).reached
         with pytest.raises(NetworkError, match="asked too often"):
             await us.ask_back(other.peer)

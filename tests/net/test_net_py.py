@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from carrier_conformance import SMALL, Conformance, echo
 
-from swarm.config import Transports
+from swarm.config import Libp2pImpl
 from swarm.errors import AddressInUse, ConnectionLost, NetworkError, NotAdmitted, PeerUnreachable, UsageError
 from swarm.messages import Close, Ping
 from swarm.net.carrier import Carrier
@@ -28,7 +28,7 @@ from swarm.net.py_host import PyHost
 
 NOBODY = Identity.from_seed(bytes(32)).peer
 MULTISTREAM = b"\x13/multistream/1.0.0\n"
-MIXED: list[tuple[Transports, Transports]] = [("py", "daemon"), ("daemon", "py"), ("py", "py")]
+MIXED: list[tuple[Libp2pImpl, Libp2pImpl]] = [("python", "go"), ("go", "python"), ("python", "python")]
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +39,9 @@ def no_socket_left_open() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def running(
-    transport: Transports = "py", options: DaemonOptions | None = None, **kwargs: object
+    libp2p_impl: Libp2pImpl = "python", options: DaemonOptions | None = None, **kwargs: object
 ) -> AsyncIterator[DaemonCarrier]:
-    carrier = await DaemonCarrier.start(Identity.generate(), options, transport=transport, **kwargs)  # type: ignore[arg-type]
+    carrier = await DaemonCarrier.start(Identity.generate(), options, libp2p_impl=libp2p_impl, **kwargs)  # type: ignore[arg-type]
     try:
         yield carrier
     finally:
@@ -65,7 +65,7 @@ def endpoint(carrier: DaemonCarrier) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("caller", "listener"), MIXED)
-async def test_frames_cross_whichever_program_is_at_either_end(caller: Transports, listener: Transports) -> None:
+async def test_frames_cross_whichever_program_is_at_either_end(caller: Libp2pImpl, listener: Libp2pImpl) -> None:
     body = bytes(range(256)) * 12_000
     async with running(caller) as a, running(listener) as b:
         await b.serve(echo)
@@ -81,7 +81,7 @@ async def test_one_swarm_of_both() -> None:
     async with contextlib.AsyncExitStack() as stack:
         carriers: list[DaemonCarrier] = []
         directories: list[DhtDirectory] = []
-        kinds: tuple[Transports, ...] = ("daemon", "py", "daemon", "py", "py")
+        kinds: tuple[Libp2pImpl, ...] = ("go", "python", "go", "python", "python")
         for kind in kinds:
             peers = carriers[-1].addresses[:1] if carriers else ()
             carriers.append(await stack.enter_async_context(running(kind, DaemonOptions(peers=peers))))
@@ -103,7 +103,7 @@ async def test_one_swarm_of_both() -> None:
 
 async def test_a_private_swarm_of_both() -> None:
     secret, other = NetworkSecret("one secret of many"), NetworkSecret("another secret of many")
-    async with running("daemon", prove=secret.prove) as a, running("py", prove=secret.prove) as b:
+    async with running("go", prove=secret.prove) as a, running("python", prove=secret.prove) as b:
         await a.serve(echo)
         await b.serve(echo)
         for near, far in ((a, b), (b, a)):
@@ -111,7 +111,7 @@ async def test_a_private_swarm_of_both() -> None:
             await connection.send(Ping(1))
             assert await connection.receive() == (Ping(1), b"")
         for prove in (other.prove, None):
-            async with running("py", prove=prove) as stranger:
+            async with running("python", prove=prove) as stranger:
                 for member in (a, b):
                     with pytest.raises(NotAdmitted):
                         await stranger.dial(member.peer, member.addresses)
@@ -178,7 +178,7 @@ async def test_nothing_is_offered_or_taken_in_clear() -> None:
 
 
 async def test_a_host_outlives_noise_from_strangers() -> None:
-    async with running() as listener, running("daemon") as member:
+    async with running() as listener, running("go") as member:
         await listener.serve(echo)
         for data in (b"GET / HTTP/1.1\r\n\r\n", MULTISTREAM + b"\x07/noise\n" + bytes(300), b"\xff" * 5000, b""):
             with socket.create_connection(endpoint(listener)) as stranger:
@@ -200,7 +200,7 @@ async def test_a_host_outlives_noise_from_strangers() -> None:
 
 async def test_calls_that_make_no_sense() -> None:
     """What hivemind's DHT answers over py-libp2p, asked by a daemon that does not keep to the protocol."""
-    async with running() as listener, running("daemon") as member:
+    async with running() as listener, running("go") as member:
         directory = await DhtDirectory.start(listener)
         await member.control.connect(listener.peer, listener.addresses)
         call = pb.CallUnaryRequest(peer=b"", proto="DHTProtocol.rpc_find", data=b"\xff" * 50)
@@ -277,7 +277,7 @@ async def test_a_return_that_fails_is_tried_again() -> None:
 
 
 async def test_what_is_cancelled_leaves_nothing_behind() -> None:
-    starting = asyncio.create_task(DaemonCarrier.start(Identity.generate(), transport="py"))
+    starting = asyncio.create_task(DaemonCarrier.start(Identity.generate(), libp2p_impl="python"))
     await asyncio.sleep(0.001)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -32,7 +32,7 @@ class Board:
             raise NetworkError("the directory is away")
         self.times.append(asyncio.get_running_loop().time())
         self.records.append(record)
-        assert expires_at == wall_clock() + LIMITS.record_lifetime_s
+        assert expires_at == wall_clock() + LIMITS.record_ttl_s
 
     async def withdraw(self, model: str) -> None:
         self.withdrawn += 1

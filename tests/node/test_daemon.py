@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from swarm_node.membership import settling
 from swarm_node.network.connection import Connect, Network
 from swarm_node.serving.service import Served
 
-LIMITS = Limits(publish_interval_s=0.5, record_lifetime_s=3.0, drain_timeout_s=0.5)
+LIMITS = Limits(publish_interval_s=0.5, record_ttl_s=3.0, drain_timeout_s=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,12 @@ async def test_a_node_alone_takes_the_whole_model_and_leaves_without_a_trace(mod
 async def test_nodes_that_join_together_share_the_model(model_dir: Path) -> None:
     network = MemoryNetwork()
     shared = NodeConfig(
-        model=str(model_dir), dtype="fp32", limits=LIMITS, threads=1, share=3, peers=("/memory/x/p2p/x",)
+        model=str(model_dir),
+        dtype="fp32",
+        limits=LIMITS,
+        threads=1,
+        model_fraction=Fraction(1, 3),
+        peers=("/memory/x/p2p/x",),
     )
     async with running(network, shared, shared, shared) as nodes:
         for node in nodes:
@@ -174,7 +180,7 @@ async def test_a_node_that_joins_later_fills_the_gap(model_dir: Path) -> None:
     first = settings(model_dir, layers="0:4")
     async with running(network, first) as [node]:
         await node.serving()
-        late = Running(network, settings(model_dir, peers=("/memory/x/p2p/x",), share=3), 9)
+        late = Running(network, settings(model_dir, peers=("/memory/x/p2p/x",), model_fraction=Fraction(1, 3)), 9)
         served = await late.serving()
         assert (served["start"], served["end"]) == (4, 6)
         await late.end()

@@ -87,7 +87,7 @@ async def findings(**settings: object) -> dict[str, Finding]:
 async def test_a_healthy_private_swarm_and_a_wrong_secret() -> None:
     async with swarm(SECRET, relay=True) as (carrier, _):
         peers = carrier.addresses[:1]
-        found = await findings(peers=peers, secret=SECRET, relays=peers)
+        found = await findings(peers=peers, secret=SECRET, relay_via=peers)
         assert {name for name, finding in found.items() if finding.verdict == "broken"} == set(), found
         assert found["clock"].verdict == found["relay"].verdict == found["dial-back"].verdict == "ok"
         for secret in ("", "another swarm's secret"):
@@ -101,7 +101,7 @@ async def test_a_wrong_clock_a_closed_port_and_a_dead_relay(monkeypatch: pytest.
         peers = carrier.addresses[:1]
         # Both ends live in this process and have one clock, so the tolerance is what must change.
         monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -600)
-        found = await findings(peers=(*peers, CLOSED), relays=(CLOSED, *peers))
+        found = await findings(peers=(*peers, CLOSED), relay_via=(CLOSED, *peers))
         assert found["clock"].verdict == "broken"
         assert "clock" in found["clock"].sentence
         assert "does not answer" in found["peers"].sentence

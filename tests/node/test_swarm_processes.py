@@ -75,7 +75,18 @@ def test_three_then_five_then_two(tmp_path: Path, tmp_path_factory: pytest.TempP
         nodes: list[Started] = []
 
         def join() -> None:
-            arguments = ["join", "--model", str(folder), "--dtype", "fp32", "--threads", "1", "--share", "2", "--json"]
+            arguments = [
+                "join",
+                "--model",
+                str(folder),
+                "--dtype",
+                "fp32",
+                "--threads",
+                "1",
+                "--model-fraction",
+                "1/2",
+                "--json",
+            ]
             if nodes:
                 arguments += ["--peer", nodes[0].events[-1]["addresses"][0]]
             nodes.append(stack.enter_context(started(home, *arguments, "--name", f"n{len(nodes)}")))

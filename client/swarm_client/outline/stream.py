@@ -62,7 +62,7 @@ class OutlineStream(AnswerStream):
     ) -> None:
         """Raises InvalidRequest."""
         self._ask, self._tokenizer, self._messages = ask, tokenizer, messages
-        self._options = replace(options, strategy=options.point_strategy, seed=options.sampling().seed)
+        self._options = replace(options, decoding=options.point_decoding, seed=options.sampling().seed)
         self._routing, self._reason_why = routing, routing.reason
         self._clock, self._started = clock, clock()
         self._scope, self._turns = TaskScope(OUTLINE), Turns(slots)

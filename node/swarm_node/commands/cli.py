@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import signal
 from typing import Annotated
 
 import psutil
 import typer
 
-from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load
+from swarm import old_names
+from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load, variable
 from swarm_node.commands import flags, logs, network_cli, owner_cli
 from swarm_node.commands.command import Errors, run
 
@@ -31,7 +31,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=old_names.Command)
 def join(
     ctx: typer.Context,
     gpu: flags.Gpu = None,
@@ -42,16 +42,16 @@ def join(
     layers: flags.Layers = None,
     max_memory: flags.MaxMemory = None,
     dtype: flags.Dtype = None,
-    heads: flags.Heads = None,
+    medusa_heads: flags.MedusaHeads = None,
     name: flags.Name = None,
     region: flags.Region = None,
     identity: flags.Identity = None,
     threads: flags.Threads = None,
-    wait: flags.Wait = None,
-    share: flags.Share = None,
+    join_timeout: flags.JoinTimeout = None,
+    model_fraction: flags.ModelFraction = None,
     max_sessions: flags.MaxSessions = None,
-    max_upload: flags.MaxUpload = None,
-    schedule: flags.Schedule = None,
+    upload_limit: flags.UploadLimit = None,
+    active_hours: flags.ActiveHours = None,
     pause_when_busy: flags.PauseWhenBusy = False,
     log_format: flags.LogFormat = None,
     metrics_port: flags.MetricsPort = None,
@@ -61,11 +61,11 @@ def join(
     private: network_cli.Private = False,
     network: network_cli.NetworkName = None,
     no_discovery: network_cli.NoDiscovery = False,
-    carrier: flags.Carrier = None,
-    transport: network_cli.Transport = None,
+    transport: flags.Transport = None,
+    libp2p: network_cli.Libp2p = None,
     direct_port: flags.DirectPort = None,
-    relay: flags.Relay = False,
-    via: network_cli.Via = None,
+    relay_server: flags.RelayServer = False,
+    relay_via: network_cli.RelayVia = None,
     config: flags.Config = None,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
@@ -97,18 +97,18 @@ def local(
         given = {"--dtype": dtype, "--max-memory": max_memory, "--threads": threads}
         passed_on = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
         passed_on += ["--verbose"] if verbose else []
-        chosen = model or os.environ.get("SWARM_MODEL") or DEFAULT_MODEL
+        chosen = model or variable("model") or DEFAULT_MODEL
         options = private.LocalOptions.checked(nodes, layers, chosen, passed_on, as_json, verbose)
         logs.start(verbose)
         run(lambda stop: private.run(options, stop))
 
 
-@app.command()
+@app.command(cls=old_names.Command)
 def status(
     peer: flags.Peers = None,
     model: flags.Model = None,
     invite: network_cli.Token = None,
-    transport: network_cli.Transport = None,
+    libp2p: network_cli.Libp2p = None,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -118,10 +118,10 @@ def status(
         from swarm_node.commands.status import show
 
         invited = network_cli.invited(invite)
-        peers = tuple(peer or invited.get("peers", ()))
-        secret = invited.get("secret") or os.environ.get("SWARM_SECRET", "")
-        host = load(ClientConfig, {"transport": transport}).transport
-        run(lambda stop: show(peers, model or invited.get("model"), as_json, secret, host))
+        told = {"peers": tuple(peer) if peer else None, "model": model, "libp2p_impl": libp2p}
+        known = load(ClientConfig, {**invited, **{name: value for name, value in told.items() if value is not None}})
+        named = model or invited.get("model") or variable("model") or None  # None: whichever runs here
+        run(lambda stop: show(known.peers, named, as_json, known.secret, known.libp2p_impl))
 
 
 owner_cli.add_to(app)

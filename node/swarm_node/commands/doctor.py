@@ -139,7 +139,7 @@ def reachability(addresses: tuple[str, ...]) -> Finding:
         "reachability",
         "warning",
         "no public address: the home network reaches this machine, others only if its router forwards a port to it "
-        "(then give --listen /ip4/0.0.0.0/tcp/PORT) or through a relay (--via MADDR)",
+        "(then give --listen /ip4/0.0.0.0/tcp/PORT) or through a relay (--relay-via MADDR)",
     )
 
 
@@ -151,7 +151,7 @@ def direct(problem: str) -> Finding:
 
 async def _open(config: NodeConfig, stack: AsyncExitStack) -> ReachCarrier:
     """A carrier that listens where the node would, and has joined nobody yet. Raises SwarmError."""
-    options = DaemonOptions(listen=config.listen, relays=config.relays, offer_relay=config.relay)
+    options = DaemonOptions(listen=config.listen, relays=config.relay_via, offer_relay=config.relay_server)
     secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.directory")
     from swarm.net.reach import ReachCarrier
@@ -159,10 +159,10 @@ async def _open(config: NodeConfig, stack: AsyncExitStack) -> ReachCarrier:
     carrier = await ReachCarrier.start(
         Identity.generate(),
         options,
-        direct=config.carrier != "daemon",
+        direct=config.transport != "libp2p",
         direct_port=config.direct_port,
         secret=secret,
-        transport=config.transport,
+        libp2p_impl=config.libp2p_impl,
     )
     stack.push_async_callback(carrier.close)
     return carrier
@@ -170,7 +170,7 @@ async def _open(config: NodeConfig, stack: AsyncExitStack) -> ReachCarrier:
 
 async def _others(config: NodeConfig, carrier: ReachCarrier, stack: AsyncExitStack) -> AsyncIterator[Finding]:
     """What only others can tell: relays, the peers to join, the clock, the directory."""
-    for relay in config.relays:
+    for relay in config.relay_via:
         yield await _relay(carrier, relay)
     if not config.peers:
         sentence = "none were given, so clock and directory are not checked; give --peer or --invite"
@@ -241,13 +241,13 @@ def dialled_back(verdict: DialledBack) -> Finding:
             "dial-back",
             "warning",
             f"another peer {where} dialled {verdict.observed} and reached {reached}: open port {closed} in the "
-            "firewall, forward it in the router, or be reached through a relay (--via MADDR)",
+            "firewall, forward it in the router, or be reached through a relay (--relay-via MADDR)",
         )
     return Finding(
         "dial-back",
         "warning",
         f"others see this machine as {verdict.observed}, which is its router's address: forward a port there (then "
-        "give --listen /ip4/0.0.0.0/tcp/PORT), or be reached through a relay (--via MADDR)",
+        "give --listen /ip4/0.0.0.0/tcp/PORT), or be reached through a relay (--relay-via MADDR)",
     )
 
 

@@ -120,11 +120,11 @@ class LocalSwarm:
             if self._options.spans:
                 command += ["--layers", str(self._options.spans[i])]
             else:
-                command += ["--share", str(self._options.nodes)]
+                command += ["--model-fraction", f"1/{self._options.nodes}"]
             if i == 0:
                 command += ["--identity", str(folder / "identity"), "--listen", address]
             else:
-                command += ["--peer", f"{address}/p2p/{first.peer}", "--wait", str(WAIT_FOR_FIRST_S)]
+                command += ["--peer", f"{address}/p2p/{first.peer}", "--join-timeout", str(WAIT_FOR_FIRST_S)]
                 command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
             await self._spawn(i, command)
 

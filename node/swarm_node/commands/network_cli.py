@@ -5,13 +5,13 @@ Owns flags. What is checked is `doctor`'s, what a token says `swarm.invite`'s.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from swarm.config import DEFAULT_MODEL, NodeConfig, load, local_swarm
+from swarm import old_names
+from swarm.config import DEFAULT_MODEL, NodeConfig, load, local_swarm, switched, variable
 from swarm.errors import UsageError
 from swarm.invite import Invite, parse
 from swarm_node.commands import logs
@@ -28,13 +28,13 @@ Secret = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Of a private swarm; others on this machine see it in `ps`.")
 ]
 Private = Annotated[bool, typer.Option("--private", help="Begin a private swarm, with a secret made up here.")]
-Via = Annotated[
+RelayVia = Annotated[
     list[str] | None,
     typer.Option(metavar="MADDR", help="Be reached through this relay, if nobody can dial this machine; repeatable."),
 ]
-Transport = Annotated[
+Libp2p = Annotated[
     str | None,
-    typer.Option(metavar="KIND", help="daemon, or py for no Go program: py-libp2p in a thread. [daemon]"),
+    typer.Option(metavar="KIND", help="go, or python for no Go program: py-libp2p in a thread. [go]"),
 ]
 NetworkName = Annotated[
     str | None, typer.Option("--network", metavar="NAME", help="What people call the swarm, to tell several apart.")
@@ -47,13 +47,12 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of sentences.")
 
 def add_to(app: typer.Typer) -> None:
     for command in (invite, doctor):
-        app.command()(command)
+        app.command(cls=old_names.Command)(command)
 
 
 def invited(token: str | None) -> dict[str, Any]:
     """What `--invite` or SWARM_INVITE sets in a config; nothing without one. Raises UsageError."""
-    if token is None:
-        token = os.environ.get("SWARM_INVITE") or None
+    token = token if token is not None else variable("invite") or None
     return parse(token).settings() if token is not None else {}
 
 
@@ -61,7 +60,7 @@ def secret_of(secret: str | None, private: bool) -> str | None:
     """Raises UsageError."""
     if private and secret:
         raise UsageError("--private makes up a secret, --secret gives one: choose")
-    if not private:
+    if secret is not None or not (private or switched("private")):
         return secret
     from swarm_node.network.invite import new_secret
 
@@ -83,7 +82,7 @@ def invite(
         if not peers:
             known, peers = local_swarm()
             model = model or known
-        chosen = secret or os.environ.get("SWARM_SECRET") or ""
+        chosen = secret or variable("secret")
         show(Invite(peers, model or DEFAULT_MODEL, network, chosen), as_json)
 
 
@@ -92,11 +91,11 @@ def doctor(
     token: Token = None,
     listen: Annotated[list[str] | None, typer.Option(metavar="MADDR", help="Where the node would listen.")] = None,
     direct_port: Annotated[int | None, typer.Option(metavar="PORT", help="For direct connections. [any]")] = None,
-    via: Via = None,
+    relay_via: RelayVia = None,
     gpu: Annotated[int | None, typer.Option(metavar="N", help="The GPU it would compute on.")] = None,
     model: Annotated[str | None, typer.Option(help=f"The model it would serve. [{DEFAULT_MODEL}]")] = None,
     secret: Secret = None,
-    transport: Transport = None,
+    libp2p: Libp2p = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with the node's settings.")] = None,
     as_json: Json = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to stderr.")] = False,
@@ -107,11 +106,11 @@ def doctor(
             "peers": tuple(peer) if peer else None,
             "listen": tuple(listen) if listen else None,
             "direct_port": direct_port,
-            "relays": tuple(via) if via else None,
+            "relay_via": tuple(relay_via) if relay_via else None,
             "gpu": gpu,
             "model": model,
             "secret": secret,
-            "transport": transport,
+            "libp2p_impl": libp2p,
             "json": as_json or None,
         }
         merged = {**invited(token), **{name: value for name, value in given.items() if value is not None}}

@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from swarm.config import DEFAULT_MODEL, Transports, local_swarm
+from swarm.config import DEFAULT_MODEL, Libp2pImpl, local_swarm
 from swarm.errors import UsageError
 from swarm.net.identity import Identity, verify
 from swarm.net.network_secret import NetworkSecret
@@ -28,7 +28,7 @@ from swarm_node.owner.vitals import Vitals
 
 
 async def show(
-    peers: tuple[str, ...], model: str | None, as_json: bool, secret: str = "", transport: Transports = "daemon"
+    peers: tuple[str, ...], model: str | None, as_json: bool, secret: str = "", libp2p_impl: Libp2pImpl = "go"
 ) -> None:
     """Print the swarm of `model` that `peers` belong to. Raises UsageError, PeerUnreachable, NetworkError.
 
@@ -38,7 +38,7 @@ async def show(
     if not peers:
         here = [found.vitals for found in await control.find()]
         peers, model = _known_here(here, model)
-    snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL), secret, transport)
+    snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL), secret, libp2p_impl)
     if as_json:
         sys.stdout.write(json.dumps({**to_json(snapshot), "here": msgspec.to_builtins(here)}) + "\n")
     else:
@@ -150,13 +150,13 @@ def _name_of(spec: str) -> str:
         source.close()
 
 
-async def _read(peers: tuple[str, ...], model: str, secret: str, transport: Transports) -> Snapshot:
+async def _read(peers: tuple[str, ...], model: str, secret: str, libp2p_impl: Libp2pImpl) -> Snapshot:
     from swarm.net.daemon_options import DaemonOptions
     from swarm.net.daemon_streams import DaemonCarrier
     from swarm.net.directory import DhtDirectory
 
     keys = NetworkSecret(secret) if secret else None
-    carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers), transport=transport)
+    carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers), libp2p_impl=libp2p_impl)
     try:
         directory = await DhtDirectory.start(carrier, peers, client=True, secret=keys)
         try:

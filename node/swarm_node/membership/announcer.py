@@ -92,7 +92,7 @@ class Announcer:
             self._change.clear()
             profile = self._profile(self._clock())
             record, expires_at = records.encode(
-                profile, self._model, self._num_layers, self._limits.record_lifetime_s, self._sign
+                profile, self._model, self._num_layers, self._limits.record_ttl_s, self._sign
             )
             await self._directory.publish(record, self._model, expires_at)
             self.failures = 0

@@ -6,6 +6,7 @@ Owns the order in which these are found out, so that the cheapest mistake is rep
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,17 +48,17 @@ def measure(config: NodeConfig) -> Machine:
     source = open_model(config.model)
     try:
         weights = Weights.of(source, dtype)
-        budget = config.max_memory or int(MEMORY_SHARE * available_memory(device) / config.share)
+        budget = config.max_memory or int(MEMORY_SHARE * available_memory(device) * config.model_fraction)
         if config.layers:  # the mistakes of a flag are told before anybody hears of this node
             weights.kv_tokens(budget, asked(config.layers, weights.num_layers).span, most=1)
-        share = -(-weights.num_layers // config.share)
+        share = math.ceil(weights.num_layers * config.model_fraction)
         capacity = min(weights.capacity(budget), share)
         with memory_for("measuring this machine"):
             calibration = calibrate(source, dtype, device, config.threads, state_dir() / "calibration")
     except BaseException:
         source.close()
         raise
-    return Machine(source, device, dtype, calibration, weights, budget, capacity, config.heads)
+    return Machine(source, device, dtype, calibration, weights, budget, capacity, config.medusa_heads)
 
 
 @contextlib.contextmanager

@@ -76,24 +76,26 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
     Raises UsageError, IdentityError, AddressInUse, PeerUnreachable, NetworkError.
     """
     identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
-    options = DaemonOptions(listen=config.listen, peers=config.peers, relays=config.relays, offer_relay=config.relay)
+    options = DaemonOptions(
+        listen=config.listen, peers=config.peers, relays=config.relay_via, offer_relay=config.relay_server
+    )
     secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # slow, and others can work meanwhile
     from swarm.net.directory import DhtDirectory
     from swarm.net.reach import ReachCarrier
 
     async with AsyncExitStack() as stack:
-        deadline = asyncio.get_running_loop().time() + config.wait_s
+        deadline = asyncio.get_running_loop().time() + config.join_timeout_s
         while True:
             try:
                 async with AsyncExitStack() as attempt:
                     carrier = await ReachCarrier.start(
                         identity,
                         options,
-                        direct=config.carrier != "daemon",
+                        direct=config.transport != "libp2p",
                         direct_port=config.direct_port,
                         secret=secret,
-                        transport=config.transport,
+                        libp2p_impl=config.libp2p_impl,
                     )
                     attempt.push_async_callback(carrier.close)
                     directory = await DhtDirectory.start(carrier.daemon, config.peers, secret=secret)
@@ -104,7 +106,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
                 await asyncio.sleep(RETRY_S)
-        if carrier.without_direct and config.carrier != "daemon":
+        if carrier.without_direct and config.transport != "libp2p":
             logger.warning("no direct connections, so the p2p daemon carries everything: %s", carrier.without_direct)
         await stack.enter_async_context(nearby.found(config, secret, carrier.addresses, directory.meet))
         process = carrier.daemon.daemon

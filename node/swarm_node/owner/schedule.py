@@ -31,7 +31,7 @@ class Schedule:
             numbers = [int(number) for number in match.groups()] if match else [99, 99, 99, 99]
             start, end = numbers[0] * 60 + numbers[1], numbers[2] * 60 + numbers[3]
             if start >= DAY or end > DAY or numbers[1] > 59 or numbers[3] > 59:
-                raise UsageError(f"'{part}' is not a time of day; write --schedule as in 22:00-08:00,12:30-13:30")
+                raise UsageError(f"'{part}' is not a time of day; write --active-hours as in 22:00-08:00,12:30-13:30")
             windows.append((start, end % DAY))
         return cls(tuple(windows))
 

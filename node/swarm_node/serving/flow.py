@@ -79,7 +79,7 @@ class Flow:
             return
         try:
             session.next_hop = await self.pool.get(
-                session.downstream, session.downstream_addresses, self.limits.edge_timeout_s
+                session.downstream, session.downstream_addresses, self.limits.next_hop_dial_timeout_s
             )
         except PeerUnreachable as error:
             logger.info("the client relays for session %s: %s", session.id.hex(), error)

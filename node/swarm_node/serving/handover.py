@@ -78,7 +78,7 @@ class Handover:
         """Fetch what `session` begins with. False, and nothing has changed, if it is not to be had."""
         try:
             async with asyncio.timeout(TAKE_S):
-                link = await self._pool.get(legacy.peer, legacy.addresses, self._limits.edge_timeout_s)
+                link = await self._pool.get(legacy.peer, legacy.addresses, self._limits.next_hop_dial_timeout_s)
                 home.engine.adopt(session.key, legacy.tokens)
                 await self._fetch_all(link, session, home, legacy.tokens)
         except (TimeoutError, NetworkError, InvalidRequest, ExceptionGroup) as error:

@@ -75,7 +75,7 @@ class Service:
 
     def __init__(self, served: Served, pool: Pool, limits: Limits, on_load: Callable[[], None] = lambda: None) -> None:
         self.counters = Counters()
-        self._logs = HopLogs(limits.log_bytes)
+        self._logs = HopLogs(limits.activation_log_bytes)
         self.homes = Homes(on_gone=self._logs.close)
         self._served = served
         self._limits = limits
