@@ -77,6 +77,15 @@ class CostCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelId:
+    """The model that a node belongs to, as the sessions on it must name it."""
+
+    model: str
+    weight_hash: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeProfile:
     """What one node says of itself, as read from its record. `layer_ms` has one τ per layer of `span`."""
 

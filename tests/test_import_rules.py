@@ -28,7 +28,7 @@ MAY_IMPORT = {
 NODE_ROOMS = {  # a room of the node -> those below it
     "swarm_node.serving": (),
     "swarm_node.owner": (),
-    "swarm_node.network": ("swarm_node.serving", "swarm_node.owner"),
+    "swarm_node.network": (),
     "swarm_node.membership": ("swarm_node.serving", "swarm_node.owner", "swarm_node.network"),
     "swarm_node.commands": ("swarm_node.owner", "swarm_node.network", "swarm_node.daemon"),
 }

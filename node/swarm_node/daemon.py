@@ -23,7 +23,7 @@ from swarm.net.pool import ConnectionPool
 from swarm.net.throttle import ThrottledCarrier, Upload
 from swarm.plan.keeper import Decision, Keeper, Policy
 from swarm.plan.requests import place_request
-from swarm.types import NodeState
+from swarm.types import ModelId, NodeState
 from swarm_node.membership.announcer import Announcer
 from swarm_node.membership.links import Links
 from swarm_node.membership.machine import Machine, measure
@@ -41,7 +41,7 @@ from swarm_node.owner.duty import ASKED, Duty
 from swarm_node.owner.report import Reporter
 from swarm_node.owner.schedule import Schedule
 from swarm_node.serving.leaving import GRACE_S, clear, hand_over
-from swarm_node.serving.service import Served, Service
+from swarm_node.serving.service import Service
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class Node:
         self._report = report
         self._network = network
         self._schedule = schedule
-        self._served = Served(source.name, source.weight_hash, config.dtype)
+        self._served = ModelId(source.name, source.weight_hash, config.dtype)
         self._standing = Standing()
         self._duty = Duty()
         layer_time = LayerTime(machine.calibration.cost)

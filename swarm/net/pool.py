@@ -1,8 +1,8 @@
 """The connections of one peer, shared by all its sessions.
 
 Owns who is connected: at most one outgoing connection a peer, dialled once however many ask; one reader task for every
-connection, dialled or accepted; pings; who has broken the protocol too often; links that move to a better path (`link`)
-when the carrier finds one. Knows no session and no message but `Ping`, `Pong` and `Move`.
+connection, dialled or accepted; pings; cutting off who has broken the protocol too often (`violations`); links that
+move to a better path (`link`) when the carrier finds one. Knows no session and no message but `Ping`, `Pong`, `Move`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -22,6 +21,7 @@ from swarm.messages import AnyMessage, Move, Ping, Pong
 from swarm.net.carrier import Carrier, Connection, Improving
 from swarm.net.link import Link
 from swarm.net.tasks import TaskScope
+from swarm.net.violations import ProtocolViolations
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ OnLost = Callable[[Link, NetworkError], Awaitable[None]]
 
 MAX_ACCEPTED_PER_PEER = 4
 MAX_PONGS = 16  # answers a peer may leave unread
-MAX_OFFENDERS = 4096  # peer ids cost nothing, so the memory of their errors is bounded
 KEEPALIVE_S = 5.0
 KEEPALIVE_MISSES = 3
 MOVE_TIMEOUT_S = 10.0  # between a peer's Move on one path and on the other
@@ -65,8 +64,8 @@ class ConnectionPool:
     `on_frame(link, message, body)` is awaited by the link's reader, one frame at a time and in order. It
     may take its time: only this connection waits, and its sender is slowed down. Short answers may be sent from it;
     bulk should not be, or two peers that both do so can block each other for good. If it raises ProtocolError the
-    connection is closed and the peer charged. `on_lost(link, error)` is awaited once for every link that
-    ends, except by `close`.
+    connection is closed and a violation of the peer recorded. `on_lost(link, error)` is awaited once for every link
+    that ends, except by `close`.
 
     `keepalive_s`: a connection silent for four such intervals, pings included, is given up; None never pings.
     """
@@ -83,13 +82,13 @@ class ConnectionPool:
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._limits = limits or Limits()
+        self.violations = ProtocolViolations(self._limits.max_protocol_errors)  # shared with those who serve its frames
         self._keepalive_s = keepalive_s
         self._scope = TaskScope(f"pool of {carrier.peer[-6:]}")
         self._links: set[_Link] = set()
         self._outgoing: dict[PeerId, _Link] = {}
         self._dialling: dict[PeerId, asyncio.Future[_Link]] = {}
         self._moves: dict[tuple[PeerId, int], _Move] = {}
-        self._errors: OrderedDict[PeerId, int] = OrderedDict()
         self._nonces = itertools.count()
         self._keeper: asyncio.Task[None] | None = None
         if isinstance(carrier, Improving):
@@ -111,14 +110,6 @@ class ConnectionPool:
     def peer(self) -> PeerId:
         return self._carrier.peer
 
-    @property
-    def protocol_errors(self) -> dict[PeerId, int]:
-        """How often each peer has broken the protocol."""
-        return dict(self._errors)
-
-    def refuses(self, peer: PeerId) -> bool:
-        return self._errors.get(peer, 0) >= self._limits.max_protocol_errors
-
     async def serve(self) -> None:
         """Accept connections from now on. A client, which only dials, does not call this."""
         await self._carrier.serve(self._accept)
@@ -139,8 +130,8 @@ class ConnectionPool:
             return link
         if self._scope.closed:
             raise PeerUnreachable("this end is shutting down")
-        if self.refuses(peer):
-            raise PeerUnreachable(f"{peer} has broken the protocol {self._errors[peer]} times and is refused")
+        if self.violations.refuses(peer):
+            raise PeerUnreachable(f"{peer} has broken the protocol too often and is refused")
         dial = self._dialling.get(peer)
         if dial is None:
             dial = self._dialling[peer] = asyncio.get_running_loop().create_future()
@@ -166,10 +157,10 @@ class ConnectionPool:
             link.pings.pop(nonce, None)
 
     async def reject(self, link: Link, error: ProtocolError) -> None:
-        """Close a link for something that came over it, and charge its peer, as if `on_frame` had raised."""
+        """Close a link for something that came over it and record a violation, as if `on_frame` had raised."""
         if link in self._links and link.reason is None:
             await link.close(error)
-            await self._charge(link.peer, error)
+            await self._record_violation(link.peer, error)
 
     async def drop(self, peer: PeerId, reason: str = "it was given up") -> None:
         """Close every connection with `peer`; `on_lost` is told `reason`."""
@@ -212,7 +203,7 @@ class ConnectionPool:
         peer = connection.peer
         same = sum(1 for link in self._links if link.peer == peer and not link.outgoing)
         full = same >= MAX_ACCEPTED_PER_PEER or len(self._links) >= self._limits.max_connections
-        if full or self._scope.closed or self.refuses(peer):
+        if full or self._scope.closed or self.violations.refuses(peer):
             logger.debug("refused a connection from %s", peer)
             await connection.close()
             return
@@ -251,7 +242,7 @@ class ConnectionPool:
         except ProtocolError as fault:
             error = fault
             await link.close(fault)
-            await self._charge(link.peer, fault)
+            await self._record_violation(link.peer, fault)
         except ConnectionLost as lost:
             error = link.reason or lost
         finally:
@@ -327,15 +318,10 @@ class ConnectionPool:
         finally:
             self._moves.pop((peer, nonce), None)
 
-    async def _charge(self, peer: PeerId, error: ProtocolError) -> None:
-        """Count an offence; at the limit, cut all the peer's connections."""
-        count = self._errors.pop(peer, 0) + 1
-        self._errors[peer] = count
-        if len(self._errors) > MAX_OFFENDERS:
-            self._errors.popitem(last=False)
-        logger.info("protocol error %d of %s: %s", count, peer, error)
-        if self.refuses(peer):
-            await self.drop(peer, f"it has broken the protocol {count} times")
+    async def _record_violation(self, peer: PeerId, error: ProtocolError) -> None:
+        """At the limit, cut all the peer's connections."""
+        if self.violations.record(peer, error):
+            await self.drop(peer, f"it has broken the protocol {self._limits.max_protocol_errors} times")
 
     async def _keep_alive(self, interval_s: float) -> None:
         """Ping what is silent, give up what stays so. Ends with the last connection."""

@@ -20,7 +20,7 @@ from swarm.net.link import Link
 from swarm.net.memory import Link as MemoryLink
 from swarm.net.memory import MemoryNetwork
 from swarm.net.pool import ConnectionPool
-from swarm.types import LayerSpan, NodeProfile, NodeState, PeerId
+from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, PeerId
 from swarm_client import SwarmClient
 from swarm_client.network import Network
 from swarm_client.speculator import Guesser
@@ -30,7 +30,7 @@ from swarm_kernels.span_loading import load_span
 from swarm_node.membership.announcer import Announcer
 from swarm_node.serving.engine import SpanEngine
 from swarm_node.serving.executor import Executor
-from swarm_node.serving.service import Served, Service
+from swarm_node.serving.service import Service
 
 LIMITS = Limits(route_timeout_s=3.0)
 STEP_S = 0.002  # what a batch takes
@@ -140,7 +140,7 @@ class MemorySwarm:
         self.stack.push_async_callback(carrier.close)
         pool = await self.stack.enter_async_context(ConnectionPool(carrier, on_frame, on_lost, limits))
         service = await self.stack.enter_async_context(
-            Service(Served(source.name, source.weight_hash, dtype), pool, limits, on_load=lambda: announcer.changed())
+            Service(ModelId(source.name, source.weight_hash, dtype), pool, limits, on_load=lambda: announcer.changed())
         )
         services.append(service)
         clock = asyncio.get_running_loop().time

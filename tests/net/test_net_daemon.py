@@ -255,7 +255,7 @@ async def test_pools_over_daemons() -> None:
             assert await answers.get() == (Close(bytes(16)), bytes(300_000))
             await connections[0].send(Prune(bytes(16), 0))
             await lost.get()
-            assert node.protocol_errors == {caller.peer: 1}
+            assert node.violations.counts == {caller.peer: 1}
             assert await client.rtt(listener.peer) > 0
             os.kill(listener.daemon_pid, signal.SIGKILL)
             await lost.get()

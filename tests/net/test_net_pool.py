@@ -151,8 +151,8 @@ async def test_offenders_are_cut_and_then_refused() -> None:
         lost, error = await node.lost.get()
         assert lost.peer == "client"
         assert isinstance(error, ProtocolError)
-        assert node.pool.protocol_errors == {"client": count}
-    assert node.pool.refuses("client")
+        assert node.pool.violations.counts == {"client": count}
+    assert node.pool.violations.refuses("client")
     with pytest.raises(PeerUnreachable, match="refused"):
         await node.pool.get("client")
     await client.pool.get("node")
@@ -169,7 +169,7 @@ async def test_what_a_service_finds_out_later_is_charged_too() -> None:
     await node.pool.reject(accepted, ProtocolError("twice is once"))
     _, error = await node.lost.get()
     assert "wrong size" in str(error)
-    assert node.pool.protocol_errors == {"client": 1}
+    assert node.pool.violations.counts == {"client": 1}
 
 
 @virtual_time
@@ -200,7 +200,7 @@ async def test_a_flood_of_pings_is_cut_off() -> None:
             break
     else:
         pytest.fail("a peer may flood us without end")
-    assert node.pool.protocol_errors == {"hostile": 1}
+    assert node.pool.violations.counts == {"hostile": 1}
 
 
 @virtual_time

@@ -191,10 +191,10 @@ async def test_moves_that_make_no_sense() -> None:
 
     await says(Move(1))
     await says(Ping(1), Move(2))
-    assert world.node.protocol_errors == {"client": 2}
+    assert world.node.violations.counts == {"client": 2}
     async with asyncio.TaskGroup() as group:
         group.create_task(says(Move(3)))
         group.create_task(says(Move(3)))
-    assert world.node.protocol_errors == {"client": 4}
+    assert world.node.violations.counts == {"client": 4}
     assert not world.node._moves
     await world.close()

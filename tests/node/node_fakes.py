@@ -16,15 +16,15 @@ from swarm.messages import AnyMessage, Close, Open, Opened, Result, Step, WireSa
 from swarm.net.carrier import Connection
 from swarm.net.memory import MemoryNetwork
 from swarm.net.pool import ConnectionPool
-from swarm.types import LayerSpan, PeerId, Sampling
+from swarm.types import LayerSpan, ModelId, PeerId, Sampling
 from swarm_node.serving.executor import Executor, InlineDevice, Output, Work
 from swarm_node.serving.homes import ServedEngine
-from swarm_node.serving.service import Served, Service
+from swarm_node.serving.service import Service
 from swarm_node.serving.sessions import Rows
 
 LAYERS = 6
 ROWS = Rows(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200)
-SERVED = Served("toy", "hash", "fp32")
+SERVED = ModelId("toy", "hash", "fp32")
 LIMITS = Limits(max_sessions=4, max_sessions_per_peer=3, max_protocol_errors=3)
 
 
@@ -135,7 +135,7 @@ class ToyClient:
         max_tokens: int = 50,
         sampling: Sampling | None = None,
         history: Sequence[int] = (),
-        served: Served = SERVED,
+        served: ModelId = SERVED,
     ) -> None:
         for i, (peer, start, end) in enumerate(hops):
             await self.send(peer, open_message(session, hops, i, start, end, max_tokens, sampling, history, served))
@@ -153,7 +153,7 @@ def open_message(
     max_tokens: int = 50,
     sampling: Sampling | None = None,
     history: Sequence[int] = (),
-    served: Served = SERVED,
+    served: ModelId = SERVED,
 ) -> Open:
     return Open(
         session=session,
@@ -193,7 +193,12 @@ async def toy_client(network: MemoryNetwork, name: str = "client") -> AsyncItera
 
 @asynccontextmanager
 async def serving(
-    network: MemoryNetwork, name: str, engine: ServedEngine, served: Served = SERVED, delay_s: float = 0.01
+    network: MemoryNetwork,
+    name: str,
+    engine: ServedEngine,
+    served: ModelId = SERVED,
+    delay_s: float = 0.01,
+    limits: Limits = LIMITS,
 ) -> AsyncIterator[Service]:
     """A node of the memory network around any engine. A batch takes `delay_s` of the loop's time."""
     carrier = network.carrier(name)
@@ -205,9 +210,9 @@ async def serving(
     async def on_lost(connection: Connection, error: NetworkError) -> None:
         await services[0].on_lost(connection, error)
 
-    async with ConnectionPool(carrier, on_frame, on_lost, LIMITS) as pool, Service(served, pool, LIMITS) as service:
+    async with ConnectionPool(carrier, on_frame, on_lost, limits) as pool, Service(served, pool, limits) as service:
         services.append(service)
-        executor = Executor(engine, InlineDevice(delay_s), LIMITS.batch_tokens, clock=asyncio.get_running_loop().time)
+        executor = Executor(engine, InlineDevice(delay_s), limits.batch_tokens, clock=asyncio.get_running_loop().time)
         service.begin(engine, executor)
         await pool.serve()
         yield service
@@ -231,7 +236,7 @@ class Generation:
         session: bytes,
         prompt: Sequence[int],
         hops: Sequence[tuple[PeerId, int, int]],
-        served: Served = SERVED,
+        served: ModelId = SERVED,
     ) -> None:
         self.client, self.session, self.hops, self.served = client, session, hops, served
         self.known = list(prompt)

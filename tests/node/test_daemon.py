@@ -28,11 +28,10 @@ from swarm.errors import (
 from swarm.net.identity import Identity, verify
 from swarm.net.memory import MemoryNetwork
 from swarm.records import to_snapshot
-from swarm.types import NodeState, Snapshot
+from swarm.types import ModelId, NodeState, Snapshot
 from swarm_node import daemon
 from swarm_node.membership import settling
 from swarm_node.network.connection import Connect, Network
-from swarm_node.serving.service import Served
 
 LIMITS = Limits(publish_interval_s=0.5, record_ttl_s=3.0, drain_timeout_s=0.5)
 
@@ -148,7 +147,7 @@ async def test_a_node_alone_takes_the_whole_model_and_leaves_without_a_trace(mod
         assert profile.kv_capacity_tokens > 0
         async with toy_client(network) as client:
             prompt = prompt_of(9, 1)
-            served_as = Served("tiny", profile.weight_hash, "fp32")
+            served_as = ModelId("tiny", profile.weight_hash, "fp32")
             generation = Generation(client, b"s" * 16, prompt, [(profile.peer, 0, 6)], served_as)
             assert await generation.generate(5) == hf_greedy(tiny_model("llama"), prompt, 5)
     assert "stopped" in node.events.seen

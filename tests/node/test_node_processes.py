@@ -26,7 +26,7 @@ from swarm.messages import AnyMessage
 from swarm.net.carrier import Connection
 from swarm.net.identity import Identity
 from swarm.net.pool import ConnectionPool
-from swarm_node.serving.service import Served
+from swarm.types import ModelId
 
 pytestmark = pytest.mark.processes
 START_S = 120.0
@@ -116,7 +116,7 @@ async def ask(address: str, nodes: list[dict[str, Any]], prompt: list[int], coun
             for node in nodes:
                 await pool.get(node["peer"], node["addresses"])
             hops = [(node["peer"], node["start"], node["end"]) for node in nodes]
-            served = Served("tiny", nodes[0]["weight_hash"], "fp32")
+            served = ModelId("tiny", nodes[0]["weight_hash"], "fp32")
             generation = Generation(ToyClient(pool, inbox, []), b"p" * 16, prompt, hops, served)
             return await generation.generate(count)
     finally:

@@ -8,12 +8,14 @@ import random
 import struct
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from node_fakes import LAYERS, ToyEngine, line_step, open_message, serving, toy_client
 from virtual_clock import run, virtual_time
 
 from swarm import codec
+from swarm.config import Limits
 from swarm.errors import NetworkError, NodeLeaving
 from swarm.messages import (
     AnyMessage,
@@ -25,12 +27,14 @@ from swarm.messages import (
     Open,
     Opened,
     Pages,
+    Ping,
     Pong,
     Prune,
     Reroute,
     Result,
     Step,
 )
+from swarm.net.carrier import Connection
 from swarm.net.memory import Link, MemoryNetwork
 from swarm.types import LayerSpan
 
@@ -61,6 +65,51 @@ async def test_malformed_frames_and_oversized_bodies_end_the_connection_that_sen
         await client.send("node", line_step(A, 0, 0, [1, 2]))
         answer = await client.message()
         assert isinstance(answer, Result)
+        assert service.sessions == 1
+
+
+async def violate(connection: Connection, kind: str) -> None:
+    """h: a frame that is none, which costs the connection; s: a message that breaks the rules, which is answered."""
+    if kind == "h":
+        await connection.send_raw(b"\xff" * 64)  # type: ignore[attr-defined]
+    else:
+        await connection.send(Close(A))  # somebody else's session
+    with contextlib.suppress(NetworkError):
+        answer, _ = await connection.receive()
+        assert isinstance(answer, Failed)
+        assert (kind, answer.error) == ("s", "protocol")
+
+
+async def lives(connection: Connection) -> bool:
+    try:
+        await connection.send(Ping(1))
+        return isinstance((await connection.receive())[0], Pong)
+    except NetworkError:
+        return False
+
+
+@pytest.mark.parametrize("kinds", ["s" * 8, "h" * 8, "sh" * 4, "hs" * 4, "sssssssh", "hhhhhhhs"])
+@virtual_time
+async def test_a_peer_that_mixes_violations_is_cut_off_at_exactly_the_limit(kinds: str) -> None:
+    """Broken frames and broken rules are one count, whichever comes last."""
+    network, limits = MemoryNetwork(link=Link(0.001)), Limits()
+    assert limits.max_protocol_errors == len(kinds) == 8
+    node = serving(network, "node", ToyEngine(LayerSpan(0, LAYERS)), limits=limits)
+    async with node as service, toy_client(network) as client:
+        await client.open(A, HOPS)
+        stranger = network.carrier("stranger")
+        bystander = await stranger.dial("node")  # an honest connection of the same peer
+        for number, kind in enumerate(kinds, 1):
+            offending = await stranger.dial("node")
+            await violate(offending, kind)
+            await offending.close()
+            assert await lives(bystander) is (number < len(kinds)), number
+            another = await stranger.dial("node")
+            assert await lives(another) is (number < len(kinds)), number
+            await another.close()
+            await asyncio.sleep(0.1)
+        await client.send("node", line_step(A, 0, 0, [1, 2]))
+        assert isinstance(await client.message(), Result)
         assert service.sessions == 1
 
 

@@ -141,7 +141,9 @@ async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
         if stop.is_set():
             reporter.event("stopped", "stopped")
         else:
-            config = await nearby.resolved(config, reporter)
+            config = await nearby.resolved(
+                config, lambda sentence, peers: reporter.event("found", sentence, peers=peers)
+            )
             await importing.result().join(config, reporter, stop)
 
 

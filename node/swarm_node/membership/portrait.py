@@ -19,7 +19,7 @@ from swarm.net.identity import verify
 from swarm.net.throttle import Upload
 from swarm.plan.rebalance import target
 from swarm.records import to_snapshot
-from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot, coverage
+from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, Snapshot, coverage
 from swarm_node.membership.links import Links
 from swarm_node.membership.machine import Machine
 from swarm_node.membership.moving import Spans
@@ -29,7 +29,7 @@ from swarm_node.membership.standing import Standing
 from swarm_node.network.connection import Network
 from swarm_node.owner.duty import Duty
 from swarm_node.owner.vitals import Vitals
-from swarm_node.serving.service import Served, Service
+from swarm_node.serving.service import Service
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,7 @@ class Portrait:
     config: NodeConfig
     machine: Machine
     network: Network
-    served: Served
+    served: ModelId
     standing: Standing
     duty: Duty
     spans: Spans

@@ -23,9 +23,8 @@ from swarm.net.daemon_options import DaemonOptions
 from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
 from swarm.records import Sign
-from swarm.types import PeerId
+from swarm.types import ModelId, PeerId
 from swarm_node.network import nearby
-from swarm_node.serving.service import Served
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
         )
 
 
-async def check_peers(carrier: Carrier, peers: Sequence[str], served: Served) -> None:
+async def check_peers(carrier: Carrier, peers: Sequence[str], served: ModelId) -> None:
     """Ask each of `peers` (multiaddrs) whether it serves what we do. Raises WrongModel with its own words, and
     NotAdmitted if one is of another swarm.
 
@@ -141,7 +140,7 @@ async def check_peers(carrier: Carrier, peers: Sequence[str], served: Served) ->
             raise WrongModel(f"the peer {address} does not serve what you ask for: {answer.detail}")
 
 
-async def _ask(carrier: Carrier, peer: PeerId, address: str, served: Served) -> Failed | None:
+async def _ask(carrier: Carrier, peer: PeerId, address: str, served: ModelId) -> Failed | None:
     """Open a session on no layers at all: every node refuses it, and says first if it is the model."""
     session = os.urandom(16)
     connection = await carrier.dial(peer, (address,))

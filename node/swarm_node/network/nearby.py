@@ -18,20 +18,22 @@ from swarm.net.direct_addresses import is_loopback
 from swarm.net.local_discovery import Group, Neighbourhood, find
 from swarm.net.network_secret import NetworkSecret
 from swarm_node.network.invite import shareable
-from swarm_node.owner.report import Reporter
 
 logger = logging.getLogger(__name__)
 
 
-async def resolved(config: NodeConfig, report: Reporter) -> NodeConfig:
-    """Without peers, those of the same swarm nearby take their place; if there are none, a new swarm begins."""
+async def resolved(config: NodeConfig, on_found: Callable[[str, Sequence[str]], None]) -> NodeConfig:
+    """Without peers, those of the same swarm nearby take their place; if there are none, a new swarm begins.
+
+    `on_found(sentence, peers)` is called when there are some.
+    """
     if config.peers or not _is_sociable(config):
         return config
     peers = await find(await _group(config))
     if not peers:
         return config
     sentence = f"joining a swarm found in the local network, by {peers[0]}; --no-discovery begins one of your own"
-    report.event("found", sentence, peers=peers)
+    on_found(sentence, peers)
     return replace(config, peers=peers)
 
 

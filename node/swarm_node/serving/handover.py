@@ -17,6 +17,7 @@ from swarm.config import Limits
 from swarm.errors import InvalidRequest, NetworkError, PeerUnreachable, ProtocolError, SwarmError
 from swarm.messages import MAX_PAGES, Failed, Fetch, Pages
 from swarm.net.tasks import TaskScope
+from swarm.net.violations import ProtocolViolations
 from swarm.types import Legacy, PeerId
 from swarm_node.serving.homes import Home
 from swarm_node.serving.quotas import Quotas
@@ -33,6 +34,8 @@ _Key = tuple[bytes, int, int]  # session, layer, first page
 
 class Pool(Protocol):
     """The connections of this node, as `net.pool` keeps them."""
+
+    violations: ProtocolViolations
 
     async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> Link:
         """Raises PeerUnreachable, after `timeout_s` at the latest."""

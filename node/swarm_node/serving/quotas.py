@@ -1,20 +1,19 @@
-"""How much one stranger may take: sessions, unread answers, and patience for messages that break the rules.
+"""How much one stranger may take: sessions and unread answers.
 
 Owns the counters of what each peer holds, and the guess of when there is room again. Knows neither sockets nor
-sessions; connections are counted by the pool.
+sessions; connections and broken rules are counted by the pool.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 
 from swarm.config import Limits
 from swarm.errors import NodeBusy
 from swarm.types import PeerId
 
-REMEMBERED_OFFENDERS = 4096  # identities are free, so the memory of offences is bounded
 MAX_UNREAD_ANSWERS = 32
 RETRY_AFTER_S = (0.5, 30.0)  # the least and the most that a full node sends a client away for
 MEMORY = 0.8  # weight of what was seen before, in how often a session ends
@@ -30,7 +29,6 @@ class Quotas:
         self._end_every_s = 1.0
         self._sessions: Counter[PeerId] = Counter()
         self._answers: Counter[PeerId] = Counter()
-        self._offences: OrderedDict[PeerId, int] = OrderedDict()
 
     @property
     def sessions(self) -> int:
@@ -68,13 +66,6 @@ class Quotas:
 
     def give_answer(self, peer: PeerId) -> None:
         _decrement(self._answers, peer)
-
-    def offence(self, peer: PeerId) -> bool:
-        """Count one broken rule of `peer`. True when our patience with it is over."""
-        count = self._offences[peer] = self._offences.pop(peer, 0) + 1
-        if len(self._offences) > REMEMBERED_OFFENDERS:
-            self._offences.popitem(last=False)
-        return count >= self._limits.max_protocol_errors
 
 
 def _decrement(counter: Counter[PeerId], peer: PeerId) -> None:

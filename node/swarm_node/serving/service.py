@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 import msgspec
@@ -46,7 +45,7 @@ from swarm.messages import (
     Step,
 )
 from swarm.net.tasks import TaskScope
-from swarm.types import LayerSpan
+from swarm.types import LayerSpan, ModelId
 from swarm_node.serving.answers import Answers
 from swarm_node.serving.executor import Executor
 from swarm_node.serving.flow import Counters, Flow
@@ -61,19 +60,10 @@ logger = logging.getLogger(__name__)
 PARTED_S = 5.0  # that what was computed for a session waits for its heir
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The model this node belongs to, as its sessions must name it."""
-
-    model: str
-    weight_hash: str
-    dtype: str
-
-
 class Service:
     """`async with Service(...)`; `begin(engine, executor)` when a span is loaded; `drain()` before the end."""
 
-    def __init__(self, served: Served, pool: Pool, limits: Limits, on_load: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, served: ModelId, pool: Pool, limits: Limits, on_load: Callable[[], None] = lambda: None) -> None:
         self.counters = Counters()
         self._logs = HopLogs(limits.activation_log_bytes)
         self.homes = Homes(on_gone=self._logs.close)
@@ -81,6 +71,7 @@ class Service:
         self._limits = limits
         self._on_load = on_load
         self._quotas = Quotas(limits)
+        self._violations = pool.violations
         self._sessions: dict[bytes, Session] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._keys = itertools.count()
@@ -187,7 +178,7 @@ class Service:
                 case _:
                     raise ProtocolError(f"a {type(message).__name__} is not for a node to receive")
         except ProtocolError as error:
-            self._offence(connection, message, error)
+            self._protocol_violation(connection, message, error)
 
     async def on_lost(self, connection: Link, error: NetworkError) -> None:
         """The pool's callback: a client's sessions end with its connection; those whose next hop is gone wait."""
@@ -216,11 +207,11 @@ class Service:
             lost = ConnectionLost(f"the next hop {connection.peer} gave up: {message.detail}")
             self._flow.lose_next(session, lost)
 
-    def _offence(self, connection: Link, message: AnyMessage, error: ProtocolError) -> None:
-        """Count a broken rule and say so. Raises ProtocolError past the limit."""
+    def _protocol_violation(self, connection: Link, message: AnyMessage, error: ProtocolError) -> None:
+        """Record it and say so. Raises ProtocolError at the limit, upon which the pool cuts the peer off."""
         self.counters.protocol_errors += 1
         logger.warning("%s broke the protocol: %s", connection.peer, error)
-        if self._quotas.offence(connection.peer):
+        if self._violations.record(connection.peer, error):
             raise error
         if not isinstance(message, Move | Ping | Pong):
             self._answers.tell(connection, _failed(message.session, error, _epoch(message)))
@@ -235,7 +226,7 @@ class Service:
     def _on_step(self, connection: Link, step: Step, body: Buffer) -> None:
         session = self._sessions.get(step.session)
         if session is None:
-            # Not an offence: steps in flight when a session ends are nobody's fault.
+            # No violation: steps in flight when a session ends are nobody's fault.
             self._answers.tell(connection, _unknown(step))
             return
         if session.parted:
