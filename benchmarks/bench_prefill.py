@@ -34,7 +34,7 @@ ONE_BY_ONE = {"prefill_chunk": 1024, "prefill_window": 1}  # 1024: the most rows
 async def first_token(client: SwarmClient, tokens: list[int]) -> tuple[float, int]:
     """-> (seconds, prompt tokens that the hops held already)."""
     answer = await client.generate(tokens, max_new_tokens=1)
-    return answer.time_to_first_token_s, answer.held_tokens
+    return answer.time_to_first_token_s, answer.cached_prompt_tokens
 
 
 async def measure(hops: int, args: argparse.Namespace) -> None:

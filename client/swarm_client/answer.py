@@ -44,7 +44,7 @@ class Answer:
     repairs: tuple[str, ...] = ()
     hop_ms: tuple[tuple[float, float], ...] = ()  # mean (queue, compute) of each hop over the decoded tokens
     network_ms: float = 0.0  # mean of what a token took beyond the hops' own time
-    held_tokens: int = 0  # of the prompt, that all hops had behind them and did not compute again
+    cached_prompt_tokens: int = 0  # of the prompt, that all hops had behind them and did not compute again
     speculation: dict[str, Any] | None = None  # see `Speculator.to_json`; None when nothing was guessed
     outline: OutlineReport | None = None  # of an answer that was asked for as an outline, or became one
 
@@ -63,7 +63,7 @@ class Answer:
             "repairs": list(self.repairs),
             "hop_ms": [{"queue": round(q, 3), "compute": round(c, 3)} for q, c in self.hop_ms],
             "network_ms": round(self.network_ms, 3),
-            "held_tokens": self.held_tokens,
+            "cached_prompt_tokens": self.cached_prompt_tokens,
             "speculation": self.speculation,
             "outline": self.outline.to_json() if self.outline is not None else None,
         }

@@ -133,7 +133,7 @@ class TextStream(AnswerStream):
             repairs=tuple(self._driver.repairs),
             hop_ms=self._timing.hop_ms(len(chain)),
             network_ms=self._timing.network_ms(),
-            held_tokens=self._driver.held,
+            cached_prompt_tokens=self._driver.held,
             speculation=self.speculation,
         )
 

@@ -192,7 +192,7 @@ class Speculator:
             "rows": tally.rows,
             "hits": tally.hits,
             "misses": tally.misses,
-            "stale_steps": tally.stale,
+            "discarded_steps": tally.stale,
             "tokens_per_step": round(len(self.generation.generated) / tally.steps, 3) if tally.steps else 0.0,
             "acceptance": [[round(p, 3) for p in row] for row in self.guesser.drafter.acceptance.table(4)],
         }

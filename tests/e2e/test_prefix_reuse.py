@@ -27,18 +27,18 @@ async def test_the_next_turn_begins_where_the_last_one_ended(hops: tuple[int, ..
     first = prompt(1, 2 * BLOCK + 5)
     async with memory_swarm(source, cut(6, *hops)) as swarm, swarm.client(prefill_chunk=16) as client:
         one = await client.generate(first, max_new_tokens=30)
-        assert one.held_tokens == 0
+        assert one.cached_prompt_tokens == 0
         assert list(one.token_ids) == hf_greedy(made, first, 30)
         second = [*first, *one.token_ids, *prompt(2, 9)]
         two = await client.generate(second, max_new_tokens=10)
-        assert two.held_tokens == (len(first) + len(one.token_ids) - 1) // BLOCK * BLOCK
+        assert two.cached_prompt_tokens == (len(first) + len(one.token_ids) - 1) // BLOCK * BLOCK
         assert list(two.token_ids) == hf_greedy(made, second, 10)
         again = await client.generate(first, max_new_tokens=8)
-        assert again.held_tokens == 2 * BLOCK
+        assert again.cached_prompt_tokens == 2 * BLOCK
         assert again.token_ids == one.token_ids[:8]
         async with swarm.client(1) as stranger:
             other = await stranger.generate(first, max_new_tokens=8)
-        assert other.held_tokens == 0
+        assert other.cached_prompt_tokens == 0
         assert other.token_ids == one.token_ids[:8]
         for engine in swarm.engines.values():
             engine.cache.check_integrity()
@@ -58,7 +58,7 @@ async def test_sessions_side_by_side_share_the_beginning_of_one_that_runs() -> N
         for engine in swarm.engines.values():
             engine.cache.check_integrity()
     # The last token before a fork must be computed for each, so the running session's last block may not count.
-    assert all(answer.held_tokens >= 2 * BLOCK for answer in answers)
+    assert all(answer.cached_prompt_tokens >= 2 * BLOCK for answer in answers)
     for ask, answer in zip(asks, answers, strict=True):
         assert list(answer.token_ids) == hf_greedy(made, ask, 12)
 
@@ -114,5 +114,5 @@ async def test_a_beginning_is_looked_for_where_it_was_computed_though_others_are
         two = await client.generate([*first, 5, 6], max_new_tokens=3)
         await running.cancel()
     assert two.chain.hops == usual.hops
-    assert two.held_tokens >= 5 * BLOCK
+    assert two.cached_prompt_tokens >= 5 * BLOCK
     assert list(two.token_ids) == hf_greedy(made, [*first, 5, 6], 3)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import namedtuple
 from datetime import datetime, timedelta
-from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,29 +52,40 @@ def test_the_next_opening_is_open_and_comes_within_a_day(windows: list[tuple[int
     assert timedelta() < opening - moment <= timedelta(days=1)
 
 
-class Counters:
-    """A /proc with one cpu line and one process of ours."""
+Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")  # psutil's, on Linux
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "7").mkdir()
+
+class Counters:
+    """The counters of a machine and of one process of ours, 7."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.set(0, 0, 0)
+        monkeypatch.setattr(psutil, "cpu_times", lambda: Times(self.busy, 0, 0, self.idle, 0, 0, 0, 0, 99, 99))
+        monkeypatch.setattr(psutil, "Process", self.process)
 
     def set(self, busy: int, idle: int, own: int) -> None:
-        (self.folder / "stat").write_text(f"cpu {busy} 0 0 {idle} 0 0 0 0 99 99\ncpu0 1 2 3 4\n")
-        (self.folder / "7" / "stat").write_text(f"7 (a) b) S 1 1 1 0 -1 0 0 0 0 0 {own} 0 0 0 20 0 1 0 5 0 0\n")
+        self.busy, self.idle, self.own = busy, idle, own
+
+    def process(self, pid: int) -> SimpleNamespace:
+        if pid != 7:
+            raise psutil.NoSuchProcess(pid)
+        return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=self.own, system=0))
 
 
-def test_our_own_work_is_not_the_use_of_others(tmp_path: Path) -> None:
-    counters = Counters(tmp_path)
-    use = CpuUse(lambda: [7, 8], tmp_path)
+def test_our_own_work_is_not_the_use_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = Counters(monkeypatch)
+    use = CpuUse(lambda: [7, 8])
     counters.set(busy=80, idle=20, own=80)
     assert use.others() == 0.0
     counters.set(busy=160, idle=40, own=90)
     assert use.others() == pytest.approx(0.7)
     assert use.others() == 0.0  # no time has passed
-    with pytest.raises(UsageError, match="leave it out"):
-        CpuUse(list, tmp_path / "nowhere")
+
+
+def test_the_counters_of_this_machine_can_be_read() -> None:
+    use = CpuUse(lambda: [os.getpid(), 2**22 + 1])
+    sum(range(10**6))
+    assert 0.0 <= use.others() <= 1.0
 
 
 def test_a_short_burst_changes_nothing_and_calm_must_last() -> None:

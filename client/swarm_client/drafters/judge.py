@@ -69,11 +69,11 @@ def judge(
     for number, (name, made) in enumerate(drafters.items()):
         report("measuring", number / len(drafters), name)
         figures[name] = {
-            "top_1_4_8_by_depth": [[round(hit, 3) for hit in row] for row in hits_by_depth(made(), every, depths)],
-            f"tokens_a_round_of_{nodes}": {
+            "hit_rate_at_1_4_8": [[round(hit, 3) for hit in row] for row in hits_by_depth(made(), every, depths)],
+            f"tokens_per_step_{nodes}": {
                 kind: round(tokens_a_round(made(), some, nodes, max(depths, 4)), 3) for kind, some in records.items()
             },
-            "sure_and_right": {
+            "confidence_accuracy": {
                 kind: [round(share, 3) for share in sureness(made(), some)] for kind, some in records.items()
             },
         }

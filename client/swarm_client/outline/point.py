@@ -113,7 +113,7 @@ class Point:
             self.first,
             self.ended or self.clock(),
             self.begins_alike,
-            max((a.held_tokens for a in self.answers), default=0),
+            max((a.cached_prompt_tokens for a in self.answers), default=0),
             self.longest.strategy if self.longest else "",
             self._attempts,
             str(self.error) if self.error else "",

@@ -16,8 +16,8 @@ import typer
 
 from swarm import old_names
 from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load, variable
-from swarm_node.commands import flags, logs, network_cli, owner_cli
-from swarm_node.commands.command import Errors, run
+from swarm_node.commands import flags, network_cli, owner_cli
+from swarm_node.commands.command import Errors, run, start_log
 
 STARTED = psutil.Process().create_time()  # what "serving after" is counted from, imports included
 
@@ -73,7 +73,7 @@ def join(
     """Lend this machine: measure it, join, take the layers the swarm needs most and serve them until Ctrl-C."""
     with Errors(as_json):
         settings = flags.config_of(ctx.params)
-        logs.start(verbose, settings.log_format)
+        start_log(verbose, settings.log_format)
         run(lambda stop: _join(settings, stop))
 
 
@@ -99,7 +99,7 @@ def local(
         passed_on += ["--verbose"] if verbose else []
         chosen = model or variable("model") or DEFAULT_MODEL
         options = private.LocalOptions.checked(nodes, layers, chosen, passed_on, as_json, verbose)
-        logs.start(verbose)
+        start_log(verbose)
         run(lambda stop: private.run(options, stop))
 
 
@@ -114,7 +114,7 @@ def status(
 ) -> None:
     """Show a swarm: who serves what, load, coverage of each layer, missing layers; and the nodes on this machine."""
     with Errors(as_json):
-        logs.start(verbose)
+        start_log(verbose)
         from swarm_node.commands.status import show
 
         invited = network_cli.invited(invite)

@@ -1,16 +1,19 @@
-"""How a command of `swarm-node` runs and ends: signals, sentences, exit codes.
+"""How a command of `swarm-node` runs and ends: its log, signals, sentences, exit codes.
 
-Owns the event loop of a command and its last words. Knows no flag.
+Owns the event loop of a command, the form of what is logged to stderr, and its last words. What a node tells whoever
+started it goes to stdout and is `report`'s. Knows no flag.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from typing import Any
 
 import psutil
@@ -87,3 +90,30 @@ def end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class JsonFormatter(logging.Formatter):
+    """{"time": ISO 8601 in UTC, "level", "logger", "message"} and, if there is one, "error" with its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def start_log(verbose: bool, log_format: str = "text") -> None:
+    """Log warnings, or with `verbose` also what happens, to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler], force=True)
+    if not verbose:
+        logging.getLogger("swarm.net").setLevel(logging.CRITICAL)  # what matters of it reaches us as an exception

@@ -135,6 +135,7 @@ class LocalSwarm:
             stdout=PIPE,
             stderr=PIPE,
             start_new_session=True,  # Ctrl-C is for us; we tell them
+            env={name: value for name, value in os.environ.items() if name != "SWARM_PRIVATE"},  # a secret for each
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
         child = Child(number, process)

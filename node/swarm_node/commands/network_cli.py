@@ -14,8 +14,7 @@ from swarm import old_names
 from swarm.config import DEFAULT_MODEL, NodeConfig, load, local_swarm, switched, variable
 from swarm.errors import UsageError
 from swarm.invite import Invite, parse
-from swarm_node.commands import logs
-from swarm_node.commands.command import Errors, run
+from swarm_node.commands.command import Errors, run, start_log
 
 Peers = Annotated[
     list[str] | None, typer.Option("--peer", metavar="MADDR", help="A node of the swarm; repeatable. [the local swarm]")
@@ -115,7 +114,7 @@ def doctor(
         }
         merged = {**invited(token), **{name: value for name, value in given.items() if value is not None}}
         settings = load(NodeConfig, merged, config)
-        logs.start(verbose)
+        start_log(verbose)
         run(lambda stop: _examine(settings))
 
 

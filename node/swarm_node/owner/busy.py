@@ -1,56 +1,51 @@
 """Whether the machine is in use by others than this node: what `--pause-when-busy` goes by.
 
-Owns the reading of Linux's CPU counters and the hysteresis. What is done about it is `duty`'s.
+Owns what counts as others' use and the hysteresis. What is done about it is `duty`'s.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from swarm.errors import UsageError
+import psutil
 
-PROC = Path("/proc")
 SAMPLE_S = 2.0
 BUSY_SHARE = 0.4  # of all cores, taken by others: the machine is in use ...
 BUSY_AFTER_S = 6.0  # ... when it has been so for this long,
 CALM_SHARE = 0.2  # and free again below this,
 CALM_AFTER_S = 30.0  # for this long
 
-IDLE_FIELDS = (3, 4)  # of a cpu line in /proc/stat: idle, iowait
-GUEST_FIELDS = 8  # the fields behind these eight are counted in user and nice as well
+IN_USER_AND_NICE = ("guest", "guest_nice")  # Linux counts these there as well
 
 
 class CpuUse:
     """`others()`: the share of all cores that processes other than ours took since it was last asked."""
 
-    def __init__(self, own: Callable[[], Sequence[int]], proc: Path = PROC) -> None:
-        """`own`: process ids of this node. Raises UsageError where there are no such counters."""
+    def __init__(self, own: Callable[[], Sequence[int]]) -> None:
+        """`own`: process ids of this node."""
         self._own = own
-        self._proc = proc
-        if not (proc / "stat").exists():
-            raise UsageError("--pause-when-busy reads Linux's /proc/stat, which is not here; leave it out")
         self._last = self._read()
 
     def others(self) -> float:
         before, self._last = self._last, self._read()
         total, busy, own = (now - then for now, then in zip(self._last, before, strict=True))
-        return min(1.0, max(0.0, (busy - max(0, own)) / total)) if total > 0 else 0.0
+        return min(1.0, max(0.0, (busy - max(0.0, own)) / total)) if total > 0 else 0.0
 
-    def _read(self) -> tuple[int, int, int]:
-        """(all ticks, those not idle, our own) since the machine started."""
-        fields = [int(field) for field in (self._proc / "stat").read_text().splitlines()[0].split()[1:]][:GUEST_FIELDS]
-        total = sum(fields)
-        return total, total - sum(fields[i] for i in IDLE_FIELDS), sum(self._ticks(pid) for pid in self._own())
+    def _read(self) -> tuple[float, float, float]:
+        """(all CPU seconds, those not idle, our own) since the machine started."""
+        times = psutil.cpu_times()._asdict()
+        total = sum(times.values()) - sum(times.get(field, 0.0) for field in IN_USER_AND_NICE)
+        idle = times["idle"] + times.get("iowait", 0.0)
+        return total, total - idle, sum(map(_cpu_seconds, self._own()))
 
-    def _ticks(self, pid: int) -> int:
-        try:
-            text = (self._proc / str(pid) / "stat").read_text()
-        except OSError:
-            return 0  # it has ended
-        after_name = text.rpartition(")")[2].split()  # the name may hold anything
-        return int(after_name[11]) + int(after_name[12])  # utime, stime
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
 
 
 class Hysteresis:
