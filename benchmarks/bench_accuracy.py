@@ -85,8 +85,8 @@ def predict(costs: ChainCosts, oracle: Oracle, strategy: Strategy, level_ms: flo
     forecasts: dict[Strategy, Callable[[], Forecast | None]] = {
         Strategy.SEQUENTIAL: lambda: sequential(costs),
         Strategy.TREE: lambda: tree(costs, drafter, WIDTHS),
-        Strategy.PIPELINED: lambda: pipelined(costs, drafter, WIDTHS),
-        Strategy.HYBRID: lambda: hybrid(costs, drafter, WIDTHS),
+        Strategy.PIPEDEC: lambda: pipelined(costs, drafter, WIDTHS),
+        Strategy.PIPELINED_TREE: lambda: hybrid(costs, drafter, WIDTHS),
     }
     made = forecasts[strategy]()
     assert made is not None  # an oracle always has guesses
@@ -102,7 +102,7 @@ def virtual(hops: int, rate: float, profile: Profile, delay_ms: float, layer_ms:
     prompt, answer = ([rng.randrange(VOCABULARY) for _ in range(n)] for n in (PROMPT, tokens))
     plain = simulate(costs, prompt, answer, None).tokens_per_s
     rows = []
-    for strategy in (Strategy.TREE, Strategy.PIPELINED, Strategy.HYBRID):
+    for strategy in (Strategy.TREE, Strategy.PIPEDEC, Strategy.PIPELINED_TREE):
         oracle = profile.oracle(answer, rate, VOCABULARY, strategy)
         run = simulate(costs, prompt, answer, oracle, only=strategy)
         rows.append(Row(hops, rate, strategy, run.tokens_per_s, predict(costs, oracle, strategy).tokens_per_s, plain))
@@ -121,7 +121,7 @@ async def real(
             await client.generate(prompt, decoding="sequential", max_new_tokens=4)  # connections, caches
             plain = await client.generate(prompt, decoding="sequential", max_new_tokens=tokens)
             for rate in rates:
-                for strategy in (Strategy.TREE, Strategy.PIPELINED, Strategy.HYBRID):
+                for strategy in (Strategy.TREE, Strategy.PIPEDEC, Strategy.PIPELINED_TREE):
                     oracles.append(profile.oracle(plain.token_ids, rate, config.vocab_size, strategy))
                     stream = client.stream(prompt, decoding=strategy, max_new_tokens=tokens)
                     answer = await stream.read()

@@ -46,14 +46,14 @@ def compare(stages: int, rate: float, profile: Profile, tokens: int) -> str:
     prompt, answer = ([rng.randrange(VOCABULARY) for _ in range(n)] for n in (PROMPT, tokens))
 
     def speed(strategy: Strategy | None, fixed: Policy | None = None) -> float:
-        oracle = profile.oracle(answer, rate, VOCABULARY, strategy or Strategy.HYBRID)
+        oracle = profile.oracle(answer, rate, VOCABULARY, strategy or Strategy.PIPELINED_TREE)
         run = simulate(costs, prompt, answer, oracle, only=strategy, fixed=fixed, draft_ms=lambda _: DRAFT_MS)
         return run.tokens_per_s
 
     plain = simulate(costs, prompt, answer, None).tokens_per_s
     static = speed(Strategy.TREE)
     # The draft's level and the first stage's work overlap, so a level more than stages is under way.
-    pipedec = speed(Strategy.PIPELINED, Policy(rows=WIDTH, levels=1, in_flight=stages + 1))
+    pipedec = speed(Strategy.PIPEDEC, Policy(rows=WIDTH, levels=1, in_flight=stages + 1))
     auto = speed(None)
     ratios = f"{static / plain:.2f} | {pipedec / plain:.2f} | {pipedec / static:.2f} | {auto / plain:.2f}"
     return f"| {stages} | {rate:g} | {ratios} | {auto / static:.2f} |"

@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=2.0, help=f"a strategy, request; {MOST_TURNS} turns at most")
-    parser.add_argument("--strategies", nargs="+", default=["auto", "tree", "pipelined"], choices=STRATEGIES)
+    parser.add_argument("--strategies", nargs="+", default=["auto", "tree", "pipedec"], choices=STRATEGIES)
     parser.add_argument("--drafter", default=BUNDLED, help="what drafts beside the n-gram drafter; ngram: nothing")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -35,7 +35,7 @@ LAYER = CostCurve((1, 2, 4, 8, 16, 32, 64), (1.47, 1.5, 1.65, 2.0, 3.0, 4.6, 8.0
 HEAD_LAYERS = 9  # layers' time that the head takes on the tail
 FRAME_MS = 0.5  # a link's own time
 LOOK_UP_MS, LEVEL_MS, LEVEL_PATH_MS = 0.3, 2.0, 0.17  # a question to the look-up; to the trained draft, and a path more
-STRATEGIES = {"tree": Strategy.TREE, "pipelined": Strategy.PIPELINED, "auto": None}
+STRATEGIES = {"tree": Strategy.TREE, "pipedec": Strategy.PIPEDEC, "auto": None}
 
 
 def chain_costs(layers: int, hops: int, delay_ms: float) -> ChainCosts:
@@ -89,8 +89,8 @@ def main() -> None:
             for name, only in STRATEGIES.items():
                 run = simulate(costs, prompt, answer, new_drafter(), only=only, draft_ms=draft_ms, cores=args.cores)
                 ratios[name].append(run.tokens_per_s / plain)
-        means = ", ".join(f"{statistics.geometric_mean(ratios[name]):.2f}" for name in ("auto", "tree", "pipelined"))
-        fixed = [max(1.0, a, b) for a, b in zip(ratios["tree"], ratios["pipelined"], strict=True)]
+        means = ", ".join(f"{statistics.geometric_mean(ratios[name]):.2f}" for name in ("auto", "tree", "pipedec"))
+        fixed = [max(1.0, a, b) for a, b in zip(ratios["tree"], ratios["pipedec"], strict=True)]
         least = min(auto / best for auto, best in zip(ratios["auto"], fixed, strict=True))
         cells = " | ".join(f"{ratio:.2f}" for ratio in ratios["auto"])
         print(f"| {hops} | {delay:g} | {cells} | {means} | {least:.2f} |", flush=True)

@@ -40,6 +40,10 @@ VALUES = {
     ("carrier", "daemon"): ("transport", "libp2p"),
     ("transport", "daemon"): ("libp2p", "go"),
     ("transport", "py"): ("libp2p", "python"),
+    ("decoding", "pipelined"): ("decoding", "pipedec"),
+    ("decoding", "hybrid"): ("decoding", "pipelined-tree"),
+    ("point-decoding", "pipelined"): ("point-decoding", "pipedec"),
+    ("point-decoding", "hybrid"): ("point-decoding", "pipelined-tree"),
     ("drafter", "heads"): ("drafter", "medusa"),
     ("drafter", "shipped"): ("drafter", "bundled"),
 }

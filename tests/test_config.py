@@ -166,6 +166,8 @@ OLD_OF_CHAT = [
     (("--draft", "shipped"), ("--drafter", "bundled"), "drafter"),
     (("--draft", "a.draft"), ("--drafter", "a.draft"), "drafter"),
     (("--strategy", "tree"), ("--decoding", "tree"), "decoding"),
+    (("--strategy", "pipelined"), ("--decoding", "pipedec"), "decoding"),
+    (("--strategy", "hybrid"), ("--decoding", "pipelined-tree"), "decoding"),
     (("--transport", "py"), ("--libp2p", "python"), "libp2p_impl"),
 ]
 

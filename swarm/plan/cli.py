@@ -16,7 +16,7 @@ import typer
 
 from swarm.errors import NoRoute, SwarmError, UsageError
 from swarm.plan.requests import MAX_BYTES, fields
-from swarm.plan.verbs import VERBS, Answer, Verb, simulate
+from swarm.plan.verbs import OLD_NAMES, VERBS, Answer, Verb, simulate
 
 CommandLineError = cast(type[Exception], typer.BadParameter.__base__)  # of every wrong flag, argument or verb
 
@@ -42,6 +42,8 @@ def _command(verb: Verb[Any]) -> Callable[[str, bool], None]:
 for _verb in VERBS:
     _help = f"{_verb.summary}\n\nThe request: {fields(_verb.request)}. docs/plan.md has an example."
     app.command(_verb.name, help=_help, short_help=_verb.summary)(_command(_verb))
+    if _verb.name in OLD_NAMES:
+        app.command(OLD_NAMES[_verb.name], help=_help, hidden=True)(_command(_verb))
 
 
 _SIMULATE = "Run a scenario, TOML or JSON: a seeded swarm of any size in virtual time."

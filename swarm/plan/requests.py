@@ -18,6 +18,7 @@ from swarm.errors import UsageError
 from swarm.types import Snapshot
 
 MAX_BYTES = 64 << 20
+OLD_WORDS = ("pipelined", "hybrid")  # strategies one release ago: taken, and shown nowhere
 MAX_LAYERS = 1000
 MAX_NODES = 4096
 MAX_DEVICES = 256
@@ -183,7 +184,7 @@ class Speculate(Request, frozen=True):
     drafter: Drafter
     row_ms: Amount = 0.0
     max_in_flight: Annotated[int, Meta(ge=1, le=1024)] = 32
-    current: Literal["sequential", "tree", "pipelined", "hybrid"] | None = None
+    current: Literal["sequential", "tree", "pipedec", "pipelined-tree", "pipelined", "hybrid"] | None = None
     margin: Probability = 0.05
 
 
@@ -274,11 +275,12 @@ def _choices(kind: Any, name: str) -> list[str]:
     if not (isinstance(kind, type) and issubclass(kind, Request)):
         return []
     types = [field.type for field in msgspec.structs.fields(kind) if field.name == name]
-    return [word for a in types for b in (a, *get_args(a)) if get_origin(b) is Literal for word in get_args(b)]
+    words = [word for a in types for b in (a, *get_args(a)) if get_origin(b) is Literal for word in get_args(b)]
+    return [word for word in words if word not in OLD_WORDS]
 
 
 def place_request(snapshot: Snapshot) -> dict[str, Any]:
-    """What `swarm-plan place` is to be given for it to decide as a node does that has read `snapshot`."""
+    """What `swarm-plan place-all` is to be given for it to decide as a node does that has read `snapshot`."""
     nodes = [
         SwarmNode(
             id=n.peer,

@@ -35,8 +35,13 @@ class Strategy(enum.StrEnum):
 
     SEQUENTIAL = "sequential"
     TREE = "tree"
-    PIPELINED = "pipelined"
-    HYBRID = "hybrid"  # trees, several of them in flight
+    PIPEDEC = "pipedec"
+    PIPELINED_TREE = "pipelined-tree"  # trees, several of them in flight
+
+    @classmethod
+    def _missing_(cls, value: object) -> Strategy | None:
+        """What they were called one release ago."""
+        return {"pipelined": cls.PIPEDEC, "hybrid": cls.PIPELINED_TREE}.get(str(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +271,7 @@ def pipelined(
 ) -> Forecast | None:
     """One tree level a step, several in flight (PipeDec). None if nothing can be guessed."""
     return _best(
-        _flow(Strategy.PIPELINED, costs, drafter, below, width, 1, max_in_flight)
+        _flow(Strategy.PIPEDEC, costs, drafter, below, width, 1, max_in_flight)
         for width, below in _levels_by_width(drafter, widths)
     )
 
@@ -276,7 +281,7 @@ def hybrid(
 ) -> Forecast | None:
     """Several tree levels a step, several steps in flight. None if nothing can be guessed."""
     return _best(
-        _flow(Strategy.HYBRID, costs, drafter, below, width, together, max_in_flight)
+        _flow(Strategy.PIPELINED_TREE, costs, drafter, below, width, together, max_in_flight)
         for width, below in _levels_by_width(drafter, [w for w in widths if w * min(LEVELS_A_STEP) <= max(widths)])
         for together in LEVELS_A_STEP
         if width * together <= max(widths)

@@ -110,7 +110,7 @@ class Tuner:
         """The setting to use now. The strategy is chosen afresh from time to time, the hybrid's prices with every
         result."""
         if self._current is not None and self._since < self._patience:
-            if self._current.strategy is Strategy.HYBRID:
+            if self._current.strategy is Strategy.PIPELINED_TREE:
                 self._current = replace(self._current, policy=self._marginal(self._costs.now(), drafter))
             return self._current
         self._since = 0
@@ -145,8 +145,8 @@ class Tuner:
         forecast: dict[Strategy, Callable[[], Forecast | None]] = {
             Strategy.SEQUENTIAL: lambda: sequential(costs),
             Strategy.TREE: lambda: tree(costs, usual, self._widths),
-            Strategy.PIPELINED: lambda: pipelined(costs, deep, self._widths),
-            Strategy.HYBRID: lambda: hybrid(costs, usual, self._widths),
+            Strategy.PIPEDEC: lambda: pipelined(costs, deep, self._widths),
+            Strategy.PIPELINED_TREE: lambda: hybrid(costs, usual, self._widths),
         }
         return [make() for strategy, make in forecast.items() if self._only in (None, strategy)]
 
@@ -158,7 +158,7 @@ class Tuner:
     def _as_setting(self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: Drafter) -> Setting:
         others = "; ".join(f"{f.strategy} {self._promise(f):.1f}" for f in ranked if f.reason != best.reason)
         reason = f"{best.strategy}, about {self._promise(best):.1f} tokens/s: {best.reason}"
-        if best.strategy is Strategy.HYBRID:
+        if best.strategy is Strategy.PIPELINED_TREE:
             policy = self._marginal(costs, drafter)
         else:
             policy = policy_of(best, costs, self.trust, guess_anyway=self._only is None)
@@ -210,7 +210,7 @@ class _Pace:
 
 def _as_hybrid(forecast: Forecast) -> Forecast:
     """The hybrid does at least as well as any other that guesses."""
-    return forecast if forecast.strategy is Strategy.SEQUENTIAL else replace(forecast, strategy=Strategy.HYBRID)
+    return forecast if forecast.strategy is Strategy.SEQUENTIAL else replace(forecast, strategy=Strategy.PIPELINED_TREE)
 
 
 def policy_of(forecast: Forecast, costs: ChainCosts, trust: float = 1.0, *, guess_anyway: bool = False) -> Policy:
@@ -229,7 +229,7 @@ def policy_of(forecast: Forecast, costs: ChainCosts, trust: float = 1.0, *, gues
             return SEQUENTIAL
         case Strategy.SEQUENTIAL:
             return Policy(rows=8, levels=8, floor=min(1.0, 1.5 * floor), ask=math.inf, muse=math.inf)
-        case Strategy.PIPELINED:
+        case Strategy.PIPEDEC:
             return Policy(rows=forecast.width, levels=1, in_flight=forecast.in_flight, floor=min(0.5, floor / 4))
         case _:
             rows = round(SPARE_ROWS * (forecast.width - 1))

@@ -348,11 +348,12 @@ VERBS: tuple[Verb[Any], ...] = (
     ),
     Verb("balance", "Share the layers of one pipeline by compute, as far as memory allows.", ask.Balance, balance),
     Verb("route", "The quickest chain of nodes over all layers.", ask.Route, route),
-    Verb("join", "The layers a new node should take.", ask.Join, join),
-    Verb("place", "Who of a swarm takes or changes layers, as its nodes would decide it.", ask.Place, place),
+    Verb("join-span", "The layers a new node should take.", ask.Join, join),
+    Verb("place-all", "Who of a swarm takes or changes layers, as its nodes would decide it.", ask.Place, place),
     Verb("rebalance", "Whether the swarm should be allocated anew.", ask.Rebalance, rebalance),
     Verb("partition", "Cut a model so that its slowest stage is as fast as can be.", ask.Partition, partition),
     Verb("prefill", "Cut a prompt into chunks that a pipeline reads soonest.", ask.Prefill, prefill),
     Verb("dispatch", "The replica that finishes a request first.", ask.Dispatch, dispatch),
     Verb("speculate", "Which drafting strategy, width and depth pay off on a chain.", ask.Speculate, speculate),
 )
+OLD_NAMES = {"join-span": "join", "place-all": "place"}  # one release ago

@@ -40,7 +40,7 @@ DRAFTERS: dict[str, Callable[[list[int]], Oracle]] = {
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
-    ("strategy", "chain"), [("tree", "one hop"), ("pipelined", "two"), ("auto", "three"), ("tree", "five")]
+    ("strategy", "chain"), [("tree", "one hop"), ("pipedec", "two"), ("auto", "three"), ("tree", "five")]
 )
 @virtual_time
 async def test_greedy_tokens_do_not_depend_on_guesses(strategy: str, drafter: str, chain: str) -> None:
@@ -66,7 +66,7 @@ async def test_greedy_tokens_do_not_depend_on_guesses(strategy: str, drafter: st
 
 
 @pytest.mark.parametrize("drafter", ["always right", "often right", "noise"])
-@pytest.mark.parametrize("strategy", ["tree", "pipelined"])
+@pytest.mark.parametrize("strategy", ["tree", "pipedec"])
 @virtual_time
 async def test_seeded_samples_do_not_depend_on_guesses(strategy: str, drafter: str) -> None:
     _, source = model()
@@ -89,7 +89,7 @@ async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
     rng = random.Random(5)
     asks = [prompt(rng, length) for length in (3, 17, 40, 9)]
     truths = [hf_greedy(made, ask, 20) for ask in asks]
-    strategies = ["tree", "pipelined", "sequential", "auto"]
+    strategies = ["tree", "pipedec", "sequential", "auto"]
     oracles = iter([Oracle(truths[0], 0.8), Oracle(truths[1], 0.7), Oracle(truths[3], 0.9)])
     async with (
         memory_swarm(source, cut(6, 2, 5), Link(delay_s=0.01)) as swarm,
@@ -103,7 +103,7 @@ async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
     assert [list(answer.token_ids) for answer in answers] == truths
 
 
-@pytest.mark.parametrize("strategy", ["tree", "pipelined"])
+@pytest.mark.parametrize("strategy", ["tree", "pipedec"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @virtual_time
 async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strategy: str) -> None:

@@ -48,7 +48,7 @@ def heads_for(answer: Sequence[int], source: Any, folder: Path) -> Path:
     return folder / "heads.safetensors"
 
 
-@pytest.mark.parametrize("strategy", ["tree", "pipelined", "hybrid", "auto", "sequential"])
+@pytest.mark.parametrize("strategy", ["tree", "pipedec", "pipelined-tree", "auto", "sequential"])
 @pytest.mark.parametrize("borders", [(), (2, 4)], ids=["one hop", "three"])
 def test_heads_that_are_right_bring_several_tokens_a_round(
     strategy: str, borders: tuple[int, ...], tmp_path: Path
@@ -64,7 +64,7 @@ def test_heads_that_are_right_bring_several_tokens_a_round(
         ):
             answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding=strategy)
             assert list(answer.token_ids) == truth
-            if strategy in ("tree", "hybrid", "auto"):
+            if strategy in ("tree", "pipelined-tree", "auto"):
                 plain = 1 / (0.02 * (len(borders) + 2))  # tokens/s, by the links alone
                 assert answer.tokens_per_second > 2.0 * plain
             if strategy == "tree":  # the hybrid has several steps a round

@@ -24,7 +24,7 @@ from swarm.plan.simulate import parse
 from swarm.plan.verbs import VERBS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
-TABLE = ["allocate", "balance", "route", "join", "rebalance", "partition", "prefill", "dispatch"]  # of the design
+TABLE = ["allocate", "balance", "route", "join-span", "rebalance", "partition", "prefill", "dispatch"]  # of the design
 
 
 def documented() -> list[tuple[str, Any, Any]]:
@@ -102,24 +102,24 @@ def test_explanations_are_sentences_added_to_the_same_answer(verb: str, request_
 @pytest.mark.parametrize(
     ("verb", "text", "message"),
     [
-        ("join", "", "the input is empty"),
-        ("join", "  \n", "the input is empty"),
-        ("join", "{", "not JSON"),
-        ("join", "[]", "expected an object, got a list"),
-        ("join", "{}", "num_layers is missing"),
-        ("join", b"\xff\xfe\x00", "not JSON"),
+        ("join-span", "", "the input is empty"),
+        ("join-span", "  \n", "the input is empty"),
+        ("join-span", "{", "not JSON"),
+        ("join-span", "[]", "expected an object, got a list"),
+        ("join-span", "{}", "num_layers is missing"),
+        ("join-span", b"\xff\xfe\x00", "not JSON"),
         ("dispatch", '{"work": 1, "memory": 1, "nodes": [{"id": "\xff"}]}'.encode("latin-1"), "not JSON"),
         ("route", '{"rtt_ms": {"a": ' + "[" * 100_000, "rtt_ms[...]: expected an object, got a list"),
-        ("join", '{"num_layers": NaN}', "NaN and Infinity are not numbers"),
-        ("join", '{"num_layers": -Infinity}', "NaN and Infinity are not numbers"),
-        ("join", '{"num_layers": 1e999}', "num_layers: number out of range"),
-        ("join", '{"num_layers": 99999999999999999999999}', "num_layers: expected a whole number <= 1000"),
-        ("join", '{"num_layers": 2.5}', "num_layers: expected a whole number, got a number"),
-        ("join", '{"num_layers": true}', "num_layers: expected a whole number, got true or false"),
-        ("join", '{"num_layers": 2, "layer_capacity_tokens": [1], "capacity": 1}', "1 numbers for 2 layers"),
-        ("join", '{"num_layers": 1, "layer_capacity_tokens": [-1], "capacity": 1}', "expected a number >= 0"),
-        ("join", '{"num_layers": 1, "layer_capacity_tokens": [1], "capacity": 0}', "at least one"),
-        ("join", '{"num_layers": 1, "layer_capacity_tokens": [1], "capacity": 1, "x": 1}', "x is no known field"),
+        ("join-span", '{"num_layers": NaN}', "NaN and Infinity are not numbers"),
+        ("join-span", '{"num_layers": -Infinity}', "NaN and Infinity are not numbers"),
+        ("join-span", '{"num_layers": 1e999}', "num_layers: number out of range"),
+        ("join-span", '{"num_layers": 99999999999999999999999}', "num_layers: expected a whole number <= 1000"),
+        ("join-span", '{"num_layers": 2.5}', "num_layers: expected a whole number, got a number"),
+        ("join-span", '{"num_layers": true}', "num_layers: expected a whole number, got true or false"),
+        ("join-span", '{"num_layers": 2, "layer_capacity_tokens": [1], "capacity": 1}', "1 numbers for 2 layers"),
+        ("join-span", '{"num_layers": 1, "layer_capacity_tokens": [-1], "capacity": 1}', "expected a number >= 0"),
+        ("join-span", '{"num_layers": 1, "layer_capacity_tokens": [1], "capacity": 0}', "at least one"),
+        ("join-span", '{"num_layers": 1, "layer_capacity_tokens": [1], "capacity": 1, "x": 1}', "x is no known field"),
         ("balance", '{"num_layers": 1, "nodes": [{"id": "a"}]}', "layer_capacity is missing in nodes[0]"),
         ("balance", '{"num_layers": 1, "nodes": [{"id": "a", "z": 1}]}', "z in nodes[0] is no known field"),
         (
@@ -149,7 +149,7 @@ def test_explanations_are_sentences_added_to_the_same_answer(verb: str, request_
         (
             "speculate",
             '{"stages": [], "link_ms": [], "drafter": {"acceptance": []}, "current": "x"}',
-            "current: 'x' is none of sequential, tree, pipelined",
+            "current: 'x' is none of sequential, tree, pipedec, pipelined-tree",
         ),
         ("speculate", '{"stages": [], "link_ms": [1], "drafter": {"acceptance": [[1.5]]}}', "expected a number <= 1"),
         (
@@ -170,7 +170,7 @@ def test_a_bad_request_is_one_sentence_about_it(verb: str, text: str | bytes, me
 
 
 def test_an_input_without_end_is_refused() -> None:
-    code, got = plan("join", b" " * (MAX_BYTES + 10))
+    code, got = plan("join-span", b" " * (MAX_BYTES + 10))
     assert code == 2
     assert "more than is read" in got["message"]
 
@@ -336,7 +336,7 @@ def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]
 
 
 def test_the_command_reads_files_and_stdin(tmp_path: Path) -> None:
-    verb, request, answer = next(e for e in EXAMPLES if e[0] == "join")
+    verb, request, answer = next(e for e in EXAMPLES if e[0] == "join-span")
     file = tmp_path / "request.json"
     file.write_text(json.dumps(request), encoding="utf-8")
     for run in (command(verb, str(file)), command(verb, "-", text=json.dumps(request))):
@@ -347,10 +347,10 @@ def test_the_command_reads_files_and_stdin(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nonsense", "-"], "nonsense"),
-        (["join"], "see swarm-plan --help"),
-        (["join", "-", "--fast"], "--fast"),
-        (["join", "no/such/file.json"], "cannot read no/such/file.json"),
-        (["join", "."], "cannot read ."),
+        (["join-span"], "see swarm-plan --help"),
+        (["join-span", "-", "--fast"], "--fast"),
+        (["join-span", "no/such/file.json"], "cannot read no/such/file.json"),
+        (["join-span", "."], "cannot read ."),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_too(arguments: list[str], message: str) -> None:
@@ -374,3 +374,21 @@ def test_help_names_every_field_of_a_request(verb: str) -> None:
     said = re.sub(r"\s+", " ", command(verb, "--help").stdout)
     request, _ = next((request, answer) for name, request, answer in EXAMPLES if name == verb)
     assert all(re.search(rf"\b{name}\b", said) for name in request)
+
+
+@pytest.mark.parametrize(("old", "new"), [("join", "join-span"), ("place", "place-all")])
+def test_old_verbs_still_work_and_are_hidden(old: str, new: str) -> None:
+    request = next(request for name, request, _ in EXAMPLES if name == new)
+    assert plan(old, request) == plan(new, request)
+    shown = RUNNER.invoke(app, ["--help"]).stdout
+    assert re.search(rf"^ *{new} ", shown, flags=re.M)
+    assert not re.search(rf"^ *{old} ", shown, flags=re.M)
+
+
+@pytest.mark.parametrize(("old", "new"), [("pipelined", "pipedec"), ("hybrid", "pipelined-tree")])
+def test_old_strategies_are_still_taken_and_never_answered(old: str, new: str) -> None:
+    request = next(request for name, request, _ in EXAMPLES if name == "speculate")
+    code, answer = plan("speculate", {**request, "current": old})
+    assert (code, answer) == plan("speculate", {**request, "current": new})
+    assert {"pipedec", "pipelined-tree"} <= set(answer["forecasts"])
+    assert not {"pipelined", "hybrid"} & set(answer["forecasts"])

@@ -136,7 +136,7 @@ def test_pipelined_agrees_with_a_simulated_pipeline(hops: int, row: list[float],
 
 def test_each_strategy_has_its_place() -> None:
     assert choose(chain(1, 0.0, RISING), Drafter(GOOD)).best.strategy is Strategy.TREE
-    assert choose(chain(12, 20.0, RISING), Drafter(GOOD)).best.strategy is Strategy.PIPELINED
+    assert choose(chain(12, 20.0, RISING), Drafter(GOOD)).best.strategy is Strategy.PIPEDEC
     assert choose(chain(3, 10.0, RISING), Drafter(POOR, level_ms=5.0)).best.strategy is Strategy.SEQUENTIAL
     assert choose(chain(3), Drafter([])).best.strategy is Strategy.SEQUENTIAL
 
@@ -146,10 +146,10 @@ def test_a_slow_drafter_is_hidden_by_the_pipeline_only() -> None:
     quick, slow = choose(costs, Drafter(GOOD)), choose(costs, Drafter(GOOD, level_ms=30.0))
     by_name = {f.strategy: f for f in slow.forecasts}
     was = {f.strategy: f for f in quick.forecasts}
-    lost = {s: by_name[s].tokens_per_s / was[s].tokens_per_s for s in (Strategy.TREE, Strategy.PIPELINED)}
+    lost = {s: by_name[s].tokens_per_s / was[s].tokens_per_s for s in (Strategy.TREE, Strategy.PIPEDEC)}
     assert lost[Strategy.TREE] < 1
-    assert lost[Strategy.PIPELINED] < 1
-    assert slow.best.strategy is Strategy.PIPELINED
+    assert lost[Strategy.PIPEDEC] < 1
+    assert slow.best.strategy is Strategy.PIPEDEC
 
 
 def test_the_choice_is_the_fastest_and_says_why() -> None:
