@@ -8,7 +8,6 @@ says so.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -203,7 +202,6 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-@functools.cache
 def _names(cls: type[Any]) -> dict[str, str]:
     """Every spelling of a setting, as a flag without dashes -> its field."""
     names: dict[str, str] = {}
@@ -215,7 +213,6 @@ def _names(cls: type[Any]) -> dict[str, str]:
     return names
 
 
-@functools.cache
 def _types(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 

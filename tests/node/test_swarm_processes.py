@@ -139,7 +139,7 @@ def assert_planned(node: Started) -> None:
     assert choices
     peer = next(event["peer"] for event in node.events if event["event"] == "started")
     for choice in choices:
-        command = [sys.executable, "-m", "swarm.plan.cli", "place", "-"]
+        command = [sys.executable, "-m", "swarm.plan.cli", "place-all", "-"]
         asked = json.dumps(choice["request"])
         printed = json.loads(subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout)
         first = printed["joiners"] if choice["event"] == "placed" else printed["waves"][0]
