@@ -21,7 +21,7 @@ import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.checks import vouch
+from swarm_kernels.checks import mark_validated
 from swarm_kernels.kv_pool import KvShape, PagePool
 from swarm_kernels.kv_session import Draft, RowsRequest, SessionKey, SessionPages, pages_of
 from swarm_kernels.staging import upload
@@ -198,7 +198,7 @@ class KVCache:
         self.top_position = max(self.top_position, writer.top)
         plan = writer.finish([pages for pages, _, _ in checked], self.device)
         if self.device.type != "cpu":
-            vouch(plan, self.pool.pages)
+            mark_validated(plan, self.pool.pages)
         return plan
 
     def _check(self, requests: Sequence[RowsRequest]) -> list[tuple[SessionPages, RowsRequest, Draft]]:

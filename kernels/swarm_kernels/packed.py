@@ -36,7 +36,7 @@ class PackedLinear:
     bias: torch.Tensor | None  # [N rounded up to 16] fp32
     in_features: int
     out_features: int
-    desc: binding.Linear
+    desc: binding.LinearDesc
 
     @property
     def nbytes(self) -> int:
@@ -130,4 +130,4 @@ def _describe(
 ) -> PackedLinear:
     outputs, inputs = shape
     pointers = (None if x is None else x.data_ptr() for x in (packed, scale, bias))
-    return PackedLinear(packed, scale, bias, inputs, outputs, binding.Linear(*pointers, inputs, outputs, form))
+    return PackedLinear(packed, scale, bias, inputs, outputs, binding.LinearDesc(*pointers, inputs, outputs, form))

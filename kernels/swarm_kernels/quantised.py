@@ -45,7 +45,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Linear:
-    """See `reference.Linear`; any device. The compiled kernels compute the same bits."""
+    """See `layer_weights.Linear`; any device. The compiled kernels compute the same bits."""
 
     numbers: torch.Tensor  # [N, K] int8
     scale: torch.Tensor  # [N] fp32

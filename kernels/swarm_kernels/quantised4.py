@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import reference
+from swarm_kernels.layer_weights import Linear, plain_linear
 from swarm_kernels.quantised import GROUP, quantise_rows
 
 SHARE = 32
@@ -69,7 +69,7 @@ def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Linear:
-    """See `reference.Linear`; any device. The compiled kernels compute the same bits."""
+    """See `layer_weights.Linear`; any device. The compiled kernels compute the same bits."""
 
     weights: FourBitWeights
     bias: torch.Tensor | None  # [N] fp32
@@ -104,7 +104,7 @@ def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> I
     return Int4Linear(quantise_weight(weight), None if bias is None else bias.float(), weight.shape[1])
 
 
-def rounded_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> reference.Linear:
+def rounded_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """The layer with its weights rounded to 4 bits and nothing else: what `Int4Linear` approximates."""
     held = quantise_weight(weight).rows(torch.arange(weight.shape[0], device=weight.device))
-    return reference.pack_linear(held[:, : weight.shape[1]], bias)
+    return plain_linear(held[:, : weight.shape[1]], bias)
