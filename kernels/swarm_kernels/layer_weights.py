@@ -26,7 +26,7 @@ class Linear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The weights of outputs `ids [n]`, `[n, in_features]`: a head that is tied to the embedding serves as it."""
         ...
 
@@ -53,7 +53,7 @@ class PlainLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, ids)
 
 

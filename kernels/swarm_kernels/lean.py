@@ -128,7 +128,7 @@ class LeanSpan:
             raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
         check_tokens(token_ids, self.config.vocab_size)
         ids = to_device(torch.tensor(token_ids, dtype=torch.int64), self.device)
-        return self.embedding.rows(ids).to(activation_dtype(self.dtype, self.device))
+        return self.embedding.embedding_rows(ids).to(activation_dtype(self.dtype, self.device))
 
     @torch.inference_mode()
     def forward(

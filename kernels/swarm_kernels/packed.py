@@ -51,7 +51,7 @@ class PackedLinear:
             native.check(native.loaded().swarm_linear(self.desc, wide.data_ptr(), wide.shape[0], out.data_ptr()))
         return out.to(x.dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.desc.format == binding.INT4:
             return _four_bit_rows(self.packed, ids)[:, : self.in_features]
         weights = self.packed[ids // BLOCK, :, ids % BLOCK].flatten(1)[:, : self.in_features]

@@ -72,7 +72,7 @@ class Int8Linear:
         total = total * self.scale
         return (total if self.bias is None else total + self.bias).to(x.dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.numbers.index_select(0, ids).float() * self.scale.index_select(0, ids)[:, None]
 
 

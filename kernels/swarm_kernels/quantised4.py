@@ -31,7 +31,7 @@ class FourBitWeights:
     scale: torch.Tensor  # [N, shares] fp16
     least: torch.Tensor  # [N, shares] fp16
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """`[m]` ids of outputs -> their weights in fp32, `[m, shares * SHARE]`."""
         scale, least = self.scale[ids].float(), self.least[ids].float()
         shares = self.numbers[ids].view(*scale.shape, SHARE).float()
@@ -95,8 +95,8 @@ class Int4Linear:
             total += sums * steps[:, share * SHARE // GROUP, None]
         return (total if self.bias is None else total + self.bias).to(x.dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.weights.rows(ids)[:, : self.in_features]
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weights.embedding_rows(ids)[:, : self.in_features]
 
 
 def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int4Linear:
@@ -106,5 +106,5 @@ def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> I
 
 def rounded_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """The layer with its weights rounded to 4 bits and nothing else: what `Int4Linear` approximates."""
-    held = quantise_weight(weight).rows(torch.arange(weight.shape[0], device=weight.device))
+    held = quantise_weight(weight).embedding_rows(torch.arange(weight.shape[0], device=weight.device))
     return plain_linear(held[:, : weight.shape[1]], bias)
