@@ -39,8 +39,8 @@ from swarm_client.request import OUTLINE, ChatMessage, Options, check_messages
 from swarm_client.speculator import Experience, Guesser, Speculator
 from swarm_client.stops import StopStrings
 from swarm_client.view import SwarmView
+from swarm_kernels.device import release_free_memory
 from swarm_kernels.loader import ModelSource, open_model
-from swarm_kernels.memory import release_free_memory
 from swarm_kernels.tokenizer import ChatTokenizer, load_tokenizer
 
 _T = TypeVar("_T")

@@ -53,18 +53,18 @@ def train(
 
     def work_on() -> None:
         from swarm_kernels import ops
-        from swarm_kernels.distill.recipes import Heads, Layers
-        from swarm_kernels.distill.run import Plan
+        from swarm_kernels.distill.recipes import HeadsRecipe, LayersRecipe
+        from swarm_kernels.distill.run import TrainingPlan
         from swarm_kernels.distill.run import train as run
         from swarm_kernels.loader import open_model
 
         if threads is not None:
             ops.set_threads(threads)
-        plan = Plan(
+        plan = TrainingPlan(
             minutes,
             out,
             work or out.with_suffix(".work"),
-            Heads(heads) if kind is Kind.HEADS else Layers(base, _layer_list(layers)),
+            HeadsRecipe(heads) if kind is Kind.HEADS else LayersRecipe(base, _layer_list(layers)),
             tokens,
             writing,
             vocabulary,

@@ -7,8 +7,6 @@ named by a hash of everything that went into it. `python -m swarm_kernels.build`
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import platform
@@ -16,8 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock
 
 from swarm.config import data_dir
 
@@ -57,7 +56,7 @@ def library() -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_name("build.lock")):
+        with FileLock(target.with_name("build.lock")):
             if not target.exists():
                 _compile(compiler, target)
     except OSError as error:
@@ -91,13 +90,6 @@ def _fingerprint(compiler: str) -> str:
         if file.suffix in (".cpp", ".h"):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _compile(compiler: str, target: Path) -> None:

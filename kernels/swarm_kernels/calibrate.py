@@ -13,11 +13,13 @@ import torch
 
 from swarm.errors import ResourceError
 from swarm.types import CostCurve
-from swarm_kernels import ops, quantised4, reference
+from swarm_kernels import ops, quantised4
 from swarm_kernels.device import INT4, physical_cores
 from swarm_kernels.kv_cache import KVCache, KvShape, RowsRequest
+from swarm_kernels.layer_weights import plain_linear
 from swarm_kernels.lean import LeanSpan, load_layer
 from swarm_kernels.model_source import ModelSource
+from swarm_kernels.reference import decoder_layer
 from swarm_kernels.span import Span
 
 DEFAULT_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 256)
@@ -123,7 +125,7 @@ def self_check(span: Span, source: ModelSource) -> None:
         return
     layer = span.layers.start
     four_bits = span.weight_dtype == INT4  # whose rounding depends on the model, and is no fault
-    pack = quantised4.rounded_linear if four_bits else reference.pack_linear
+    pack = quantised4.rounded_linear if four_bits else plain_linear
     plain = load_layer(source, layer, torch.float32, torch.device("cpu"), pack)
     config = span.config
     ours = span.new_cache(64)
@@ -141,7 +143,7 @@ def self_check(span: Span, source: ModelSource) -> None:
         got = span.forward(hidden, ours.plan([step]), ours, layer, layer + 1)
         plan = theirs.plan([step])
         cos, sin = span.rope.at(plan.positions.to(span.device), theirs.top_position)
-        want = reference.decoder_layer(hidden.float(), plain, cos.cpu(), sin.cpu(), theirs.k[0], theirs.v[0], plan)
+        want = decoder_layer(hidden.float(), plain, cos.cpu(), sin.cpu(), theirs.k[0], theirs.v[0], plan)
         error = float((got.cpu().float() - want).norm() / (want - hidden.float()).norm())
         if not error <= _TOLERANCE[span.weight_dtype]:
             raise ResourceError(

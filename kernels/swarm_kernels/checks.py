@@ -7,12 +7,14 @@ a short context's attention ten. A plan is looked at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import PAGE, BatchPlan
 from swarm_kernels.cpu.binding import PLAN_FAULTS
-from swarm_kernels.reference import LayerWeights
+from swarm_kernels.layer_weights import LayerWeights
 
 
 def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Size:
@@ -72,6 +74,14 @@ def check_layer(weights: LayerWeights, k_pages: torch.Tensor, v_pages: torch.Ten
         norm = getattr(weights, name)
         if norm is not None and norm.shape != (size,):
             raise KernelError(f"{name} of a decoder layer has shape {tuple(norm.shape)}, not {(size,)}")
+
+
+def check_stack(layers: Sequence[LayerWeights], caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Each layer fits its cache, and all have one width and head size."""
+    for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
+        check_layer(weights, k_pages, v_pages)
+        if (weights.o.out_features, weights.head_dim) != (layers[0].o.out_features, layers[0].head_dim):
+            raise KernelError("the layers of a stack differ in width or head size")
 
 
 def check_step(
@@ -144,7 +154,7 @@ def check_plan(plan: BatchPlan, pages: int) -> None:
     _checked = (plan, pages)
 
 
-def vouch(plan: BatchPlan, pages: int) -> None:
+def mark_validated(plan: BatchPlan, pages: int) -> None:
     """Take a plan as checked: our own cache made it, and to look at it the host would have to wait for the GPU."""
     global _checked
     _checked = (plan, pages)

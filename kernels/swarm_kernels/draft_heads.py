@@ -96,7 +96,7 @@ class MedusaHeads:
         if not fits or any(head.output is not None for head in heads):
             raise CorruptModel(f"{path} can say tokens that the model does not have; train the heads again")
         vocabulary = vocabulary.to(device)
-        return cls(heads, build.pack(shared.rows(vocabulary), None), vocabulary)
+        return cls(heads, build.pack(shared.embedding_rows(vocabulary), None), vocabulary)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -198,7 +198,7 @@ class GeneralSpan:
         if plan.rows == 0:
             part = slice(first - self.layers.start, last - self.layers.start)
             for k_pages, v_pages in zip(cache.k[part], cache.v[part], strict=True):
-                ops.move_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+                ops.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
             return hidden
         with _running_as(_Run(plan, cache, self.layers.start)):
             return self._through(hidden, plan.positions, first, last)

@@ -1,7 +1,7 @@
 """Unpacking of GGUF's quantised blocks with torch. Owns the common block layouts; knows no file.
 
-Each function does gguf-py's fp32 operations in gguf-py's order, so the values agree to the last bit; types that are
-rare in practice go through gguf-py itself. Layouts: ggml-common.h of https://github.com/ggml-org/llama.cpp.
+Each function does gguf-py's fp32 operations in gguf-py's order, so the values agree to the last bit, in a half to
+four fifths of its time; types that are rare in practice go through gguf-py itself. Layouts: ggml-common.h of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def unpacked_itemsize(ggml_type: int) -> int:
 
 
 def _by_gguf_py(stored: npt.NDArray[np.uint8], ggml_type: int) -> torch.Tensor:
-    from gguf import GGMLQuantizationType  # a quarter of a second to import, and rarely needed
+    from gguf import GGMLQuantizationType  # 60 to 100 ms to import, and rarely needed
     from gguf.quants import dequantize
 
     try:

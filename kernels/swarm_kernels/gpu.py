@@ -9,15 +9,12 @@ from __future__ import annotations
 import logging
 import subprocess
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels.batch import BatchPlan
-from swarm_kernels.reference import LayerWeights
+from swarm_kernels.backend import AttentionBackend
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 USUAL_HEAD_DIM = 64
@@ -25,65 +22,11 @@ USUAL_HEAD_DIM = 64
 logger = logging.getLogger(__name__)
 
 
-class GpuStack(Protocol):
-    """Layers and their caches, checked, that run as one."""
-
-    pages: int  # of the smallest cache
-    width: int
-    head_dim: int
-
-    def run(
-        self,
-        hidden: torch.Tensor,
-        layers: Sequence[LayerWeights],
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        plan: BatchPlan,
-    ) -> torch.Tensor:
-        """See `ops.decoder_layers`; layers and caches are those of the stack."""
-        ...
-
-
-class Kernels(Protocol):
-    """What `swarm_kernels.triton.api` offers; the ops are those of `ops`, for what is covered."""
-
-    def covers(self, heads: int, k_pages: torch.Tensor) -> bool: ...
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        plan: BatchPlan,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor: ...
-
-    def move_slots(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
-    ) -> None: ...
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
-
-    def stack_of(
-        self,
-        layers: Sequence[LayerWeights],
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        dtype: torch.dtype,
-    ) -> GpuStack | None:
-        """None if a layer is not covered. Raises KernelError if the layers do not fit each other or their caches."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The kernels, or None and why not."""
+    """The Triton kernels, or None and why not."""
 
-    kernels: Kernels | None
+    backend: AttentionBackend | None
     reason: str
 
 
@@ -91,7 +34,7 @@ _choices: dict[tuple[torch.device, torch.dtype, int], _Choice] = {}
 _lock = threading.Lock()
 
 
-def kernels(device: torch.device, dtype: torch.dtype, head_dim: int = USUAL_HEAD_DIM) -> Kernels | None:
+def backend(device: torch.device, dtype: torch.dtype, head_dim: int = USUAL_HEAD_DIM) -> AttentionBackend | None:
     """The Triton kernels if they compute what the reference does on this GPU in this format and head size, else None.
 
     The first call for a device, format and head size compiles and tests, which takes seconds; the others look it up.
@@ -99,13 +42,13 @@ def kernels(device: torch.device, dtype: torch.dtype, head_dim: int = USUAL_HEAD
     """
     if device.type != "cuda" or dtype not in FORMATS:
         return None
-    return _choose(device, dtype, head_dim).kernels
+    return _choose(device, dtype, head_dim).backend
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
     """What computes on a GPU, in words, with the reason if it is not our kernels."""
     choice = _choose(device, dtype, USUAL_HEAD_DIM)
-    if choice.kernels is None:
+    if choice.backend is None:
         return f"plain torch: {choice.reason}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"Triton kernels (sm_{major}{minor})"
@@ -119,7 +62,7 @@ def _choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> _Choice:
             choice = _choices.get(key)
             if choice is None:
                 choice = _choices[key] = _try(device, dtype, head_dim)
-                if choice.kernels is None:
+                if choice.backend is None:
                     logger.warning(
                         "%s computes heads of %d in plain torch, slowly: %s", device, head_dim, choice.reason
                     )
@@ -141,7 +84,7 @@ def _try(device: torch.device, dtype: torch.dtype, head_dim: int) -> _Choice:
         return _Choice(None, str(error))
     except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:  # from compiler to launch
         return _Choice(None, f"the kernels do not run: {_first_line(error)}")
-    return _Choice(api, "")
+    return _Choice(api.TRITON, "")
 
 
 def _first_line(error: Exception) -> str:

@@ -21,9 +21,9 @@ import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.checks import vouch
+from swarm_kernels.checks import mark_validated
 from swarm_kernels.kv_pool import KvShape, PagePool
-from swarm_kernels.kv_session import Draft, RowsRequest, SessionKey, SessionPages, pages_of
+from swarm_kernels.kv_session import BlockDelta, RowsRequest, SessionKey, SessionPages, pages_of
 from swarm_kernels.staging import upload
 
 __all__ = ["DEFAULT_MAX_SLOTS", "KVCache", "KvShape", "RowsRequest"]
@@ -198,10 +198,10 @@ class KVCache:
         self.top_position = max(self.top_position, writer.top)
         plan = writer.finish([pages for pages, _, _ in checked], self.device)
         if self.device.type != "cpu":
-            vouch(plan, self.pool.pages)
+            mark_validated(plan, self.pool.pages)
         return plan
 
-    def _check(self, requests: Sequence[RowsRequest]) -> list[tuple[SessionPages, RowsRequest, Draft]]:
+    def _check(self, requests: Sequence[RowsRequest]) -> list[tuple[SessionPages, RowsRequest, BlockDelta]]:
         checked = []
         beyond = False
         for request in requests:
@@ -220,7 +220,7 @@ class KVCache:
         self,
         pages: SessionPages,
         request: RowsRequest,
-        draft: Draft,
+        draft: BlockDelta,
         moved: list[int],
         writer: _PlanWriter,
         index: int,

@@ -50,7 +50,7 @@ class TreeNode(NamedTuple):
 
 
 @dataclass(slots=True)
-class Draft:
+class BlockDelta:
     """What a checked request will do to its session; made without changing anything."""
 
     tree: dict[int, TreeNode]  # the whole tree afterwards
@@ -86,7 +86,7 @@ class SessionPages:
         """Pages it was promised and does not hold yet. A shared page it would have to copy to go on is not held."""
         return max(0, self.guarantee - (self.count - self._last_is_shared(pool) + len(self.tree_pages)))
 
-    def debt_after(self, draft: Draft, pool: PagePool) -> int:
+    def debt_after(self, draft: BlockDelta, pool: PagePool) -> int:
         still_shared = draft.new_length == self.length and self._last_is_shared(pool)
         return max(0, self.guarantee - (pages_of(draft.new_length) - still_shared + len(draft.tree_pages)))
 
@@ -96,7 +96,7 @@ class SessionPages:
 
     # --- checking a request -------------------------------------------------------------------------------------
 
-    def check(self, request: RowsRequest, pool: PagePool, max_slots: int) -> Draft:
+    def check(self, request: RowsRequest, pool: PagePool, max_slots: int) -> BlockDelta:
         """What `request` would do. Raises InvalidRequest; changes nothing."""
         if request.base != self.length:
             raise InvalidRequest(f"the step starts at {request.base} committed tokens, this session has {self.length}")
@@ -110,13 +110,13 @@ class SessionPages:
         copy_last = new_length > self.length and self._last_is_shared(pool)
         take = pages_of(new_length) - self.count + copy_last
         if not (self.tree or request.slots or request.commit):
-            return Draft(self.tree, _NO_PAGES, new_length, copy_last, take, 0)
+            return BlockDelta(self.tree, _NO_PAGES, new_length, copy_last, take, 0)
         tree = self._tree_after_commit(request)
         if request.slots:
             tree = self._with_rows(tree, request, new_length, max_slots)
         pages = {slot // PAGE for slot in tree}
         give = len(self.tree_pages - pages)
-        return Draft(tree, pages, new_length, copy_last, take + len(pages - self.tree_pages), give)
+        return BlockDelta(tree, pages, new_length, copy_last, take + len(pages - self.tree_pages), give)
 
     def _tree_after_commit(self, request: RowsRequest) -> dict[int, TreeNode]:
         """The slots that still hang on the last committed token once `commit` has moved and the line is written."""

@@ -13,10 +13,11 @@ import torch
 
 from swarm.errors import CorruptModel, InvalidRequest, OutOfMemory
 from swarm.types import LayerSpan
-from swarm_kernels import ops, quantised, reference
+from swarm_kernels import ops, quantised
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.device import INT4, activation_dtype, state_dtype
 from swarm_kernels.kv_cache import KVCache, KvShape
+from swarm_kernels.layer_weights import plain_linear
 from swarm_kernels.model_config import ModelConfig
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.rope import RopeTable
@@ -73,7 +74,7 @@ class LeanSpan:
                 embedding, norm, head = like.embedding, like.final_norm, like.head
             elif is_first:
                 both = is_last and _tied(source)
-                plain = quantised.quantise_linear if whole else reference.pack_linear
+                plain = quantised.quantise_linear if whole else plain_linear
                 held = edge_pack if both else plain
                 embedding = held(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
                 head = embedding if both else None
@@ -127,7 +128,7 @@ class LeanSpan:
             raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
         check_tokens(token_ids, self.config.vocab_size)
         ids = to_device(torch.tensor(token_ids, dtype=torch.int64), self.device)
-        return self.embedding.rows(ids).to(activation_dtype(self.dtype, self.device))
+        return self.embedding.embedding_rows(ids).to(activation_dtype(self.dtype, self.device))
 
     @torch.inference_mode()
     def forward(
@@ -138,7 +139,7 @@ class LeanSpan:
         hidden = to_device(hidden, self.device, activation_dtype(self.dtype, self.device))
         if not plan.rows:
             for k_pages, v_pages in zip(cache.k[part], cache.v[part], strict=True):
-                ops.move_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+                ops.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
             return hidden
         cos, sin = self.rope.at(plan.positions, cache.top_position)
         caches = list(zip(cache.k[part], cache.v[part], strict=True))

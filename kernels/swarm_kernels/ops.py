@@ -1,7 +1,7 @@
-"""The kernels the rest of swarm calls, and which implementation answers. Torch in, torch out; knows no peers.
+"""The ops the rest of swarm calls: checks what they are given, once, and picks the backend that answers.
 
-On the CPU, inside the lean span, the residual stream and all activations are fp32; only weights and KV pages have the
-model's dtype. `native` chooses what runs on the CPU, `gpu` what runs on a GPU.
+Torch in, torch out; knows no peers. `backend` says what each op computes, `native` chooses what runs on the CPU, `gpu`
+what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import compiled, gpu, native, packed, quantised, quantised4, reference
-from swarm_kernels.attention import attend, move_slots
+from swarm_kernels import gpu, native, packed, quantised, quantised4
+from swarm_kernels.backend import AttentionBackend, LayerCache
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.checks import check_layer, check_plan, check_step
+from swarm_kernels.checks import check_cache, check_plan, check_rows, check_slots, check_step
+from swarm_kernels.compiled import cpu_backend
+from swarm_kernels.layer_weights import LayerWeights, Linear, plain_linear
 from swarm_kernels.native import available, describe, set_threads, use
-from swarm_kernels.prepared import stack_of
-from swarm_kernels.reference import LayerWeights, Linear, apply_rope
+from swarm_kernels.reference import REFERENCE, apply_rope
 
 __all__ = [
     "LayerWeights",
@@ -25,16 +26,102 @@ __all__ = [
     "apply_rope",
     "attend",
     "available",
+    "commit_tree_slots",
     "decoder_layer",
     "decoder_layers",
     "describe",
-    "move_slots",
     "pack_linear",
     "quantise_linear",
     "rms_norm",
     "set_threads",
     "use",
 ]
+
+
+def _backend(x: torch.Tensor, head_dim: int = gpu.USUAL_HEAD_DIM) -> AttentionBackend:
+    """The fastest that runs on x's device, and on a GPU in its dtype and head size."""
+    library = native.library() if x.is_cpu else None
+    if library is not None:
+        return cpu_backend(library)
+    return gpu.backend(x.device, x.dtype, head_dim) or REFERENCE
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: BatchPlan,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """See `AttentionBackend.attend`. Raises KernelError."""
+    pages, _, dim, _ = check_rows(q, k, v, k_pages, v_pages, plan)
+    backend = _backend(q, dim)
+    if not backend.supports_attention(q.shape[1], k_pages):
+        backend = REFERENCE
+    if not backend.checks_slots:
+        check_plan(plan, pages)
+    return backend.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
+
+
+def commit_tree_slots(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+) -> None:
+    """See `AttentionBackend.commit_tree_slots`. Raises KernelError."""
+    pages, _, dim, _ = check_cache(k_pages, v_pages)
+    check_slots(copy_from, copy_to, pages)
+    backend = _backend(k_pages, dim)
+    if not backend.supports_cache(k_pages):
+        backend = REFERENCE
+    backend.commit_tree_slots(k_pages, v_pages, copy_from, copy_to)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `AttentionBackend.rms_norm`."""
+    backend = _backend(x)
+    return (backend if backend.supports_norm(x) else REFERENCE).rms_norm(x, weight, eps)
+
+
+def decoder_layer(
+    hidden: torch.Tensor,
+    weights: LayerWeights,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: BatchPlan,
+) -> torch.Tensor:
+    """`decoder_layers` of one layer."""
+    return decoder_layers(hidden, (weights,), cos, sin, ((k_pages, v_pages),), plan)
+
+
+def decoder_layers(
+    hidden: torch.Tensor,
+    layers: Sequence[LayerWeights],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    caches: Sequence[LayerCache],
+    plan: BatchPlan,
+) -> torch.Tensor:
+    """See `LayerStack.run`. Raises KernelError.
+
+    Prefer it to a loop: compiled, the stack is one call that holds no GIL from beginning to end, so a busy event loop
+    delays a step once instead of once a layer.
+    """
+    if not layers:
+        return hidden
+    backend = _backend(hidden, layers[0].head_dim)
+    stack = backend.layer_stack(layers, caches, hidden.dtype)
+    if stack is None:
+        backend, stack = REFERENCE, REFERENCE.layer_stack(layers, caches, hidden.dtype)
+    assert stack is not None  # the reference supports every layer
+    check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
+    if not backend.checks_slots:
+        check_plan(plan, stack.pages)
+    return stack.run(hidden, layers, cos, sin, caches, plan)
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -48,7 +135,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     packable = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32)
     if packable and native.library() is not None:
         return packed.pack_linear(weight, bias)
-    return reference.pack_linear(weight, bias)
+    return plain_linear(weight, bias)
 
 
 def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Linear:
@@ -69,62 +156,3 @@ def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits
 def _check_shapes(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise KernelError(f"a linear layer of shape {tuple(weight.shape)} cannot be packed with this bias")
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / rms(x) * weight` over the last dimension, computed in fp32, in x's dtype."""
-    library = native.library() if x.device.type == "cpu" and x.dtype == torch.float32 else None
-    if library is not None:
-        return compiled.rms_norm(library, x, weight, eps)
-    kernels = gpu.kernels(x.device, x.dtype)
-    if kernels is not None:
-        return kernels.rms_norm(x, weight, eps)
-    return reference.rms_norm(x, weight, eps)
-
-
-def decoder_layer(
-    hidden: torch.Tensor,
-    weights: LayerWeights,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    plan: BatchPlan,
-) -> torch.Tensor:
-    """One whole layer: `hidden [n, hidden]` -> a new `[n, hidden]`.
-
-    `cos`, `sin` `[n, rot]` by Hugging Face's convention (both halves), rot <= head_dim. Carries out the plan's slot
-    copies and appends this layer's keys and values, as `attend` does.
-    """
-    return decoder_layers(hidden, (weights,), cos, sin, ((k_pages, v_pages),), plan)
-
-
-def decoder_layers(
-    hidden: torch.Tensor,
-    layers: Sequence[LayerWeights],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    plan: BatchPlan,
-) -> torch.Tensor:
-    """`decoder_layer` through a stack of layers, each with its own (k_pages, v_pages).
-
-    Prefer it to a loop: compiled, the stack is one call that holds no GIL from beginning to end, so a busy event loop
-    delays a step once instead of once a layer.
-    """
-    library = native.library() if hidden.device.type == "cpu" and hidden.dtype == torch.float32 else None
-    stack = stack_of(layers, caches) if library is not None and layers else None
-    if library is not None and stack is not None:
-        check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
-        return compiled.decoder_layers(library, hidden, stack, cos, sin, plan)
-    kernels = gpu.kernels(hidden.device, hidden.dtype, layers[0].head_dim) if layers else None
-    on_gpu = kernels.stack_of(layers, caches, hidden.dtype) if kernels is not None else None
-    if on_gpu is not None:
-        check_step(hidden, cos, sin, on_gpu.width, on_gpu.head_dim, plan)
-        check_plan(plan, on_gpu.pages)
-        return on_gpu.run(hidden, layers, cos, sin, caches, plan)
-    for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
-        check_layer(weights, k_pages, v_pages)
-        check_step(hidden, cos, sin, weights.o.out_features, weights.head_dim, plan)
-        check_plan(plan, k_pages.shape[0])
-    return reference.decoder_layers(hidden, layers, cos, sin, caches, plan)

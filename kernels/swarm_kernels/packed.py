@@ -36,7 +36,7 @@ class PackedLinear:
     bias: torch.Tensor | None  # [N rounded up to 16] fp32
     in_features: int
     out_features: int
-    desc: binding.Linear
+    desc: binding.LinearDesc
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class PackedLinear:
             native.check(native.loaded().swarm_linear(self.desc, wide.data_ptr(), wide.shape[0], out.data_ptr()))
         return out.to(x.dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.desc.format == binding.INT4:
             return _four_bit_rows(self.packed, ids)[:, : self.in_features]
         weights = self.packed[ids // BLOCK, :, ids % BLOCK].flatten(1)[:, : self.in_features]
@@ -130,4 +130,4 @@ def _describe(
 ) -> PackedLinear:
     outputs, inputs = shape
     pointers = (None if x is None else x.data_ptr() for x in (packed, scale, bias))
-    return PackedLinear(packed, scale, bias, inputs, outputs, binding.Linear(*pointers, inputs, outputs, form))
+    return PackedLinear(packed, scale, bias, inputs, outputs, binding.LinearDesc(*pointers, inputs, outputs, form))

@@ -1,7 +1,7 @@
 """What the compiled kernels are handed besides a batch's tensors: descriptions of plans, caches and stacks of layers.
 
-Describing a stack takes longer than running some: descriptions are kept, and checked when they are made. They hold no
-tensor alive that their owner has dropped.
+Describing takes longer than running some: descriptions are kept, and checked when they are made. They hold no tensor
+alive that their owner has dropped.
 """
 
 from __future__ import annotations
@@ -13,100 +13,84 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.errors import KernelError
 from swarm_kernels import native
+from swarm_kernels.backend import LayerCache, LayerStack
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.checks import check_layer
 from swarm_kernels.cpu import binding
+from swarm_kernels.layer_weights import LayerWeights
 from swarm_kernels.packed import BLOCK, PackedLinear
-from swarm_kernels.reference import LayerWeights
 
 MAX_HEAD_DIM = 256
 _STORED = (torch.bfloat16, torch.float32)
-_STACKS_KEPT = 16
+_CACHES_KEPT = 512
+
+_caches: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], binding.CacheDesc]] = {}
 
 
-def covers_cache(k_pages: torch.Tensor, dim: int) -> bool:
+def supports_cache(k_pages: torch.Tensor) -> bool:
     """Whether attention over these pages is compiled: CPU, bf16 or fp32, head size a multiple of 16 up to 256."""
+    dim = k_pages.shape[2]
     return k_pages.is_cpu and k_pages.dtype in _STORED and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
 
 
-def describe_cache(shape: torch.Size, k_pages: torch.Tensor, v_pages: torch.Tensor) -> binding.Cache:
-    """A checked pair of pages, the keys of `shape`, as the library takes it."""
-    pages, groups, dim, _ = shape
+def describe_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> binding.CacheDesc:
+    """A checked pair of pages as the library takes it. Kept: to make one takes a tenth of a short attention."""
+    known = _caches.get(id(k_pages))
+    if known is not None and known[0]() is k_pages and known[1]() is v_pages:
+        return known[2]
+    if len(_caches) >= _CACHES_KEPT:
+        _caches.clear()
+    pages, groups, dim, _ = k_pages.shape
     bf16 = k_pages.dtype is torch.bfloat16
-    return binding.Cache(k_pages.data_ptr(), v_pages.data_ptr(), pages, groups, dim, bf16)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stack:
-    """Layers and their caches as the library takes them."""
-
-    parts: tuple[weakref.ref[LayerWeights | torch.Tensor], ...]  # weights, keys, values of each layer
-    layers: tuple[binding.Layer, ...]
-    norms: tuple[torch.Tensor, ...]  # fp32; the layers point into them
-    pointers: ctypes.Array[ctypes._Pointer[binding.Layer]]
-    caches: ctypes.Array[binding.Cache]
-    pages: int  # of the smallest cache
-    width: int
-    head_dim: int
-
-    def is_of(self, parts: Sequence[LayerWeights | torch.Tensor]) -> bool:
-        return len(parts) == len(self.parts) and all(ref() is part for ref, part in zip(self.parts, parts, strict=True))
-
-
-_stacks: dict[tuple[int, ...], Stack] = {}
-
-
-def stack_of(layers: Sequence[LayerWeights], caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Stack | None:
-    """The stack's description, or None if a layer of it does not run as one call. Raises KernelError."""
-    parts = [part for weights, cache in zip(layers, caches, strict=True) for part in (weights, *cache)]
-    key = (id(parts[0]), id(parts[1]), id(parts[-1]), len(parts))
-    known = _stacks.get(key)
-    if known is not None and known.is_of(parts):
-        return known
-    if not all(_covers(weights, k_pages) for weights, (k_pages, _) in zip(layers, caches, strict=True)):
-        return None
-    while len(_stacks) >= _STACKS_KEPT:
-        _stacks.pop(next(iter(_stacks)), None)
-    made = _stacks[key] = _describe_stack(layers, caches, parts)
+    made = binding.CacheDesc(k_pages.data_ptr(), v_pages.data_ptr(), pages, groups, dim, bf16)
+    _caches[id(k_pages)] = weakref.ref(k_pages), weakref.ref(v_pages), made
     return made
 
 
-def _covers(weights: LayerWeights, k_pages: torch.Tensor) -> bool:
+def supports_layer(weights: LayerWeights, k_pages: torch.Tensor) -> bool:
     """Packed linears, and whole blocks of 16 inside the MLP."""
     linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
     packed = all(isinstance(linear, PackedLinear) for linear in linears)
-    return packed and weights.down.in_features % BLOCK == 0 and covers_cache(k_pages, weights.head_dim)
+    return packed and weights.down.in_features % BLOCK == 0 and supports_cache(k_pages)
 
 
-def _describe_stack(
-    layers: Sequence[LayerWeights],
-    caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    parts: Sequence[LayerWeights | torch.Tensor],
-) -> Stack:
-    width, head_dim = layers[0].o.out_features, layers[0].head_dim
-    norms: list[torch.Tensor] = []
-    structures = []
-    for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
-        check_layer(weights, k_pages, v_pages)
-        if (weights.o.out_features, weights.head_dim) != (width, head_dim):
-            raise KernelError("the layers of a stack differ in width or head size")
-        structures.append(_describe_layer(weights, norms))
-    count = len(structures)
-    return Stack(
-        parts=tuple(weakref.ref(part) for part in parts),
-        layers=tuple(structures),
-        norms=tuple(norms),
-        pointers=(ctypes.POINTER(binding.Layer) * count)(*map(ctypes.pointer, structures)),
-        caches=(binding.Cache * count)(*(describe_cache(k.shape, k, v) for k, v in caches)),
-        pages=min(k_pages.shape[0] for k_pages, _ in caches),
-        width=width,
-        head_dim=head_dim,
-    )
+class CpuLayerStack(LayerStack):
+    """Layers and their caches as the library takes them; hidden states in fp32."""
+
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
+        super().__init__(layers, caches)
+        self._library = library
+        self._norms: list[torch.Tensor] = []  # fp32; the layers point into them
+        self._layers = [_describe_layer(weights, self._norms) for weights in layers]
+        self._pointers = (ctypes.POINTER(binding.LayerDesc) * len(layers))(*map(ctypes.pointer, self._layers))
+        self._caches = (binding.CacheDesc * len(layers))(*(describe_cache(k, v) for k, v in caches))
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        caches: Sequence[LayerCache],
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        out = hidden.clone(memory_format=torch.contiguous_format)
+        turn_cos, turn_sin = cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
+        status = self._library.swarm_layers(
+            self._pointers,
+            self._caches,
+            len(self._layers),
+            prepared_plan(self._library, plan, self.pages),
+            turn_cos.data_ptr(),
+            turn_sin.data_ptr(),
+            cos.shape[-1],
+            out.data_ptr(),
+        )
+        native.check(status)
+        return out
 
 
-def _describe_layer(weights: LayerWeights, norms: list[torch.Tensor]) -> binding.Layer:
+def _describe_layer(weights: LayerWeights, norms: list[torch.Tensor]) -> binding.LayerDesc:
     """`norms` gets the tensors the description points into."""
     pointers = []
     for norm in (weights.attn_norm, weights.mlp_norm, weights.q_norm, weights.k_norm):
@@ -114,7 +98,7 @@ def _describe_layer(weights: LayerWeights, norms: list[torch.Tensor]) -> binding
             norms.append(norm.to(torch.float32).contiguous())
         pointers.append(None if norm is None else norms[-1].data_ptr())
     linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
-    return binding.Layer(
+    return binding.LayerDesc(
         *(linear.desc for linear in linears if isinstance(linear, PackedLinear)),
         *pointers,
         weights.heads,
@@ -143,19 +127,19 @@ class _Prepared:
     plan: BatchPlan
     pages: int
     tensors: tuple[torch.Tensor, ...]  # contiguous; the structure points into them
-    structure: binding.Plan
+    structure: binding.PlanDesc
 
 
 _prepared: _Prepared | None = None  # the last: a batch asks once a layer
 
 
-def prepared_plan(library: ctypes.CDLL, plan: BatchPlan, pages: int) -> binding.Plan:
+def prepared_plan(library: ctypes.CDLL, plan: BatchPlan, pages: int) -> binding.PlanDesc:
     """The plan as the library takes it, its slots checked against a cache of `pages` pages. Raises KernelError."""
     global _prepared
     known = _prepared
     if known is None or known.plan is not plan or known.pages != pages:
         tensors = tuple(getattr(plan, name).to(dtype).contiguous() for name, dtype in _PLAN_FIELDS)
-        structure = binding.Plan(
+        structure = binding.PlanDesc(
             plan.rows,
             plan.pages.shape[0],
             plan.pages.shape[1],

@@ -45,7 +45,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Linear:
-    """See `reference.Linear`; any device. The compiled kernels compute the same bits."""
+    """See `layer_weights.Linear`; any device. The compiled kernels compute the same bits."""
 
     numbers: torch.Tensor  # [N, K] int8
     scale: torch.Tensor  # [N] fp32
@@ -72,7 +72,7 @@ class Int8Linear:
         total = total * self.scale
         return (total if self.bias is None else total + self.bias).to(x.dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.numbers.index_select(0, ids).float() * self.scale.index_select(0, ids)[:, None]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import reference
+from swarm_kernels.layer_weights import Linear, plain_linear
 from swarm_kernels.quantised import GROUP, quantise_rows
 
 SHARE = 32
@@ -31,7 +31,7 @@ class FourBitWeights:
     scale: torch.Tensor  # [N, shares] fp16
     least: torch.Tensor  # [N, shares] fp16
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """`[m]` ids of outputs -> their weights in fp32, `[m, shares * SHARE]`."""
         scale, least = self.scale[ids].float(), self.least[ids].float()
         shares = self.numbers[ids].view(*scale.shape, SHARE).float()
@@ -69,7 +69,7 @@ def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Linear:
-    """See `reference.Linear`; any device. The compiled kernels compute the same bits."""
+    """See `layer_weights.Linear`; any device. The compiled kernels compute the same bits."""
 
     weights: FourBitWeights
     bias: torch.Tensor | None  # [N] fp32
@@ -95,8 +95,8 @@ class Int4Linear:
             total += sums * steps[:, share * SHARE // GROUP, None]
         return (total if self.bias is None else total + self.bias).to(x.dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.weights.rows(ids)[:, : self.in_features]
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weights.embedding_rows(ids)[:, : self.in_features]
 
 
 def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int4Linear:
@@ -104,7 +104,7 @@ def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> I
     return Int4Linear(quantise_weight(weight), None if bias is None else bias.float(), weight.shape[1])
 
 
-def rounded_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> reference.Linear:
+def rounded_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """The layer with its weights rounded to 4 bits and nothing else: what `Int4Linear` approximates."""
-    held = quantise_weight(weight).rows(torch.arange(weight.shape[0], device=weight.device))
-    return reference.pack_linear(held[:, : weight.shape[1]], bias)
+    held = quantise_weight(weight).embedding_rows(torch.arange(weight.shape[0], device=weight.device))
+    return plain_linear(held[:, : weight.shape[1]], bias)

@@ -1,101 +1,121 @@
-"""The kernels in plain torch: what every compiled implementation must compute, on any device and dtype.
+"""The ops in plain torch: what every other backend must compute, on any device and dtype.
 
-Each public name has a twin of the same name in `ops`, which is what the rest of the code calls; this module is its
-fallback, the yardstick of its tests, and the path of devices without compiled kernels. Knows no compiled code.
+The fallback of the dispatcher, the yardstick of the tests, and the path of devices without compiled kernels. Knows no
+compiled code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from swarm_kernels.backend import AttentionBackend, LayerCache, LayerStack
 from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.layer_weights import LayerWeights
 
 LOG2_E = 1.44269504088896
 
 
-class Linear(Protocol):
-    """`y = x W^T + b` with weights prepared once: `x [n, in_features]` -> `[n, out_features]` of x's dtype."""
+class ReferenceBackend(AttentionBackend):
+    """Supports everything."""
 
-    @property
-    def in_features(self) -> int: ...
+    def supports_cache(self, k_pages: torch.Tensor) -> bool:
+        return True
 
-    @property
-    def out_features(self) -> int: ...
+    def supports_norm(self, x: torch.Tensor) -> bool:
+        return True
 
-    @property
-    def nbytes(self) -> int: ...
+    def supports_layers(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], dtype: torch.dtype) -> bool:
+        return True
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        plan: BatchPlan,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        self.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+        append(k, v, k_pages, v_pages, plan.write)
+        out = torch.empty_like(q)
+        for group in _groups(plan):
+            visible = group.visible
+            if sliding_window is not None:
+                visible = visible & (group.position > plan.positions[group.rows, None] - sliding_window)
+            keys = _key_slots(k_pages)[group.pages].flatten(0, 1).to(q.dtype)  # [keys, G, D]
+            values = _value_slots(v_pages)[group.pages].flatten(0, 1).to(q.dtype)
+            rounding = torch.bfloat16 if k_pages.dtype == torch.bfloat16 else torch.float32
+            out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding)
+        return out
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """The weights of outputs `ids [n]`, `[n, in_features]`: a head that is tied to the embedding serves as it."""
-        ...
+    def commit_tree_slots(
+        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+    ) -> None:
+        if copy_from.numel() == 0:
+            return
+        keys, values = _key_slots(k_pages), _value_slots(v_pages)
+        source, target = _split_slots(copy_from), _split_slots(copy_to)
+        keys[target] = keys[source]
+        values[target] = values[source]
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * weight.float()).to(x.dtype)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlainLinear:
-    """torch's own linear in the weight's dtype, whatever the dtype of `x`."""
-
-    weight: torch.Tensor  # [N, K]
-    bias: torch.Tensor | None  # [N]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.weight.index_select(0, ids)
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class LayerWeights:
-    """One Llama-like decoder layer: pre-norm attention with rotary positions, then a gated SiLU MLP.
-
-    `qkv` stacks the query, key and value projections by output, `gate_up` the gate and up projections. `q_norm` and
-    `k_norm` are Qwen3's RMS norms of each head. Norm weights are `[hidden]` and `[head_dim]`.
-    """
-
-    attn_norm: torch.Tensor
-    qkv: Linear  # hidden -> (heads + 2 kv_heads) head_dim
-    o: Linear  # heads head_dim -> hidden
-    mlp_norm: torch.Tensor
-    gate_up: Linear  # hidden -> 2 intermediate
-    down: Linear  # intermediate -> hidden
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float  # of the attention scores, usually head_dim ** -0.5
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
+    def _prepare(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> LayerStack:
+        return _ReferenceStack(layers, caches)
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Prepare `[N, K]` weights; here nothing but a name for them."""
-    return PlainLinear(weight, None if bias is None else bias.to(weight.dtype))
+REFERENCE = ReferenceBackend()
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / rms(x) * weight` over the last dimension, computed in fp32, in x's dtype."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * weight.float()).to(x.dtype)
+class _ReferenceStack(LayerStack):
+    def run(
+        self,
+        hidden: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        caches: Sequence[LayerCache],
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
+            hidden = decoder_layer(hidden, weights, cos, sin, k_pages, v_pages, plan)
+        return hidden
+
+
+def decoder_layer(
+    hidden: torch.Tensor,
+    weights: LayerWeights,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: BatchPlan,
+) -> torch.Tensor:
+    """One layer of a stack, see `LayerStack.run`; unchecked."""
+    w = weights
+    rows = hidden.shape[0]
+    packed = w.qkv(REFERENCE.rms_norm(hidden, w.attn_norm, w.eps)).view(rows, w.heads + 2 * w.kv_heads, w.head_dim)
+    q, k, v = packed[:, : w.heads], packed[:, w.heads : -w.kv_heads], packed[:, -w.kv_heads :]
+    if w.q_norm is not None:
+        q = REFERENCE.rms_norm(q, w.q_norm, w.eps)
+    if w.k_norm is not None:
+        k = REFERENCE.rms_norm(k, w.k_norm, w.eps)
+    q, k = apply_rope(q, k, cos, sin)
+    mixed = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, w.scale)
+    hidden = hidden + w.o(mixed.reshape(rows, -1))
+    gate, up = w.gate_up(REFERENCE.rms_norm(hidden, w.mlp_norm, w.eps)).chunk(2, -1)
+    return hidden + w.down(F.silu(gate) * up)
 
 
 def apply_rope(
@@ -114,16 +134,6 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     first, second = turned.chunk(2, -1)
     turned = turned * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
     return torch.cat((turned.to(x.dtype), x[..., rot:]), -1)
-
-
-def move_slots(k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
-    """Copy keys and values at flat slots `copy_from [m]` to `copy_to [m]`, in place; reads all before writing any."""
-    if copy_from.numel() == 0:
-        return
-    keys, values = _key_slots(k_pages), _value_slots(v_pages)
-    source, target = _split_slots(copy_from), _split_slots(copy_to)
-    keys[target] = keys[source]
-    values[target] = values[source]
 
 
 def append(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, write: torch.Tensor) -> None:
@@ -194,32 +204,6 @@ def _group(plan: BatchPlan, rows: torch.Tensor, session: int, longest: int) -> _
     )
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    plan: BatchPlan,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """See `ops.attend`."""
-    move_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
-    append(k, v, k_pages, v_pages, plan.write)
-    out = torch.empty_like(q)
-    for group in _groups(plan):
-        visible = group.visible
-        if sliding_window is not None:
-            visible = visible & (group.position > plan.positions[group.rows, None] - sliding_window)
-        keys = _key_slots(k_pages)[group.pages].flatten(0, 1).to(q.dtype)  # [keys, G, D]
-        values = _value_slots(v_pages)[group.pages].flatten(0, 1).to(q.dtype)
-        rounding = torch.bfloat16 if k_pages.dtype == torch.bfloat16 else torch.float32
-        out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding)
-    return out
-
-
 def _softmax_sum(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -248,42 +232,3 @@ def _softmax_sum(
     seen = visible.any(0)[:, None, None]  # a slot nobody sees may hold another session's infinities
     mixed = torch.einsum("rgjk,kgd->rgjd", weights, values.float().masked_fill(~seen, 0.0))
     return mixed.reshape(rows, heads, dim).to(q.dtype)
-
-
-def decoder_layer(
-    hidden: torch.Tensor,
-    weights: LayerWeights,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    plan: BatchPlan,
-) -> torch.Tensor:
-    """See `ops.decoder_layer`."""
-    w = weights
-    rows = hidden.shape[0]
-    packed = w.qkv(rms_norm(hidden, w.attn_norm, w.eps)).view(rows, w.heads + 2 * w.kv_heads, w.head_dim)
-    q, k, v = packed[:, : w.heads], packed[:, w.heads : -w.kv_heads], packed[:, -w.kv_heads :]
-    if w.q_norm is not None:
-        q = rms_norm(q, w.q_norm, w.eps)
-    if w.k_norm is not None:
-        k = rms_norm(k, w.k_norm, w.eps)
-    q, k = apply_rope(q, k, cos, sin)
-    mixed = attend(q, k, v, k_pages, v_pages, plan, w.scale)
-    hidden = hidden + w.o(mixed.reshape(rows, -1))
-    gate, up = w.gate_up(rms_norm(hidden, w.mlp_norm, w.eps)).chunk(2, -1)
-    return hidden + w.down(F.silu(gate) * up)
-
-
-def decoder_layers(
-    hidden: torch.Tensor,
-    layers: Sequence[LayerWeights],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    plan: BatchPlan,
-) -> torch.Tensor:
-    """See `ops.decoder_layers`."""
-    for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
-        hidden = decoder_layer(hidden, weights, cos, sin, k_pages, v_pages, plan)
-    return hidden

@@ -1,7 +1,8 @@
 """Weights from a Hugging Face folder: one safetensors file or an indexed set of shards.
 
 Owns the safetensors container (https://github.com/huggingface/safetensors, "Format") and the folder's layout. Reads
-nothing but `*.safetensors` and `*.json`: pickle files (`*.bin`, `*.pt`) are refused, for loading one runs its code.
+nothing but `*.safetensors` and `*.json`: pickle files (`*.bin`, `*.pt`) are refused, for loading one runs its code. The
+library's `safe_open` is not used: it maps the file into memory, and one that shrinks ends the process by a bus error.
 """
 
 from __future__ import annotations

@@ -15,9 +15,6 @@ from swarm.types import LayerSpan
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.kv_cache import KVCache
 from swarm_kernels.model_config import ModelConfig
-from swarm_kernels.wire import from_wire, to_wire
-
-__all__ = ["Progress", "Span", "check_part", "check_tokens", "from_wire", "to_wire"]
 
 Progress = Callable[[float], None]
 """Called with the share of the weights loaded so far, 0 to 1."""

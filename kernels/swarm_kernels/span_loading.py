@@ -9,8 +9,8 @@ import torch
 
 from swarm.errors import UsageError
 from swarm.types import LayerSpan
+from swarm_kernels.device import release_free_memory
 from swarm_kernels.lean import LeanSpan
-from swarm_kernels.memory import release_free_memory
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span import Progress, Span
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from swarm_client.draft_cli import app
 from swarm_kernels import loader
 from swarm_kernels.distill import run
-from swarm_kernels.distill.recipes import Heads, Layers, Recipe
-from swarm_kernels.distill.run import Plan
+from swarm_kernels.distill.recipes import HeadsRecipe, LayersRecipe, Recipe
+from swarm_kernels.distill.run import TrainingPlan
 from swarm_kernels.draft_file import DraftCard
 
 
@@ -42,18 +42,18 @@ def test_help_names_both_commands() -> None:
 @pytest.mark.parametrize(
     ("options", "recipe"),
     [
-        ([], Layers(0, (0,))),
-        (["--base", "2", "--layers", "3,5"], Layers(2, (3, 5))),
-        (["--kind", "heads"], Heads(4)),
-        (["--kind", "heads", "--heads", "3"], Heads(3)),
+        ([], LayersRecipe(0, (0,))),
+        (["--base", "2", "--layers", "3,5"], LayersRecipe(2, (3, 5))),
+        (["--kind", "heads"], HeadsRecipe(4)),
+        (["--kind", "heads", "--heads", "3"], HeadsRecipe(3)),
     ],
 )
 def test_kinds_share_everything_but_their_shape(
     options: list[str], recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans: list[Plan] = []
+    plans: list[TrainingPlan] = []
 
-    def train(source: object, plan: Plan, report: object) -> DraftCard:
+    def train(source: object, plan: TrainingPlan, report: object) -> DraftCard:
         plans.append(plan)
         return DraftCard("tiny", "a" * 32, 0, 1, evaluation={"held_out_places": 7})
 
@@ -63,4 +63,4 @@ def test_kinds_share_everything_but_their_shape(
     result = CliRunner().invoke(app, ["train", "--out", str(out), "--minutes", "2", *options])
     assert result.exit_code == 0, result.stderr
     assert result.stdout == '{"held_out_places": 7}\n'
-    assert plans == [Plan(2.0, out, tmp_path / "made.work", recipe)]
+    assert plans == [TrainingPlan(2.0, out, tmp_path / "made.work", recipe)]

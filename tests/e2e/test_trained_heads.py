@@ -18,7 +18,7 @@ from swarm_client.drafters.judge import Recorded, hits_by_depth
 from swarm_client.drafters.told import ToldHeads, thoughts
 from swarm_kernels.distill.corpus import ANSWER, GIVEN
 from swarm_kernels.distill.features import Features, Lesson
-from swarm_kernels.distill.student_heads import HeadsStudent
+from swarm_kernels.distill.student import HeadsStudent
 from swarm_kernels.distill.training import Trainer
 from swarm_kernels.draft_file import DraftWeights
 

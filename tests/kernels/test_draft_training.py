@@ -16,9 +16,9 @@ from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UsageError
 from swarm_kernels.distill.corpus import Corpus
 from swarm_kernels.distill.evaluation import measure
 from swarm_kernels.distill.features import Features, Lesson
-from swarm_kernels.distill.recipes import Heads, Layers
-from swarm_kernels.distill.run import Plan
-from swarm_kernels.distill.student_layers import LayersStudent
+from swarm_kernels.distill.recipes import HeadsRecipe, LayersRecipe
+from swarm_kernels.distill.run import TrainingPlan
+from swarm_kernels.distill.student import LayersStudent
 from swarm_kernels.distill.training import Trainer, frequent_tokens
 from swarm_kernels.draft import TrainedDraft
 from swarm_kernels.draft_file import DraftCard, DraftWeights, read_card
@@ -178,14 +178,14 @@ def test_a_file_that_is_no_draft(tmp_path: Path) -> None:
         {"minutes": 0.0},
         {"tokens": 5},
         {"writing": 1.5},
-        {"recipe": Layers(copied=())},
-        {"recipe": Layers(copied=(9,))},
-        {"recipe": Layers(base=6)},
-        {"recipe": Heads(0)},
-        {"recipe": Heads(17)},
+        {"recipe": LayersRecipe(copied=())},
+        {"recipe": LayersRecipe(copied=(9,))},
+        {"recipe": LayersRecipe(base=6)},
+        {"recipe": HeadsRecipe(0)},
+        {"recipe": HeadsRecipe(17)},
         {"vocabulary": 1},
     ],
 )
 def test_a_wrong_plan_is_refused(wrong: dict, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        replace(Plan(1.0, tmp_path / "d", tmp_path), **wrong).checked(6)
+        replace(TrainingPlan(1.0, tmp_path / "d", tmp_path), **wrong).checked(6)

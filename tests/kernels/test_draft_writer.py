@@ -15,8 +15,8 @@ from swarm.errors import CorruptModel, Infeasible, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.distill import run, writer
 from swarm_kernels.distill.answers import greedy_answers
-from swarm_kernels.distill.corpus import ANSWER, GIVEN, USER, Chat, Corpus
-from swarm_kernels.distill.run import Plan, train
+from swarm_kernels.distill.corpus import ANSWER, GIVEN, USER, Corpus, RecordedChat
+from swarm_kernels.distill.run import TrainingPlan, train
 from swarm_kernels.distill.writer import MAX_CHAT, MAX_TURN, Writer
 from swarm_kernels.draft_file import DraftWeights, read_card
 from swarm_kernels.kv_cache import RowsRequest
@@ -52,11 +52,11 @@ def span(source: ModelTensors) -> Span:
 
 
 @pytest.fixture(scope="module")
-def chats(span: Span) -> list[Chat]:
+def chats(span: Span) -> list[RecordedChat]:
     return list(itertools.islice(Writer(span, TinyTokenizer(), 6, "seed").write(), 12))
 
 
-def test_turns_follow_the_template(chats: list[Chat]) -> None:
+def test_turns_follow_the_template(chats: list[RecordedChat]) -> None:
     tokenizer = TinyTokenizer()
     opening, answer = tokenizer.encode("<u>"), tokenizer.encode("$<a>")
     for chat in chats:
@@ -74,7 +74,7 @@ def test_turns_follow_the_template(chats: list[Chat]) -> None:
             assert who != ANSWER or END not in said[:-1]
 
 
-def test_what_the_teacher_expected_is_what_a_plain_pass_expects(span: Span, chats: list[Chat]) -> None:
+def test_what_the_teacher_expected_is_what_a_plain_pass_expects(span: Span, chats: list[RecordedChat]) -> None:
     chat = max(chats, key=len)
     cache = span.new_cache(len(chat) + 16)
     cache.open(b"plain", len(chat))
@@ -89,7 +89,7 @@ def test_what_the_teacher_expected_is_what_a_plain_pass_expects(span: Span, chat
             torch.testing.assert_close(chat.top_logprobs[place].float(), found, atol=0.05, rtol=0)
 
 
-def test_the_same_seed_writes_the_same_chats(span: Span, chats: list[Chat]) -> None:
+def test_the_same_seed_writes_the_same_chats(span: Span, chats: list[RecordedChat]) -> None:
     again = list(itertools.islice(Writer(span, TinyTokenizer(), 6, "seed").write(), 3))
     for found, expected in zip(again, chats, strict=False):
         assert torch.equal(found.tokens, expected.tokens)
@@ -119,9 +119,9 @@ class Clock:
         return self.now
 
 
-def plan_in(folder: Path, **changes: Any) -> Plan:
+def plan_in(folder: Path, **changes: Any) -> TrainingPlan:
     values: dict[str, Any] = {"minutes": 1.5, "tokens": 1000, "vocabulary": 100, "batch": 6, "save_every_s": 20.0}
-    return Plan(out=folder / "tiny.draft", **{"work": folder / "work", **values, **changes})
+    return TrainingPlan(out=folder / "tiny.draft", **{"work": folder / "work", **values, **changes})
 
 
 def test_a_run_writes_learns_exports_and_goes_on(
@@ -153,7 +153,7 @@ def test_too_little_time_and_foreign_work(
     monkeypatch.setattr(run, "load_tokenizer", lambda source: TinyTokenizer())
     with pytest.raises(Infeasible, match="more --minutes"):
         train(source, plan_in(tmp_path, minutes=0.01), lambda *_: None, Clock())
-    Corpus(tmp_path / "other", "b" * 32).append([Chat(*(torch.zeros(4, dtype=torch.uint8) for _ in range(4)))])
+    Corpus(tmp_path / "other", "b" * 32).append([RecordedChat(*(torch.zeros(4, dtype=torch.uint8) for _ in range(4)))])
     with pytest.raises(CorruptModel, match="another model"):
         train(source, plan_in(tmp_path, work=tmp_path / "other"), lambda *_: None, Clock())
 

@@ -19,10 +19,9 @@ from swarm_kernels.distill import features
 from swarm_kernels.distill.corpus import ANSWER, GIVEN, Corpus
 from swarm_kernels.distill.evaluation import measure
 from swarm_kernels.distill.features import Features, Lesson, Question
-from swarm_kernels.distill.recipes import Heads, Layers
-from swarm_kernels.distill.run import Plan, train
-from swarm_kernels.distill.student_heads import HeadsStudent
-from swarm_kernels.distill.student_layers import LayersStudent
+from swarm_kernels.distill.recipes import HeadsRecipe, LayersRecipe
+from swarm_kernels.distill.run import TrainingPlan, train
+from swarm_kernels.distill.student import HeadsStudent, LayersStudent
 from swarm_kernels.distill.training import Trainer, frequent_tokens
 from swarm_kernels.draft import TrainedDraft
 from swarm_kernels.draft_file import DraftWeights, read_card
@@ -156,7 +155,9 @@ class Clock:
 
 def test_drafts_and_heads_learn_from_the_same_chats(source: ModelTensors, tmp_path: Path) -> None:
     Corpus(tmp_path / "work", source.weight_hash).append(CHATS + CHATS)
-    plan = Plan(0.7, tmp_path / "h", tmp_path / "work", Heads(2), tokens=1000, vocabulary=100, save_every_s=10.0)
+    plan = TrainingPlan(
+        0.7, tmp_path / "h", tmp_path / "work", HeadsRecipe(2), tokens=1000, vocabulary=100, save_every_s=10.0
+    )
     with pytest.raises(Infeasible, match="goes on where it stopped"):
         train(source, replace(plan, minutes=0.01), lambda *_: None, Clock())
     assert not plan.out.exists()
@@ -165,12 +166,12 @@ def test_drafts_and_heads_learn_from_the_same_chats(source: ModelTensors, tmp_pa
     assert (card.base, card.layers, card.heads) == (LAYERS, 0, 2)
     assert len(card.evaluation["top_1_4_8_by_level"]) == 2
     assert read_card(plan.out) == card
-    draft = train(source, replace(plan, out=tmp_path / "d", recipe=Layers()), lambda *_: None, Clock())
+    draft = train(source, replace(plan, out=tmp_path / "d", recipe=LayersRecipe()), lambda *_: None, Clock())
     assert (draft.base, draft.layers, draft.heads) == (0, 1, 0)
     later = train(source, plan, lambda *_: None, Clock())
     assert later.seen_tokens > card.seen_tokens
     with pytest.raises(CorruptModel, match="give another --work"):
-        train(source, replace(plan, recipe=Heads(3)), lambda *_: None, Clock())
+        train(source, replace(plan, recipe=HeadsRecipe(3)), lambda *_: None, Clock())
 
 
 def test_heads_that_cannot_be_used_are_one_sentence(source: ModelTensors, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_transformers_can_rebuild_the_config(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted(QUANT_BLOCKS))
 def test_unpacking_equals_gguf_py(kind: int) -> None:
     name, values, size = QUANT_BLOCKS[kind]
+    assert (name, (values, size)) == (Quant(kind).name, gguf.GGML_QUANT_SIZES[Quant(kind)])
     rows, blocks = 5, 3
     stored = np.random.default_rng(kind).integers(0, 256, rows * blocks * size, dtype=np.uint8)
     if name in ("F32", "F16", "BF16"):

@@ -17,8 +17,9 @@ from kernel_cases import (
     take_rows,
 )
 
-from swarm_kernels import ops, reference
+from swarm_kernels import ops
 from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.reference import REFERENCE
 
 # Query heads, KV heads, head size; with 112 heads to one, a single row is more than a tile of rows usually is.
 HEADS = ((9, 3, 64), (32, 8, 128), (4, 4, 32), (8, 1, 256), (6, 2, 80), (112, 1, 16))
@@ -78,7 +79,7 @@ def test_attend_matches_the_reference(isa: str, dtype: torch.dtype, heads: tuple
         case = random_case(plan, pages, heads, dtype, seed)
         twin = copied(case)
         out = ops.attend(*case, plan, heads[2] ** -0.5)
-        expected = reference.attend(*twin, plan, heads[2] ** -0.5)
+        expected = REFERENCE.attend(*twin, plan, heads[2] ** -0.5)
         assert_near(out, expected, dtype)
         assert torch.equal(case[3], twin[3])
         assert torch.equal(case[4], twin[4])
@@ -90,7 +91,7 @@ def test_windows_and_caps_match_the_reference(isa: str, window: int | None, soft
     for seed in range(4):
         plan, pages = random_batch(100 + seed)
         case = random_case(plan, pages, (4, 2, 32), torch.float32, seed)
-        expected = reference.attend(*copied(case), plan, 0.5, window, softcap)
+        expected = REFERENCE.attend(*copied(case), plan, 0.5, window, softcap)
         torch.testing.assert_close(ops.attend(*case, plan, 0.5, window, softcap), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -107,7 +108,7 @@ def test_long_contexts_match_the_reference(isa: str, dtype: torch.dtype, window:
     ]
     plan, pages = make_plan(parts, generator)
     case = random_case(plan, pages, (9, 3, 64), dtype, 11)
-    expected = reference.attend(*copied(case), plan, 0.125, window)
+    expected = REFERENCE.attend(*copied(case), plan, 0.125, window)
     assert_near(ops.attend(*case, plan, 0.125, window), expected, dtype)
 
 
@@ -118,7 +119,7 @@ def test_forks_read_the_pages_they_share(isa: str) -> None:
     tables[1, :10] = tables[0, :10]
     plan = replace(plan, pages=tables)
     case = random_case(plan, pages, (6, 2, 48), torch.bfloat16, 12)
-    expected = reference.attend(*copied(case), plan, 0.2)
+    expected = REFERENCE.attend(*copied(case), plan, 0.2)
     assert_near(ops.attend(*case, plan, 0.2), expected, torch.bfloat16)
 
 
@@ -185,7 +186,7 @@ def test_unseen_keys_cannot_poison_a_row(isa: str, dtype: torch.dtype) -> None:
     k_pages.masked_fill_(hostile[:, None, None, :], float("nan"))
     v_pages.masked_fill_(hostile[:, None, :, None], float("inf"))
     assert torch.equal(ops.attend(q, k, v, k_pages, v_pages, plan, 0.2), expected)
-    twin = reference.attend(q, k, v, k_pages, v_pages, plan, 0.2)
+    twin = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, 0.2)
     assert_near(twin, expected, dtype)
 
 
@@ -194,7 +195,7 @@ def test_a_row_that_sees_nothing_gets_zeros(isa: str) -> None:
     blind = replace(plan, past=torch.zeros(2, dtype=torch.int32))
     case = random_case(plan, pages, (2, 1, 32), torch.float32, 0)
     assert torch.equal(ops.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
-    assert torch.equal(reference.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
+    assert torch.equal(REFERENCE.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
 
 
 def test_slots_move_before_the_batch_is_written(isa: str) -> None:
@@ -205,7 +206,7 @@ def test_slots_move_before_the_batch_is_written(isa: str) -> None:
     plan = replace(plan, copy_from=plan.write[:2], copy_to=committed)
     case = random_case(plan, pages, (4, 2, 32), torch.bfloat16, 3)
     twin = copied(case)
-    expected = reference.attend(*twin, plan, 0.2)
+    expected = REFERENCE.attend(*twin, plan, 0.2)
     assert_near(ops.attend(*case, plan, 0.2), expected, torch.bfloat16)
     assert torch.equal(case[3], twin[3])
     assert torch.equal(case[4], twin[4])
@@ -221,10 +222,10 @@ def test_move_slots_reads_all_before_it_writes(isa: str, dtype: torch.dtype) -> 
     keys, values = k_pages.permute(0, 3, 1, 2).reshape(-1, 3, 48), v_pages.transpose(1, 2).reshape(-1, 3, 48)
     expected_keys, expected_values = keys.clone(), values.clone()
     expected_keys[target], expected_values[target] = keys[source], values[source]
-    ops.move_slots(k_pages, v_pages, source, target)
+    ops.commit_tree_slots(k_pages, v_pages, source, target)
     assert torch.equal(k_pages.permute(0, 3, 1, 2).reshape(-1, 3, 48), expected_keys)
     assert torch.equal(v_pages.transpose(1, 2).reshape(-1, 3, 48), expected_values)
-    ops.move_slots(k_pages, v_pages, source[:0], target[:0])
+    ops.commit_tree_slots(k_pages, v_pages, source[:0], target[:0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -234,5 +235,5 @@ def test_other_activation_dtypes_come_back_as_they_went_in(dtype: torch.dtype) -
     q, k, v, k_pages, v_pages = case
     out = ops.attend(q.to(dtype), k.to(dtype), v.to(dtype), k_pages.clone(), v_pages.clone(), plan, 0.125)
     assert out.dtype == dtype
-    expected = reference.attend(*case, plan, 0.125)
+    expected = REFERENCE.attend(*case, plan, 0.125)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

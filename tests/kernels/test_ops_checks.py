@@ -10,8 +10,9 @@ import torch
 from kernel_cases import Part, make_plan, random_pages
 
 from swarm.errors import KernelError
-from swarm_kernels import ops, reference
+from swarm_kernels import ops
 from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.reference import REFERENCE
 
 HEADS, GROUPS, DIM = 4, 2, 32
 Tensors = dict[str, torch.Tensor]
@@ -108,7 +109,7 @@ def test_head_sizes_without_a_compiled_kernel_take_plain_torch(dim: int) -> None
     k_pages, v_pages = random_pages(pages, GROUPS, dim, torch.float32, generator)
     rows = [torch.randn(plan.rows, heads, dim, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
     twins = (k_pages.clone(), v_pages.clone())
-    expected = reference.attend(*rows, *twins, plan, dim**-0.5)
+    expected = REFERENCE.attend(*rows, *twins, plan, dim**-0.5)
     assert torch.equal(ops.attend(*rows, k_pages, v_pages, plan, dim**-0.5), expected)
 
 
@@ -120,7 +121,7 @@ def test_slots_beyond_the_cache_are_not_moved(
 ) -> None:
     k_pages, v_pages = torch.zeros(4, 1, 16, PAGE), torch.zeros(4, 1, PAGE, 16)
     with pytest.raises(KernelError):
-        ops.move_slots(k_pages, v_pages, torch.tensor(source), torch.tensor(target))
+        ops.commit_tree_slots(k_pages, v_pages, torch.tensor(source), torch.tensor(target))
 
 
 def small_layer() -> ops.LayerWeights:

@@ -42,16 +42,16 @@ def test_weights_of_a_q4_1_file_are_taken_over_unchanged(seed: int, outputs: int
     bytes_[:, :4] = torch.stack((ends[:, 0].abs() + 1e-4, ends[:, 1]), 1).half().view(torch.uint8)
     weight = unpack(bytes_.flatten().numpy(), Q4_1, (outputs, blocks * 32))
     ids = torch.arange(outputs).flip(0)
-    assert torch.equal(ops.quantise_linear(weight, bits=4).rows(ids), weight[ids])
+    assert torch.equal(ops.quantise_linear(weight, bits=4).embedding_rows(ids), weight[ids])
 
 
 def test_rows_of_weights_are_what_is_multiplied() -> None:
     weight, ids = torch.randn(40, 33), torch.tensor([39, 0, 17, 17])
     packed, plain = ops.quantise_linear(weight, bits=4), quantised4.quantise_linear(weight)
-    assert torch.equal(packed.rows(ids), plain.rows(ids))
-    assert packed.rows(ids[:0]).shape == (0, 33)
+    assert torch.equal(packed.embedding_rows(ids), plain.embedding_rows(ids))
+    assert packed.embedding_rows(ids[:0]).shape == (0, 33)
     step = (weight.amax(1) - weight.amin(1)) / 15
-    assert ((packed.rows(ids) - weight[ids]).abs() <= 0.51 * step[ids, None] + 2e-3).all()
+    assert ((packed.embedding_rows(ids) - weight[ids]).abs() <= 0.51 * step[ids, None] + 2e-3).all()
 
 
 def test_memory_is_5_16ths_of_bf16() -> None:

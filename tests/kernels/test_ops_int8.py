@@ -22,10 +22,10 @@ def test_rows_of_weights_are_what_is_multiplied() -> None:
     ids = torch.tensor([39, 0, 17, 17])
     weight = torch.randn(40, 33)
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(ops.pack_linear(weight.to(dtype)).rows(ids).to(dtype), weight[ids].to(dtype))
+        assert torch.equal(ops.pack_linear(weight.to(dtype)).embedding_rows(ids).to(dtype), weight[ids].to(dtype))
     packed = ops.quantise_linear(weight)
-    assert torch.equal(packed.rows(ids), quantised.quantise_linear(weight).rows(ids))
-    assert (packed.rows(ids) - weight[ids]).abs().max() <= weight.abs().max() / 127
+    assert torch.equal(packed.embedding_rows(ids), quantised.quantise_linear(weight).embedding_rows(ids))
+    assert (packed.embedding_rows(ids) - weight[ids]).abs().max() <= weight.abs().max() / 127
 
 
 def test_memory_is_half_of_bf16() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from kernel_cases import Part, make_plan, random_pages, random_tree, star, take_rows
 
-from swarm_kernels import ops, reference
+from swarm_kernels import ops
 from swarm_kernels.batch import BatchPlan
+from swarm_kernels.layer_weights import plain_linear
+from swarm_kernels.reference import decoder_layer
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -55,7 +57,7 @@ def random_layer(
     norms = [torch.rand(n, generator=generator) + 0.5 for n in (shape.hidden, shape.hidden, shape.dim, shape.dim)]
 
     def build(plain: bool) -> ops.LayerWeights:
-        pack = reference.pack_linear if plain else ops.pack_linear
+        pack = plain_linear if plain else ops.pack_linear
         linears = {name: pack(w, biases[name]) for name, w in weights.items()}
         return ops.LayerWeights(
             attn_norm=norms[0],
@@ -102,7 +104,7 @@ def test_layer_matches_the_reference(isa: str, dtype: torch.dtype, shape: Shape)
     before = hidden.clone()
     cos, sin = rotary(plan, shape)
     out = ops.decoder_layer(hidden, packed, cos, sin, k_pages, v_pages, plan)
-    expected = reference.decoder_layer(hidden, plain, cos, sin, k_twin, v_twin, plan)
+    expected = decoder_layer(hidden, plain, cos, sin, k_twin, v_twin, plan)
     assert torch.equal(hidden, before)
     tolerance = TOLERANCE[dtype]
     assert (out - expected).norm() <= tolerance * expected.norm()

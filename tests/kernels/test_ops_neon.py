@@ -11,9 +11,10 @@ import pytest
 import torch
 from kernel_cases import Part, chain, make_plan, random_pages, random_tree
 
-from swarm_kernels import build, ops, quantised, quantised4, reference
+from swarm_kernels import build, ops, quantised, quantised4
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.packed import PackedLinear
+from swarm_kernels.reference import REFERENCE
 
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 pytestmark = pytest.mark.skipif(COMPILER is None or EMULATOR is None, reason="no cross compiler or no emulator for ARM")
@@ -107,7 +108,7 @@ def attend(
     k_pages, v_pages = random_pages(pages, groups, dim, dtype, generator)
     q, k, v = (torch.randn(plan.rows, n, dim, generator=generator) for n in (heads, groups, groups))
     given = k_pages.clone(), v_pages.clone()
-    want = reference.attend(q, k, v, k_pages, v_pages, plan, dim**-0.5, window or None, softcap or None)
+    want = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, dim**-0.5, window or None, softcap or None)
     counts = [plan.rows, *plan.pages.shape, plan.tree_pages.shape[1], plan.tree_mask.shape[1]]
     numbers = [*counts, pages, groups, dim, int(dtype == torch.bfloat16), heads, window]
     slots = (plan.positions, plan.session, plan.past, plan.write, plan.pages, plan.tree_pages, plan.tree_mask)

@@ -48,7 +48,7 @@ def test_it_is_near_the_model_in_fp32(kind: str) -> None:
         if dtype == INT4:  # what 4 bits cost depends on the weights; this one is of weights they hold
             for name, weight in model.named_parameters():
                 if "_proj" in name and weight.dim() == 2:
-                    weight.data = quantised4.quantise_linear(weight.data).rows(torch.arange(weight.shape[0]))
+                    weight.data = quantised4.quantise_linear(weight.data).embedding_rows(torch.arange(weight.shape[0]))
         want = hf_logits(model, PROMPT)
         got = logits_of(Chain(ModelTensors(model), (3,), dtype), (41,))
         assert (got - want).norm() / want.norm() < 0.1

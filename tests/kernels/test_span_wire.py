@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from swarm.errors import ProtocolError
-from swarm_kernels.span import from_wire, to_wire
-from swarm_kernels.wire import wire_bytes
+from swarm_kernels.wire import from_wire, to_wire, wire_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

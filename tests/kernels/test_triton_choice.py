@@ -22,8 +22,8 @@ def _fresh_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_gpus_ask_for_gpu_kernels() -> None:
-    assert gpu.kernels(torch.device("cpu"), torch.float32) is None
-    assert gpu.kernels(CUDA, torch.float64) is None
+    assert gpu.backend(torch.device("cpu"), torch.float32) is None
+    assert gpu.backend(CUDA, torch.float64) is None
 
 
 def test_without_triton_a_gpu_computes_in_plain_torch(
@@ -31,7 +31,7 @@ def test_without_triton_a_gpu_computes_in_plain_torch(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton.errors", None)
     with caplog.at_level(logging.WARNING):
-        assert gpu.kernels(CUDA, torch.bfloat16) is None
+        assert gpu.backend(CUDA, torch.bfloat16) is None
     assert "Triton cannot be used" in caplog.text
     assert gpu.describe(CUDA, torch.bfloat16).startswith("plain torch: Triton cannot be used")
 
@@ -59,9 +59,9 @@ def test_a_failed_self_test_is_remembered_with_its_reason(
 
     monkeypatch.setattr(selftest, "run", fail)
     for _ in range(2):
-        assert gpu.kernels(CUDA, torch.bfloat16) is None
+        assert gpu.backend(CUDA, torch.bfloat16) is None
     assert gpu.describe(CUDA, torch.bfloat16).startswith(reason)
-    assert gpu.kernels(CUDA, torch.bfloat16, 128) is None
+    assert gpu.backend(CUDA, torch.bfloat16, 128) is None
     assert runs == [(CUDA, torch.bfloat16, 64), (CUDA, torch.bfloat16, 128)]
 
 
@@ -72,10 +72,10 @@ def test_a_passed_self_test_gives_the_kernels(monkeypatch: pytest.MonkeyPatch) -
     tested: list[int] = []
     monkeypatch.setattr(selftest, "run", lambda device, dtype, head_dim: tested.append(head_dim))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert gpu.kernels(CUDA, torch.float16) is api
+    assert gpu.backend(CUDA, torch.float16) is api.TRITON
     assert gpu.describe(CUDA, torch.float16) == "Triton kernels (sm_90)"
     for head_dim in (128, 80, 128):
-        assert gpu.kernels(CUDA, torch.float16, head_dim) is api
+        assert gpu.backend(CUDA, torch.float16, head_dim) is api.TRITON
     assert tested == [64, 128, 80]
 
 
@@ -101,11 +101,11 @@ def test_staging_leaves_the_cpu_alone() -> None:
     assert staging.to_device(tensor, torch.device("cpu"), torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_a_vouched_plan_is_not_looked_at_again() -> None:
+def test_a_validated_plan_is_not_looked_at_again() -> None:
     plan, pages = make_plan([Part(5, line=1)], torch.Generator().manual_seed(0))
     with pytest.raises(KernelError):
         checks.check_plan(plan, 1)
-    checks.vouch(plan, 1)
+    checks.mark_validated(plan, 1)
     checks.check_plan(plan, 1)
     with pytest.raises(KernelError):
         checks.check_plan(plan, 0)

@@ -16,14 +16,17 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 
 from swarm.errors import KernelError
 from swarm.types import LayerSpan
-from swarm_kernels import device, gpu, lean, ops, reference
+from swarm_kernels import device, gpu, lean, ops
 from swarm_kernels.batch import BatchPlan
 from swarm_kernels.kv_cache import RowsRequest
+from swarm_kernels.layer_weights import PlainLinear
+from swarm_kernels.reference import REFERENCE, decoder_layer
 from swarm_kernels.span_loading import load_span
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from swarm_kernels.triton import api, attention, graphs, layers, selftest
+from swarm_kernels.triton import attention, layers, selftest
+from swarm_kernels.triton.api import TRITON
 from swarm_kernels.triton.fixed_batch import FixedBatch, Size
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,8 +41,8 @@ pytestmark = pytest.mark.skipif(
 
 def on_device(weights: ops.LayerWeights) -> ops.LayerWeights:
     def moved(linear: ops.Linear) -> ops.Linear:
-        assert isinstance(linear, reference.PlainLinear)
-        return reference.PlainLinear(linear.weight.to(DEVICE), None if linear.bias is None else linear.bias.to(DEVICE))
+        assert isinstance(linear, PlainLinear)
+        return PlainLinear(linear.weight.to(DEVICE), None if linear.bias is None else linear.bias.to(DEVICE))
 
     linears = {name: moved(getattr(weights, name)) for name in ("qkv", "o", "gate_up", "down")}
     norms = {
@@ -81,7 +84,9 @@ def test_layers_match_the_reference(shape: Shape, dtype: torch.dtype) -> None:
     depth = 1 if shape.extras else 2
     there = selftest.on_device(plan, DEVICE)
     out = layers.decoder_layers(mine[0], [on_device(plain)] * depth, mine[1], mine[2], [cache] * depth, there)
-    expected = reference.decoder_layers(hidden, [plain] * depth, cos, sin, [(k_pages, v_pages)] * depth, plan)
+    expected = hidden
+    for _ in range(depth):
+        expected = decoder_layer(expected, plain, cos, sin, k_pages, v_pages, plan)
     close(out, expected, dtype)
     close(mine[3], k_pages, dtype)
     close(mine[4], v_pages, dtype)
@@ -93,12 +98,12 @@ def test_row_kernels_match_the_reference() -> None:
     weight = torch.rand(100, generator=generator).to(DEVICE)
     total, normed = layers.add_rms_norm(x, delta, weight, 1e-5)
     torch.testing.assert_close(total, x + delta)
-    torch.testing.assert_close(normed, reference.rms_norm(x + delta, weight, 1e-5), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(api.rms_norm(x[None], weight, 1e-5), reference.rms_norm(x, weight, 1e-5)[None])
+    torch.testing.assert_close(normed, REFERENCE.rms_norm(x + delta, weight, 1e-5), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(TRITON.rms_norm(x[None], weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5)[None])
     gate, up = torch.randn(2, 3, 50, generator=generator).to(DEVICE)
     out = layers.silu_times(torch.cat((gate, up), 1))
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
-    assert api.rms_norm(x[:0], weight, 1e-5).shape == (0, 100)
+    assert TRITON.rms_norm(x[:0], weight, 1e-5).shape == (0, 100)
 
 
 def test_the_self_test_passes() -> None:
@@ -134,7 +139,7 @@ def test_a_padded_batch_is_the_batch() -> None:
         hidden = torch.randn(plan.rows, SMALL.hidden, generator=generator)
         cos, sin = rotary(plan, SMALL)
         batch.load(*(x.to(DEVICE) for x in (hidden, cos, sin)), selftest.on_device(plan, DEVICE))
-        expected = reference.decoder_layer(hidden, plain, cos, sin, cache[0], cache[1], plan)
+        expected = decoder_layer(hidden, plain, cos, sin, cache[0], cache[1], plan)
         close(run()[: plan.rows], expected, torch.float32)
         close(ours[0], cache[0], torch.float32)
         close(ours[1], cache[1], torch.float32)
@@ -142,7 +147,7 @@ def test_a_padded_batch_is_the_batch() -> None:
 
 def test_sizes_of_batches() -> None:
     generator = torch.Generator().manual_seed(1)
-    heads = attention.Heads(4, 2, 16)
+    heads = attention.AttentionShape(4, 2, 16)
 
     def size(*parts: Part) -> Size | None:
         return Size.of(make_plan(list(parts), generator)[0], heads, torch.bfloat16, 132)
@@ -163,20 +168,20 @@ def test_stacks_are_checked_once_and_forgotten_with_their_caches() -> None:
     _, plain = random_layer(SMALL, torch.float32, generator)
     weights = on_device(plain)
     cache = tuple(x.to(DEVICE) for x in random_pages(4, SMALL.kv_heads, SMALL.dim, torch.float32, generator))
-    stack = graphs.stack_of([weights], [(cache[0], cache[1])], torch.float32)
+    stack = TRITON.layer_stack([weights], [(cache[0], cache[1])], torch.float32)
     assert stack is not None
-    assert graphs.stack_of([weights], [(cache[0], cache[1])], torch.float32) is stack
+    assert TRITON.layer_stack([weights], [(cache[0], cache[1])], torch.float32) is stack
     other = cache[0].clone()
-    assert graphs.stack_of([weights], [(other, cache[1])], torch.float32) is not stack
-    assert graphs.stack_of([weights], [(cache[0].half(), cache[1].half())], torch.float32) is None
+    assert TRITON.layer_stack([weights], [(other, cache[1])], torch.float32) is not stack
+    assert TRITON.layer_stack([weights], [(cache[0].half(), cache[1].half())], torch.float32) is None
     with pytest.raises(KernelError, match="not of this layer's heads"):
-        graphs.stack_of([weights], [(cache[0][:, :1].contiguous(), cache[1][:, :1].contiguous())], torch.float32)
+        TRITON.layer_stack([weights], [(cache[0][:, :1].contiguous(), cache[1][:, :1].contiguous())], torch.float32)
 
 
 def test_a_lean_span_generates_what_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every path a GPU takes; without one, capturing fails and the span goes on without graphs."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gpu, "kernels", lambda device, dtype, head_dim=64: api)
+        monkeypatch.setattr(gpu, "backend", lambda device, dtype, head_dim=64: TRITON)
         monkeypatch.setattr(attention, "processors", lambda device: 8)
         before = ops.available()
         ops.use("reference")

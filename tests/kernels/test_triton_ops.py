@@ -13,12 +13,13 @@ import pytest
 import torch
 from kernel_cases import NONE, Part, chain, make_plan, random_pages, random_tree, star, take_rows
 
-from swarm_kernels import reference
 from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.reference import REFERENCE, append
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from swarm_kernels.triton import attention, selftest
+from swarm_kernels.triton.api import TRITON
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED or not torch.cuda.is_available() else torch.device("cuda", 0)
@@ -73,8 +74,8 @@ def compare(
     """Run both; the pages must end up the same and the rows within tolerance. -> the kernels' rows, on the CPU."""
     mine, twin = [x.to(DEVICE, copy=True) for x in case], [x.clone() for x in case]
     q, k, v, k_pages, v_pages = mine
-    out = attention.attend(q, k, v, k_pages, v_pages, selftest.on_device(plan, DEVICE), scale, window, softcap).cpu()
-    expected = reference.attend(twin[0], twin[1], twin[2], twin[3], twin[4], plan, scale, window, softcap)
+    out = TRITON.attend(q, k, v, k_pages, v_pages, selftest.on_device(plan, DEVICE), scale, window, softcap).cpu()
+    expected = REFERENCE.attend(twin[0], twin[1], twin[2], twin[3], twin[4], plan, scale, window, softcap)
     tolerance = TOLERANCE[case[0].dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(k_pages.cpu(), twin[3])
@@ -116,7 +117,7 @@ def test_queries_wider_than_the_cache() -> None:
 
 def test_long_contexts_are_split_and_merged() -> None:
     plan, pages = make_plan([Part(1100, line=1), Part(700, tree=star(2))], torch.Generator().manual_seed(1))
-    assert attention.tiling_of(plan, attention.Heads(2, 1, 32), torch.float32).splits == 4
+    assert attention.tiling_of(plan, attention.AttentionShape(2, 1, 32), torch.float32).splits == 4
     compare(random_case(plan, pages, (2, 1, 32), torch.float32, 1), plan, 0.2)
 
 
@@ -125,7 +126,7 @@ def test_sessions_whose_rows_lie_apart() -> None:
     generator = torch.Generator().manual_seed(2)
     plan, pages = make_plan([Part(20, line=6), Part(3, line=6)], generator)
     apart = take_rows(plan, [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11])
-    assert attention.tiling_of(apart, attention.Heads(2, 1, 32), torch.float32).tiles < 12
+    assert attention.tiling_of(apart, attention.AttentionShape(2, 1, 32), torch.float32).tiles < 12
     compare(random_case(apart, pages, (2, 1, 32), torch.float32, 2), apart, 0.2)
 
 
@@ -141,7 +142,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_where_its_keys_lie() -> None
     for here, there in zip(line.pages[0, :3].tolist(), tree.pages[0].tolist(), strict=True):
         k_other[there], v_other[there] = k_pages[here], v_pages[here]
     torch.testing.assert_close(compare((q, k, v, k_other, v_other), tree, scale), together, rtol=1e-5, atol=1e-5)
-    reference.append(k, v, k_pages, v_pages, line.write)
+    append(k, v, k_pages, v_pages, line.write)
     alone = compare((q[3:4], k[3:4], v[3:4], k_pages, v_pages), take_rows(line, [3]), scale)
     torch.testing.assert_close(alone[0], together[3], rtol=1e-5, atol=1e-5)
 
@@ -160,8 +161,8 @@ def test_unseen_keys_cannot_poison_a_row() -> None:
     k_pages.masked_fill_(hostile[:, None, None, :], float("nan"))
     v_pages.masked_fill_(hostile[:, None, :, None], float("inf"))
     mine = [x.to(DEVICE, copy=True) for x in (q, k, v, k_pages, v_pages)]
-    out = attention.attend(*mine, selftest.on_device(plan, DEVICE), 0.2).cpu()
-    expected = reference.attend(q, k, v, k_pages, v_pages, plan, 0.2)
+    out = TRITON.attend(*mine, selftest.on_device(plan, DEVICE), 0.2).cpu()
+    expected = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, 0.2)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -188,18 +189,18 @@ def test_move_slots_reads_all_before_it_writes(dtype: torch.dtype, dim: int) -> 
     order = torch.randperm(6 * PAGE, generator=generator).to(DEVICE)
     source = order[:40]
     target = torch.cat((source[1:], source[:1]))  # a cycle: each source is overwritten by another
-    attention.move_slots(pages[0], pages[1], source, target)
-    reference.move_slots(twins[0], twins[1], source, target)
+    attention.commit_tree_slots(pages[0], pages[1], source, target)
+    REFERENCE.commit_tree_slots(twins[0], twins[1], source, target)
     assert torch.equal(pages[0], twins[0])
     assert torch.equal(pages[1], twins[1])
     skipped = torch.full((3,), -1, device=DEVICE)
-    attention.move_slots(pages[0], pages[1], skipped, target[:3])
-    attention.move_slots(pages[0], pages[1], NONE.to(DEVICE), NONE.to(DEVICE))
+    attention.commit_tree_slots(pages[0], pages[1], skipped, target[:3])
+    attention.commit_tree_slots(pages[0], pages[1], NONE.to(DEVICE), NONE.to(DEVICE))
     assert torch.equal(pages[0], twins[0])
 
 
 def test_tilings_are_sound() -> None:
-    heads = attention.Heads(32, 8, 128)
+    heads = attention.AttentionShape(32, 8, 128)
     for rows in (1, 3, 16, 64, 700):
         for sessions in {1, min(rows, 4), rows}:
             for context in (0, 16, 4096, 131072):
@@ -208,7 +209,7 @@ def test_tilings_are_sound() -> None:
                 assert 1 <= tiling.tiles <= rows
                 assert tiling.splits & (tiling.splits - 1) == 0
     assert attention.choose_tiling(1, 1, 131072, heads, torch.bfloat16, 132).splits == 32
-    assert 64 % attention.block_n(attention.Heads(1, 1, 256), torch.float32) == 0
-    assert not attention.covers(attention.Heads(1, 1, 512), torch.bfloat16)
-    assert not attention.covers(attention.Heads(71, 1, 64), torch.bfloat16)
+    assert 64 % attention.block_n(attention.AttentionShape(1, 1, 256), torch.float32) == 0
+    assert not attention.covers(attention.AttentionShape(1, 1, 512), torch.bfloat16)
+    assert not attention.covers(attention.AttentionShape(71, 1, 64), torch.bfloat16)
     assert not attention.covers(heads, torch.float64)

@@ -21,7 +21,7 @@ PLAN_FAULTS = {
 """Statuses of `swarm_check_plan` in words."""
 
 
-class Linear(ctypes.Structure):
+class LinearDesc(ctypes.Structure):
     _fields_ = [
         ("weight", c_void_p),
         ("scale", c_void_p),
@@ -33,12 +33,12 @@ class Linear(ctypes.Structure):
     ]
 
 
-class Layer(ctypes.Structure):
+class LayerDesc(ctypes.Structure):
     _fields_ = [
-        ("qkv", Linear),
-        ("o", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
+        ("qkv", LinearDesc),
+        ("o", LinearDesc),
+        ("gate_up", LinearDesc),
+        ("down", LinearDesc),
         ("attn_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("q_norm", c_void_p),
@@ -51,7 +51,7 @@ class Layer(ctypes.Structure):
     ]
 
 
-class Cache(ctypes.Structure):
+class CacheDesc(ctypes.Structure):
     _fields_ = [
         ("k", c_void_p),
         ("v", c_void_p),
@@ -63,7 +63,7 @@ class Cache(ctypes.Structure):
     ]
 
 
-class Plan(ctypes.Structure):
+class PlanDesc(ctypes.Structure):
     _fields_ = [
         ("rows", c_int64),
         ("sessions", c_int64),
@@ -89,17 +89,37 @@ _SIGNATURES = {
     "swarm_set_threads": (None, [c_int32]),
     "swarm_divide": (None, [c_int32, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_int32]),
     "swarm_advise_huge": (None, [c_void_p, c_int64]),
-    "swarm_check_plan": (c_int32, [POINTER(Plan), c_int64]),
-    "swarm_linear": (c_int32, [POINTER(Linear), c_void_p, c_int64, c_void_p]),
+    "swarm_check_plan": (c_int32, [POINTER(PlanDesc), c_int64]),
+    "swarm_linear": (c_int32, [POINTER(LinearDesc), c_void_p, c_int64, c_void_p]),
     "swarm_rms_norm": (c_int32, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p]),
-    "swarm_move_slots": (c_int32, [POINTER(Cache), c_void_p, c_void_p, c_int64]),
+    "swarm_move_slots": (c_int32, [POINTER(CacheDesc), c_void_p, c_void_p, c_int64]),
     "swarm_attend": (
         c_int32,
-        [c_void_p, c_void_p, c_void_p, c_int64, POINTER(Cache), POINTER(Plan), c_float, c_int64, c_float, c_void_p],
+        [
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_int64,
+            POINTER(CacheDesc),
+            POINTER(PlanDesc),
+            c_float,
+            c_int64,
+            c_float,
+            c_void_p,
+        ],
     ),
     "swarm_layers": (
         c_int32,
-        [POINTER(POINTER(Layer)), POINTER(Cache), c_int64, POINTER(Plan), c_void_p, c_void_p, c_int64, c_void_p],
+        [
+            POINTER(POINTER(LayerDesc)),
+            POINTER(CacheDesc),
+            c_int64,
+            POINTER(PlanDesc),
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_void_p,
+        ],
     ),
 }
 

@@ -25,7 +25,7 @@ GIVEN, USER, ANSWER = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chat:
+class RecordedChat:
     """`n` tokens and, for each, what the teacher expected there; rows of GIVEN tokens are zero."""
 
     tokens: torch.Tensor  # [n] int32
@@ -54,7 +54,7 @@ class Corpus:
         """Shards."""
         return len(self._paths)
 
-    def append(self, chats: Sequence[Chat]) -> None:
+    def append(self, chats: Sequence[RecordedChat]) -> None:
         """One more shard, on disk once this returns."""
         sizes = torch.tensor([len(chat) for chat in chats], dtype=torch.int64)
         tensors = {"sizes": sizes}
@@ -68,12 +68,12 @@ class Corpus:
         self._paths.append(path)
         self._count(metadata, path)
 
-    def read(self, first: int = 0) -> Iterator[Chat]:
+    def read(self, first: int = 0) -> Iterator[RecordedChat]:
         """The chats of shard `first` and all later ones, in the order they were written. Raises CorruptModel."""
         for number in range(first, len(self)):
             yield from self.shard(number)
 
-    def shard(self, number: int) -> Iterator[Chat]:
+    def shard(self, number: int) -> Iterator[RecordedChat]:
         """The chats of one shard, in the order they were written. Raises CorruptModel."""
         path = self._paths[number]
         try:
@@ -83,7 +83,7 @@ class Corpus:
         sizes = shard["sizes"].tolist()
         columns = [torch.split(shard[name], sizes) for name in ("tokens", "origin", "top_ids", "top_logprobs")]
         for parts in zip(*columns, strict=True):
-            yield Chat(*parts)
+            yield RecordedChat(*parts)
 
     def _count(self, metadata: dict[str, str], path: Path) -> None:
         if metadata.get("model") != self._hash:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from swarm.types import LayerSpan
-from swarm_kernels.distill.corpus import ANSWER, Chat, Corpus
+from swarm_kernels.distill.corpus import ANSWER, Corpus, RecordedChat
 from swarm_kernels.kv_cache import RowsRequest
 from swarm_kernels.lean import EMBEDDING, LeanSpan
 from swarm_kernels.model_source import ModelSource
@@ -30,7 +30,7 @@ _CHATS_A_PASS = 8
 class Lesson:
     """A chat and what the student sees of it: `states [n, hidden]`, bf16."""
 
-    chat: Chat
+    chat: RecordedChat
     states: torch.Tensor
 
 
@@ -60,14 +60,14 @@ class Features:
         self._span = None
         return made
 
-    def of(self, chats: Sequence[Chat]) -> list[torch.Tensor]:
+    def of(self, chats: Sequence[RecordedChat]) -> list[torch.Tensor]:
         """`[n, hidden]` bf16 for each chat. Raises as `load_span`."""
         if self._embedding is not None:
             return [self._embedding[chat.tokens.long()].bfloat16() for chat in chats]
         parts = [chats[i : i + _CHATS_A_PASS] for i in range(0, len(chats), _CHATS_A_PASS)]
         return [rows for part in parts for rows in self._run(part)]
 
-    def _kept(self, chats: Sequence[Chat], path: Path) -> Sequence[torch.Tensor]:
+    def _kept(self, chats: Sequence[RecordedChat], path: Path) -> Sequence[torch.Tensor]:
         sizes = [len(chat) for chat in chats]
         try:
             states = load_file(path)["states"]
@@ -80,7 +80,7 @@ class Features:
         os.replace(part, path)
         return torch.split(load_file(path)["states"], sizes)
 
-    def _run(self, chats: Sequence[Chat]) -> list[torch.Tensor]:
+    def _run(self, chats: Sequence[RecordedChat]) -> list[torch.Tensor]:
         span = self._span = self._span or load_teacher(self._source, self._base, self._device)
         sizes = [len(chat) for chat in chats]
         cache = span.new_cache(sum(sizes) + 16 * len(sizes))

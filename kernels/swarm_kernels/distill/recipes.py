@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.errors import UsageError
-from swarm_kernels.distill.student import Student
-from swarm_kernels.distill.student_heads import HeadsStudent
-from swarm_kernels.distill.student_layers import LayersStudent
+from swarm_kernels.distill.student import HeadsStudent, LayersStudent, Student
 from swarm_kernels.draft_heads import MAX_HEADS
 from swarm_kernels.model_source import ModelSource
 
@@ -29,7 +27,7 @@ class Recipe(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class LayersRecipe:
     """A draft: the target's first `base` layers as they are, then layers that begin as the target's layers `copied`."""
 
     base: int = 0
@@ -45,7 +43,7 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadsRecipe:
     """Medusa heads, for the tail: the k-th guesses the token k + 2 places after the state it sees."""
 
     count: int = 4

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from swarm.errors import Infeasible, UnsupportedModel, UsageError
-from swarm_kernels.distill.corpus import Chat, Corpus
+from swarm_kernels.distill.corpus import Corpus, RecordedChat
 from swarm_kernels.distill.evaluation import Score, measure
 from swarm_kernels.distill.features import Features, Lesson, load_teacher
-from swarm_kernels.distill.recipes import Layers, Recipe
+from swarm_kernels.distill.recipes import LayersRecipe, Recipe
 from swarm_kernels.distill.student import Student
 from swarm_kernels.distill.training import Trainer, frequent_tokens
 from swarm_kernels.distill.writer import Writer
@@ -36,14 +36,14 @@ _SHARD = 32  # chats
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """What to train and for how long. `tokens`: of chats to write before learning; `writing`: share of the time it may
     take."""
 
     minutes: float
     out: Path
     work: Path
-    recipe: Recipe = field(default_factory=Layers)
+    recipe: Recipe = field(default_factory=LayersRecipe)
     tokens: int = 300_000
     writing: float = 0.5
     vocabulary: int = 8192
@@ -51,7 +51,7 @@ class Plan:
     device: str = "cpu"
     save_every_s: float = 180.0
 
-    def checked(self, num_layers: int) -> Plan:
+    def checked(self, num_layers: int) -> TrainingPlan:
         """Raises UsageError."""
         if not 0 < self.minutes < 1e5 or self.tokens < 1000 or not 0 < self.writing < 1 or self.batch < 1:
             raise UsageError("give some minutes, at least 1000 tokens, a batch of at least 1, and time to learn")
@@ -61,7 +61,9 @@ class Plan:
         return self
 
 
-def train(source: ModelSource, plan: Plan, report: Report, clock: Callable[[], float] = time.monotonic) -> DraftCard:
+def train(
+    source: ModelSource, plan: TrainingPlan, report: Report, clock: Callable[[], float] = time.monotonic
+) -> DraftCard:
     """Write, learn, export; go on from what `plan.work` holds. -> what was made.
 
     Raises UsageError, UnsupportedModel (not a Llama-like model, or none that chats), CorruptModel (the work folder is
@@ -93,7 +95,7 @@ def train(source: ModelSource, plan: Plan, report: Report, clock: Callable[[], f
 
 
 def _write(
-    source: ModelSource, plan: Plan, corpus: Corpus, report: Report, started: float, clock: Callable[[], float]
+    source: ModelSource, plan: TrainingPlan, corpus: Corpus, report: Report, started: float, clock: Callable[[], float]
 ) -> None:
     deadline = started + plan.minutes * 60 * plan.writing
     if corpus.tokens >= plan.tokens:
@@ -102,7 +104,7 @@ def _write(
     span = load_teacher(source, source.config.num_layers, torch.device(plan.device))
     writer = Writer(span, load_tokenizer(source), plan.batch, seed=len(corpus))
     began, before = clock(), corpus.tokens
-    shard: list[Chat] = []
+    shard: list[RecordedChat] = []
     for chat in writer.write():
         shard.append(chat)
         written = corpus.tokens + sum(len(chat) for chat in shard)
@@ -122,7 +124,7 @@ def _split(lessons: list[Lesson]) -> tuple[list[Lesson], list[Lesson]]:
     return held or lessons[:1], [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT != HELD_OUT // 2]
 
 
-def _trainer(source: ModelSource, plan: Plan, student: Student, learnt: list[Lesson]) -> Trainer:
+def _trainer(source: ModelSource, plan: TrainingPlan, student: Student, learnt: list[Lesson]) -> Trainer:
     checkpoint = plan.work / plan.recipe.checkpoint
     resumed = checkpoint.is_file()
     vocabulary = (
@@ -141,7 +143,7 @@ def _trainer(source: ModelSource, plan: Plan, student: Student, learnt: list[Les
 
 def _learn(
     source: ModelSource,
-    plan: Plan,
+    plan: TrainingPlan,
     trainer: Trainer,
     report: Report,
     started: float,
@@ -163,7 +165,7 @@ def _learn(
     trainer.save(plan.work / plan.recipe.checkpoint)
 
 
-def _export(source: ModelSource, plan: Plan, trainer: Trainer, score: Score | None) -> DraftWeights:
+def _export(source: ModelSource, plan: TrainingPlan, trainer: Trainer, score: Score | None) -> DraftWeights:
     student = trainer.averaged()
     card = replace(
         student.card(source.name, source.weight_hash),

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarm.errors import CorruptModel
-from swarm_kernels.distill.corpus import GIVEN, Chat
+from swarm_kernels.distill.corpus import GIVEN, RecordedChat
 from swarm_kernels.distill.features import Lesson, Question, padded_states
 from swarm_kernels.distill.student import Student
 from swarm_kernels.lean import EMBEDDING, HEAD
@@ -178,7 +178,7 @@ class Trainer:
         return loss.sum() / (max(1, len(loss)) * (1 + CHOICE_WEIGHT))
 
 
-def frequent_tokens(chats: Sequence[Chat], count: int, vocab_size: int) -> torch.Tensor:
+def frequent_tokens(chats: Sequence[RecordedChat], count: int, vocab_size: int) -> torch.Tensor:
     """The `count` ids that the teacher expects most, `[count]` ascending."""
     mass = torch.zeros(vocab_size, dtype=torch.float64)
     for chat in chats:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from swarm.errors import UnsupportedModel
-from swarm_kernels.distill.corpus import ANSWER, GIVEN, TOP, USER, Chat
+from swarm_kernels.distill.corpus import ANSWER, GIVEN, TOP, USER, RecordedChat
 from swarm_kernels.distill.openings import OPENINGS, Opening
 from swarm_kernels.draft import top_tokens
 from swarm_kernels.kv_cache import RowsRequest
@@ -90,7 +90,7 @@ class _Chat:
         self.give(given[1:] if self.speaker == ANSWER else given)  # an answer's own end token opens what follows it
         self.speaker, self.said = (ANSWER if self.speaker == USER else USER), 0
 
-    def finished(self) -> Chat | None:
+    def finished(self) -> RecordedChat | None:
         """None if nothing worth keeping came of it."""
         size = len(self.tokens)
         if not size:
@@ -98,7 +98,9 @@ class _Chat:
         ids, logprobs = torch.zeros(size, TOP, dtype=torch.int32), torch.zeros(size, TOP, dtype=torch.float16)
         for place, top, logprob in self.tops:
             ids[place], logprobs[place] = top.int(), logprob.half()
-        return Chat(torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.origin).byte(), ids, logprobs)
+        return RecordedChat(
+            torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.origin).byte(), ids, logprobs
+        )
 
 
 class Writer:
@@ -114,7 +116,7 @@ class Writer:
         self._cache = span.new_cache(batch * (MAX_CHAT + 192))
         self._live: list[_Chat] = []
 
-    def write(self) -> Iterator[Chat]:
+    def write(self) -> Iterator[RecordedChat]:
         while True:
             while len(self._live) < self._batch:
                 self._live.append(self._start())

@@ -1,4 +1,4 @@
-"""Launches paged tree attention: which tile, how many splits, which buffers. See `ops.attend` for what it computes.
+"""Launches paged tree attention: which tile, how many splits, which buffers. `AttentionBackend.attend` is its contract.
 
 Owns the sizes, which depend on shapes alone and never on values: nothing here waits for the device.
 """
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from swarm_kernels import reference
 from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.reference import REFERENCE
 from swarm_kernels.triton import attention_kernels, cache_kernels
 
 MAX_HEAD_DIM = 256
@@ -42,7 +42,7 @@ _WAVES = 2  # programs wanted for each multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionShape:
     """What of a model's attention the kernels are compiled for."""
 
     heads: int
@@ -59,7 +59,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class TileConfig:
     """How a batch is cut. `tile`: rows of one; `tiles`: how many are launched, of which some may stay empty."""
 
     tile: int
@@ -69,30 +69,32 @@ class Tiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SplitPlan:
     """A tiling, and on the device where its tiles begin (`attention_kernels.cut_tiles`)."""
 
-    tiling: Tiling
+    tiling: TileConfig
     starts: torch.Tensor  # [n + 2] int32
 
 
-def covers(heads: Heads, dtype: torch.dtype) -> bool:
+def covers(heads: AttentionShape, dtype: torch.dtype) -> bool:
     """Whether the kernels compute attention of this shape."""
     return dtype in _DTYPES and heads.dim <= MAX_HEAD_DIM and heads.joint <= MAX_JOINT
 
 
-def block_n(heads: Heads, dtype: torch.dtype) -> int:
+def block_n(heads: AttentionShape, dtype: torch.dtype) -> int:
     """Keys a program holds at once: key and value blocks of two stages fit 96 KiB of shared memory. Divides 64."""
     bytes_per_key = heads.block_d * dtype.itemsize
     return min(64, max(16, 16384 // bytes_per_key))
 
 
-def launch_options(heads: Heads, dtype: torch.dtype, block_m: int) -> dict[str, int]:
+def launch_options(heads: AttentionShape, dtype: torch.dtype, block_m: int) -> dict[str, int]:
     """Warps of a program and stages of its pipeline."""
     return {"num_warps": 8 if block_m * heads.block_d > 8192 else 4, "num_stages": 2}
 
 
-def choose_tiling(rows: int, sessions: int, context: int, heads: Heads, dtype: torch.dtype, processors: int) -> Tiling:
+def choose_tiling(
+    rows: int, sessions: int, context: int, heads: AttentionShape, dtype: torch.dtype, processors: int
+) -> TileConfig:
     """A tiling for `rows` rows of `sessions` sessions with at most `context` committed keys each.
 
     Tiles as tall as the average session (so that its rows share what they read), splits until every one of the
@@ -105,7 +107,7 @@ def choose_tiling(rows: int, sessions: int, context: int, heads: Heads, dtype: t
     tiles = min(rows, -(-rows // tile) + sessions)
     room = min(_WAVES * processors // (tiles * heads.groups), context // _SPLIT_KEYS, _MAX_SPLITS)
     splits = 1 << (max(1, room).bit_length() - 1)
-    return Tiling(tile, tiles, splits, block_m)
+    return TileConfig(tile, tiles, splits, block_m)
 
 
 @cache
@@ -114,7 +116,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 64
 
 
-def tiling_of(plan: BatchPlan, heads: Heads, dtype: torch.dtype) -> Tiling:
+def tiling_of(plan: BatchPlan, heads: AttentionShape, dtype: torch.dtype) -> TileConfig:
     """The tiling for a plan, whose shapes are all it looks at."""
     sessions, width = plan.pages.shape
     return choose_tiling(plan.rows, sessions, width * PAGE, heads, dtype, processors(plan.pages.device))
@@ -132,20 +134,22 @@ def plain(plan: BatchPlan) -> BatchPlan:
     return plan if same else BatchPlan(*tensors)
 
 
-def cut(plan: BatchPlan, tiling: Tiling) -> Cut:
+def cut(plan: BatchPlan, tiling: TileConfig) -> SplitPlan:
     """Find the tiles of a plan, on the device."""
     starts = torch.empty(plan.rows + 2, dtype=torch.int32, device=plan.session.device)
     attention_kernels.cut_tiles[(1,)](plan.session, starts, plan.rows, TILE=tiling.tile, BLOCK=_CUT_BLOCK)
-    return Cut(tiling, starts)
+    return SplitPlan(tiling, starts)
 
 
-def move_slots(k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
-    """See `ops.move_slots`. Slots below 0 are skipped, if there are no more than a launch takes."""
+def commit_tree_slots(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+) -> None:
+    """See `AttentionBackend.commit_tree_slots`. Slots below 0 are skipped, if there are no more than a launch takes."""
     count = copy_from.shape[0]
     if count == 0:
         return
     if count > _MAX_COPIES:
-        reference.move_slots(k_pages, v_pages, copy_from, copy_to)
+        REFERENCE.commit_tree_slots(k_pages, v_pages, copy_from, copy_to)
         return
     _, groups, dim, _ = k_pages.shape
     block_c = max(16, int(triton.next_power_of_2(count)))
@@ -178,7 +182,7 @@ def attend_placed(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     plan: BatchPlan,
-    tiles: Cut,
+    tiles: SplitPlan,
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
@@ -186,7 +190,7 @@ def attend_placed(
     """Attention of `q [n, H, D]` once its rows' keys and values are in their pages -> `[n, H, D]`, contiguous."""
     q = _rows(q)
     rows, count, dim = q.shape
-    heads = Heads(count, k_pages.shape[1], dim)
+    heads = AttentionShape(count, k_pages.shape[1], dim)
     tiling, widest = tiles.tiling, wider(q.dtype, k_pages.dtype)
     out = q.new_empty(rows, count, dim)
     sums = stats = out
@@ -213,31 +217,3 @@ def attend_placed(
 def dot_type(dtype: torch.dtype) -> tl.dtype:
     """Format of the matrix products' inputs. Triton's interpreter has no bf16 products: there they are widened."""
     return tl.float32 if knobs.runtime.interpret and dtype == torch.bfloat16 else _DTYPES[dtype]
-
-
-_last: tuple[BatchPlan, BatchPlan, Cut] | None = None  # a batch asks once a layer
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    plan: BatchPlan,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """See `ops.attend`."""
-    global _last
-    known = _last
-    heads = Heads(q.shape[1], k.shape[1], q.shape[2])
-    tiling = tiling_of(plan, heads, wider(q.dtype, k_pages.dtype))
-    if known is None or known[0] is not plan or known[2].tiling != tiling:
-        read = plain(plan)
-        known = _last = (plan, read, cut(read, tiling))
-    _, read, tiles = known
-    move_slots(k_pages, v_pages, read.copy_from, read.copy_to)
-    append(k, v, k_pages, v_pages, read.write)
-    return attend_placed(q, k_pages, v_pages, read, tiles, scale, sliding_window, softcap)

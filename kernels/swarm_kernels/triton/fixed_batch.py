@@ -12,7 +12,7 @@ import torch
 import triton
 
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.triton.attention import Heads, Tiling, choose_tiling, plain
+from swarm_kernels.triton.attention import AttentionShape, TileConfig, choose_tiling, plain
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Rows of the batches that are worth a graph; wider ones keep the device busy by themselves."""
@@ -30,10 +30,10 @@ class Size:
     pages: int  # columns of the page table
     words: int  # of a tree mask
     copies: int
-    tiling: Tiling
+    tiling: TileConfig
 
     @classmethod
-    def of(cls, plan: BatchPlan, heads: Heads, dtype: torch.dtype, processors: int) -> Size | None:
+    def of(cls, plan: BatchPlan, heads: AttentionShape, dtype: torch.dtype, processors: int) -> Size | None:
         """The size that holds `plan`, or None if it is too large for any."""
         rows = next((width for width in WIDTHS if width >= plan.rows), 0)
         copies = next((count for count in _COPIES if count >= plan.copy_from.shape[0]), -1)

@@ -7,27 +7,24 @@ a `FixedBatch`; the arithmetic is the same as without a graph.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from swarm.errors import KernelError
+from swarm_kernels.backend import LayerCache, LayerStack
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.checks import check_layer
-from swarm_kernels.reference import LayerWeights
+from swarm_kernels.layer_weights import LayerWeights
 from swarm_kernels.triton.attention import processors
 from swarm_kernels.triton.fixed_batch import FixedBatch, Size
-from swarm_kernels.triton.layers import Cache, covers_layers, decoder_layers, heads_of
+from swarm_kernels.triton.layers import decoder_layers, heads_of
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE as _PoolHandle
 
 logger = logging.getLogger(__name__)
 
-_STACKS_KEPT = 8
 _GRAPHS_KEPT = 32  # of one stack
 
 
@@ -35,7 +32,7 @@ class _Graph:
     """One captured step. It reads the pages and weights it was captured with wherever they lay then."""
 
     def __init__(
-        self, batch: FixedBatch, layers: Sequence[LayerWeights], caches: Sequence[Cache], pool: _PoolHandle
+        self, batch: FixedBatch, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], pool: _PoolHandle
     ) -> None:
         """Capture while `batch` is blank: the run that warms up must leave the cache as it is. Raises RuntimeError."""
         self.batch = batch
@@ -55,34 +52,15 @@ class _Graph:
         return self._out[: hidden.shape[0]].clone()
 
 
-class Stack:
-    """Layers with their caches, checked once, and the graphs captured of them. Holds neither alive."""
+class TritonLayerStack(LayerStack):
+    """Layers on the GPU with the graphs captured of them."""
 
-    def __init__(self, layers: Sequence[LayerWeights], caches: Sequence[Cache], dtype: torch.dtype) -> None:
-        """Raises KernelError if a layer does not fit its cache, or the layers each other."""
-        for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
-            check_layer(weights, k_pages, v_pages)
-        if len({(weights.o.out_features, heads_of(weights)) for weights in layers}) > 1:
-            raise KernelError("the layers of a stack differ in width or heads")
-        self.covered = covers_layers(layers, dtype) and all(k_pages.dtype == dtype for k_pages, _ in caches)
-        self.width, self.head_dim = layers[0].o.out_features, layers[0].head_dim
-        self.pages = min(k_pages.shape[0] for k_pages, _ in caches)
-        self._parts = tuple(weakref.ref(part) for part in _parts(layers, caches))
+    def __init__(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
+        super().__init__(layers, caches)
         self._graphs: OrderedDict[Size, _Graph] = OrderedDict()
         self._seen: set[Size] = set()
         self._pool: _PoolHandle | None = None
         self._eager = False  # once a capture has failed
-
-    @property
-    def alive(self) -> bool:
-        """Whether somebody still has its layers and caches."""
-        return all(ref() is not None for ref in self._parts)
-
-    def is_of(self, layers: Sequence[LayerWeights], caches: Sequence[Cache]) -> bool:
-        parts = _parts(layers, caches)
-        return len(parts) == len(self._parts) and all(
-            ref() is part for ref, part in zip(self._parts, parts, strict=True)
-        )
 
     def run(
         self,
@@ -90,10 +68,10 @@ class Stack:
         layers: Sequence[LayerWeights],
         cos: torch.Tensor,
         sin: torch.Tensor,
-        caches: Sequence[Cache],
+        caches: Sequence[LayerCache],
         plan: BatchPlan,
     ) -> torch.Tensor:
-        """See `ops.decoder_layers`. A size is captured when it comes the second time."""
+        """A size is captured when it comes the second time."""
         with torch.cuda.device(hidden.get_device()):
             size = None
             if not self._eager:
@@ -104,7 +82,7 @@ class Stack:
             return graph.run(hidden, cos, sin, plan)
 
     def _graph(
-        self, size: Size, hidden: torch.Tensor, layers: Sequence[LayerWeights], rot: int, caches: Sequence[Cache]
+        self, size: Size, hidden: torch.Tensor, layers: Sequence[LayerWeights], rot: int, caches: Sequence[LayerCache]
     ) -> _Graph | None:
         known = self._graphs.get(size)
         if known is not None:
@@ -125,28 +103,3 @@ class Stack:
             self._graphs.clear()
             return None
         return made
-
-
-def _parts(layers: Sequence[LayerWeights], caches: Sequence[Cache]) -> list[LayerWeights | torch.Tensor]:
-    return [part for weights, cache in zip(layers, caches, strict=True) for part in (weights, *cache)]
-
-
-_stacks: OrderedDict[tuple[int, ...], Stack] = OrderedDict()
-
-
-def stack_of(layers: Sequence[LayerWeights], caches: Sequence[Cache], dtype: torch.dtype) -> Stack | None:
-    """The stack of these layers and caches, made and checked at first sight; None if the kernels do not cover it.
-
-    Raises KernelError.
-    """
-    key = (id(layers[0]), id(layers[-1]), id(caches[0][0]), id(caches[-1][0]), len(layers))
-    known = _stacks.get(key)
-    if known is not None and known.is_of(layers, caches):
-        _stacks.move_to_end(key)
-        return known if known.covered else None
-    for stale in [other for other, stack in _stacks.items() if other == key or not stack.alive]:
-        del _stacks[stale]  # its graphs hold memory
-    while len(_stacks) >= _STACKS_KEPT:
-        _stacks.popitem(last=False)
-    made = _stacks[key] = Stack(layers, caches, dtype)
-    return made if made.covered else None

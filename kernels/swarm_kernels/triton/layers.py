@@ -9,24 +9,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
 
+from swarm_kernels.backend import LayerCache
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.reference import LayerWeights
-from swarm_kernels.triton import cache_kernels
-from swarm_kernels.triton.attention import Heads, Tiling, attend_placed, covers, cut, move_slots, plain, tiling_of
-from swarm_kernels.triton.rows import MAX_WIDTH, add_rms_norm, rms_norm, silu_times
+from swarm_kernels.layer_weights import LayerWeights
+from swarm_kernels.triton import cache_kernels, row_kernels
+from swarm_kernels.triton.attention import (
+    AttentionShape,
+    TileConfig,
+    attend_placed,
+    commit_tree_slots,
+    covers,
+    cut,
+    plain,
+    tiling_of,
+)
 
-Cache = tuple[torch.Tensor, torch.Tensor]
-"""Key and value pages of one layer."""
+MAX_WIDTH = 32768
+"""Widest row of a norm: a program holds it in registers."""
+
+_ACT_BLOCK = 1024
 
 
-def heads_of(weights: LayerWeights) -> Heads:
-    return Heads(weights.heads, weights.kv_heads, weights.head_dim)
+def heads_of(weights: LayerWeights) -> AttentionShape:
+    return AttentionShape(weights.heads, weights.kv_heads, weights.head_dim)
 
 
 def covers_layers(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
-    """Whether every layer runs on these kernels with activations and pages of `dtype`."""
-    return all(covers(heads_of(w), dtype) and w.o.out_features <= MAX_WIDTH for w in layers)
+    """Whether every layer runs on these kernels with activations and pages of `dtype`, all with the same heads."""
+    alike = len({heads_of(w) for w in layers}) <= 1  # tiles are chosen once for all
+    return alike and all(covers(heads_of(w), dtype) and w.o.out_features <= MAX_WIDTH for w in layers)
 
 
 def decoder_layers(
@@ -34,11 +47,11 @@ def decoder_layers(
     layers: Sequence[LayerWeights],
     cos: torch.Tensor,
     sin: torch.Tensor,
-    caches: Sequence[Cache],
+    caches: Sequence[LayerCache],
     plan: BatchPlan,
-    tiling: Tiling | None = None,
+    tiling: TileConfig | None = None,
 ) -> torch.Tensor:
-    """See `ops.decoder_layers`. `tiling`: None to choose it by the plan's shapes."""
+    """See `LayerStack.run`. `tiling`: None to choose it by the plan's shapes."""
     plan = plain(plan)
     tiles = cut(plan, tiling or tiling_of(plan, heads_of(layers[0]), hidden.dtype))
     hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
@@ -49,7 +62,7 @@ def decoder_layers(
             normed = rms_norm(hidden, w.attn_norm, w.eps)
         else:
             hidden, normed = add_rms_norm(hidden, delta, w.attn_norm, w.eps)
-        move_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+        commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
         q = place(w.qkv(normed), w, cos, sin, k_pages, v_pages, plan.write)
         mixed = attend_placed(q, k_pages, v_pages, plan, tiles, w.scale, None, None)
         hidden, normed = add_rms_norm(hidden, w.o(mixed.view(rows, -1)), w.mlp_norm, w.eps)
@@ -81,3 +94,46 @@ def place(
         TURN=True, NORM_Q=w.q_norm is not None, NORM_K=w.k_norm is not None, num_warps=1,
     )  # fmt: skip
     return q
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `AttentionBackend.rms_norm`; the last dimension at most MAX_WIDTH."""
+    flat = x.contiguous().view(-1, x.shape[-1])
+    out = torch.empty_like(flat)
+    _launch_norm(flat, flat, weight, flat, out, eps, add=False)
+    return out.view(x.shape)
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x`, `delta` `[n, width]`, contiguous -> `x + delta`, rounded to their dtype, and its RMS norm."""
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm(x, delta, weight, total, out, eps, add=True)
+    return total, out
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    total: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    add: bool,
+) -> None:
+    rows, width = x.shape
+    if rows:
+        block = int(triton.next_power_of_2(width))
+        row_kernels.add_rms_norm[(rows,)](
+            x, delta, weight, total, out, eps,
+            WIDTH=width, BLOCK=block, ADD=add, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+
+
+def silu_times(gate_up: torch.Tensor) -> torch.Tensor:
+    """`[n, 2 width]`, gates then ups, contiguous -> `silu(gate) * up` `[n, width]`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    row_kernels.silu_times[(rows, triton.cdiv(width, _ACT_BLOCK))](gate_up, out, WIDTH=width, BLOCK=_ACT_BLOCK)
+    return out

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import reference
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.reference import LayerWeights
-from swarm_kernels.triton import attention, layers
+from swarm_kernels.layer_weights import LayerWeights, Linear, plain_linear
+from swarm_kernels.reference import REFERENCE, decoder_layer
+from swarm_kernels.triton import layers
+from swarm_kernels.triton.api import TRITON
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest honest relative L2 distance of one layer's output from the reference's in the same format."""
@@ -36,15 +37,15 @@ def run(device: torch.device, dtype: torch.dtype, dim: int = 64) -> None:
     angles = torch.outer(plan.positions.float(), 1e4 ** (-torch.arange(0, dim, 2, device=device) / dim)).repeat(1, 2)
     turn = angles.cos(), angles.sin()
     got = layers.decoder_layers(hidden, (weights,), *turn, ((ours[0], ours[1]),), plan)
-    want = reference.decoder_layer(hidden, weights, *turn, theirs[0], theirs[1], plan)
+    want = decoder_layer(hidden, weights, *turn, theirs[0], theirs[1], plan)
     _compare("a layer", got - hidden, want - hidden, dtype)
     for name, mine, other in zip(("keys", "values"), ours, theirs, strict=True):
         _compare(name, mine, other, dtype)
     q, k, v = (
         torch.randn(plan.rows, n, dim, generator=generator).to(device, dtype) for n in (_HEADS, _GROUPS, _GROUPS)
     )
-    got = attention.attend(q, k, v, ours[0], ours[1], plan, dim**-0.5, 50, 5.0)
-    want = reference.attend(q, k, v, theirs[0], theirs[1], plan, dim**-0.5, 50, 5.0)
+    got = TRITON.attend(q, k, v, ours[0], ours[1], plan, dim**-0.5, 50, 5.0)
+    want = REFERENCE.attend(q, k, v, theirs[0], theirs[1], plan, dim**-0.5, 50, 5.0)
     _compare("attention", got, want, dtype)
 
 
@@ -80,9 +81,9 @@ def on_device(plan: BatchPlan, device: torch.device) -> BatchPlan:
 
 
 def _layer(device: torch.device, dtype: torch.dtype, dim: int, generator: torch.Generator) -> LayerWeights:
-    def linear(outputs: int, inputs: int) -> reference.Linear:
+    def linear(outputs: int, inputs: int) -> Linear:
         weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
-        return reference.pack_linear(weight.to(device, dtype))
+        return plain_linear(weight.to(device, dtype))
 
     def norm(size: int) -> torch.Tensor:
         return (torch.rand(size, generator=generator) + 0.5).to(device)

@@ -52,12 +52,14 @@ def variants() -> Iterator[Variant]:
     """Every kernel, attention for each format and for the head sizes that press hardest on shared memory."""
     for dtype in _NAMES:
         for dim in (64, 128, 256):
-            heads = attention.Heads(32, 8, dim)
+            heads = attention.AttentionShape(32, 8, dim)
             yield _attend(heads, dtype, block_m=16, split=True, extras=False)
-        yield _attend(attention.Heads(8, 1, 80), dtype, block_m=32 if dtype == torch.float32 else 64, split=False)
+        yield _attend(
+            attention.AttentionShape(8, 1, 80), dtype, block_m=32 if dtype == torch.float32 else 64, split=False
+        )
         yield _place(dtype)
         yield _rows("add_rms_norm", row_kernels.add_rms_norm, dtype)
-    yield _attend(attention.Heads(16, 4, 256), torch.bfloat16, block_m=64, split=False)
+    yield _attend(attention.AttentionShape(16, 4, 256), torch.bfloat16, block_m=64, split=False)
     yield _rows("silu_times", row_kernels.silu_times, torch.bfloat16)
     yield _cut()
     yield _merge()
@@ -85,7 +87,9 @@ _ALIGNED = frozenset(
 )
 
 
-def _attend(heads: attention.Heads, dtype: torch.dtype, block_m: int, split: bool, extras: bool = True) -> Variant:
+def _attend(
+    heads: attention.AttentionShape, dtype: torch.dtype, block_m: int, split: bool, extras: bool = True
+) -> Variant:
     name = _NAMES[dtype]
     data = {"q": f"*{name}", "k_pages": f"*{name}", "v_pages": f"*{name}", "stats": "*fp32"}
     tables = dict.fromkeys(("session", "past", "pages", "tree_pages", "tiles"), "*i32")

@@ -19,7 +19,8 @@ from swarm_kernels.draft_heads import MedusaHeads
 from swarm_kernels.kv_cache import KVCache, RowsRequest
 from swarm_kernels.lean import LeanSpan
 from swarm_kernels.sampling import sample_rows
-from swarm_kernels.span import Span, from_wire, to_wire
+from swarm_kernels.span import Span
+from swarm_kernels.wire import from_wire, to_wire
 from swarm_node.serving.executor import Compute, Output, Work
 from swarm_node.serving.sessions import Rows, Session
 
