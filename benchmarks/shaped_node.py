@@ -27,7 +27,7 @@ from swarm_node.membership.profiler import Calibration
 from swarm_node.network.connection import Network, over_daemon
 from swarm_node.owner.report import JsonReporter
 from swarm_node.serving.engine import SpanEngine
-from swarm_node.serving.executor import Compute, Output, Work
+from swarm_node.serving.executor import Compute, Output, ScheduledStep
 
 
 async def serve(config: NodeConfig, shape: Shape) -> None:
@@ -56,7 +56,7 @@ def slow_down(times: float) -> None:
         curve = CostCurve(own.cost.widths, tuple(times * ms for ms in own.cost.ms))
         return replace(own, cost=curve)
 
-    def slower(self: SpanEngine, works: Sequence[Work]) -> Compute:
+    def slower(self: SpanEngine, works: Sequence[ScheduledStep]) -> Compute:
         compute, takes_s = prepare(self, works), curve.at(sum(w.rows for w in works)) * len(works[0].span) / 1e3
 
         def run() -> Sequence[Output | SwarmError]:

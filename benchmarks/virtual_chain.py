@@ -1,8 +1,8 @@
 """A chain of hops in virtual time under the real engine: what a setting is worth with no machine's noise in it.
 
-Owns the clocks, the hops' queues and the links. The generations, the speculators with their tuners, and the drafters
-are the real ones; only computing and sending are replaced by their times. The tail knows the answers beforehand and
-draws them.
+Owns the clocks and the links. The hops' schedulers, the generations, the speculators with their tuners, and the
+drafters are the real ones; only computing and sending are replaced by their times. The tail knows the answers
+beforehand and draws them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from swarm.config import Limits
+from swarm.plan.scheduling.batch_scheduler import BatchScheduler
+from swarm.plan.scheduling.session_order import SessionOrder
 from swarm.plan.session import (
     Action,
     ChainReady,
@@ -31,66 +33,61 @@ from swarm.plan.session import (
     StepSettled,
 )
 from swarm.plan.speculation import ChainCosts, Strategy
-from swarm.types import Chain
+from swarm.types import Chain, LayerSpan
 from swarm_client.drafters.base import Candidate, Drafter, Glance
 from swarm_client.drafters.inline import InlineDrafter
 from swarm_client.speculator import Speculator
-from swarm_node.serving.executor import ACTIVE_S, GATHER_MAX_S, GATHER_SHARE
 
 _T = TypeVar("_T")
 
 TREE_ROOM = 192
+WHOLE = LayerSpan(0, 1)  # every hop runs all its layers for everybody
 OFF_PATH = -1  # what the tail draws after a wrong guess; nobody guesses it
 
 
 @dataclass(slots=True)
 class _Job:
-    """A step at one hop."""
+    """A step on its way; a `plan.scheduling` step at `hop`."""
 
     chain: VirtualChain
     step: SendStep
     draws: tuple[int, ...]  # what the tail will answer
-    arrived: float = 0.0
+    hop: _Hop
+    entered: float = 0.0  # the hop's queue
     trace: list[tuple[float, float]] = field(default_factory=list)
     sessions: int = 1
+    span = WHOLE
+
+    @property
+    def session_key(self) -> VirtualChain:
+        return self.chain
 
     @property
     def rows(self) -> int:
         return max(1, len(self.step.tokens) + len(self.step.rows))
 
+    @property
+    def prefill(self) -> bool:
+        return len(self.step.tokens) > 1
+
+    @property
+    def stale(self) -> bool:
+        return self.step.epoch < self.hop.epochs.get(self.chain, 0)
+
+    @property
+    def dropped(self) -> bool:
+        return self.chain not in self.hop.epochs  # the session is over
+
 
 class _Hop:
-    """What waits at a hop, and who has decoded there lately."""
+    """A node: the scheduler it runs, and the epoch of every session that is open."""
 
     def __init__(self) -> None:
-        self.queue: deque[_Job] = deque()
-        self.busy = False
+        self.scheduler: BatchScheduler[_Job] = BatchScheduler(Limits().batch_tokens)
+        self.order: SessionOrder[_Job] = SessionOrder()
         self.epochs: dict[VirtualChain, int] = {}
-        self.decoded: dict[VirtualChain, float] = {}  # when it last did
-        self.batch_ms = 0.0  # what the last batch took
-        self.batch_of: dict[VirtualChain, int] = {}
-        self.batches = 0
-        self.starts, self.waiting = 0, False  # which start is the one that counts, and whether it lies ahead
-
-    def decoding(self, at: float, within_ms: float) -> int:
-        return sum(at - last < within_ms for last in self.decoded.values())
-
-    def gather_ms(self, at: float) -> float:
-        """How long to wait for company: the executor's rule."""
-        here = {job.chain for job in self.queue}
-        theirs = {self.batch_of.get(chain) for chain in here} - {None}
-        mates = {chain for chain, batch in self.batch_of.items() if batch in theirs}
-        if mates <= here:
-            return 0.0
-        return min(GATHER_MAX_S * 1e3, GATHER_SHARE * self.batch_ms)
-
-    def take(self) -> list[_Job]:
-        """A step of each session that waits."""
-        batch: dict[VirtualChain, _Job] = {}
-        for job in self.queue:
-            batch.setdefault(job.chain, job)
-        self.queue = deque(job for job in self.queue if batch[job.chain] is not job)
-        return list(batch.values())
+        self.busy = False
+        self.start_at: float | None = None  # when the next batch is to be taken
 
 
 class VirtualHops:
@@ -116,7 +113,17 @@ class VirtualHops:
     def at(self, when: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), happen))
 
-    def send(self, job: _Job, at: float) -> None:
+    def open(self, chain: VirtualChain) -> None:
+        for hop in self._hops:
+            hop.epochs[chain] = 0
+
+    def close(self, chain: VirtualChain, at: float) -> None:
+        """As `drop`."""
+        for hop in self._hops:
+            self.at(at + self.costs.link_ms[0], partial(self._close, hop, chain))
+
+    def send(self, chain: VirtualChain, step: SendStep, draws: tuple[int, ...], at: float) -> None:
+        job = _Job(chain, step, draws, self._hops[0])
         self.at(at + self.costs.link_ms[0], partial(self._arrive, 0, job))
 
     def drop(self, chain: VirtualChain, epoch: int, at: float) -> None:
@@ -124,52 +131,61 @@ class VirtualHops:
         for hop in self._hops:
             self.at(at + self.costs.link_ms[0], partial(self._void, hop, chain, epoch))
 
+    def _close(self, hop: _Hop, chain: VirtualChain, _at: float) -> None:
+        hop.epochs.pop(chain, None)
+        hop.order.forget(chain)
+        hop.scheduler.forget(chain)
+
     def _void(self, hop: _Hop, chain: VirtualChain, epoch: int, _at: float) -> None:
-        hop.epochs[chain] = max(hop.epochs.get(chain, 0), epoch)
-        hop.queue = deque(job for job in hop.queue if job.step.epoch >= hop.epochs.get(job.chain, 0))
+        if chain in hop.epochs:
+            hop.epochs[chain] = max(hop.epochs[chain], epoch)
 
     def _arrive(self, number: int, job: _Job, at: float) -> None:
-        hop = self._hops[number]
-        job.arrived = at
-        self._void(hop, job.chain, job.step.epoch, at)
-        if job.step.epoch == hop.epochs[job.chain]:
-            hop.queue.append(job)
+        job.hop = self._hops[number]
+        self._void(job.hop, job.chain, job.step.epoch, at)
+        if not job.stale and not job.dropped:
+            self._enter(job.hop, job.hop.order.arrive(job), at)
             self._start_soon(number, at)
+
+    def _enter(self, hop: _Hop, job: _Job | None, at: float) -> None:
+        if job is not None:
+            job.entered = at
+            hop.scheduler.push(job)
 
     def _start_soon(self, number: int, at: float) -> None:
         hop = self._hops[number]
-        if hop.busy or not hop.queue:
+        if hop.busy or not hop.scheduler:
             return
-        wait = hop.gather_ms(at)
-        if not (wait and hop.waiting):  # everybody is here, or nobody has waited yet
-            hop.starts, hop.waiting = hop.starts + 1, True
-            self.at(at + wait, partial(self._start, number, hop.starts))
+        wait_ms = 1e3 * hop.scheduler.wait_s()
+        if hop.start_at is None or not wait_ms:  # nobody has waited yet, or everybody is here
+            start_at = hop.start_at = at + wait_ms
+            self.at(start_at, partial(self._start, number, start_at))
 
-    def _start(self, number: int, start: int, at: float) -> None:
+    def _start(self, number: int, start_at: float, at: float) -> None:
         hop = self._hops[number]
-        if start != hop.starts:
+        if start_at != hop.start_at:
             return
-        if not hop.queue:  # dropped meanwhile
-            hop.waiting = False
+        hop.start_at = None
+        batch = hop.scheduler.take()
+        if not batch:  # dropped meanwhile
             return
-        batch = hop.take()
-        hop.busy, hop.waiting = True, False
+        hop.busy = True
         shared = max(1.0, sum(other.busy for other in self._hops) / self._cores)
         compute = shared * self.costs.stages[number].ms(sum(job.rows for job in batch))
         for job in batch:
-            job.trace.append((at - job.arrived, compute))
+            job.trace.append((at - job.entered, compute))
         self.at(at + compute, partial(self._ran, number, batch, compute))
 
     def _ran(self, number: int, batch: list[_Job], took: float, at: float) -> None:
         hop = self._hops[number]
-        hop.busy, hop.batch_ms = False, took
-        hop.decoded.update((job.chain, at) for job in batch)
-        hop.batches += 1
-        hop.batch_of.update((job.chain, hop.batches) for job in batch)
+        hop.busy = False
+        open_jobs = [job for job in batch if not job.dropped]
+        sessions = hop.scheduler.completed(open_jobs, took / 1e3, at / 1e3)
         link = self.costs.link_ms[number + 1]
-        for job in batch:
-            job.sessions = max(job.sessions, hop.decoding(at, ACTIVE_S * 1e3))
-            last = number + 1 == len(self._hops)
+        last = number + 1 == len(self._hops)
+        for job in open_jobs:
+            job.sessions = max(job.sessions, sessions)
+            self._enter(hop, hop.order.ran(job), at)
             self.at(at + link, partial(job.chain.come, job) if last else partial(self._arrive, number + 1, job))
         self._start_soon(number, at)
 
@@ -188,6 +204,7 @@ class VirtualChain:
     def begin(self, client: Generator[None, StepSettled, None], at: float) -> None:
         """`client` is sent every result and handles it at once."""
         self._client = client
+        self._hops.open(self)
         self._hops.at(at, self._wake)
 
     def _wake(self, at: float) -> None:
@@ -196,10 +213,13 @@ class VirtualChain:
         next(self._client, None)
 
     def send(self, step: SendStep) -> None:
-        self._hops.send(_Job(self, step, self._draws(step)), self.now)
+        self._hops.send(self, step, self._draws(step), self.now)
 
     def drop(self, epoch: int) -> None:
         self._hops.drop(self, epoch, self.now)
+
+    def close(self) -> None:
+        self._hops.close(self, self.now)
 
     def come(self, job: _Job, at: float) -> None:
         assert self._client is not None  # it sent the job
@@ -368,6 +388,7 @@ def _drive(
                     if speculator is not None:
                         _run(speculator.emitted(action.tokens, ()))
                 case Finish():
+                    chain.close()
                     done(chain)
                     return
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from swarm.errors import DrafterFailed
+from swarm.ewma import Ewma
 from swarm.plan.live_costs import Observation
 from swarm.plan.session import Draft, Drafted, DraftsEnded, Generation, Policy, SendStep, StepSettled
 from swarm.plan.speculation import ChainCosts, Strategy
@@ -25,7 +26,7 @@ from swarm_client.drafters.base import Drafter as DraftSource
 
 logger = logging.getLogger(__name__)
 
-DRAFT_MEMORY = 0.9  # what the drafting times before the last one weigh together
+EWMA_DECAY = 0.9  # what the drafting times before the last one weigh together
 CHAINS_KNOWN = 64
 
 
@@ -49,13 +50,16 @@ class Guesser(Protocol):
 class Experience:
     """What all generations of a client have learned. `level_ms`: what a thorough question to the drafter takes."""
 
-    level_ms: float = 0.0  # nothing measured yet
-    _asked: int = 0
+    _level_ms: Ewma = field(default_factory=lambda: Ewma(EWMA_DECAY, bias_correction=True))
     _crowding: dict[tuple[Hop, ...], float] = field(default_factory=dict)
 
+    @property
+    def level_ms(self) -> float:
+        """0 while nothing was measured."""
+        return self._level_ms.value
+
     def asked(self, ms: float) -> None:
-        self._asked += 1
-        self.level_ms += max(1 - DRAFT_MEMORY, 1 / self._asked) * (ms - self.level_ms)
+        self._level_ms.update(ms)
 
     def crowding(self, chain: Chain) -> float:
         """See `plan.live_costs.LiveCosts`: whether hops share a machine does not change with the next question."""

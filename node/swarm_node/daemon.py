@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -23,13 +24,13 @@ from swarm.net.pool import ConnectionPool
 from swarm.net.throttle import ThrottledCarrier, Upload
 from swarm.plan.keeper import Decision, Keeper, Policy
 from swarm.plan.requests import place_request
+from swarm.plan.scheduling.layer_time import LayerTimeEstimator
 from swarm.types import ModelId, NodeState
 from swarm_node.membership.announcer import Announcer
 from swarm_node.membership.links import Links
 from swarm_node.membership.machine import Machine, measure
 from swarm_node.membership.moving import Spans
 from swarm_node.membership.portrait import Portrait
-from swarm_node.membership.profiler import LayerTime
 from swarm_node.membership.settling import Settler
 from swarm_node.membership.standing import Standing
 from swarm_node.membership.upkeep import Upkeep
@@ -128,13 +129,18 @@ class Node:
         self._served = ModelId(source.name, source.weight_hash, config.dtype)
         self._standing = Standing()
         self._duty = Duty()
-        layer_time = LayerTime(machine.calibration.cost)
+        layer_time = LayerTimeEstimator(machine.calibration.cost)
         upload = Upload(config.upload_limit or math.inf)
         carrier = ThrottledCarrier(network.carrier, upload)
         self._pool = ConnectionPool(carrier, self._on_frame, self._on_lost, limits)
         self._service = Service(self._served, self._pool, limits, on_load=lambda: self._announcer.changed())
         self._spans = Spans(
-            machine, self._service, self._standing, limits, observe=layer_time.observe, progress=report.loading
+            machine,
+            self._service,
+            self._standing,
+            limits,
+            observe=lambda stats: layer_time.observe(stats, time.monotonic()),
+            progress=report.loading,
         )
         self._links = Links(self._pool, carrier.peer)
         self._portrait = Portrait(

@@ -9,14 +9,15 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
+from swarm.ewma import Ewma
 from swarm.plan.speculation import ChainCosts, Stage
 from swarm.types import CostCurve
 
-MEMORY = 0.8  # what the measurements before the last one weigh together
-FIT_MEMORY = 0.9  # the same for how a hop's time grows with width, which takes steps of several widths to see
+EWMA_DECAY = 0.8  # what the measurements before the last one weigh together
+FIT_DECAY = 0.9  # the same for how a hop's time grows with width, which takes steps of several widths to see
 PRIOR_WEIGHT = 0.3  # steps that the live map's curve weighs as much as, at each end of the usual widths
 PRIOR_LOG_WIDTHS = (0.0, 3.0)
-FORGIVING = 0.97  # crowding is forgotten so slowly with every step that had the chain to itself
+CONTENTION_DECAY = 0.97  # crowding is forgotten so slowly with every step that had the chain to itself
 LEAST_RATIO = 0.05
 
 
@@ -46,16 +47,21 @@ class LiveCosts:
     def __init__(self, predicted: ChainCosts, crowding: float = 1.0) -> None:
         self._predicted = predicted
         self._fits = [_Fit() for _ in predicted.stages]
-        self._queue_ms = [0.0] * len(predicted.stages)
-        self._links_ms: float | None = None  # all of a round's
-        self.crowding = crowding
-        self.sessions = 0.0  # nothing heard yet
+        self._queue_ms = [Ewma(EWMA_DECAY, 0.0) for _ in predicted.stages]
+        self._links_ms = Ewma(EWMA_DECAY)  # all of a round's
+        self._crowding = Ewma(EWMA_DECAY, crowding)
+        self._sessions = Ewma(EWMA_DECAY)
         self._now: ChainCosts | None = None
 
     @property
+    def crowding(self) -> float:
+        return self._crowding.value
+
+    @property
     def company(self) -> float:
-        computing = self.now().compute_ms(1) - sum(self._queue_ms)
-        return max(self.sessions, 1.0 + sum(self._queue_ms) / computing if computing > 0 else 1.0)
+        queueing = sum(mean.value for mean in self._queue_ms)
+        computing = self.now().compute_ms(1) - queueing
+        return max(self._sessions.value, 1.0 + queueing / computing if computing > 0 else 1.0)
 
     def observe(self, seen: Observation) -> None:
         """A trace of another chain's length is passed over."""
@@ -63,21 +69,20 @@ class LiveCosts:
             return
         self._now = None
         computing = sum(compute for _, compute in seen.trace)
-        self.sessions = _blend(self.sessions, seen.sessions) if self.sessions else seen.sessions
+        self._sessions.update(seen.sessions)
         if seen.crowded:
             alone = sum(self._curve(i).at(seen.width) * stage.layers for i, stage in enumerate(self._predicted.stages))
             if alone > 0:
-                self.crowding = max(1.0, _blend(self.crowding, computing / alone))
+                self._crowding.value = max(1.0, self._crowding.update(computing / alone))
         else:
-            self.crowding = 1.0 + (self.crowding - 1.0) * FORGIVING
+            self._crowding.value = 1.0 + (self._crowding.value - 1.0) * CONTENTION_DECAY
             for i, ((queue, compute), stage) in enumerate(zip(seen.trace, self._predicted.stages, strict=True)):
                 expected = stage.layers * stage.cost.at(seen.width)
                 if expected > 0:
                     self._fits[i].add(math.log2(max(1, seen.width)), compute / expected)
-                self._queue_ms[i] = _blend(self._queue_ms[i], queue)
+                self._queue_ms[i].update(queue)
         if seen.round_ms is not None:
-            links = max(0.0, seen.round_ms - sum(queue + compute for queue, compute in seen.trace))
-            self._links_ms = links if self._links_ms is None else _blend(self._links_ms, links)
+            self._links_ms.update(max(0.0, seen.round_ms - sum(queue + compute for queue, compute in seen.trace)))
 
     def now(self) -> ChainCosts:
         if self._now is None:
@@ -89,12 +94,12 @@ class LiveCosts:
         stages = []
         for i, (stage, queue) in enumerate(zip(costs.stages, self._queue_ms, strict=True)):
             cost = self._curve(i)
-            stages.append(Stage(stage.layers, cost.at(1) + queue / stage.layers, cost))
-        if self._links_ms is None:
+            stages.append(Stage(stage.layers, cost.at(1) + queue.value / stage.layers, cost))
+        if not self._links_ms.samples:
             return replace(costs, stages=tuple(stages))
         total = sum(costs.link_ms)
         shares = [ms / total if total > 0 else 1 / len(costs.link_ms) for ms in costs.link_ms]
-        return replace(costs, stages=tuple(stages), link_ms=tuple(self._links_ms * share for share in shares))
+        return replace(costs, stages=tuple(stages), link_ms=tuple(self._links_ms.value * share for share in shares))
 
     def _curve(self, index: int) -> CostCurve:
         """The live map's curve, turned and raised to what was measured; more rows never take less."""
@@ -113,7 +118,7 @@ class _Fit:
         seen = (1.0, x, x * x, ratio, x * ratio)
         sums = (self._weight, self._x, self._xx, self._y, self._xy)
         self._weight, self._x, self._xx, self._y, self._xy = (
-            FIT_MEMORY * total + term for total, term in zip(sums, seen, strict=True)
+            FIT_DECAY * total + term for total, term in zip(sums, seen, strict=True)
         )
 
     def at(self, x: float) -> float:
@@ -126,7 +131,3 @@ class _Fit:
         total = level * weight
         slope = (weight * moment - at * total) / (weight * squares - at * at)
         return max(LEAST_RATIO, (total - slope * at) / weight + slope * x)
-
-
-def _blend(before: float, now: float) -> float:
-    return MEMORY * before + (1 - MEMORY) * now

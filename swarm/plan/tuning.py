@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.errors import UsageError
+from swarm.ewma import DecayedRatio
 from swarm.plan.live_costs import LiveCosts, Observation
 from swarm.plan.marginal import Prices, marginal_policy, steps_held
 from swarm.plan.session_events import SEQUENTIAL, Policy
@@ -28,7 +29,8 @@ from swarm.plan.speculation import (
     tree,
 )
 
-RATE_MEMORY = 0.92  # what a strategy's speed before the last token weighs
+BIAS_DECAY = 0.92  # what a strategy's speed before the last token weighs
+TRUST_DECAY = 0.99  # what the drafter's odds before the last result weigh
 PACE_ROUNDS = 4.0  # rounds of the chain after which a pace is forgotten to a third
 TRUST_AFTER = 4.0  # guesses' worth of belief in the drafter's odds before any was settled
 RECHOOSE_TOKENS = 12  # until the strategy is chosen afresh; twice as long each time that changes nothing,
@@ -76,15 +78,14 @@ class Tuner:
         self._current: Setting | None = None
         self._since = 0  # tokens settled since the last choice
         self._patience = RECHOOSE_TOKENS
-        self._expected = TRUST_AFTER
-        self._hits = TRUST_AFTER
+        self._trust = DecayedRatio(TRUST_AFTER, TRUST_AFTER)  # right guesses over promised ones
         self._pace = _Pace(costs.round_ms(1))
         self._chosen_for_ms = costs.round_ms(1)  # a plain step's round, as it was known at the last choice
 
     @property
     def trust(self) -> float:
         """Right guesses over those that the drafter's odds promised; below 1 it boasts."""
-        return self._hits / self._expected
+        return self._trust.value
 
     @property
     def crowding(self) -> float:
@@ -98,7 +99,7 @@ class Tuner:
     def settled(self, seen: Observation, tokens: int, hits: int, expected: float, took_ms: float) -> None:
         """`tokens` came `took_ms` after those before; `hits` were guessed, where the odds promised `expected`."""
         self._costs.observe(seen)
-        self._hits, self._expected = self._hits * 0.99 + hits, self._expected * 0.99 + expected
+        self._trust.add(hits, expected, TRUST_DECAY)
         self._since += tokens
         round_ms = self._costs.now().round_ms(1)
         self._pace.add(tokens, took_ms, round_ms)
@@ -178,34 +179,31 @@ class _Record:
     """
 
     def __init__(self) -> None:
-        self._came = self._promised = 1.0 / (1.0 - RATE_MEMORY)
+        self._tokens = DecayedRatio(1.0 / (1.0 - BIAS_DECAY), 1.0 / (1.0 - BIAS_DECAY))
 
     @property
     def ratio(self) -> float:
-        return self._came / self._promised
+        return self._tokens.value
 
     def add(self, came: int, promised: float) -> None:
-        memory = RATE_MEMORY**came
-        self._came, self._promised = self._came * memory + came, self._promised * memory + promised
+        self._tokens.add(came, promised, BIAS_DECAY**came)
 
     def forgive(self) -> None:
-        self._came += SECOND_CHANCE * (self._promised - self._came)
+        self._tokens.numerator += SECOND_CHANCE * (self._tokens.denominator - self._tokens.numerator)
 
 
 class _Pace:
     """Tokens a millisecond, lately. Before any came: as plain decoding."""
 
     def __init__(self, round_ms: float) -> None:
-        self._tokens, self._ms = PACE_ROUNDS, PACE_ROUNDS * round_ms
+        self._tokens = DecayedRatio(PACE_ROUNDS, PACE_ROUNDS * round_ms)
 
     @property
     def tokens_per_ms(self) -> float:
-        return self._tokens / self._ms
+        return self._tokens.value
 
     def add(self, tokens: int, took_ms: float, round_ms: float) -> None:
-        memory = math.exp(-took_ms / (PACE_ROUNDS * round_ms))
-        self._tokens = self._tokens * memory + tokens
-        self._ms = self._ms * memory + took_ms
+        self._tokens.add(tokens, took_ms, math.exp(-took_ms / (PACE_ROUNDS * round_ms)))
 
 
 def _as_hybrid(forecast: Forecast) -> Forecast:

@@ -17,7 +17,7 @@ from swarm.net.carrier import Connection
 from swarm.net.memory import MemoryNetwork
 from swarm.net.pool import ConnectionPool
 from swarm.types import LayerSpan, ModelId, PeerId, Sampling
-from swarm_node.serving.executor import Executor, InlineDevice, Output, Work
+from swarm_node.serving.executor import Executor, InlineDevice, Output, ScheduledStep
 from swarm_node.serving.homes import ServedEngine
 from swarm_node.serving.service import Service
 from swarm_node.serving.sessions import Rows
@@ -86,7 +86,7 @@ class ToyEngine:
 
         return write
 
-    def prepare(self, works: Sequence[Work]) -> Callable[[], list[Output]]:
+    def prepare(self, works: Sequence[ScheduledStep]) -> Callable[[], list[Output]]:
         assert len({id(w.session) for w in works}) == len(works)
         assert len({w.session.span for w in works}) == 1
         if any(w.session.key == self.refuse_key for w in works):
@@ -94,7 +94,7 @@ class ToyEngine:
         self.batches.append(len(works))
         return lambda: [self._compute(w) for w in works]
 
-    def _compute(self, work: Work) -> Output:
+    def _compute(self, work: ScheduledStep) -> Output:
         if self.fail is not None:
             raise self.fail
         step, session = work.arrival.step, work.session

@@ -1,4 +1,4 @@
-"""τ follows the load and falls back; a machine is measured once."""
+"""A machine is measured once."""
 
 from __future__ import annotations
 
@@ -10,53 +10,14 @@ import pytest
 import torch
 from tiny_models import ModelTensors, tiny_model
 
-from swarm.types import CostCurve, LayerSpan
+from swarm.types import CostCurve
 from swarm_node.membership import profiler
-from swarm_node.membership.profiler import Calibration, LayerTime, calibrate
-from swarm_node.serving.executor import BatchStats
+from swarm_node.membership.profiler import Calibration, calibrate
 
-SPAN = LayerSpan(0, 10)
 CPU = torch.device("cpu")
 
 
 CURVE = CostCurve((1, 4, 16), (1.0, 1.5, 4.0))
-
-
-def batch(compute_ms: float, decode: int = 1, steps: int = 1, rows: int = 1) -> BatchStats:
-    return BatchStats(SPAN, steps, decode, rows, queue_ms=50.0, compute_ms=compute_ms)
-
-
-def test_tau_is_what_one_session_more_would_meet() -> None:
-    tau = LayerTime(CURVE)
-    assert [tau.ms(sessions) for sessions in (0, 3, 15)] == [1.0, 1.5, 4.0]
-
-
-def test_tau_follows_live_batches_and_forgets_them_when_work_stops() -> None:
-    now = 0.0
-    tau = LayerTime(CURVE, clock=lambda: now)
-    for _ in range(60):
-        tau.observe(batch(compute_ms=30.0, decode=4, steps=4, rows=4))  # the curve says 15
-    assert tau.ms(3) == pytest.approx(3.0, rel=0.01)
-    assert tau.ms(0) == pytest.approx(2.0, rel=0.01)
-    now += 20 * profiler.CALM_S
-    assert 1.0 <= tau.ms(0) < 1.4
-    for _ in range(2000):
-        tau.observe(batch(compute_ms=30.0, decode=4, steps=4, rows=4))
-    now += 20 * profiler.CALM_S
-    assert tau.ms(0) == pytest.approx(2.0, rel=0.01), "a calibration that was off is corrected for good"
-
-
-def test_prefill_says_nothing_of_a_token() -> None:
-    tau = LayerTime(CURVE)
-    tau.observe(batch(5000.0, decode=0, rows=256))
-    tau.observe(batch(5000.0, decode=1, steps=2, rows=257))
-    assert tau.ms(0) == 1.0
-
-
-def test_one_wild_batch_is_not_believed() -> None:
-    tau = LayerTime(CURVE)
-    tau.observe(batch(compute_ms=1e9))
-    assert tau.ms(0) < 15.0
 
 
 def test_a_disk_that_cannot_be_written_costs_no_more_than_a_measurement(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from swarm.ewma import DecayedRatio
 from swarm.plan.arca import AcceptanceTable, check_acceptance
 
 DEFAULT_PRIOR = (0.3, 0.1, 0.05, 0.03)
 STRENGTH = 8.0
 """Observations that the expectation of a row weighs as much as."""
-MEMORY = 0.99
+DECAY = 0.99
 """What an observation still weighs once another of its depth came: text changes its kind within one answer."""
 
 
@@ -25,11 +26,11 @@ class Acceptance:
     """
 
     def __init__(
-        self, prior: Sequence[float] = DEFAULT_PRIOR, strength: float = STRENGTH, memory: float = MEMORY
+        self, prior: Sequence[float] = DEFAULT_PRIOR, strength: float = STRENGTH, decay: float = DECAY
     ) -> None:
         check_acceptance([prior])
         self._prior = tuple(prior)
-        self._strength, self._memory = strength, memory
+        self._strength, self._decay = strength, decay
         self._depths: list[_Counts] = []
         self.observed = 0
 
@@ -41,12 +42,12 @@ class Acceptance:
         """
         while len(self._depths) <= depth:
             self._depths.append(_Counts())
-        self._depths[depth].add(rank, width, self._memory)
+        self._depths[depth].add(rank, width, self._decay)
         self.observed += 1
 
     def table(self, depths: int, ranks: int | None = None) -> AcceptanceTable:
         """`[depths][ranks]`, each row's sum at most 1. `ranks`: by default as many as were ever asked for."""
-        seen = max((len(counts.trials) for counts in self._depths), default=0)
+        seen = max((len(counts.ranks) for counts in self._depths), default=0)
         count = ranks if ranks is not None else max(len(self._prior), seen)
         row = _fitted(self._prior, count)
         rows = []
@@ -58,31 +59,26 @@ class Acceptance:
 
     def hit_rate(self, depth: int = 0) -> float:
         """The part of the settled proposals for this level that held the target's token; 0 before there was one."""
-        if depth >= len(self._depths) or not self._depths[depth].trials:
+        if depth >= len(self._depths) or not self._depths[depth].ranks:
             return 0.0
-        counts = self._depths[depth]
-        return min(1.0, math.fsum(h / t for h, t in zip(counts.hits, counts.trials, strict=True)))
+        return min(1.0, math.fsum(hits.value for hits in self._depths[depth].ranks))
 
 
 class _Counts:
     """One level: how often each rank was asked for, and how often it was right."""
 
     def __init__(self) -> None:
-        self.trials: list[float] = []
-        self.hits: list[float] = []
+        self.ranks: list[DecayedRatio] = []
 
-    def add(self, rank: int | None, width: int, memory: float) -> None:
-        while len(self.trials) < width:
-            self.trials.append(0.0)
-            self.hits.append(0.0)
-        for i in range(width):
-            self.trials[i] = self.trials[i] * memory + 1.0
-            self.hits[i] *= memory
-        if rank is not None:
-            self.hits[rank] += 1.0
+    def add(self, rank: int | None, width: int, decay: float) -> None:
+        while len(self.ranks) < width:
+            self.ranks.append(DecayedRatio())
+        for i, hits in enumerate(self.ranks[:width]):
+            hits.add(i == rank, 1.0, decay)
 
     def row(self, expected: Sequence[float], strength: float) -> tuple[float, ...]:
-        hits, trials = _fitted(self.hits, len(expected)), _fitted(self.trials, len(expected))
+        hits = _fitted([rank.numerator for rank in self.ranks], len(expected))
+        trials = _fitted([rank.denominator for rank in self.ranks], len(expected))
         row = [(strength * p + h) / (strength + t) for p, h, t in zip(expected, hits, trials, strict=True)]
         total = math.fsum(row)  # above 1 only when ranks were asked for unequally often
         return tuple(p / max(1.0, total) for p in row)

@@ -11,13 +11,14 @@ import math
 from collections.abc import Sequence
 
 from swarm.errors import UsageError
+from swarm.ewma import DecayedRatio
 from swarm.plan.tree import Hints
 from swarm_client.drafters.base import Candidate, Drafter, Glance, TokenPath
 
 _BOUNDS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97)
 """Claims between two of these are calibrated together."""
 _STRENGTH = 10.0
-_MEMORY = 0.995
+_DECAY = 0.995
 
 
 class CombinedDrafter(Drafter):
@@ -101,18 +102,13 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._claimed = [0.0] * (len(_BOUNDS) + 1)
-        self._came = [0.0] * (len(_BOUNDS) + 1)
-        self._trials = [0.0] * (len(_BOUNDS) + 1)
+        self._hits = [DecayedRatio() for _ in range(len(_BOUNDS) + 1)]  # tokens that came over those claimed
 
     def learn(self, claims: Sequence[Candidate], token: int) -> None:
         """`token` came where `claims` were made."""
         for candidate in claims:
             p = math.exp(candidate.logprob)
-            bin_ = bisect.bisect_right(_BOUNDS, p)
-            self._claimed[bin_] = self._claimed[bin_] * _MEMORY + p
-            self._came[bin_] = self._came[bin_] * _MEMORY + (candidate.token == token)
-            self._trials[bin_] = self._trials[bin_] * _MEMORY + 1.0
+            self._hits[bisect.bisect_right(_BOUNDS, p)].add(candidate.token == token, p, _DECAY)
 
     def corrected(self, claims: Sequence[Candidate]) -> list[Candidate]:
         """The same candidates with what they are worth, likeliest first; together at most certain."""
@@ -122,9 +118,9 @@ class Calibration:
         return [Candidate(token, math.log(belief / total)) for token, belief in ranked]
 
     def _worth(self, p: float) -> float:
-        bin_ = bisect.bisect_right(_BOUNDS, p)
-        expected = self._claimed[bin_] + _STRENGTH * p
-        factor = (self._came[bin_] + _STRENGTH * p) / max(expected, 1e-12)
+        hits = self._hits[bisect.bisect_right(_BOUNDS, p)]
+        expected = hits.denominator + _STRENGTH * p
+        factor = (hits.numerator + _STRENGTH * p) / max(expected, 1e-12)
         return min(1.0, max(1e-9, p * factor))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from swarm.ewma import DecayedRatio
 from swarm_client.drafters.automaton import Follower, Match, SuffixAutomaton
 from swarm_client.drafters.base import Candidate, Drafter, TokenPath
 
@@ -17,7 +18,7 @@ MAX_SUFFIXES = 6  # suffixes that share out the belief
 MIN_BELIEF = 1e-4
 _LENGTHS = (1, 2, 3, 4, 6, 9, 14, 22)  # a match belongs to the last of these that it reaches
 _PRIOR_STRENGTH = 12.0
-_MEMORY = 0.995
+_DECAY = 0.995
 _EXPECTED_SURE = (0.27, 0.52, 0.63, 0.72, 0.82, 0.88, 0.93, 0.97)
 _EXPECTED_TORN = (0.32, 0.43, 0.50, 0.53, 0.58, 0.68, 0.82, 0.93)
 """By length: how often the next token is one that followed before, where that was always the same one, or several. As
@@ -87,22 +88,19 @@ class _Belief:
     """How often the next token was among the followers of a match, by its length and whether they were several."""
 
     def __init__(self) -> None:
-        self._hits = [[p * _PRIOR_STRENGTH for p in row] for row in (_EXPECTED_SURE, _EXPECTED_TORN)]
-        self._trials = [[_PRIOR_STRENGTH] * len(_LENGTHS) for _ in range(2)]
+        expected = (_EXPECTED_SURE, _EXPECTED_TORN)
+        self._hits = [[DecayedRatio(p * _PRIOR_STRENGTH, _PRIOR_STRENGTH) for p in row] for row in expected]
 
     def of(self, length: int, followers: int) -> float:
-        row, column = followers > 1, _column(length)
-        return self._hits[row][column] / self._trials[row][column]
+        return self._hits[followers > 1][_column(length)].value
 
     def learn(self, suffixes: Iterable[tuple[int, dict[int, Follower]]], token: int) -> None:
         """`token` came where the text ended with `suffixes`, longest first."""
         for number, (length, followers) in enumerate(suffixes):
             if number == MAX_SUFFIXES:
                 return
-            row, column = len(followers) > 1, _column(length)
             hit = token in followers
-            self._hits[row][column] = self._hits[row][column] * _MEMORY + hit
-            self._trials[row][column] = self._trials[row][column] * _MEMORY + 1.0
+            self._hits[len(followers) > 1][_column(length)].add(hit, 1.0, _DECAY)
             if hit:
                 return  # shorter suffixes are asked only when the longer ones have failed
 

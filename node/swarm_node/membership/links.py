@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from swarm.errors import NetworkError
+from swarm.ewma import Ewma
 from swarm.types import LayerSpan, NodeProfile, PeerId, Snapshot
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 MAX_NEIGHBOURS = 8  # pinged in one round
-MEMORY = 0.7  # weight of what was measured before
+EWMA_DECAY = 0.7  # weight of what was measured before
 FORGET_AFTER = 3  # rounds in a row that a peer did not answer
 
 
@@ -33,14 +34,14 @@ class Links:
     def __init__(self, pinger: Pinger, own: PeerId) -> None:
         self._pinger = pinger
         self._own = own
-        self._ms: dict[PeerId, float] = {}
+        self._ms: dict[PeerId, Ewma] = {}
         self._misses: dict[PeerId, int] = {}
         self._round = 0
 
     @property
     def link_ms(self) -> dict[PeerId, float]:
         """ρ, one way: half the round trip."""
-        return dict(self._ms)
+        return {peer: mean.value for peer, mean in self._ms.items()}
 
     async def run(self, snapshot: Callable[[], Awaitable[Snapshot]], span: Callable[[], LayerSpan | None]) -> None:
         while True:
@@ -73,8 +74,7 @@ class Links:
                 self._forget(node.peer)
             return
         self._misses.pop(node.peer, None)
-        before = self._ms.get(node.peer)
-        self._ms[node.peer] = one_way if before is None else MEMORY * before + (1 - MEMORY) * one_way
+        self._ms.setdefault(node.peer, Ewma(EWMA_DECAY)).update(one_way)
 
     def _forget(self, peer: PeerId) -> None:
         self._ms.pop(peer, None)

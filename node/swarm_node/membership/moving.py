@@ -14,6 +14,7 @@ from typing import TypeVar
 from swarm.config import Limits
 from swarm.errors import NodeLeaving
 from swarm.plan.moves import Move
+from swarm.plan.scheduling.layer_time import BatchStats
 from swarm.types import LayerSpan, NodeState
 from swarm_kernels.calibrate import self_check
 from swarm_kernels.draft_heads import MedusaHeads
@@ -21,7 +22,7 @@ from swarm_kernels.span_loading import load_span
 from swarm_node.membership.machine import Machine, memory_for
 from swarm_node.membership.standing import Standing
 from swarm_node.serving.engine import SpanEngine
-from swarm_node.serving.executor import BatchStats, Executor, ThreadDevice
+from swarm_node.serving.executor import Executor, ThreadDevice
 from swarm_node.serving.homes import Home
 from swarm_node.serving.leaving import Elsewhere, clear
 from swarm_node.serving.service import Service

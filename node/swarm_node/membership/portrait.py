@@ -18,13 +18,13 @@ from swarm.errors import Infeasible
 from swarm.net.identity import verify
 from swarm.net.throttle import Upload
 from swarm.plan.rebalance import target
+from swarm.plan.scheduling.layer_time import LayerTimeEstimator
 from swarm.records import to_snapshot
 from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, Snapshot, coverage
 from swarm_node.membership.links import Links
 from swarm_node.membership.machine import Machine
 from swarm_node.membership.moving import Spans
 from swarm_node.membership.placement import compatible
-from swarm_node.membership.profiler import LayerTime
 from swarm_node.membership.standing import Standing
 from swarm_node.network.connection import Network
 from swarm_node.owner.duty import Duty
@@ -43,7 +43,7 @@ class Portrait:
     spans: Spans
     service: Service
     links: Links
-    layer_time: LayerTime
+    layer_time: LayerTimeEstimator
     upload: Upload
     since: float = field(default_factory=time.monotonic)
 
@@ -79,7 +79,7 @@ class Portrait:
     @property
     def layer_ms(self) -> float:
         """τ: what a layer would take for a token of one session more."""
-        return self.layer_time.ms(self.service.sessions)
+        return self.layer_time.ms(self.service.sessions, time.monotonic())
 
     async def snapshot(self) -> Snapshot:
         """The swarm of our model now. Raises NetworkError."""

@@ -1,6 +1,7 @@
-"""What this machine can do: measured once for each model and remembered, then corrected by what live batches take.
+"""What this machine can do: measured once for each model and remembered.
 
-Owns the calibration files and τ. How a span is timed is `swarm_kernels.calibrate`'s; what τ is for, routing's.
+Owns the calibration files. How a span is timed is `swarm_kernels.calibrate`'s; how live batches correct the measurement
+is `plan.scheduling.layer_time`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from swarm_kernels.device import physical_cores, state_dtype
 from swarm_kernels.model_source import ModelSource
 from swarm_kernels.span_loading import load_span
 from swarm_kernels.units import find_units
-from swarm_node.serving.executor import BatchStats
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,6 @@ COST_BUDGET_S = 0.7
 MAX_AGE_S = 86400.0  # of a remembered measurement
 BUSY_AGE_S = 120.0  # of one that was taken while others kept the machine busy: for the nodes that start together
 CALM_SHARE = 0.75  # of the cores, that may have been busy in the last minute of a calm machine
-MEMORY = 0.9  # weight of what was measured before, in τ
-LONG_MEMORY = 0.995  # the same, in what is usual on this machine
-MOST_OFF = 100.0  # that a batch may differ from the cost curve and be believed
-CALM_S = 10.0  # without work, τ falls back to the usual within a few of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,39 +150,3 @@ def _remember(file: Path, calibration: Calibration, calm: bool) -> None:
         logger.warning("the measurement cannot be kept in %s: %s", file, error.strerror)
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-class LayerTime:
-    """τ as the cost curve expects it for one session more than are open, times how far live batches are off the curve.
-
-    Expected rather than measured, so that a chain that is selected or released shows at once (Parallax §3.3); in the
-    simulator that serves more tokens, sooner, than the average of recent steps (docs/simulator.md). Prefill that waits
-    is left out: it delays a session once, and τ is paid for every token.
-    """
-
-    def __init__(self, cost: CostCurve, clock: Callable[[], float] = time.monotonic) -> None:
-        """`cost`: the calibration's, for an idle machine."""
-        self._cost = cost
-        self._clock = clock
-        self._usual = 1.0  # measured over expected, in the long run
-        self._recent = 1.0
-        self._at = clock()
-
-    def observe(self, stats: BatchStats) -> None:
-        """Learn from a batch that only decoded; what prefill costs says little of a token."""
-        if stats.decode_steps < stats.steps or not stats.steps:
-            return
-        off = stats.compute_ms / len(stats.span) / self._cost.at(stats.rows)
-        off = min(MOST_OFF, max(1 / MOST_OFF, off))
-        self._recent = MEMORY * self._off + (1 - MEMORY) * off
-        self._usual = LONG_MEMORY * self._usual + (1 - LONG_MEMORY) * off
-        self._at = self._clock()
-
-    def ms(self, sessions: int) -> float:
-        """ms a layer takes for a token of a session that joins `sessions` others."""
-        return self._off * self._cost.at(sessions + 1)
-
-    @property
-    def _off(self) -> float:
-        """What recent batches say; without any, it fades to what is usual here."""
-        return self._usual + (self._recent - self._usual) * math.exp((self._at - self._clock()) / CALM_S)

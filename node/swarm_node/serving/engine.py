@@ -21,7 +21,7 @@ from swarm_kernels.lean import LeanSpan
 from swarm_kernels.sampling import sample_rows
 from swarm_kernels.span import Span
 from swarm_kernels.wire import from_wire, to_wire
-from swarm_node.serving.executor import Compute, Output, Work
+from swarm_node.serving.executor import Compute, Output, ScheduledStep
 from swarm_node.serving.sessions import Rows, Session
 
 MAX_DOUBT = 1 << 14  # as `messages.Result` says
@@ -102,7 +102,7 @@ class SpanEngine:
 
         return write
 
-    def prepare(self, works: Sequence[Work]) -> Compute:
+    def prepare(self, works: Sequence[ScheduledStep]) -> Compute:
         requests = []
         for work in works:
             step, session = work.arrival.step, work.session
@@ -112,7 +112,7 @@ class SpanEngine:
         return partial(self._compute, works, self.cache.plan(requests))
 
     @torch.inference_mode()
-    def _compute(self, works: Sequence[Work], plan: BatchPlan) -> Sequence[Output | SwarmError]:
+    def _compute(self, works: Sequence[ScheduledStep], plan: BatchPlan) -> Sequence[Output | SwarmError]:
         part = works[0].span  # the same for all works of a batch
         hidden = self._span.forward(self._input(works), plan, self.cache, part.start, part.end)
         if works[0].session.tail:
@@ -125,14 +125,16 @@ class SpanEngine:
             at += work.rows * row_bytes
         return outputs
 
-    def _input(self, works: Sequence[Work]) -> torch.Tensor:
+    def _input(self, works: Sequence[ScheduledStep]) -> torch.Tensor:
         """Rows of all works, one after the other, `[rows, hidden]`."""
         if works[0].session.first:
             return self._span.embed([token for work in works for token in work.arrival.step.tokens])
         body = bytearray().join(work.arrival.body for work in works)
         return from_wire(body, sum(work.rows for work in works), self.rows.hidden_size, self._span.dtype)
 
-    def _draw(self, works: Sequence[Work], hidden: torch.Tensor, positions: torch.Tensor) -> list[Output | SwarmError]:
+    def _draw(
+        self, works: Sequence[ScheduledStep], hidden: torch.Tensor, positions: torch.Tensor
+    ) -> list[Output | SwarmError]:
         """For every work that asks for it: a token after its last line row and one after each of its tree rows.
 
         The draw after the row at position p is that of position p + 1. `hidden [rows, hidden]`, `positions [rows]`.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
 from swarm.messages import Failed, Opened, Reroute, Result, Step
-from swarm_node.serving.executor import Outcome
+from swarm_node.serving.executor import StepOutcome
 from swarm_node.serving.handover import Handover, Pool
 from swarm_node.serving.homes import Home
 from swarm_node.serving.hop_log import HopLogs
@@ -106,7 +106,7 @@ class Flow:
         if not session.silent(step):
             await self._deliver(session, arrival.step, outcome)
 
-    async def _deliver(self, session: Session, step: Step, outcome: Outcome) -> None:
+    async def _deliver(self, session: Session, step: Step, outcome: StepOutcome) -> None:
         """Send what a step became, with the step's own `base` and `commit`: each hop applies them for itself."""
         trace = [*step.trace, (outcome.queue_ms, outcome.compute_ms)]
         sessions = max(step.sessions, outcome.sessions)

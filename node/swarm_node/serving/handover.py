@@ -68,7 +68,7 @@ class Handover:
         try:
             async with asyncio.timeout(self._limits.dial_timeout_s):
                 read = home.engine.reader(session.key, fetch.tokens)
-                body = await home.executor.aside(partial(read, fetch.layer, fetch.page, fetch.count))
+                body = await home.executor.run_exclusive(partial(read, fetch.layer, fetch.page, fetch.count))
                 await link.send(Pages(session.id, fetch.layer, fetch.page), body)
         except (TimeoutError, SwarmError) as error:
             logger.debug("%s does not get its pages: %s", link.peer, error)
@@ -104,7 +104,7 @@ class Handover:
                 body = await self._ask(link, Fetch(session.id, layer, page, count, tokens))
                 if len(memoryview(body)) != count * home.engine.page_bytes:
                     raise PeerUnreachable(f"{link.peer} sent {len(memoryview(body))} bytes for {count} pages")
-                await home.executor.aside(partial(write, layer, page, bytes(body)))
+                await home.executor.run_exclusive(partial(write, layer, page, bytes(body)))
 
         async with asyncio.TaskGroup() as group:
             for layer, page, count in _chunks(session, home, tokens):

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 from swarm.config import Limits
 from swarm.errors import NodeBusy
+from swarm.ewma import Ewma
 from swarm.types import PeerId
 
 MAX_UNREAD_ANSWERS = 32
 RETRY_AFTER_S = (0.5, 30.0)  # the least and the most that a full node sends a client away for
-MEMORY = 0.8  # weight of what was seen before, in how often a session ends
+EWMA_DECAY = 0.8  # weight of what was seen before, in how often a session ends
 
 
 class Quotas:
@@ -26,7 +27,7 @@ class Quotas:
         self._limits = limits
         self._clock = clock
         self._ended_at: float | None = None
-        self._end_every_s = 1.0
+        self._end_every_s = Ewma(EWMA_DECAY, 1.0)
         self._sessions: Counter[PeerId] = Counter()
         self._answers: Counter[PeerId] = Counter()
 
@@ -47,7 +48,7 @@ class Quotas:
     def give_session(self, peer: PeerId) -> None:
         now = self._clock()
         if self._ended_at is not None:
-            self._end_every_s = MEMORY * self._end_every_s + (1 - MEMORY) * (now - self._ended_at)
+            self._end_every_s.update(now - self._ended_at)
         self._ended_at = now
         _decrement(self._sessions, peer)
 
@@ -55,7 +56,7 @@ class Quotas:
     def retry_after_s(self) -> float:
         """When a session is likely to have ended: they end so often."""
         least, most = RETRY_AFTER_S
-        return min(most, max(least, self._end_every_s))
+        return min(most, max(least, self._end_every_s.value))
 
     def take_answer(self, peer: PeerId) -> bool:
         """Whether one more answer may wait until `peer` reads it."""

@@ -94,30 +94,40 @@ class Engine:
         if step.stale:
             return
         node = self.nodes[step.hop.peer]
-        if node.alive:
-            step.reached = self.clock.now
-            node.push(step)
-            self._begin(node)
+        if node.alive and node.push(step):
+            self._arrange_start(node)
 
-    def _begin(self, node: SimNode) -> None:
-        if node.busy or not (batch := node.take()):
+    def _arrange_start(self, node: SimNode) -> None:
+        """Start the node's next batch when it has waited for the sessions that are missing, or at once: then those that
+        arrive at this very moment still share it."""
+        now = self.clock.now
+        if node.busy or node.start_at == now or not node.scheduler:
+            return
+        wait_ms = 1e3 * node.scheduler.wait_s()
+        if node.start_at is None or not wait_ms:
+            start_at = node.start_at = now + wait_ms
+            self.clock.at(start_at, lambda: self._begin(node, start_at))
+
+    def _begin(self, node: SimNode, start_at: float) -> None:
+        if node.start_at != start_at:
+            return
+        node.start_at = None
+        if not node.alive or not (batch := node.scheduler.take()):
             return
         node.busy = True
-        begun = self.clock.now
         compute_ms = node.batch_ms(batch)
-        self.clock.after(compute_ms, lambda: self._done(node, batch, begun, compute_ms))
+        self.clock.after(compute_ms, lambda: self._done(node, batch, compute_ms))
 
-    def _done(self, node: SimNode, batch: list[Step], begun: float, compute_ms: float) -> None:
+    def _done(self, node: SimNode, batch: list[Step], compute_ms: float) -> None:
         node.busy = False
         if not node.alive:
             return
-        waits = [begun - step.reached for step in batch if not step.prefill]
-        node.observe(batch, sum(waits) / len(waits) if waits else 0.0, compute_ms, self.clock.now)
+        node.ran(batch, compute_ms, self.clock.now)
         self.tell("batch", n=node.id, rows=sum(step.rows for step in batch), ms=round(compute_ms, 6))
         for step in batch:
             if not step.stale:
                 self._pass_on(step)
-        self._begin(node)
+        self._arrange_start(node)
 
     def _pass_on(self, step: Step) -> None:
         """A hop is done with a step."""
@@ -208,6 +218,8 @@ class Engine:
         session.phase, session.done_ms = Phase.DONE, self.clock.now
         parent = session.parent
         if parent is not None:
+            for hop in session.hops:
+                self.nodes[hop.peer].close(session)
             parent.points_left -= 1
             parent.produced += session.produced
             if not parent.points_left:

@@ -1,23 +1,21 @@
-"""One simulated node: a queue, one batch at a time, KV memory, and τ as it would publish it.
+"""One simulated node: its batches, KV memory, and τ as it publishes it.
 
-Owns what a node knows of itself. The rules of the queue and of τ are those of the real node
-(`swarm_node.serving.scheduler`, `swarm_node.membership.profiler`), written again because the planner may not import it.
+Owns what a node knows of itself. Which steps share a batch, how long one waits for more and what τ is are the rules of
+`plan.scheduling`, as at a real node; how long a batch takes is `devices`'.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from swarm.plan.scheduling.batch_scheduler import BatchScheduler
+from swarm.plan.scheduling.layer_time import BatchStats, LayerTimeEstimator
+from swarm.plan.scheduling.session_order import SessionOrder
 from swarm.plan.sim.devices import LayerCost
 from swarm.plan.sim.session import Session, Step
 from swarm.types import Hop, LayerSpan, NodeProfile, NodeState
-
-PATIENCE = 4  # batches that may pass over the oldest prefill
-MEMORY = 0.9  # weight of what was measured before, in τ
-CALM_MS = 10_000.0  # without work, τ falls back to the idle machine's within a few of these
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ class SimNode:
     cost: LayerCost
     capacity: int  # layers
     batch_tokens: int
-    batch_sessions: int
+    batch_sessions: int | None  # steps of one batch; None: as many as fit
     most_sessions: int
     coordinate: tuple[float, ...] = ()
     link_ms: dict[str, float] = field(default_factory=dict)
@@ -59,13 +57,17 @@ class SimNode:
     held: dict[int, Held] = field(default_factory=dict)
     opening: deque[tuple[Session, Hop]] = field(default_factory=deque)  # sessions that queue for room here
     busy: bool = False
+    start_at: float | None = None  # when the next batch is to be taken, ms
     usage: Usage = field(default_factory=Usage)
-    _decode: deque[Step] = field(default_factory=deque)
-    _prefill: deque[Step] = field(default_factory=deque)
-    _passed_over: int = 0
-    _tau: float = 0.0
-    _tau_at: float = 0.0
+    scheduler: BatchScheduler[Step] = field(init=False)
+    _order: SessionOrder[Step] = field(init=False)
+    _layer_time: LayerTimeEstimator = field(init=False)
     _last: tuple[object, NodeProfile] | None = None  # what it published last, and what that depends on
+
+    def __post_init__(self) -> None:
+        self._layer_time = LayerTimeEstimator(self.cost.curve)
+        self.scheduler = BatchScheduler(self.batch_tokens, max_steps=self.batch_sessions)
+        self._order = SessionOrder()
 
     @property
     def alive(self) -> bool:
@@ -80,8 +82,9 @@ class SimNode:
         """Serve or load `span` from now on; what sessions held goes."""
         self.span, self.state = span, state
         self.kv_room = self.cost.kv_room(span.start, span.end)
+        for held in list(self.held.values()):
+            self.close(held.session)
         self.kv_used = 0.0
-        self.held.clear()
 
     # Sessions --------------------------------------------------------------------------------------------------------
 
@@ -102,6 +105,8 @@ class SimNode:
 
     def close(self, session: Session) -> bool:
         """Whether the session was open here."""
+        self.scheduler.forget(session.number)
+        self._order.forget(session.number)
         held = self.held.pop(session.number, None)
         if held is None:
             return False
@@ -110,39 +115,12 @@ class SimNode:
 
     # Work ------------------------------------------------------------------------------------------------------------
 
-    def push(self, step: Step) -> None:
-        (self._prefill if step.prefill else self._decode).append(step)
-
-    def take(self) -> list[Step]:
-        """The next batch: decoding first, one span, up to the token budget; a starved prefill before everything."""
-        for queue in (self._decode, self._prefill):
-            while queue and queue[0].stale:
-                queue.popleft()
-        starved = bool(self._prefill) and self._passed_over >= PATIENCE
-        order = (self._prefill, self._decode) if starved else (self._decode, self._prefill)
-        batch: list[Step] = []
-        left = self.batch_tokens
-        for queue in order:
-            left = self._fill(batch, queue, left)
-        waits = bool(self._prefill) and not any(step.prefill for step in batch)
-        self._passed_over = self._passed_over + 1 if waits else 0
-        return batch
-
-    def _fill(self, batch: list[Step], queue: deque[Step], left: int) -> int:
-        kept: list[Step] = []
-        while queue and len(batch) < self.batch_sessions:
-            step = queue[0]
-            if step.stale:
-                queue.popleft()
-            elif batch and (step.hop != batch[0].hop or _twice(step, batch)):
-                kept.append(queue.popleft())
-            elif not batch or step.rows <= left:
-                batch.append(queue.popleft())
-                left -= step.rows
-            else:
-                break
-        queue.extendleft(reversed(kept))
-        return left
+    def push(self, step: Step) -> bool:
+        """Whether the step waits for a batch now, and not for another of its session."""
+        ready = self._order.arrive(step)
+        if ready is not None:
+            self.scheduler.push(ready)
+        return ready is not None
 
     def batch_ms(self, batch: list[Step]) -> float:
         rows = kv_tokens = sampled = 0
@@ -158,47 +136,25 @@ class SimNode:
             ms += cost.head_ms(sampled)
         return ms
 
-    def observe(self, batch: list[Step], queue_ms: float, compute_ms: float, now: float) -> None:
-        """Count a batch that is done. `queue_ms`: how long its decoding steps waited on average."""
-        hop = batch[0].hop
+    def ran(self, batch: list[Step], compute_ms: float, now: float) -> None:
+        """Count a batch that is done, and let the next steps of its sessions in."""
         self.usage.busy_ms += compute_ms
-        self.usage.rows += sum(step.rows for step in batch)
         self.usage.batches += 1
-        if any(not step.prefill for step in batch):
-            measured = (queue_ms + compute_ms) / (hop.end - hop.start)
-            self._tau = MEMORY * self._measured_tau(now) + (1 - MEMORY) * measured
-            self._tau_at = now
+        stats = BatchStats.of(batch, compute_ms)
+        self.usage.rows += stats.rows
+        self._layer_time.observe(stats, now / 1e3)
+        self.scheduler.completed((step for step in batch if step.session.live), compute_ms / 1e3, now / 1e3)
+        for step in batch:
+            following = self._order.ran(step)
+            if following is not None:
+                self.scheduler.push(following)
 
     # What it publishes -----------------------------------------------------------------------------------------------
 
-    def _measured_tau(self, now: float) -> float:
-        idle = self.cost.curve.at(1)
-        return idle + (self._tau - idle) * math.exp((self._tau_at - now) / CALM_MS) if self._tau else idle
-
-    def tau(self, now: float, expected: bool) -> tuple[float, ...]:
-        """τ of each layer of the span, ms.
-
-        Measured: the recent average of wait and compute of decoding steps, as the real node publishes it. Expected:
-        what the cost model says of a batch with one more session than are open here, so that a chain that is selected
-        or released shows at once (Parallax §3.3). Prefill that waits is left out: it delays a session once, and τ is
-        paid for every token.
-        """
-        span = self.span
-        if span is None:
-            return ()
-        layers = len(span)
-        if not expected:
-            return (self._measured_tau(now),) * layers
-        rows = len(self.held) + 1
-        tokens = sum(h.session.most_tokens for h in self.held.values())
-        batch = self.cost.device.step_overhead_ms + layers * self.cost.layer_ms(rows, tokens, tokens)
-        ends = self.cost.head_ms(rows) if span.end == self.cost.model.layers else 0.0
-        each = batch / layers
-        return (*(each for _ in range(layers - 1)), each + ends)
-
-    def profile(self, now: float, expected: bool) -> NodeProfile:
+    def profile(self, now: float) -> NodeProfile:
         """What others read of it."""
-        span, layer_ms = self.span, self.tau(now, expected)
+        span = self.span
+        layer_ms = (self._layer_time.ms(len(self.held), now / 1e3),) * len(span) if span else ()
         depends = (span, self.state, layer_ms, len(self.held), self.kv_used)
         if self._last is not None and self._last[0] == depends:
             return self._last[1]
@@ -227,8 +183,3 @@ class SimNode:
     def waiting(self) -> Iterator[Session]:
         """Sessions that queue for room here and still want it."""
         return (session for session, _ in self.opening if session.live)
-
-
-def _twice(step: Step, batch: list[Step]) -> bool:
-    """Whether the batch has a chunk of this prompt already; chunks stay apart, so that stages overlap."""
-    return step.prefill and any(other.session is step.session for other in batch)

@@ -24,11 +24,10 @@ class ServingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     batch_tokens: int = 512  # rows of one batch
     sessions_per_node: int = 64  # more are refused, or queue where the policy queues at nodes
-    sessions_per_batch: int = 1 << 20  # 1: no batching of sessions
+    sessions_per_batch: int | None = None  # 1: no batching of sessions; none: as many as fit
     kv_reserve_tokens: int = 16384  # KV tokens a layer gets before a node takes another layer
     prefill_chunk: int = 256
     refresh_ms: float = 1000.0  # how old a reader's snapshot may be; 0: everybody always sees the present
-    tau: Literal["measured", "expected"] = "measured"  # see SimNode.tau
     route_retry_ms: float = 500.0
     route_timeout_ms: float = 5000.0  # how long a client waits while no chain can be had
     repair_timeout_ms: float = 30000.0  # ... after its chain broke

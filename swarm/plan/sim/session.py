@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from swarm.plan.sim.workload import Request
-from swarm.types import Hop
+from swarm.types import Hop, LayerSpan
 
 
 class Phase(enum.Enum):
@@ -14,6 +14,9 @@ class Phase(enum.Enum):
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
+
+
+_LIVE = (Phase.CONNECTING, Phase.RUNNING)
 
 
 @dataclass(slots=True)
@@ -53,14 +56,15 @@ class Session:
 
     @property
     def live(self) -> bool:
-        return self.phase in (Phase.CONNECTING, Phase.RUNNING)
+        return self.phase in _LIVE
 
 
 @dataclass(slots=True)
 class Step:
     """`rows` rows after `base` tokens, at hop `index` of its session; `last`: the hop a replay ends at, -1 if none.
 
-    `hop` stays what it was when the step set out for it, whatever becomes of the session meanwhile.
+    `hop` stays what it was when the step set out for it, whatever becomes of the session meanwhile. A
+    `plan.scheduling` step.
     """
 
     session: Session
@@ -70,21 +74,25 @@ class Step:
     sample: bool
     index: int = 0
     last: int = -1
-    reached: float = 0.0
     hop: Hop = field(init=False)
+    span: LayerSpan = field(init=False)
+    session_key: int = field(init=False)
+    prefill: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.session_key = self.session.number
+        self.prefill = self.last >= 0 or self.base < self.session.prompt
+        self._set_hop()
+
+    def _set_hop(self) -> None:
         self.hop = self.session.hops[self.index]
+        self.span = self.hop.span
 
     def advance(self) -> Hop:
         """To the next hop."""
         self.index += 1
-        self.hop = self.session.hops[self.index]
+        self._set_hop()
         return self.hop
-
-    @property
-    def prefill(self) -> bool:
-        return self.last >= 0 or self.base < self.session.prompt
 
     @property
     def sampled_rows(self) -> int:
@@ -95,4 +103,6 @@ class Step:
 
     @property
     def stale(self) -> bool:
-        return self.epoch != self.session.epoch or not self.session.live
+        return self.epoch != self.session.epoch or self.session.phase not in _LIVE
+
+    dropped = stale

@@ -58,11 +58,8 @@ class View:
             for node in (*self._listed, *new)
             if node.died is None or self.now - node.died < serving.record_lifetime_ms
         ]
-        expected = serving.tau == "expected"
         profiles = (
-            node.profile(self.now, expected)
-            for node in self._listed
-            if node.died is None or self.now - node.died < lifetime_ms
+            node.profile(self.now) for node in self._listed if node.died is None or self.now - node.died < lifetime_ms
         )
         return Snapshot(
             self.scenario.model.name, self.num_layers, tuple(sorted(profiles, key=lambda p: p.peer)), self.now
