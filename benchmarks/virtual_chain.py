@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from swarm.plan.chain_costs import ChainCosts
+from swarm.plan.forecast import Strategy
 from swarm.plan.session import (
     Action,
     ChainReady,
@@ -30,7 +32,6 @@ from swarm.plan.session import (
     SendStep,
     StepSettled,
 )
-from swarm.plan.speculation import ChainCosts, Strategy
 from swarm.types import Chain
 from swarm_client.drafters.base import Candidate, Drafter, Glance
 from swarm_client.drafters.inline import InlineDrafter

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
 from swarm.net.daemon_options import DaemonOptions
+from swarm.plan.chain_costs import ChainCosts
 from swarm.plan.session import Generation, GenerationPlan
-from swarm.plan.speculation import ChainCosts
 from swarm.types import Chain, Snapshot
 from swarm_client.answer import Answer, AnswerStream
 from swarm_client.beginnings import Beginnings

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from swarm.errors import DrafterFailed
+from swarm.plan.chain_costs import ChainCosts
+from swarm.plan.forecast import DrafterProfile, Strategy
 from swarm.plan.live_costs import Observation
 from swarm.plan.session import Draft, Drafted, DraftsEnded, Generation, Policy, SendStep, StepSettled
-from swarm.plan.speculation import ChainCosts, Strategy
-from swarm.plan.speculation import Drafter as DraftCosts
 from swarm.plan.tree import Hints
 from swarm.plan.tuning import MAX_DEPTH, Setting, Tuner
 from swarm.types import Chain, Hop
@@ -204,7 +204,7 @@ class Speculator:
             self.generation.policy = self.fixed
             return
         source = self.guesser.drafter
-        drafter = DraftCosts(
+        drafter = DrafterProfile(
             source.acceptance.table(MAX_DEPTH), level_ms=self.experience.level_ms, hits=source.thought_hits
         )
         setting = self._tuner.setting(drafter)

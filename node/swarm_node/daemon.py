@@ -22,7 +22,7 @@ from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
 from swarm.net.throttle import ThrottledCarrier, Upload
 from swarm.plan.keeper import Decision, Keeper, Policy
-from swarm.plan.requests import place_request
+from swarm.plan.schemas import placement_request_json
 from swarm.types import NodeState
 from swarm_node.membership.announcer import Announcer
 from swarm_node.membership.links import Links
@@ -313,7 +313,7 @@ class Node:
             f"moves from layers {move.old} to {move.new}: {decision.reason}",
             start=move.new.start,
             end=move.new.end,
-            **({} if seen is None else {"request": place_request(seen)}),
+            **({} if seen is None else {"request": placement_request_json(seen)}),
         )
         await self._spans.change(move, self._portrait.elsewhere, self._announcer.changed)
         await self._announcer.insist()

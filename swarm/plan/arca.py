@@ -1,7 +1,7 @@
 """The static draft tree that settles most tokens for its width (Ghidorah §III-C, ARCA), and the acceptance it rests on.
 
 Owns which candidates of which rank to verify: what a width is worth on average, before a round's own guesses are known
-(`plan.tree` then sends the likeliest of them). Knows neither tokens nor what a width costs (`speculation`). A width
+(`plan.tree` then sends the likeliest of them). Knows neither tokens nor what a width costs (`forecast`). A width
 counts the rows verified in a step: the drafted nodes and the root's own row, so width 1 is plain decoding, as in the
 paper's Table I.
 """

@@ -19,9 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from swarm.errors import Infeasible
+from swarm.plan.imbalance import ALPHA, THRESHOLD, judge_spans
 from swarm.plan.membership import place_joiners, uncovered_without
 from swarm.plan.moves import Move
-from swarm.plan.rebalance import ALPHA, THRESHOLD, Target, judge_spans, target
+from swarm.plan.rebalance import Target, target
 from swarm.types import LayerSpan, NodeState, PeerId, Snapshot, coverage
 
 

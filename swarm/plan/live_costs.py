@@ -9,7 +9,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from swarm.plan.speculation import ChainCosts, Stage
+from swarm.plan.chain_costs import ChainCosts, Stage
 from swarm.types import CostCurve
 
 MEMORY = 0.8  # what the measurements before the last one weigh together

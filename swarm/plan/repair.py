@@ -14,7 +14,8 @@ import numpy as np
 from swarm.errors import NoRoute
 from swarm.plan.routing import RouteTable, client_edges, snapshot_rho, times_are_sane
 from swarm.plan.routing_dp import LAYER, Dag
-from swarm.plan.routing_graph import Floats, Graph, Objective, RouteNode, row_order
+from swarm.plan.routing_graph import Floats, Graph
+from swarm.plan.routing_nodes import Objective, RouteNode, row_order
 from swarm.plan.routing_search import best_simple
 from swarm.types import Chain, Hop, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot, coverage
 

@@ -13,13 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.errors import UsageError
-from swarm.plan.live_costs import LiveCosts, Observation
-from swarm.plan.marginal import Prices, marginal_policy, steps_held
-from swarm.plan.session_events import SEQUENTIAL, Policy
-from swarm.plan.speculation import (
+from swarm.plan.chain_costs import ChainCosts
+from swarm.plan.forecast import (
     MAX_IN_FLIGHT,
-    ChainCosts,
-    Drafter,
     Forecast,
     Strategy,
     hybrid,
@@ -27,6 +23,12 @@ from swarm.plan.speculation import (
     sequential,
     tree,
 )
+from swarm.plan.forecast import (
+    DrafterProfile as Drafter,
+)
+from swarm.plan.live_costs import LiveCosts, Observation
+from swarm.plan.marginal import Prices, marginal_policy, steps_held
+from swarm.plan.session_events import SEQUENTIAL, Policy
 
 RATE_MEMORY = 0.92  # what a strategy's speed before the last token weighs
 PACE_ROUNDS = 4.0  # rounds of the chain after which a pace is forgotten to a third
