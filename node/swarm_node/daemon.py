@@ -21,7 +21,7 @@ from swarm.messages import AnyMessage
 from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
 from swarm.net.throttle import ThrottledCarrier, Upload
-from swarm.plan.keeper import Decision, Keeper, Policy
+from swarm.plan.keeper import Decision, Keeper, RebalancePolicy
 from swarm.plan.schemas import placement_request_json
 from swarm.types import NodeState
 from swarm_node.membership.announcer import Announcer
@@ -58,7 +58,7 @@ async def join(
     report: Reporter,
     stop: asyncio.Event,
     connect: Connect = over_daemon,
-    policy: Policy | None = None,
+    policy: RebalancePolicy | None = None,
 ) -> None:
     """Serve until `stop` is set. Raises SwarmError when the node cannot start or loses the network for good.
 
@@ -118,7 +118,7 @@ class Node:
         machine: Machine,
         network: Network,
         schedule: Schedule | None,
-        policy: Policy | None,
+        policy: RebalancePolicy | None,
     ) -> None:
         source, limits = machine.source, config.limits
         self._config = config

@@ -27,7 +27,7 @@ from swarm.types import LayerSpan, NodeState, PeerId, Snapshot, coverage
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RebalancePolicy:
     """`coverage_patience_s`, `patience_s`: how long a layer must lack a node, or the loads differ, without a break.
 
     A gap that joining nodes are about to fill is given `patience_s` too, and every move a node has made in the last
@@ -71,9 +71,9 @@ class _Trigger:
 class Keeper:
     """One node's keeper; `observe` it with every snapshot of nodes that share its weights and dtype."""
 
-    def __init__(self, me: PeerId, policy: Policy | None = None) -> None:
+    def __init__(self, me: PeerId, policy: RebalancePolicy | None = None) -> None:
         self._me = me
-        self._policy = Policy() if policy is None else policy
+        self._policy = RebalancePolicy() if policy is None else policy
         self._lacking: Mapping[int, float] = {}  # layer that nobody holds -> since when
         self._uneven_since: float | None = None
         self._wanted_since: float | None = None  # since when this node's own move has been in the first wave

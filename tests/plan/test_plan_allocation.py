@@ -99,7 +99,6 @@ def test_small_pools_are_solved_as_exhaustive_search_solves_them(seed: int) -> N
         ties = [k for k, score in scores.items() if score >= max(scores.values()) * (1 - 1e-9)]
         assert answer.best_k == min(ties, key=lambda k: fewest[k])
         check_plan(answer, num_layers, nodes)
-        check_plan(allocate(num_layers, nodes, price, rebalance=False), num_layers, nodes)
         solved += 1
 
 
@@ -144,14 +143,7 @@ def test_out_of_budget_the_plan_is_greedy_and_its_bounds_hold(steps: int) -> Non
     assert greedy or steps > 1000
 
 
-def test_a_clock_ends_the_work_too() -> None:
-    ticks = itertools.count()
-    nodes = pool(*(random.Random(3).randint(4, 40) for _ in range(48)))
-    answer = allocate(64, nodes, PRICE, Budget(PLENTY, ms=5.0, clock=lambda: next(ticks) / 1000.0))
-    check_plan(answer, 64, nodes)
-    assert next(ticks) < 2000
-    with pytest.raises(UsageError, match="clock"):
-        Budget(10, ms=5.0)
+def test_a_negative_budget_is_refused() -> None:
     with pytest.raises(UsageError):
         Budget(-1)
 
@@ -192,12 +184,10 @@ def test_equal_scores_go_to_fewer_stages() -> None:
     assert answer.exact
 
 
-def test_layers_follow_compute_unless_told_otherwise() -> None:
+def test_layers_follow_compute() -> None:
     nodes = [PoolNode("a", 8, compute=1.0), PoolNode("b", 8, compute=3.0)]
     (balanced,) = allocate(8 + 1, nodes, PRICE).replicas
     assert [hop.end - hop.start for hop in balanced] == [2, 7]
-    (written,) = allocate(8 + 1, nodes, PRICE, rebalance=False).replicas
-    assert [hop.end - hop.start for hop in written] == [8, 1]
 
 
 def test_replicas_stay_within_a_region_that_can_hold_them() -> None:
