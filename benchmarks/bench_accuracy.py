@@ -25,7 +25,16 @@ from prompts import PROMPTS
 from shaped_swarm import ShapedSwarm, equal_spans, far_client
 from virtual_chain import simulate
 
-from swarm.plan.speculation import ChainCosts, Drafter, Forecast, Stage, Strategy, hybrid, pipelined, sequential, tree
+from swarm.plan.chain_costs import ChainCosts, Stage
+from swarm.plan.forecast import (
+    DrafterProfile,
+    Forecast,
+    Strategy,
+    hybrid,
+    pipelined,
+    sequential,
+    tree,
+)
 from swarm.plan.tuning import MAX_DEPTH, WIDTHS
 from swarm.types import CostCurve
 from swarm_client.drafters.inline import InlineDrafter
@@ -80,8 +89,8 @@ class Profile:
 
 
 def predict(costs: ChainCosts, oracle: Oracle, strategy: Strategy, level_ms: float = 0.0) -> Forecast:
-    """What `plan.speculation` says of a drafter of this accuracy."""
-    drafter = Drafter((oracle.row,) * MAX_DEPTH, level_ms, doubtful=oracle.torn)
+    """What `plan.forecast` says of a drafter of this accuracy."""
+    drafter = DrafterProfile((oracle.row,) * MAX_DEPTH, level_ms, doubtful=oracle.torn)
     forecasts: dict[Strategy, Callable[[], Forecast | None]] = {
         Strategy.SEQUENTIAL: lambda: sequential(costs),
         Strategy.TREE: lambda: tree(costs, drafter, WIDTHS),

@@ -22,7 +22,7 @@ import uvloop
 from bench_swarm import prompt
 from shaped_swarm import ShapedSwarm, equal_spans, far_client
 
-from swarm.plan.speculation import ChainCosts
+from swarm.plan.chain_costs import ChainCosts
 from swarm_client import SwarmClient
 from swarm_client.chunks import MIN_CHUNK, STEP_MS, prompt_chunks
 from swarm_kernels.loader import open_model

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from prompts import PROMPTS
 from virtual_chain import simulate
 
-from swarm.plan.speculation import ChainCosts, Stage, Strategy
+from swarm.plan.chain_costs import ChainCosts, Stage
+from swarm.plan.forecast import Strategy
 from swarm.types import CostCurve
 from swarm_client.drafters.base import Drafter
 from swarm_client.drafters.combined import CombinedDrafter

@@ -20,7 +20,7 @@ from typing import Any
 from swarm.config import DEFAULT_MODEL, NodeConfig
 from swarm.errors import SwarmError
 from swarm.net.shaped import Shape, ShapedCarrier
-from swarm.types import CostCurve
+from swarm.types import UNMEASURED, CostCurve
 from swarm_node.daemon import join
 from swarm_node.membership import machine, profiler
 from swarm_node.membership.profiler import Calibration
@@ -48,7 +48,7 @@ def slow_down(times: float) -> None:
     It sleeps after its own computing, so that many slow machines fit into this one.
     """
     calibrate, prepare = profiler.calibrate, SpanEngine.prepare
-    curve = CostCurve()
+    curve = UNMEASURED
 
     def measured(*args: Any) -> Calibration:
         nonlocal curve

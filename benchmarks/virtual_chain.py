@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from swarm.config import Limits
 from swarm.plan.scheduling.batch_scheduler import BatchScheduler
 from swarm.plan.scheduling.session_order import SessionOrder
+from swarm.plan.chain_costs import ChainCosts
+from swarm.plan.forecast import Strategy
 from swarm.plan.session import (
     Action,
     ChainReady,
@@ -32,7 +34,6 @@ from swarm.plan.session import (
     SendStep,
     StepSettled,
 )
-from swarm.plan.speculation import ChainCosts, Strategy
 from swarm.types import Chain, LayerSpan
 from swarm_client.drafters.base import Candidate, Drafter, Glance
 from swarm_client.drafters.inline import InlineDrafter

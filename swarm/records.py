@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from swarm.codec import UNDECODABLE
 from swarm.errors import ProtocolError
-from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
+from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[PeerId, bytes, bytes], bool]
@@ -158,7 +158,7 @@ def to_profile(record: NodeRecord) -> NodeProfile:
     layer_ms = tuple(us / 1e3 for us in record.layer_us)
     if span is not None and len(layer_ms) == 1:
         layer_ms *= len(span)
-    cost = CostCurve(record.cost_w, tuple(us / 1e3 for us in record.cost_us)) if record.cost_w else CostCurve()
+    cost = CostCurve(record.cost_w, tuple(us / 1e3 for us in record.cost_us)) if record.cost_w else UNMEASURED
     return NodeProfile(
         peer=record.peer,
         name=record.name,

@@ -10,6 +10,10 @@ import enum
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from swarm.errors import UsageError
 
@@ -59,12 +63,14 @@ class NodeState(enum.StrEnum):
     DRAINING = "draining"  # finishes its sessions, takes no new ones
 
 
-@dataclass(frozen=True, slots=True)
-class CostCurve:
-    """Milliseconds one layer takes for a batch of `widths[i]` tokens; widths strictly increasing (Ghidorah §III-C)."""
+class CostCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Milliseconds one layer takes for a batch of `widths[i]` tokens; widths strictly increasing (Ghidorah §III-C).
 
-    widths: tuple[int, ...] = (1,)
-    ms: tuple[float, ...] = (1.0,)
+    The bounds are those of a request's JSON; nothing checks them where Python makes a curve.
+    """
+
+    widths: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(min_length=1, max_length=64)]
+    ms: Annotated[tuple[Annotated[float, Meta(ge=0, le=1e30)], ...], Meta(min_length=1, max_length=64)]
 
     def at(self, width: float) -> float:
         """Milliseconds a layer at any width: linear between points, proportional beyond the last two."""
@@ -74,6 +80,10 @@ class CostCurve:
         i = next((k for k in range(1, len(ws)) if width <= ws[k]), len(ws) - 1)
         slope = (ms[i] - ms[i - 1]) / (ws[i] - ws[i - 1])
         return ms[i - 1] + slope * (width - ws[i - 1])
+
+
+UNMEASURED = CostCurve((1,), (1.0,))
+"""Of a node that has published no curve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,7 @@ class NodeProfile:
     span: LayerSpan | None = None  # None until it has chosen
     addresses: tuple[str, ...] = ()
     layer_ms: tuple[float, ...] = ()  # τ, queue included
-    cost: CostCurve = field(default_factory=CostCurve)
+    cost: CostCurve = UNMEASURED
     kv_capacity_tokens: int = 0  # KV tokens each of its layers can hold
     kv_free_tokens: int = 0
     sessions: int = 0

@@ -16,7 +16,7 @@ from swarm import records
 from swarm.errors import ProtocolError
 from swarm.net.identity import Identity, verify
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, InvalidRecord
-from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState
+from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState
 
 NOW = 1_700_000_000.0
 MODEL = "smollm2-135m"
@@ -76,7 +76,7 @@ def reason(data: bytes, peer: str = ALICE.peer, now: float = NOW) -> str:
         {"state": NodeState.JOINING, "span": None, "layer_ms": ()},
         {"layer_ms": (2.0,) * 20},
         {"layer_ms": ()},
-        {"cost": CostCurve()},
+        {"cost": UNMEASURED},
         {"addresses": (), "link_ms": {}, "coordinate": (), "region": "", "name": ""},
     ],
 )

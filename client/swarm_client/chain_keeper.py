@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from swarm.config import Limits
 from swarm.errors import NetworkError, NoRoute
 from swarm.plan.affinity import worth_returning
+from swarm.plan.chain_costs import ChainCosts
 from swarm.plan.session import Generation
-from swarm.plan.speculation import ChainCosts
 from swarm.prefix import digests
 from swarm.types import Chain, PeerId, Sampling
 from swarm_client.bans import TooSlow

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
+import msgspec
+
+from swarm.plan.chain_costs import ChainCosts
 from swarm.plan.prefill import plan_prefill
-from swarm.plan.speculation import ChainCosts
 
 MIN_CHUNK = 8  # tokens; what the kernels want to be worth their start
 STEP_MS = 1.0  # what a step costs a node besides computing, which no curve shows: frames, queues, packing
@@ -25,7 +26,7 @@ def prompt_chunks(length: int, costs: ChainCosts) -> tuple[int, ...]:
     line = costs.chunk_cost()
     if line.ms(MIN_CHUNK, 0) <= 0.0:
         return _split(length, MAX_CHUNK)
-    line = replace(line, base_ms=line.base_ms + STEP_MS)
+    line = msgspec.structs.replace(line, base_ms=line.base_ms + STEP_MS)
     planned = plan_prefill(length, len(costs.stages), MIN_CHUNK, line).chunks
     cuts = [tuple(part for chunk in planned for part in _split(chunk, MAX_CHUNK))]
     widths = {width for stage in costs.stages for width in stage.cost.widths if MIN_CHUNK <= width <= MAX_CHUNK}

@@ -21,8 +21,8 @@ from swarm.config import ClientConfig
 from swarm.errors import UsageError
 from swarm.net.daemon_options import DaemonOptions
 from swarm.old_names import current
+from swarm.plan.chain_costs import ChainCosts
 from swarm.plan.session import Generation, GenerationPlan
-from swarm.plan.speculation import ChainCosts
 from swarm.types import Chain, Snapshot
 from swarm_client.answer import Answer, AnswerStream
 from swarm_client.beginnings import Beginnings

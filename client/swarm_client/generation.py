@@ -10,8 +10,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from swarm.plan.chain_costs import ChainCosts
+from swarm.plan.forecast import Strategy
 from swarm.plan.session import EmitTokens, Finish, FinishReason, StopRequested
-from swarm.plan.speculation import ChainCosts, Strategy
 from swarm.types import Chain
 from swarm_client.answer import Answer, AnswerStream, Piece
 from swarm_client.driver import Driver, Waiting

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import InvalidRequest
-from swarm.plan.speculation import Strategy
+from swarm.plan.forecast import Strategy
 from swarm.types import Sampling
 
 ChatMessage = Mapping[str, str]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from swarm.plan.speculation import ChainCosts
+from swarm.plan.chain_costs import ChainCosts
 from swarm.types import Chain, PeerId
 
 Trace = Sequence[tuple[float, float]]

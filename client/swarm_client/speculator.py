@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from swarm.errors import DrafterFailed
 from swarm.ewma import Ewma
+from swarm.plan.chain_costs import ChainCosts
+from swarm.plan.forecast import DrafterProfile, Strategy
 from swarm.plan.live_costs import Observation
 from swarm.plan.session import Draft, Drafted, DraftsEnded, Generation, Policy, SendStep, StepSettled
-from swarm.plan.speculation import ChainCosts, Strategy
-from swarm.plan.speculation import Drafter as DraftCosts
 from swarm.plan.tree import Hints
 from swarm.plan.tuning import MAX_DEPTH, Setting, Tuner
 from swarm.types import Chain, Hop
@@ -208,7 +208,7 @@ class Speculator:
             self.generation.policy = self.fixed
             return
         source = self.guesser.drafter
-        drafter = DraftCosts(
+        drafter = DrafterProfile(
             source.acceptance.table(MAX_DEPTH), level_ms=self.experience.level_ms, hits=source.thought_hits
         )
         setting = self._tuner.setting(drafter)

@@ -16,9 +16,9 @@ from swarm.net import identity
 from swarm.net.carrier import Directory
 from swarm.net.pool import ConnectionPool
 from swarm.net.tasks import TaskScope
+from swarm.plan.chain_costs import ChainCosts
 from swarm.plan.repair import Repair, repair
 from swarm.plan.routing import DEFAULT_LINK_MS, RouteTable, explain_snapshot, snapshot_rho
-from swarm.plan.speculation import ChainCosts
 from swarm.plan.spread import spread
 from swarm.records import to_snapshot
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot

@@ -22,9 +22,9 @@ from swarm.messages import AnyMessage
 from swarm.net.link import Link
 from swarm.net.pool import ConnectionPool
 from swarm.net.throttle import ThrottledCarrier, Upload
-from swarm.plan.keeper import Decision, Keeper, Policy
-from swarm.plan.requests import place_request
+from swarm.plan.keeper import Decision, Keeper, RebalancePolicy
 from swarm.plan.scheduling.layer_time import LayerTimeEstimator
+from swarm.plan.schemas import placement_request_json
 from swarm.types import ModelId, NodeState
 from swarm_node.membership.announcer import Announcer
 from swarm_node.membership.links import Links
@@ -59,7 +59,7 @@ async def join(
     report: Reporter,
     stop: asyncio.Event,
     connect: Connect = over_daemon,
-    policy: Policy | None = None,
+    policy: RebalancePolicy | None = None,
 ) -> None:
     """Serve until `stop` is set. Raises SwarmError when the node cannot start or loses the network for good.
 
@@ -119,7 +119,7 @@ class Node:
         machine: Machine,
         network: Network,
         schedule: Schedule | None,
-        policy: Policy | None,
+        policy: RebalancePolicy | None,
     ) -> None:
         source, limits = machine.source, config.limits
         self._config = config
@@ -319,7 +319,7 @@ class Node:
             f"moves from layers {move.old} to {move.new}: {decision.reason}",
             start=move.new.start,
             end=move.new.end,
-            **({} if seen is None else {"request": place_request(seen)}),
+            **({} if seen is None else {"request": placement_request_json(seen)}),
         )
         await self._spans.change(move, self._portrait.elsewhere, self._announcer.changed)
         await self._announcer.insist()

@@ -6,8 +6,8 @@ Knows neither how the hops find what they hold (`swarm.prefix`) nor who remember
 
 from __future__ import annotations
 
+from swarm.plan.chain_costs import ChainCosts
 from swarm.plan.prefill import plan_prefill
-from swarm.plan.speculation import ChainCosts
 
 ORDINARY_ANSWER = 256  # tokens; limits are often far above what is written
 

@@ -84,12 +84,9 @@ def default_steps(nodes: int) -> int:
     return max(10_000, 40 * nodes)
 
 
-def allocate(
-    num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Budget | None = None, rebalance: bool = True
-) -> Allocation:
+def allocate(num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Budget | None = None) -> Allocation:
     """Choose k and form k replicas of `num_layers` layers. Raises Infeasible if there is no room for one, UsageError.
 
-    `rebalance`: share layers by compute inside each replica; otherwise each node, the largest first, is filled up.
     Nodes of a replica are in pipeline order, the largest first. Without a `budget` there are `default_steps`.
     """
     check_pool(num_layers, nodes)
@@ -107,7 +104,7 @@ def allocate(
     groups.sort(key=lambda group: (len(group), [node.id for node in group]))
     used = {node.id for group in groups for node in group}
     return Allocation(
-        replicas=tuple(_spans(num_layers, group, rebalance) for group in groups),
+        replicas=tuple(lay_out(group, fill(num_layers, group)[0]) for group in groups),
         unused=tuple(sorted(node.id for node in nodes if node.id not in used)),
         best_k=best,
         score=score,
@@ -244,13 +241,3 @@ def _best(ladder: _Ladder, price: Price) -> int:
     scores = {k: price.score(k, stages) for k, (stages, _) in ladder.found.items() if k}
     enough = max(scores.values()) * (1 - _TIE)
     return min((ladder.found[k][0], k) for k, score in scores.items() if score >= enough)[1]
-
-
-def _spans(num_layers: int, group: Sequence[PoolNode], rebalance: bool) -> tuple[Hop, ...]:
-    if rebalance:
-        return lay_out(group, fill(num_layers, group)[0])
-    shares, left = [], num_layers
-    for node in group:
-        shares.append(min(node.layer_capacity, left))
-        left -= shares[-1]
-    return lay_out(group, shares)

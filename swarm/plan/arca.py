@@ -1,7 +1,7 @@
 """The static draft tree that settles most tokens for its width (Ghidorah §III-C, ARCA), and the acceptance it rests on.
 
 Owns which candidates of which rank to verify: what a width is worth on average, before a round's own guesses are known
-(`plan.tree` then sends the likeliest of them). Knows neither tokens nor what a width costs (`speculation`). A width
+(`plan.tree` then sends the likeliest of them). Knows neither tokens nor what a width costs (`forecast`). A width
 counts the rows verified in a step: the drafted nodes and the root's own row, so width 1 is plain decoding, as in the
 paper's Table I.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -98,57 +98,3 @@ def expected_tokens(shape: TreeShape, acceptance: AcceptanceTable) -> float:
     return 1.0 + math.fsum(
         math.prod(acceptance[depth][rank] for depth, rank in enumerate(path)) for path in shape.paths()
     )
-
-
-def measured_tokens(shape: TreeShape, traces: Sequence[Sequence[int | None]]) -> float:
-    """Tokens a round would have settled on `traces`, on average (ARCA's "real acceptance length").
-
-    A trace is one round of a calibration run: at each depth the rank of the guess that was right, None where none was.
-    """
-    if not traces:
-        raise UsageError("acceptance cannot be measured without a trace")
-    held = set(shape.paths())
-    return 1.0 + sum(_matched(held, trace) for trace in traces) / len(traces)
-
-
-def _matched(held: set[RankPath], trace: Sequence[int | None]) -> int:
-    path: RankPath = ()
-    for rank in trace:
-        if rank is None or (*path, rank) not in held:
-            break
-        path = (*path, rank)
-    return len(path)
-
-
-def local_search(
-    shape: TreeShape, score: Callable[[TreeShape], float], ranks: Sequence[int], max_moves: int = 64
-) -> TreeShape:
-    """Moves one leaf at a time to where `score` is higher, until no move helps: ARCA's search around the estimate.
-
-    For scores that no table of independent guesses can express, such as `measured_tokens`, where a guess's chance
-    depends on what was guessed above it. `ranks[d]` guesses are offered at depth d. Width is kept. The best move is
-    taken each time, on ties the first, at most `max_moves` times.
-    """
-    best, best_score = shape, score(shape)
-    for _ in range(max_moves):
-        paths = set(best.paths())
-        moved = [TreeShape.of_paths([*(paths - {leaf}), new]) for leaf, new in _moves(paths, ranks)]
-        found = max(((score(other), -i) for i, other in enumerate(moved)), default=(best_score, 0))
-        if found[0] <= best_score * (1 + 1e-12):
-            break
-        best, best_score = moved[-found[1]], found[0]
-    return best
-
-
-def _moves(paths: set[RankPath], ranks: Sequence[int]) -> list[tuple[RankPath, RankPath]]:
-    """(leaf to take away, node to add whose parent stays), in order."""
-    inner = {path[:-1] for path in paths}
-    leaves = sorted(paths - inner)
-    additions = sorted(
-        (*parent, rank)
-        for parent in {(), *paths}
-        if len(parent) < len(ranks)
-        for rank in range(ranks[len(parent)])
-        if (*parent, rank) not in paths
-    )
-    return [(leaf, new) for leaf in leaves for new in additions if new[: len(leaf)] != leaf]

@@ -1,7 +1,9 @@
 """The assignment problem: n agents, n places, least total cost.
 
 Owns the algorithm only (Jonker and Volgenant 1987: shortest augmenting paths over dual prices). Costs are whole
-numbers, so that equal inputs give equal answers on every machine.
+numbers and ties go to the lower place, so that equal inputs give equal answers on every machine. `scipy.optimize`'s
+`linear_sum_assignment` is 15 to 50 times faster from 256 nodes on, but how it breaks ties is not specified and has
+changed between its releases (scipy issue 11602); nodes that plan alike may not run the same one.
 """
 
 from __future__ import annotations

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.errors import Infeasible, UsageError
+from swarm.plan.quantities import LayerCapacity, NodeId, Region, Schema, Speed
 from swarm.types import Hop
 
 
-@dataclass(frozen=True, slots=True)
-class PoolNode:
+class PoolNode(Schema, frozen=True):
     """A node that can be given layers. `compute` in any unit of speed shared by all nodes; `region` "" if unknown.
 
     `layer_capacity`: layers its memory holds, KV cache, embedding and head already set aside. Raises UsageError.
     """
 
-    id: str
-    layer_capacity: int
-    compute: float = 1.0
-    region: str = ""
+    id: NodeId
+    layer_capacity: LayerCapacity
+    compute: Speed
+    region: Region = ""
 
     def __post_init__(self) -> None:
         if self.layer_capacity < 0:

@@ -1,7 +1,7 @@
 """`swarm-plan`: every decision of the planner without a swarm, JSON in and JSON out.
 
 Owns files, flags, exit codes and what goes to stdout: exit 0 and one JSON object, or exit 2 and one JSON object
-`{"error": code, "message": sentence, ...}`. The verbs are in `verbs`.
+`{"error": code, "message": sentence, ...}`. The commands are in `verbs`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import msgspec
 import typer
 
 from swarm.errors import NoRoute, SwarmError, UsageError
-from swarm.plan.requests import MAX_BYTES, fields
-from swarm.plan.verbs import OLD_NAMES, VERBS, Answer, Verb, simulate
+from swarm.plan.schemas import MAX_BYTES, field_list
+from swarm.plan.verbs import COMMANDS, OLD_NAMES, Command, CommandResult, simulate
 
-CommandLineError = cast(type[Exception], typer.BadParameter.__base__)  # of every wrong flag, argument or verb
+CommandLineError = cast(type[Exception], typer.BadParameter.__base__)  # of every wrong flag, argument or command
 
 app = typer.Typer(
     name="swarm-plan",
@@ -32,18 +32,18 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="The request, as JSON;
 Explain = Annotated[bool, typer.Option("--explain", help="Say in plain words how the answer came about.")]
 
 
-def _command(verb: Verb[Any]) -> Callable[[str, bool], None]:
+def _runner(command: Command[Any]) -> Callable[[str, bool], None]:
     def run(file: File, explain: Explain = False) -> None:
-        _answer(lambda: verb.run(_read(file)), explain)
+        _answer(lambda: command.run(_read(file)), explain)
 
     return run
 
 
-for _verb in VERBS:
-    _help = f"{_verb.summary}\n\nThe request: {fields(_verb.request)}. docs/plan.md has an example."
-    app.command(_verb.name, help=_help, short_help=_verb.summary)(_command(_verb))
-    if _verb.name in OLD_NAMES:
-        app.command(OLD_NAMES[_verb.name], help=_help, hidden=True)(_command(_verb))
+for _command in COMMANDS:
+    _help = f"{_command.summary}\n\nThe request: {field_list(_command.request)}. docs/plan.md has an example."
+    app.command(_command.name, help=_help, short_help=_command.summary)(_runner(_command))
+    if _command.name in OLD_NAMES:
+        app.command(OLD_NAMES[_command.name], help=_help, hidden=True)(_runner(_command))
 
 
 _SIMULATE = "Run a scenario, TOML or JSON: a seeded swarm of any size in virtual time."
@@ -70,7 +70,7 @@ def _write(stream: TextIO, line: str) -> None:
     stream.write(line + "\n")
 
 
-def _answer(decide: Callable[[], Answer], explain: bool) -> None:
+def _answer(decide: Callable[[], CommandResult], explain: bool) -> None:
     try:
         answer = decide()
     except SwarmError as error:

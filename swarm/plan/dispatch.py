@@ -6,25 +6,28 @@ One pass over the nodes' states. Owns the rule; knows neither how states were ga
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from swarm.errors import Infeasible, UsageError
+from swarm.plan.quantities import Amount, NodeId, Schema, Speed
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLoad:
+class NodeLoad(Schema, frozen=True):
     """One replica now.
 
     `running_remaining` and `queued` are work in the request's unit (FLOPs), `capacity` is that unit a second,
     `available_memory` is in the unit of the request's memory.
     """
 
-    id: str
-    capacity: float
-    available_memory: float
-    running_remaining: float = 0.0
-    queued: tuple[float, ...] = ()
+    id: NodeId
+    capacity: Speed
+    available_memory: Amount
+    running_remaining: Amount = 0.0
+    queued: Annotated[Sequence[Amount], Meta(max_length=1 << 16)] = ()
     available: bool = True
 
     def completion_ms(self, work: float) -> float:

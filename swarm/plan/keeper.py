@@ -19,14 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from swarm.errors import Infeasible
+from swarm.plan.imbalance import ALPHA, THRESHOLD, judge_spans
 from swarm.plan.membership import place_joiners, uncovered_without
 from swarm.plan.moves import Move
-from swarm.plan.rebalance import ALPHA, THRESHOLD, Target, judge_spans, target
+from swarm.plan.rebalance import Target, target
 from swarm.types import LayerSpan, NodeState, PeerId, Snapshot, coverage
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RebalancePolicy:
     """`coverage_patience_s`, `patience_s`: how long a layer must lack a node, or the loads differ, without a break.
 
     A gap that joining nodes are about to fill is given `patience_s` too, and every move a node has made in the last
@@ -70,9 +71,9 @@ class _Trigger:
 class Keeper:
     """One node's keeper; `observe` it with every snapshot of nodes that share its weights and dtype."""
 
-    def __init__(self, me: PeerId, policy: Policy | None = None) -> None:
+    def __init__(self, me: PeerId, policy: RebalancePolicy | None = None) -> None:
         self._me = me
-        self._policy = Policy() if policy is None else policy
+        self._policy = RebalancePolicy() if policy is None else policy
         self._lacking: Mapping[int, float] = {}  # layer that nobody holds -> since when
         self._uneven_since: float | None = None
         self._wanted_since: float | None = None  # since when this node's own move has been in the first wave

@@ -1,7 +1,7 @@
 """How likely a level of a prediction tree holds the text, and how many guesses that takes (PipeDec §3.3.3).
 
 Owns what the levels of a tree in flight are worth on average. Knows neither what a row costs nor how many levels are
-under way (`speculation`).
+under way (`forecast`).
 """
 
 from __future__ import annotations

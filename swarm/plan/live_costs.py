@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from swarm.ewma import Ewma
-from swarm.plan.speculation import ChainCosts, Stage
+from swarm.plan.chain_costs import ChainCosts, Stage
 from swarm.types import CostCurve
 
 EWMA_DECAY = 0.8  # what the measurements before the last one weigh together

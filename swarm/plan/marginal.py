@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from swarm.plan.chain_costs import ChainCosts
+from swarm.plan.forecast import MAX_IN_FLIGHT
 from swarm.plan.session_events import Policy
-from swarm.plan.speculation import MAX_IN_FLIGHT, ChainCosts
 
 ROWS = (32, 24, 16, 12)  # tree nodes a step may have: the most with which hops take no more than
 DEAR = 2.0  # times what they take without, or else

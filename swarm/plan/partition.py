@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import Literal
 
 from swarm.errors import Infeasible, UsageError
+from swarm.plan.quantities import Amount, Amounts, NodeId, Schema, Speed
 from swarm.types import LayerSpan
 
 Method = Literal["jupiter", "hypsplit"]
@@ -27,21 +28,26 @@ _TICKS = 1 << 40  # a bottleneck's worth of time in whole ticks: totals compare 
 _CLOSE = 1e-9  # relative width at which the search stops halving and asks for "strictly better" instead
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCost:
-    """One layer: `memory` of its weights and KV in any unit shared with the devices, `flops` of one forward pass."""
+class LayerCost(Schema, frozen=True):
+    """One layer: `memory` of its weights and KV in any unit shared with the devices, `flops` of one forward pass.
 
-    memory: float
-    flops: float = 0.0
+    `flops` may be left out where all devices say what a layer takes them.
+    """
+
+    memory: Amount
+    flops: Amount | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One stage's device: its memory, and either its speed or the measured ms of every layer, `[num_layers]`."""
+class Device(Schema, frozen=True):
+    """One stage's device: its memory, and either its speed or the measured ms of a layer or of each, `[num_layers]`.
 
-    memory: float
-    flops_per_s: float | None = None
-    layer_ms: tuple[float, ...] | None = None
+    `id`: what to call it; its index if None.
+    """
+
+    memory: Amount
+    flops_per_s: Speed | None = None
+    layer_ms: Amount | Amounts | None = None
+    id: NodeId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +88,12 @@ class _Costs:
     def __init__(self, layers: Sequence[LayerCost], devices: Sequence[Device]) -> None:
         _check(layers, devices)
         self.num_layers, self.num_devices = len(layers), len(devices)
-        flops = _exact_prefix([layer.flops for layer in layers])
+        flops = _exact_prefix([layer.flops or 0.0 for layer in layers])
         memory, unit = _exact_prefix([layer.memory for layer in layers])
         self._time: list[tuple[list[int], int]] = []  # per device: prefix sums [L + 1], and how many units make one ms
         self.reach: list[list[int]] = []  # per device [L + 1]: the furthest end its memory allows, for each start
         for device in devices:
-            self._time.append(_device_time(device, flops))
+            self._time.append(_device_time(device, flops, self.num_layers))
             room = math.floor(Fraction(device.memory) * unit)
             self.reach.append([bisect_right(memory, held + room) - 1 for held in memory])
 
@@ -101,16 +107,26 @@ class _Costs:
 
 
 def _check(layers: Sequence[LayerCost], devices: Sequence[Device]) -> None:
+    if any(device.flops_per_s is not None for device in devices):
+        for i, layer in enumerate(layers):
+            if layer.flops is None:
+                raise UsageError(f"layers[{i}] needs its flops, for a device is given by flops_per_s")
+    for i, device in enumerate(devices):
+        if (device.flops_per_s is None) == (device.layer_ms is None):
+            raise UsageError(f"devices[{i}] needs either flops_per_s or layer_ms")
     if not layers or not devices:
         raise UsageError("a partition needs at least one layer and one device")
-    numbers = [x for layer in layers for x in (layer.memory, layer.flops)] + [d.memory for d in devices]
+    numbers = [x for layer in layers for x in (layer.memory, layer.flops or 0.0)] + [d.memory for d in devices]
     for i, device in enumerate(devices):
-        if device.layer_ms is not None:
+        if device.flops_per_s is not None:
+            if not 1e-9 <= device.flops_per_s < math.inf:
+                raise UsageError(f"device {i} has {device.flops_per_s:g} flops_per_s; a speed is above 0")
+        elif isinstance(device.layer_ms, int | float):
+            numbers.append(device.layer_ms)
+        elif device.layer_ms is not None:
             if len(device.layer_ms) != len(layers):
                 raise UsageError(f"device {i} gives {len(device.layer_ms)} layer times for {len(layers)} layers")
             numbers += device.layer_ms
-        elif device.flops_per_s is None or not 1e-9 <= device.flops_per_s < math.inf:
-            raise UsageError(f"device {i} needs its speed in flops_per_s, above 0, or layer_ms for every layer")
     if not all(0 <= x < math.inf for x in numbers):
         raise UsageError("flops, memory and layer times must be finite and not negative")
 
@@ -122,7 +138,9 @@ def _exact_prefix(values: Sequence[float]) -> tuple[list[int], int]:
     return list(accumulate((n * (unit // d) for n, d in ratios), initial=0)), unit
 
 
-def _device_time(device: Device, flops: tuple[list[int], int]) -> tuple[list[int], int]:
+def _device_time(device: Device, flops: tuple[list[int], int], num_layers: int) -> tuple[list[int], int]:
+    if isinstance(device.layer_ms, int | float):
+        return _exact_prefix([device.layer_ms] * num_layers)
     if device.layer_ms is not None:
         return _exact_prefix(device.layer_ms)
     prefix, unit = flops

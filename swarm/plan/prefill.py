@@ -21,15 +21,18 @@ import heapq
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
+
+from msgspec import Meta
 
 from swarm.errors import UsageError
+from swarm.plan.quantities import Amount, Schema
 
 MAX_CHUNKS = 1 << 16
 _EXACT = 1e-12  # relative; a cut better by less than this is not looked for
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkCost:
+class ChunkCost(Schema, frozen=True):
     """One stage's time for a chunk of tokens after a prefix, ms:
 
         t(len | prefix) = base_ms + len * (per_token_ms + per_token_context_ms * (prefix + within_chunk * len))
@@ -38,10 +41,10 @@ class ChunkCost:
     causal attention really sees).
     """
 
-    base_ms: float
-    per_token_ms: float
-    per_token_context_ms: float = 0.0
-    within_chunk: float = 0.0
+    base_ms: Amount
+    per_token_ms: Amount
+    per_token_context_ms: Amount
+    within_chunk: Annotated[float, Meta(ge=0, le=0.5)] = 0.0
 
     def __post_init__(self) -> None:
         for ms in (self.base_ms, self.per_token_ms, self.per_token_context_ms):

@@ -14,9 +14,10 @@ import numpy as np
 from swarm.errors import NoRoute
 from swarm.plan.routing import RouteTable, client_edges, snapshot_rho, times_are_sane
 from swarm.plan.routing_dp import LAYER, Dag
-from swarm.plan.routing_graph import Floats, Graph, Objective, RouteNode, row_order
+from swarm.plan.routing_graph import Floats, Graph
+from swarm.plan.routing_nodes import RouteNode, row_order
 from swarm.plan.routing_search import best_simple
-from swarm.types import Chain, Hop, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot, coverage
+from swarm.types import Chain, Hop, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,6 @@ class Repair:
     def layers(self) -> int:
         """How many layers must be rebuilt."""
         return sum(hop.end - hop.start for hop in self.rebuild)
-
-    @property
-    def replay_from(self) -> int | None:
-        """The first layer to be fed again: the tokens for 0, else the outputs of the hop that ends there."""
-        return min((hop.start for hop in self.rebuild), default=None)
 
 
 def repair(
@@ -186,52 +182,3 @@ def _anew(hop: Hop, had: LayerSpan | None) -> Iterator[Hop]:
         yield Hop(hop.peer, hop.start, had.start)
     if had.end < hop.end:
         yield Hop(hop.peer, had.end, hop.end)
-
-
-def disjoint_chains(
-    table: RouteTable,
-    count: int,
-    *,
-    client_ms: Mapping[PeerId, float] | None = None,
-    banned: Collection[PeerId] = frozenset(),
-    objective: Objective = "latency",
-) -> list[Chain]:
-    """Up to `count` chains that share no peer, best first; fewer only if fewer exist.
-
-    The first is the best of all, the second the best without the nodes of the first, and so on. If that leaves fewer
-    chains than the layers' replicas allow, the nodes are dealt out first, so that there are as many as can be.
-    """
-    greedy: list[Chain] = []
-    taken = set(banned)
-    while len(greedy) < count:
-        try:
-            greedy.append(table.route(client_ms=client_ms, banned=taken, objective=objective))
-        except NoRoute:
-            break
-        taken.update(greedy[-1].peers)
-    if len(greedy) == count:
-        return greedy
-    dealt = [
-        graph.best(objective, edges, edges, banned=set(graph.ids) - lane)
-        for graph in table.graphs.values()
-        for edges in [client_edges(graph, client_ms)]
-        for lane in _lanes([n for n in graph.nodes if n.id not in banned], graph.num_layers)
-    ]
-    dealt.sort(key=lambda chain: (round(chain.cost_ms, 6), len(chain), chain.peers))
-    return greedy if len(greedy) >= len(dealt) else dealt[:count]
-
-
-def _lanes(nodes: Sequence[RouteNode], num_layers: int) -> list[set[PeerId]]:
-    """As many sets of nodes as possible, each covering every layer: as many as the scarcest layer has replicas.
-
-    The lane that is furthest behind takes the node that carries it furthest. There is one: a layer has at least as many
-    nodes as there are lanes, and a node in use there belongs to a lane that is already past it.
-    """
-    replicas = min(coverage((n.span(num_layers) for n in nodes), num_layers))
-    lanes: list[tuple[int, set[PeerId]]] = [(0, set()) for _ in range(replicas)]
-    unused = sorted(nodes, key=lambda n: (-n.end, n.id))
-    while lanes and (behind := min(lanes, key=lambda lane: lane[0]))[0] < num_layers:
-        node = next(n for n in unused if n.start <= behind[0] < n.end)
-        unused.remove(node)
-        lanes[lanes.index(behind)] = (node.end, behind[1] | {node.id})
-    return [peers for _, peers in lanes]

@@ -15,7 +15,8 @@ from operator import itemgetter
 import numpy as np
 
 from swarm.errors import NoRoute, UsageError
-from swarm.plan.routing_graph import Floats, Graph, Links, Objective, RouteNode, link_matrix, links, no_route_sentence
+from swarm.plan.routing_graph import Floats, Graph, link_matrix, no_route_sentence
+from swarm.plan.routing_nodes import Links, Objective, RouteNode, links
 from swarm.types import Chain, NodeProfile, PeerId, Snapshot, coverage, missing_ranges
 
 __all__ = [

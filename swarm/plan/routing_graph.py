@@ -1,6 +1,6 @@
 """What phase 2 is told about nodes and links, as arrays: ms on the outside, the integers of `routing_dp` inside.
 
-Owns `RouteNode`, how a missing ρ is filled in, and the way from ms to ticks and back to a `Chain`. Knows neither
+Owns the arrays, how they fill in a missing ρ, and the way from ms to ticks and back to a `Chain`. Knows neither
 snapshots nor groups of nodes.
 """
 
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,72 +16,15 @@ from numpy.typing import NDArray
 from swarm.errors import NoRoute, UsageError
 from swarm.plan.routing_bottleneck import best_pipeline
 from swarm.plan.routing_dp import HOP, MAX_LAYERS, NEVER, TICK, Dag, Ints
+from swarm.plan.routing_nodes import Links, Objective, RouteNode, row_order
 from swarm.plan.routing_search import best_simple, cheapest, repeats
 from swarm.plan.routing_walk import Path
-from swarm.types import Chain, Hop, LayerSpan, missing_ranges
+from swarm.types import Chain, Hop, missing_ranges
 
-Objective = Literal["latency", "bottleneck"]
-Links = Callable[[str, str], float] | Mapping[str, Mapping[str, float]]
 Floats = NDArray[np.float64]
 
 NANOSECONDS = 1e6  # ticks a millisecond
 MOST_TICKS = 1 << 38  # of all layers and links of one chain; edges to the client come on top
-
-
-@dataclass(frozen=True, slots=True)
-class RouteNode:
-    """A node as phase 2 sees it: layers `[start, end)` and τ in ms, queue included.
-
-    `layer_ms`: one number for all layers, or one per layer of the span (or of the model, indexed by layer).
-    """
-
-    id: str
-    start: int
-    end: int
-    layer_ms: float | Sequence[float]
-
-    def tau(self, layer: int) -> float:
-        """τ of one layer of the span, ms."""
-        if isinstance(self.layer_ms, int | float):
-            return float(self.layer_ms)
-        local = len(self.layer_ms) == self.end - self.start
-        return float(self.layer_ms[layer - self.start if local else layer])
-
-    def span(self, num_layers: int) -> LayerSpan:
-        """Raises UsageError if it is no span of the model."""
-        self._check(num_layers)
-        return LayerSpan(self.start, self.end)
-
-    def taus(self, num_layers: int) -> Sequence[float]:
-        """τ of the layers of the span, ms. Raises UsageError for no span of the model or a list that does not fit."""
-        self._check(num_layers)
-        if isinstance(self.layer_ms, int | float):
-            return (self.layer_ms,) * (self.end - self.start)
-        if len(self.layer_ms) == self.end - self.start:
-            return self.layer_ms
-        if len(self.layer_ms) == num_layers:
-            return self.layer_ms[self.start : self.end]
-        raise UsageError(
-            f"node {self.id} gives {len(self.layer_ms)} layer times; give one, or one for each of its"
-            f" {self.end - self.start} layers"
-        )
-
-    def _check(self, num_layers: int) -> None:
-        if not 0 <= self.start < self.end <= num_layers:
-            raise UsageError(f"node {self.id} serves {self.start}:{self.end}, which is no span of {num_layers} layers")
-
-
-def row_order(node: RouteNode) -> tuple[int, int, str]:
-    """How a Graph sorts its rows; stable for nodes that compare equal."""
-    return node.start, node.end, node.id
-
-
-def links(link_ms: Links) -> Callable[[str, str], float]:
-    """ρ in ms as a function. A pair that a mapping leaves out is read the other way round, else costs nothing."""
-    if not isinstance(link_ms, Mapping):
-        return link_ms
-    table = link_ms
-    return lambda a, b: table.get(a, {}).get(b, table.get(b, {}).get(a, 0.0))
 
 
 def link_matrix(ids: Sequence[str], link_ms: Links) -> Floats:

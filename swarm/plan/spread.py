@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from swarm.types import NodeProfile, PeerId, Snapshot
+from swarm.types import CostCurve, NodeProfile, PeerId, Snapshot
 
 SESSION_SHARE = 0.25  # of τ: what one more session in the batch costs the others
 LEANING = 0.1  # of τ, at most: enough to tell equals apart, too little to send anybody the long way
@@ -25,5 +25,5 @@ def spread(snapshot: Snapshot, client: PeerId) -> Snapshot:
 def _loaded(node: NodeProfile, client: PeerId) -> NodeProfile:
     leaning = int.from_bytes(hashlib.blake2b(f"{client} {node.peer}".encode(), digest_size=4).digest()) / 2**32
     factor = 1.0 + SESSION_SHARE * node.sessions + LEANING * leaning
-    cost = replace(node.cost, ms=tuple(ms * factor for ms in node.cost.ms))
+    cost = CostCurve(node.cost.widths, tuple(ms * factor for ms in node.cost.ms))
     return replace(node, layer_ms=tuple(ms * factor for ms in node.layer_ms), cost=cost)

@@ -17,10 +17,10 @@ from swarm.ewma import DecayedRatio
 from swarm.plan.live_costs import LiveCosts, Observation
 from swarm.plan.marginal import Prices, marginal_policy, steps_held
 from swarm.plan.session_events import SEQUENTIAL, Policy
-from swarm.plan.speculation import (
+from swarm.plan.chain_costs import ChainCosts
+from swarm.plan.forecast import (
     MAX_IN_FLIGHT,
-    ChainCosts,
-    Drafter,
+    DrafterProfile,
     Forecast,
     Strategy,
     hybrid,
@@ -107,7 +107,7 @@ class Tuner:
             promised = self._current.tokens_per_s * self._chosen_for_ms / round_ms
             self._record[self._current.strategy].add(tokens, promised * took_ms / 1e3)
 
-    def setting(self, drafter: Drafter) -> Setting:
+    def setting(self, drafter: DrafterProfile) -> Setting:
         """The setting to use now. The strategy is chosen afresh from time to time, the hybrid's prices with every
         result."""
         if self._current is not None and self._since < self._patience:
@@ -139,7 +139,7 @@ class Tuner:
         candidates = ranked if self._only is not None else [_as_hybrid(f) for f in ranked]
         return next((f for f in candidates if f.strategy is self._current.strategy), None)
 
-    def _forecasts(self, costs: ChainCosts, drafter: Drafter) -> list[Forecast | None]:
+    def _forecasts(self, costs: ChainCosts, drafter: DrafterProfile) -> list[Forecast | None]:
         acceptance = tuple(drafter.acceptance)
         usual = replace(drafter, acceptance=acceptance[:USUAL_DEPTH])
         deep = replace(drafter, acceptance=acceptance[: max(USUAL_DEPTH, min(MAX_DEPTH, steps_held(costs) + 1))])
@@ -156,7 +156,7 @@ class Tuner:
         strategy = forecast.strategy if self._only is not None else _as_hybrid(forecast).strategy
         return forecast.tokens_per_s * self._record[strategy].ratio
 
-    def _as_setting(self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: Drafter) -> Setting:
+    def _as_setting(self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: DrafterProfile) -> Setting:
         others = "; ".join(f"{f.strategy} {self._promise(f):.1f}" for f in ranked if f.reason != best.reason)
         reason = f"{best.strategy}, about {self._promise(best):.1f} tokens/s: {best.reason}"
         if best.strategy is Strategy.PIPELINED_TREE:
@@ -165,7 +165,7 @@ class Tuner:
             policy = policy_of(best, costs, self.trust, guess_anyway=self._only is None)
         return Setting(best.strategy, policy, best.tokens_per_s, f"{reason} ({others})" if others else reason)
 
-    def _marginal(self, costs: ChainCosts, drafter: Drafter) -> Policy:
+    def _marginal(self, costs: ChainCosts, drafter: DrafterProfile) -> Policy:
         live = self._costs
         pace = self._pace.tokens_per_ms
         prices = Prices(pace, drafter.level_ms, drafter.hits, self.trust, live.crowding, live.company)

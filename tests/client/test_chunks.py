@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm.plan.chain_costs import ChainCosts, Stage
 from swarm.plan.prefill import plan_prefill
-from swarm.plan.speculation import ChainCosts, Stage
-from swarm.types import CostCurve
+from swarm.types import UNMEASURED, CostCurve
 from swarm_client.chunks import MAX_CHUNK, MIN_CHUNK, STEP_MS, prompt_chunks
 
 CURVE = CostCurve((1, 8, 32, 64), (0.5, 0.7, 1.3, 2.1))
@@ -29,7 +29,8 @@ def test_chunks_are_the_planners_within_bounds(length: int, hops: int) -> None:
     assert max(chunks) <= MAX_CHUNK
     cost = chain(hops).chunk_cost()
     assert cost.ms(64, 0) == pytest.approx(4 * CURVE.at(64))
-    planned = plan_prefill(length, hops, MIN_CHUNK, replace(cost, base_ms=cost.base_ms + STEP_MS)).chunks
+    with_step = msgspec.structs.replace(cost, base_ms=cost.base_ms + STEP_MS)
+    planned = plan_prefill(length, hops, MIN_CHUNK, with_step).chunks
     assert len(chunks) >= len(planned)
     if max(planned) <= MAX_CHUNK:
         assert chain(hops).pipelined_ms(chunks, STEP_MS) <= chain(hops).pipelined_ms(planned, STEP_MS)
@@ -69,7 +70,7 @@ def test_the_slowest_hop_rules() -> None:
 
 
 def test_a_curve_that_says_nothing_still_gives_chunks() -> None:
-    assert sum(prompt_chunks(700, chain(3, CostCurve()))) == 700
+    assert sum(prompt_chunks(700, chain(3, UNMEASURED))) == 700
     assert prompt_chunks(0, chain(2)) == ()
 
 

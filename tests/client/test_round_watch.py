@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.plan.speculation import ChainCosts, Stage
+from swarm.plan.chain_costs import ChainCosts, Stage
 from swarm.types import Chain, CostCurve, Hop
 from swarm_client.round_watch import (
     AGAIN_S,

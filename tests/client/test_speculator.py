@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from swarm.plan.chain_costs import ChainCosts, Stage
 from swarm.plan.session import Draft, Drafted, Generation, GenerationPlan, SendStep, StepSettled
-from swarm.plan.speculation import ChainCosts, Stage
 from swarm.types import Chain, CostCurve, Hop
 from swarm_client.drafters.base import Candidate, Glance
 from swarm_client.drafters.ngram import NgramDrafter

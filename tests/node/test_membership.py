@@ -13,8 +13,9 @@ from virtual_clock import virtual_time
 from virtual_nodes import LAYERS, VirtualSwarm, ask, virtual_swarm
 
 from swarm.net.memory import MemoryDirectory
-from swarm.plan.rebalance import speed, target
-from swarm.plan.verbs import VERBS
+from swarm.plan.imbalance import speed
+from swarm.plan.rebalance import target
+from swarm.plan.verbs import COMMANDS
 from swarm.types import NodeState, PeerId, Snapshot
 
 PROMPT = (3, 14, 15, 92, 65, 35)
@@ -155,7 +156,7 @@ def planned(snapshot: Snapshot) -> Counter[tuple[int, int]]:
     """The spans that `swarm-plan allocate` deals out among the nodes of a snapshot."""
     nodes = [{"id": n.peer, "layer_capacity": n.layer_capacity, "compute": speed(n)} for n in snapshot.nodes]
     request = {"num_layers": LAYERS, "nodes": nodes, "alpha": 1.0, "compute_ms": LAYERS * 0.2, "hop_ms": 5.0}
-    (allocate,) = [verb for verb in VERBS if verb.name == "allocate"]
+    (allocate,) = [verb for verb in COMMANDS if verb.name == "allocate"]
     replicas = allocate.run(json.dumps(request).encode()).fields["replicas"]
     return Counter((hop["start"], hop["end"]) for replica in replicas for hop in replica)
 

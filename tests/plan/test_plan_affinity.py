@@ -7,8 +7,8 @@ import random
 import pytest
 
 from swarm.plan.affinity import ORDINARY_ANSWER, worth_returning
+from swarm.plan.chain_costs import ChainCosts, Stage
 from swarm.plan.prefill import plan_prefill
-from swarm.plan.speculation import ChainCosts, Stage
 from swarm.types import CostCurve
 
 

@@ -91,7 +91,7 @@ def test_a_full_node_leaves_the_rest_to_the_others() -> None:
 
 
 def test_equal_remainders_go_to_the_lower_id() -> None:
-    nodes = [PoolNode("b", 10), PoolNode("a", 10), PoolNode("c", 10)]
+    nodes = [PoolNode("b", 10, 1.0), PoolNode("a", 10, 1.0), PoolNode("c", 10, 1.0)]
     assert shares_of(10, nodes) == [3, 4, 3]
     assert shares_of(11, nodes) == [4, 4, 3]
 
@@ -119,10 +119,10 @@ def test_compute_that_is_no_speed_is_refused(compute: float) -> None:
 
 def test_input_that_cannot_be_right_is_refused() -> None:
     with pytest.raises(UsageError, match="layer_capacity"):
-        PoolNode("a", -1)
+        PoolNode("a", -1, 1.0)
     with pytest.raises(UsageError, match="same id"):
-        balance(2, [PoolNode("a", 1), PoolNode("a", 1)])
+        balance(2, [PoolNode("a", 1, 1.0), PoolNode("a", 1, 1.0)])
     with pytest.raises(UsageError, match="num_layers"):
-        balance(0, [PoolNode("a", 1)])
+        balance(0, [PoolNode("a", 1, 1.0)])
     with pytest.raises(Infeasible):
         balance(1, [])

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from swarm.errors import SwarmError
 from swarm.plan.cli import app
-from swarm.plan.requests import MAX_BYTES
+from swarm.plan.schemas import MAX_BYTES
 from swarm.plan.simulate import parse
-from swarm.plan.verbs import VERBS
+from swarm.plan.verbs import COMMANDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
 TABLE = ["allocate", "balance", "route", "join-span", "rebalance", "partition", "prefill", "dispatch"]  # of the design
@@ -38,7 +38,7 @@ def documented() -> list[tuple[str, Any, Any]]:
 
 
 EXAMPLES = documented()
-VERB = {verb.name: verb for verb in VERBS}
+VERB = {verb.name: verb for verb in COMMANDS}
 RUNNER = CliRunner()
 
 
@@ -126,6 +126,97 @@ def test_explanations_are_sentences_added_to_the_same_answer(verb: str, request_
             "balance",
             '{"num_layers": 1, "nodes": [{"id": "a", "layer_capacity": 1, "compute": 0}]}',
             "nodes[0].compute: expected a number >= 1e-09",
+        ),
+        ("balance", '{"num_layers": 1, "nodes": [{"id": "a", "layer_capacity": 1}]}', "compute is missing in nodes[0]"),
+        (
+            "balance",
+            '{"num_layers": 1, "nodes": [{"id": "", "layer_capacity": 1, "compute": 1}]}',
+            "nodes[0].id: expected a string of length >= 1",
+        ),
+        (
+            "route",
+            '{"num_layers": 1, "nodes": [{"id": 1, "start": 0, "end": 1001, "layer_ms": 1}], "rtt_ms": {}}',
+            "nodes[0].end: expected a whole number <= 1000",
+        ),
+        (
+            "route",
+            '{"num_layers": 1, "nodes": [{"id": 1, "start": 0, "end": 1, "layer_ms": [1, -1]}], "rtt_ms": {}}',
+            "nodes[0].layer_ms[1]: expected a number >= 0",
+        ),
+        (
+            "route",
+            '{"num_layers": 1, "nodes": [{"id": 1, "start": 0, "end": 1, "layer_ms": 1, "z": 0}], "rtt_ms": {}}',
+            "z in nodes[0] is no known field",
+        ),
+        (
+            "place",
+            '{"num_layers": 1, "nodes": [{"id": 1, "state": "joining", "layer_capacity": 1, "cost": {"ms": [1]}}]}',
+            "widths is missing in nodes[0].cost",
+        ),
+        (
+            "place",
+            '{"num_layers": 1, "nodes": [{"id": 1, "state": "joining", "layer_capacity": 1,'
+            ' "cost": {"widths": [4097], "ms": [1]}}]}',
+            "nodes[0].cost.widths[0]: expected a whole number <= 4096",
+        ),
+        (
+            "place",
+            '{"num_layers": 1, "nodes": [{"id": 1, "state": "joining", "layer_capacity": 1,'
+            ' "cost": {"widths": [2, 1], "ms": [1, 1]}}]}',
+            "nodes[0].cost needs rising widths",
+        ),
+        (
+            "rebalance",
+            '{"layers": [{"kv": 1, "compute": 1, "z": 1}], "total_kv": 1, "total_compute": 1, "alpha": 1,'
+            ' "threshold": 1}',
+            "z in layers[0] is no known field",
+        ),
+        (
+            "rebalance",
+            '{"layers": [], "total_kv": 1, "total_compute": 1, "alpha": 1.1, "threshold": 1}',
+            "alpha: expected a number <= 1",
+        ),
+        (
+            "prefill",
+            '{"length": 9, "stages": 1, "min_chunk": 1, "cost": {"base_ms": 1, "per_token_ms": 1}}',
+            "per_token_context_ms is missing in cost",
+        ),
+        (
+            "prefill",
+            '{"length": 9, "stages": 1, "min_chunk": 1, "cost": {"base_ms": 1, "per_token_ms": 1,'
+            ' "per_token_context_ms": 0, "within_chunk": 0.6}}',
+            "cost.within_chunk: expected a number <= 0.5",
+        ),
+        ("partition", '{"layers": [{"memory": 1, "z": 1}], "devices": []}', "z in layers[0] is no known field"),
+        (
+            "partition",
+            '{"layers": [], "devices": [{"memory": 1, "flops_per_s": 0}]}',
+            "devices[0].flops_per_s: expected a number >= 1e-09",
+        ),
+        (
+            "partition",
+            '{"layers": [{"memory": 1, "flops": 1}], "devices": [{"memory": 1, "flops_per_s": 1, "layer_ms": 1}]}',
+            "devices[0] needs either",
+        ),
+        (
+            "dispatch",
+            '{"work": 1, "memory": 1, "nodes": [{"id": "a", "capacity": 1, "available_memory": 1, "queued": [-1]}]}',
+            "nodes[0].queued[0]: expected a number >= 0",
+        ),
+        (
+            "dispatch",
+            '{"work": 1, "memory": 1, "nodes": [{"id": "a", "capacity": 1, "available_memory": 1, "z": 1}]}',
+            "z in nodes[0] is no known field",
+        ),
+        (
+            "speculate",
+            '{"stages": [{"layers": 1, "layer_ms": 1}], "link_ms": [1, 1], "drafter": {"acceptance": []}}',
+            "cost is missing in stages[0]",
+        ),
+        (
+            "speculate",
+            '{"stages": [], "link_ms": [1], "drafter": {"acceptance": [], "hits": 0.5}}',
+            "hits in drafter is no known field",
         ),
         ("partition", '{"layers": [], "devices": []}', "at least one layer"),
         ("partition", '{"layers": [{"memory": 1}], "devices": [{"memory": 1}]}', "devices[0] needs either"),
@@ -366,10 +457,10 @@ def test_it_starts_without_what_it_does_not_need() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
     overview = command().stdout
-    assert all(verb.name in overview and verb.summary.split()[-1] in overview for verb in VERBS)
+    assert all(verb.name in overview and verb.summary.split()[-1] in overview for verb in COMMANDS)
 
 
-@pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
+@pytest.mark.parametrize("verb", [verb.name for verb in COMMANDS])
 def test_help_names_every_field_of_a_request(verb: str) -> None:
     said = re.sub(r"\s+", " ", command(verb, "--help").stdout)
     request, _ = next((request, answer) for name, request, answer in EXAMPLES if name == verb)

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from toy_swarm import node, snapshot
 
-from swarm.plan.keeper import Keeper, Policy
+from swarm.plan.keeper import Keeper, RebalancePolicy
 from swarm.types import NodeProfile, NodeState, Snapshot, coverage
 
-POLICY = Policy(patience_s=10.0, rest_s=60.0)
+POLICY = RebalancePolicy(patience_s=10.0, rest_s=60.0)
 
 
 class Town:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from swarm.errors import UsageError
+from swarm.plan.chain_costs import ChainCosts, Stage
 from swarm.plan.live_costs import LiveCosts, Observation
 from swarm.plan.marginal import Prices, marginal_policy, steps_held
 from swarm.plan.session_events import Policy
-from swarm.plan.speculation import ChainCosts, Stage
 from swarm.types import CostCurve
 
 CURVE = CostCurve((1, 2, 4, 8, 16, 32), (0.4, 0.42, 0.48, 0.6, 0.9, 1.5))

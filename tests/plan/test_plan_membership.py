@@ -14,14 +14,15 @@ from toy_swarm import node, snapshot
 
 from swarm.errors import Infeasible, UsageError
 from swarm.plan.assignment import assign
+from swarm.plan.imbalance import LayerLoad, load_imbalance
 from swarm.plan.membership import join_span, place_joiners, uncovered_without
 from swarm.plan.moves import Move, list_moves, loads, redeal, schedule
-from swarm.plan.rebalance import LayerLoad, judge, target
-from swarm.plan.requests import place_request
-from swarm.plan.verbs import VERBS
+from swarm.plan.rebalance import target
+from swarm.plan.schemas import placement_request_json
+from swarm.plan.verbs import COMMANDS
 from swarm.types import LayerSpan, NodeState, coverage
 
-VERB = {verb.name: verb for verb in VERBS}
+VERB = {verb.name: verb for verb in COMMANDS}
 
 
 def spans_of(placed: dict[str, LayerSpan]) -> dict[str, str]:
@@ -110,22 +111,22 @@ def test_leaving_uncovers_what_nobody_else_serves() -> None:
 
 
 def test_the_load_of_a_layer_is_the_papers() -> None:
-    verdict = judge([LayerLoad(10, 1), LayerLoad(30, 3)], 40, 4, alpha=0.5, threshold=0.6)
+    verdict = load_imbalance([LayerLoad(10, 1), LayerLoad(30, 3)], 40, 4, alpha=0.5, threshold=0.6)
     assert verdict.cv == pytest.approx(0.5)  # loads 1/4 and 3/4
     assert not verdict.rebalance
     assert verdict.reason.startswith("balanced")
-    memory = judge([LayerLoad(10, 3), LayerLoad(30, 1)], 40, 4, alpha=1.0, threshold=0.4)
+    memory = load_imbalance([LayerLoad(10, 3), LayerLoad(30, 1)], 40, 4, alpha=1.0, threshold=0.4)
     assert memory.cv == pytest.approx(0.5)
     assert memory.rebalance
     assert memory.reason.startswith("imbalance")
-    assert judge([LayerLoad(10, 3), LayerLoad(30, 1)], 40, 4, alpha=0.5).cv == pytest.approx(0.0)
+    assert load_imbalance([LayerLoad(10, 3), LayerLoad(30, 1)], 40, 4, alpha=0.5).cv == pytest.approx(0.0)
 
 
 def test_an_uncovered_layer_triggers_whatever_the_threshold() -> None:
-    verdict = judge([LayerLoad(1, 1), LayerLoad(0, 0), LayerLoad(0, 0)], 1, 1, threshold=9.0)
+    verdict = load_imbalance([LayerLoad(1, 1), LayerLoad(0, 0), LayerLoad(0, 0)], 1, 1, threshold=9.0)
     assert verdict.rebalance
     assert verdict.reason == "coverage: nobody serves layers 1:3"
-    empty = judge([LayerLoad(0, 0)], 0, 0)
+    empty = load_imbalance([LayerLoad(0, 0)], 0, 0)
     assert (empty.cv, empty.rebalance) == (0.0, True)
 
 
@@ -133,7 +134,7 @@ def test_loads_that_are_no_loads_are_refused() -> None:
     nonsense = [LayerLoad(1, float("nan"))]
     for layers, alpha in (([], 0.5), ([LayerLoad(-1, 0)], 0.5), (nonsense, 0.5), ([LayerLoad(1, 1)], 2)):
         with pytest.raises(UsageError):
-            judge(layers, 1, 1, alpha)
+            load_imbalance(layers, 1, 1, alpha)
 
 
 # Moves --------------------------------------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ def test_what_a_node_says_it_followed_from_is_what_swarm_plan_decides_by() -> No
                 )
             )
         seen = snapshot(num_layers, nodes)
-        said = VERB["place"].run(json.dumps(place_request(seen)).encode()).fields
+        said = VERB["place"].run(json.dumps(placement_request_json(seen)).encode()).fields
         placed = {joiner["node"]: LayerSpan(joiner["start"], joiner["end"]) for joiner in said["joiners"]}
         assert placed == place_joiners(seen)
         try:

@@ -131,19 +131,19 @@ def test_one_stage_reads_the_prompt_whole() -> None:
 
 
 def test_a_short_prompt_stays_whole() -> None:
-    assert plan_prefill(15, 8, 8, ChunkCost(0, 1)).chunks == (15,)
-    assert plan_prefill(3, 8, 8, ChunkCost(0, 1)).chunks == (3,)
-    assert plan_prefill(16, 8, 8, ChunkCost(0, 1)).chunks == (8, 8)
+    assert plan_prefill(15, 8, 8, ChunkCost(0, 1, 0)).chunks == (15,)
+    assert plan_prefill(3, 8, 8, ChunkCost(0, 1, 0)).chunks == (3,)
+    assert plan_prefill(16, 8, 8, ChunkCost(0, 1, 0)).chunks == (8, 8)
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (-5, 1, 1), (1 << 20, 2, 1)])
 def test_impossible_input_is_refused(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(UsageError):
-        plan_prefill(*numbers, ChunkCost(1, 1))
+        plan_prefill(*numbers, ChunkCost(1, 1, 0))
 
 
 @pytest.mark.parametrize(
-    "cost", [(-1, 1, 1), (1, math.nan, 1), (1, 1, math.inf), (1, 5e-324), (1, 1, 1, 0.6), (1, 1, 1, -0.1)]
+    "cost", [(-1, 1, 1), (1, math.nan, 1), (1, 1, math.inf), (1, 5e-324, 0), (1, 1, 1, 0.6), (1, 1, 1, -0.1)]
 )
 def test_impossible_costs_are_refused(cost: tuple[float, ...]) -> None:
     with pytest.raises(UsageError):

@@ -1,4 +1,4 @@
-"""Repairs and disjoint chains against brute force, on snapshots."""
+"""Repairs against brute force, on snapshots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from swarm.errors import NoRoute
-from swarm.plan.repair import disjoint_chains, repair
+from swarm.plan.repair import repair
 from swarm.plan.routing import RouteTable
 from swarm.types import Chain, Hop, LayerSpan, NodeProfile, NodeState, Snapshot
 
@@ -123,7 +123,7 @@ def test_hops_of_draining_and_silent_nodes_are_kept() -> None:
         found = repair(RouteTable(snapshot), old, {"b"})
         assert found.kept == (Hop("a", 0, 4), Hop("c", 8, 12))
         assert found.layers == 4
-        assert found.replay_from == 4
+        assert [hop.start for hop in found.rebuild] == [4]
 
 
 def test_a_survivor_that_only_grows_keeps_what_it_has() -> None:
@@ -142,25 +142,3 @@ def test_a_repair_never_changes_weights_or_dtype() -> None:
     with pytest.raises(NoRoute) as refusal:
         repair(table, Chain((Hop("a", 0, 4), Hop("b", 4, 8))), {"b"})
     assert refusal.value.missing == ((4, 8),)
-
-
-def test_disjoint_chains_are_as_many_as_the_scarcest_layer_has_replicas() -> None:
-    rng = random.Random(3)
-    several = 0
-    for _ in range(200):
-        snapshot = random_snapshot(rng, 6, 8)
-        replicas = min(snapshot.coverage())
-        chains = disjoint_chains(RouteTable(snapshot), 4)
-        assert len(chains) == min(4, replicas)
-        peers = [p for chain in chains for p in chain.peers]
-        assert len(set(peers)) == len(peers)
-        for chain in chains:
-            check_chain(chain, snapshot.num_layers)
-        several += len(chains) > 1
-    assert several > 25
-
-
-def test_the_first_of_the_disjoint_chains_is_the_best() -> None:
-    table = RouteTable(Snapshot("m", 8, (serving("a", 0, 8, 2.0), serving("b", 0, 8, 1.0), serving("c", 0, 8, 3.0))))
-    assert [c.peers for c in disjoint_chains(table, 2)] == [("b",), ("a",)]
-    assert [c.peers for c in disjoint_chains(table, 9, banned={"a"})] == [("b",), ("c",)]

@@ -11,18 +11,17 @@ import pytest
 
 from swarm.errors import UsageError
 from swarm.plan.arca import best_shape, expected_tokens
-from swarm.plan.speculation import (
+from swarm.plan.chain_costs import ChainCosts, Stage
+from swarm.plan.forecast import (
     WIDTHS,
-    ChainCosts,
-    Drafter,
-    Stage,
+    DrafterProfile,
     Strategy,
     choose,
     pipelined,
     sequential,
     tree,
 )
-from swarm.types import Chain, CostCurve, Hop, LayerSpan, NodeProfile, NodeState, Snapshot
+from swarm.types import UNMEASURED, Chain, CostCurve, Hop, LayerSpan, NodeProfile, NodeState, Snapshot
 
 FLAT = CostCurve((1, 64), (1.0, 1.0))
 RISING = CostCurve((1, 4, 8, 16, 32, 64), (1.0, 1.1, 1.25, 1.6, 2.4, 4.2))
@@ -38,14 +37,14 @@ def chain(hops: int, link_ms: float = 0.0, cost: CostCurve = FLAT, layers: int =
 
 
 def test_sequential_is_one_token_a_round() -> None:
-    costs = ChainCosts((Stage(10, 2.0), Stage(5, 4.0)), (5.0, 20.0, 7.0))
+    costs = ChainCosts((Stage(10, 2.0, UNMEASURED), Stage(5, 4.0, UNMEASURED)), (5.0, 20.0, 7.0))
     assert sequential(costs).tokens_per_s == pytest.approx(1000 / (20 + 20 + 32))
 
 
 @pytest.mark.parametrize("level_ms", [0.0, 3.0])
 @pytest.mark.parametrize("link_ms", [0.0, 40.0])
 def test_the_best_tree_of_all_widths_and_depths(level_ms: float, link_ms: float) -> None:
-    costs, drafter = chain(3, link_ms, RISING, row_ms=0.1), Drafter(GOOD[:6], level_ms, round_ms=1.0)
+    costs, drafter = chain(3, link_ms, RISING, row_ms=0.1), DrafterProfile(GOOD[:6], level_ms, round_ms=1.0)
     best = max(
         expected_tokens(shape, drafter.acceptance) / (1.0 + level_ms * shape.depth + costs.round_ms(shape.width))
         for width in WIDTHS[1:]
@@ -62,7 +61,7 @@ def test_a_longer_round_pays_for_a_wider_tree() -> None:
     """Ghidorah's width is the machine's; over a network the round costs the same whatever is verified in it."""
     widths = []
     for link_ms in (0.0, 30.0, 300.0):
-        found = tree(chain(1, link_ms, RISING), Drafter(GOOD[:6]))
+        found = tree(chain(1, link_ms, RISING), DrafterProfile(GOOD[:6]))
         assert found is not None
         widths.append(found.width)
     assert widths == sorted(widths)
@@ -79,12 +78,12 @@ def test_when_pipelining_beats_a_tree(hops: int, settled: float, threshold: floa
     """
     costs = chain(hops)
     for hit, wins in ((threshold, False), (threshold + 0.05, True)):
-        found = pipelined(costs, Drafter([[hit]] * 31), [1])
+        found = pipelined(costs, DrafterProfile([[hit]] * 31), [1])
         assert found is not None
         assert (found.tokens_per_s > 1000 * settled / costs.round_ms(1)) is wins
 
 
-def simulate(costs: ChainCosts, drafter: Drafter, width: int, flight: int, tokens: int = 4000) -> float:
+def simulate(costs: ChainCosts, drafter: DrafterProfile, width: int, flight: int, tokens: int = 4000) -> float:
     """Tokens/s of PipeDec's tree on a pipeline, drawn token by token: levels grown, hit, pruned, or all dropped.
 
     The drafter's first row holds everywhere, its doubts fall on places by chance.
@@ -128,22 +127,22 @@ def simulate(costs: ChainCosts, drafter: Drafter, width: int, flight: int, token
 @pytest.mark.parametrize("width", [1, 4, 16])
 @pytest.mark.parametrize("doubtful", [0.4, 1.0])
 def test_pipelined_agrees_with_a_simulated_pipeline(hops: int, row: list[float], width: int, doubtful: float) -> None:
-    costs, drafter = chain(hops, 10.0, RISING), Drafter([row] * 31, doubtful=doubtful)
+    costs, drafter = chain(hops, 10.0, RISING), DrafterProfile([row] * 31, doubtful=doubtful)
     found = pipelined(costs, drafter, [width])
     assert found is not None
     assert found.tokens_per_s == pytest.approx(simulate(costs, drafter, width, found.in_flight), rel=0.08)
 
 
 def test_each_strategy_has_its_place() -> None:
-    assert choose(chain(1, 0.0, RISING), Drafter(GOOD)).best.strategy is Strategy.TREE
-    assert choose(chain(12, 20.0, RISING), Drafter(GOOD)).best.strategy is Strategy.PIPEDEC
-    assert choose(chain(3, 10.0, RISING), Drafter(POOR, level_ms=5.0)).best.strategy is Strategy.SEQUENTIAL
-    assert choose(chain(3), Drafter([])).best.strategy is Strategy.SEQUENTIAL
+    assert choose(chain(1, 0.0, RISING), DrafterProfile(GOOD)).best.strategy is Strategy.TREE
+    assert choose(chain(12, 20.0, RISING), DrafterProfile(GOOD)).best.strategy is Strategy.PIPEDEC
+    assert choose(chain(3, 10.0, RISING), DrafterProfile(POOR, level_ms=5.0)).best.strategy is Strategy.SEQUENTIAL
+    assert choose(chain(3), DrafterProfile([])).best.strategy is Strategy.SEQUENTIAL
 
 
 def test_a_slow_drafter_is_hidden_by_the_pipeline_only() -> None:
     costs = chain(8, 20.0, RISING)
-    quick, slow = choose(costs, Drafter(GOOD)), choose(costs, Drafter(GOOD, level_ms=30.0))
+    quick, slow = choose(costs, DrafterProfile(GOOD)), choose(costs, DrafterProfile(GOOD, level_ms=30.0))
     by_name = {f.strategy: f for f in slow.forecasts}
     was = {f.strategy: f for f in quick.forecasts}
     lost = {s: by_name[s].tokens_per_s / was[s].tokens_per_s for s in (Strategy.TREE, Strategy.PIPEDEC)}
@@ -159,7 +158,7 @@ def test_the_choice_is_the_fastest_and_says_why() -> None:
         stages = tuple(Stage(rng.randint(1, 20), rng.uniform(0.2, 3), RISING) for _ in range(hops))
         costs = ChainCosts(stages, tuple(rng.uniform(0, 60) for _ in range(hops + 1)))
         top = rng.uniform(0, 0.95)
-        drafter = Drafter([[top, (1 - top) / 2]] * rng.randint(0, 12), rng.choice([0, 2, 20]))
+        drafter = DrafterProfile([[top, (1 - top) / 2]] * rng.randint(0, 12), rng.choice([0, 2, 20]))
         choice = choose(costs, drafter)
         assert choice.best.tokens_per_s == max(f.tokens_per_s for f in choice.forecasts)
         for forecast in choice.forecasts:
@@ -170,7 +169,7 @@ def test_the_choice_is_the_fastest_and_says_why() -> None:
 
 
 def test_the_strategy_in_use_is_kept_unless_another_is_clearly_faster() -> None:
-    costs, drafter = chain(6, 15.0, RISING), Drafter(GOOD)
+    costs, drafter = chain(6, 15.0, RISING), DrafterProfile(GOOD)
     ranked = choose(costs, drafter).forecasts
     second, gain = ranked[1], ranked[0].tokens_per_s / ranked[1].tokens_per_s - 1
     assert choose(costs, drafter, current=second.strategy, margin=gain * 1.01).best == second
@@ -179,7 +178,7 @@ def test_the_strategy_in_use_is_kept_unless_another_is_clearly_faster() -> None:
 
 
 def test_more_steps_in_flight_never_predict_less() -> None:
-    costs, drafter = chain(6, 40.0, RISING), Drafter(GOOD)
+    costs, drafter = chain(6, 40.0, RISING), DrafterProfile(GOOD)
     rates = [choose(costs, drafter, max_in_flight=n).best.tokens_per_s for n in range(1, 32)]
     assert all(b >= a * (1 - 1e-3) for a, b in itertools.pairwise(rates))
     assert pipelined(costs, drafter, WIDTHS, 1) is None
@@ -205,11 +204,11 @@ def test_costs_are_read_off_the_live_map() -> None:
     ("stages", "links"),
     [
         ((), (1.0,)),
-        ((Stage(1, 1.0),), (1.0,)),
-        ((Stage(1, -1.0),), (1.0, 1.0)),
-        ((Stage(0, 1.0),), (1.0, 1.0)),
-        ((Stage(1, 1.0),), (1.0, float("inf"))),
-        ((Stage(1, 0.0),), (0.0, 0.0)),
+        ((Stage(1, 1.0, UNMEASURED),), (1.0,)),
+        ((Stage(1, -1.0, UNMEASURED),), (1.0, 1.0)),
+        ((Stage(0, 1.0, UNMEASURED),), (1.0, 1.0)),
+        ((Stage(1, 1.0, UNMEASURED),), (1.0, float("inf"))),
+        ((Stage(1, 0.0, UNMEASURED),), (0.0, 0.0)),
     ],
 )
 def test_impossible_chains_are_refused(stages: tuple[Stage, ...], links: tuple[float, ...]) -> None:
@@ -219,8 +218,8 @@ def test_impossible_chains_are_refused(stages: tuple[Stage, ...], links: tuple[f
 
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(UsageError):
-        Drafter([[0.5]], level_ms=-1)
+        DrafterProfile([[0.5]], level_ms=-1)
     with pytest.raises(UsageError):
-        Drafter([[2.0]])
+        DrafterProfile([[2.0]])
     with pytest.raises(UsageError):
-        choose(chain(1), Drafter([]), widths=())
+        choose(chain(1), DrafterProfile([]), widths=())

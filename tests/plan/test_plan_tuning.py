@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from swarm.errors import UsageError
+from swarm.plan.chain_costs import ChainCosts, Stage
+from swarm.plan.forecast import (
+    DrafterProfile,
+    Strategy,
+    sequential,
+    tree,
+)
 from swarm.plan.live_costs import LiveCosts, Observation
 from swarm.plan.session_events import SEQUENTIAL
-from swarm.plan.speculation import ChainCosts, Drafter, Stage, Strategy, sequential, tree
 from swarm.plan.tuning import RECHOOSE_TOKENS, SECOND_CHANCE, Tuner, _Record, policy_of
 from swarm.types import CostCurve
 
@@ -47,8 +53,8 @@ def test_rounds_that_overlap_say_nothing_of_the_links() -> None:
 
 
 def test_slow_links_and_good_guesses_make_it_guess_and_poor_ones_do_not() -> None:
-    assert Tuner(chain(4, 20.0)).setting(Drafter(GOOD)).strategy is not Strategy.SEQUENTIAL
-    quiet = Tuner(chain(1, 0.1)).setting(Drafter(POOR))
+    assert Tuner(chain(4, 20.0)).setting(DrafterProfile(GOOD)).strategy is not Strategy.SEQUENTIAL
+    quiet = Tuner(chain(1, 0.1)).setting(DrafterProfile(POOR))
     assert quiet.strategy is Strategy.SEQUENTIAL
     assert quiet.policy.floor > 0.02, "only guesses that are nearly sure are worth a row where rows cost as much"
 
@@ -56,7 +62,7 @@ def test_slow_links_and_good_guesses_make_it_guess_and_poor_ones_do_not() -> Non
 @pytest.mark.parametrize("only", list(Strategy))
 def test_what_the_user_asks_for_is_kept_to(only: Strategy) -> None:
     tuner = Tuner(chain(4, 20.0), only)
-    setting = tuner.setting(Drafter(GOOD))
+    setting = tuner.setting(DrafterProfile(GOOD))
     assert setting.strategy is only
     shape = {Strategy.SEQUENTIAL: (False, False), Strategy.TREE: (True, False)}
     assert (setting.policy.rows > 0, setting.policy.in_flight > 1) == shape.get(only, (True, True))
@@ -65,42 +71,42 @@ def test_what_the_user_asks_for_is_kept_to(only: Strategy) -> None:
 def test_a_strategy_that_disappoints_is_left_after_a_while() -> None:
     costs = chain(4, 20.0)
     tuner = Tuner(costs)
-    first = tuner.setting(Drafter(GOOD))
+    first = tuner.setting(DrafterProfile(GOOD))
     assert first.strategy is not Strategy.SEQUENTIAL
     for _ in range(400):
         tuner.settled(observed(costs, 8), 1, 0, 0.0, 5 * costs.round_ms(1))
-        if tuner.setting(Drafter(GOOD)).strategy is Strategy.SEQUENTIAL:
+        if tuner.setting(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL:
             break
-    assert tuner.setting(Drafter(GOOD)).strategy is Strategy.SEQUENTIAL
+    assert tuner.setting(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL
 
 
 def test_a_chain_that_is_slower_than_was_known_breaks_no_strategys_promise() -> None:
     told = chain(4, 1.0)
     slow = CostCurve(CURVE.widths, tuple(3 * ms for ms in CURVE.ms))
     true = ChainCosts(tuple(Stage(s.layers, slow.at(1), slow) for s in told.stages), (3.0,) * 5)
-    tuner, knowing = Tuner(told), Tuner(true).setting(Drafter(GOOD))
-    first = tuner.setting(Drafter(GOOD))
+    tuner, knowing = Tuner(told), Tuner(true).setting(DrafterProfile(GOOD))
+    first = tuner.setting(DrafterProfile(GOOD))
     assert first.strategy is knowing.strategy is Strategy.PIPELINED_TREE
     assert first.tokens_per_s > 2 * knowing.tokens_per_s
     for _ in range(RECHOOSE_TOKENS // 3):
         tuner.settled(observed(true, 8), 3, 2, 2.0, 3e3 / knowing.tokens_per_s)
     assert tuner._record[Strategy.PIPELINED_TREE].ratio == pytest.approx(1.0, abs=0.15)
-    assert tuner.setting(Drafter(GOOD)).tokens_per_s == pytest.approx(knowing.tokens_per_s, rel=0.2)
+    assert tuner.setting(DrafterProfile(GOOD)).tokens_per_s == pytest.approx(knowing.tokens_per_s, rel=0.2)
 
 
 def test_it_does_not_change_its_mind_between_two_choices() -> None:
     tuner = Tuner(chain(4, 20.0))
-    first = tuner.setting(Drafter(GOOD))
+    first = tuner.setting(DrafterProfile(GOOD))
     tuner.settled(observed(chain(4, 20.0), 1), RECHOOSE_TOKENS - 1, 0, 0.0, 10.0)
-    second = tuner.setting(Drafter(POOR))
+    second = tuner.setting(DrafterProfile(POOR))
     assert (second.strategy, second.reason) == (first.strategy, first.reason)
     tuner.settled(observed(chain(4, 20.0), 1), 1, 0, 0.0, 10.0)
-    assert tuner.setting(Drafter(POOR)).reason != first.reason
+    assert tuner.setting(DrafterProfile(POOR)).reason != first.reason
 
 
 def test_a_boasting_drafter_must_be_surer() -> None:
     costs = chain(2, 1.0)
-    forecast = tree(costs, Drafter(GOOD))
+    forecast = tree(costs, DrafterProfile(GOOD))
     assert forecast is not None
     tuner = Tuner(costs, Strategy.TREE)
     for _ in range(200):

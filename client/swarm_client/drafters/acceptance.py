@@ -1,4 +1,4 @@
-"""How often a drafter's guesses come true, by depth and rank: what `plan.speculation` and `plan.arca` decide from.
+"""How often a drafter's guesses come true, by depth and rank: what `plan.forecast` and `plan.arca` decide from.
 
 Owns the counting and how few observations are filled up. Knows no tokens.
 """

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from swarm.config import NodeConfig
-from swarm.plan.requests import place_request
+from swarm.plan.schemas import placement_request_json
 from swarm.types import NodeProfile, Snapshot
 from swarm_node.membership import placement
 from swarm_node.membership.moving import Spans
@@ -80,5 +80,5 @@ class Settler:
         self._spans.claim(placed.span)
         await self._publish()
         span, reason = placed.span, placed.reason
-        seen = {} if placed.seen is None else {"request": place_request(placed.seen)}
+        seen = {} if placed.seen is None else {"request": placement_request_json(placed.seen)}
         self._report.event("placed", f"takes {reason}", start=span.start, end=span.end, reason=reason, **seen)

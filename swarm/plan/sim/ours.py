@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from swarm.plan.allocation import Price, allocate
 from swarm.plan.balance import PoolNode
+from swarm.plan.imbalance import judge_spans
 from swarm.plan.membership import join_span, place_joiners
 from swarm.plan.moves import Schedule
-from swarm.plan.rebalance import judge_spans, target
+from swarm.plan.rebalance import target
 from swarm.plan.repair import repair
 from swarm.plan.sim.node import SimNode
 from swarm.plan.sim.policy import Policy, Repeat, alive, covered

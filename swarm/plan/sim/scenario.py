@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from swarm.errors import UsageError
-from swarm.plan.requests import sentence
+from swarm.plan.schemas import error_text
 from swarm.plan.sim.devices import DeviceSpec
 from swarm.plan.sim.model import ModelSpec
 from swarm.plan.sim.network import NetworkSpec
@@ -109,7 +109,7 @@ def parse(table: Mapping[str, Any]) -> Scenario:
     try:
         return msgspec.convert(table, Scenario, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"the scenario is not one: {sentence(str(error))}") from None
+        raise UsageError(f"the scenario is not one: {error_text(str(error))}") from None
 
 
 def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,26 +12,22 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 
 from swarm.errors import UsageError
 from swarm.plan.arca import AcceptanceTable, TreeShape, best_nodes, best_shape, check_acceptance, expected_tokens
+from swarm.plan.chain_costs import ChainCosts
 from swarm.plan.levels import Level, levels, run_of
-from swarm.plan.prefill import ChunkCost
-from swarm.types import Chain, CostCurve, PeerId, Snapshot
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # powers of two suit vector units (Ghidorah §III-C 2)
 MAX_IN_FLIGHT = 32
 LEVELS_A_STEP = (2, 4, 8, 16)  # of a hybrid
-NOTHING_MS = 1e-9
-CHUNK = 256  # tokens; an ordinary chunk of a prompt
-NARROWEST_CHUNK = 8  # from there on a curve is close to a line
 
 
 class Strategy(enum.StrEnum):
-    """The corners of the client's policy that this module compares (design section 8)."""
+    """The corners of the client's policy that this module compares."""
 
     SEQUENTIAL = "sequential"
     TREE = "tree"
@@ -45,105 +41,7 @@ class Strategy(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One hop. `layer_ms` is τ, queue included, of one of its `layers`; `cost` how a layer's time grows with width."""
-
-    layers: int
-    layer_ms: float
-    cost: CostCurve = field(default_factory=CostCurve)
-
-    def ms(self, width: float) -> float:
-        """A step of `width` rows, ms: waiting for others does not grow with our width, computing does."""
-        return self.layers * max(0.0, self.layer_ms + self.cost.at(width) - self.cost.at(1))
-
-    def chunk_cost(self) -> ChunkCost:
-        """The line through the curve's wide points that is least off, relatively: one of them alone may be noise."""
-        widths = [width for width in self.cost.widths if width >= NARROWEST_CHUNK]
-        if len(widths) < 2:
-            widths = list(self.cost.widths[-2:]) if len(self.cost.widths) > 1 else [1, 2]
-        points = [(width, ms, ms**-2) for width in widths if (ms := self.ms(width)) > 0]
-        weight = math.fsum(w for _, _, w in points)
-        if not weight:
-            return ChunkCost(0.0, 0.0)
-        mean = math.fsum(w * x for x, _, w in points) / weight
-        mean_ms = math.fsum(w * y for _, y, w in points) / weight
-        spread = math.fsum(w * (x - mean) ** 2 for x, _, w in points)
-        rise = math.fsum(w * (x - mean) * (y - mean_ms) for x, y, w in points)
-        per_token = _something(rise / spread) if spread else mean_ms / mean
-        base = _something(mean_ms - per_token * mean)
-        return ChunkCost(base, per_token) if base else ChunkCost(0.0, _something(mean_ms / mean))
-
-
-def _something(ms: float) -> float:
-    """0 for what only rounding has left, or a node that claims to take no time."""
-    return ms if ms > NOTHING_MS else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ChainCosts:
-    """A chain as a step meets it. `link_ms`: one way, client -> first hop, between hops, tail -> client, `[hops + 1]`.
-
-    `row_ms`: what one more row adds to a link between hops (its hidden state over the bandwidth).
-    """
-
-    stages: tuple[Stage, ...]
-    link_ms: tuple[float, ...]
-    row_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.stages or len(self.link_ms) != len(self.stages) + 1:
-            hops, links = len(self.stages), len(self.link_ms)
-            raise UsageError(f"a chain needs at least one hop, and one link more than hops; not {hops} and {links}")
-        numbers = [*self.link_ms, self.row_ms, *(s.layer_ms for s in self.stages)]
-        if not all(0 <= x < math.inf for x in numbers) or any(s.layers < 1 for s in self.stages):
-            raise UsageError("a chain's times must be finite and not negative, and each hop needs a layer")
-        if self.round_ms(1) <= 0:
-            raise UsageError("a chain whose round takes no time cannot be planned for; give its layer or link times")
-
-    @classmethod
-    def of(
-        cls, chain: Chain, snapshot: Snapshot, link_ms: Callable[[PeerId, PeerId], float], client: PeerId = ""
-    ) -> ChainCosts:
-        """From the live map: each hop's mean τ over its layers and cost curve, ρ as `link_ms(from, to)` says."""
-        stages = []
-        for hop in chain.hops:
-            node = snapshot.node(hop.peer)
-            if node is None:
-                raise UsageError(f"the snapshot does not know {hop.peer}, which the chain runs over")
-            times = node.layer_ms[hop.start - node.span.start : hop.end - node.span.start] if node.span else ()
-            stages.append(
-                Stage(hop.end - hop.start, math.fsum(times) / len(times) if times else node.cost.at(1), node.cost)
-            )
-        ends = (client, *chain.peers, client)
-        return cls(tuple(stages), tuple(link_ms(a, b) for a, b in pairwise(ends)))
-
-    def compute_ms(self, width: float) -> float:
-        return math.fsum(stage.ms(width) for stage in self.stages)
-
-    def links_ms(self, width: float) -> float:
-        return math.fsum(self.link_ms) + self.row_ms * (width - 1) * (len(self.stages) - 1)
-
-    def round_ms(self, width: float) -> float:
-        """From sending a step of `width` rows to its result."""
-        return self.compute_ms(width) + self.links_ms(width)
-
-    def chunk_cost(self) -> ChunkCost:
-        """What a chunk of a prompt costs at the slowest hop, as one line."""
-        return max((stage.chunk_cost() for stage in self.stages), key=lambda cost: cost.ms(CHUNK, 0))
-
-    def pipelined_ms(self, chunks: Sequence[int], step_ms: float = 0.0) -> float:
-        """From the first chunk's start until the last hop has done the last one (Jupiter, eq. 4), links left out."""
-        each = {length: self.slowest_ms(length) + step_ms for length in set(chunks)}
-        return math.fsum(each[length] for length in chunks) + (len(self.stages) - 1) * max(each.values())
-
-    def slowest_ms(self, width: float) -> float:
-        """How often a step of `width` rows can follow another: the slowest hop, or a link's sending time."""
-        between = self.row_ms * width if len(self.stages) > 1 else 0.0
-        return max(between, *(stage.ms(width) for stage in self.stages))
-
-
-@dataclass(frozen=True, slots=True)
-class Drafter:
+class DrafterProfile:
     """How well and how fast guesses come. `acceptance[depth][rank]` as in `arca`; no deeper level is drafted.
 
     `level_ms`: drafting one more level, which waits for the level above; `round_ms`: once a round, whatever the depth.
@@ -199,7 +97,7 @@ class Choice:
 
 def choose(
     costs: ChainCosts,
-    drafter: Drafter,
+    drafter: DrafterProfile,
     *,
     widths: Sequence[int] = WIDTHS,
     max_in_flight: int = MAX_IN_FLIGHT,
@@ -234,7 +132,7 @@ def sequential(costs: ChainCosts) -> Forecast:
     return Forecast(Strategy.SEQUENTIAL, 1, 0, 1, 1.0, period, reason)
 
 
-def tree(costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS) -> Forecast | None:
+def tree(costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WIDTHS) -> Forecast | None:
     """A whole tree a step; the width and depth with most tokens a second. None if nothing can be guessed."""
     candidates: list[tuple[float, int, int, int]] = []  # tokens/ms, -rows, -levels, limit of depth
     depths = range(1, len(drafter.acceptance) + 1) if drafter.level_ms else [len(drafter.acceptance)]
@@ -254,7 +152,7 @@ def tree(costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS) ->
     return _tree_forecast(costs, drafter, best_shape(drafter.acceptance, -rows, limit))
 
 
-def _tree_forecast(costs: ChainCosts, drafter: Drafter, shape: TreeShape) -> Forecast:
+def _tree_forecast(costs: ChainCosts, drafter: DrafterProfile, shape: TreeShape) -> Forecast:
     tokens = expected_tokens(shape, drafter.acceptance)
     draft = drafter.round_ms + drafter.level_ms * shape.depth
     period = draft + costs.round_ms(shape.width)
@@ -267,7 +165,7 @@ def _tree_forecast(costs: ChainCosts, drafter: Drafter, shape: TreeShape) -> For
 
 
 def pipelined(
-    costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
+    costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
 ) -> Forecast | None:
     """One tree level a step, several in flight (PipeDec). None if nothing can be guessed."""
     return _best(
@@ -277,7 +175,7 @@ def pipelined(
 
 
 def hybrid(
-    costs: ChainCosts, drafter: Drafter, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
+    costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
 ) -> Forecast | None:
     """Several tree levels a step, several steps in flight. None if nothing can be guessed."""
     return _best(
@@ -288,7 +186,7 @@ def hybrid(
     )
 
 
-def _levels_by_width(drafter: Drafter, widths: Sequence[int]) -> Iterator[tuple[int, Sequence[Level]]]:
+def _levels_by_width(drafter: DrafterProfile, widths: Sequence[int]) -> Iterator[tuple[int, Sequence[Level]]]:
     for width in sorted(set(widths)):
         yield width, tuple(levels(drafter.acceptance, width, len(drafter.acceptance), drafter.doubtful))
 
@@ -305,7 +203,7 @@ def _best(forecasts: Iterable[Forecast | None]) -> Forecast | None:
 def _flow(
     strategy: Strategy,
     costs: ChainCosts,
-    drafter: Drafter,
+    drafter: DrafterProfile,
     below: Sequence[Level],
     width: int,
     together: int,

@@ -1,6 +1,7 @@
-"""What `swarm-plan` reads: one Struct a verb, with the bounds a number must keep. Unknown fields are mistakes.
+"""The planner's JSON: a Struct for each command of `swarm-plan`, made of the planners' own types.
 
-Owns the JSON of requests and the sentence that says what is wrong with one. Knows neither the planners nor the answers.
+Owns the requests and the sentence that says what is wrong with one; the bounds are `quantities`'. Unknown fields are
+mistakes. Knows neither how a planner decides nor the results. Without numpy, as `swarm-plan --help` shows the fields.
 """
 
 from __future__ import annotations
@@ -8,45 +9,47 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from swarm.errors import UsageError
-from swarm.types import Snapshot
+from swarm.plan.balance import PoolNode
+from swarm.plan.chain_costs import Stage
+from swarm.plan.dispatch import NodeLoad
+from swarm.plan.imbalance import LayerLoad
+from swarm.plan.partition import Device, LayerCost, Method
+from swarm.plan.prefill import ChunkCost
+from swarm.plan.quantities import (
+    MAX_DEVICES,
+    MAX_LAYERS,
+    MAX_NODES,
+    Amount,
+    Amounts,
+    Edge,
+    LayerCapacity,
+    Layers,
+    NodeId,
+    Probability,
+    Region,
+    Schema,
+)
+from swarm.plan.routing_nodes import Objective, RouteNode
+from swarm.types import CostCurve, Snapshot
 
 MAX_BYTES = 64 << 20
 OLD_WORDS = ("pipelined", "hybrid")  # strategies one release ago: taken, and shown nowhere
-MAX_LAYERS = 1000
-MAX_NODES = 4096
-MAX_DEVICES = 256
 
-Id = Annotated[str, Meta(min_length=1, max_length=256)] | Annotated[int, Meta(ge=0, le=1 << 53)]
-Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
-Edge = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
-Amount = Annotated[float, Meta(ge=0, le=1e30)]
-Speed = Annotated[float, Meta(ge=1e-9, le=1e30)]
-Amounts = Annotated[list[Amount], Meta(max_length=MAX_LAYERS)]
-Probability = Annotated[float, Meta(ge=0, le=1)]
+Pool = Annotated[Sequence[PoolNode], Meta(max_length=MAX_NODES)]
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all requests and their parts."""
+class Request(Schema, frozen=True, kw_only=True):
+    """Base of what a command reads."""
 
 
-class PoolNode(Request, frozen=True):
-    id: Id
-    layer_capacity: Annotated[int, Meta(ge=0, le=1 << 31)]
-    compute: Speed
-    region: Annotated[str, Meta(max_length=256)] = ""
-
-
-Pool = Annotated[list[PoolNode], Meta(max_length=MAX_NODES)]
-
-
-class Allocate(Request, frozen=True):
+class AllocateRequest(Request, frozen=True):
     num_layers: Layers
     nodes: Pool
     alpha: Annotated[float, Meta(gt=0, le=100)]
@@ -55,133 +58,86 @@ class Allocate(Request, frozen=True):
     budget_ms: Annotated[float, Meta(ge=0, le=3_600_000)] | None = None
 
 
-class Balance(Request, frozen=True):
+class BalanceRequest(Request, frozen=True):
     num_layers: Layers
     nodes: Pool
 
 
-class RouteNode(Request, frozen=True):
-    id: Id
-    start: Edge
-    end: Edge
-    layer_ms: Amount | Amounts
-
-
-class Route(Request, frozen=True):
+class RouteRequest(Request, frozen=True):
     num_layers: Layers
-    nodes: Annotated[list[RouteNode], Meta(max_length=MAX_NODES)]
+    nodes: Annotated[Sequence[RouteNode], Meta(max_length=MAX_NODES)]
     rtt_ms: dict[str, dict[str, Amount]]
-    objective: Literal["latency", "bottleneck"] = "latency"
+    objective: Objective = "latency"
 
 
-class Join(Request, frozen=True):
+class JoinRequest(Request, frozen=True):
     num_layers: Layers
     layer_capacity_tokens: Amounts
-    capacity: Annotated[int, Meta(ge=0, le=1 << 31)]
-
-
-class Curve(Request, frozen=True):
-    widths: Annotated[list[Annotated[int, Meta(ge=1, le=4096)]], Meta(min_length=1, max_length=64)]
-    ms: Annotated[list[Amount], Meta(min_length=1, max_length=64)]
+    capacity: LayerCapacity
 
 
 class SwarmNode(Request, frozen=True):
-    id: Id
+    """What of a node's profile decides who serves which layers."""
+
+    id: NodeId
     state: Literal["joining", "loading", "serving", "leaving", "draining"]
-    layer_capacity: Annotated[int, Meta(ge=0, le=1 << 31)]
-    cost: Curve
+    layer_capacity: LayerCapacity
+    cost: CostCurve
     span: tuple[Edge, Edge] | None = None
     kv_capacity_tokens: Annotated[int, Meta(ge=0, le=1 << 53)] = 0
     pinned: bool = False
-    region: Annotated[str, Meta(max_length=256)] = ""
-    link_ms: dict[str, Amount] = {}
+    region: Region = ""
+    link_ms: Mapping[str, Amount] = {}
 
 
-class Place(Request, frozen=True):
+class PlaceRequest(Request, frozen=True):
     num_layers: Layers
-    nodes: Annotated[list[SwarmNode], Meta(max_length=MAX_NODES)]
+    nodes: Annotated[Sequence[SwarmNode], Meta(max_length=MAX_NODES)]
     alpha: Probability = 0.5
     threshold: Amount = 0.5
 
 
-class LayerLoad(Request, frozen=True):
-    kv: Amount
-    compute: Amount
-
-
-class Rebalance(Request, frozen=True):
-    layers: Annotated[list[LayerLoad], Meta(max_length=MAX_LAYERS)]
+class RebalanceRequest(Request, frozen=True):
+    layers: Annotated[Sequence[LayerLoad], Meta(max_length=MAX_LAYERS)]
     total_kv: Amount
     total_compute: Amount
     alpha: Probability
     threshold: Amount
 
 
-class LayerCost(Request, frozen=True):
-    memory: Amount
-    flops: Amount | None = None
-
-
-class Device(Request, frozen=True):
-    memory: Amount
-    flops_per_s: Speed | None = None
-    layer_ms: Amount | Amounts | None = None
-    id: Id | None = None
-
-
-class Partition(Request, frozen=True):
-    layers: Annotated[list[LayerCost], Meta(max_length=MAX_LAYERS)]
-    devices: Annotated[list[Device], Meta(max_length=MAX_DEVICES)]
-    method: Literal["jupiter", "hypsplit"] = "jupiter"
+class PartitionRequest(Request, frozen=True):
+    layers: Annotated[Sequence[LayerCost], Meta(max_length=MAX_LAYERS)]
+    devices: Annotated[Sequence[Device], Meta(max_length=MAX_DEVICES)]
+    method: Method = "jupiter"
     allow_idle: bool = False
 
 
-class ChunkCost(Request, frozen=True):
-    base_ms: Amount
-    per_token_ms: Amount
-    per_token_context_ms: Amount
-    within_chunk: Annotated[float, Meta(ge=0, le=0.5)] = 0.0
-
-
-class Prefill(Request, frozen=True):
+class PrefillRequest(Request, frozen=True):
     length: Annotated[int, Meta(ge=1, le=1 << 20)]
     stages: Annotated[int, Meta(ge=1, le=MAX_NODES)]
     min_chunk: Annotated[int, Meta(ge=1, le=1 << 20)]
     cost: ChunkCost
 
 
-class NodeLoad(Request, frozen=True):
-    id: Id
-    capacity: Speed
-    available_memory: Amount
-    running_remaining: Amount = 0.0
-    queued: Annotated[list[Amount], Meta(max_length=1 << 16)] = []
-    available: bool = True
-
-
-class Dispatch(Request, frozen=True):
+class DispatchRequest(Request, frozen=True):
     work: Amount
     memory: Amount
-    nodes: Annotated[list[NodeLoad], Meta(max_length=MAX_NODES)]
+    nodes: Annotated[Sequence[NodeLoad], Meta(max_length=MAX_NODES)]
 
 
-class Stage(Request, frozen=True):
-    layers: Layers
-    layer_ms: Amount
-    cost: Curve
+class DrafterRequest(Request, frozen=True):
+    """What of a `forecast.DrafterProfile` a forecast needs; the rest steers a running generation."""
 
-
-class Drafter(Request, frozen=True):
-    acceptance: Annotated[list[Annotated[list[Probability], Meta(max_length=64)]], Meta(max_length=64)]
+    acceptance: Annotated[Sequence[Annotated[Sequence[Probability], Meta(max_length=64)]], Meta(max_length=64)]
     level_ms: Amount = 0.0
     round_ms: Amount = 0.0
     doubtful: Probability = 1.0
 
 
-class Speculate(Request, frozen=True):
-    stages: Annotated[list[Stage], Meta(max_length=256)]
-    link_ms: Annotated[list[Amount], Meta(max_length=257)]
-    drafter: Drafter
+class SpeculateRequest(Request, frozen=True):
+    stages: Annotated[Sequence[Stage], Meta(max_length=256)]
+    link_ms: Annotated[Sequence[Amount], Meta(max_length=257)]
+    drafter: DrafterRequest
     row_ms: Amount = 0.0
     max_in_flight: Annotated[int, Meta(ge=1, le=1024)] = 32
     current: Literal["sequential", "tree", "pipedec", "pipelined-tree", "pipelined", "hybrid"] | None = None
@@ -189,6 +145,7 @@ class Speculate(Request, frozen=True):
 
 
 AnyRequest = TypeVar("AnyRequest", bound=Request)
+AnyNode = TypeVar("AnyNode", PoolNode, RouteNode, NodeLoad)
 Parsed = TypeVar("Parsed")
 
 
@@ -198,7 +155,7 @@ def parse(data: bytes, kind: type[Parsed]) -> Parsed:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise UsageError(sentence(str(error), kind)) from None
+        raise UsageError(error_text(str(error), kind)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the input is not JSON ({error}); NaN and Infinity are not numbers in JSON") from None
 
@@ -231,24 +188,24 @@ _WORDS = {
 }
 
 
-def fields(kind: Any) -> str:
+def field_list(kind: Any) -> str:
     """The fields of a request, for people: parts in brackets, "?" after those that may be left out."""
     said = []
     for field in msgspec.structs.fields(kind):
         parts = sorted(_parts(field.type), key=lambda part: part.__name__)
-        inside = f" [{'; '.join(fields(part) for part in parts)}]" if parts else ""
+        inside = f" [{'; '.join(field_list(part) for part in parts)}]" if parts else ""
         said.append(f"{field.name}{'' if field.required else '?'}{inside}")
     return ", ".join(said)
 
 
-def _parts(kind: Any) -> set[type[Request]]:
-    """The requests that a field's type is made of."""
-    if isinstance(kind, type) and issubclass(kind, Request):
+def _parts(kind: Any) -> set[type[msgspec.Struct]]:
+    """The Structs that a field's type is made of."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return {kind}
     return {part for inner in get_args(kind) for part in _parts(inner)}
 
 
-def sentence(complaint: str, kind: Any = None) -> str:
+def error_text(complaint: str, kind: Any = None) -> str:
     """ "Expected `int`, got `str` - at `$.nodes[0].id`" -> "nodes[0].id: expected a whole number, got a string".
 
     `kind`: what was asked for; a word that is none of a field's is answered with those that are.
@@ -272,21 +229,21 @@ def sentence(complaint: str, kind: Any = None) -> str:
 
 def _choices(kind: Any, name: str) -> list[str]:
     """The words that field `name` of a request may hold; none if it may hold anything."""
-    if not (isinstance(kind, type) and issubclass(kind, Request)):
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return []
     types = [field.type for field in msgspec.structs.fields(kind) if field.name == name]
     words = [word for a in types for b in (a, *get_args(a)) if get_origin(b) is Literal for word in get_args(b)]
     return [word for word in words if word not in OLD_WORDS]
 
 
-def place_request(snapshot: Snapshot) -> dict[str, Any]:
+def placement_request_json(snapshot: Snapshot) -> dict[str, Any]:
     """What `swarm-plan place-all` is to be given for it to decide as a node does that has read `snapshot`."""
     nodes = [
         SwarmNode(
             id=n.peer,
             state=n.state.value,
             layer_capacity=n.layer_capacity,
-            cost=Curve(widths=list(n.cost.widths), ms=list(n.cost.ms)),
+            cost=n.cost,
             span=(n.span.start, n.span.end) if n.span is not None else None,
             kv_capacity_tokens=n.kv_capacity_tokens,
             pinned=n.pinned,
@@ -295,11 +252,11 @@ def place_request(snapshot: Snapshot) -> dict[str, Any]:
         )
         for n in snapshot.nodes
     ]
-    request: dict[str, Any] = msgspec.to_builtins(Place(num_layers=snapshot.num_layers, nodes=nodes))
+    request: dict[str, Any] = msgspec.to_builtins(PlaceRequest(num_layers=snapshot.num_layers, nodes=nodes))
     return request
 
 
-class Names:
+class IdMap:
     """Ids as the planners need them: strings that sort like the ids, and back.
 
     Ids are all strings or all whole numbers; numbers are padded, so that the lower one is the lower string. Raises
@@ -320,10 +277,14 @@ class Names:
     def key(self, name: str | int) -> str:
         return self._of[name]
 
-    def back(self, key: str) -> str | int:
+    def renamed(self, nodes: Iterable[AnyNode]) -> list[AnyNode]:
+        """`nodes` by the keys of their ids."""
+        return [msgspec.structs.replace(node, id=self.key(node.id)) for node in nodes]
+
+    def original(self, key: str) -> str | int:
         return self._back[key]
 
-    def written(self, text: str) -> str | None:
+    def parse(self, text: str) -> str | None:
         """The key of an id that had to be written as a string (a JSON object's key); None if there is no such id."""
         if text in self._of:
             return self._of[text]
