@@ -98,6 +98,7 @@ async def assert_clean(swarm: MemorySwarm, *dead: str) -> None:
     assert [leak for peer, node in swarm.nodes.items() if peer not in dead and (leak := node.leaks())] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("borders", [(), (1, 2, 3, 5)], ids=["one hop", "five"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 11}], ids=["greedy", "seeded"])
 @virtual_time

@@ -11,6 +11,8 @@ from swarm.plan.prefill import plan_prefill
 from swarm.plan.speculation import ChainCosts, Stage
 from swarm.types import CostCurve
 
+pytestmark = pytest.mark.slow
+
 
 def costs(hops: int) -> ChainCosts:
     curve = CostCurve((1, 8, 64), (0.5, 0.8, 3.0))
