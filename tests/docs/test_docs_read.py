@@ -8,6 +8,8 @@ import pytest
 from doc_blocks import ROOT, Piece, commands, documents, fenced, inline_code, programs, shell_lines
 from doc_programs import SCRIPTS, check, check_inline, known_flags
 
+pytestmark = pytest.mark.slow
+
 OTHERS_FLAGS = re.compile(r"^--(durations|dist|strict-markers)$")  # pytest's
 LINES = [pytest.param(piece, id=piece.place) for piece in shell_lines()]
 

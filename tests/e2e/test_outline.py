@@ -120,6 +120,7 @@ async def test_points_are_what_sessions_of_their_own_would_write(
         await assert_clean(swarm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "after"), [(0, 1), (1, 1), (2, 1), (0, 12), (1, 40), (2, 40)])
 @virtual_time
 async def test_a_node_that_dies_under_the_points_costs_no_token(after: int, victim: int, templates: Path) -> None:

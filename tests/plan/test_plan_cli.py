@@ -369,6 +369,7 @@ def test_it_starts_without_what_it_does_not_need() -> None:
     assert all(verb.name in overview and verb.summary.split()[-1] in overview for verb in VERBS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
 def test_help_names_every_field_of_a_request(verb: str) -> None:
     said = re.sub(r"\s+", " ", command(verb, "--help").stdout)

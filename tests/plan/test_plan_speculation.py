@@ -123,6 +123,7 @@ def simulate(costs: ChainCosts, drafter: Drafter, width: int, flight: int, token
     return 1000 * settled / clock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hops", [3, 6])
 @pytest.mark.parametrize("row", [[0.7], [0.7, 0.15, 0.05], [0.6, 0.2, 0.1, 0.05]])
 @pytest.mark.parametrize("width", [1, 4, 16])
