@@ -3,7 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup test check demo chat chaos bench bench-speculation bench-accuracy bench-prefill bench-outline bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
+# Tests run side by side, but for those that start processes: these measure time, and come after, one by one.
+WORKERS ?= auto
+SIDE_BY_SIDE := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+
+.PHONY: setup test test-fast check demo chat chaos bench bench-speculation bench-accuracy bench-prefill bench-outline bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.build
@@ -20,7 +24,13 @@ check: $(STAMP) ## lint and types
 	$(BIN)/mypy
 
 test: setup check ## everything CI runs
-	$(BIN)/pytest
+	@failed=0; \
+	$(SIDE_BY_SIDE) -m "not processes" || failed=1; \
+	$(BIN)/pytest -m processes || failed=1; \
+	exit $$failed
+
+test-fast: setup ## while you work: no processes, no real model, nothing that takes seconds
+	$(SIDE_BY_SIDE) -m "not processes and not real_model and not slow"
 
 demo: setup ## three node processes split a model and answer a question
 	$(BIN)/python examples/demo.py

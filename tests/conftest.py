@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
 
 
 os.environ["SWARM_DISCOVERY"] = "0"  # no test sends multicast into whatever network it runs in
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread for torch, and for the kernels that are loaded after: more of them make tiny models several times
+    slower, most of all where tests run side by side. Tests of threads ask for theirs; those after them have one again.
+    """
+    torch = sys.modules.get("torch")  # the planner's tests do without
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ from swarm.net.memory import Link, MemoryDirectory, MemoryNetwork
 from swarm.types import PeerId
 from swarm_client import SwarmClient
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits()
 SPANS = cut(6, 2, 4)
 CUT_S = 30.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from virtual_chaos import one
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", range(2))
 def test_churn_changes_no_token_and_leaves_nothing_behind(seed: int) -> None:

@@ -80,6 +80,7 @@ def test_a_title_is_short_and_bare() -> None:
 OUTLINES = st.text() | st.text(alphabet="12.)(-*#:> \t\nAb|<\u2022\u2014\x00")
 
 
+@pytest.mark.slow
 @given(OUTLINES, st.lists(st.integers(1, 9), min_size=1), st.integers(2, 8), st.booleans())
 def test_any_text_in_any_chunks(text: str, sizes: list[int], most: int, cut: bool) -> None:
     parser, at, turn = OutlineParser(most), 0, 0

@@ -25,6 +25,8 @@ from swarm.net.identity import Identity
 from swarm.net.memory import MemoryNetwork
 from swarm.types import LayerSpan, PeerId
 
+pytestmark = pytest.mark.processes
+
 TOKENS = 12
 SEEDS = (0, 1, 1000)  # of two nodes and a client, see `memory_swarm`
 

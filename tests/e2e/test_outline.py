@@ -98,6 +98,7 @@ async def assert_clean(swarm: MemorySwarm, *dead: str) -> None:
     assert [leak for peer, node in swarm.nodes.items() if peer not in dead and (leak := node.leaks())] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("borders", [(), (1, 2, 3, 5)], ids=["one hop", "five"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 11}], ids=["greedy", "seeded"])
 @virtual_time
@@ -119,6 +120,7 @@ async def test_points_are_what_sessions_of_their_own_would_write(
         await assert_clean(swarm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "after"), [(0, 1), (1, 1), (2, 1), (0, 12), (1, 40), (2, 40)])
 @virtual_time
 async def test_a_node_that_dies_under_the_points_costs_no_token(after: int, victim: int, templates: Path) -> None:

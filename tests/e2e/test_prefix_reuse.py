@@ -19,6 +19,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(2, 131) for _ in range(length)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hops", [(), (3,), (1, 2, 3, 5)])
 @virtual_time
 async def test_the_next_turn_begins_where_the_last_one_ended(hops: tuple[int, ...]) -> None:
@@ -44,6 +45,7 @@ async def test_the_next_turn_begins_where_the_last_one_ended(hops: tuple[int, ..
             engine.cache.check_integrity()
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_sessions_side_by_side_share_the_beginning_of_one_that_runs() -> None:
     made = tiny_model("llama")

@@ -391,6 +391,7 @@ async def test_a_replacement_that_its_neighbour_cannot_dial_is_fed_through_the_c
         assert len(answer.repairs) == 1
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_many_answers_survive_one_death() -> None:
     async with swarm_of(2) as swarm, swarm.client() as client:

@@ -83,6 +83,7 @@ async def test_seeded_samples_do_not_depend_on_guesses(strategy: str, drafter: s
     assert guessed.speculation["rows"] > 0
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
     made, source = model()

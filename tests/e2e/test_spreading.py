@@ -14,6 +14,8 @@ from swarm.net.memory import Link
 from swarm.plan.spread import LEANING, SESSION_SHARE, spread
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("apart_s", "most"), [(0.0, 3), (1.6, 2)])
 @virtual_time

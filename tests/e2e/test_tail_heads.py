@@ -48,6 +48,7 @@ def heads_for(answer: Sequence[int], source: Any, folder: Path) -> Path:
     return folder / "heads.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tree", "pipedec", "pipelined-tree", "auto", "sequential"])
 @pytest.mark.parametrize("borders", [(), (2, 4)], ids=["one hop", "three"])
 def test_heads_that_are_right_bring_several_tokens_a_round(

@@ -56,6 +56,7 @@ def by_heart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByHeart]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("borders", [(), (2, 4)], ids=["one hop", "three"])
 def test_they_bring_several_tokens_a_step_and_the_same_text(borders: tuple[int, ...], by_heart: ByHeart) -> None:
     async def scenario() -> None:

@@ -47,6 +47,7 @@ PATHS = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6
 STEPS = st.lists(st.tuples(st.sampled_from(["extend", "follow", "reset"]), TOKENS, PATHS), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @given(TOKENS, STEPS)
 @settings(max_examples=15, deadline=None)
 def test_guesses_are_those_of_a_plain_pass(model: LocalModel, prompt: list[int], steps: list[tuple]) -> None:

@@ -24,6 +24,8 @@ from swarm_kernels.draft import TrainedDraft
 from swarm_kernels.draft_file import DraftCard, DraftWeights, read_card
 from swarm_kernels.draft_session import DraftSession
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 KINDS = ["llama", "qwen2", "qwen3"]
 

@@ -23,6 +23,8 @@ from swarm_kernels.kv_cache import RowsRequest
 from swarm_kernels.span import Span
 from swarm_kernels.span_loading import load_span
 
+pytestmark = pytest.mark.slow
+
 END = 2
 
 

@@ -29,6 +29,8 @@ from swarm_kernels.draft_heads import MedusaHeads
 from swarm_kernels.kv_cache import RowsRequest
 from swarm_kernels.span_loading import load_span
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LAYERS, HEADS = 6, 3
 CHATS = [counting(start, step) for start in range(0, 100, 5) for step in (1, 2)]

@@ -16,6 +16,7 @@ from swarm_kernels.batch import PAGE, BatchPlan
 from swarm_kernels.kv_cache import KVCache, KvShape, RowsRequest
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=True), st.integers(3, 24))
 def test_random_operations_agree_with_the_model(rng: random.Random, pages: int) -> None:

@@ -29,6 +29,7 @@ def run_python(code: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_forked_child_computes_and_exits() -> None:
     run_python(
         "child = os.fork()\n"
@@ -39,6 +40,7 @@ def test_a_forked_child_computes_and_exits() -> None:
     )
 
 
+@pytest.mark.slow
 def test_leaving_while_a_thread_computes_is_clean() -> None:
     """The interpreter waits for the thread, the pool's own threads end with the library.
 

@@ -63,6 +63,7 @@ def transformers_distribution(logits: torch.Tensor, sampling: Sampling, history:
     return torch.softmax(steps(torch.tensor([history]), logits[None].clone()), -1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", FILTERS)
 def test_draws_follow_transformers_distribution(sampling: Sampling) -> None:
     """Inverting the distribution at every point of a fine grid gives each token its probability."""

@@ -34,6 +34,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, atol=TOLERANCE * float(b.abs().max()), rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_sessions_batched_together_in_random_chunks(model: tuple[object, ModelTensors]) -> None:
     hf, source = model
     rng = random.Random(5)
@@ -60,6 +61,7 @@ def test_sessions_batched_together_in_random_chunks(model: tuple[object, ModelTe
         assert texts[key][len(prompt) :][:8] == expected[key]
 
 
+@pytest.mark.slow
 def test_tree_rows_equal_the_same_tokens_in_a_line(model: tuple[object, ModelTensors]) -> None:
     hf, source = model
     chain = Chain(source, (2,))

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_chained_spans_generate_what_transformers_does(kind: str) -> None:
     model = tiny_model(kind, **KINDS[kind])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE = Path(__file__).resolve().parent

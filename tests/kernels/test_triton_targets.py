@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 TARGETS = (80, 86, 89, 90, 120)

@@ -34,6 +34,8 @@ from swarm.net.daemon_streams import DaemonCarrier
 from swarm.net.identity import Identity
 from swarm.net.pool import ConnectionPool
 
+pytestmark = pytest.mark.processes
+
 NOBODY = Identity.from_seed(bytes(32)).peer
 
 

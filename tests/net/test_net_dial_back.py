@@ -19,6 +19,8 @@ from swarm.net.identity import Identity
 from swarm.net.p2pd_control import accepted_from
 from swarm.net.reach import ReachCarrier
 
+pytestmark = pytest.mark.processes
+
 OTHER = Identity.from_seed(bytes(32)).peer
 
 

@@ -31,6 +31,8 @@ from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
 
+pytestmark = pytest.mark.processes
+
 Member = tuple[DaemonCarrier, DhtDirectory]
 
 

@@ -28,6 +28,7 @@ json.dump(out, sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_ids_files_and_signatures_are_those_of_libp2p() -> None:
     seeds = [bytes([i]) * 32 for i in range(20)]
     done = subprocess.run(

@@ -15,6 +15,8 @@ from swarm.net.identity import Identity
 from swarm.net.local_discovery import SERVICE, Group, Neighbourhood, find
 from swarm.net.network_secret import NetworkSecret
 
+pytestmark = pytest.mark.processes
+
 LOOPBACK = ["127.0.0.1"]
 PEER = Identity.from_seed(bytes(32)).peer
 OPEN = Group("home", "smollm2-135m")

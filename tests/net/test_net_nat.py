@@ -19,6 +19,8 @@ import pytest
 from nat_box import Router
 from test_net_relay import ip, namespaces, peer
 
+pytestmark = pytest.mark.processes
+
 NAT_BOX = Path(__file__).with_name("nat_box.py")
 LEFT, PUBLIC, RIGHT = (f"swarmnat{os.getpid()}{side}" for side in "apb")
 RELAY_IP, LEFT_IP, RIGHT_IP = "198.18.0.2", "198.18.0.11", "198.18.0.12"

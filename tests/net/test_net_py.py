@@ -26,6 +26,8 @@ from swarm.net.identity import Identity
 from swarm.net.network_secret import NetworkSecret
 from swarm.net.py_host import PyHost
 
+pytestmark = pytest.mark.processes
+
 NOBODY = Identity.from_seed(bytes(32)).peer
 MULTISTREAM = b"\x13/multistream/1.0.0\n"
 MIXED: list[tuple[Libp2pImpl, Libp2pImpl]] = [("python", "go"), ("go", "python"), ("python", "python")]

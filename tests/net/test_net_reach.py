@@ -23,6 +23,8 @@ from swarm.net.network_secret import NetworkSecret
 from swarm.net.pool import ConnectionPool
 from swarm.net.reach import ReachCarrier
 
+pytestmark = pytest.mark.processes
+
 
 def is_tcp(connection: Connection) -> bool:
     assert isinstance(connection, direct.FrameStream)

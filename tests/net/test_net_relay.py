@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 NODE = Path(__file__).with_name("reach_node.py")
 TIMEOUT_S = 40
 LEFT, RELAY, RIGHT = (f"swarm{os.getpid()}{side}" for side in "arb")

@@ -54,6 +54,7 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
         w.kv_tokens(200 << 20, LayerSpan(0, 4), 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("ends", [(0, 6), (0, 2), (4, 6), (1, 3)])

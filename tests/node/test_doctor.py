@@ -23,6 +23,8 @@ from swarm_node.commands import doctor
 from swarm_node.commands.doctor import Finding
 from swarm_node.network import invite
 
+pytestmark = pytest.mark.processes
+
 PEER = Identity.from_seed(bytes(32)).peer
 CLOSED = f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"
 HERE = "/ip4/127.0.0.1/tcp/0"

@@ -57,6 +57,7 @@ async def questions(swarm: VirtualSwarm, clients: int = 2) -> AsyncIterator[list
         done.set()
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_three_nodes_then_five_then_two_always_cover_the_model_and_finish_every_answer(
     monkeypatch: pytest.MonkeyPatch,
@@ -129,6 +130,7 @@ async def test_nodes_with_the_same_layers_that_leave_at_the_same_moment_do_not_c
             swarm.remove(node)
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_lopsided_swarm_evens_out_as_swarm_plan_says_beside_running_answers(
     monkeypatch: pytest.MonkeyPatch,
@@ -161,6 +163,7 @@ def planned(snapshot: Snapshot) -> Counter[tuple[int, int]]:
     return Counter((hop["start"], hop["end"]) for replica in replicas for hop in replica)
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_paused_node_hands_its_sessions_on_and_serves_again_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async with virtual_swarm(monkeypatch, LAYERS, LAYERS) as swarm:

@@ -152,6 +152,7 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
     return rng.choice([*others, Failed(session, "x", "y"), Pong(3)]), b""
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_random_messages_break_nothing(seed: int) -> None:

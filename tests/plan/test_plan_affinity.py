@@ -11,6 +11,8 @@ from swarm.plan.chain_costs import ChainCosts, Stage
 from swarm.plan.prefill import plan_prefill
 from swarm.types import CostCurve
 
+pytestmark = pytest.mark.slow
+
 
 def costs(hops: int) -> ChainCosts:
     curve = CostCurve((1, 8, 64), (0.5, 0.8, 3.0))

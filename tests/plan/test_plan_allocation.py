@@ -79,6 +79,7 @@ def drawn_pool(rng: random.Random, most_nodes: int = 8) -> tuple[list[int], int,
     return capacities, num_layers, Price(rng.choice([0.0, 1.0, 100.0]), rng.choice([0.1, 5.0, 20.0]), alpha)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_small_pools_are_solved_as_exhaustive_search_solves_them(seed: int) -> None:
     rng = random.Random(seed)

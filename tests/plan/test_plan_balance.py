@@ -45,6 +45,7 @@ def water_level(num_layers: int, nodes: list[PoolNode]) -> Fraction:
     return level
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(pipelines, st.integers(1, 120))
 def test_shares_are_the_water_levels_rounded_by_largest_remainder(

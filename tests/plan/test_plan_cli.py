@@ -23,7 +23,7 @@ from swarm.plan.schemas import MAX_BYTES
 from swarm.plan.simulate import parse
 from swarm.plan.verbs import COMMANDS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "guide" / "planner.md"
 TABLE = ["allocate", "balance", "route", "join-span", "rebalance", "partition", "prefill", "dispatch"]  # of the design
 
 
@@ -460,6 +460,7 @@ def test_it_starts_without_what_it_does_not_need() -> None:
     assert all(verb.name in overview and verb.summary.split()[-1] in overview for verb in COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", [verb.name for verb in COMMANDS])
 def test_help_names_every_field_of_a_request(verb: str) -> None:
     said = re.sub(r"\s+", " ", command(verb, "--help").stdout)

@@ -27,6 +27,8 @@ from swarm.plan.session import (
 from swarm.types import Sampling
 from swarm_kernels.sampling import sample
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 5
 PROMPT = (3, 1)
 TOKENS = 4  # nothing is guessed before the first

@@ -124,6 +124,7 @@ def three_by_three() -> list[NodeProfile]:
     return [node(f"p{i}", 12, (10 * (i % 3), 10 * (i % 3) + 10)) for i in range(9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("capacity", [3, 12])
 def test_a_gap_that_lasts_is_filled_whatever_else_goes_on(seed: int, capacity: int) -> None:
@@ -142,6 +143,7 @@ def test_a_gap_that_lasts_is_filled_whatever_else_goes_on(seed: int, capacity: i
     assert town.moves - filled <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_an_imbalance_that_lasts_is_evened_out_whatever_else_goes_on(seed: int) -> None:
     town = Town(20, [node(f"p{i}", 10, (0, 10) if i < 7 else (10, 20)) for i in range(8)], random.Random(seed))

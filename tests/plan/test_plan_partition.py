@@ -67,6 +67,7 @@ def random_case(rng: random.Random) -> tuple[list[LayerCost], list[Device], bool
     return layers, devices, rng.random() < 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_both_methods_match_brute_force(seed: int) -> None:
     rng = random.Random(seed)

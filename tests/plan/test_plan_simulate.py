@@ -218,6 +218,7 @@ SWARM_OF_200 = {
 }
 
 
+@pytest.mark.slow
 def test_a_swarm_that_loses_a_third_of_its_nodes_a_period_keeps_its_promises() -> None:
     result, trace = traced(table(**SWARM_OF_200))
     assert result["left"] > 150
@@ -226,6 +227,7 @@ def test_a_swarm_that_loses_a_third_of_its_nodes_a_period_keeps_its_promises() -
     assert traced(table(**SWARM_OF_200))[1].encode() == trace.encode()
 
 
+@pytest.mark.slow
 def test_petals_survives_churn_too() -> None:
     result = simulate_table(table(**SWARM_OF_200, policy={"name": "petals"}))
     assert result["repairs"] > 0

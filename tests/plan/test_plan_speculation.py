@@ -122,6 +122,7 @@ def simulate(costs: ChainCosts, drafter: DrafterProfile, width: int, flight: int
     return 1000 * settled / clock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hops", [3, 6])
 @pytest.mark.parametrize("row", [[0.7], [0.7, 0.15, 0.05], [0.6, 0.2, 0.1, 0.05]])
 @pytest.mark.parametrize("width", [1, 4, 16])

@@ -30,6 +30,7 @@ def random_dag(rng: np.random.Generator) -> tuple[Dag, Ints, Ints]:
     return dag, costs(rows, missing=0.1), costs(rows, missing=0.1)
 
 
+@pytest.mark.slow
 def test_the_compiled_sweep_is_the_plain_one() -> None:
     assert compiled is not None, "make setup compiles it"
     rng = np.random.default_rng(5)

@@ -1,0 +1,29 @@
+"""A pytest plugin that holds the kernels, and torch, to AVX2, as on a machine that has nothing newer:
+
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 PYTHONPATH=tests pytest -p hold_isa
+
+Holds this process (and xdist's workers) only: node processes that tests start choose for themselves.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.errors import KernelError
+from swarm_kernels import native, ops
+
+NAMES = ("avx2", "generic", native.REFERENCE)
+_use = native.use
+
+
+def _held(name: str) -> None:
+    """As `native.use`, on a machine whose best is AVX2."""
+    if name not in (*NAMES, "best"):
+        raise KernelError(f"{name}: held to AVX2")
+    _use("avx2" if name == "best" else name)
+
+
+@pytest.hookimpl
+def pytest_configure() -> None:
+    native.use = ops.use = _held
+    _held("best")
