@@ -17,7 +17,7 @@ Results = Mapping[str, Sequence[Run]]
 HEAD = """# The papers' comparisons, in the simulator
 
 Written by `make bench-papers`; do not edit. Settings and seeds: `benchmarks/scenarios`. How to read these numbers,
-what was assumed, and why some differ from the papers': [simulator.md](simulator.md).
+what was assumed, and why some differ from the papers': [benchmarks/simulator.md](benchmarks/simulator.md).
 """
 
 

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from swarm.config import Limits
-from swarm.plan.scheduling.batch_scheduler import BatchScheduler
-from swarm.plan.scheduling.session_order import SessionOrder
 from swarm.plan.chain_costs import ChainCosts
 from swarm.plan.forecast import Strategy
+from swarm.plan.scheduling.batch_scheduler import BatchScheduler
+from swarm.plan.scheduling.session_order import SessionOrder
 from swarm.plan.session import (
     Action,
     ChainReady,

@@ -109,7 +109,7 @@ class ClientConfig:
     dtype: str | None = None  # None: whichever the swarm serves
     decoding: str = "auto"
     outline_in_auto: bool = False  # may `auto` answer by an outline? It changes the words, not only their speed
-    outline_templates: Path | None = None  # a TOML file of one's own, see docs/outline.md
+    outline_templates: Path | None = None  # a TOML file of one's own, see docs/guide/outline.md
     # Beside the n-gram drafter: the bundled draft model, a .draft file or a model; "medusa": the tail's; "ngram": none
     drafter: str = "bundled"
     prefill_chunk: Count | None = None  # tokens of a prompt in one step; None: planned from the chain's costs

@@ -22,7 +22,7 @@ CommandLineError = cast(type[Exception], typer.BadParameter.__base__)  # of ever
 
 app = typer.Typer(
     name="swarm-plan",
-    help="Plan without a swarm: reads a JSON file (- is stdin), prints one JSON object. See docs/plan.md.",
+    help="Plan without a swarm: reads a JSON file (- is stdin), prints one JSON object. See docs/guide/planner.md.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -40,7 +40,7 @@ def _runner(command: Command[Any]) -> Callable[[str, bool], None]:
 
 
 for _command in COMMANDS:
-    _help = f"{_command.summary}\n\nThe request: {field_list(_command.request)}. docs/plan.md has an example."
+    _help = f"{_command.summary}\n\nThe request: {field_list(_command.request)}. docs/guide/planner.md has an example."
     app.command(_command.name, help=_help, short_help=_command.summary)(_runner(_command))
     if _command.name in OLD_NAMES:
         app.command(OLD_NAMES[_command.name], help=_help, hidden=True)(_runner(_command))

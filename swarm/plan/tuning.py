@@ -14,9 +14,6 @@ from dataclasses import dataclass, replace
 
 from swarm.errors import UsageError
 from swarm.ewma import DecayedRatio
-from swarm.plan.live_costs import LiveCosts, Observation
-from swarm.plan.marginal import Prices, marginal_policy, steps_held
-from swarm.plan.session_events import SEQUENTIAL, Policy
 from swarm.plan.chain_costs import ChainCosts
 from swarm.plan.forecast import (
     MAX_IN_FLIGHT,
@@ -28,6 +25,9 @@ from swarm.plan.forecast import (
     sequential,
     tree,
 )
+from swarm.plan.live_costs import LiveCosts, Observation
+from swarm.plan.marginal import Prices, marginal_policy, steps_held
+from swarm.plan.session_events import SEQUENTIAL, Policy
 
 BIAS_DECAY = 0.92  # what a strategy's speed before the last token weighs
 TRUST_DECAY = 0.99  # what the drafter's odds before the last result weigh
@@ -156,7 +156,9 @@ class Tuner:
         strategy = forecast.strategy if self._only is not None else _as_hybrid(forecast).strategy
         return forecast.tokens_per_s * self._record[strategy].ratio
 
-    def _as_setting(self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: DrafterProfile) -> Setting:
+    def _as_setting(
+        self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: DrafterProfile
+    ) -> Setting:
         others = "; ".join(f"{f.strategy} {self._promise(f):.1f}" for f in ranked if f.reason != best.reason)
         reason = f"{best.strategy}, about {self._promise(best):.1f} tokens/s: {best.reason}"
         if best.strategy is Strategy.PIPELINED_TREE:

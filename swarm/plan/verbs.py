@@ -314,7 +314,10 @@ COMMANDS: tuple[Command[Any], ...] = (
     Command("route", "The quickest chain of nodes over all layers.", schemas.RouteRequest, route),
     Command("join-span", "The layers a new node should take.", schemas.JoinRequest, join),
     Command(
-        "place-all", "Who of a swarm takes or changes layers, as its nodes would decide it.", schemas.PlaceRequest, place
+        "place-all",
+        "Who of a swarm takes or changes layers, as its nodes would decide it.",
+        schemas.PlaceRequest,
+        place,
     ),
     Command("rebalance", "Whether the swarm should be allocated anew.", schemas.RebalanceRequest, rebalance),
     Command(

@@ -85,7 +85,7 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def test_the_template_in_the_documentation_works(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "outline.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "outline.md").read_text()
     file = tmp_path / "recipe.toml"
     file.write_text(page.split("```toml\n")[1].split("```")[0])
     recipe = load_templates(file)[0]

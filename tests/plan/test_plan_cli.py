@@ -28,7 +28,7 @@ TABLE = ["allocate", "balance", "route", "join-span", "rebalance", "partition", 
 
 
 def documented() -> list[tuple[str, Any, Any]]:
-    """(verb, request, answer) of every example in docs/plan.md."""
+    """(verb, request, answer) of every example in docs/guide/planner.md."""
     found = []
     for section in re.split(r"^## ", DOCS.read_text(encoding="utf-8"), flags=re.M)[1:]:
         verb = section.split("\n", 1)[0].strip()
@@ -49,12 +49,12 @@ def plan(verb: str, request: Any, *flags: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_scenarios_that_the_docs_run_are_scenarios() -> None:
-    root = DOCS.parents[1]
+    root = DOCS.parents[2]
     commands = [
         line.split()
-        for page in sorted(DOCS.parent.glob("*.md"))
+        for page in sorted((root / "docs").rglob("*.md"))
         for line in page.read_text(encoding="utf-8").splitlines()
-        if line.startswith("    swarm-plan simulate ") and "FILE" not in line
+        if line.startswith("swarm-plan simulate ") and "FILE" not in line
     ]
     assert len(commands) >= 2
     for _, verb, file, *flags in commands:

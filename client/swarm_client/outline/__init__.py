@@ -1,1 +1,1 @@
-"""Answers that are outlined first, and whose points are written side by side (Jupiter §V-B; docs/outline.md)."""
+"""Answers that are outlined first, and whose points are written side by side (Jupiter §V-B; docs/guide/outline.md)."""

@@ -40,7 +40,7 @@ class LayerTimeEstimator:
     """τ as the cost curve expects it for one session more than are open, times how far live batches are off the curve.
 
     Expected rather than measured, so that a chain that is selected or released shows at once (Parallax §3.3); in the
-    simulator that serves more tokens, sooner, than the average of recent steps (docs/simulator.md). Prefill that waits
+    simulator that serves more tokens, sooner, than the average of recent steps (docs/benchmarks/simulator.md). Prefill that waits
     is left out: it delays a session once, and τ is paid for every token.
     """
 
