@@ -7,13 +7,13 @@ STAMP := .venv/.installed
 WORKERS ?= auto
 SIDE_BY_SIDE := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: setup test test-fast check demo chat chaos bench bench-speculation bench-accuracy bench-prefill bench-outline bench-kernels bench-kernels-gpu bench-plan bench-carriers bench-papers soak clean lock
+.PHONY: setup test test-fast check demo chat chaos bench bench-speculation bench-accuracy bench-prefill bench-outline bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
-	@$(BIN)/python -m swarm_kernels.build
-	@$(BIN)/python -m swarm_kernels.builtin
+	@$(BIN)/python -m swarm_kernels.ops.cpu.build
+	@$(BIN)/python -m swarm_kernels.models.builtin
 
-$(STAMP): pyproject.toml requirements.lock swarm/plan/_sweep.c
+$(STAMP): pyproject.toml requirements.lock swarm/planner/routing/_relax.c
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[dev]'
 	@touch $(STAMP)
@@ -74,8 +74,8 @@ bench-plan: setup ## the planner's algorithms at 4 to 4096 nodes
 	$(BIN)/python benchmarks/bench_plan_allocation.py
 	$(BIN)/python benchmarks/bench_plan_routing.py
 
-bench-carriers: setup ## round trips and throughput of each carrier, and what they mean for tokens/s
-	$(BIN)/python benchmarks/bench_carriers.py
+bench-transports: setup ## round trips and throughput of each carrier, and what they mean for tokens/s
+	$(BIN)/python benchmarks/bench_transports.py
 
 bench-papers: setup ## the papers' comparisons in the simulator; tables and plots into docs/
 	$(BIN)/python benchmarks/bench_papers.py

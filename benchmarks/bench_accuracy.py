@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import uvloop
-from guessers import Oracle
+from emulated_swarm import ShapedSwarm, equal_spans, far_client
 from prompts import PROMPTS
-from shaped_swarm import ShapedSwarm, equal_spans, far_client
+from scripted_drafters import Oracle
 from virtual_chain import simulate
 
-from swarm.plan.chain_costs import ChainCosts, Stage
-from swarm.plan.forecast import (
+from swarm.planner.costs.chain_costs import ChainCosts, Stage
+from swarm.planner.speculation.controller import MAX_DEPTH, WIDTHS
+from swarm.planner.speculation.forecast import (
     DrafterProfile,
     Forecast,
     Strategy,
@@ -35,10 +36,9 @@ from swarm.plan.forecast import (
     sequential,
     tree,
 )
-from swarm.plan.tuning import MAX_DEPTH, WIDTHS
 from swarm.types import CostCurve
-from swarm_client.drafters.inline import InlineDrafter
-from swarm_kernels.loader import open_model
+from swarm_client.speculation.drafters.inline import InlineDrafter
+from swarm_kernels.models.open import open_model
 
 MODEL = "smollm2-135m"
 LAYERS = 30

@@ -20,12 +20,12 @@ from functools import partial
 
 import uvloop
 from bench_speculation_virtual import MODEL, chain_costs, drafters, record
+from emulated_swarm import ShapedSwarm, equal_spans, far_client
 from prompts import PROMPTS
-from shaped_swarm import ShapedSwarm, equal_spans, far_client
 from virtual_chain import Guessing, simulate_together
 
 from swarm_client import SwarmClient
-from swarm_kernels.loader import open_model
+from swarm_kernels.models.open import open_model
 
 LAYERS = 30
 ARMS = {"plain": ("ngram", "sequential"), "look-up": ("ngram", "auto"), "bundled draft": ("bundled", "auto")}

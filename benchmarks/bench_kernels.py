@@ -15,9 +15,9 @@ import kernel_perplexity
 import torch
 from kernel_timing import read_bandwidth
 
-from swarm_kernels import ops
-from swarm_kernels.device import physical_cores
-from swarm_kernels.loader import open_model
+from swarm_kernels.device.device import physical_cores
+from swarm_kernels.models.open import open_model
+from swarm_kernels.ops import dispatch
 
 PARTS = ("attention", "linear", "model", "perplexity")
 
@@ -31,13 +31,13 @@ def main() -> None:
     parser.add_argument("--use", default="best", help="avx512bf16, avx512vnni, avx512, avx2, generic or reference")
     args = parser.parse_args()
     parts = args.only or PARTS
-    ops.use(args.use)
-    ops.set_threads(args.threads)
+    dispatch.use(args.use)
+    dispatch.set_threads(args.threads)
     torch.manual_seed(0)
     missed: list[str] = []
     with torch.inference_mode():
         bandwidth = read_bandwidth()
-        print(f"{ops.describe()}, {args.threads} threads, memory read at {bandwidth:.1f} GB/s")
+        print(f"{dispatch.describe()}, {args.threads} threads, memory read at {bandwidth:.1f} GB/s")
         if "attention" in parts:
             result, misses = kernel_attention.bench(args.seconds, bandwidth, not args.no_flex)
             missed += misses

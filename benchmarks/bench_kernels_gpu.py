@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from kernel_timing import Pairs, Timed, binary_tree, in_turn, measure, table, tree_plan
 
-from swarm_kernels import gpu, ops
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.device import DTYPES
+from swarm_kernels.device.device import DTYPES
+from swarm_kernels.ops import dispatch, gpu
 
 CONTEXTS = (256, 1024, 4096, 16384)
 TREES = (1, 4, 16, 64)
@@ -94,7 +94,7 @@ def attention_case(
     mask = torch.cat((past.to(device), tree), 1)
     flex = _flex(query, tree, context, keys)
     works = {
-        "ours": in_turn([partial(ops.attend, q, k, v, *pages, plan, dim**-0.5) for pages in paged]),
+        "ours": in_turn([partial(dispatch.attend, q, k, v, *pages, plan, dim**-0.5) for pages in paged]),
         OTHERS[0]: in_turn(
             [partial(F.scaled_dot_product_attention, query, d[0], d[1], mask, enable_gqa=True) for d in dense]
         ),
@@ -134,13 +134,13 @@ def bench_attention(dtype: torch.dtype, device: torch.device, bytes_s: float, se
     return table(" | ".join(header), rows)
 
 
-def random_layers(model: Model, dtype: torch.dtype, device: torch.device) -> list[ops.LayerWeights]:
-    def linear(outputs: int, inputs: int) -> ops.Linear:
-        return ops.pack_linear(torch.randn(outputs, inputs, dtype=dtype, device=device) * inputs**-0.5)
+def random_layers(model: Model, dtype: torch.dtype, device: torch.device) -> list[dispatch.LayerWeights]:
+    def linear(outputs: int, inputs: int) -> dispatch.Linear:
+        return dispatch.pack_linear(torch.randn(outputs, inputs, dtype=dtype, device=device) * inputs**-0.5)
 
     attended, shared = model.heads * model.dim, 2 * model.groups * model.dim
     return [
-        ops.LayerWeights(
+        dispatch.LayerWeights(
             attn_norm=torch.ones(model.hidden, device=device),
             qkv=linear(attended + shared, model.hidden),
             o=linear(model.hidden, attended),
@@ -178,7 +178,7 @@ def bench_model(model: Model, dtype: torch.dtype, device: torch.device, bytes_s:
             hidden: torch.Tensor = hidden, cos: torch.Tensor = cos, sin: torch.Tensor = sin,
             caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = caches, plan: BatchPlan = plan,
         ) -> torch.Tensor:  # fmt: skip
-            return ops.decoder_layers(hidden, layers, cos, sin, caches, plan)
+            return dispatch.decoder_layers(hidden, layers, cos, sin, caches, plan)
 
         for _ in range(3):
             step()  # compiles, then captures

@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import uvloop
-from shaped_swarm import ShapedSwarm, equal_spans, far_client
+from emulated_swarm import ShapedSwarm, equal_spans, far_client
 
 from swarm.config import DEFAULT_MODEL
 from swarm_client import SwarmClient
-from swarm_kernels.loader import open_model
+from swarm_kernels.models.open import open_model
 
 QUESTIONS = (
     "What are the benefits of regular exercise?",

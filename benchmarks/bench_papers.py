@@ -20,7 +20,7 @@ from typing import Any
 
 import papers_report
 
-from swarm.plan.simulate import runs, simulate_table
+from swarm.planner.cli.simulate import runs, simulate_table
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 NAMES = ("parallax", "hyperion", "jupiter", "churn-1000")

@@ -19,9 +19,9 @@ import random
 from bench_accuracy import PROMPT, VOCABULARY, Profile
 from virtual_chain import simulate
 
-from swarm.plan.chain_costs import ChainCosts, Stage
-from swarm.plan.forecast import Strategy
-from swarm.plan.session import Policy
+from swarm.planner.costs.chain_costs import ChainCosts, Stage
+from swarm.planner.generation.state_machine import Policy
+from swarm.planner.speculation.forecast import Strategy
 from swarm.types import CostCurve
 
 WEIGHTS_GB = 140.0

@@ -22,9 +22,9 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from swarm.plan.allocation import Allocation, Price, allocate, default_steps
-from swarm.plan.balance import PoolNode
-from swarm.plan.budget import Budget
+from swarm.planner.placement.allocation import Allocation, Price, allocate, default_steps
+from swarm.planner.placement.water_filling import PoolNode
+from swarm.planner.placement.work_budget import Budget
 
 KINDS: dict[str, Sequence[int]] = {
     "equal": [10],

@@ -26,9 +26,9 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.plan import routing_dp
-from swarm.plan.routing import RouteNode, route_snapshot
-from swarm.plan.routing_graph import Graph
+from swarm.planner.routing import dag
+from swarm.planner.routing.graph import Graph
+from swarm.planner.routing.route import RouteNode, route_snapshot
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
 
 Floats = NDArray[np.float64]
@@ -146,7 +146,7 @@ def bench(kind: str, count: int, num_layers: int, repeat: int, plain: bool) -> s
     profile_ms = best_ms(lambda: route_snapshot(seen, client_ms=by_id), min(repeat, 5))
     numpy_ms = plain_ms = "-"
     if plain:
-        with mock.patch.object(routing_dp, "compiled", None):
+        with mock.patch.object(dag, "compiled", None):
             numpy_ms = f"{best_ms(lambda: graph.best('latency', edge, edge), min(repeat, 5)):.2f}"
         table, there = rho.tolist(), edges.tolist()
         begun = time.perf_counter()

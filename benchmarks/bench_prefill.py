@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import uvloop
 from bench_swarm import prompt
-from shaped_swarm import ShapedSwarm, equal_spans, far_client
+from emulated_swarm import ShapedSwarm, equal_spans, far_client
 
-from swarm.plan.chain_costs import ChainCosts
+from swarm.planner.costs.chain_costs import ChainCosts
 from swarm_client import SwarmClient
-from swarm_client.chunks import MIN_CHUNK, STEP_MS, prompt_chunks
-from swarm_kernels.loader import open_model
+from swarm_client.routing.prefill_chunks import MIN_CHUNK, STEP_MS, prompt_chunks
+from swarm_kernels.models.open import open_model
 
 MODEL = "smollm2-135m"
 ONE_BY_ONE = {"prefill_chunk": 1024, "prefill_window": 1}  # 1024: the most rows of a step

@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import uvloop
+from emulated_swarm import ShapedSwarm, equal_spans, far_client
 from prompts import PROMPTS
-from shaped_swarm import ShapedSwarm, equal_spans, far_client
 
 from swarm_client import Answer, SwarmClient
-from swarm_client.drafting import BUNDLED
-from swarm_client.request import STRATEGIES
-from swarm_kernels.loader import open_model
+from swarm_client.api.options import STRATEGIES
+from swarm_client.speculation.drafter_factory import BUNDLED
+from swarm_kernels.models.open import open_model
 
 MODEL = "smollm2-135m"
 MOST_TURNS = 5

@@ -16,19 +16,19 @@ from collections.abc import Callable
 from prompts import PROMPTS
 from virtual_chain import simulate
 
-from swarm.plan.chain_costs import ChainCosts, Stage
-from swarm.plan.forecast import Strategy
+from swarm.planner.costs.chain_costs import ChainCosts, Stage
+from swarm.planner.speculation.forecast import Strategy
 from swarm.types import CostCurve
-from swarm_client.drafters.base import Drafter
-from swarm_client.drafters.combined import CombinedDrafter
-from swarm_client.drafters.model import ModelDrafter
-from swarm_client.drafters.ngram import NgramDrafter
-from swarm_client.drafters.shipped import find_shipped
-from swarm_kernels.distill.answers import greedy_answers
-from swarm_kernels.draft import open_draft
-from swarm_kernels.loader import open_model
-from swarm_kernels.model_source import ModelSource
-from swarm_kernels.tokenizer import load_tokenizer
+from swarm_client.speculation.drafters.base import Drafter
+from swarm_client.speculation.drafters.bundled import find_shipped
+from swarm_client.speculation.drafters.mixture import CombinedDrafter
+from swarm_client.speculation.drafters.model import ModelDrafter
+from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_kernels.draft.models import open_draft
+from swarm_kernels.models.open import open_model
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.tokenizer.tokenizer import load_tokenizer
+from swarm_training.distill.greedy import greedy_answers
 
 MODEL = "smollm2-135m"
 LAYER = CostCurve((1, 2, 4, 8, 16, 32, 64), (1.47, 1.5, 1.65, 2.0, 3.0, 4.6, 8.0))

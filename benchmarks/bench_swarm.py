@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from swarm.config import ClientConfig
 from swarm_client import SwarmClient
-from swarm_kernels.loader import open_model
+from swarm_kernels.models.open import open_model
 
 SHORT, LONG = 51, 1000  # prompt tokens
 CLIENTS = 4

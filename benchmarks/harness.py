@@ -14,7 +14,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from swarm_kernels.loader import ModelSource
+from swarm_kernels.models.open import ModelSource
 
 START_TIMEOUT_S = 120.0
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from kernel_timing import Timed, binary_tree, in_turn, measure, table, tree_plan, wall
 
-from swarm_kernels import ops
 from swarm_kernels.batch import PAGE
+from swarm_kernels.ops import dispatch
 
 CONTEXTS = (256, 1024, 4096, 16384)
 TREES = (1, 4, 16, 64)
@@ -51,7 +51,7 @@ def ours(case: Case) -> Callable[[], object]:
     def one() -> Callable[[], object]:
         k_pages = torch.randn(pages, case.groups, case.dim, PAGE).to(DTYPE)
         v_pages = torch.randn(pages, case.groups, PAGE, case.dim).to(DTYPE)
-        return lambda: ops.attend(q, k, v, k_pages, v_pages, plan, case.dim**-0.5)
+        return lambda: dispatch.attend(q, k, v, k_pages, v_pages, plan, case.dim**-0.5)
 
     return in_turn([one() for _ in range(case.copies)])
 

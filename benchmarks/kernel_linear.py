@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from kernel_timing import Timed, measure, table, wall
 
-from swarm_kernels import ops
+from swarm_kernels.ops import dispatch
 
 SHAPES = ((3072, 576), (576, 1536), (49152, 576), (4096, 4096))  # outputs, inputs
 ROWS = (1, 4, 16, 64, 512)
@@ -19,10 +19,10 @@ def bench(seconds: float) -> str:
         weight = torch.randn(outputs, inputs)
         half = weight.bfloat16()
         packed = {
-            "bf16": ops.pack_linear(half),
-            "int8": ops.quantise_linear(weight),
-            "int4": ops.quantise_linear(weight, bits=4),
-            "fp32": ops.pack_linear(weight),
+            "bf16": dispatch.pack_linear(half),
+            "int8": dispatch.quantise_linear(weight),
+            "int4": dispatch.quantise_linear(weight, bits=4),
+            "fp32": dispatch.pack_linear(weight),
         }
         for count in ROWS:
             x = torch.randn(count, inputs)

@@ -16,10 +16,10 @@ import torch
 from kernel_timing import Timed, measure, table, tree_plan, wall
 
 from swarm.types import LayerSpan
-from swarm_kernels.device import DTYPES
-from swarm_kernels.kv_cache import RowsRequest
-from swarm_kernels.model_source import ModelSource
-from swarm_kernels.span_loading import load_span
+from swarm_kernels.device.device import DTYPES
+from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.runtime.load import load_span
 
 CONTEXT = 256
 HEADER = "rows | bf16 | int8 | int4 | llama.cpp BF16 | bf16 / llama.cpp | int8 / bf16 | int4 / int8"

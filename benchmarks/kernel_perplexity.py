@@ -9,11 +9,11 @@ import torch
 from kernel_timing import table
 
 from swarm.types import LayerSpan
-from swarm_kernels.device import DTYPES
-from swarm_kernels.kv_cache import RowsRequest
-from swarm_kernels.model_source import ModelSource
-from swarm_kernels.span_loading import load_span
-from swarm_kernels.tokenizer import load_tokenizer
+from swarm_kernels.device.device import DTYPES
+from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.runtime.load import load_span
+from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).with_name("perplexity.txt")
 FORMATS = ("fp32", "bf16", "int8", "int4")

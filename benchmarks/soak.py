@@ -27,7 +27,7 @@ import psutil
 
 from swarm.errors import SwarmError
 from swarm_client import SwarmClient
-from swarm_node.owner import control
+from swarm_node.owner import control_socket
 
 SAMPLE_S = 5.0
 NEWS_S = 300.0
@@ -112,7 +112,7 @@ async def watch(pids: Sequence[int], begun: float, until: float, counts: dict[st
     news = begun
     while time.monotonic() < until:
         now = time.monotonic()
-        tasks = {node.vitals.pid: node.vitals.tasks for node in await control.find()}
+        tasks = {node.vitals.pid: node.vitals.tasks for node in await control_socket.find()}
         for pid, seen in series.items():
             node = psutil.Process(pid)
             family = [node, *node.children(recursive=True)]

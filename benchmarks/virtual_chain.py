@@ -16,11 +16,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from swarm.config import Limits
-from swarm.plan.chain_costs import ChainCosts
-from swarm.plan.forecast import Strategy
-from swarm.plan.scheduling.batch_scheduler import BatchScheduler
-from swarm.plan.scheduling.session_order import SessionOrder
-from swarm.plan.session import (
+from swarm.planner.costs.chain_costs import ChainCosts
+from swarm.planner.generation.state_machine import (
     Action,
     ChainReady,
     Draft,
@@ -34,10 +31,13 @@ from swarm.plan.session import (
     SendStep,
     StepSettled,
 )
+from swarm.planner.scheduling.batch_scheduler import BatchScheduler
+from swarm.planner.scheduling.session_order import SessionOrder
+from swarm.planner.speculation.forecast import Strategy
 from swarm.types import Chain, LayerSpan
-from swarm_client.drafters.base import Candidate, Drafter, Glance
-from swarm_client.drafters.inline import InlineDrafter
-from swarm_client.speculator import Speculator
+from swarm_client.speculation.controller import Speculator
+from swarm_client.speculation.drafters.base import Candidate, Drafter, Glance
+from swarm_client.speculation.drafters.inline import InlineDrafter
 
 _T = TypeVar("_T")
 
@@ -361,7 +361,7 @@ def _check(generation: Generation, answer: Sequence[int]) -> None:
 def _drive(
     chain: VirtualChain, generation: Generation, speculator: Speculator | None, done: Callable[[VirtualChain], None]
 ) -> Generator[None, StepSettled, None]:
-    """What `swarm_client.driver` does with a chain that never breaks."""
+    """What `swarm_client.generation.generation_loop` does with a chain that never breaks."""
     if speculator is not None:
         _run(speculator.begin())
         speculator.chain_ready(Chain(()))

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from swarm.prefix import DIGEST_BYTES
+from swarm.block_hash import DIGEST_BYTES
 from swarm.types import Sampling
 
 MAX_ROWS = 1024  # new tree nodes in one step
@@ -74,7 +74,7 @@ class Open(Message, frozen=True, tag="open"):
     `onward_from`: for the replacement of a lost hop. Rows at positions before it are computed and logged, but neither
     sent on (the hops behind hold them) nor answered by a Result.
 
-    `prefix`: names of the text's beginnings (`swarm.prefix`). A hop that computed one for this client shares it.
+    `prefix`: names of the text's beginnings (`swarm.block_hash`). A hop that computed one for this client shares it.
 
     `guesses`: how many guesses of each of its Medusa heads, if it has any, the tail is to send with every token.
 

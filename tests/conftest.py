@@ -12,7 +12,7 @@ import pytest
 from swarm.errors import ModelError
 
 if TYPE_CHECKING:
-    from swarm_kernels.model_source import ModelSource
+    from swarm_kernels.models.source import ModelSource
 
 
 os.environ["SWARM_DISCOVERY"] = "0"  # no test sends multicast into whatever network it runs in
@@ -31,7 +31,7 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(scope="session")
 def real_model() -> Iterator[ModelSource]:
     """The built-in SmolLM2-135M, fetched on first use. A failure to fetch it fails the test: it is never skipped."""
-    from swarm_kernels.loader import open_model  # brings torch, which the planner's tests do without
+    from swarm_kernels.models.open import open_model  # brings torch, which the planner's tests do without
 
     try:
         source = open_model("smollm2-135m")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import pytest
 
 from swarm.errors import KernelError
-from swarm_kernels import native, ops
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.cpu import cpu_library
 
-NAMES = ("avx2", "generic", native.REFERENCE)
-_use = native.use
+NAMES = ("avx2", "generic", cpu_library.REFERENCE)
+_use = cpu_library.use
 
 
 def _held(name: str) -> None:
@@ -25,5 +26,5 @@ def _held(name: str) -> None:
 
 @pytest.hookimpl
 def pytest_configure() -> None:
-    native.use = ops.use = _held
+    cpu_library.use = dispatch.use = _held
     _held("best")

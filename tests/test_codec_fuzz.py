@@ -102,7 +102,7 @@ def test_damaged_messages(message: AnyMessage, data: st.DataObject) -> None:
 
 @settings(deadline=None)
 @given(st.binary(min_size=8, max_size=8))
-def test_prefixes(prefix: bytes) -> None:
+def test_prefix_cache(prefix: bytes) -> None:
     limits = codec.FrameLimits(header=1000, body=5000)
     try:
         header, body = codec.parse_prefix(prefix, limits)

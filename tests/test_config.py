@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from swarm import old_names
 from swarm.config import ClientConfig, Limits, NodeConfig, load, parse_bytes
 from swarm.errors import UsageError
-from swarm_client import chat
+from swarm_client.cli import chat
 from swarm_node.commands import cli, flags
 
 MADDRS = "/ip4/10.0.0.1/tcp/1/p2p/a,/ip4/10.0.0.2/tcp/2/p2p/b"
@@ -93,7 +93,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     flags_config = flags.config_of
     monkeypatch.setattr(flags, "config_of", node)
     monkeypatch.setattr(chat, "answer_once", answer)
-    monkeypatch.setattr("swarm_node.commands.command.end", _end)
+    monkeypatch.setattr("swarm_node.commands.runner.end", _end)
 
     def runner(app: typer.Typer, *first: str) -> Any:
         def run(*arguments: str, **variables: str) -> SimpleNamespace:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from swarm import records
 from swarm.errors import ProtocolError
-from swarm.net.identity import Identity, verify
+from swarm.net.security.identity import Identity, verify
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, InvalidRecord
 from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState
 

@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swarm_client.answer import Answer, Piece
+    from swarm_client.api.options import Options
+    from swarm_client.api.results import Answer, Piece
     from swarm_client.client import SwarmClient
-    from swarm_client.generation import TextStream
-    from swarm_client.request import Options
+    from swarm_client.generation.text_stream import TextStream
     from swarm_client.sync import SyncSwarmClient
 
 _HOMES = {

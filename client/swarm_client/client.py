@@ -19,29 +19,29 @@ from typing import Any, TypeVar
 
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
-from swarm.net.daemon_options import DaemonOptions
+from swarm.net.libp2p.options import DaemonOptions
 from swarm.old_names import current
-from swarm.plan.chain_costs import ChainCosts
-from swarm.plan.session import Generation, GenerationPlan
+from swarm.planner.costs.chain_costs import ChainCosts
+from swarm.planner.generation.state_machine import Generation, GenerationPlan
 from swarm.types import Chain, Snapshot
-from swarm_client.answer import Answer, AnswerStream
-from swarm_client.beginnings import Beginnings
-from swarm_client.chain_keeper import ChainKeeper
-from swarm_client.chunks import MAX_CHUNK
-from swarm_client.drafters.heads import GUESSES
-from swarm_client.drafting import MEDUSA, Drafting
-from swarm_client.driver import Driver
-from swarm_client.generation import TextStream
-from swarm_client.network import Network, connect
+from swarm_client.api.options import OUTLINE, ChatMessage, Options, check_messages
+from swarm_client.api.results import Answer, AnswerStream
+from swarm_client.generation.generation_loop import Driver
+from swarm_client.generation.session_manager import ChainKeeper
+from swarm_client.generation.stop_strings import StopStrings
+from swarm_client.generation.text_stream import TextStream
+from swarm_client.network.connection import Network, connect
 from swarm_client.outline.outliner import Outliner, slots
 from swarm_client.outline.templates import BUILT_IN, load_templates
-from swarm_client.request import OUTLINE, ChatMessage, Options, check_messages
-from swarm_client.speculator import Experience, Guesser, Speculator
-from swarm_client.stops import StopStrings
-from swarm_client.view import SwarmView
-from swarm_kernels.device import release_free_memory
-from swarm_kernels.loader import ModelSource, open_model
-from swarm_kernels.tokenizer import ChatTokenizer, load_tokenizer
+from swarm_client.routing.prefill_chunks import MAX_CHUNK
+from swarm_client.routing.prefix_locations import Beginnings
+from swarm_client.routing.router import SwarmView
+from swarm_client.speculation.controller import Experience, Guesser, Speculator
+from swarm_client.speculation.drafter_factory import MEDUSA, Drafting
+from swarm_client.speculation.drafters.medusa import GUESSES
+from swarm_kernels.device.device import release_free_memory
+from swarm_kernels.models.open import ModelSource, open_model
+from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
 
 _T = TypeVar("_T")
 

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from swarm.types import Snapshot
-from swarm_client.answer import Answer, AnswerStream, Piece
+from swarm_client.api.options import ChatMessage
+from swarm_client.api.results import Answer, AnswerStream, Piece
 from swarm_client.client import SwarmClient
-from swarm_client.request import ChatMessage
 
 _T = TypeVar("_T")
 

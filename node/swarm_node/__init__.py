@@ -1,1 +1,1 @@
-"""The node daemon: lends this machine to a swarm. Imports `swarm`, `swarm.plan`, `swarm.net` and `swarm_kernels`."""
+"""The node daemon: lends this machine to a swarm. Imports `swarm`, `swarm.planner`, `swarm.net` and `swarm_kernels`."""

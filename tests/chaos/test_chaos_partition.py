@@ -15,7 +15,7 @@ from virtual_clock import virtual_time
 
 from swarm.config import Limits
 from swarm.errors import NoRoute, SwarmError
-from swarm.net.memory import Link, MemoryDirectory, MemoryNetwork
+from swarm.testing.memory_network import Link, MemoryDirectory, MemoryNetwork
 from swarm.types import PeerId
 from swarm_client import SwarmClient
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from process_chaos import private_home, run
 
-from swarm_kernels.model_source import ModelSource
+from swarm_kernels.models.source import ModelSource
 
 
 @pytest.mark.processes

@@ -29,7 +29,7 @@ from virtual_clock import run
 
 from swarm.config import Limits
 from swarm.errors import SwarmError
-from swarm.net.memory import Link
+from swarm.testing.memory_network import Link
 from swarm.types import LayerSpan, PeerId
 from swarm_client import SwarmClient
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from swarm_client.chat import app
+from swarm_client.cli.chat import app
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWAkwEYAZ21mdLbKEcBshKQCC3GDGjH2hrUMhtVGz7k4hq"
 

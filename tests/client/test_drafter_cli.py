@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from swarm_client.draft_cli import app
-from swarm_kernels import loader
-from swarm_kernels.distill import run
-from swarm_kernels.distill.recipes import HeadsRecipe, LayersRecipe, Recipe
-from swarm_kernels.distill.run import TrainingPlan
-from swarm_kernels.draft_file import DraftCard
+from swarm_kernels.draft.file import DraftCard
+from swarm_kernels.models import open
+from swarm_training.cli import app
+from swarm_training.distill import run
+from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe, Recipe
+from swarm_training.distill.run import TrainingPlan
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_kinds_share_everything_but_their_shape(
         return DraftCard("tiny", "a" * 32, 0, 1, evaluation={"held_out_places": 7})
 
     monkeypatch.setattr(run, "train", train)
-    monkeypatch.setattr(loader, "open_model", lambda name: None)
+    monkeypatch.setattr(open, "open_model", lambda name: None)
     out = tmp_path / "made"
     result = CliRunner().invoke(app, ["train", "--out", str(out), "--minutes", "2", *options])
     assert result.exit_code == 0, result.stderr

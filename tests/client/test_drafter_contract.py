@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import DrafterFailed, UsageError
-from swarm.plan.arca import best_shape, check_acceptance
-from swarm_client.drafters.acceptance import Acceptance
-from swarm_client.drafters.base import Candidate, Drafter, TokenPath
-from swarm_client.drafters.combined import Calibration, CombinedDrafter, merge
-from swarm_client.drafters.ngram import NgramDrafter
-from swarm_client.drafters.runner import DraftRunner
+from swarm.planner.speculation.static_tree import best_shape, check_acceptance
+from swarm_client.speculation.drafters.acceptance import Acceptance
+from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
+from swarm_client.speculation.drafters.mixture import Calibration, CombinedDrafter, merge
+from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_client.speculation.drafters.threaded import DraftRunner
 
 OBSERVATIONS = st.lists(
     st.tuples(st.integers(0, 6), st.integers(1, 8)).flatmap(

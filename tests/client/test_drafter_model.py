@@ -9,11 +9,11 @@ import pytest
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import DrafterFailed
-from swarm_client.drafters.base import Candidate, Drafter, TokenPath
-from swarm_client.drafters.judge import Recorded, hits_by_depth, likeliest_paths, sureness, tokens_a_round
-from swarm_client.drafters.model import ModelDrafter, check_vocabulary
-from swarm_client.drafters.ngram import NgramDrafter
-from swarm_kernels.distill.answers import greedy_answers
+from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
+from swarm_client.speculation.drafters.model import ModelDrafter, check_vocabulary
+from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_training.distill.greedy import greedy_answers
+from swarm_training.evaluation.evaluate import Recorded, hits_by_depth, likeliest_paths, sureness, tokens_a_round
 
 ANSWER = [(7 * i * i + 3) % 97 for i in range(40)]
 

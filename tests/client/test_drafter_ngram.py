@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import UsageError
-from swarm_client.drafters.automaton import Match, SuffixAutomaton
-from swarm_client.drafters.ngram import NgramDrafter
+from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_client.speculation.drafters.suffix_automaton import Match, SuffixAutomaton
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 

@@ -11,13 +11,13 @@ import pytest
 from virtual_clock import virtual_time
 
 from swarm.errors import ConnectionLost, ContextOverflow, InvalidRequest, NetworkError, NoRoute
-from swarm.plan.session import FinishReason
+from swarm.planner.generation.state_machine import FinishReason
 from swarm.types import Chain, Hop
-from swarm_client.answer import Answer, Piece
+from swarm_client.api.options import Options
+from swarm_client.api.results import Answer, Piece
 from swarm_client.outline.outliner import Outliner
 from swarm_client.outline.stream import OutlineStream
 from swarm_client.outline.templates import BUILT_IN, Template
-from swarm_client.request import Options
 
 CHAIN = Chain((Hop("peer-a", 0, 3),), 1.0)
 EOS = 0

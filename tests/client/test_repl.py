@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from swarm.errors import NoRoute
-from swarm.plan.session import FinishReason
+from swarm.planner.generation.state_machine import FinishReason
 from swarm.types import Chain, Hop
-from swarm_client.answer import Answer, Piece
-from swarm_client.conversation import Conversation
-from swarm_client.outline.report import OutlineReport, PointReport
-from swarm_client.repl import Chat, Quit
+from swarm_client.api.outline_report import OutlineReport, PointReport
+from swarm_client.api.results import Answer, Piece
+from swarm_client.cli.conversation import Conversation
+from swarm_client.cli.repl import Chat, Quit
 
 CHAIN = Chain((Hop("peer-aaaaaa", 0, 3), Hop("peer-bbbbbb", 3, 5)), 12.0)
 

@@ -15,22 +15,22 @@ from virtual_clock import wall_clock
 from swarm.config import ClientConfig, Limits
 from swarm.errors import NetworkError
 from swarm.messages import AnyMessage
-from swarm.net.identity import Identity
-from swarm.net.link import Link
-from swarm.net.memory import Link as MemoryLink
-from swarm.net.memory import MemoryNetwork
-from swarm.net.pool import ConnectionPool
+from swarm.net.pool.connection_pool import ConnectionPool
+from swarm.net.pool.migratable_link import Link
+from swarm.net.security.identity import Identity
+from swarm.testing.memory_network import Link as MemoryLink
+from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, PeerId
 from swarm_client import SwarmClient
-from swarm_client.network import Network
-from swarm_client.speculator import Guesser
-from swarm_kernels.device import DTYPES
-from swarm_kernels.draft_heads import MedusaHeads
-from swarm_kernels.span_loading import load_span
-from swarm_node.membership.announcer import Announcer
-from swarm_node.serving.engine import SpanEngine
+from swarm_client.network.connection import Network
+from swarm_client.speculation.controller import Guesser
+from swarm_kernels.device.device import DTYPES
+from swarm_kernels.draft.medusa import MedusaHeads
+from swarm_kernels.runtime.load import load_span
+from swarm_node.membership.record_publisher import Announcer
 from swarm_node.serving.executor import Executor
-from swarm_node.serving.service import Service
+from swarm_node.serving.session_server import Service
+from swarm_node.serving.span_engine import SpanEngine
 
 LIMITS = Limits(route_timeout_s=3.0)
 STEP_S = 0.002  # what a batch takes

@@ -17,12 +17,12 @@ from virtual_clock import wall_clock
 
 from swarm import codec
 from swarm.messages import AnyMessage, Result, Step
-from swarm.net.carrier import Carrier, Connection, Directory, Handler
-from swarm.net.daemon_options import DaemonOptions
-from swarm.net.daemon_streams import DaemonCarrier
-from swarm.net.direct import DirectCarrier
-from swarm.net.identity import Identity
-from swarm.net.memory import MemoryNetwork
+from swarm.net.base.transport import Carrier, Connection, Directory, Handler
+from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.security.identity import Identity
+from swarm.net.transports.libp2p_streams import DaemonCarrier
+from swarm.net.transports.tls import DirectCarrier
+from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan, PeerId
 
 pytestmark = pytest.mark.processes

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guessers import Noise
 from memory_swarm import LIMITS, MemorySwarm, cut, memory_swarm
+from scripted_drafters import Noise
 from tiny_models import ModelTensors, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.net.memory import Link
-from swarm.plan.session import FinishReason
-from swarm.prefix import BLOCK
+from swarm.block_hash import BLOCK
+from swarm.planner.generation.state_machine import FinishReason
+from swarm.testing.memory_network import Link
 from swarm_client import Answer, SwarmClient
-from swarm_client.drafters.inline import InlineDrafter
+from swarm_client.speculation.drafters.inline import InlineDrafter
 
 QUESTION = [{"role": "user", "content": "explain the sea"}]
 LINK = Link(delay_s=0.005)

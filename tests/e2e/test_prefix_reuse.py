@@ -10,8 +10,8 @@ from memory_swarm import cut, memory_swarm
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.net.memory import Link
-from swarm.prefix import BLOCK
+from swarm.block_hash import BLOCK
+from swarm.testing.memory_network import Link
 
 
 def prompt(seed: int, length: int) -> list[int]:

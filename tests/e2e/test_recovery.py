@@ -16,7 +16,7 @@ from virtual_clock import virtual_time
 
 from swarm.config import Limits
 from swarm.errors import NodeLeaving, NoRoute
-from swarm.net.memory import Link
+from swarm.testing.memory_network import Link
 from swarm.types import Chain, PeerId
 from swarm_client import Answer, SwarmClient, TextStream
 

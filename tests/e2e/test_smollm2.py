@@ -12,8 +12,8 @@ from memory_swarm import cut, memory_swarm
 from transformers import AutoConfig, AutoModelForCausalLM
 from virtual_clock import virtual_time
 
-from swarm_kernels.loader import ModelSource
-from swarm_kernels.tokenizer import ChatTokenizer, load_tokenizer
+from swarm_kernels.models.open import ModelSource
+from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
 
 PROMPTS = (
     "What is the capital of France?",

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from guessers import Noise, Oracle
 from memory_swarm import cut, memory_swarm
+from scripted_drafters import Noise, Oracle
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.net.memory import Link
-from swarm_client.drafters.inline import InlineDrafter
+from swarm.testing.memory_network import Link
+from swarm_client.speculation.drafters.inline import InlineDrafter
 
 CHAINS = {"one hop": (), "two": (4,), "three": (1, 2), "five": (1, 2, 3, 5)}
 TOKENS = 14

@@ -12,8 +12,8 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.errors import ContextOverflow, InvalidRequest, NoRoute, RemoteError, UsageError, WrongModel
-from swarm.net.memory import Link
-from swarm.plan.session import FinishReason
+from swarm.planner.generation.state_machine import FinishReason
+from swarm.testing.memory_network import Link
 from swarm.types import LayerSpan
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import ops
+from swarm_kernels.ops import dispatch
 
 
 @pytest.fixture(params=["avx512bf16", "avx512vnni", "avx512", "avx2", "generic"])
@@ -18,12 +18,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     torch, which computes what is expected, gets one: its threads spin on cores that others may need.
     """
     try:
-        ops.use(request.param)
+        dispatch.use(request.param)
     except KernelError as error:
         pytest.skip(str(error))
     before = torch.get_num_threads()
-    ops.set_threads(2)
+    dispatch.set_threads(2)
     torch.set_num_threads(1)
     yield request.param
-    ops.use("best")
-    ops.set_threads(before)
+    dispatch.use("best")
+    dispatch.set_threads(before)

@@ -12,8 +12,8 @@ import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.kv_cache import KVCache, KvShape, RowsRequest
-from swarm_kernels.kv_session import pages_of
+from swarm_kernels.kvcache.cache import KVCache, KvShape, RowsRequest
+from swarm_kernels.kvcache.sequence import pages_of
 
 SHAPE = KvShape(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32)
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.types import LayerSpan
-from swarm_kernels import draft, draft_session
-from swarm_kernels.draft import LocalModel, top_tokens
-from swarm_kernels.draft_session import DraftSession, Guesses, Path
-from swarm_kernels.kv_cache import RowsRequest
+from swarm_kernels.draft import models
+from swarm_kernels.draft import session as draft_session
+from swarm_kernels.draft.models import LocalModel, top_tokens
+from swarm_kernels.draft.session import DraftSession, Guesses, Path
+from swarm_kernels.kvcache.cache import RowsRequest
 
 VOCAB = 131
 WIDTH = 5
@@ -25,7 +26,7 @@ WIDTH = 5
 def model() -> Iterator[LocalModel]:
     """In fp32, where a session and a plain pass must agree closely; drafts themselves run in 8 bits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft, "_dtype", lambda config, device: torch.float32)
+        patch.setattr(models, "_dtype", lambda config, device: torch.float32)
         yield LocalModel(ModelTensors(tiny_model("llama")))
 
 
@@ -128,7 +129,7 @@ def test_top_tokens_are_those_of_a_plain_selection(vocab: int, count: int) -> No
 
 def test_the_whole_model_is_used(model: LocalModel) -> None:
     source = ModelTensors(tiny_model("llama"))
-    span = draft.load_span(source, LayerSpan(0, 6), torch.bfloat16)
+    span = models.load_span(source, LayerSpan(0, 6), torch.bfloat16)
     cache = span.new_cache(32)
     cache.open(b"s", 3)
     hidden = span.forward(span.embed([5, 6, 7]), cache.plan([RowsRequest(b"s", 0, 3)]), cache)

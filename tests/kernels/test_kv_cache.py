@@ -13,7 +13,7 @@ from kv_model import Player, small_cache, state_of
 
 from swarm.errors import InvalidRequest, OutOfMemory
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.kv_cache import KVCache, KvShape, RowsRequest
+from swarm_kernels.kvcache.cache import KVCache, KvShape, RowsRequest
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from kernel_cases import (
     take_rows,
 )
 
-from swarm_kernels import ops
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.reference import REFERENCE
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base.torch_reference import REFERENCE
 
 # Query heads, KV heads, head size; with 112 heads to one, a single row is more than a tile of rows usually is.
 HEADS = ((9, 3, 64), (32, 8, 128), (4, 4, 32), (8, 1, 256), (6, 2, 80), (112, 1, 16))
@@ -78,7 +78,7 @@ def test_attend_matches_the_reference(isa: str, dtype: torch.dtype, heads: tuple
         plan, pages = random_batch(seed)
         case = random_case(plan, pages, heads, dtype, seed)
         twin = copied(case)
-        out = ops.attend(*case, plan, heads[2] ** -0.5)
+        out = dispatch.attend(*case, plan, heads[2] ** -0.5)
         expected = REFERENCE.attend(*twin, plan, heads[2] ** -0.5)
         assert_near(out, expected, dtype)
         assert torch.equal(case[3], twin[3])
@@ -92,7 +92,7 @@ def test_windows_and_caps_match_the_reference(isa: str, window: int | None, soft
         plan, pages = random_batch(100 + seed)
         case = random_case(plan, pages, (4, 2, 32), torch.float32, seed)
         expected = REFERENCE.attend(*copied(case), plan, 0.5, window, softcap)
-        torch.testing.assert_close(ops.attend(*case, plan, 0.5, window, softcap), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dispatch.attend(*case, plan, 0.5, window, softcap), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -109,7 +109,7 @@ def test_long_contexts_match_the_reference(isa: str, dtype: torch.dtype, window:
     plan, pages = make_plan(parts, generator)
     case = random_case(plan, pages, (9, 3, 64), dtype, 11)
     expected = REFERENCE.attend(*copied(case), plan, 0.125, window)
-    assert_near(ops.attend(*case, plan, 0.125, window), expected, dtype)
+    assert_near(dispatch.attend(*case, plan, 0.125, window), expected, dtype)
 
 
 def test_forks_read_the_pages_they_share(isa: str) -> None:
@@ -120,7 +120,7 @@ def test_forks_read_the_pages_they_share(isa: str) -> None:
     plan = replace(plan, pages=tables)
     case = random_case(plan, pages, (6, 2, 48), torch.bfloat16, 12)
     expected = REFERENCE.attend(*copied(case), plan, 0.2)
-    assert_near(ops.attend(*case, plan, 0.2), expected, torch.bfloat16)
+    assert_near(dispatch.attend(*case, plan, 0.2), expected, torch.bfloat16)
 
 
 def test_a_row_alone_is_the_row_among_others(isa: str) -> None:
@@ -128,15 +128,15 @@ def test_a_row_alone_is_the_row_among_others(isa: str) -> None:
     for seed in range(4):
         plan, pages = random_batch(200 + seed)
         case = random_case(plan, pages, (6, 2, 64), torch.bfloat16, seed)
-        together = ops.attend(*case, plan, 0.125)
+        together = dispatch.attend(*case, plan, 0.125)
         q, k, v, k_pages, v_pages = case
         for count in (1, 2, 3):
-            ops.set_threads(count)
-            assert torch.equal(ops.attend(*case, plan, 0.125), together)
+            dispatch.set_threads(count)
+            assert torch.equal(dispatch.attend(*case, plan, 0.125), together)
             for row in range(0, plan.rows, max(1, plan.rows // 7)):
                 alone = take_rows(plan, [row])
                 one = slice(row, row + 1)
-                out = ops.attend(q[one], k[one], v[one], k_pages, v_pages, alone, 0.125)
+                out = dispatch.attend(q[one], k[one], v[one], k_pages, v_pages, alone, 0.125)
                 assert torch.equal(out[0], together[row])
 
 
@@ -156,14 +156,14 @@ def test_it_does_not_matter_how_keys_are_spread_between_committed_pages_and_tree
         plan, pages = make_plan([Part(0, line=committed)], generator)
         k_pages, v_pages = random_pages(pages + 8, groups, dim, dtype, generator)
         first = slice(0, committed)
-        out = ops.attend(q[first], k[first], v[first], k_pages, v_pages, plan, dim**-0.5)
+        out = dispatch.attend(q[first], k[first], v[first], k_pages, v_pages, plan, dim**-0.5)
         if branch:
             tree, _ = make_plan([Part(committed, tree=chain(branch))], generator)
             tree_pages = pages + torch.arange(tree.tree_pages.shape[1], dtype=torch.int32)[None]
             write = tree_pages.repeat_interleave(PAGE)[:branch].long() * PAGE + torch.arange(branch) % PAGE
             tree = replace(tree, pages=plan.pages, tree_pages=tree_pages, write=write)
             rest = slice(committed, None)
-            out = ops.attend(q[rest], k[rest], v[rest], k_pages, v_pages, tree, dim**-0.5)
+            out = dispatch.attend(q[rest], k[rest], v[rest], k_pages, v_pages, tree, dim**-0.5)
         outputs.append(out[-1])
     for out in outputs[1:]:
         assert_near(out, outputs[0], dtype)
@@ -175,7 +175,7 @@ def test_unseen_keys_cannot_poison_a_row(isa: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
     plan, pages = make_plan([Part(70, tree=random_tree(20, generator)), Part(5, line=3)], generator)
     case = random_case(plan, pages, (4, 2, 32), dtype, 5)
-    expected = ops.attend(*copied(case), plan, 0.2)
+    expected = dispatch.attend(*copied(case), plan, 0.2)
     q, k, v, k_pages, v_pages = case
     seen = torch.zeros(pages * PAGE, dtype=torch.bool)
     for session, committed in ((0, 70), (1, 8)):
@@ -185,7 +185,7 @@ def test_unseen_keys_cannot_poison_a_row(isa: str, dtype: torch.dtype) -> None:
     hostile = ~seen.view(pages, PAGE)
     k_pages.masked_fill_(hostile[:, None, None, :], float("nan"))
     v_pages.masked_fill_(hostile[:, None, :, None], float("inf"))
-    assert torch.equal(ops.attend(q, k, v, k_pages, v_pages, plan, 0.2), expected)
+    assert torch.equal(dispatch.attend(q, k, v, k_pages, v_pages, plan, 0.2), expected)
     twin = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, 0.2)
     assert_near(twin, expected, dtype)
 
@@ -194,7 +194,7 @@ def test_a_row_that_sees_nothing_gets_zeros(isa: str) -> None:
     plan, pages = make_plan([Part(0, line=1), Part(40, line=1)], torch.Generator().manual_seed(0))
     blind = replace(plan, past=torch.zeros(2, dtype=torch.int32))
     case = random_case(plan, pages, (2, 1, 32), torch.float32, 0)
-    assert torch.equal(ops.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
+    assert torch.equal(dispatch.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
     assert torch.equal(REFERENCE.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
 
 
@@ -207,7 +207,7 @@ def test_slots_move_before_the_batch_is_written(isa: str) -> None:
     case = random_case(plan, pages, (4, 2, 32), torch.bfloat16, 3)
     twin = copied(case)
     expected = REFERENCE.attend(*twin, plan, 0.2)
-    assert_near(ops.attend(*case, plan, 0.2), expected, torch.bfloat16)
+    assert_near(dispatch.attend(*case, plan, 0.2), expected, torch.bfloat16)
     assert torch.equal(case[3], twin[3])
     assert torch.equal(case[4], twin[4])
 
@@ -222,10 +222,10 @@ def test_move_slots_reads_all_before_it_writes(isa: str, dtype: torch.dtype) -> 
     keys, values = k_pages.permute(0, 3, 1, 2).reshape(-1, 3, 48), v_pages.transpose(1, 2).reshape(-1, 3, 48)
     expected_keys, expected_values = keys.clone(), values.clone()
     expected_keys[target], expected_values[target] = keys[source], values[source]
-    ops.commit_tree_slots(k_pages, v_pages, source, target)
+    dispatch.commit_tree_slots(k_pages, v_pages, source, target)
     assert torch.equal(k_pages.permute(0, 3, 1, 2).reshape(-1, 3, 48), expected_keys)
     assert torch.equal(v_pages.transpose(1, 2).reshape(-1, 3, 48), expected_values)
-    ops.commit_tree_slots(k_pages, v_pages, source[:0], target[:0])
+    dispatch.commit_tree_slots(k_pages, v_pages, source[:0], target[:0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -233,7 +233,7 @@ def test_other_activation_dtypes_come_back_as_they_went_in(dtype: torch.dtype) -
     plan, pages = random_batch(7)
     case = random_case(plan, pages, (4, 2, 64), dtype, 7)
     q, k, v, k_pages, v_pages = case
-    out = ops.attend(q.to(dtype), k.to(dtype), v.to(dtype), k_pages.clone(), v_pages.clone(), plan, 0.125)
+    out = dispatch.attend(q.to(dtype), k.to(dtype), v.to(dtype), k_pages.clone(), v_pages.clone(), plan, 0.125)
     assert out.dtype == dtype
     expected = REFERENCE.attend(*case, plan, 0.125)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from kernel_cases import Part, make_plan, random_pages, random_tree, star, take_rows
 
-from swarm_kernels import ops
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.layer_weights import plain_linear
-from swarm_kernels.reference import decoder_layer
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base.layer_weights import plain_linear
+from swarm_kernels.ops.base.torch_reference import decoder_layer
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -37,7 +37,7 @@ SHAPES = (
 
 def random_layer(
     shape: Shape, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[ops.LayerWeights, ops.LayerWeights]:
+) -> tuple[dispatch.LayerWeights, dispatch.LayerWeights]:
     """The same layer packed for the kernels and plain."""
 
     def weight(outputs: int, inputs: int) -> torch.Tensor:
@@ -56,10 +56,10 @@ def random_layer(
     }
     norms = [torch.rand(n, generator=generator) + 0.5 for n in (shape.hidden, shape.hidden, shape.dim, shape.dim)]
 
-    def build(plain: bool) -> ops.LayerWeights:
-        pack = plain_linear if plain else ops.pack_linear
+    def build(plain: bool) -> dispatch.LayerWeights:
+        pack = plain_linear if plain else dispatch.pack_linear
         linears = {name: pack(w, biases[name]) for name, w in weights.items()}
-        return ops.LayerWeights(
+        return dispatch.LayerWeights(
             attn_norm=norms[0],
             mlp_norm=norms[1],
             q_norm=norms[2] if shape.extras else None,
@@ -103,7 +103,7 @@ def test_layer_matches_the_reference(isa: str, dtype: torch.dtype, shape: Shape)
     hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
     before = hidden.clone()
     cos, sin = rotary(plan, shape)
-    out = ops.decoder_layer(hidden, packed, cos, sin, k_pages, v_pages, plan)
+    out = dispatch.decoder_layer(hidden, packed, cos, sin, k_pages, v_pages, plan)
     expected = decoder_layer(hidden, plain, cos, sin, k_twin, v_twin, plan)
     assert torch.equal(hidden, before)
     tolerance = TOLERANCE[dtype]
@@ -121,13 +121,15 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(isa: str, dtype: torch.d
     k_pages, v_pages = random_pages(pages, shape.kv_heads, shape.dim, dtype, generator)
     hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
     cos, sin = rotary(plan, shape)
-    together = ops.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan)
+    together = dispatch.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan)
     for count in (1, 2, 3):
-        ops.set_threads(count)
-        assert torch.equal(ops.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan), together)
+        dispatch.set_threads(count)
+        assert torch.equal(dispatch.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan), together)
         for row in range(0, plan.rows, 9):
             one = slice(row, row + 1)
-            alone = ops.decoder_layer(hidden[one], layer, cos[one], sin[one], k_pages, v_pages, take_rows(plan, [row]))
+            alone = dispatch.decoder_layer(
+                hidden[one], layer, cos[one], sin[one], k_pages, v_pages, take_rows(plan, [row])
+            )
             assert torch.equal(alone[0], together[row])
 
 
@@ -141,12 +143,12 @@ def test_a_prompt_in_pieces_is_the_prompt_in_one(isa: str) -> None:
     k_twin, v_twin = k_pages.clone(), v_pages.clone()
     hidden = torch.randn(75, shape.hidden, generator=generator)
     cos, sin = rotary(plan, shape)
-    whole = ops.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan)
+    whole = dispatch.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan)
     pieces = []
     for begin, end in ((0, 1), (1, 30), (30, 31), (31, 75)):
         rows = list(range(begin, end))
         piece = take_rows(plan, rows)
-        pieces.append(ops.decoder_layer(hidden[rows], layer, cos[rows], sin[rows], k_twin, v_twin, piece))
+        pieces.append(dispatch.decoder_layer(hidden[rows], layer, cos[rows], sin[rows], k_twin, v_twin, piece))
     assert torch.equal(torch.cat(pieces), whole)
     assert torch.equal(k_pages, k_twin)
     assert torch.equal(v_pages, v_twin)
@@ -161,9 +163,9 @@ def test_a_stack_is_its_layers_one_after_the_other(isa: str) -> None:
     twins = [(k.clone(), v.clone()) for k, v in caches]
     hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
     cos, sin = rotary(plan, shape)
-    out = ops.decoder_layers(hidden, layers, cos, sin, caches, plan)
+    out = dispatch.decoder_layers(hidden, layers, cos, sin, caches, plan)
     step = hidden
     for layer, (k_pages, v_pages) in zip(layers, twins, strict=True):
-        step = ops.decoder_layer(step, layer, cos, sin, k_pages, v_pages, plan)
+        step = dispatch.decoder_layer(step, layer, cos, sin, k_pages, v_pages, plan)
     assert torch.equal(out, step)
     assert all(torch.equal(k, k2) and torch.equal(v, v2) for (k, v), (k2, v2) in zip(caches, twins, strict=True))

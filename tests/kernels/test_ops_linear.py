@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels import ops
-from swarm_kernels.packed import PackedLinear
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((64, 64), (960, 576), (40, 33), (17, 250), (1, 16))  # [N, K]: whole blocks, padded ones, an odd K
@@ -15,10 +15,10 @@ SHAPES = ((64, 64), (960, 576), (40, 33), (17, 250), (1, 16))  # [N, K]: whole b
 
 def random_linear(
     outputs: int, inputs: int, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[ops.Linear, torch.Tensor, torch.Tensor]:
+) -> tuple[dispatch.Linear, torch.Tensor, torch.Tensor]:
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
-    return ops.pack_linear(weight, bias), weight, bias
+    return dispatch.pack_linear(weight, bias), weight, bias
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,26 +75,26 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(isa: str, dtype: torch.d
         assert torch.equal(linear(x[:rows]), together[:rows])
     assert torch.equal(torch.cat([linear(row[None]) for row in x]), together)
     for count in (1, 3):
-        ops.set_threads(count)
+        dispatch.set_threads(count)
         assert torch.equal(linear(x), together)
 
 
 def test_result_has_the_dtype_of_the_input() -> None:
-    linear = ops.pack_linear(torch.ones(16, 8, dtype=torch.bfloat16))
+    linear = dispatch.pack_linear(torch.ones(16, 8, dtype=torch.bfloat16))
     assert linear(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert linear(torch.ones(0, 8)).shape == (0, 16)
 
 
 def test_half_weights_take_torch() -> None:
     weight = torch.randn(32, 48).half()
-    linear = ops.pack_linear(weight)
+    linear = dispatch.pack_linear(weight)
     assert not isinstance(linear, PackedLinear)
     x = torch.randn(3, 48)
     torch.testing.assert_close(linear(x), x @ weight.float().T, rtol=2e-2, atol=2e-2)
 
 
 def test_packing_says_its_size_and_shape() -> None:
-    linear = ops.pack_linear(torch.zeros(40, 32, dtype=torch.bfloat16))
+    linear = dispatch.pack_linear(torch.zeros(40, 32, dtype=torch.bfloat16))
     assert (linear.in_features, linear.out_features) == (32, 40)
     assert linear.nbytes >= 40 * 32 * 2
 
@@ -104,12 +104,12 @@ def test_packing_says_its_size_and_shape() -> None:
 )
 def test_misshapen_weights_are_refused(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     with pytest.raises(KernelError):
-        ops.pack_linear(weight, bias)
+        dispatch.pack_linear(weight, bias)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(3, 9), torch.zeros(8), torch.zeros(1, 2, 8)], ids=lambda x: str(x.shape))
 def test_misshapen_rows_are_refused(isa: str, x: torch.Tensor) -> None:
-    linear = ops.pack_linear(torch.zeros(16, 8))
+    linear = dispatch.pack_linear(torch.zeros(16, 8))
     with pytest.raises(KernelError):
         linear(x)
 
@@ -117,7 +117,7 @@ def test_misshapen_rows_are_refused(isa: str, x: torch.Tensor) -> None:
 def test_rms_norm_matches_torch(isa: str) -> None:
     x, weight = torch.randn(5, 3, 100), torch.rand(100)
     expected = torch.nn.functional.rms_norm(x, (100,), weight, 1e-5)
-    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), expected, rtol=1e-5, atol=1e-5)
-    half = ops.rms_norm(x.bfloat16(), weight, 1e-5)
+    torch.testing.assert_close(dispatch.rms_norm(x, weight, 1e-5), expected, rtol=1e-5, atol=1e-5)
+    half = dispatch.rms_norm(x.bfloat16(), weight, 1e-5)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), expected, rtol=2e-2, atol=2e-2)

@@ -11,10 +11,12 @@ import pytest
 import torch
 from kernel_cases import Part, chain, make_plan, random_pages, random_tree
 
-from swarm_kernels import build, ops, quantised, quantised4
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.packed import PackedLinear
-from swarm_kernels.reference import REFERENCE
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base import int4_linear, int8_linear
+from swarm_kernels.ops.base.torch_reference import REFERENCE
+from swarm_kernels.ops.cpu import build
+from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
 
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 pytestmark = pytest.mark.skipif(COMPILER is None or EMULATOR is None, reason="no cross compiler or no emulator for ARM")
@@ -42,7 +44,7 @@ class Calls:
         self.parts += [t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors if t is not None]
         self.expected.append(result)
 
-    def linear(self, linear: ops.Linear, x: torch.Tensor, result: torch.Tensor) -> None:
+    def linear(self, linear: dispatch.Linear, x: torch.Tensor, result: torch.Tensor) -> None:
         assert isinstance(linear, PackedLinear)
         p = linear
         sizes = [0 if t is None else t.numel() for t in (p.scale, p.bias)]
@@ -65,8 +67,8 @@ def test_whole_numbers_come_to_the_same_bits(program: Path) -> None:
         x = torch.randn(13, inputs, generator=generator)
         x[5] *= 1e4
         for rows in (1, 2, 5, 6, 7, 13):
-            for bits, plain in ((8, quantised.quantise_linear), (4, quantised4.quantise_linear)):
-                calls.linear(ops.quantise_linear(weight, bias, bits), x[:rows], plain(weight, bias)(x[:rows]))
+            for bits, plain in ((8, int8_linear.quantise_linear), (4, int4_linear.quantise_linear)):
+                calls.linear(dispatch.quantise_linear(weight, bias, bits), x[:rows], plain(weight, bias)(x[:rows]))
     for got, want in zip(calls.results(), calls.expected, strict=True):
         assert torch.equal(got, want)
 
@@ -77,7 +79,7 @@ def test_linears_match_torch_and_rows_do_not_depend_on_each_other(program: Path,
     weight = torch.randn(80, 96, generator=generator).to(dtype)
     x = torch.randn(40, 96, generator=generator).to(dtype).float()
     for rows in (1, 2, 5, 6, 7, 40):
-        calls.linear(ops.pack_linear(weight), x[:rows], x[:rows] @ weight.float().T)
+        calls.linear(dispatch.pack_linear(weight), x[:rows], x[:rows] @ weight.float().T)
     together = calls.results()[-1]
     for got, want in zip(calls.results(), calls.expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)

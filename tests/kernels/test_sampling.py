@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 from swarm.errors import InvalidRequest, ModelError
 from swarm.messages import WireSampling
 from swarm.types import Sampling
-from swarm_kernels.sampling import philox, sample, sample_rows, uniform, validate_sampling
+from swarm_kernels.runtime.sampling import philox, sample, sample_rows, uniform, validate_sampling
 
 FILTERS = [
     Sampling(1.0),
@@ -75,7 +75,7 @@ def test_draws_follow_transformers_distribution(sampling: Sampling) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counts = Counter()
         for i in range(points):
-            patch.setattr("swarm_kernels.sampling.uniform", lambda seed, position, i=i: (i + 0.5) / points)
+            patch.setattr("swarm_kernels.runtime.sampling.uniform", lambda seed, position, i=i: (i + 0.5) / points)
             counts[sample(logits, sampling, 0, history)] += 1
     for token in range(600):
         assert abs(counts[token] - points * float(expected[token])) <= 1.01

@@ -13,7 +13,7 @@ import torch
 from tiny_models import Chain, ModelTensors, hf_greedy, hf_logits, tiny_model
 
 from swarm.errors import InvalidRequest
-from swarm_kernels.kv_cache import RowsRequest
+from swarm_kernels.kvcache.cache import RowsRequest
 
 KINDS = {"llama": {}, "gemma2": {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}}
 TOLERANCE = 2e-4

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swarm.errors import DeviceUnavailable, UsageError
-from swarm_kernels import device
-from swarm_kernels.device import (
+from swarm_kernels.device import device
+from swarm_kernels.device.device import (
     activation_dtype,
     available_memory,
     choose_device,

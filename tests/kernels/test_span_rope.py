@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from swarm_kernels.hf_config import model_config
-from swarm_kernels.rope import RopeTable
+from swarm_kernels.models.hf_config import model_config
+from swarm_kernels.runtime.rope import RopeTable
 
 CONTEXT = 128
 SCALINGS: dict[str, dict[str, Any]] = {

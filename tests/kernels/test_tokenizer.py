@@ -17,12 +17,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from swarm.errors import CorruptModel, InvalidRequest, ModelNotFound, UnsupportedModel
-from swarm_kernels.gguf_header import GgufHeader
-from swarm_kernels.gguf_tokenizer import read_gguf_tokenizer
-from swarm_kernels.hf_tokenizer import read_hf_tokenizer
-from swarm_kernels.loader import ModelSource
-from swarm_kernels.model_source import ModelFile
-from swarm_kernels.tokenizer import ChatTokenizer, load_tokenizer
+from swarm_kernels.models.gguf_header import GgufHeader
+from swarm_kernels.models.open import ModelSource
+from swarm_kernels.models.source import ModelFile
+from swarm_kernels.tokenizer.gguf import read_gguf_tokenizer
+from swarm_kernels.tokenizer.hf import read_hf_tokenizer
+from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (

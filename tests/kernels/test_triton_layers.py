@@ -16,18 +16,20 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 
 from swarm.errors import KernelError
 from swarm.types import LayerSpan
-from swarm_kernels import device, gpu, lean, ops
 from swarm_kernels.batch import BatchPlan
-from swarm_kernels.kv_cache import RowsRequest
-from swarm_kernels.layer_weights import PlainLinear
-from swarm_kernels.reference import REFERENCE, decoder_layer
-from swarm_kernels.span_loading import load_span
+from swarm_kernels.device import device
+from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.ops import dispatch, gpu
+from swarm_kernels.ops.base.layer_weights import PlainLinear
+from swarm_kernels.ops.base.torch_reference import REFERENCE, decoder_layer
+from swarm_kernels.runtime import llama_span
+from swarm_kernels.runtime.load import load_span
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from swarm_kernels.triton import attention, layers, selftest
-from swarm_kernels.triton.api import TRITON
-from swarm_kernels.triton.fixed_batch import FixedBatch, Size
+from swarm_kernels.ops.triton import attention, layers, selftest
+from swarm_kernels.ops.triton.backend import TRITON
+from swarm_kernels.ops.triton.padded_batch import FixedBatch, Size
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED or not torch.cuda.is_available() else torch.device("cuda", 0)
@@ -39,8 +41,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def on_device(weights: ops.LayerWeights) -> ops.LayerWeights:
-    def moved(linear: ops.Linear) -> ops.Linear:
+def on_device(weights: dispatch.LayerWeights) -> dispatch.LayerWeights:
+    def moved(linear: dispatch.Linear) -> dispatch.Linear:
         assert isinstance(linear, PlainLinear)
         return PlainLinear(linear.weight.to(DEVICE), None if linear.bias is None else linear.bias.to(DEVICE))
 
@@ -183,13 +185,13 @@ def test_a_lean_span_generates_what_transformers_does(monkeypatch: pytest.Monkey
     if DEVICE.type == "cpu":
         monkeypatch.setattr(gpu, "backend", lambda device, dtype, head_dim=64: TRITON)
         monkeypatch.setattr(attention, "processors", lambda device: 8)
-        before = ops.available()
-        ops.use("reference")
+        before = dispatch.available()
+        dispatch.use("reference")
     model = tiny_model("qwen2", num_hidden_layers=2)
     prompt = [5, 77, 102, 9, 9, 31]
     expected = hf_greedy(model, prompt, 4)
     span = load_span(ModelTensors(model), LayerSpan(0, 2), torch.float32, DEVICE)
-    assert isinstance(span, lean.LeanSpan)
+    assert isinstance(span, llama_span.LeanSpan)
     cache = span.new_cache(64)
     cache.open(b"a", 32)
     tokens, done, rows = list(prompt), 0, len(prompt)
@@ -200,6 +202,6 @@ def test_a_lean_span_generates_what_transformers_does(monkeypatch: pytest.Monkey
         done, rows = done + rows, 1
     assert tokens[len(prompt) :] == expected
     if DEVICE.type == "cpu":
-        ops.use("best")
-        assert ops.available() == before
+        dispatch.use("best")
+        assert dispatch.available() == before
     assert device.activation_dtype(torch.float32, DEVICE) == torch.float32

@@ -14,12 +14,12 @@ import torch
 from kernel_cases import NONE, Part, chain, make_plan, random_pages, random_tree, star, take_rows
 
 from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.reference import REFERENCE, append
+from swarm_kernels.ops.base.torch_reference import REFERENCE, append
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from swarm_kernels.triton import attention, selftest
-from swarm_kernels.triton.api import TRITON
+from swarm_kernels.ops.triton import attention, selftest
+from swarm_kernels.ops.triton.backend import TRITON
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED or not torch.cuda.is_available() else torch.device("cuda", 0)

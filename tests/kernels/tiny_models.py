@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm.types import LayerSpan
-from swarm_kernels.hf_config import model_config
-from swarm_kernels.kv_cache import KVCache, RowsRequest
-from swarm_kernels.model_config import ModelConfig
-from swarm_kernels.span import Span
-from swarm_kernels.span_loading import load_span
+from swarm_kernels.kvcache.cache import KVCache, RowsRequest
+from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.hf_config import model_config
+from swarm_kernels.runtime.load import load_span
+from swarm_kernels.runtime.span import Span
 
 SMALL = {
     "hidden_size": 96,

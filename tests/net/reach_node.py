@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from swarm.errors import NetworkError, PeerUnreachable
 from swarm.messages import Close
-from swarm.net.carrier import Connection
-from swarm.net.daemon_options import DaemonOptions
-from swarm.net.identity import Identity
-from swarm.net.reach import ReachCarrier
+from swarm.net.base.transport import Connection
+from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.security.identity import Identity
+from swarm.net.transports.multi import ReachCarrier
 
 BODY = 60_000
 FRAMES = 40  # 2.4 MB each way: far more than the 128 kB of libp2p's own relays, see `p2pd.RELAY_BYTES`

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from carrier_conformance import echo
+from transport_conformance import echo
 
 from swarm.messages import Step
-from swarm.net.carrier import Carrier
-from swarm.net.daemon_streams import DaemonCarrier
-from swarm.net.direct import DirectCarrier
-from swarm.net.identity import Identity
+from swarm.net.base.transport import Carrier
+from swarm.net.security.identity import Identity
+from swarm.net.transports.libp2p_streams import DaemonCarrier
+from swarm.net.transports.tls import DirectCarrier
 
 ALL_PROTOCOLS = 3
 ACTIVATIONS = os.urandom(4096)

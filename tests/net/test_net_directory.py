@@ -15,20 +15,20 @@ import psutil
 import pytest
 
 from swarm.errors import ClockWrong, NetworkError, PeerUnreachable, ProtocolError
-from swarm.net import p2pd
-from swarm.net.daemon_options import DaemonOptions
-from swarm.net.daemon_streams import DaemonCarrier
-from swarm.net.dht_guard import OwnedSubkeys, StrictSerializer
-from swarm.net.directory import DhtDirectory
-from swarm.net.hivemind_parts import (
+from swarm.net.dht.directory import DhtDirectory
+from swarm.net.dht.validation import OwnedSubkeys, StrictSerializer
+from swarm.net.libp2p import go_daemon
+from swarm.net.libp2p._hivemind import (
     DHTID,
     DHTRecord,
     DictionaryDHTValue,
     MSGPackSerializer,
     ValueWithExpiration,
 )
-from swarm.net.identity import Identity
-from swarm.net.network_secret import NetworkSecret
+from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.security.identity import Identity
+from swarm.net.security.swarm_secret import NetworkSecret
+from swarm.net.transports.libp2p_streams import DaemonCarrier
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
 
 pytestmark = pytest.mark.processes
@@ -194,7 +194,7 @@ async def test_joining_by_way_of_peers_without_a_directory() -> None:
 
 
 async def test_a_dead_daemon_is_an_error_and_not_an_empty_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2pd, "RESTART_AFTER_S", ())
+    monkeypatch.setattr(go_daemon, "RESTART_AFTER_S", ())
     async with swarm(1) as ((carrier, directory),):
         await directory.publish(b"x", "m", time.time() + 10)
         os.kill(carrier.daemon_pid, signal.SIGKILL)

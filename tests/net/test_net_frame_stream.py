@@ -16,7 +16,7 @@ from swarm import codec
 from swarm.codec import FrameLimits
 from swarm.errors import ConnectionLost, ProtocolError
 from swarm.messages import AnyMessage, Ping, Prune
-from swarm.net.frame_stream import PIECE, SMALL, STAGING, UNREAD_HIGH, FrameStream
+from swarm.net.base.frame_stream import PIECE, SMALL, STAGING, UNREAD_HIGH, FrameStream
 
 SESSION = bytes(16)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import IdentityError, ProtocolError
-from swarm.net.identity import Identity, public_key, verify
+from swarm.net.security.identity import Identity, public_key, verify
 
 _LIBP2P = """
 import json, sys

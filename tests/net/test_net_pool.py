@@ -11,9 +11,9 @@ from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
 from swarm.messages import AnyMessage, Close, Opened, Ping, Pong, Prune
-from swarm.net.carrier import Connection
-from swarm.net.memory import Link, MemoryCarrier, MemoryNetwork
-from swarm.net.pool import MAX_ACCEPTED_PER_PEER, ConnectionPool
+from swarm.net.base.transport import Connection
+from swarm.net.pool.connection_pool import MAX_ACCEPTED_PER_PEER, ConnectionPool
+from swarm.testing.memory_network import Link, MemoryCarrier, MemoryNetwork
 
 SESSION = bytes(16)
 

@@ -13,14 +13,14 @@ from swarm.codec import Buffer
 from swarm.config import Limits, data_dir
 from swarm.errors import InvalidRequest, NetworkError, OutOfMemory
 from swarm.messages import AnyMessage, Close, Open, Opened, Result, Step, WireSampling
-from swarm.net.carrier import Connection
-from swarm.net.memory import MemoryNetwork
-from swarm.net.pool import ConnectionPool
+from swarm.net.base.transport import Connection
+from swarm.net.pool.connection_pool import ConnectionPool
+from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan, ModelId, PeerId, Sampling
 from swarm_node.serving.executor import Executor, InlineDevice, Output, ScheduledStep
-from swarm_node.serving.homes import ServedEngine
-from swarm_node.serving.service import Service
-from swarm_node.serving.sessions import Rows
+from swarm_node.serving.served_spans import ServedEngine
+from swarm_node.serving.session import Rows
+from swarm_node.serving.session_server import Service
 
 LAYERS = 6
 ROWS = Rows(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200)

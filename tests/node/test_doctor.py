@@ -13,12 +13,12 @@ import pytest
 
 from swarm.config import NodeConfig
 from swarm.invite import Invite, parse
-from swarm.net.daemon_options import DaemonOptions
-from swarm.net.dial_back import DialledBack
-from swarm.net.directory import DhtDirectory
-from swarm.net.identity import Identity
-from swarm.net.network_secret import NetworkSecret
-from swarm.net.reach import ReachCarrier
+from swarm.net.dht.directory import DhtDirectory
+from swarm.net.discovery.autonat import DialledBack
+from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.security.identity import Identity
+from swarm.net.security.swarm_secret import NetworkSecret
+from swarm.net.transports.multi import ReachCarrier
 from swarm_node.commands import doctor
 from swarm_node.commands.doctor import Finding
 from swarm_node.network import invite

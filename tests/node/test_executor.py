@@ -12,10 +12,10 @@ from virtual_clock import virtual_time
 
 from swarm.errors import InvalidRequest, ResourceError
 from swarm.messages import Open, Step
-from swarm.plan.scheduling.layer_time import BatchStats
+from swarm.planner.scheduling.layer_time import BatchStats
 from swarm.types import LayerSpan
 from swarm_node.serving.executor import Compute, Executor, InlineDevice, ScheduledStep, ThreadDevice
-from swarm_node.serving.sessions import Arrival, Session
+from swarm_node.serving.session import Arrival, Session
 
 WHOLE = LayerSpan(0, ROWS.num_layers)
 

@@ -11,7 +11,7 @@ from virtual_clock import virtual_time
 
 from swarm.errors import NetworkError
 from swarm.messages import AnyMessage, Close, Failed, Prune, Reroute, Result
-from swarm.net.memory import Link, MemoryNetwork
+from swarm.testing.memory_network import Link, MemoryNetwork
 from swarm.types import LayerSpan
 
 SESSION = b"s" * 16

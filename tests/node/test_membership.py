@@ -12,10 +12,10 @@ import pytest
 from virtual_clock import virtual_time
 from virtual_nodes import LAYERS, VirtualSwarm, ask, virtual_swarm
 
-from swarm.net.memory import MemoryDirectory
-from swarm.plan.imbalance import speed
-from swarm.plan.rebalance import target
-from swarm.plan.verbs import COMMANDS
+from swarm.planner.cli.commands import COMMANDS
+from swarm.planner.rebalancing.imbalance import speed
+from swarm.planner.rebalancing.target import target
+from swarm.testing.memory_network import MemoryDirectory
 from swarm.types import NodeState, PeerId, Snapshot
 
 PROMPT = (3, 14, 15, 92, 65, 35)

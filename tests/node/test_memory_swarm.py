@@ -16,10 +16,10 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.messages import Close, Failed, Result, Step
-from swarm.net.memory import Link, MemoryNetwork
+from swarm.testing.memory_network import Link, MemoryNetwork
 from swarm.types import LayerSpan, Sampling
-from swarm_kernels.span_loading import load_span
-from swarm_node.serving.engine import SpanEngine
+from swarm_kernels.runtime.load import load_span
+from swarm_node.serving.span_engine import SpanEngine
 
 HOPS = [("n0", 0, 2), ("n1", 2, 4), ("n2", 4, 6)]
 A, B = b"a" * 16, b"b" * 16

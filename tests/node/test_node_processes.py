@@ -23,9 +23,9 @@ from tiny_models import hf_greedy, tiny_model
 
 from swarm.errors import NetworkError
 from swarm.messages import AnyMessage
-from swarm.net.carrier import Connection
-from swarm.net.identity import Identity
-from swarm.net.pool import ConnectionPool
+from swarm.net.base.transport import Connection
+from swarm.net.pool.connection_pool import ConnectionPool
+from swarm.net.security.identity import Identity
 from swarm.types import ModelId
 
 pytestmark = pytest.mark.processes
@@ -99,8 +99,8 @@ def all_gone(processes: list[psutil.Process], within_s: float = 20.0) -> bool:
 
 async def ask(address: str, nodes: list[dict[str, Any]], prompt: list[int], count: int) -> list[int]:
     """Generate along the chain of `nodes`, over a p2p daemon of our own."""
-    from swarm.net.daemon_options import DaemonOptions
-    from swarm.net.daemon_streams import DaemonCarrier
+    from swarm.net.libp2p.options import DaemonOptions
+    from swarm.net.transports.libp2p_streams import DaemonCarrier
 
     inbox: asyncio.Queue[tuple[str, AnyMessage, bytes]] = asyncio.Queue()
 

@@ -8,7 +8,7 @@ from node_fakes import ToyClient, line_step, open_message, toy_client, toy_node
 from virtual_clock import virtual_time
 
 from swarm.messages import Failed, Opened, Reroute, Result, Step
-from swarm.net.memory import Link, MemoryNetwork
+from swarm.testing.memory_network import Link, MemoryNetwork
 from swarm.types import LayerSpan
 
 A = b"a" * 16

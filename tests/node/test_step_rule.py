@@ -10,7 +10,7 @@ from node_fakes import ROWS
 from swarm.codec import Buffer
 from swarm.errors import ContextOverflow, ProtocolError
 from swarm.messages import AnyMessage, Open, Prune, Reroute, Step
-from swarm_node.serving.sessions import Arrival, Session
+from swarm_node.serving.session import Arrival, Session
 
 ID = b"s" * 16
 

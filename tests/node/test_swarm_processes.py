@@ -18,10 +18,10 @@ from test_node_processes import Started, started
 from tiny_models import hf_greedy, tiny_model
 
 from swarm.config import ClientConfig, Limits
-from swarm.net.daemon_options import DaemonOptions
-from swarm.net.daemon_streams import DaemonCarrier
-from swarm.net.directory import DhtDirectory
-from swarm.net.identity import Identity, verify
+from swarm.net.dht.directory import DhtDirectory
+from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.security.identity import Identity, verify
+from swarm.net.transports.libp2p_streams import DaemonCarrier
 from swarm.records import to_snapshot
 from swarm_client import SwarmClient
 
@@ -139,7 +139,7 @@ def assert_planned(node: Started) -> None:
     assert choices
     peer = next(event["peer"] for event in node.events if event["event"] == "started")
     for choice in choices:
-        command = [sys.executable, "-m", "swarm.plan.cli", "place-all", "-"]
+        command = [sys.executable, "-m", "swarm.planner.cli.main", "place-all", "-"]
         asked = json.dumps(choice["request"])
         printed = json.loads(subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout)
         first = printed["joiners"] if choice["event"] == "placed" else printed["waves"][0]

@@ -18,16 +18,16 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import wall_clock
 
 from swarm.config import ClientConfig, Limits, NodeConfig
-from swarm.net.identity import Identity, verify
-from swarm.net.memory import Link, MemoryNetwork
-from swarm.plan.keeper import RebalancePolicy
+from swarm.net.security.identity import Identity, verify
+from swarm.planner.rebalancing.rebalancer import RebalancePolicy
 from swarm.records import to_snapshot
+from swarm.testing.memory_network import Link, MemoryNetwork
 from swarm.types import CostCurve, PeerId, Snapshot
 from swarm_client import SwarmClient
-from swarm_client.network import Network as ClientNetwork
-from swarm_node import daemon
-from swarm_node.membership.capacity import Weights
-from swarm_node.membership.machine import Machine
+from swarm_client.network.connection import Network as ClientNetwork
+from swarm_node import node as daemon
+from swarm_node.membership.hardware import Machine
+from swarm_node.membership.memory_plan import Weights
 from swarm_node.membership.profiler import Calibration
 from swarm_node.network.connection import Connect, Network
 

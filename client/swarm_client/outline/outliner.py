@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import InvalidRequest
+from swarm_client.api.options import ChatMessage, Options
 from swarm_client.outline.router import Routing, route
 from swarm_client.outline.stream import AskOptions, OutlineStream, Tokenizer
 from swarm_client.outline.templates import BUILT_IN, Template
-from swarm_client.request import ChatMessage, Options
 
 SPARE_SESSIONS = 2  # of those that a node allows one client: for the outline, and an ordinary answer beside it
 TITLES_TOKENS = 64  # for a point's own title, in its question and its heading; the outline has those of all

@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from swarm.errors import InvalidRequest, NetworkError, NoRoute
-from swarm.plan.session import FinishReason
-from swarm_client.answer import Answer, AnswerStream, Piece
-from swarm_client.generation import TextDecoder
-from swarm_client.outline.report import PointReport
-from swarm_client.stops import StopStrings
+from swarm.planner.generation.state_machine import FinishReason
+from swarm_client.api.outline_report import PointReport
+from swarm_client.api.results import Answer, AnswerStream, Piece
+from swarm_client.generation.stop_strings import StopStrings
+from swarm_client.generation.text_stream import TextDecoder
 
 ATTEMPTS = 3
 

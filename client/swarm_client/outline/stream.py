@@ -14,18 +14,18 @@ from itertools import takewhile
 from typing import Protocol
 
 from swarm.errors import NetworkError, NoRoute
-from swarm.net.tasks import TaskScope
-from swarm.plan.session import FinishReason
+from swarm.net.base.tasks import TaskScope
+from swarm.planner.generation.state_machine import FinishReason
 from swarm.types import Chain
-from swarm_client.answer import Answer, AnswerStream, Piece
-from swarm_client.generation import TextDecoder
+from swarm_client.api.options import OUTLINE, ChatMessage, Options
+from swarm_client.api.outline_report import OutlineReport
+from swarm_client.api.results import Answer, AnswerStream, Piece
+from swarm_client.generation.stop_strings import StopStrings
+from swarm_client.generation.text_stream import TextDecoder
 from swarm_client.outline.parser import OutlineParser
 from swarm_client.outline.point import Point, Turns
-from swarm_client.outline.report import OutlineReport
 from swarm_client.outline.router import Routing
 from swarm_client.outline.templates import MIN_POINTS, Template
-from swarm_client.request import OUTLINE, ChatMessage, Options
-from swarm_client.stops import StopStrings
 
 AskOptions = Callable[[Sequence[int], Options], AnswerStream]
 """(prompt, options) -> an ordinary generation. Raises InvalidRequest."""

@@ -16,8 +16,8 @@ import typer
 
 from swarm import old_names
 from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load, variable
-from swarm_node.commands import flags, network_cli, owner_cli
-from swarm_node.commands.command import Errors, run, start_log
+from swarm_node.commands import control_commands, flags, network_commands
+from swarm_node.commands.runner import Errors, run, start_log
 
 STARTED = psutil.Process().create_time()  # what "serving after" is counted from, imports included
 
@@ -56,16 +56,16 @@ def join(
     log_format: flags.LogFormat = None,
     metrics_port: flags.MetricsPort = None,
     metrics_host: flags.MetricsHost = None,
-    invite: network_cli.Token = None,
-    secret: network_cli.Secret = None,
-    private: network_cli.Private = False,
-    network: network_cli.NetworkName = None,
-    no_discovery: network_cli.NoDiscovery = False,
+    invite: network_commands.Token = None,
+    secret: network_commands.Secret = None,
+    private: network_commands.Private = False,
+    network: network_commands.NetworkName = None,
+    no_discovery: network_commands.NoDiscovery = False,
     transport: flags.Transport = None,
-    libp2p: network_cli.Libp2p = None,
+    libp2p: network_commands.Libp2p = None,
     direct_port: flags.DirectPort = None,
     relay_server: flags.RelayServer = False,
-    relay_via: network_cli.RelayVia = None,
+    relay_via: network_commands.RelayVia = None,
     config: flags.Config = None,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
@@ -107,8 +107,8 @@ def local(
 def status(
     peer: flags.Peers = None,
     model: flags.Model = None,
-    invite: network_cli.Token = None,
-    libp2p: network_cli.Libp2p = None,
+    invite: network_commands.Token = None,
+    libp2p: network_commands.Libp2p = None,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -117,31 +117,31 @@ def status(
         start_log(verbose)
         from swarm_node.commands.status import show
 
-        invited = network_cli.invited(invite)
+        invited = network_commands.invited(invite)
         told = {"peers": tuple(peer) if peer else None, "model": model, "libp2p_impl": libp2p}
         known = load(ClientConfig, {**invited, **{name: value for name, value in told.items() if value is not None}})
         named = model or invited.get("model") or variable("model") or None  # None: whichever runs here
         run(lambda stop: show(known.peers, named, as_json, known.secret, known.libp2p_impl))
 
 
-owner_cli.add_to(app)
-network_cli.add_to(app)
+control_commands.add_to(app)
+network_commands.add_to(app)
 
 
 async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
-    from swarm_node.network import nearby
-    from swarm_node.owner import report
+    from swarm_node.network import mdns_join
+    from swarm_node.owner import event_log
 
-    with report.make(config.json, STARTED) as reporter:
+    with event_log.make(config.json, STARTED) as reporter:
         # In a thread, so that a signal is heard meanwhile.
-        importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "swarm_node.daemon"))
+        importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "swarm_node.node"))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((importing, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if stop.is_set():
             reporter.event("stopped", "stopped")
         else:
-            config = await nearby.resolved(
+            config = await mdns_join.resolved(
                 config, lambda sentence, peers: reporter.event("found", sentence, peers=peers)
             )
             await importing.result().join(config, reporter, stop)

@@ -22,15 +22,15 @@ from rich.console import Console
 
 from swarm.config import NodeConfig, data_dir
 from swarm.errors import ClockWrong, DeviceUnavailable, NetworkError, NotAdmitted, PeerUnreachable, SwarmError
-from swarm.net.carrier import Connection
-from swarm.net.daemon_options import DaemonOptions
-from swarm.net.direct_addresses import is_relayed, listened
-from swarm.net.identity import Identity
-from swarm.net.network_secret import NetworkSecret
+from swarm.net.base.tls_addresses import is_relayed, listened
+from swarm.net.base.transport import Connection
+from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.security.identity import Identity
+from swarm.net.security.swarm_secret import NetworkSecret
 
 if TYPE_CHECKING:
-    from swarm.net.dial_back import DialledBack
-    from swarm.net.reach import ReachCarrier
+    from swarm.net.discovery.autonat import DialledBack
+    from swarm.net.transports.multi import ReachCarrier
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def gpu(number: int | None) -> Finding:
     """Imports torch: seconds."""
     import torch
 
-    from swarm_kernels.device import choose_device
+    from swarm_kernels.device.device import choose_device
 
     try:
         device = choose_device(number)
@@ -153,8 +153,8 @@ async def _open(config: NodeConfig, stack: AsyncExitStack) -> ReachCarrier:
     """A carrier that listens where the node would, and has joined nobody yet. Raises SwarmError."""
     options = DaemonOptions(listen=config.listen, relays=config.relay_via, offer_relay=config.relay_server)
     secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
-    await asyncio.to_thread(importlib.import_module, "swarm.net.directory")
-    from swarm.net.reach import ReachCarrier
+    await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")
+    from swarm.net.transports.multi import ReachCarrier
 
     carrier = await ReachCarrier.start(
         Identity.generate(),
@@ -258,7 +258,7 @@ async def _hang_up(connection: Connection) -> None:
 async def _directory(
     config: NodeConfig, carrier: ReachCarrier, peers: list[str], stack: AsyncExitStack
 ) -> list[Finding]:
-    from swarm.net.directory import DhtDirectory
+    from swarm.net.dht.directory import DhtDirectory
 
     secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
     try:

@@ -14,7 +14,7 @@ import typer
 
 from swarm.config import DEFAULT_MODEL, NodeConfig, load, switched
 from swarm.errors import UsageError
-from swarm_node.commands import network_cli
+from swarm_node.commands import network_commands
 
 DEFAULTS = NodeConfig()
 
@@ -101,9 +101,9 @@ def config_of(given: Mapping[str, Any]) -> NodeConfig:
     }
     if given["no_discovery"]:
         told["discovery"] = False
-    secret = network_cli.secret_of(given["secret"], given["private"])
+    secret = network_commands.secret_of(given["secret"], given["private"])
     if secret is not None:
         told["secret"] = secret
-    config = load(NodeConfig, {**network_cli.invited(given["invite"]), **told}, given["config"])
+    config = load(NodeConfig, {**network_commands.invited(given["invite"]), **told}, given["config"])
     on_cpu = given["cpu"] or (given["gpu"] is None and switched("cpu"))
     return dataclasses.replace(config, gpu=None) if on_cpu else config

@@ -23,7 +23,7 @@ from typing import Any
 
 from swarm.config import Limits, local_swarm_file
 from swarm.errors import SwarmError, UsageError
-from swarm.net.identity import Identity
+from swarm.net.security.identity import Identity
 from swarm.types import LayerSpan
 
 WAIT_FOR_FIRST_S = 60.0  # that a node tries to reach the first one

@@ -19,12 +19,12 @@ from rich.table import Table
 
 from swarm.config import DEFAULT_MODEL, Libp2pImpl, local_swarm
 from swarm.errors import UsageError
-from swarm.net.identity import Identity, verify
-from swarm.net.network_secret import NetworkSecret
+from swarm.net.security.identity import Identity, verify
+from swarm.net.security.swarm_secret import NetworkSecret
 from swarm.records import to_snapshot
 from swarm.types import NodeProfile, Snapshot
-from swarm_node.owner import control
-from swarm_node.owner.vitals import Vitals
+from swarm_node.owner import control_socket
+from swarm_node.owner.node_metrics import Vitals
 
 
 async def show(
@@ -36,7 +36,7 @@ async def show(
     """
     here: list[Vitals] = []
     if not peers:
-        here = [found.vitals for found in await control.find()]
+        here = [found.vitals for found in await control_socket.find()]
         peers, model = _known_here(here, model)
     snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL), secret, libp2p_impl)
     if as_json:
@@ -141,7 +141,7 @@ def _name_of(spec: str) -> str:
     """What a model is called in the directory. A file or folder says; any other name is one already."""
     if not Path(spec).expanduser().exists():
         return spec
-    from swarm_kernels.loader import open_model
+    from swarm_kernels.models.open import open_model
 
     source = open_model(spec)
     try:
@@ -151,9 +151,9 @@ def _name_of(spec: str) -> str:
 
 
 async def _read(peers: tuple[str, ...], model: str, secret: str, libp2p_impl: Libp2pImpl) -> Snapshot:
-    from swarm.net.daemon_options import DaemonOptions
-    from swarm.net.daemon_streams import DaemonCarrier
-    from swarm.net.directory import DhtDirectory
+    from swarm.net.dht.directory import DhtDirectory
+    from swarm.net.libp2p.options import DaemonOptions
+    from swarm.net.transports.libp2p_streams import DaemonCarrier
 
     keys = NetworkSecret(secret) if secret else None
     carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers), libp2p_impl=libp2p_impl)

@@ -1,7 +1,7 @@
 """Which layers this node takes, and the sentence that says why.
 
 Owns the reasons, and the check that a choice still makes sense once the weights are read. The rule itself is
-`swarm.plan.membership`'s. Pure: snapshots in, spans out.
+`swarm.planner.placement.join`'s. Pure: snapshots in, spans out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from swarm.errors import UsageError
-from swarm.plan.membership import place_joiners
+from swarm.planner.placement.join import place_joiners
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot, coverage, missing_ranges
 
 

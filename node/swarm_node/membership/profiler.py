@@ -1,6 +1,6 @@
 """What this machine can do: measured once for each model and remembered.
 
-Owns the calibration files. How a span is timed is `swarm_kernels.calibrate`'s; how live batches correct the measurement
+Owns the calibration files. How a span is timed is `swarm_kernels.calibration.cost_curve`'s; how live batches correct the measurement
 is `plan.scheduling.layer_time`'s.
 """
 
@@ -22,12 +22,13 @@ from filelock import FileLock
 
 import swarm
 from swarm.types import CostCurve, LayerSpan
-from swarm_kernels import gpu, hetero, ops
-from swarm_kernels.calibrate import DEFAULT_WIDTHS, choose_threads, measure_cost
-from swarm_kernels.device import physical_cores, state_dtype
-from swarm_kernels.model_source import ModelSource
-from swarm_kernels.span_loading import load_span
-from swarm_kernels.units import find_units
+from swarm_kernels.calibration import hetero_cores
+from swarm_kernels.calibration.cost_curve import DEFAULT_WIDTHS, choose_threads, measure_cost
+from swarm_kernels.device.core_groups import find_units
+from swarm_kernels.device.device import physical_cores, state_dtype
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.ops import dispatch, gpu
+from swarm_kernels.runtime.load import load_span
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,9 @@ class Calibration:
 
     threads: int
     cost: CostCurve
-    narrow_thousandths: int = 0  # of each layer's columns, by a second unit of cores (`swarm_kernels.hetero`); 0: none
+    narrow_thousandths: int = (
+        0  # of each layer's columns, by a second unit of cores (`swarm_kernels.calibration.hetero_cores`); 0: none
+    )
 
 
 def calibrate(
@@ -91,7 +94,7 @@ def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, thre
     probe = load_span(source, LayerSpan(start, min(start + PROBE_LAYERS, num_layers)), dtype, device)
     _set_threads(threads or physical_cores(), source)
     chosen = threads or (choose_threads(probe, budget_s=THREADS_BUDGET_S) if device.type == "cpu" else 1)
-    units = hetero.choose_division(probe, chosen, UNITS_BUDGET_S).units if threads is None else None
+    units = hetero_cores.choose_division(probe, chosen, UNITS_BUDGET_S).units if threads is None else None
     narrow = units.thousandths if units else 0
     _set_threads(chosen, source, narrow)
     cost = measure_cost(probe, budget_s=COST_BUDGET_S)
@@ -107,8 +110,8 @@ def _calm() -> bool:
 def _set_threads(count: int, source: ModelSource, narrow_thousandths: int = 0) -> None:
     """torch's own threads wait for each other by spinning, which ruins a shared machine: none where we have kernels."""
     units = find_units() if narrow_thousandths else None
-    hetero.apply(replace(units, thousandths=narrow_thousandths) if units else None, count)
-    compiled = source.config.lean and ops.available() != "reference"
+    hetero_cores.apply(replace(units, thousandths=narrow_thousandths) if units else None, count)
+    compiled = source.config.lean and dispatch.available() != "reference"
     torch.set_num_threads(1 if compiled else count)
 
 
@@ -117,7 +120,7 @@ def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads:
     if device.type == "cuda":
         name = f"{torch.cuda.get_device_name(device)} {gpu.describe(device, state_dtype(dtype))}"
     else:
-        name = f"cpu {physical_cores()} {ops.describe()}"
+        name = f"cpu {physical_cores()} {dispatch.describe()}"
     facts = (source.weight_hash, str(dtype), name, threads, DEFAULT_WIDTHS, torch.__version__, swarm.__version__)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 

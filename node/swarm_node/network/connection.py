@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from swarm.config import NodeConfig
 from swarm.errors import NetworkError, NotAdmitted, PeerUnreachable, WrongModel
 from swarm.messages import Close, Failed, Open
-from swarm.net.carrier import Carrier, Directory
-from swarm.net.daemon_options import DaemonOptions
-from swarm.net.identity import Identity
-from swarm.net.network_secret import NetworkSecret
+from swarm.net.base.transport import Carrier, Directory
+from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.security.identity import Identity
+from swarm.net.security.swarm_secret import NetworkSecret
 from swarm.records import Sign
 from swarm.types import ModelId, PeerId
-from swarm_node.network import nearby
+from swarm_node.network import mdns_join
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
         listen=config.listen, peers=config.peers, relays=config.relay_via, offer_relay=config.relay_server
     )
     secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
-    await asyncio.to_thread(importlib.import_module, "swarm.net.directory")  # slow, and others can work meanwhile
-    from swarm.net.directory import DhtDirectory
-    from swarm.net.reach import ReachCarrier
+    await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")  # slow, and others can work meanwhile
+    from swarm.net.dht.directory import DhtDirectory
+    from swarm.net.transports.multi import ReachCarrier
 
     async with AsyncExitStack() as stack:
         deadline = asyncio.get_running_loop().time() + config.join_timeout_s
@@ -107,7 +107,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
                 await asyncio.sleep(RETRY_S)
         if carrier.without_direct and config.transport != "libp2p":
             logger.warning("no direct connections, so the p2p daemon carries everything: %s", carrier.without_direct)
-        await stack.enter_async_context(nearby.found(config, secret, carrier.addresses, directory.meet))
+        await stack.enter_async_context(mdns_join.found(config, secret, carrier.addresses, directory.meet))
         process = carrier.daemon.daemon
         yield Network(
             carrier,

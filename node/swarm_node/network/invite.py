@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swarm.config import NodeConfig
 from swarm.invite import Invite
-from swarm.net.direct_addresses import is_direct, is_relayed, listened
+from swarm.net.base.tls_addresses import is_direct, is_relayed, listened
 
 MAX_ADDRESSES = 3  # a token should stay short enough for a message and a QR code
 

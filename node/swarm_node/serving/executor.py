@@ -21,10 +21,10 @@ from typing import Protocol, TypeVar
 
 from swarm.codec import Buffer
 from swarm.errors import ResourceError, SwarmError
-from swarm.plan.scheduling.batch_scheduler import BatchScheduler
-from swarm.plan.scheduling.layer_time import BatchStats
+from swarm.planner.scheduling.batch_scheduler import BatchScheduler
+from swarm.planner.scheduling.layer_time import BatchStats
 from swarm.types import LayerSpan
-from swarm_node.serving.sessions import Arrival, Session
+from swarm_node.serving.session import Arrival, Session
 
 logger = logging.getLogger(__name__)
 

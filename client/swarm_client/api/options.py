@@ -1,0 +1,103 @@
+"""What a user may ask for, checked before anything is sent. Owns the options of one generation; knows no network."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.errors import InvalidRequest
+from swarm.planner.speculation.forecast import Strategy
+from swarm.types import Sampling
+
+ChatMessage = Mapping[str, str]
+"""`{"role": "system" | "user" | "assistant", "content": text}`."""
+
+STRATEGIES = ("auto", *Strategy)  # of one generation
+OUTLINE = "outline"  # of a conversation: several generations, the points of an answer
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to generate. Temperature 0 is greedy; a `seed` of None draws a fresh one, which the answer reports.
+
+    `decoding`: one of STRATEGIES, or OUTLINE; a plain prompt, which asks nothing, is continued as with `auto` then.
+    `point_decoding`: that of the generations which an outlined answer consists of.
+
+    Raises InvalidRequest when made with values that no swarm could honour.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    decoding: str = "auto"
+    point_decoding: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        _require(
+            math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0,
+            f"temperature is {self.temperature}; it must be from 0 (greedy) to 100",
+        )
+        _require(
+            math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0,
+            f"top_p is {self.top_p}; it must be above 0 and at most 1",
+        )
+        _require(0 <= self.top_k <= 1 << 20, f"top_k is {self.top_k}; it must be 0 (off) or a number of tokens")
+        _require(
+            math.isfinite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100.0,
+            f"repetition_penalty is {self.repetition_penalty}; it must be from 0.01 to 100 (1 is off)",
+        )
+        _require(
+            self.seed is None or 0 <= self.seed < 1 << 63,
+            f"seed is {self.seed}; it must be from 0 to 2**63 - 1",
+        )
+        _require(len(self.stop) <= MAX_STOP_STRINGS, f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS}")
+        _require(
+            all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
+            f"a stop string must have 1 to {MAX_STOP_LENGTH} characters",
+        )
+        _require(
+            self.decoding in (*STRATEGIES, OUTLINE),
+            f"decoding is '{self.decoding}'; there are {', '.join((*STRATEGIES, OUTLINE))}",
+        )
+        _require(
+            self.point_decoding in STRATEGIES,
+            f"point_decoding is '{self.point_decoding}'; there are {', '.join(STRATEGIES)}",
+        )
+
+    @property
+    def guesses(self) -> bool:
+        """Whether tokens may be guessed ahead. A repetition penalty needs every token before the next is drawn."""
+        return self.decoding != Strategy.SEQUENTIAL and self.repetition_penalty == 1.0
+
+    @property
+    def only(self) -> Strategy | None:
+        """The one strategy to use, None to choose."""
+        return None if self.decoding in ("auto", OUTLINE) else Strategy(self.decoding)
+
+    def sampling(self) -> Sampling:
+        """The wire's view, with a seed drawn if none was given."""
+        seed = self.seed if self.seed is not None else secrets.randbits(62)
+        return Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, seed)
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raises InvalidRequest unless every message has a role and a content, and one of them says something."""
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        _require(isinstance(role, str) and isinstance(content, str), "a chat message needs a role and a content")
+    said = any(m["role"] == "user" and m["content"].strip() for m in messages)
+    _require(said, "the prompt is empty; say something")
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise InvalidRequest(sentence)

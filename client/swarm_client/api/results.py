@@ -1,0 +1,110 @@
+"""What comes back: pieces while it streams, an Answer at the end. Owns these shapes and their JSON."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from swarm.planner.generation.state_machine import FinishReason
+from swarm.types import Chain
+from swarm_client.api.outline_report import OutlineReport
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that one step settled. `trace`: (queue ms, compute ms) of each hop for that step; `text` may be empty
+    while a character or a possible stop string is incomplete.
+
+    `waiting`: there is no chain now, and why; such a piece brings nothing else.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    trace: tuple[tuple[float, float], ...]
+    waiting: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished generation. `tokens_per_second` counts from the first token on (the prompt is not in it)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    tokens_per_second: float
+    time_to_first_token_s: float
+    chain: Chain
+    strategy: str
+    seed: int
+    explanation: str
+    repairs: tuple[str, ...] = ()
+    hop_ms: tuple[tuple[float, float], ...] = ()  # mean (queue, compute) of each hop over the decoded tokens
+    network_ms: float = 0.0  # mean of what a token took beyond the hops' own time
+    cached_prompt_tokens: int = 0  # of the prompt, that all hops had behind them and did not compute again
+    speculation: dict[str, Any] | None = None  # see `Speculator.to_json`; None when nothing was guessed
+    outline: OutlineReport | None = None  # of an answer that was asked for as an outline, or became one
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "finish_reason": str(self.finish_reason),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "time_to_first_token_s": round(self.time_to_first_token_s, 4),
+            "chain": [{"peer": h.peer, "start": h.start, "end": h.end} for h in self.chain.hops],
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "explanation": self.explanation,
+            "repairs": list(self.repairs),
+            "hop_ms": [{"queue": round(q, 3), "compute": round(c, 3)} for q, c in self.hop_ms],
+            "network_ms": round(self.network_ms, 3),
+            "cached_prompt_tokens": self.cached_prompt_tokens,
+            "speculation": self.speculation,
+            "outline": self.outline.to_json() if self.outline is not None else None,
+        }
+
+
+class AnswerStream(ABC):
+    """`async for piece in stream`, then `stream.answer`. Leaving it early, or `cancel()`, ends it on all hops.
+
+    Use as an async context manager so that an exception in the loop also ends it. Subclasses set `_pieces`.
+    """
+
+    _pieces: AsyncGenerator[Piece, None]
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self._pieces
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.cancel()
+
+    async def read(self) -> Answer:
+        """Read to the end."""
+        async with self:
+            async for _ in self:
+                pass
+        return self.answer
+
+    @abstractmethod
+    async def cancel(self) -> None:
+        """End it where it is; what was shown so far is the answer. Idempotent."""
+
+    @property
+    @abstractmethod
+    def chain(self) -> Chain | None:
+        """The hops of what is shown now; None before the first chain is open."""
+
+    @property
+    @abstractmethod
+    def answer(self) -> Answer:
+        """Raises RuntimeError before the stream has ended."""

@@ -1,0 +1,272 @@
+"""The interactive terminal of `swarm-chat`. Owns what is typed and shown; the tokens come from SwarmClient.
+
+Enter sends, Alt-Enter (or Ctrl-J) begins a new line, Ctrl-C stops an answer, Ctrl-D leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.formatted_text import HTML
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.table import Table
+from rich.text import Text
+
+from swarm import old_names
+from swarm.config import ClientConfig, state_dir
+from swarm.errors import SwarmError
+from swarm_client.api.options import Options
+from swarm_client.api.outline_report import OutlineReport
+from swarm_client.api.results import Answer, AnswerStream
+from swarm_client.cli.conversation import Conversation
+from swarm_client.client import SwarmClient
+
+REFRESH_HZ = 12
+
+HELP = """\
+/help              this text
+/reset             forget the conversation (the system prompt stays)
+/system [TEXT]     show or set the system prompt
+/save FILE         write the conversation as JSON
+/load FILE         go on with a saved one
+/decoding [NAME]   show or set how answers are made: auto, sequential, tree, pipedec, pipelined-tree or outline
+/chain             the nodes of the last answer, and why they were picked
+/stats             where the time of the last answer went
+/quit              leave (so does Ctrl-D)
+
+Enter sends; Alt-Enter or Ctrl-J begins a new line; Ctrl-C stops an answer."""
+
+
+class Quit(Exception):
+    """The user wants to leave."""
+
+
+@dataclass(slots=True)
+class Chat:
+    """One interactive chat; `handle(line)` does what a line asks for."""
+
+    client: SwarmClient
+    conversation: Conversation
+    options: Mapping[str, Any]
+    console: Console
+    decoding: str | None = None  # None: the config's
+    last: Answer | None = None
+    answers: list[Answer] = field(default_factory=list)
+
+    async def handle(self, line: str) -> None:
+        """Raises Quit; every SwarmError is shown and survived."""
+        text = line.strip()
+        if not text:
+            return
+        try:
+            if text.startswith("/"):
+                await self._command(text)
+            else:
+                await self._say(text)
+        except SwarmError as error:
+            self.console.print(f"[red]{error}[/red]", highlight=False)
+
+    async def _command(self, text: str) -> None:
+        name, _, argument = text.partition(" ")
+        commands: dict[str, Callable[[str], Awaitable[None]]] = {
+            "/help": self._help,
+            "/reset": self._reset,
+            "/system": self._system,
+            "/save": self._save,
+            "/load": self._load,
+            "/decoding": self._set_decoding,
+            "/strategy": self._set_decoding,  # its name one release ago
+            "/chain": self._chain,
+            "/stats": self._stats,
+            "/quit": self._quit,
+        }
+        command = commands.get(name)
+        if command is None:
+            self.console.print(f"there is no {name}; /help lists the commands", highlight=False, markup=False)
+            return
+        await command(argument.strip())
+
+    async def _say(self, text: str) -> None:
+        options = {**self.options, "decoding": self.decoding} if self.decoding else self.options
+        stream = self.client.chat_stream(self.conversation.messages(text), **options)
+        stopped = False
+        async with stream:
+            try:
+                await self._show(stream)
+            except asyncio.CancelledError:
+                stopped = True
+                _uncancel()
+        self.last = answer = stream.answer
+        self.answers.append(answer)
+        self.conversation.add(text, answer.text)
+        for repair in answer.repairs:
+            self.console.print(f"[yellow]lost {repair}; went on along another chain[/yellow]", highlight=False)
+        if answer.outline is not None:
+            self.console.print(str(answer.outline), style="dim", highlight=False, markup=False, soft_wrap=True)
+        self.console.print(
+            f"[dim]{'stopped, ' if stopped else ''}{len(answer.token_ids)} tokens, "
+            f"{answer.tokens_per_second:.1f} tokens/s, first after {answer.time_to_first_token_s:.2f} s, "
+            f"{answer.chain}[/dim]",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    async def _show(self, stream: AnswerStream) -> None:
+        """Stream as markdown on a terminal, as plain text into a pipe."""
+        if not self.console.is_terminal:
+            async for piece in stream:
+                self.console.file.write(piece.text)
+                self.console.file.flush()
+            self.console.file.write("\n")
+            return
+        text = ""
+        with Live(console=self.console, refresh_per_second=REFRESH_HZ, vertical_overflow="visible") as live:
+            async for piece in stream:
+                text += piece.text
+                waiting = f"\n\n*waiting: {piece.waiting}*" if piece.waiting else ""
+                live.update(Markdown(text + waiting))
+
+    async def _help(self, _: str) -> None:
+        self.console.print(HELP, highlight=False, markup=False)
+
+    async def _reset(self, _: str) -> None:
+        self.conversation.reset()
+        self.console.print("forgotten")
+
+    async def _system(self, text: str) -> None:
+        if text:
+            self.conversation.system = text
+        shown = self.conversation.system or "(none: the model's own)"
+        self.console.print(shown, highlight=False, markup=False)
+
+    async def _save(self, path: str) -> None:
+        if not path:
+            self.console.print("/save needs a file name")
+            return
+        self.conversation.save(_path(path))
+        self.console.print(f"saved to {path}", highlight=False, markup=False)
+
+    async def _load(self, path: str) -> None:
+        if not path:
+            self.console.print("/load needs a file name")
+            return
+        self.conversation.load(_path(path))
+        self.console.print(f"{len(self.conversation.turns)} turns loaded", highlight=False)
+
+    async def _set_decoding(self, name: str) -> None:
+        if name:
+            _, name = old_names.current("decoding", name)
+            Options(decoding=name)
+            self.decoding = name
+        self.console.print(self.decoding or "(the config's)", highlight=False, markup=False)
+
+    async def _chain(self, _: str) -> None:
+        if self.last is None:
+            self.console.print("nothing has been answered yet")
+            return
+        self.console.print(self.last.explanation, highlight=False, markup=False, soft_wrap=True)
+
+    async def _stats(self, _: str) -> None:
+        if self.last is None:
+            self.console.print("nothing has been answered yet")
+            return
+        table = Table("hop", "layers", "queue ms", "compute ms", title="a token of the last answer")
+        for hop, (queue, compute) in zip(self.last.chain.hops, self.last.hop_ms, strict=False):
+            table.add_row(hop.peer[-6:], f"{hop.start}:{hop.end}", f"{queue:.2f}", f"{compute:.2f}")
+        table.add_row("links", "", "", f"{self.last.network_ms:.2f}")
+        self.console.print(table)
+        if self.last.outline is not None and self.last.outline.used:
+            self.console.print(_points(self.last.outline))
+        tokens = sum(len(a.token_ids) for a in self.answers)
+        self.console.print(
+            f"strategy {self.last.strategy}, seed {self.last.seed}; "
+            f"{len(self.answers)} answers, {tokens} tokens in this chat",
+            highlight=False,
+        )
+
+    async def _quit(self, _: str) -> None:
+        raise Quit
+
+
+async def interact(settings: ClientConfig, system: str, options: Mapping[str, Any]) -> None:
+    """The whole interactive program. Raises SwarmError when the swarm cannot be reached at the start."""
+    console = Console(highlight=False)
+    async with SwarmClient(config=settings) as client:
+        snapshot = await client.snapshot()
+        console.print(
+            f"[bold]{client.config.model}[/bold]: {len(snapshot.serving())} nodes serve {snapshot.num_layers} layers. "
+            "/help for help."
+        )
+        chat = Chat(client, Conversation(client.config.model, system), options, console)
+        prompts = _prompts()
+        while True:
+            try:
+                line = await prompts.prompt_async(HTML("<b>&gt;&gt;&gt;</b> "))
+                with _interruptible():
+                    await chat.handle(line)
+            except KeyboardInterrupt:
+                continue  # Ctrl-C at the prompt clears the line
+            except asyncio.CancelledError:
+                _uncancel()  # Ctrl-C before the first token or after the last one
+            except (EOFError, Quit):
+                return
+
+
+def _points(outline: OutlineReport) -> Table:
+    table = Table("point", "tokens", "began s", "ended s", "prompt", "held", title="points of the last answer")
+    for point in outline.points:
+        counts = str(len(point.prompt_token_ids)), str(point.held)
+        title = Text(point.title)  # a model's words are no markup
+        table.add_row(title, str(len(point.token_ids)), f"{point.began_s:.2f}", f"{point.ended_s:.2f}", *counts)
+    return table
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _uncancel() -> None:
+    """A Ctrl-C that has been obeyed is forgotten, or the task's later timeouts would take it for theirs."""
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
+
+
+def _prompts() -> PromptSession[str]:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    history = state_dir() / "chat_history"
+    history.parent.mkdir(parents=True, exist_ok=True)
+    return PromptSession(history=FileHistory(str(history)), multiline=True, key_bindings=keys)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """While the block runs, Ctrl-C cancels the current task's work instead of ending the program."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

@@ -1,0 +1,182 @@
+"""One running generation as the user sees it: an async iterator of text that ends in an Answer.
+
+Owns decoding tokens to text, stop strings and the timing figures. What is sent where is `driver`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from swarm.planner.costs.chain_costs import ChainCosts
+from swarm.planner.generation.state_machine import EmitTokens, Finish, FinishReason, StopRequested
+from swarm.planner.speculation.forecast import Strategy
+from swarm.types import Chain
+from swarm_client.api.results import Answer, AnswerStream, Piece
+from swarm_client.generation.generation_loop import Driver, Waiting
+from swarm_client.generation.stop_strings import StopStrings
+
+Trace = tuple[tuple[float, float], ...]
+
+
+class TextDecoder(Protocol):
+    """Turns token ids into text as they come, holding back incomplete characters."""
+
+    def push(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(slots=True)
+class Timing:
+    """When tokens came, by an injected clock in seconds, and where their time went."""
+
+    clock: Callable[[], float]
+    started: float = field(init=False)
+    first: float | None = field(init=False, default=None)
+    last: float = field(init=False, default=0.0)
+    tokens: int = field(init=False, default=0)
+    decode_traces: list[Trace] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def settle(self, tokens: int, trace: Trace) -> None:
+        self.last = self.clock()
+        self.tokens += tokens
+        if self.first is None:
+            self.first = self.last
+        else:
+            self.decode_traces.append(trace)
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return (self.first if self.first is not None else self.clock()) - self.started
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the tokens after the first; 0 when there were none."""
+        span = self.last - (self.first or 0.0)
+        return (self.tokens - 1) / span if self.tokens > 1 and span > 0 else 0.0
+
+    def hop_ms(self, hops: int) -> Trace:
+        """Mean (queue, compute) of each hop over the decoded tokens."""
+        traces = [t for t in self.decode_traces if len(t) == hops]
+        if not traces:
+            return ()
+        return tuple(
+            (sum(t[h][0] for t in traces) / len(traces), sum(t[h][1] for t in traces) / len(traces))
+            for h in range(hops)
+        )
+
+    def network_ms(self) -> float:
+        """Mean time of a step that no hop accounts for: links, codecs, and the client itself."""
+        if not self.decode_traces or self.first is None:
+            return 0.0
+        inside = sum(queue + compute for trace in self.decode_traces for queue, compute in trace)
+        return max(0.0, ((self.last - self.first) * 1e3 - inside) / len(self.decode_traces))
+
+
+class TextStream(AnswerStream):
+    """One generation along chains of hops."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        decoder: TextDecoder,
+        stops: StopStrings,
+        clock: Callable[[], float],
+        *,
+        seed: int,
+        explain: Callable[[Chain], str],
+    ) -> None:
+        self._driver = driver
+        self._decoder = decoder
+        self._stops = stops
+        self._timing = Timing(clock)
+        self._seed = seed
+        self._explain = explain
+        self._text: list[str] = []
+        self._reason: FinishReason | None = None
+        self._pieces = self._run()
+
+    async def cancel(self) -> None:
+        """End the generation where it is; what was shown so far is the answer. Idempotent."""
+        await self._pieces.aclose()
+        if self._reason is None:
+            self._reason = FinishReason.CANCELLED
+            self._driver.generation.handle(StopRequested(self._reason))
+
+    @property
+    def chain(self) -> Chain | None:
+        """The hops in use; None before the first chain is open."""
+        return self._driver.chain
+
+    @property
+    def answer(self) -> Answer:
+        """Raises RuntimeError before the stream has ended."""
+        if self._reason is None:
+            raise RuntimeError("the generation has not ended; read the stream to its end, or cancel it")
+        generation, chain = self._driver.generation, self._driver.chain or Chain(())
+        return Answer(
+            text="".join(self._text),
+            token_ids=generation.generated,
+            prompt_token_ids=generation.plan.prompt,
+            finish_reason=self._reason,
+            tokens_per_second=self._timing.tokens_per_second,
+            time_to_first_token_s=self._timing.time_to_first_token_s,
+            chain=chain,
+            strategy=self._strategy(),
+            seed=self._seed,
+            explanation=self._explain(chain) if chain.hops else "no chain was opened",
+            repairs=tuple(self._driver.repairs),
+            hop_ms=self._timing.hop_ms(len(chain)),
+            network_ms=self._timing.network_ms(),
+            cached_prompt_tokens=self._driver.held,
+            speculation=self.speculation,
+        )
+
+    @property
+    def speculation(self) -> dict[str, Any] | None:
+        """How guessing goes, for people and programs; None without any."""
+        speculator = self._driver.speculator
+        return speculator.to_json() if speculator is not None else None
+
+    @property
+    def measured_costs(self) -> ChainCosts | None:
+        """What a step along the chain takes, as this generation has seen it; None without guesses."""
+        speculator = self._driver.speculator
+        return speculator.measured_costs if speculator is not None else None
+
+    def _strategy(self) -> str:
+        """The strategy in use at the end."""
+        return str((self.speculation or {}).get("strategy", Strategy.SEQUENTIAL))
+
+    async def _run(self) -> AsyncGenerator[Piece, None]:
+        async with aclosing(self._driver.run()) as actions:
+            async for action in actions:
+                match action:
+                    case EmitTokens():
+                        self._timing.settle(len(action.tokens), action.trace)
+                        text = self._show(action)
+                        yield Piece(text, action.tokens, action.trace)
+                        if self._stops.hit is not None:
+                            self._reason = FinishReason.STOP
+                            self._driver.generation.handle(StopRequested(self._reason))
+                            return
+                    case Waiting():
+                        yield Piece("", (), (), waiting=action.reason)
+                    case Finish():
+                        rest = self._stops.push(self._decoder.finish()) + self._stops.flush()
+                        self._text.append(rest)
+                        self._reason = action.reason
+                        if rest:
+                            yield Piece(rest, (), ())
+
+    def _show(self, action: EmitTokens) -> str:
+        eos = self._driver.generation.plan.eos_ids
+        text = "".join(self._stops.push(self._decoder.push(t)) for t in action.tokens if t not in eos)
+        self._text.append(text)
+        return text

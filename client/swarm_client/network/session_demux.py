@@ -1,0 +1,57 @@
+"""Sorts the frames of all connections of a client into the queues of its sessions. Knows no chain and no token."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from swarm.codec import Buffer
+from swarm.errors import NetworkError, ProtocolError
+from swarm.messages import AnyMessage, Failed, Located, Opened, Result, Step
+from swarm.net.pool.migratable_link import Link
+from swarm.types import PeerId
+
+MAX_UNREAD = 256  # frames waiting in one session's queue; its window of steps is far smaller
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A frame for one session, or (without a message) the news that the connection to `peer` is gone."""
+
+    peer: PeerId
+    message: AnyMessage | None
+    body: Buffer = b""
+    error: NetworkError | None = None
+
+
+class Inboxes:
+    """`on_frame` and `on_lost` are the pool's callbacks."""
+
+    def __init__(self) -> None:
+        self._queues: dict[bytes, asyncio.Queue[Incoming]] = {}
+
+    def __len__(self) -> int:
+        """Sessions that are open."""
+        return len(self._queues)
+
+    def register(self, session: bytes) -> asyncio.Queue[Incoming]:
+        return self._queues.setdefault(session, asyncio.Queue(MAX_UNREAD))
+
+    def forget(self, session: bytes) -> None:
+        self._queues.pop(session, None)
+
+    async def on_frame(self, connection: Link, message: AnyMessage, body: memoryview) -> None:
+        if not isinstance(message, Opened | Located | Failed | Result | Step):
+            raise ProtocolError(f"a node sent a client a {type(message).__name__}")
+        queue = self._queues.get(message.session)
+        if queue is None:
+            return  # late news of a session that is closed
+        if queue.full():
+            raise ProtocolError(f"a node sent {MAX_UNREAD} frames that nobody asked for")
+        queue.put_nowait(Incoming(connection.peer, message, body))
+
+    async def on_lost(self, connection: Link, error: NetworkError) -> None:
+        for queue in self._queues.values():
+            while queue.full():
+                queue.get_nowait()  # the loss matters more than what came before it
+            queue.put_nowait(Incoming(connection.peer, None, error=error))

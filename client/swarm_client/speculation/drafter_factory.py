@@ -1,0 +1,81 @@
+"""Which drafters a client guesses with. Owns what is loaded once for all of its generations.
+
+Look-up in prompt and answer is always on, for it costs nothing. A draft beside it is a file that `swarm-draft train`
+made, any local model with the target's vocabulary, or the Medusa heads of a tail that has some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm.errors import DrafterFailed, ModelError
+from swarm_client.speculation.controller import Guesser
+from swarm_client.speculation.drafters.base import Drafter
+from swarm_client.speculation.drafters.bundled import find_shipped
+from swarm_client.speculation.drafters.inline import InlineDrafter
+from swarm_client.speculation.drafters.medusa import HeadsDrafter
+from swarm_client.speculation.drafters.mixture import CombinedDrafter
+from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_client.speculation.drafters.threaded import DraftRunner
+
+if TYPE_CHECKING:  # a client that drafts with no model loads none
+    from swarm_kernels.models.open import ModelSource
+    from swarm_kernels.tokenizer.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
+
+MEDUSA = "medusa"  # the heads of the tail
+NGRAM = "ngram"  # no model beside it
+BUNDLED = "bundled"  # the trained draft that comes along for the target
+TRAINED_SUFFIX = ".draft"
+
+
+class Drafting:
+    """`await Drafting.load(...)`, then `guesser()` for each generation."""
+
+    def __init__(self, model: Callable[[], Drafter] | None = None) -> None:
+        """`model`: makes the drafter beside the look-up."""
+        self._model = model
+
+    @classmethod
+    async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Drafting:
+        """`drafter`: NGRAM, MEDUSA, BUNDLED (if there is one for the target), a trained draft's file, or a model.
+
+        One that cannot be used is done without, and logged.
+        """
+        if drafter == MEDUSA:
+            return cls(HeadsDrafter)
+        try:
+            if drafter == NGRAM or (drafter == BUNDLED and find_shipped(target) is None):
+                return cls()
+            return cls(await asyncio.to_thread(_open, drafter, target, tokenizer))
+        except (DrafterFailed, ModelError) as error:
+            logger.warning("guessing by look-up alone: %s", error)
+            return cls()
+
+    def guesser(self) -> Guesser:
+        if self._model is None:
+            return InlineDrafter(NgramDrafter())
+        drafter = CombinedDrafter([NgramDrafter(), self._model()])
+        return InlineDrafter(drafter) if drafter.instant else DraftRunner(drafter)
+
+
+def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
+    """Raises ModelError and DrafterFailed."""
+    from swarm_client.speculation.drafters.model import ModelDrafter, check_vocabulary
+    from swarm_kernels.draft.models import LocalModel, open_draft
+    from swarm_kernels.models.open import open_model
+    from swarm_kernels.tokenizer.tokenizer import load_tokenizer
+
+    path = (drafter == BUNDLED and find_shipped(target)) or Path(drafter)
+    if path.suffix == TRAINED_SUFFIX:
+        trained = open_draft(path, target)
+        return lambda: ModelDrafter(trained, "trained draft")
+    source = open_model(drafter)
+    check_vocabulary(source, load_tokenizer(source), target, tokenizer)
+    local = LocalModel(source)
+    return lambda: ModelDrafter(local, source.name)

@@ -1,0 +1,45 @@
+"""Calls a drafter where it is asked: for look-ups, which take microseconds where a thread's turn takes a hundred.
+
+Whatever the drafter raises is a DrafterFailed, as in `runner`; a drafter that may stall belongs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from swarm.errors import DrafterFailed
+from swarm.planner.generation.draft_tree import Hints
+from swarm_client.speculation.drafters.base import Candidate, Drafter, Glance
+
+_T = TypeVar("_T")
+
+
+class InlineDrafter:
+    """Asynchronous twin of a Drafter that never waits. Raises DrafterFailed."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+
+    async def reset(self, prompt_ids: Sequence[int]) -> None:
+        self._call(lambda: self.drafter.reset(prompt_ids))
+
+    async def extend(self, tokens: Sequence[int], hints: Hints = ()) -> None:
+        self._call(lambda: self.drafter.extend(tokens))
+        self._call(lambda: self.drafter.hint(hints))
+
+    async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
+        return self._call(lambda: self.drafter.propose_many(paths, width))
+
+    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
+        return self._call(lambda: self.drafter.glance(paths, width))
+
+    def close(self) -> None:
+        """Nothing to let go."""
+
+    def _call(self, work: Callable[[], _T]) -> _T:
+        try:
+            return work()
+        except Exception as error:  # anybody's code, whose failure costs speed and never the answer
+            name, kind = self.drafter.name, type(error).__name__
+            raise DrafterFailed(f"the drafter '{name}' raised {kind}: {error}; going on without it") from error

@@ -1,0 +1,51 @@
+"""Guesses that came along with the tokens: those of the Medusa heads that the tail runs on its own last states.
+
+Owns only which of them are for which place: a head guesses a place, whatever was drawn in between (Cai et al. 2024,
+§2.1; Jupiter §IV). A tail without heads sends none, and then this drafter is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm.messages import Result
+from swarm.planner.generation.draft_tree import Hints
+from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
+
+GUESSES = 4  # of each head, with every token drawn
+
+
+def hints_of(result: Result) -> tuple[Hints, ...]:
+    """What came along with each token of a result; () if nothing did, or if it does not add up."""
+    draws, heads, guesses = len(result.tokens), result.heads, len(result.guessed)
+    if not guesses or not draws * heads or guesses % (draws * heads) or len(result.doubts) != guesses:
+        return ()
+    width = guesses // (draws * heads)
+    pairs = [(token, -doubt / 100) for token, doubt in zip(result.guessed, result.doubts, strict=True)]
+    ranked = [tuple(pairs[at : at + width]) for at in range(0, guesses, width)]
+    return tuple(tuple(ranked[at : at + heads]) for at in range(0, len(ranked), heads))
+
+
+class HeadsDrafter(Drafter):
+    """It has the guesses already, so asking it takes no time."""
+
+    instant = learns_instantly = True
+
+    def __init__(self, name: str = "heads") -> None:
+        super().__init__(name)
+        self._hints: Hints = ()
+
+    def hint(self, hints: Hints) -> None:
+        self._hints = hints
+
+    def _begin(self, prompt_ids: Sequence[int]) -> None:
+        self._hints = ()
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        self._hints = self._hints[len(tokens) :]
+
+    def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
+        return [
+            [Candidate(*guess) for guess in self._hints[len(path)][:width]] if len(path) < len(self._hints) else []
+            for path in paths
+        ]

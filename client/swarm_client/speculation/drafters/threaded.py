@@ -1,0 +1,130 @@
+"""Calls a drafter off the event loop, within a time budget; whatever it raises, or its silence, is a DrafterFailed.
+
+Owns the thread. A drafter may be anybody's code: it must neither end a generation nor hang it. A stalled thread cannot
+be stopped; it is a daemon and is left behind, and the drafter with it. What a drafter says takes it no time is asked on
+the event loop, where a thread's turn would cost more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from swarm.errors import DrafterFailed
+from swarm.planner.generation.draft_tree import Hints
+from swarm_client.speculation.drafters.base import Candidate, Drafter, Glance
+
+_T = TypeVar("_T")
+_Work = tuple[Callable[[], object], "Future[object]"]
+
+STALL_S = 2.0  # a proposal that took longer is worth nothing
+FIRST_STALL_S = 60.0  # a model reads the whole prompt before its first
+
+
+class DraftRunner:
+    """Asynchronous twin of a Drafter: `reset`, `extend`, `glance` and `propose_many` in the order they are called.
+
+    Raises DrafterFailed from each of them; after the first, from every further call at once.
+    """
+
+    def __init__(self, drafter: Drafter, stall_s: float = STALL_S, first_stall_s: float = FIRST_STALL_S) -> None:
+        self.drafter = drafter
+        self._stall_s, self._first_stall_s = stall_s, first_stall_s
+        self._failure: DrafterFailed | None = None
+        self._warm = False
+        self._reading: Future[object] | None = None
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._work, drafter), name=f"drafter {drafter.name}", daemon=True).start()
+
+    @property
+    def failure(self) -> DrafterFailed | None:
+        """Why it is of no use any more."""
+        return self._failure
+
+    async def reset(self, prompt_ids: Sequence[int]) -> None:
+        """A model begins to read the prompt, which nobody waits for yet."""
+        self._warm = False
+        await self._call(lambda: self.drafter.reset(prompt_ids), self._first_stall_s)
+        self._reading = self._post(lambda: self.drafter.propose_many([()], 1))
+
+    async def extend(self, tokens: Sequence[int], hints: Hints = ()) -> None:
+        def learn() -> None:
+            self.drafter.extend(tokens)
+            self.drafter.hint(hints)
+
+        if not self.drafter.learns_instantly:
+            await self._call(learn, self._patience_s())
+        else:
+            await self._at_once(learn)
+
+    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
+        return await self._at_once(lambda: self.drafter.glance(paths, width))
+
+    async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
+        drafted = await self._call(lambda: self.drafter.propose_many(paths, width), self._patience_s())
+        self._warm = True
+        return drafted
+
+    def close(self) -> None:
+        """Let the thread go once it has finished what it was asked. Idempotent."""
+        self._work.put(None)
+
+    def _patience_s(self) -> float:
+        return self._stall_s if self._warm else self._first_stall_s
+
+    def _post(self, work: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        self._work.put((work, future))  # type: ignore[arg-type]  # the future is of what the work returns
+        return future
+
+    async def _call(self, work: Callable[[], _T], patience_s: float) -> _T:
+        if self._failure is not None:
+            raise self._failure
+        return await self._answer(self._post(work), patience_s)
+
+    async def _at_once(self, work: Callable[[], _T]) -> _T:
+        """Done here, once the thread is idle."""
+        if self._failure is not None:
+            raise self._failure
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            await self._answer(reading, self._first_stall_s)
+            self._warm = True
+        try:
+            return work()
+        except Exception as error:  # anybody's code, whose failure costs speed and never the answer
+            raise self._failed(f"raised {type(error).__name__}: {error}") from error
+
+    async def _answer(self, future: Future[_T], patience_s: float) -> _T:
+        wrapped = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait((wrapped,), timeout=patience_s)
+        if not done:
+            wrapped.cancel()
+            raise self._failed(f"has not answered for {patience_s:g} s")
+        error = wrapped.exception()
+        if error is not None:
+            raise self._failed(f"raised {type(error).__name__}: {error}") from error
+        return wrapped.result()
+
+    def _failed(self, why: str) -> DrafterFailed:
+        self._failure = DrafterFailed(f"the drafter '{self.drafter.name}' {why}; going on without it")
+        self.close()
+        return self._failure
+
+
+def _serve(work: queue.SimpleQueue[_Work | None], drafter: Drafter) -> None:
+    while (item := work.get()) is not None:
+        task, future = item
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            result = task()
+        except BaseException as error:  # noqa: BLE001  # handed on to who waits, as concurrent.futures does
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    drafter.close()

@@ -1,0 +1,57 @@
+"""The kinds of students that a run can train. Owns their shapes and what can be wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.errors import UsageError
+from swarm_kernels.draft.medusa import MAX_HEADS
+from swarm_kernels.models.source import ModelSource
+from swarm_training.distill.student import HeadsStudent, LayersStudent, Student
+
+
+class Recipe(Protocol):
+    @property
+    def checkpoint(self) -> str:
+        """The name of its file in the work folder; every kind has its own, and the chats are everybody's."""
+        ...
+
+    def check(self, num_layers: int) -> None:
+        """Raises UsageError for a shape that the model cannot have."""
+        ...
+
+    def student(self, source: ModelSource) -> Student:
+        """Before any training."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayersRecipe:
+    """A draft: the target's first `base` layers as they are, then layers that begin as the target's layers `copied`."""
+
+    base: int = 0
+    copied: tuple[int, ...] = (0,)
+    checkpoint: str = "training.safetensors"
+
+    def check(self, num_layers: int) -> None:
+        if not self.copied or not 0 <= self.base < num_layers or not all(0 <= c < num_layers for c in self.copied):
+            raise UsageError(f"the model has layers 0 to {num_layers - 1}; the draft needs at least one of its own")
+
+    def student(self, source: ModelSource) -> Student:
+        return LayersStudent.of_target(source, self.base, self.copied)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsRecipe:
+    """Medusa heads, for the tail: the k-th guesses the token k + 2 places after the state it sees."""
+
+    count: int = 4
+    checkpoint: str = "training-heads.safetensors"
+
+    def check(self, num_layers: int) -> None:
+        if not 1 <= self.count <= MAX_HEADS:
+            raise UsageError(f"give 1 to {MAX_HEADS} heads")
+
+    def student(self, source: ModelSource) -> Student:
+        return HeadsStudent(source.config, self.count)

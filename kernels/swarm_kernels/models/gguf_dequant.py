@@ -1,0 +1,132 @@
+"""Unpacking of GGUF's quantised blocks with torch. Owns the common block layouts; knows no file.
+
+Each function does gguf-py's fp32 operations in gguf-py's order, so the values agree to the last bit, in a half to
+four fifths of its time; types that are rare in practice go through gguf-py itself. Layouts: ggml-common.h of https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm.errors import UnsupportedModel
+from swarm_kernels.models.gguf_header import QUANT_BLOCKS
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types that hold values, not blocks."""
+
+_CHUNK_VALUES = 32000
+"""Unpacked at a time: stays in the cache, and just below the 32768 values from which torch shares an operation among
+threads. With more runnable threads than cores (several nodes starting on one machine) those barriers cost far more than
+the work: on two cores with a load of ten, ten layers of the built-in model took 8 to 12 s without chunks and 0.6 to
+0.8 s with them."""
+
+
+def unpack(stored: npt.NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Stored bytes, `[nbytes]` and ours to keep, -> a tensor of `shape`: fp32, or fp16/bf16 where stored as such."""
+    name, values, size = QUANT_BLOCKS[ggml_type]
+    raw = torch.from_numpy(stored)
+    if name in PLAIN:
+        return raw.view(PLAIN[name]).reshape(shape)
+    kernel = _KERNELS.get(name)
+    if kernel is None:
+        return _by_gguf_py(stored, ggml_type).reshape(shape)
+    blocks = raw.view(-1, size)
+    out = torch.empty((blocks.shape[0], values))
+    step = _CHUNK_VALUES // values
+    for start in range(0, blocks.shape[0], step):
+        part = blocks[start : start + step]
+        out[start : start + step] = kernel(part).view(part.shape[0], values)
+    return out.reshape(shape)
+
+
+def unpacked_itemsize(ggml_type: int) -> int:
+    """Bytes of one value as `unpack` returns it."""
+    return PLAIN.get(QUANT_BLOCKS[ggml_type][0], torch.float32).itemsize
+
+
+def _by_gguf_py(stored: npt.NDArray[np.uint8], ggml_type: int) -> torch.Tensor:
+    from gguf import GGMLQuantizationType  # 60 to 100 ms to import, and rarely needed
+    from gguf.quants import dequantize
+
+    try:
+        return torch.from_numpy(dequantize(stored, GGMLQuantizationType(ggml_type)))
+    except (NotImplementedError, ValueError):
+        kind = QUANT_BLOCKS[ggml_type][0]
+        raise UnsupportedModel(f"{kind} tensors cannot be unpacked here; use a Q4_K_M or Q8_0 file") from None
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The fp16 number at byte `at` of each block, `[n, 1]` fp32."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor, groups: int) -> torch.Tensor:
+    """`[n, bytes]` -> `[n, groups, 2, bytes / groups]`: of each group of bytes the low halves, then the high halves."""
+    packed = packed.reshape(packed.shape[0], groups, -1)
+    out = torch.empty((packed.shape[0], groups, 2, packed.shape[2]), dtype=torch.uint8)
+    torch.bitwise_and(packed, 0x0F, out=out[:, :, 0])
+    torch.bitwise_right_shift(packed, 4, out=out[:, :, 1])
+    return out
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    signed = _nibbles(blocks[:, 2:], 1).view(torch.int8).reshape(-1, 32) - 8
+    return _half(blocks, 0) * signed
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    return (_half(blocks, 0) * _nibbles(blocks[:, 4:], 1).reshape(-1, 32)).add_(_half(blocks, 2))
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * blocks[:, 2:].view(torch.int8)
+
+
+def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The eight 6-bit scales and minima that Q4_K and Q5_K pack into 12 bytes, each `[n, 8]`."""
+    first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = torch.cat([first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)], dim=1)
+    minima = torch.cat([second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)], dim=1)
+    return scales, minima
+
+
+def _scaled_groups(blocks: torch.Tensor, quants: torch.Tensor) -> torch.Tensor:
+    """`quants [n, 8, 32]` times each group's scale, less its minimum."""
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    d = (_half(blocks, 0) * scales).unsqueeze(-1)
+    m = (_half(blocks, 2) * minima).unsqueeze(-1)
+    return (d * quants).sub_(m)
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    return _scaled_groups(blocks, _nibbles(blocks[:, 16:], 4).reshape(-1, 8, 32))
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = _nibbles(blocks[:, 48:], 4).reshape(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8).reshape(1, 8, 1)
+    high = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1
+    return _scaled_groups(blocks, low | (high << 4))
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = _nibbles(blocks[:, :128], 2).reshape(-1, 8, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).reshape(1, 1, 4, 1)
+    high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)
+    quants = (low | (high << 4)).view(torch.int8) - 32
+    d = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    return d.unsqueeze(-1) * quants.reshape(-1, 16, 16)
+
+
+_KERNELS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

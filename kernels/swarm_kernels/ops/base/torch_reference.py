@@ -1,0 +1,234 @@
+"""The ops in plain torch: what every other backend must compute, on any device and dtype.
+
+The fallback of the dispatcher, the yardstick of the tests, and the path of devices without compiled kernels. Knows no
+compiled code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
+from swarm_kernels.ops.base.layer_weights import LayerWeights
+
+LOG2_E = 1.44269504088896
+
+
+class ReferenceBackend(AttentionBackend):
+    """Supports everything."""
+
+    def supports_cache(self, k_pages: torch.Tensor) -> bool:
+        return True
+
+    def supports_norm(self, x: torch.Tensor) -> bool:
+        return True
+
+    def supports_layers(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], dtype: torch.dtype) -> bool:
+        return True
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        plan: BatchPlan,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        self.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+        append(k, v, k_pages, v_pages, plan.write)
+        out = torch.empty_like(q)
+        for group in _groups(plan):
+            visible = group.visible
+            if sliding_window is not None:
+                visible = visible & (group.position > plan.positions[group.rows, None] - sliding_window)
+            keys = _key_slots(k_pages)[group.pages].flatten(0, 1).to(q.dtype)  # [keys, G, D]
+            values = _value_slots(v_pages)[group.pages].flatten(0, 1).to(q.dtype)
+            rounding = torch.bfloat16 if k_pages.dtype == torch.bfloat16 else torch.float32
+            out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding)
+        return out
+
+    def commit_tree_slots(
+        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+    ) -> None:
+        if copy_from.numel() == 0:
+            return
+        keys, values = _key_slots(k_pages), _value_slots(v_pages)
+        source, target = _split_slots(copy_from), _split_slots(copy_to)
+        keys[target] = keys[source]
+        values[target] = values[source]
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * weight.float()).to(x.dtype)
+
+    def _prepare(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> LayerStack:
+        return _ReferenceStack(layers, caches)
+
+
+REFERENCE = ReferenceBackend()
+
+
+class _ReferenceStack(LayerStack):
+    def run(
+        self,
+        hidden: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        caches: Sequence[LayerCache],
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
+            hidden = decoder_layer(hidden, weights, cos, sin, k_pages, v_pages, plan)
+        return hidden
+
+
+def decoder_layer(
+    hidden: torch.Tensor,
+    weights: LayerWeights,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: BatchPlan,
+) -> torch.Tensor:
+    """One layer of a stack, see `LayerStack.run`; unchecked."""
+    w = weights
+    rows = hidden.shape[0]
+    packed = w.qkv(REFERENCE.rms_norm(hidden, w.attn_norm, w.eps)).view(rows, w.heads + 2 * w.kv_heads, w.head_dim)
+    q, k, v = packed[:, : w.heads], packed[:, w.heads : -w.kv_heads], packed[:, -w.kv_heads :]
+    if w.q_norm is not None:
+        q = REFERENCE.rms_norm(q, w.q_norm, w.eps)
+    if w.k_norm is not None:
+        k = REFERENCE.rms_norm(k, w.k_norm, w.eps)
+    q, k = apply_rope(q, k, cos, sin)
+    mixed = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, w.scale)
+    hidden = hidden + w.o(mixed.reshape(rows, -1))
+    gate, up = w.gate_up(REFERENCE.rms_norm(hidden, w.mlp_norm, w.eps)).chunk(2, -1)
+    return hidden + w.down(F.silu(gate) * up)
+
+
+def apply_rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the first `rot` dimensions of each head by Hugging Face's convention (halves, not interleaved pairs).
+
+    `q [n, H, D]`, `k [n, G, D]`, `cos` and `sin` `[n, rot]` (both halves given), rot <= D.
+    """
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    rot = cos.shape[-1]
+    turned = x[..., :rot].float()
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
+    return torch.cat((turned.to(x.dtype), x[..., rot:]), -1)
+
+
+def append(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, write: torch.Tensor) -> None:
+    """Store `k` and `v` `[n, G, D]` at flat slots `write [n]`, in place, rounded to the cache's dtype."""
+    slots = _split_slots(write)
+    _key_slots(k_pages)[slots] = k.to(k_pages.dtype)
+    _value_slots(v_pages)[slots] = v.to(v_pages.dtype)
+
+
+def _split_slots(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return flat // PAGE, flat % PAGE
+
+
+def _key_slots(k_pages: torch.Tensor) -> torch.Tensor:
+    return k_pages.permute(0, 3, 1, 2)  # [pages, PAGE, G, D]
+
+
+def _value_slots(v_pages: torch.Tensor) -> torch.Tensor:
+    return v_pages.transpose(1, 2)  # [pages, PAGE, G, D]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """The rows of one session, the keys they may see, and which of them each row does."""
+
+    rows: torch.Tensor  # [r]
+    pages: torch.Tensor  # committed pages, then tree pages
+    position: torch.Tensor  # [keys] committed keys: their position; tree slots: larger than any
+    visible: torch.Tensor  # [r, keys] bool
+
+
+_groups_of: tuple[BatchPlan, list[_Group]] | None = None  # of the last plan: a batch asks once a layer
+
+
+def _groups(plan: BatchPlan) -> list[_Group]:
+    global _groups_of
+    known = _groups_of
+    if known is not None and known[0] is plan:
+        return known[1]
+    past = plan.past.cpu()
+    session = plan.session.cpu()
+    groups = []
+    for index in sorted(set(session.tolist())):
+        rows = (session == index).nonzero().flatten()
+        groups.append(_group(plan, rows.to(plan.past.device), index, int(past[rows].max())))
+    _groups_of = (plan, groups)
+    return groups
+
+
+def _group(plan: BatchPlan, rows: torch.Tensor, session: int, longest: int) -> _Group:
+    device = rows.device
+    used = -(-longest // PAGE)
+    committed = torch.arange(used * PAGE, device=device)
+    dense = committed < plan.past[rows, None]
+    words = plan.tree_mask.shape[1]
+    tree_pages = plan.tree_pages[session][: -(-words * 64 // PAGE)]
+    slots = torch.arange(tree_pages.numel() * PAGE, device=device)
+    if slots.numel():
+        sparse = (plan.tree_mask[rows][:, slots // 64] >> (slots % 64) & 1).bool()
+    else:
+        sparse = dense[:, :0]
+    endless = torch.full_like(slots, torch.iinfo(torch.int64).max)
+    return _Group(
+        rows=rows,
+        pages=torch.cat((plan.pages[session, :used], tree_pages)).long(),
+        position=torch.cat((committed, endless)),
+        visible=torch.cat((dense, sparse), 1),
+    )
+
+
+def _softmax_sum(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    rounding: torch.dtype,
+) -> torch.Tensor:
+    """`q [r, H, D]`, `keys`, `values` `[keys, G, D]`, `visible [r, keys]` -> `[r, H, D]`; zero where none is seen.
+
+    Queries, times the scale, and weights are rounded to `rounding`: weights over a power of two, which then does not
+    matter. Scores are log2 of the weights.
+    """
+    rows, heads, dim = q.shape
+    groups = keys.shape[1]
+    factor = torch.tensor(scale, dtype=torch.float32) * (LOG2_E if softcap is None else 1.0)
+    split = (q.float() * factor).to(rounding).float().view(rows, groups, heads // groups, dim)
+    scores = torch.einsum("rgjd,kgd->rgjk", split, keys.float())
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * (softcap * LOG2_E)
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    peaks = scores.amax(-1, keepdim=True).ceil() if len(keys) else scores.new_zeros((*scores.shape[:-1], 1))
+    weights = torch.exp2(scores - peaks).masked_fill(~visible[:, None, None], 0.0).to(rounding).float()
+    weights = weights / weights.sum(-1, keepdim=True).masked_fill(~visible.any(1)[:, None, None, None], 1.0)
+    seen = visible.any(0)[:, None, None]  # a slot nobody sees may hold another session's infinities
+    mixed = torch.einsum("rgjk,kgd->rgjd", weights, values.float().masked_fill(~seen, 0.0))
+    return mixed.reshape(rows, heads, dim).to(q.dtype)

@@ -1,0 +1,173 @@
+"""What every op asks of its tensors before a kernel runs. Knows no implementation.
+
+A wrong shape or slot is a bug of the caller, but one that could write into another session's keys: it is refused as a
+KernelError. Shapes are compared at each call, and asked of each tensor once: a question costs a tenth of a microsecond,
+a short context's attention ten. A plan is looked at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swarm.errors import KernelError
+from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.ops.base.layer_weights import LayerWeights
+from swarm_kernels.ops.cpu.binding import PLAN_FAULTS
+
+
+def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Size:
+    """Keys `[pages, G, D, PAGE]` and values `[pages, G, PAGE, D]` of one dtype, contiguous, on one device; -> the
+    keys' shape."""
+    shape = k_pages.shape
+    if len(shape) != 4 or shape[3] != PAGE:
+        raise KernelError(f"key pages have shape {tuple(shape)}, not [pages, kv heads, head size, {PAGE}]")
+    pages, groups, dim, _ = shape
+    if not (groups and dim):
+        raise KernelError(f"attention with {groups} key heads of size {dim} cannot be computed")
+    if v_pages.shape != (pages, groups, PAGE, dim):
+        raise KernelError(f"value pages have shape {tuple(v_pages.shape)}, not {(pages, groups, PAGE, dim)}")
+    if v_pages.dtype is not k_pages.dtype or v_pages.device != k_pages.device:
+        raise KernelError("key and value pages differ in dtype or device")
+    if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+        raise KernelError("key and value pages must be contiguous")
+    return shape
+
+
+def check_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: BatchPlan,
+) -> torch.Size:
+    """`q [n, H, D]`, `k` and `v` `[n, G, D]` for the plan's n rows and this cache; H a multiple of G; -> the shape of
+    the cache's keys."""
+    cache = check_cache(k_pages, v_pages)
+    _, groups, dim, _ = cache
+    rows, asked, shape = plan.rows, q.shape, k.shape
+    if shape != (rows, groups, dim) or v.shape != shape:
+        raise KernelError(f"keys {tuple(shape)} or values {tuple(v.shape)} are not {(rows, groups, dim)}")
+    if len(asked) != 3 or asked[0] != rows or asked[2] != dim or asked[1] % groups:
+        raise KernelError(f"queries have shape {tuple(asked)}, which does not fit {tuple(shape)} keys")
+    if not q.device == k.device == v.device == k_pages.device:
+        raise KernelError("queries, keys, values and pages are on different devices")
+    check_plan_shapes(plan)
+    return cache
+
+
+def check_layer(weights: LayerWeights, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+    """A layer's linears and norms fit each other, and the cache is of its heads."""
+    check_cache(k_pages, v_pages)
+    if k_pages.shape[1:3] != (weights.kv_heads, weights.head_dim) or weights.heads % weights.kv_heads:
+        raise KernelError(f"pages of shape {tuple(k_pages.shape)} are not of this layer's heads")
+    width, inner, dim = weights.o.out_features, weights.down.in_features, weights.head_dim
+    attended, shared = weights.heads * dim, 2 * weights.kv_heads * dim
+    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    shapes = [(linear.in_features, linear.out_features) for linear in linears]
+    if shapes != [(width, attended + shared), (attended, width), (width, 2 * inner), (inner, width)]:
+        raise KernelError(f"the linear layers of a decoder layer do not fit each other: {shapes}")
+    sizes = {"attn_norm": width, "mlp_norm": width, "q_norm": dim, "k_norm": dim}
+    for name, size in sizes.items():
+        norm = getattr(weights, name)
+        if norm is not None and norm.shape != (size,):
+            raise KernelError(f"{name} of a decoder layer has shape {tuple(norm.shape)}, not {(size,)}")
+
+
+def check_stack(layers: Sequence[LayerWeights], caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Each layer fits its cache, and all have one width and head size."""
+    for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
+        check_layer(weights, k_pages, v_pages)
+        if (weights.o.out_features, weights.head_dim) != (layers[0].o.out_features, layers[0].head_dim):
+            raise KernelError("the layers of a stack differ in width or head size")
+
+
+def check_step(
+    hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, head_dim: int, plan: BatchPlan
+) -> None:
+    """`hidden [n, width]`, `cos` and `sin` `[n, rot]` for the plan's n rows; rot even and at most the head size."""
+    check_plan_shapes(plan)
+    if hidden.shape != (plan.rows, width):
+        raise KernelError(f"hidden states have shape {tuple(hidden.shape)}, not {(plan.rows, width)}")
+    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != plan.rows:
+        raise KernelError(f"rotary tables are {tuple(cos.shape)} and {tuple(sin.shape)} for {plan.rows} rows")
+    if cos.shape[1] % 2 or cos.shape[1] > head_dim:
+        raise KernelError(f"{cos.shape[1]} rotary dimensions do not fit a head of {head_dim}")
+    if not hidden.device == cos.device == sin.device == plan.positions.device:
+        raise KernelError("hidden states, rotary tables and plan are on different devices")
+
+
+_shaped: BatchPlan | None = None  # the last whose shapes were found to agree: a batch asks once a layer
+
+
+def check_plan_shapes(plan: BatchPlan) -> None:
+    """The plan's tensors agree on the number of rows, sessions and copies."""
+    global _shaped
+    if plan is _shaped:
+        return
+    rows = plan.rows
+    per_row = (plan.session, plan.past, plan.write, plan.tree_mask)
+    if any(tensor.shape[0] != rows for tensor in per_row) or plan.tree_mask.dim() != 2:
+        raise KernelError(f"a plan of {rows} rows has tensors of another length")
+    if plan.pages.dim() != 2 or plan.tree_pages.dim() != 2 or plan.pages.shape[0] != plan.tree_pages.shape[0]:
+        raise KernelError("the page tables of a plan disagree on the number of sessions")
+    if plan.copy_from.shape != plan.copy_to.shape:
+        raise KernelError("a plan copies from and to different numbers of slots")
+    _shaped = plan
+
+
+def check_slots(copy_from: torch.Tensor, copy_to: torch.Tensor, pages: int) -> None:
+    """As many sources as targets, all of them slots of a cache of `pages` pages."""
+    if copy_from.shape != copy_to.shape:
+        raise KernelError("there are not as many slots to copy from as to copy to")
+    if copy_from.numel() and bool(_outside(torch.stack((copy_from, copy_to)), pages * PAGE)):
+        raise KernelError(PLAN_FAULTS[16])
+
+
+_checked: tuple[BatchPlan, int] | None = None  # the last: a batch asks once a layer
+
+
+def check_plan(plan: BatchPlan, pages: int) -> None:
+    """The plan's sessions, pages, slots and masks lie within a cache of `pages` pages: `swarm_check_plan` in torch."""
+    global _checked
+    known = _checked
+    if known is not None and known[0] is plan and known[1] == pages:
+        return
+    slots = pages * PAGE
+    tree_slots = plan.tree_pages.shape[1] * PAGE
+    faults = torch.stack(
+        (
+            _outside(plan.session, plan.pages.shape[0]),
+            _outside(plan.past, plan.pages.shape[1] * PAGE + 1),
+            _outside(plan.write, slots),
+            _outside(plan.pages, pages),
+            _outside(plan.tree_pages, pages),
+            _beyond(plan.tree_mask, tree_slots),
+            _outside(plan.copy_from, slots) | _outside(plan.copy_to, slots),
+        )
+    )
+    for code, fault in zip(sorted(PLAN_FAULTS), faults.tolist(), strict=True):
+        if fault:
+            raise KernelError(PLAN_FAULTS[code])
+    _checked = (plan, pages)
+
+
+def mark_validated(plan: BatchPlan, pages: int) -> None:
+    """Take a plan as checked: our own cache made it, and to look at it the host would have to wait for the GPU."""
+    global _checked
+    _checked = (plan, pages)
+
+
+def _outside(values: torch.Tensor, end: int) -> torch.Tensor:
+    return ((values < 0) | (values >= end)).any()
+
+
+def _beyond(mask: torch.Tensor, slots: int) -> torch.Tensor:
+    """Whether any bit of `mask [n, words]` is set at or beyond `slots`."""
+    whole, rest = divmod(slots, 64)
+    late = mask[:, whole + 1 :].any()
+    if rest and whole < mask.shape[1]:
+        return late | (mask[:, whole] >> rest != 0).any()
+    return late | mask[:, whole : whole + 1].any()

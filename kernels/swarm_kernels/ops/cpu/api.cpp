@@ -1,0 +1,191 @@
+// The C functions Python calls. Each takes the engine's lock, so any thread may call; the GIL is not held meanwhile.
+#if defined(SWARM_X86)
+#include <cpuid.h>
+#endif
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <cstring>
+#include <mutex>
+#include <new>
+
+#include "abi.h"
+#include "op_schedule.h"
+
+#if defined(SWARM_X86)
+namespace avx512bf16 { extern const swarm::KernelTable table; }
+namespace avx512vnni { extern const swarm::KernelTable table; }
+namespace avx512 { extern const swarm::KernelTable table; }
+namespace avx2 { extern const swarm::KernelTable table; }
+#endif
+namespace generic { extern const swarm::KernelTable table; }
+
+namespace {
+
+using swarm::Engine;
+
+#if defined(SWARM_X86)
+// What not every compiler's __builtin_cpu_supports knows.
+bool dots_bf16() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+}
+#endif
+
+// By name, or the best one for null and "".
+const swarm::KernelTable* find(const char* name) {
+  if (name && !*name) name = nullptr;
+#if defined(SWARM_X86)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (vnni && dots_bf16() && (!name || !std::strcmp(name, "avx512bf16"))) return &avx512bf16::table;
+  if (vnni && (!name || !std::strcmp(name, "avx512vnni"))) return &avx512vnni::table;
+  if (avx512 && (!name || !std::strcmp(name, "avx512"))) return &avx512::table;
+  if (avx2 && (!name || !std::strcmp(name, "avx2"))) return &avx2::table;
+#endif
+  return !name || !std::strcmp(name, "generic") ? &generic::table : nullptr;
+}
+
+// What was asked for; a forked child keeps it.
+const swarm::KernelTable* chosen = nullptr;
+int wanted_threads = 1;
+
+struct State {
+  std::mutex lock;
+  Engine engine;
+};
+
+// Never destroyed: at exit, workers may still be asleep in it. After fork the child has no workers, and the lock may be
+// held by a thread it does not have: it starts anew.
+State* state = nullptr;
+void renew() { state = new State; }
+__attribute__((constructor)) void start() {
+  chosen = find(nullptr);
+  renew();
+  pthread_atfork(nullptr, nullptr, renew);
+}
+
+template <typename Work>
+int32_t locked(const Work& work) {
+  std::lock_guard<std::mutex> lock(state->lock);
+  try {
+    state->engine.prepare(*chosen, wanted_threads);
+    work(state->engine);
+    return SWARM_OK;
+  } catch (const std::bad_alloc&) {
+    return SWARM_NO_MEMORY;
+  }
+}
+
+bool within(int64_t value, int64_t end) { return value >= 0 && value < end; }
+
+template <typename T>
+bool all_within(const T* values, int64_t count, int64_t end) {
+  for (int64_t i = 0; i < count; i++)
+    if (!within((int64_t)values[i], end)) return false;
+  return true;
+}
+
+// A mask may have no bit at or beyond the session's tree slots.
+bool mask_fits(const uint64_t* mask, int64_t words, int64_t slots) {
+  for (int64_t w = 0; w < words; w++) {
+    const int64_t left = slots - w * 64;
+    if (left < 64 && mask[w] >> (left > 0 ? left : 0)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* swarm_isa() { return chosen->name; }
+
+int32_t swarm_use_isa(const char* name) {
+  const swarm::KernelTable* table = find(name);
+  if (!table) return SWARM_UNKNOWN_ISA;
+  std::lock_guard<std::mutex> lock(state->lock);
+  chosen = table;
+  return SWARM_OK;
+}
+
+void swarm_set_threads(int32_t count) {
+  std::lock_guard<std::mutex> lock(state->lock);
+  wanted_threads = count;
+  state->engine.divide(count, {});
+}
+
+// `count` threads, of which the last `narrow` do `thousandths` of the columns of each linear, on cores of their own. A
+// forked child has one unit again.
+void swarm_divide(int32_t count, int32_t narrow, int32_t thousandths, const int32_t* wide_cores, int32_t wide_count,
+                  const int32_t* narrow_cores, int32_t narrow_count) {
+  std::lock_guard<std::mutex> lock(state->lock);
+  wanted_threads = count;
+  state->engine.divide(count, {narrow, thousandths, {std::vector<int>(wide_cores, wide_cores + wide_count),
+                                                      std::vector<int>(narrow_cores, narrow_cores + narrow_count)}});
+}
+
+void swarm_advise_huge(void* memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const int64_t page = 2 << 20;
+  char* begin = reinterpret_cast<char*>((reinterpret_cast<int64_t>(memory) + page - 1) / page * page);
+  char* end = static_cast<char*>(memory) + bytes;
+  if (end - begin >= page) madvise(begin, (end - begin) / page * page, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
+}
+
+int32_t swarm_check_plan(const SwarmPlan* plan, int64_t pages) {
+  const SwarmPlan& p = *plan;
+  const int64_t slots = pages * swarm::PAGE;
+  if (!all_within(p.session, p.rows, p.sessions)) return SWARM_BAD_SESSION;
+  if (!all_within(p.past, p.rows, p.max_pages * swarm::PAGE + 1)) return SWARM_BAD_PAST;
+  if (!all_within(p.write, p.rows, slots)) return SWARM_BAD_WRITE;
+  if (!all_within(p.pages, p.sessions * p.max_pages, pages)) return SWARM_BAD_PAGE;
+  if (!all_within(p.tree_pages, p.sessions * p.max_tree_pages, pages)) return SWARM_BAD_TREE_PAGE;
+  for (int64_t r = 0; r < p.rows; r++)
+    if (!mask_fits(p.tree_mask + r * p.words, p.words, p.max_tree_pages * swarm::PAGE)) return SWARM_BAD_TREE_MASK;
+  if (!all_within(p.copy_from, p.copies, slots) || !all_within(p.copy_to, p.copies, slots)) return SWARM_BAD_COPY;
+  return SWARM_OK;
+}
+
+int32_t swarm_linear(const SwarmLinear* weights, const float* x, int64_t rows, float* y) {
+  return locked([&](Engine& engine) { engine.linear(*weights, x, rows, y); });
+}
+
+int32_t swarm_rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {
+  return locked([&](Engine& engine) { engine.rms_norm(x, rows, in, weight, eps, y); });
+}
+
+int32_t swarm_move_slots(const SwarmCache* cache, const int64_t* from, const int64_t* to, int64_t count) {
+  return locked([&](Engine& engine) { engine.move_slots(*cache, from, to, count); });
+}
+
+// q [rows, heads, dim], k and v [rows, groups, dim], out like q. window 0 and softcap 0: none.
+int32_t swarm_attend(const float* q, const float* k, const float* v, int64_t heads, const SwarmCache* cache,
+                     const SwarmPlan* plan, float scale, int64_t window, float softcap, float* out) {
+  return locked([&](Engine& engine) {
+    const Engine::Heads in{q, k, v, heads * cache->dim, cache->groups * cache->dim, heads};
+    engine.move_slots(*cache, plan->copy_from, plan->copy_to, plan->copies);
+    engine.append(*cache, *plan, in, nullptr);
+    engine.attend(*cache, *plan, in, scale, window, softcap, out);
+  });
+}
+
+// hidden [rows, width] in place, through `count` layers.
+int32_t swarm_layers(const SwarmLayer* const* layers, const SwarmCache* caches, int64_t count, const SwarmPlan* plan,
+                     const float* cos, const float* sin, int64_t rot, float* hidden) {
+  return locked([&](Engine& engine) {
+    for (int64_t i = 0; i < count; i++) {
+      engine.prepare(*chosen, wanted_threads);
+      engine.move_slots(caches[i], plan->copy_from, plan->copy_to, plan->copies);
+      engine.layer(*layers[i], caches[i], *plan, cos, sin, rot, hidden);
+    }
+  });
+}
+
+}  // extern "C"

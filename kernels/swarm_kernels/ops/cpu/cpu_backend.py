@@ -1,0 +1,105 @@
+"""The ops on the compiled CPU kernels: torch tensors in, torch tensors out, pointers in between."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
+from swarm_kernels.ops.base.layer_weights import LayerWeights
+from swarm_kernels.ops.cpu import cpu_library
+from swarm_kernels.ops.cpu.cpu_descriptors import (
+    CpuLayerStack,
+    describe_cache,
+    prepared_plan,
+    supports_cache,
+    supports_layer,
+)
+
+
+@cache
+def cpu_backend(library: ctypes.CDLL) -> CpuBackend:
+    """The backend of a loaded library, one for each."""
+    return CpuBackend(library)
+
+
+class CpuBackend(AttentionBackend):
+    """Attention over bf16 and fp32 pages; norms and stacks of packed layers in fp32."""
+
+    checks_slots = True  # in C++, where it costs a tenth of what torch takes
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__()
+        self._library = library
+
+    def supports_cache(self, k_pages: torch.Tensor) -> bool:
+        return supports_cache(k_pages)
+
+    def supports_norm(self, x: torch.Tensor) -> bool:
+        return x.dtype is torch.float32
+
+    def supports_layers(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], dtype: torch.dtype) -> bool:
+        return dtype is torch.float32 and all(
+            supports_layer(weights, k_pages) for weights, (k_pages, _) in zip(layers, caches, strict=True)
+        )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        plan: BatchPlan,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        queries, keys, values = _plain(q), _plain(k), _plain(v)
+        out = torch.empty_like(queries)
+        cache = describe_cache(k_pages, v_pages)
+        status = self._library.swarm_attend(
+            queries.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            q.shape[1],
+            cache,
+            prepared_plan(self._library, plan, cache.pages),
+            scale,
+            sliding_window or 0,
+            softcap or 0.0,
+            out.data_ptr(),
+        )
+        if status:
+            cpu_library.check(status)
+        return out if out.dtype is q.dtype else out.to(q.dtype)
+
+    def commit_tree_slots(
+        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+    ) -> None:
+        source, target = copy_from.contiguous(), copy_to.contiguous()
+        cache = describe_cache(k_pages, v_pages)
+        status = self._library.swarm_move_slots(cache, source.data_ptr(), target.data_ptr(), source.numel())
+        cpu_library.check(status)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, scale = x.contiguous(), weight.to(torch.float32).contiguous()
+        out = torch.empty_like(rows)
+        width = rows.shape[-1]
+        status = self._library.swarm_rms_norm(
+            rows.data_ptr(), rows.numel() // width, width, scale.data_ptr(), eps, out.data_ptr()
+        )
+        cpu_library.check(status)
+        return out
+
+    def _prepare(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> LayerStack:
+        return CpuLayerStack(self._library, layers, caches)
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """`x` in contiguous fp32. Asked first: a conversion that changes nothing costs microseconds."""
+    return x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()

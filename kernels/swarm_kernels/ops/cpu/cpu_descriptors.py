@@ -1,0 +1,152 @@
+"""What the compiled kernels are handed besides a batch's tensors: descriptions of plans, caches and stacks of layers.
+
+Describing takes longer than running some: descriptions are kept, and checked when they are made. They hold no tensor
+alive that their owner has dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.ops.base.backend import LayerCache, LayerStack
+from swarm_kernels.ops.base.layer_weights import LayerWeights
+from swarm_kernels.ops.cpu import binding, cpu_library
+from swarm_kernels.ops.cpu.cpu_linear import BLOCK, PackedLinear
+
+MAX_HEAD_DIM = 256
+_STORED = (torch.bfloat16, torch.float32)
+_CACHES_KEPT = 512
+
+_caches: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], binding.CacheDesc]] = {}
+
+
+def supports_cache(k_pages: torch.Tensor) -> bool:
+    """Whether attention over these pages is compiled: CPU, bf16 or fp32, head size a multiple of 16 up to 256."""
+    dim = k_pages.shape[2]
+    return k_pages.is_cpu and k_pages.dtype in _STORED and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
+
+
+def describe_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> binding.CacheDesc:
+    """A checked pair of pages as the library takes it. Kept: to make one takes a tenth of a short attention."""
+    known = _caches.get(id(k_pages))
+    if known is not None and known[0]() is k_pages and known[1]() is v_pages:
+        return known[2]
+    if len(_caches) >= _CACHES_KEPT:
+        _caches.clear()
+    pages, groups, dim, _ = k_pages.shape
+    bf16 = k_pages.dtype is torch.bfloat16
+    made = binding.CacheDesc(k_pages.data_ptr(), v_pages.data_ptr(), pages, groups, dim, bf16)
+    _caches[id(k_pages)] = weakref.ref(k_pages), weakref.ref(v_pages), made
+    return made
+
+
+def supports_layer(weights: LayerWeights, k_pages: torch.Tensor) -> bool:
+    """Packed linears, and whole blocks of 16 inside the MLP."""
+    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    packed = all(isinstance(linear, PackedLinear) for linear in linears)
+    return packed and weights.down.in_features % BLOCK == 0 and supports_cache(k_pages)
+
+
+class CpuLayerStack(LayerStack):
+    """Layers and their caches as the library takes them; hidden states in fp32."""
+
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
+        super().__init__(layers, caches)
+        self._library = library
+        self._norms: list[torch.Tensor] = []  # fp32; the layers point into them
+        self._layers = [_describe_layer(weights, self._norms) for weights in layers]
+        self._pointers = (ctypes.POINTER(binding.LayerDesc) * len(layers))(*map(ctypes.pointer, self._layers))
+        self._caches = (binding.CacheDesc * len(layers))(*(describe_cache(k, v) for k, v in caches))
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        caches: Sequence[LayerCache],
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        out = hidden.clone(memory_format=torch.contiguous_format)
+        turn_cos, turn_sin = cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
+        status = self._library.swarm_layers(
+            self._pointers,
+            self._caches,
+            len(self._layers),
+            prepared_plan(self._library, plan, self.pages),
+            turn_cos.data_ptr(),
+            turn_sin.data_ptr(),
+            cos.shape[-1],
+            out.data_ptr(),
+        )
+        cpu_library.check(status)
+        return out
+
+
+def _describe_layer(weights: LayerWeights, norms: list[torch.Tensor]) -> binding.LayerDesc:
+    """`norms` gets the tensors the description points into."""
+    pointers = []
+    for norm in (weights.attn_norm, weights.mlp_norm, weights.q_norm, weights.k_norm):
+        if norm is not None:
+            norms.append(norm.to(torch.float32).contiguous())
+        pointers.append(None if norm is None else norms[-1].data_ptr())
+    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    return binding.LayerDesc(
+        *(linear.desc for linear in linears if isinstance(linear, PackedLinear)),
+        *pointers,
+        weights.heads,
+        weights.kv_heads,
+        weights.head_dim,
+        weights.eps,
+        weights.scale,
+    )
+
+
+_PLAN_FIELDS = (
+    ("positions", torch.int64),
+    ("session", torch.int32),
+    ("past", torch.int32),
+    ("write", torch.int64),
+    ("pages", torch.int32),
+    ("tree_pages", torch.int32),
+    ("tree_mask", torch.int64),
+    ("copy_from", torch.int64),
+    ("copy_to", torch.int64),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    plan: BatchPlan
+    pages: int
+    tensors: tuple[torch.Tensor, ...]  # contiguous; the structure points into them
+    structure: binding.PlanDesc
+
+
+_prepared: _Prepared | None = None  # the last: a batch asks once a layer
+
+
+def prepared_plan(library: ctypes.CDLL, plan: BatchPlan, pages: int) -> binding.PlanDesc:
+    """The plan as the library takes it, its slots checked against a cache of `pages` pages. Raises KernelError."""
+    global _prepared
+    known = _prepared
+    if known is None or known.plan is not plan or known.pages != pages:
+        tensors = tuple(getattr(plan, name).to(dtype).contiguous() for name, dtype in _PLAN_FIELDS)
+        structure = binding.PlanDesc(
+            plan.rows,
+            plan.pages.shape[0],
+            plan.pages.shape[1],
+            plan.tree_pages.shape[1],
+            plan.tree_mask.shape[1],
+            plan.copy_from.shape[0],
+            *(tensor.data_ptr() for tensor in tensors),
+        )
+        cpu_library.check(library.swarm_check_plan(structure, pages))
+        known = _prepared = _Prepared(plan, pages, tensors, structure)
+    return known.structure

@@ -1,0 +1,87 @@
+// Sums of products for 8-bit weights. A group's products are summed exactly, and the groups' sums are added in rising
+// order, each rounded by itself. So a row's result is bit for bit the same alone, among others, and on every
+// instruction set.
+#pragma once
+#include "quantize_rows.h"
+
+namespace SWARM_ISA {
+
+// Weights are stored plus 128. The dot-product instructions take unsigned times signed, so sums start from minus 128
+// times the sum of the inputs.
+#if defined(__AVX512VNNI__)
+typedef Tile<int8_t> Tile8;
+constexpr bool UNSIGNED_WEIGHTS = true;
+#else
+typedef Tile<int16_t> Tile8;
+constexpr bool UNSIGNED_WEIGHTS = SWARM_LANES > 4;
+#endif
+
+// A quad of each of LANES outputs, in the order of memory, as the multiplication below takes them.
+struct WeightQuads {
+#if defined(__AVX512VNNI__)
+  I all;
+  SWARM_INLINE explicit WeightQuads(U words) : all((I)words) {}
+#elif SWARM_LANES > 4
+  I even, odd;  // as 16-bit numbers
+  SWARM_INLINE explicit WeightQuads(U words) : even((I)(words & 0x00ff00ffu)), odd((I)(words >> 8 & 0x00ff00ffu)) {}
+#else
+  typedef int16_t S __attribute__((vector_size(4 * LANES)));
+  S even, odd;
+  SWARM_INLINE explicit WeightQuads(U words) : even((S)words << 8 >> 8), odd((S)words >> 8) {}
+#endif
+};
+
+// sums + weights * the quad of one row.
+SWARM_INLINE I add_products(I sums, const WeightQuads& w, const char* quad) {
+#if defined(__AVX512VNNI__)
+  return (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w.all, (__m512i)word_at(quad));
+#elif defined(__AVX512F__)
+  sums += (I)_mm512_madd_epi16((__m512i)w.even, (__m512i)word_at(quad));
+  return sums + (I)_mm512_madd_epi16((__m512i)w.odd, (__m512i)word_at(quad + 4));
+#elif defined(__AVX2__)
+  sums += (I)_mm256_madd_epi16((__m256i)w.even, (__m256i)word_at(quad));
+  return sums + (I)_mm256_madd_epi16((__m256i)w.odd, (__m256i)word_at(quad + 4));
+#else  // two products of 7 bits and a sign fit 16 bits
+  typedef WeightQuads::S S;
+  const I pairs = (I)(w.even * (S)word_at(quad) + w.odd * (S)word_at(quad + 4));
+  return sums + (pairs >> 16) + ((I)((U)pairs << 16) >> 16);
+#endif
+}
+
+// [ROWS] of a tile x [BLOCKS] weight blocks, `stride` bytes apart -> c [ROWS][BLOCKS * 16], but for the weights'
+// scales. `in`: a multiple of 4.
+template <int ROWS, int BLOCKS>
+void multiply(const char* x, int64_t tile_rows, int64_t in, const uint8_t* w, int64_t stride, float* c) {
+  constexpr int N = BLOCKS * VECS;
+  for (int i = 0; i < ROWS * N; i++) store(c + i * LANES, zero());
+  for (int64_t k = 0; k < in; k += GROUP, x += tile_rows * Tile8::GROUP_ROW_BYTES) {
+    const int64_t quads = (in - k < GROUP ? in - k : GROUP) / 4;
+    const char *steps = Tile8::head(x, tile_rows, STEP), *starts = Tile8::head(x, tile_rows, BELOW_ZERO);
+    const char* quad = Tile8::quads(x, tile_rows);
+    I sums[ROWS][N];
+    SWARM_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) sums[r][j] = UNSIGNED_WEIGHTS ? word_at(starts + 4 * r) : I{};
+    for (int64_t q = 0; q < quads; q++, w += 4 * BLOCK, quad += tile_rows * Tile8::QUAD) {
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) {
+        const uint8_t* at = w + (j / VECS) * stride + (j % VECS) * 4 * LANES;
+        if (j % VECS == 0) __builtin_prefetch(at + AHEAD);
+        const WeightQuads weights(UNSIGNED_WEIGHTS ? load_words(at) : load_words(at) ^ 0x80808080u);
+        SWARM_UNROLL
+        for (int r = 0; r < ROWS; r++) sums[r][j] = add_products(sums[r][j], weights, quad + r * Tile8::QUAD);
+      }
+    }
+    SWARM_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      SWARM_UNROLL
+      for (int j = 0; j < N; j++) {
+        float* to = c + (r * N + j) * LANES;
+        const V part = __builtin_convertvector(sums[r][j], V) * (V)word_at(steps + 4 * r);
+        store(to, load(to) + rounded(part));
+      }
+  }
+}
+
+}  // namespace SWARM_ISA

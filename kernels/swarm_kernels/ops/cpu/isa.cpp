@@ -1,0 +1,17 @@
+// Compiled once for each instruction set; the flags decide which one this is.
+#include "attention.h"
+#include "linear.h"
+#include "norm_rope.h"
+
+namespace SWARM_ISA {
+
+#define SWARM_NAME_OF(x) #x
+#define SWARM_NAME(x) SWARM_NAME_OF(x)
+
+extern const swarm::KernelTable table;
+const swarm::KernelTable table = {
+    SWARM_NAME(SWARM_ISA), row_tile, fill_tile, quantise, row_bytes,  linear, inverse_rms,
+    scale_row,             rope,     write_kv,  query_tile, attend_workspace, attend, merge,
+};
+
+}  // namespace SWARM_ISA

@@ -1,0 +1,160 @@
+#include "op_schedule.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace swarm {
+namespace {
+
+// An item of a linear: with few rows, a stretch of weight blocks; with many, as many as stay in the second-level cache
+// while a group of row tiles passes.
+constexpr int64_t FEW_TILES = 2, TILES_A_GROUP = 8;
+constexpr int64_t QUANTISED_ROWS = 4;  // an item when rows become integers: sooner done than shared out
+constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 64, CACHED_BLOCKS = 8;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+void Scratch::Free::operator()(float* p) const { std::free(p); }
+
+float* Scratch::take(int64_t count) {
+  count = ceil_div(count, 16) * 16;  // cache lines
+  while (current_ < chunks_.size() && used_ + count > chunks_[current_].size) current_++, used_ = 0;
+  if (current_ == chunks_.size()) {
+    const int64_t size = std::max<int64_t>(count, 1 << 18);
+    void* memory = std::aligned_alloc(64, size * sizeof(float));
+    if (!memory) throw std::bad_alloc();
+    chunks_.push_back({std::unique_ptr<float[], Free>(static_cast<float*>(memory)), size});
+  }
+  float* taken = chunks_[current_].memory.get() + used_;
+  used_ += count;
+  return taken;
+}
+
+void Scratch::reset() {
+  current_ = 0;
+  used_ = 0;
+}
+
+void Engine::prepare(const KernelTable& table, int threads) {
+  table_ = &table;
+  if (threads != pool_->asked()) divide(threads, {});
+  scratch_.reset();
+}
+
+void Engine::divide(int threads, const Units& units) {
+  pool_ = std::make_unique<Pool>(threads, units);
+  narrow_thousandths_ = units.narrow_thousandths;
+}
+
+// The rows as tiles of integers for weights of 8 and 4 bits.
+const char* Engine::quantised_tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+                                       const Norm* norm) {
+  const int64_t in = weights.in, row_bytes = table_->row_bytes(weights.format, in);
+  char* tiles = reinterpret_cast<char*>(scratch_.take(ceil_div(rows, tile_rows) * tile_rows * row_bytes / 4));
+  pool_->run(ceil_div(rows, QUANTISED_ROWS), [&](int64_t item, int) {
+    const int64_t begin = item * QUANTISED_ROWS, end = std::min(rows, begin + QUANTISED_ROWS);
+    for (int64_t r = begin; r < end; r++) {
+      const float* from = x + r * in;
+      const float scale = norm ? table_->inverse_rms(from, in, norm->eps) : 1.0f;
+      char* tile = tiles + r / tile_rows * tile_rows * row_bytes;
+      table_->quantise(weights.format, from, in, scale, norm ? norm->weight : nullptr, tile_rows, r % tile_rows, tile);
+    }
+  });
+  return tiles;
+}
+
+// The rows as a linear's tiles, normed on the way if asked.
+const char* Engine::tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+                             const Norm* norm) {
+  const bool bf16 = weights.format == SWARM_BF16;
+  if (rows == 1 && !norm && !bf16) return reinterpret_cast<const char*>(x);
+  const int64_t in = weights.in, row_floats = table_->row_bytes(weights.format, in) / (int64_t)sizeof(float);
+  float* tiles = scratch_.take(ceil_div(rows, tile_rows) * tile_rows * row_floats);
+  pool_->run(ceil_div(rows, tile_rows), [&](int64_t tile, int) {
+    const int64_t row = tile * tile_rows, count = std::min(tile_rows, rows - row);
+    float scale[MAX_ROW_TILE];
+    if (norm)
+      for (int64_t r = 0; r < count; r++) scale[r] = table_->inverse_rms(x + (row + r) * in, in, norm->eps);
+    table_->fill_tile(bf16, x + row * in, in, count, tile_rows, in, scale, norm ? norm->weight : nullptr,
+                      tiles + row * row_floats);
+  });
+  return reinterpret_cast<const char*>(tiles);
+}
+
+// Where the items of a linear end, for blocks [begin, end) and the threads that do them. With few rows they are long at
+// first, to read memory in long streams, and short towards the end, so that all threads finish together; with many rows
+// they are alike.
+void Engine::add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles) {
+  const int64_t even = std::min(CACHED_BLOCKS, (end - begin) * ceil_div(tiles, TILES_A_GROUP) / (4 * threads));
+  while (begin < end) {
+    const int64_t width = tiles > FEW_TILES ? even : (end - begin) / (2 * threads);
+    begin = std::min(end, begin + std::clamp(width / 2 * 2, MIN_BLOCKS, MAX_BLOCKS));
+    ends_.push_back(begin);
+  }
+}
+
+void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
+                      LinearJob::Epilogue epilogue, float* y, int64_t ldy) {
+  if (rows == 0) return;
+  const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile(weights.format)));
+  LinearJob job;
+  const int64_t padding = weights.format == SWARM_INT4 ? 32 : weights.format == SWARM_INT8 ? 4 : 1;
+  const bool whole = padding > 1;  // the inputs become whole numbers
+  job.x = whole ? quantised_tiles_of(weights, x, rows, tile_rows, norm)
+                : tiles_of(weights, x, rows, tile_rows, norm);
+  job.row_bytes = table_->row_bytes(weights.format, weights.in);
+  job.rows = rows, job.tile_rows = tile_rows, job.in = ceil_div(weights.in, padding) * padding;
+  job.weight = weights.weight, job.scale = weights.scale, job.bias = weights.bias, job.format = weights.format;
+  job.out = weights.out, job.epilogue = epilogue, job.y = y, job.ldy = ldy;
+
+  const int64_t tiles = ceil_div(rows, tile_rows);
+  const int64_t blocks = ceil_div(weights.out, 16) / (epilogue == LinearJob::GATE_UP ? 2 : 1);
+  const int64_t row_groups = ceil_div(tiles, TILES_A_GROUP);
+  const int64_t narrow_threads = pool_->narrow_threads();
+  const int64_t cut = narrow_threads ? blocks - blocks * narrow_thousandths_ / 1000 : blocks;
+  ends_.clear();
+  add_column_ends(0, cut, pool_->threads() - narrow_threads, tiles);
+  const int64_t wide = (int64_t)ends_.size() * row_groups;
+  add_column_ends(cut, blocks, narrow_threads, tiles);
+  const int64_t items = (int64_t)ends_.size() * row_groups;
+  pool_->run(items, items - wide, [&](int64_t item, int) {
+    item = item < wide ? wide - 1 - item : items - 1 - (item - wide);  // rising addresses, large items first
+    const int64_t column = item / row_groups, tile = item % row_groups * TILES_A_GROUP;
+    table_->linear(job, tile, std::min(tile + TILES_A_GROUP, tiles), column ? ends_[column - 1] : 0, ends_[column]);
+  });
+}
+
+void Engine::linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y) {
+  multiply(weights, x, rows, nullptr, LinearJob::STORE, y, weights.out);
+}
+
+void Engine::rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {
+  for (int64_t r = 0; r < rows; r++, x += in, y += in)
+    table_->scale_row(x, in, table_->inverse_rms(x, in, eps), weight, y);
+}
+
+void Engine::layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const float* cos,
+                   const float* sin, int64_t rot, float* hidden) {
+  const int64_t rows = plan.rows, width = layer.o.out, dim = layer.head_dim;
+  const int64_t ld = layer.qkv.out, middle = layer.gate_up.out / 2;
+  float* qkv = scratch_.take(rows * ld);
+  float* mixed = scratch_.take(rows * layer.heads * dim);
+  float* gated = scratch_.take(rows * middle);
+  const Norm attn_norm{layer.attn_norm, layer.eps}, mlp_norm{layer.mlp_norm, layer.eps};
+
+  multiply(layer.qkv, hidden, rows, &attn_norm, LinearJob::STORE, qkv, ld);
+  const float* k = qkv + layer.heads * dim;
+  const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, layer.heads};
+  const Rotation rotation{&layer, cos, sin, rot, qkv};
+  append(cache, plan, heads, &rotation);
+  attend(cache, plan, heads, layer.scale, 0, 0.0f, mixed);
+  multiply(layer.o, mixed, rows, nullptr, LinearJob::ADD, hidden, width);
+  multiply(layer.gate_up, hidden, rows, &mlp_norm, LinearJob::GATE_UP, gated, middle);
+  multiply(layer.down, gated, rows, nullptr, LinearJob::ADD, hidden, width);
+}
+
+}  // namespace swarm

@@ -1,0 +1,81 @@
+// The ops: which pieces of work a call consists of, in which order, on how many threads. One call at a time.
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "abi.h"
+#include "kernels.h"
+#include "threadpool.h"
+
+namespace swarm {
+
+// Floats that live until the call ends; the memory is kept for the next call.
+class Scratch {
+ public:
+  float* take(int64_t count);
+  void reset();
+
+ private:
+  struct Free {
+    void operator()(float* p) const;
+  };
+  struct Chunk {
+    std::unique_ptr<float[], Free> memory;
+    int64_t size;
+  };
+  std::vector<Chunk> chunks_;
+  size_t current_ = 0;
+  int64_t used_ = 0;
+};
+
+class Engine {
+ public:
+  // Before each op: what to run it on. Frees the scratch of the op before.
+  void prepare(const KernelTable& table, int threads);
+  // From now on: divide linears and attention between two units of threads, or, without narrow threads, do not.
+  void divide(int threads, const Units& units);
+
+  void linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y);
+  void rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y);
+  void move_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
+  // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * dim]. q is scaled in a copy.
+  struct Heads {
+    const float *q, *k, *v;
+    int64_t ldq, ldkv, heads;
+  };
+  // How to rotate the heads of `qkv` [rows, (heads + 2 kv_heads) dim] before they are used.
+  struct Rotation {
+    const SwarmLayer* layer;
+    const float *cos, *sin;
+    int64_t rot;
+    float* qkv;
+  };
+  void append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Rotation* rotation);
+  void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, float scale, int64_t window,
+              float softcap, float* out);
+  // hidden [rows, layer.o.out], in place
+  void layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const float* cos,
+             const float* sin, int64_t rot, float* hidden);
+
+ private:
+  struct Norm {
+    const float* weight;
+    float eps;
+  };
+  void multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
+                LinearJob::Epilogue epilogue, float* y, int64_t ldy);
+  void add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles);
+  const char* quantised_tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+                                 const Norm* norm);
+  const char* tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows, const Norm* norm);
+  void rotate(const Rotation& how, int64_t row, int64_t group);
+
+  const KernelTable* table_ = nullptr;
+  std::unique_ptr<Pool> pool_ = std::make_unique<Pool>(1);
+  Scratch scratch_;
+  std::vector<int64_t> ends_;  // of the items of a linear
+  int64_t narrow_thousandths_ = 0;
+};
+
+}  // namespace swarm

@@ -1,0 +1,129 @@
+#include "threadpool.h"
+
+#include <chrono>
+#include <pthread.h>
+#include <sched.h>
+#include <system_error>
+
+namespace swarm {
+namespace {
+
+constexpr auto WORKER_SPIN = std::chrono::microseconds(60);  // regions of one step follow each other within this
+constexpr int PAUSES_A_LOOK = 16;                            // pauses between two looks at the clock
+constexpr int CALLER_SPINS = 2000;                           // then yields: the worker may need this very core
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+uint32_t unclaimed(uint64_t ticket) { return (uint32_t)ticket; }
+
+// A wish: where it is refused, the system goes on deciding.
+void run_on(std::thread& thread, const std::vector<int>& cores) {
+#if defined(__linux__)
+  if (cores.empty()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int core : cores)
+    if (core >= 0 && core < CPU_SETSIZE) CPU_SET(core, &set);
+  pthread_setaffinity_np(thread.native_handle(), sizeof set, &set);
+#else
+  (void)thread, (void)cores;
+#endif
+}
+
+}  // namespace
+
+Pool::Pool(int threads, const Units& units) : asked_(threads), first_narrow_(threads - units.narrow_threads) {
+  workers_.reserve(threads);
+  try {
+    for (int i = 1; i < threads; i++) {
+      workers_.emplace_back([this, i] { serve(i); });
+      run_on(workers_.back(), units.cores[i >= first_narrow_]);
+    }
+  } catch (const std::system_error&) {  // the system has no more threads: go on with those there are
+  }
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_.store(true);
+  }
+  wake_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void Pool::run_region(int64_t wide, int64_t narrow, Call call, const void* context) {
+  call_ = call;
+  context_ = context;
+  unfinished_.store(wide + narrow, std::memory_order_relaxed);
+  shared_.store(narrow == 0, std::memory_order_relaxed);
+  queues_[1].first = wide;
+  const uint64_t region = (queues_[0].ticket.load(std::memory_order_relaxed) >> 32) + 1;
+  queues_[1].ticket.store(region << 32 | (uint64_t)narrow);
+  queues_[0].ticket.store(region << 32 | (uint64_t)wide);  // sequentially consistent with the look at the sleepers
+  if (sleepers_.load() > 0) {
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    wake_.notify_all();
+  }
+  while (claim_one(0)) {
+  }
+  for (int spins = 0; unfinished_.load(std::memory_order_acquire) > 0; spins++)
+    spins < CALLER_SPINS ? pause() : (void)sched_yield();
+}
+
+// A narrow thread that sees `shared_` of another region takes an item it was not meant to have, which harms nobody.
+bool Pool::claim_one(int thread) {
+  if (thread < first_narrow_) return claim_from(queues_[0], thread);
+  return claim_from(queues_[1], thread) ||
+         (shared_.load(std::memory_order_relaxed) && claim_from(queues_[0], thread));
+}
+
+bool Pool::anything_for(int thread) const {
+  if (thread >= first_narrow_ && unclaimed(queues_[1].ticket.load()) > 0) return true;
+  return (thread < first_narrow_ || shared_.load()) && unclaimed(queues_[0].ticket.load()) > 0;
+}
+
+bool Pool::claim_from(Queue& queue, int thread) {
+  uint64_t ticket = queue.ticket.load(std::memory_order_acquire);
+  while (unclaimed(ticket) > 0) {
+    if (!queue.ticket.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+      continue;
+    // The region cannot end, nor its function change, before this item is done.
+    call_(context_, queue.first + (int64_t)unclaimed(ticket) - 1, thread);
+    unfinished_.fetch_sub(1, std::memory_order_release);
+    return true;
+  }
+  return false;
+}
+
+void Pool::serve(int thread) {
+  for (;;) {
+    while (claim_one(thread)) {
+    }
+    if (!await_region(thread)) return;
+  }
+}
+
+// Until there is something to claim; false when the pool ends.
+bool Pool::await_region(int thread) {
+  const auto give_up = std::chrono::steady_clock::now() + WORKER_SPIN;
+  do {
+    for (int i = 0; i < PAUSES_A_LOOK; i++) {
+      if (anything_for(thread)) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < give_up && !stop_.load(std::memory_order_relaxed));
+  std::unique_lock<std::mutex> lock(mutex_);
+  sleepers_.fetch_add(1);
+  wake_.wait(lock, [&] { return stop_.load() || anything_for(thread); });
+  sleepers_.fetch_sub(1);
+  return !stop_.load();
+}
+
+}  // namespace swarm

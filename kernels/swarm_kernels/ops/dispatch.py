@@ -1,0 +1,160 @@
+"""The ops the rest of swarm calls: checks what they are given, once, and picks the backend that answers.
+
+Torch in, torch out; knows no peers. `backend` says what each op computes, `native` chooses what runs on the CPU, `gpu`
+what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swarm.errors import KernelError
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.ops import gpu
+from swarm_kernels.ops.base import int4_linear, int8_linear
+from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
+from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
+from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
+from swarm_kernels.ops.base.validate import check_cache, check_plan, check_rows, check_slots, check_step
+from swarm_kernels.ops.cpu import cpu_library, cpu_linear
+from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
+from swarm_kernels.ops.cpu.cpu_library import available, describe, set_threads, use
+
+__all__ = [
+    "LayerWeights",
+    "Linear",
+    "apply_rope",
+    "attend",
+    "available",
+    "commit_tree_slots",
+    "decoder_layer",
+    "decoder_layers",
+    "describe",
+    "pack_linear",
+    "quantise_linear",
+    "rms_norm",
+    "set_threads",
+    "use",
+]
+
+
+def _backend(x: torch.Tensor, head_dim: int = gpu.USUAL_HEAD_DIM) -> AttentionBackend:
+    """The fastest that runs on x's device, and on a GPU in its dtype and head size."""
+    library = cpu_library.library() if x.is_cpu else None
+    if library is not None:
+        return cpu_backend(library)
+    return gpu.backend(x.device, x.dtype, head_dim) or REFERENCE
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: BatchPlan,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """See `AttentionBackend.attend`. Raises KernelError."""
+    pages, _, dim, _ = check_rows(q, k, v, k_pages, v_pages, plan)
+    backend = _backend(q, dim)
+    if not backend.supports_attention(q.shape[1], k_pages):
+        backend = REFERENCE
+    if not backend.checks_slots:
+        check_plan(plan, pages)
+    return backend.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
+
+
+def commit_tree_slots(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+) -> None:
+    """See `AttentionBackend.commit_tree_slots`. Raises KernelError."""
+    pages, _, dim, _ = check_cache(k_pages, v_pages)
+    check_slots(copy_from, copy_to, pages)
+    backend = _backend(k_pages, dim)
+    if not backend.supports_cache(k_pages):
+        backend = REFERENCE
+    backend.commit_tree_slots(k_pages, v_pages, copy_from, copy_to)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `AttentionBackend.rms_norm`."""
+    backend = _backend(x)
+    return (backend if backend.supports_norm(x) else REFERENCE).rms_norm(x, weight, eps)
+
+
+def decoder_layer(
+    hidden: torch.Tensor,
+    weights: LayerWeights,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: BatchPlan,
+) -> torch.Tensor:
+    """`decoder_layers` of one layer."""
+    return decoder_layers(hidden, (weights,), cos, sin, ((k_pages, v_pages),), plan)
+
+
+def decoder_layers(
+    hidden: torch.Tensor,
+    layers: Sequence[LayerWeights],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    caches: Sequence[LayerCache],
+    plan: BatchPlan,
+) -> torch.Tensor:
+    """See `LayerStack.run`. Raises KernelError.
+
+    Prefer it to a loop: compiled, the stack is one call that holds no GIL from beginning to end, so a busy event loop
+    delays a step once instead of once a layer.
+    """
+    if not layers:
+        return hidden
+    backend = _backend(hidden, layers[0].head_dim)
+    stack = backend.layer_stack(layers, caches, hidden.dtype)
+    if stack is None:
+        backend, stack = REFERENCE, REFERENCE.layer_stack(layers, caches, hidden.dtype)
+    assert stack is not None  # the reference supports every layer
+    check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
+    if not backend.checks_slots:
+        check_plan(plan, stack.pages)
+    return stack.run(hidden, layers, cos, sin, caches, plan)
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Prepare a linear layer once. `weight [N, K]` bf16, fp32 or fp16 on any device, `bias [N]` or None.
+
+    The result maps `x [n, K]` to `[n, N]` of x's dtype; a row's result does not depend on the other rows. Fused
+    projections (QKV, gate-up) are concatenated by output before packing. The weight may be dropped afterwards. fp16 on
+    the CPU is left to torch: a span there computes in bf16 or fp32.
+    """
+    _check_shapes(weight, bias)
+    packable = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32)
+    if packable and cpu_library.library() is not None:
+        return cpu_linear.pack_linear(weight, bias)
+    return plain_linear(weight, bias)
+
+
+def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Linear:
+    """Prepare a linear layer in 8 or 4 `bits`, see `quantised` and `quantised4`. `weight [N, K]` of any float dtype,
+    best fp32, `bias [N]`.
+
+    As `pack_linear` otherwise; a half and 5/16 of the memory of bf16 (on a GPU and where nothing is compiled, 4 bits
+    take a little more than 8).
+    """
+    _check_shapes(weight, bias)
+    if bits not in (4, 8):
+        raise KernelError(f"a linear layer cannot be held in {bits} bits")
+    if weight.device.type == "cpu" and cpu_library.library() is not None:
+        return (cpu_linear.quantise_linear4 if bits == 4 else cpu_linear.quantise_linear)(weight, bias)
+    return (int4_linear.quantise_linear if bits == 4 else int8_linear.quantise_linear)(weight, bias)
+
+
+def _check_shapes(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise KernelError(f"a linear layer of shape {tuple(weight.shape)} cannot be packed with this bias")

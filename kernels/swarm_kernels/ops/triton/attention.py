@@ -1,0 +1,219 @@
+"""Launches paged tree attention: which tile, how many splits, which buffers. `AttentionBackend.attend` is its contract.
+
+Owns the sizes, which depend on shapes alone and never on values: nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.ops.base.torch_reference import REFERENCE
+from swarm_kernels.ops.triton import attention_kernels, cache_kernels
+
+MAX_HEAD_DIM = 256
+MAX_JOINT = 64
+"""Query heads that may share a KV head: they are one tile's rows."""
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_PLAN_DTYPES = {
+    "positions": torch.int64,
+    "session": torch.int32,
+    "past": torch.int32,
+    "write": torch.int64,
+    "pages": torch.int32,
+    "tree_pages": torch.int32,
+    "tree_mask": torch.int64,
+    "copy_from": torch.int64,
+    "copy_to": torch.int64,
+}
+_LOG2E = 1.4426950408889634
+_CUT_BLOCK = 1024
+_MAX_COPIES = 512  # in one launch; a register each and dimension
+_MAX_SPLITS = 64
+_SPLIT_KEYS = 256  # fewer do not pay for the merge
+_WAVES = 2  # programs wanted for each multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What of a model's attention the kernels are compiled for."""
+
+    heads: int
+    groups: int
+    dim: int
+
+    @property
+    def joint(self) -> int:
+        return self.heads // self.groups
+
+    @property
+    def block_d(self) -> int:
+        return max(16, int(triton.next_power_of_2(self.dim)))
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How a batch is cut. `tile`: rows of one; `tiles`: how many are launched, of which some may stay empty."""
+
+    tile: int
+    tiles: int
+    splits: int
+    block_m: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """A tiling, and on the device where its tiles begin (`attention_kernels.cut_tiles`)."""
+
+    tiling: TileConfig
+    starts: torch.Tensor  # [n + 2] int32
+
+
+def covers(heads: AttentionShape, dtype: torch.dtype) -> bool:
+    """Whether the kernels compute attention of this shape."""
+    return dtype in _DTYPES and heads.dim <= MAX_HEAD_DIM and heads.joint <= MAX_JOINT
+
+
+def block_n(heads: AttentionShape, dtype: torch.dtype) -> int:
+    """Keys a program holds at once: key and value blocks of two stages fit 96 KiB of shared memory. Divides 64."""
+    bytes_per_key = heads.block_d * dtype.itemsize
+    return min(64, max(16, 16384 // bytes_per_key))
+
+
+def launch_options(heads: AttentionShape, dtype: torch.dtype, block_m: int) -> dict[str, int]:
+    """Warps of a program and stages of its pipeline."""
+    return {"num_warps": 8 if block_m * heads.block_d > 8192 else 4, "num_stages": 2}
+
+
+def choose_tiling(
+    rows: int, sessions: int, context: int, heads: AttentionShape, dtype: torch.dtype, processors: int
+) -> TileConfig:
+    """A tiling for `rows` rows of `sessions` sessions with at most `context` committed keys each.
+
+    Tiles as tall as the average session (so that its rows share what they read), splits until every one of the
+    device's `processors` has something to do.
+    """
+    tallest = 32 if dtype == torch.float32 else 64
+    wanted = -(-rows // max(1, sessions)) * heads.joint
+    block_m = max(16, min(tallest, int(triton.next_power_of_2(wanted))), int(triton.next_power_of_2(heads.joint)))
+    tile = block_m // heads.joint
+    tiles = min(rows, -(-rows // tile) + sessions)
+    room = min(_WAVES * processors // (tiles * heads.groups), context // _SPLIT_KEYS, _MAX_SPLITS)
+    splits = 1 << (max(1, room).bit_length() - 1)
+    return TileConfig(tile, tiles, splits, block_m)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few for the interpreter, so that tests see splits."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 64
+
+
+def tiling_of(plan: BatchPlan, heads: AttentionShape, dtype: torch.dtype) -> TileConfig:
+    """The tiling for a plan, whose shapes are all it looks at."""
+    sessions, width = plan.pages.shape
+    return choose_tiling(plan.rows, sessions, width * PAGE, heads, dtype, processors(plan.pages.device))
+
+
+def wider(q: torch.dtype, cache: torch.dtype) -> torch.dtype:
+    """The format that decides how much fits: products are computed in the queries', copies made in the cache's."""
+    return q if q.itemsize >= cache.itemsize else cache
+
+
+def plain(plan: BatchPlan) -> BatchPlan:
+    """`plan` itself if its tensors are as the kernels read them (`BatchPlan`), else a copy that is."""
+    tensors = [getattr(plan, name).to(dtype).contiguous() for name, dtype in _PLAN_DTYPES.items()]
+    same = all(tensor is getattr(plan, name) for name, tensor in zip(_PLAN_DTYPES, tensors, strict=True))
+    return plan if same else BatchPlan(*tensors)
+
+
+def cut(plan: BatchPlan, tiling: TileConfig) -> SplitPlan:
+    """Find the tiles of a plan, on the device."""
+    starts = torch.empty(plan.rows + 2, dtype=torch.int32, device=plan.session.device)
+    attention_kernels.cut_tiles[(1,)](plan.session, starts, plan.rows, TILE=tiling.tile, BLOCK=_CUT_BLOCK)
+    return SplitPlan(tiling, starts)
+
+
+def commit_tree_slots(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+) -> None:
+    """See `AttentionBackend.commit_tree_slots`. Slots below 0 are skipped, if there are no more than a launch takes."""
+    count = copy_from.shape[0]
+    if count == 0:
+        return
+    if count > _MAX_COPIES:
+        REFERENCE.commit_tree_slots(k_pages, v_pages, copy_from, copy_to)
+        return
+    _, groups, dim, _ = k_pages.shape
+    block_c = max(16, int(triton.next_power_of_2(count)))
+    block_d = min(int(triton.next_power_of_2(dim)), max(16, 4096 // block_c))
+    cache_kernels.move_slots[(groups, triton.cdiv(dim, block_d))](
+        k_pages, v_pages, copy_from, copy_to, count,
+        GROUPS=groups, D=dim, PAGE=PAGE, BLOCK_C=block_c, BLOCK_D=block_d,
+    )  # fmt: skip
+
+
+def append(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, write: torch.Tensor) -> None:
+    """See `reference.append`; rows whose slot is below 0 are skipped."""
+    rows, groups, dim = k.shape
+    k, v = _rows(k), _rows(v)
+    cache_kernels.place_heads[(rows, 2 * groups)](
+        k, k, v, k, k_pages, v_pages, write, k, k, k, k, 0, k.stride(0), v.stride(0), 0, 0.0,
+        HEADS=0, GROUPS=groups, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), PAGE=PAGE,
+        TURN=False, NORM_Q=False, NORM_K=False, num_warps=1,
+    )  # fmt: skip
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`[n, heads, D]` with the heads of a row side by side; rows may be further apart."""
+    dense = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+    return x if dense else x.contiguous()
+
+
+def attend_placed(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: BatchPlan,
+    tiles: SplitPlan,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of `q [n, H, D]` once its rows' keys and values are in their pages -> `[n, H, D]`, contiguous."""
+    q = _rows(q)
+    rows, count, dim = q.shape
+    heads = AttentionShape(count, k_pages.shape[1], dim)
+    tiling, widest = tiles.tiling, wider(q.dtype, k_pages.dtype)
+    out = q.new_empty(rows, count, dim)
+    sums = stats = out
+    if tiling.splits > 1:
+        sums = q.new_empty(tiling.splits, rows, count, dim, dtype=torch.float32)
+        stats = q.new_empty(tiling.splits, rows, count, 2, dtype=torch.float32)
+    factor, cap = (scale * _LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
+    attention_kernels.attend_tiles[(tiling.tiles, heads.groups, tiling.splits)](
+        q, k_pages, v_pages, sums, stats, plan.positions, plan.session, plan.past, plan.pages, plan.tree_pages,
+        plan.tree_mask, tiles.starts, rows, plan.pages.shape[1], plan.tree_pages.shape[1], plan.tree_mask.shape[1],
+        sliding_window or 0, q.stride(0), factor, cap,
+        GROUPS=heads.groups, JOINT=heads.joint, D=dim, BLOCK_D=heads.block_d, BLOCK_M=tiling.block_m,
+        BLOCK_N=block_n(heads, widest), PAGE=PAGE, SPLIT=tiling.splits > 1,
+        WINDOWED=sliding_window is not None, CAPPED=softcap is not None, DOT=dot_type(q.dtype),
+        **launch_options(heads, widest, tiling.block_m),
+    )  # fmt: skip
+    if tiling.splits > 1:
+        attention_kernels.merge_splits[(rows * count,)](
+            sums, stats, out, rows * count, D=dim, BLOCK_D=heads.block_d, SPLITS=tiling.splits
+        )
+    return out
+
+
+def dot_type(dtype: torch.dtype) -> tl.dtype:
+    """Format of the matrix products' inputs. Triton's interpreter has no bf16 products: there they are widened."""
+    return tl.float32 if knobs.runtime.interpret and dtype == torch.bfloat16 else _DTYPES[dtype]

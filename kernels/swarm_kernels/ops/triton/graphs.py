@@ -1,0 +1,105 @@
+"""CUDA graphs over stacks of decoder layers: a step of a few rows is one launch instead of hundreds.
+
+Owns which batches are captured, when, and for how long a graph is kept. What is captured is `layers.decoder_layers` on
+a `FixedBatch`; the arithmetic is the same as without a graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.ops.base.backend import LayerCache, LayerStack
+from swarm_kernels.ops.base.layer_weights import LayerWeights
+from swarm_kernels.ops.triton.attention import processors
+from swarm_kernels.ops.triton.layers import decoder_layers, heads_of
+from swarm_kernels.ops.triton.padded_batch import FixedBatch, Size
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE as _PoolHandle
+
+logger = logging.getLogger(__name__)
+
+_GRAPHS_KEPT = 32  # of one stack
+
+
+class _Graph:
+    """One captured step. It reads the pages and weights it was captured with wherever they lay then."""
+
+    def __init__(
+        self, batch: FixedBatch, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], pool: _PoolHandle
+    ) -> None:
+        """Capture while `batch` is blank: the run that warms up must leave the cache as it is. Raises RuntimeError."""
+        self.batch = batch
+        self._graph = torch.cuda.CUDAGraph()
+        tiling = batch.size.tiling
+        side = torch.cuda.Stream(batch.hidden.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compiles kernels and makes cuBLAS take its workspace
+            decoder_layers(batch.hidden, layers, batch.cos, batch.sin, caches, batch.plan, tiling)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            self._out = decoder_layers(batch.hidden, layers, batch.cos, batch.sin, caches, batch.plan, tiling)
+
+    def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        self.batch.load(hidden, cos, sin, plan)
+        self._graph.replay()
+        return self._out[: hidden.shape[0]].clone()
+
+
+class TritonLayerStack(LayerStack):
+    """Layers on the GPU with the graphs captured of them."""
+
+    def __init__(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
+        super().__init__(layers, caches)
+        self._graphs: OrderedDict[Size, _Graph] = OrderedDict()
+        self._seen: set[Size] = set()
+        self._pool: _PoolHandle | None = None
+        self._eager = False  # once a capture has failed
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        caches: Sequence[LayerCache],
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        """A size is captured when it comes the second time."""
+        with torch.cuda.device(hidden.get_device()):
+            size = None
+            if not self._eager:
+                size = Size.of(plan, heads_of(layers[0]), hidden.dtype, processors(hidden.device))
+            graph = None if size is None else self._graph(size, hidden, layers, cos.shape[1], caches)
+            if graph is None:
+                return decoder_layers(hidden, layers, cos, sin, caches, plan)
+            return graph.run(hidden, cos, sin, plan)
+
+    def _graph(
+        self, size: Size, hidden: torch.Tensor, layers: Sequence[LayerWeights], rot: int, caches: Sequence[LayerCache]
+    ) -> _Graph | None:
+        known = self._graphs.get(size)
+        if known is not None:
+            self._graphs.move_to_end(size)
+            return known
+        if size not in self._seen:
+            self._seen.add(size)
+            return None
+        while len(self._graphs) >= _GRAPHS_KEPT:
+            self._graphs.popitem(last=False)
+        try:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            batch = FixedBatch(size, hidden.shape[1], rot, hidden.dtype, hidden.device)
+            made = self._graphs[size] = _Graph(batch, layers, caches, self._pool)
+        except RuntimeError as error:  # too little memory for its buffers, or a driver that cannot capture
+            logger.warning("no CUDA graphs from here on: %s", str(error).splitlines()[0])
+            self._eager = True
+            self._graphs.clear()
+            return None
+        return made

@@ -1,0 +1,139 @@
+"""Whole decoder layers on a GPU: torch's matrix products (cuBLAS), everything between them in our kernels.
+
+Five launches of ours and four products a layer, six when the context is split. Nothing waits for the device, and the
+sizes launched depend on shapes alone, so a stack can be captured into a CUDA graph (`graphs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.ops.base.backend import LayerCache
+from swarm_kernels.ops.base.layer_weights import LayerWeights
+from swarm_kernels.ops.triton import cache_kernels, row_kernels
+from swarm_kernels.ops.triton.attention import (
+    AttentionShape,
+    TileConfig,
+    attend_placed,
+    commit_tree_slots,
+    covers,
+    cut,
+    plain,
+    tiling_of,
+)
+
+MAX_WIDTH = 32768
+"""Widest row of a norm: a program holds it in registers."""
+
+_ACT_BLOCK = 1024
+
+
+def heads_of(weights: LayerWeights) -> AttentionShape:
+    return AttentionShape(weights.heads, weights.kv_heads, weights.head_dim)
+
+
+def covers_layers(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
+    """Whether every layer runs on these kernels with activations and pages of `dtype`, all with the same heads."""
+    alike = len({heads_of(w) for w in layers}) <= 1  # tiles are chosen once for all
+    return alike and all(covers(heads_of(w), dtype) and w.o.out_features <= MAX_WIDTH for w in layers)
+
+
+def decoder_layers(
+    hidden: torch.Tensor,
+    layers: Sequence[LayerWeights],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    caches: Sequence[LayerCache],
+    plan: BatchPlan,
+    tiling: TileConfig | None = None,
+) -> torch.Tensor:
+    """See `LayerStack.run`. `tiling`: None to choose it by the plan's shapes."""
+    plan = plain(plan)
+    tiles = cut(plan, tiling or tiling_of(plan, heads_of(layers[0]), hidden.dtype))
+    hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
+    rows = hidden.shape[0]
+    delta: torch.Tensor | None = None  # what the layer before adds to the residual stream
+    for w, (k_pages, v_pages) in zip(layers, caches, strict=True):
+        if delta is None:
+            normed = rms_norm(hidden, w.attn_norm, w.eps)
+        else:
+            hidden, normed = add_rms_norm(hidden, delta, w.attn_norm, w.eps)
+        commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+        q = place(w.qkv(normed), w, cos, sin, k_pages, v_pages, plan.write)
+        mixed = attend_placed(q, k_pages, v_pages, plan, tiles, w.scale, None, None)
+        hidden, normed = add_rms_norm(hidden, w.o(mixed.view(rows, -1)), w.mlp_norm, w.eps)
+        delta = w.down(silu_times(w.gate_up(normed)))
+    return hidden if delta is None else hidden + delta
+
+
+def place(
+    packed: torch.Tensor,
+    weights: LayerWeights,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    write: torch.Tensor,
+) -> torch.Tensor:
+    """Head norms, rotation and append in one launch: `packed [n, (H + 2 G) D]` -> queries `[n, H, D]`.
+
+    Keys and values go to their rows' slots; rows whose slot is below 0 are skipped.
+    """
+    w, rows = weights, packed.shape[0]
+    stride, keys = packed.shape[1], w.heads * w.head_dim
+    q = packed.new_empty(rows, w.heads, w.head_dim)
+    cache_kernels.place_heads[(rows, w.heads + 2 * w.kv_heads)](
+        packed, packed[:, keys:], packed[:, keys + w.kv_heads * w.head_dim :], q, k_pages, v_pages, write, cos, sin,
+        cos if w.q_norm is None else w.q_norm, cos if w.k_norm is None else w.k_norm,
+        stride, stride, stride, cos.shape[1], w.eps,
+        HEADS=w.heads, GROUPS=w.kv_heads, D=w.head_dim, BLOCK_D=heads_of(w).block_d, PAGE=PAGE,
+        TURN=True, NORM_Q=w.q_norm is not None, NORM_K=w.k_norm is not None, num_warps=1,
+    )  # fmt: skip
+    return q
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `AttentionBackend.rms_norm`; the last dimension at most MAX_WIDTH."""
+    flat = x.contiguous().view(-1, x.shape[-1])
+    out = torch.empty_like(flat)
+    _launch_norm(flat, flat, weight, flat, out, eps, add=False)
+    return out.view(x.shape)
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x`, `delta` `[n, width]`, contiguous -> `x + delta`, rounded to their dtype, and its RMS norm."""
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm(x, delta, weight, total, out, eps, add=True)
+    return total, out
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    total: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    add: bool,
+) -> None:
+    rows, width = x.shape
+    if rows:
+        block = int(triton.next_power_of_2(width))
+        row_kernels.add_rms_norm[(rows,)](
+            x, delta, weight, total, out, eps,
+            WIDTH=width, BLOCK=block, ADD=add, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+
+
+def silu_times(gate_up: torch.Tensor) -> torch.Tensor:
+    """`[n, 2 width]`, gates then ups, contiguous -> `silu(gate) * up` `[n, width]`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    row_kernels.silu_times[(rows, triton.cdiv(width, _ACT_BLOCK))](gate_up, out, WIDTH=width, BLOCK=_ACT_BLOCK)
+    return out

@@ -1,0 +1,119 @@
+"""A batch of fixed size that smaller batches are padded to, so that one CUDA graph serves them all.
+
+Owns the sizes, the buffers and what padding looks like: a padded row sees nothing and is written nowhere, a padded copy
+is skipped. Knows no graph; runs on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.ops.triton.attention import AttentionShape, TileConfig, choose_tiling, plain
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of the batches that are worth a graph; wider ones keep the device busy by themselves."""
+
+_COPIES = (0, 16, 64, 512)
+_FEWEST_PAGES = 16
+_SKIP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Everything a graph's launches depend on."""
+
+    rows: int
+    pages: int  # columns of the page table
+    words: int  # of a tree mask
+    copies: int
+    tiling: TileConfig
+
+    @classmethod
+    def of(cls, plan: BatchPlan, heads: AttentionShape, dtype: torch.dtype, processors: int) -> Size | None:
+        """The size that holds `plan`, or None if it is too large for any."""
+        rows = next((width for width in WIDTHS if width >= plan.rows), 0)
+        copies = next((count for count in _COPIES if count >= plan.copy_from.shape[0]), -1)
+        if not rows or not plan.rows or copies < 0:
+            return None
+        sessions, columns = plan.pages.shape
+        words = plan.tree_mask.shape[1]
+        pages = max(_FEWEST_PAGES, int(triton.next_power_of_2(columns)))
+        share = min(rows, int(triton.next_power_of_2(-(-plan.rows // max(1, sessions)))))  # rows of a session
+        tiling = choose_tiling(rows, -(-rows // share), pages * PAGE, heads, dtype, processors)
+        return cls(rows, pages, int(triton.next_power_of_2(words)) if words else 0, copies, tiling)
+
+
+class FixedBatch:
+    """Buffers of one `Size`: `hidden [rows, width]`, `cos`, `sin` `[rows, rot]`, `plan`. Blank until loaded.
+
+    The plan's tables have a line a row, for every row may be of another session. Entries that a batch does not set keep
+    those of an earlier one, which name pages of the same cache and are never looked at.
+    """
+
+    def __init__(self, size: Size, width: int, rot: int, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False):  # buffers that may be written inside and outside of it
+            self.size = size
+            self.hidden = torch.zeros(size.rows, width, dtype=dtype, device=device)
+            self.cos = torch.zeros(size.rows, rot, device=device)
+            self.sin = torch.zeros(size.rows, rot, device=device)
+            self.plan = _blank_plan(size, device)
+        self._rows = 0  # that are not padding
+        self._copies = 0
+
+    @torch.no_grad()
+    def load(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: BatchPlan) -> None:
+        """Copy a batch in and make the rest padding. Nothing waits for the device."""
+        rows, copies, mine, other = plan.rows, plan.copy_from.shape[0], self.plan, plain(plan)
+        self.hidden[:rows].copy_(hidden)
+        self.cos[:rows].copy_(cos)
+        self.sin[:rows].copy_(sin)
+        for name in ("positions", "session", "past", "write"):
+            getattr(mine, name)[:rows].copy_(getattr(other, name))
+        _corner(mine.pages, other.pages)
+        if self.size.words:
+            words = other.tree_mask.shape[1]
+            _corner(mine.tree_pages, other.tree_pages)
+            mine.tree_mask[:rows, :words].copy_(other.tree_mask)
+            mine.tree_mask[:rows, words:].zero_()
+        if copies:
+            mine.copy_from[:copies].copy_(other.copy_from)
+            mine.copy_to[:copies].copy_(other.copy_to)
+        self._pad(rows, copies)
+
+    def _pad(self, rows: int, copies: int) -> None:
+        """Blank what the batch before left beyond this one."""
+        if rows < self._rows:
+            stale = slice(rows, self._rows)
+            self.plan.session[stale].zero_()
+            self.plan.past[stale].zero_()
+            self.plan.tree_mask[stale].zero_()
+            self.plan.write[stale].fill_(_SKIP)
+        if copies < self._copies:
+            self.plan.copy_from[copies : self._copies].fill_(_SKIP)
+        self._rows, self._copies = rows, copies
+
+
+def _corner(table: torch.Tensor, smaller: torch.Tensor) -> None:
+    lines, columns = min(smaller.shape[0], table.shape[0]), min(smaller.shape[1], table.shape[1])
+    table[:lines, :columns].copy_(smaller[:lines, :columns])
+
+
+def _blank_plan(size: Size, device: torch.device) -> BatchPlan:
+    def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    return BatchPlan(
+        positions=filled(0, torch.int64, size.rows),
+        session=filled(0, torch.int32, size.rows),
+        past=filled(0, torch.int32, size.rows),
+        write=filled(_SKIP, torch.int64, size.rows),
+        pages=filled(0, torch.int32, size.rows, size.pages),
+        tree_pages=filled(0, torch.int32, size.rows, size.words * (64 // PAGE)),
+        tree_mask=filled(0, torch.int64, size.rows, size.words),
+        copy_from=filled(_SKIP, torch.int64, size.copies),
+        copy_to=filled(0, torch.int64, size.copies),
+    )

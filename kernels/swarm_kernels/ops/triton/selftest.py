@@ -1,0 +1,105 @@
+"""Whether the kernels compute what the reference does on this very device: run once before they are trusted.
+
+Owns a small random batch with everything in it: a prompt's line, a tree with holes, one decoding row far enough in for
+splits. Raises KernelError with the distance found.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swarm.errors import KernelError
+from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
+from swarm_kernels.ops.base.torch_reference import REFERENCE, decoder_layer
+from swarm_kernels.ops.triton import layers
+from swarm_kernels.ops.triton.backend import TRITON
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest honest relative L2 distance of one layer's output from the reference's in the same format."""
+
+_HEADS, _GROUPS, _WIDTH, _MIDDLE = 6, 2, 96, 160
+_LONG = 40 * PAGE  # committed tokens of the session whose context is split
+
+
+def run(device: torch.device, dtype: torch.dtype, dim: int = 64) -> None:
+    """Compare one decoder layer and one capped, windowed attention with the reference, both with heads of `dim`.
+
+    Raises KernelError.
+    """
+    generator = torch.Generator().manual_seed(0)
+    plan, pages = _batch(device)
+    shapes = (pages, _GROUPS, dim, PAGE), (pages, _GROUPS, PAGE, dim)
+    ours = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    theirs = [tensor.clone() for tensor in ours]
+    weights = _layer(device, dtype, dim, generator)
+    hidden = torch.randn(plan.rows, _WIDTH, generator=generator).to(device, dtype)
+    angles = torch.outer(plan.positions.float(), 1e4 ** (-torch.arange(0, dim, 2, device=device) / dim)).repeat(1, 2)
+    turn = angles.cos(), angles.sin()
+    got = layers.decoder_layers(hidden, (weights,), *turn, ((ours[0], ours[1]),), plan)
+    want = decoder_layer(hidden, weights, *turn, theirs[0], theirs[1], plan)
+    _compare("a layer", got - hidden, want - hidden, dtype)
+    for name, mine, other in zip(("keys", "values"), ours, theirs, strict=True):
+        _compare(name, mine, other, dtype)
+    q, k, v = (
+        torch.randn(plan.rows, n, dim, generator=generator).to(device, dtype) for n in (_HEADS, _GROUPS, _GROUPS)
+    )
+    got = TRITON.attend(q, k, v, ours[0], ours[1], plan, dim**-0.5, 50, 5.0)
+    want = REFERENCE.attend(q, k, v, theirs[0], theirs[1], plan, dim**-0.5, 50, 5.0)
+    _compare("attention", got, want, dtype)
+
+
+def _compare(what: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    error = float((got.float() - want.float()).norm() / want.float().norm())
+    if not error <= TOLERANCE[dtype]:
+        raise KernelError(f"the kernels compute {what} in {dtype} with an error of {error:.2g}")
+
+
+def _batch(device: torch.device) -> tuple[BatchPlan, int]:
+    """Session 0: five prompt rows after three; 1: three tree slots on 20 tokens; 2: one row at _LONG. And a copy."""
+    long_pages = _LONG // PAGE + 1
+    pages = torch.zeros(3, long_pages, dtype=torch.int32)
+    pages[0, 0], pages[1, :2] = 1, torch.tensor([2, 3])
+    pages[2] = torch.arange(5, 5 + long_pages).flip(0)
+    tree_pages = torch.tensor([[0], [4], [0]], dtype=torch.int32)
+    positions = [3, 4, 5, 6, 7, 20, 21, 21, _LONG]
+    past = [4, 5, 6, 7, 8, 20, 20, 20, _LONG + 1]
+    session = [0] * 5 + [1] * 3 + [2]
+    write = [PAGE + i for i in range(3, 8)] + [4 * PAGE + slot for slot in (0, 2, 5)] + [5 * PAGE]
+    mask = [0] * 5 + [0b1, 0b101, 0b100001] + [0]
+    copies = [4 * PAGE + 7], [2 * PAGE + 9]
+    plan = BatchPlan(
+        torch.tensor(positions), torch.tensor(session).int(), torch.tensor(past).int(), torch.tensor(write), pages,
+        tree_pages, torch.tensor(mask)[:, None], torch.tensor(copies[0]), torch.tensor(copies[1]),
+    )  # fmt: skip
+    return on_device(plan, device), 5 + long_pages
+
+
+def on_device(plan: BatchPlan, device: torch.device) -> BatchPlan:
+    """The same plan with its tensors on `device`."""
+    return BatchPlan(*(getattr(plan, name).to(device) for name in BatchPlan.__dataclass_fields__))
+
+
+def _layer(device: torch.device, dtype: torch.dtype, dim: int, generator: torch.Generator) -> LayerWeights:
+    def linear(outputs: int, inputs: int) -> Linear:
+        weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
+        return plain_linear(weight.to(device, dtype))
+
+    def norm(size: int) -> torch.Tensor:
+        return (torch.rand(size, generator=generator) + 0.5).to(device)
+
+    return LayerWeights(
+        attn_norm=norm(_WIDTH),
+        qkv=linear((_HEADS + 2 * _GROUPS) * dim, _WIDTH),
+        o=linear(_WIDTH, _HEADS * dim),
+        mlp_norm=norm(_WIDTH),
+        gate_up=linear(2 * _MIDDLE, _WIDTH),
+        down=linear(_WIDTH, _MIDDLE),
+        heads=_HEADS,
+        kv_heads=_GROUPS,
+        head_dim=dim,
+        eps=1e-5,
+        scale=dim**-0.5,
+        q_norm=norm(dim),
+        k_norm=norm(dim),
+    )

@@ -1,0 +1,290 @@
+"""The general span: any decoder that transformers can run through its attention interface, on our paged attention.
+
+Owns how transformers' own forward code is made to run a slice of its layers on packed rows. Each decoder layer sits
+behind a `_Gate`: those before the slice pass on what they get, the one right before it hands in our hidden states, the
+last one of the slice ends the run. So everything a model does around its layers (positions, scales, caps on logits) is
+transformers' own code and need not be known here. Only code that ships with transformers runs, never a model's own.
+
+Reading the weights is `general_load`'s work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from swarm.errors import InvalidRequest, OutOfMemory, UnsupportedModel
+from swarm.types import LayerSpan
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.kvcache.cache import KVCache, KvShape
+from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.ops import dispatch
+from swarm_kernels.runtime.hf_weights import Skeleton, load_weights, skeleton
+from swarm_kernels.runtime.span import Progress, check_part, check_tokens
+
+ATTENTION = "swarm"
+"""Our name in transformers' attention interface."""
+
+_IGNORED = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions",
+                      "output_hidden_states", "position_embeddings", "return_dict", "logits_to_keep"})  # fmt: skip
+"""Words of the interface that say nothing our plan does not say already; any other that is set changes the result."""
+
+_PROBE_ERRORS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, NotImplementedError)
+"""How a model fails that needs more than its hidden states and positions."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """What the attention of the layers needs to know while a batch is in flight."""
+
+    plan: BatchPlan
+    cache: KVCache | None  # None: note the shapes, compute nothing
+    first_layer: int
+    seen: list[tuple[int, int, int]] = field(default_factory=list)  # (layer of the span, key heads, head size)
+
+
+_running: ContextVar[_Run] = ContextVar("swarm_running")
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: `query [1, H, n, D]`, `key`, `value` `[1, G, n, D]` -> `[1, n, H, D]`."""
+    unknown = [name for name, given in others.items() if name not in _IGNORED and given is not None]
+    if attention_mask is not None or unknown:
+        raise UnsupportedModel(f"its attention needs {', '.join(unknown) or 'a mask of its own'}")
+    run = _running.get()
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    wide, size = q.shape[-1], v.shape[-1]
+    if size < wide:  # smaller values than keys (multi-head latent attention): the cache holds both at one size
+        v = torch.nn.functional.pad(v, (0, wide - size))
+    layer = int(module.layer_idx) - run.first_layer  # type: ignore[arg-type]
+    if run.cache is None:
+        run.seen.append((layer, k.shape[1], wide))
+        return q[None, ..., :size], None
+    scale = wide**-0.5 if scaling is None else scaling
+    mixed = dispatch.attend(q, k, v, run.cache.k[layer], run.cache.v[layer], run.plan, scale, sliding_window, softcap)
+    return mixed[None, ..., :size], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class _Finished(Exception):
+    """Ends transformers' forward once the last layer asked for has run. Never leaves this module."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass(slots=True)
+class _Route:
+    """What the gates of one model do in the run at hand."""
+
+    start: int = 0
+    end: int = 0
+    hidden: torch.Tensor | None = None  # handed in before layer `start`
+    tuples: bool = False  # whether this model's layers return tuples
+    probe: torch.nn.Module | None = None  # a layer to run in place of layer 0, to learn `tuples`
+
+
+class _Gate(torch.nn.Module):
+    """Stands where layer `index` was; attributes the model reads from its layers are the layer's."""
+
+    def __init__(self, layer: torch.nn.Module, index: int, route: _Route) -> None:
+        super().__init__()
+        self.layer = layer
+        self.index = index
+        self.route = route
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        route = self.route
+        if route.start <= self.index < route.end:
+            output = (route.probe or self.layer)(hidden, *args, **kwargs)
+            if self.index == route.end - 1:
+                route.tuples = isinstance(output, tuple)
+                raise _Finished(output[0] if route.tuples else output)
+            return output
+        if self.index == route.start - 1 and route.hidden is not None:
+            hidden = route.hidden
+        return (hidden,) if route.tuples else hidden
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class GeneralSpan:
+    """See `span.Span`. Use `load`."""
+
+    def __init__(
+        self, config: ModelConfig, layers: LayerSpan, dtype: torch.dtype, device: torch.device, model: Skeleton
+    ) -> None:
+        """`model`: its weights loaded. Raises UnsupportedModel if its layers cannot run on our attention."""
+        self.config = config
+        self.layers = layers
+        self.dtype = dtype
+        self.device = device
+        self.is_first = layers.start == 0
+        self.is_last = layers.end == config.num_layers
+        self._model = model.causal_lm
+        self._decoder = model.decoder
+        self._embedding = model.embedding
+        self._embedding_size = int(next(model.embedding.parameters()).shape[-1])
+        self.layer_bytes = max(_nbytes(model.layers[index]) for index in layers)
+        self.edge_bytes = _nbytes(model.causal_lm) - sum(_nbytes(layer) for layer in model.layers)
+        self._route = _Route()
+        first_layer = model.layers[layers.start]
+        for index, layer in enumerate(model.layers):
+            model.layers[index] = _Gate(layer, index, self._route)
+        self._kv_heads, self._head_dim = self._probe(first_layer)
+
+    @classmethod
+    def load(
+        cls, source: ModelSource, layers: LayerSpan, dtype: torch.dtype, device: torch.device, progress: Progress
+    ) -> GeneralSpan:
+        """see `span_loading.load_span`."""
+        if not dtype.is_floating_point:
+            raise UnsupportedModel(f"models of type {source.config.model_type} are not served in 8 or 4 bits; use bf16")
+        try:
+            model = skeleton(source.config, ATTENTION, dtype)
+            load_weights(model, source, layers, device, progress)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
+        return cls(_with_steady_positions(source.config), layers, dtype, device, model)
+
+    @property
+    def kv_bytes_per_token_per_layer(self) -> int:
+        return self._kv_shape().bytes_per_token_per_layer
+
+    def _kv_shape(self) -> KvShape:
+        return KvShape(len(self.layers), self._kv_heads, self._head_dim, self.dtype)
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        return KVCache(self._kv_shape(), max_tokens, self.device)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        if not self.is_first:
+            raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
+        check_tokens(token_ids, self.config.vocab_size)
+        hidden: torch.Tensor = self._embedding(torch.tensor([token_ids], dtype=torch.int64, device=self.device))
+        return hidden[0]
+
+    @torch.inference_mode()
+    def forward(
+        self, hidden: torch.Tensor, plan: BatchPlan, cache: KVCache, start: int | None = None, end: int | None = None
+    ) -> torch.Tensor:
+        first, last = check_part(self.layers, start, end)
+        hidden = hidden.to(device=self.device, dtype=self.dtype)
+        if plan.rows == 0:
+            part = slice(first - self.layers.start, last - self.layers.start)
+            for k_pages, v_pages in zip(cache.k[part], cache.v[part], strict=True):
+                dispatch.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+            return hidden
+        with _running_as(_Run(plan, cache, self.layers.start)):
+            return self._through(hidden, plan.positions, first, last)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.is_last:
+            raise InvalidRequest(f"layers {self.layers} do not hold the head")
+        rows = hidden.shape[0]
+        positions = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
+        with self._routed(self.config.num_layers, self.config.num_layers, hidden):
+            output = self._model(inputs_embeds=self._nothing(rows), position_ids=positions, use_cache=False)
+        logits: torch.Tensor = output.logits
+        return logits[0].float()
+
+    def _through(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Run layers `[start, end)` by transformers' own forward."""
+        inputs = hidden[None] if start == 0 else self._nothing(hidden.shape[0])
+        with self._routed(start, end, hidden):
+            try:
+                self._decoder(inputs_embeds=inputs, position_ids=positions[None], use_cache=False)
+            except _Finished as finished:
+                return finished.hidden[0]
+        raise self._unsupported("transformers does not run its layers one after another")
+
+    def _nothing(self, rows: int) -> torch.Tensor:
+        """Stands for the embedding of rows whose hidden states are handed in later, `[1, rows, width]`."""
+        return torch.zeros(1, rows, self._embedding_size, dtype=self.dtype, device=self.device)
+
+    @contextmanager
+    def _routed(self, start: int, end: int, hidden: torch.Tensor) -> Iterator[None]:
+        route = self._route
+        route.start, route.end = start, end
+        route.hidden = hidden.to(device=self.device, dtype=self.dtype)[None] if start else None
+        try:
+            yield
+        finally:
+            route.hidden = None
+
+    def _probe(self, first_layer: torch.nn.Module) -> tuple[int, int]:
+        """Run one row through every layer here and see how it calls attention. -> (key heads, head size)."""
+        plan = KVCache(KvShape(1, 1, 1, self.dtype), 1).plan([])
+        run = _Run(plan, None, self.layers.start)
+        row = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        position = torch.zeros(1, dtype=torch.int64, device=self.device)
+        try:
+            with torch.inference_mode(), _running_as(run):
+                self._route.probe = first_layer
+                self._through(row, position, 0, 1)
+                self._route.probe = None
+                run.seen.clear()
+                self._through(row, position, self.layers.start, self.layers.end)
+                if self.is_last:
+                    self.logits(row)
+        except _PROBE_ERRORS as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise self._unsupported(reason) from None
+        layers = [layer for layer, _, _ in run.seen]
+        shapes = {(heads, size) for _, heads, size in run.seen}
+        if layers != list(range(len(self.layers))) or len(shapes) != 1:
+            raise self._unsupported("not every layer attends once, with keys of the same shape")
+        return shapes.pop()
+
+    def _unsupported(self, reason: str) -> UnsupportedModel:
+        return UnsupportedModel(f"models of type {self.config.model_type} cannot be served in slices: {reason}")
+
+
+def _with_steady_positions(config: ModelConfig) -> ModelConfig:
+    """LongRoPE switches all frequencies once a sequence outgrows the trained context, which would make a row depend on
+    its batch: such a model is served up to there.
+    """
+    scaling = config.rope.scaling or {}
+    trained = scaling.get("original_max_position_embeddings")
+    if scaling.get("rope_type") != "longrope" or not isinstance(trained, int):
+        return config
+    return replace(config, context_length=min(config.context_length, trained))
+
+
+def _nbytes(module: torch.nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
+
+
+@contextmanager
+def _running_as(run: _Run) -> Iterator[None]:
+    token = _running.set(run)
+    try:
+        yield
+    finally:
+        _running.reset(token)

@@ -1,0 +1,207 @@
+"""transformers' own model on the meta device, and the weights of some of its layers put into it.
+
+Owns how tensors find their parameters, transformers' renamings and fusions (mixtures of experts) included. Does not
+know how the layers are run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from swarm.errors import CorruptModel, UnsupportedModel
+from swarm.types import LayerSpan
+from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.runtime.span import Progress
+
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+@dataclass(slots=True)
+class Skeleton:
+    """A transformers model, all on the meta device until `load_weights`."""
+
+    causal_lm: Any  # PreTrainedModel: hidden states -> logits
+    decoder: Any  # its part without the head
+    layers: torch.nn.ModuleList
+    embedding: torch.nn.Module
+
+
+def skeleton(config: ModelConfig, attention: str, dtype: torch.dtype) -> Skeleton:
+    """Build the model a config describes, without weights and with `attention` as its attention.
+
+    Raises UnsupportedModel if transformers has no such decoder, or it does more than attend to all or the last tokens.
+    """
+    kind = config.model_type
+    try:
+        hf = AutoConfig.for_model(**{**config.hf, "model_type": kind})
+        _check_layer_kinds(kind, hf)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                hf, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            ).eval()
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModel(f"transformers cannot build a decoder of type {kind}: {reason}") from None
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    layers = next(
+        (m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == config.num_layers), None
+    )
+    if layers is None:
+        raise UnsupportedModel(f"models of type {kind} have no plain list of {config.num_layers} layers")
+    return Skeleton(model.requires_grad_(False), decoder, layers, model.get_input_embeddings())
+
+
+def _check_layer_kinds(kind: str, hf: Any) -> None:
+    others = sorted(set(getattr(hf, "layer_types", None) or ()) - _LAYER_KINDS)
+    if others:
+        raise UnsupportedModel(f"models of type {kind} have layers of kind {', '.join(others)}, which swarm cannot run")
+    if getattr(hf, "use_bidirectional_attention", False) or getattr(hf, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"this model of type {kind} looks ahead; only causal decoders are served")
+
+
+def load_weights(
+    model: Skeleton, source: ModelSource, layers: LayerSpan, device: torch.device, progress: Progress
+) -> None:
+    """Fill the parameters of `layers`, of what surrounds all layers, and of the embedding and head where they belong.
+
+    Everything else stays on the meta device and costs nothing. Raises CorruptModel, UnsupportedModel.
+    """
+    _fill_buffers(model.causal_lm, device)
+    filler = _Filler(model.causal_lm, source, device)
+    filler.fill(_outside_names(model, layers), None)
+    progress(1 / (len(layers) + 1))
+    list_name = next(name for name, module in model.causal_lm.named_modules() if module is model.layers)
+    for done, index in enumerate(layers, start=2):
+        prefix = f"{list_name}.{index}."
+        filler.fill({name for name in filler.names if name.startswith(prefix)}, index)
+        progress(done / (len(layers) + 1))
+
+
+def _outside_names(model: Skeleton, layers: LayerSpan) -> set[str]:
+    """What belongs to no layer, without the embedding or head that this span does not need. Tied ones are both."""
+    inside = {id(p) for p in model.layers.state_dict(keep_vars=True).values()}
+    embedding = {id(p) for p in model.embedding.parameters()}
+    head_module = model.causal_lm.get_output_embeddings()
+    head = {id(p) for p in head_module.parameters()} if head_module is not None else set()
+    wanted = (embedding if layers.start == 0 else set()) | (head if layers.end == len(model.layers) else set())
+    unwanted = (embedding | head) - wanted
+    everything = model.causal_lm.state_dict(keep_vars=True)
+    return {name for name, p in everything.items() if id(p) not in inside | unwanted}
+
+
+@torch.no_grad()
+def _fill_buffers(causal_lm: Any, device: torch.device) -> None:
+    """Buffers that are computed rather than stored (rotary frequencies, embedding scales), as transformers does it."""
+    for module in causal_lm.modules():
+        hollow = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.device.type == "meta"}
+        for name, buffer in hollow.items():
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+        if hollow:
+            causal_lm._init_weights(module)
+
+
+class _Filler:
+    """Puts tensors of a source into a model, under their own names or by transformers' conversions."""
+
+    def __init__(self, causal_lm: Any, source: ModelSource, device: torch.device) -> None:
+        self._model = causal_lm
+        self._source = source
+        self._device = device
+        self.names: dict[str, torch.Tensor] = dict(causal_lm.state_dict(keep_vars=True))
+
+    def fill(self, wanted: Collection[str], layer: int | None) -> None:
+        """`wanted`: parameters and buffers, all of one layer or of none."""
+        missing: list[list[str]] = []
+        for names in self._shared(wanted):
+            stored = next((name for name in names if self._source.has(name)), None)
+            if stored is None:
+                if isinstance(self.names[names[0]], torch.nn.Parameter):  # buffers have their value already
+                    missing.append(names)
+                continue
+            tensor = self._source.tensor(stored)
+            hollow = self.names[names[0]]
+            if tensor.shape != hollow.shape:
+                raise CorruptModel(
+                    f"tensor {stored} has shape {tuple(tensor.shape)}, its config says {tuple(hollow.shape)}"
+                )
+            tensor = tensor.to(device=self._device, dtype=hollow.dtype)
+            for name in names:
+                self._assign(name, tensor)
+        if missing:
+            self._convert(layer)
+            self._check_filled(missing)
+
+    def _shared(self, wanted: Collection[str]) -> Iterable[list[str]]:
+        """Names grouped by the tensor they stand for: tied weights have several."""
+        groups: dict[int, list[str]] = {}
+        for name in sorted(wanted):
+            groups.setdefault(id(self.names[name]), []).append(name)
+        return groups.values()
+
+    def _assign(self, name: str, tensor: torch.Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        if isinstance(self.names[name], torch.nn.Parameter):
+            module._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor
+
+    def _convert(self, layer: int | None) -> None:
+        """Let transformers rename and fuse those tensors of `layer` that have no parameter of their own name."""
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import convert_and_load_state_dict_in_model
+            from transformers.modeling_utils import LoadStateDictConfig
+        except ImportError:
+            raise UnsupportedModel("this version of transformers cannot convert the model's weights") from None
+        left = [name for name in self._source.names() if name not in self.names and _layer_of(name) == layer]
+        shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            convert_and_load_state_dict_in_model(
+                self._model,
+                {name: _Unread(self._source, name) for name in left},
+                LoadStateDictConfig(
+                    weight_mapping=get_model_conversion_mapping(self._model),
+                    device_map={"": self._device},
+                    dtype=self._model.dtype,
+                ),
+            )
+        finally:
+            if shown:
+                transformers_logging.enable_progress_bar()
+
+    def _check_filled(self, missing: Iterable[list[str]]) -> None:
+        for names in missing:
+            found = [p for p in map(self._model.get_parameter, names) if p.device.type != "meta"]
+            if not found:
+                raise CorruptModel(f"the model's files hold no tensor for {names[0]}")
+            for name in names:
+                self._assign(name, found[0].data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A tensor that is read when transformers first slices it."""
+
+    source: ModelSource
+    name: str
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self.source.tensor(self.name)[index]
+        return tensor
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer a stored tensor belongs to: the first number in its name, None without one."""
+    found = _LAYER_NUMBER.search(name)
+    return int(found[1]) if found else None

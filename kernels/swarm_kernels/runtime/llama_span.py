@@ -1,0 +1,243 @@
+"""The lean span: Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) on this package's own kernels.
+
+Owns which tensors such a layer is made of. Knows no file format; the arithmetic is in `ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from swarm.errors import CorruptModel, InvalidRequest, OutOfMemory
+from swarm.types import LayerSpan
+from swarm_kernels.batch import BatchPlan
+from swarm_kernels.device.device import INT4, activation_dtype, state_dtype
+from swarm_kernels.device.transfer import to_device
+from swarm_kernels.kvcache.cache import KVCache, KvShape
+from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base import int8_linear
+from swarm_kernels.ops.base.layer_weights import plain_linear
+from swarm_kernels.runtime.rope import RopeTable
+from swarm_kernels.runtime.span import Progress, check_part, check_tokens
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+Pack = Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear]
+"""Prepares a linear layer from its weight and bias."""
+
+
+@dataclass(slots=True)
+class LeanSpan:
+    """See `span.Span`. Use `load`."""
+
+    config: ModelConfig
+    layers: LayerSpan
+    weight_dtype: torch.dtype
+    device: torch.device
+    weights: list[dispatch.LayerWeights]
+    embedding: (
+        dispatch.Linear | None
+    )  # its rows are the tokens' [hidden]; where both are here and tied, the head itself
+    final_norm: torch.Tensor | None  # [hidden]
+    head: dispatch.Linear | None  # hidden -> vocab
+    rope: RopeTable
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        layers: LayerSpan,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        like: LeanSpan | None = None,
+    ) -> LeanSpan:
+        """see `span_loading.load_span`."""
+        config = source.config
+        whole = not dtype.is_floating_point
+        stored = torch.float32 if whole else dtype
+        edge_pack = dispatch.quantise_linear if whole else dispatch.pack_linear  # 8 bits: rounding the head costs most
+        pack = partial(dispatch.quantise_linear, bits=4) if dtype == INT4 else edge_pack
+        reader = _Reader(source, stored, device)
+        is_first, is_last = layers.start == 0, layers.end == config.num_layers
+        steps = len(layers) + is_first + is_last
+        embedding = norm = head = None
+        weights: list[dispatch.LayerWeights] = []
+        shared = {} if like is None else dict(zip(like.layers, like.weights, strict=True))
+        same_ends = like is not None and (like.is_first, like.is_last) == (is_first, is_last)
+        try:
+            if like is not None and same_ends:
+                embedding, norm, head = like.embedding, like.final_norm, like.head
+            elif is_first:
+                both = is_last and _tied(source)
+                plain = int8_linear.quantise_linear if whole else plain_linear
+                held = edge_pack if both else plain
+                embedding = held(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
+                head = embedding if both else None
+            for layer in layers:
+                weights.append(shared.get(layer) or _load_layer(reader, config, layer, pack))
+                progress((len(weights) + is_first) / steps)
+            if is_last and not same_ends:
+                norm = reader.vector(FINAL_NORM, config.hidden_size)
+                name = EMBEDDING if _tied(source) else HEAD
+                head = head or edge_pack(reader.matrix(name, config.vocab_size, config.hidden_size))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
+        progress(1.0)
+        rope = RopeTable(config.rope, config.head_dim, config.context_length, device)
+        return cls(config, layers, dtype, device, weights, embedding, norm, head, rope)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return state_dtype(self.weight_dtype)
+
+    @property
+    def is_first(self) -> bool:
+        return self.embedding is not None
+
+    @property
+    def is_last(self) -> bool:
+        return self.head is not None
+
+    @property
+    def kv_bytes_per_token_per_layer(self) -> int:
+        return self._kv_shape().bytes_per_token_per_layer
+
+    @property
+    def layer_bytes(self) -> int:
+        return max(_layer_nbytes(weights) for weights in self.weights)
+
+    @property
+    def edge_bytes(self) -> int:
+        embedding = None if self.embedding is self.head else self.embedding
+        return sum(part.nbytes for part in (embedding, self.final_norm, self.head) if part is not None)
+
+    def _kv_shape(self) -> KvShape:
+        return KvShape(len(self.layers), self.config.num_kv_heads, self.config.head_dim, self.dtype)
+
+    def new_cache(self, max_tokens: int) -> KVCache:
+        return KVCache(self._kv_shape(), max_tokens, self.device)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        if self.embedding is None:
+            raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
+        check_tokens(token_ids, self.config.vocab_size)
+        ids = to_device(torch.tensor(token_ids, dtype=torch.int64), self.device)
+        return self.embedding.embedding_rows(ids).to(activation_dtype(self.dtype, self.device))
+
+    @torch.inference_mode()
+    def forward(
+        self, hidden: torch.Tensor, plan: BatchPlan, cache: KVCache, start: int | None = None, end: int | None = None
+    ) -> torch.Tensor:
+        first, last = check_part(self.layers, start, end)
+        part = slice(first - self.layers.start, last - self.layers.start)
+        hidden = to_device(hidden, self.device, activation_dtype(self.dtype, self.device))
+        if not plan.rows:
+            for k_pages, v_pages in zip(cache.k[part], cache.v[part], strict=True):
+                dispatch.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+            return hidden
+        cos, sin = self.rope.at(plan.positions, cache.top_position)
+        caches = list(zip(cache.k[part], cache.v[part], strict=True))
+        return dispatch.decoder_layers(hidden, self.weights[part], cos, sin, caches, plan)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.normed(hidden)
+        assert self.head is not None  # whoever has the norm has the head
+        return self.head(normed).float()
+
+    @torch.inference_mode()
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[m, hidden]` as the last layer left them -> as the head sees them. Raises InvalidRequest."""
+        if self.head is None or self.final_norm is None:
+            raise InvalidRequest(f"layers {self.layers} do not hold the head")
+        hidden = to_device(hidden, self.device, activation_dtype(self.dtype, self.device))
+        return dispatch.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+
+
+def _tied(source: ModelSource) -> bool:
+    """Whether the head's weights are the embedding's."""
+    return source.config.tie_word_embeddings or not source.has(HEAD)
+
+
+def load_layer(
+    source: ModelSource, layer: int, dtype: torch.dtype, device: torch.device, pack: Pack
+) -> dispatch.LayerWeights:
+    """The weights of one layer, its linear layers prepared by `pack`. Raises CorruptModel."""
+    return _load_layer(_Reader(source, dtype, device), source.config, layer, pack)
+
+
+def _load_layer(reader: _Reader, config: ModelConfig, layer: int, pack: Pack) -> dispatch.LayerWeights:
+    prefix = f"model.layers.{layer}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    hidden, dim = config.hidden_size, config.head_dim
+    q, kv = config.num_heads * dim, config.num_kv_heads * dim
+    wide = config.intermediate_size
+
+    def linear(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> dispatch.Linear:
+        return pack(*reader.stacked(names, rows, columns, bias))
+
+    return dispatch.LayerWeights(
+        attn_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
+        qkv=linear([f"{attention}.{name}_proj.weight" for name in "qkv"], (q, kv, kv), hidden, config.qkv_bias),
+        o=linear([f"{attention}.o_proj.weight"], (hidden,), q, config.o_bias),
+        mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+        gate_up=linear([f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (wide, wide), hidden, config.mlp_bias),
+        down=linear([f"{mlp}.down_proj.weight"], (hidden,), wide, config.mlp_bias),
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=dim,
+        eps=config.rms_norm_eps,
+        scale=dim**-0.5,
+        q_norm=reader.vector(f"{attention}.q_norm.weight", dim) if config.qk_norm else None,
+        k_norm=reader.vector(f"{attention}.k_norm.weight", dim) if config.qk_norm else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Checked reads of one model in the dtype and on the device of a span."""
+
+    source: ModelSource
+    dtype: torch.dtype
+    device: torch.device
+
+    def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        return self._read(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """Norm weights, kept in fp32: they are small, and the kernels compute norms in fp32."""
+        return self._read(name, (size,)).to(device=self.device, dtype=torch.float32)
+
+    def stacked(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The projections `names` stacked by output: weight `[sum(rows), columns]`, bias `[sum(rows)]` or None."""
+        parts = [self.matrix(name, count, columns) for name, count in zip(names, rows, strict=True)]
+        biases = [
+            self._read(name.removesuffix("weight") + "bias", (count,)).to(device=self.device, dtype=self.dtype)
+            for name, count in zip(names, rows, strict=True)
+            if bias
+        ]
+        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return weight, torch.cat(biases) if biases else None
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.source.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise CorruptModel(f"tensor {name} has shape {tuple(tensor.shape)}, its config says {shape}")
+        return tensor
+
+
+def _layer_nbytes(weights: dispatch.LayerWeights) -> int:
+    norms = (weights.attn_norm, weights.mlp_norm, weights.q_norm, weights.k_norm)
+    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    return sum(norm.nbytes for norm in norms if norm is not None) + sum(linear.nbytes for linear in linears)

@@ -1,0 +1,44 @@
+"""Makes the span of a model: the lean one where it covers the model exactly, transformers' own layers elsewhere.
+
+Owns that choice. Knows neither how layers compute nor what a span is used for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swarm.errors import UsageError
+from swarm.types import LayerSpan
+from swarm_kernels.device.device import release_free_memory
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.runtime.llama_span import LeanSpan
+from swarm_kernels.runtime.span import Progress, Span
+
+
+def load_span(
+    source: ModelSource,
+    layers: LayerSpan,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    like: Span | None = None,
+) -> Span:
+    """Read the tensors of `layers` (and the embedding, norm and head where the span has an end of the model).
+
+    `dtype`: of the weights, one of `device.DTYPES`; int8 and int4 for lean spans only. Layer by layer, each read,
+    converted and packed before the next, so memory never holds the weights twice. What `like`, a span of the same
+    model, dtype and device, holds already is shared with it where spans allow that (lean ones do). Raises
+    CorruptModel, UnsupportedModel, OutOfMemory, UsageError.
+    """
+    if layers.end > source.config.num_layers:
+        raise UsageError(f"layers {layers} are asked for, but the model has {source.config.num_layers}")
+    report = progress or (lambda share: None)
+    if source.config.lean:
+        shared = like if isinstance(like, LeanSpan) else None
+        span: Span = LeanSpan.load(source, layers, dtype, torch.device(device), report, shared)
+    else:
+        from swarm_kernels.runtime.hf_span import GeneralSpan  # imports transformers, which takes seconds
+
+        span = GeneralSpan.load(source, layers, dtype, torch.device(device), report)
+    release_free_memory()  # what reading and packing took: up to half of a span's size
+    return span

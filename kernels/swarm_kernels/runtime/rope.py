@@ -1,0 +1,136 @@
+"""Rotary embeddings: inverse frequencies with every scaling the lean models use, and tables of their cosines and sines.
+
+Owns the numbers of `transformers.modeling_rope_utils` (whose names and defaults it keeps), so a span agrees with
+transformers to the bit in fp32. Knows neither layers nor caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from swarm.errors import CorruptModel, UnsupportedModel
+from swarm_kernels.models.config import RopeConfig
+
+_FIRST_ROWS = 2048
+
+
+class RopeTable:
+    """Cosines and sines `[positions, rot]` in fp32 (Hugging Face's convention: both halves); it grows on demand."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, context_length: int, device: torch.device) -> None:
+        """Raises UnsupportedModel for a scaling nobody here knows, CorruptModel for one with words missing."""
+        self._rope = rope
+        self._dim = rope.dim or head_dim
+        self._context = context_length
+        self._device = device
+        try:
+            self._inv_freq, self._factor = inverse_frequencies(rope, self._dim, context_length)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise CorruptModel(f"the model's rope scaling is incomplete or malformed: {error!r}") from None
+        self._rows = 0
+        self._cos = self._sin = torch.empty(0, self._dim, device=device)
+
+    def at(self, positions: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`positions [n]` int64, none above `largest` -> cos, sin `[n, rot]` fp32."""
+        if largest >= self._rows:
+            self._grow(largest + 1)
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _grow(self, rows: int) -> None:
+        rows = max(rows, 2 * self._rows, min(_FIRST_ROWS, self._context))
+        positions = torch.arange(rows)
+        angles = positions[:, None].float() * self._inv_freq
+        if _kind(self._rope.scaling) == "dynamic" and rows > self._context:
+            angles[self._context :] = self._dynamic_angles(positions[self._context :])
+        both = torch.cat((angles, angles), -1)
+        self._cos = (both.cos() * self._factor).to(self._device)
+        self._sin = (both.sin() * self._factor).to(self._device)
+        self._rows = rows
+
+    def _dynamic_angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """Beyond the context, NTK's base grows with the sequence; a row takes the length that ends with itself.
+
+        transformers takes the longest row of the batch instead, so its keys depend on how a prompt is cut; ours do not.
+        """
+        scaling = self._rope.scaling or {}
+        stretch = scaling["factor"] * (positions.double() + 1) / self._context - (scaling["factor"] - 1)
+        bases = self._rope.theta * stretch ** (self._dim / (self._dim - 2))
+        exponents = torch.arange(0, self._dim, 2, dtype=torch.int64).float() / self._dim
+        angles: torch.Tensor = positions[:, None].float() * (1.0 / bases.float()[:, None] ** exponents)
+        return angles
+
+
+def inverse_frequencies(rope: RopeConfig, dim: int, context_length: int) -> tuple[torch.Tensor, float]:
+    """-> (`inv_freq [dim / 2]` fp32, factor of cosines and sines). Raises UnsupportedModel, KeyError, ValueError."""
+    scaling = rope.scaling or {}
+    kind = _kind(rope.scaling)
+    plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    if kind in ("default", "dynamic"):
+        return plain, 1.0
+    if kind == "linear":
+        return plain / scaling["factor"], 1.0
+    if kind == "llama3":
+        return _llama3(plain, scaling, context_length), 1.0
+    if kind == "yarn":
+        return _yarn(rope.theta, dim, scaling, context_length)
+    raise UnsupportedModel(f"rope scaling '{kind}' is not supported for this model family")
+
+
+def _kind(scaling: Mapping[str, Any] | None) -> str:
+    if not scaling:
+        return "default"
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any], context_length: int) -> torch.Tensor:
+    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, those between interpolated."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    old_context = scaling.get("original_max_position_embeddings") or context_length
+    wavelength = 2 * math.pi / inv_freq
+    scaled = torch.where(wavelength > old_context / low, inv_freq / factor, inv_freq)
+    smooth = (old_context / wavelength - low) / (high - low)
+    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
+    between = ~(wavelength < old_context / high) & ~(wavelength > old_context / low)
+    return torch.where(between, smoothed, scaled)
+
+
+def _yarn(theta: float, dim: int, scaling: Mapping[str, Any], context_length: int) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023, section 3): interpolate slow rotations, keep fast ones, ramp between `beta_*` turns."""
+    old_context = scaling.get("original_max_position_embeddings") or context_length
+    factor = scaling.get("factor")
+    if factor is None:
+        factor = context_length / old_context
+    steps = theta ** (torch.arange(0, dim, 2).float() / dim)
+    low = _turns_to_dim(scaling.get("beta_fast") or 32, theta, dim, old_context)
+    high = _turns_to_dim(scaling.get("beta_slow") or 1, theta, dim, old_context)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    kept = 1 - ramp
+    inv_freq = 1.0 / (factor * steps) * (1 - kept) + 1.0 / steps * kept
+    return inv_freq, _yarn_attention_factor(factor, scaling)
+
+
+def _turns_to_dim(turns: float, theta: float, dim: int, old_context: int) -> float:
+    return (dim * math.log(old_context / (turns * 2 * math.pi))) / (2 * math.log(theta))
+
+
+def _yarn_attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1.0)

@@ -1,0 +1,159 @@
+"""The tokenizer inside a GGUF file, rebuilt with the `tokenizers` library.
+
+Owns llama.cpp's `tokenizer.ggml.*` keys and what its pre-tokenizer names stand for (`llama-vocab.cpp`). Where
+transformers' GGUF reader and the original tokenizer differ we follow the original: `smollm` cuts digits off first,
+so that "\\n\\n1." becomes the tokens the model was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from swarm.errors import CorruptModel, UnsupportedModel
+from swarm_kernels.models.gguf_header import GgufHeader
+from swarm_kernels.tokenizer.parts import TokenizerParts, add_tokens, malformed, wrap_with
+
+_CONTROL, _USER_DEFINED = 3, 4
+_NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pre:
+    """How text is cut before merging: single digits first, then by `split`, or by GPT-2's expression without one."""
+
+    digits: bool = False
+    split: str | None = None
+    nfc: bool = False
+    ignore_merges: bool = False  # a word that is a token stays whole, whatever the merges say
+    add_bos: bool = False  # when the file does not say
+
+
+_GPT2 = _Pre()
+_DIGITS = _Pre(digits=True)
+_LLAMA3 = _Pre(split=_LLAMA3_SPLIT, ignore_merges=True, add_bos=True)
+_QWEN2 = _Pre(split=_QWEN2_SPLIT, nfc=True)
+_PRE_TOKENIZERS = {
+    "": _GPT2, "default": _GPT2, "gpt-2": _GPT2, "mpt": _GPT2, "olmo": _GPT2,
+    "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS, "command-r": _DIGITS, "codeshell": _DIGITS,
+    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
+}  # fmt: skip
+
+
+def read_gguf_tokenizer(header: GgufHeader, where: str) -> TokenizerParts:
+    """Raises CorruptModel, UnsupportedModel."""
+    tokens = header.strings("tokenizer.ggml.tokens")
+    kinds = header.numbers("tokenizer.ggml.token_type")
+    if not tokens:
+        raise UnsupportedModel(f"{where} has no tokenizer inside; use a file that has one")
+    if kinds and len(kinds) != len(tokens):
+        raise CorruptModel(f"{where}: {len(tokens)} tokens but {len(kinds)} token types; fetch it again")
+    model = header.text("tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer, add_bos = _byte_level(header, tokens, kinds, where)
+    elif model == "llama":
+        tokenizer, add_bos = _sentencepiece(header, tokens, where), True
+    else:
+        raise UnsupportedModel(f"{where} has a tokenizer of kind {model[:40]!r}; gpt2 and llama are read")
+    control = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
+    user_defined = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
+    add_tokens(tokenizer, control, user_defined)
+    special = _named_tokens(header, tokens, where)
+    bos = special.get("bos_token") if header.flag("tokenizer.ggml.add_bos_token", add_bos) else None
+    eos = special.get("eos_token") if header.flag("tokenizer.ggml.add_eos_token", False) else None
+    wrap_with(tokenizer, bos, eos)
+    eos_id = header.integer("tokenizer.ggml.eos_token_id")
+    template = header.text("tokenizer.chat_template") or None
+    return TokenizerParts(tokenizer, template, special, () if eos_id is None else (eos_id,))
+
+
+def _named_tokens(header: GgufHeader, tokens: Sequence[str], where: str) -> dict[str, str]:
+    named = {}
+    for name, key in _NAMED.items():
+        token = header.integer(f"tokenizer.ggml.{key}")
+        if token is None:
+            continue
+        if not 0 <= token < len(tokens):
+            raise CorruptModel(f"{where}: {key} is {token}, but there are {len(tokens)} tokens")
+        named[name] = tokens[token]
+    return named
+
+
+def _byte_level(header: GgufHeader, tokens: list[str], kinds: Sequence[float], where: str) -> tuple[Tokenizer, bool]:
+    """GPT-2's byte-level BPE with the pre-tokenizer the file names."""
+    name = header.text("tokenizer.ggml.pre")
+    if name not in _PRE_TOKENIZERS:
+        raise UnsupportedModel(
+            f"{where} splits text by the unknown pre-tokenizer {name[:40]!r}; use the safetensors model"
+        )
+    pre = _PRE_TOKENIZERS[name]
+    merges = []
+    for merge in header.strings("tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        merges.append((left, right))
+    tokenizer = _bpe(tokens, merges, where, ignore_merges=pre.ignore_merges)
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if pre.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if pre.split:
+        steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre.add_bos
+
+
+def _sentencepiece(header: GgufHeader, tokens: list[str], where: str) -> Tokenizer:
+    """A SentencePiece BPE vocabulary as transformers' LlamaTokenizer runs it; merges recovered from the scores."""
+    scores = header.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise CorruptModel(f"{where}: {len(tokens)} tokens but {len(scores)} scores; fetch it again")
+    unknown = header.integer("tokenizer.ggml.unknown_token_id")
+    tokenizer = _bpe(
+        tokens,
+        _merges_from_scores(tokens, scores),
+        where,
+        fuse_unk=True,
+        byte_fallback=True,
+        unk_token=tokens[unknown] if unknown is not None and 0 <= unknown < len(tokens) else None,
+    )
+    prefix = header.flag("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first" if prefix else "never", split=False)
+    steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        steps.append(decoders.Strip(content=" ", left=1))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to cut a token into two tokens, best score first, as transformers' `generate_merges`."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    score_of = dict(zip(tokens, scores, strict=True))
+    ranked = []
+    for token, score in score_of.items():
+        cuts = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ids and token[i:] in ids]
+        cuts.sort(key=lambda cut: (ids[cut[0]], ids[cut[1]]))
+        ranked += [(score, len(left), len(right), left, right) for left, right in cuts]
+    ranked.sort(key=lambda entry: entry[:3], reverse=True)
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _bpe(tokens: Sequence[str], merges: list[tuple[str, str]], where: str, **options: object) -> Tokenizer:
+    with malformed(f"the tokenizer in {where}"):
+        return Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, **options))

@@ -1,0 +1,72 @@
+"""The tokenizer of a Hugging Face folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
+
+`tokenizer.json` says all there is about ids, what is put around a text included; as in transformers 5, the flags
+`add_bos_token` and `add_eos_token` beside it are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from swarm_kernels.models.safetensors import read_json
+from swarm_kernels.tokenizer.parts import TokenizerParts, malformed
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OTHER_KINDS = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "tiktoken.model")
+
+
+def read_hf_tokenizer(folder: Path) -> TokenizerParts:
+    """Raises ModelNotFound, CorruptModel, UnsupportedModel."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        if any((folder / name).is_file() for name in _OTHER_KINDS):
+            raise UnsupportedModel(
+                f"{folder} has no tokenizer.json; make one with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        raise ModelNotFound(f"{folder} has no tokenizer.json")
+    with malformed(str(file)):
+        tokenizer = Tokenizer.from_str(_read_text(file))
+    tokenizer.no_truncation()  # baked into some files, and never wanted here
+    tokenizer.no_padding()
+    settings = read_json(folder / "tokenizer_config.json", required=False)
+    special = _named_tokens(settings)
+    eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return TokenizerParts(tokenizer, _chat_template(folder, settings), special, () if eos is None else (eos,))
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Each is a text, or an object whose `content` is the text."""
+    named = {}
+    for key in _NAMED:
+        value = settings.get(key)
+        value = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(value, str) and value:
+            named[key] = value
+    return named
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return _read_text(file)
+    beside = read_json(folder / "chat_template.json", required=False)
+    given = settings.get("chat_template") or beside.get("chat_template")
+    if isinstance(given, list):  # several templates, by name
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, Mapping)}
+        given = named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CorruptModel(f"{file} is not UTF-8; fetch it again") from None

@@ -1,0 +1,136 @@
+"""Text to token ids and back, chat messages to a prompt.
+
+Owns ChatTokenizer and streaming detokenisation. Uses the `tokenizers` library alone: importing transformers takes
+seconds, and a node or a client must start at once. Knows no model and no peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from swarm.errors import InvalidRequest, UnsupportedModel
+from swarm_kernels.models.gguf import GgufSource
+from swarm_kernels.models.source import ModelSource
+from swarm_kernels.tokenizer.chat_template import ChatTemplate
+from swarm_kernels.tokenizer.gguf import read_gguf_tokenizer
+from swarm_kernels.tokenizer.hf import read_hf_tokenizer
+from swarm_kernels.tokenizer.parts import TokenizerParts
+
+_REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
+_MAX_HELD = 16
+
+
+def load_tokenizer(source: ModelSource) -> ChatTokenizer:
+    """The tokenizer that came with a model. Raises ModelNotFound, CorruptModel, UnsupportedModel."""
+    if isinstance(source, GgufSource):
+        parts = read_gguf_tokenizer(source.header, str(source.path))
+    else:
+        parts = read_hf_tokenizer(source.path)
+    return ChatTokenizer(parts, source.config.eos_token_ids)
+
+
+class ChatTokenizer:
+    """Encodes, decodes and applies the chat template as transformers does with the same files.
+
+    Text that looks like a special token ("<|im_end|>") becomes that token, in user messages too, as with transformers'
+    defaults: whoever puts strangers' words into a prompt must strip such text first.
+    """
+
+    def __init__(self, parts: TokenizerParts, eos_token_ids: Iterable[int] = ()) -> None:
+        """`eos_token_ids`: further ids that end an answer. Raises CorruptModel when the chat template is broken."""
+        self._tokenizer = parts.tokenizer
+        self._template = ChatTemplate(parts.chat_template, parts.special) if parts.chat_template else None
+        self.eos_token_ids: tuple[int, ...] = tuple(sorted({*eos_token_ids, *parts.eos_token_ids}))
+        self.special_ids: frozenset[int] = frozenset(
+            token for token, added in parts.tokenizer.get_added_tokens_decoder().items() if added.special
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id `encode` can give; the model's own vocabulary may be padded beyond it."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens`: with the beginning-of-text token, for models that want one. Raises InvalidRequest."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError):  # lone surrogates
+            raise InvalidRequest("the text is not valid Unicode") from None
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Raises InvalidRequest for ids that are no token's."""
+        try:
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError):
+            raise InvalidRequest("a token id is not a whole number between 0 and the vocabulary's size") from None
+        return text
+
+    def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
+        return StreamDecoder(self, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The prompt as text. Raises UnsupportedModel without a chat template, InvalidRequest for bad messages."""
+        if self._template is None:
+            raise UnsupportedModel("this model has no chat template; give it a plain prompt instead of messages")
+        return self._template.render(messages, add_generation_prompt)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Messages (`role`, `content`) -> token ids of the prompt. Raises as `render_chat`."""
+        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+
+class StreamDecoder:
+    """Turns tokens into text as they come. All pushes and `finish` joined are `decode` of all the tokens.
+
+    A token may end inside a character, and a token's text may depend on the one before it; so the last tokens shown are
+    decoded again with the new one, and nothing is given out while the text ends in an incomplete character.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._shown: list[int] = []  # tokens given out last: the context of the next
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that is certain now; often one word, "" while a character is incomplete."""
+        if token in self._skip:
+            return ""
+        self._held.append(token)
+        text = self._new_text()
+        if not text.endswith(_REPLACEMENT):
+            return self._give_out(len(self._held), text)
+        return self._shed() if len(self._held) > _MAX_HELD else ""
+
+    def finish(self) -> str:
+        """What was held back: an incomplete character at the end, as U+FFFD."""
+        return self._give_out(len(self._held), self._new_text())
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _new_text(self) -> str:
+        before = self._decode(self._shown)
+        return self._decode(self._shown + self._held)[len(before) :]
+
+    def _give_out(self, count: int, text: str) -> str:
+        if count:
+            self._shown, self._held = self._held[:count], self._held[count:]
+        return text
+
+    def _shed(self) -> str:
+        """Give out a run of bytes that will never be characters, cut where no character straddles."""
+        whole = self._new_text()
+        for count in range(len(self._held) - 4, 0, -1):  # a character has at most four bytes
+            text = self._decode(self._shown + self._held[:count])[len(self._decode(self._shown)) :]
+            if text + self._decode(self._held[count:]) == whole:
+                return self._give_out(count, text)
+        return ""

@@ -1,0 +1,87 @@
+"""`swarm-node pause | resume | leave`: what the owner of this machine says to a node that runs on it.
+
+Owns flags and words. How the node is found and reached is `control`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Annotated
+
+import psutil
+import typer
+
+from swarm.errors import NetworkError
+from swarm_node.commands.runner import Errors, run
+from swarm_node.owner import control_socket
+from swarm_node.owner.control_socket import Command
+
+LEAVE_WITHIN_S = 600.0
+POLL_S = 0.1
+
+Node = Annotated[
+    str | None, typer.Option("--node", metavar="NAME", help="Its name or process id, if several run here. [the one]")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (pause, resume, leave):
+        app.command()(command)
+
+
+def pause(node: Node = None, as_json: Json = False) -> None:
+    """Have the node on this machine take no new sessions; those that are open go on elsewhere, or finish."""
+    with Errors(as_json):
+        run(lambda stop: _tell("pause", node, as_json))
+
+
+def resume(node: Node = None, as_json: Json = False) -> None:
+    """Have a paused node serve again."""
+    with Errors(as_json):
+        run(lambda stop: _tell("resume", node, as_json))
+
+
+def leave(
+    node: Node = None,
+    wait: Annotated[bool, typer.Option(help="Return when the node has ended.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Have the node on this machine leave the swarm: hand its sessions on or finish them, and end."""
+    with Errors(as_json):
+        run(lambda stop: _tell("leave", node, as_json, LEAVE_WITHIN_S if wait else 0.0))
+
+
+async def _tell(command: Command, node: str | None, as_json: bool, within_s: float = 0.0) -> None:
+    """`within_s`: wait so long for the node's process to end."""
+    found = await control_socket.choose(node)
+    pid, name = found.vitals.pid, found.vitals.name
+    reply = await control_socket.ask(found.path, command)
+    if reply is None:
+        raise NetworkError(f"node {pid} does not answer; it may be about to end")
+    if not reply.ok:
+        raise NetworkError(reply.message)
+    said = reply.message
+    if within_s:
+        try:
+            async with asyncio.timeout(within_s):
+                await _ended(pid)
+        except TimeoutError:
+            raise NetworkError(f"node {pid} has not ended within {within_s:.0f} s: it finishes sessions") from None
+        said = "it has left"
+    if as_json:
+        sys.stdout.write(json.dumps({"node": pid, "name": name, "message": said}) + "\n")
+    else:
+        sys.stdout.write(f"node {pid}{f' ({name})' if name else ''}: {said}\n")
+
+
+async def _ended(pid: int) -> None:
+    while psutil.pid_exists(pid):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return  # its parent has not looked yet
+        except psutil.NoSuchProcess:
+            return
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,110 @@
+"""From bytes of memory to layers and KV tokens, and back.
+
+Owns the arithmetic of what a span weighs. Reads only the names and shapes of a model's tensors; knows no device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+
+from swarm.errors import OutOfMemory
+from swarm.types import LayerSpan
+from swarm_kernels.device.device import bytes_a_weight, state_dtype
+from swarm_kernels.models.source import ModelSource
+
+KV_TOKENS_WANTED = 16384
+"""KV tokens a layer should have room for before a node takes another layer; fewer if the model's context is shorter."""
+
+WORKSPACE = 64 << 20  # bytes: activations of a batch, logits, buffers of frames
+MIB = 1 << 20
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+_HEAD = "lm_head.weight"
+_INPUT = re.compile(r"embed_tokens|embed_in|wte|wpe|embeddings?\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the parts of a model weigh in one number format, in bytes."""
+
+    num_layers: int
+    layer: int  # the heaviest
+    embedding: int
+    head: int  # with the final norm; tied to the embedding, it is that, and a node with both ends holds it once
+    kv_token: int  # of one token in one layer
+    context: int  # tokens
+    tied: bool = False
+
+    @classmethod
+    def of(cls, source: ModelSource, dtype: torch.dtype) -> Weights:
+        """Of weights in `dtype`, one of `swarm_kernels.device.device.DTYPES`."""
+        config = source.config
+        tied = config.tie_word_embeddings or not source.has(_HEAD)
+        layer_bytes, edge_bytes = bytes_a_weight(dtype)
+        layers = [0] * config.num_layers
+        embedding = head = 0
+        for name in source.names():
+            if tied and name == _HEAD:  # some files hold a copy, which nobody reads
+                continue
+            count = math.prod(source.shape(name))
+            match = _LAYER.search(name)
+            if match and int(match[1]) < len(layers):
+                layers[int(match[1])] += math.ceil(count * layer_bytes)
+            elif _INPUT.search(name):
+                embedding += math.ceil(count * edge_bytes)
+            else:
+                head += math.ceil(count * edge_bytes)
+        head += embedding if tied else 0
+        kv_token = 2 * config.num_kv_heads * config.head_dim * state_dtype(dtype).itemsize
+        return cls(len(layers), max(layers), embedding, head, kv_token, config.context_length, tied)
+
+    @property
+    def _both_ends(self) -> int:
+        return max(self.embedding, self.head) if self.tied else self.embedding + self.head
+
+    @property
+    def _layer_with_kv(self) -> int:
+        return self.layer + min(self.context, KV_TOKENS_WANTED) * self.kv_token
+
+    def span_bytes(self, span: LayerSpan) -> int:
+        """Weights alone."""
+        first, last = span.start == 0, span.end == self.num_layers
+        ends = self._both_ends if first and last else self.embedding * first + self.head * last
+        return len(span) * self.layer + ends
+
+    def memory_for(self, layers: int) -> int:
+        """The least budget for which `capacity` is `layers`, bytes."""
+        ends = self._both_ends if layers >= self.num_layers else max(self.embedding, self.head)
+        return WORKSPACE + ends + layers * self._layer_with_kv
+
+    def capacity(self, budget: int) -> int:
+        """Layers that fit into `budget` bytes with their keys and values, wherever in the model they lie.
+
+        A node does not know yet whether it will hold the embedding or the head, so room for the heavier is set aside.
+        Raises OutOfMemory when not one layer fits.
+        """
+        if budget >= self.memory_for(self.num_layers):
+            return self.num_layers
+        room = budget - WORKSPACE - max(self.embedding, self.head)
+        layers = min(room // self._layer_with_kv, self.num_layers - 1)
+        if layers < 1:
+            raise OutOfMemory(
+                f"{budget / MIB:.0f} MiB of memory do not hold one layer of this model, which takes "
+                f"{self.memory_for(1) / MIB:.0f} MiB; free some, raise --max-memory or choose a smaller --dtype"
+            )
+        return int(layers)
+
+    def kv_tokens(self, budget: int, span: LayerSpan, most: int) -> int:
+        """KV tokens each layer of `span` can hold within `budget`, at most `most`. Raises OutOfMemory if none."""
+        room = budget - WORKSPACE - self.span_bytes(span)
+        tokens = min(room // (len(span) * self.kv_token), most)
+        if tokens < 1:
+            raise OutOfMemory(
+                f"layers {span} take {(WORKSPACE + self.span_bytes(span)) / MIB:.0f} MiB, which leaves nothing of "
+                f"{budget / MIB:.0f} MiB for keys and values; serve fewer layers or raise --max-memory"
+            )
+        return int(tokens)

@@ -1,0 +1,84 @@
+"""How a node that joins comes to its layers: choose, say so, read them, and look whether the choice still makes sense.
+
+Owns patience: a choice must stand for a while before it counts. The rule is `placement`'s, the reading is `moving`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from swarm.config import NodeConfig
+from swarm.planner.schemas import placement_request_json
+from swarm.types import NodeProfile, Snapshot
+from swarm_node.membership import placement
+from swarm_node.membership.placement import Placement
+from swarm_node.membership.span_manager import Spans
+from swarm_node.owner.event_log import Reporter
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 1.0  # a node's choice of layers must stand for so long before it acts on it
+SETTLE_AT_MOST_S = 4.0
+SETTLE_POLL_S = 0.2
+
+
+class Settler:
+    """`profile()`: ours as it is now; `publish()`: tell the others at once."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        report: Reporter,
+        spans: Spans,
+        *,
+        snapshot: Callable[[], Awaitable[Snapshot]],
+        profile: Callable[[], NodeProfile],
+        publish: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._config = config
+        self._report = report
+        self._spans = spans
+        self._snapshot = snapshot
+        self._profile = profile
+        self._publish = publish
+
+    async def settle(self) -> None:
+        """Take layers and load them, again if others turn out to have chosen the same ones at the same moment.
+
+        Raises NetworkError, ModelError, OutOfMemory.
+        """
+        while True:
+            placed = await self._choose()
+            await self._claim(placed)
+            await self._spans.load()
+            if self._config.layers or placement.still_wanted(await self._snapshot(), self._profile()):
+                return
+            logger.warning("other nodes took layers %s at the same moment; choosing again", placed.span)
+            await self._spans.rest()
+            await self._publish()
+
+    async def _choose(self) -> Placement:
+        """The layers to take, once the choice has stood for a while: then all that join now have seen each other."""
+        snapshot = await self._snapshot()
+        if self._config.layers:
+            return placement.asked(self._config.layers, snapshot.num_layers)
+        loop = asyncio.get_running_loop()
+        begun = since = loop.time()
+        choice = placement.choose(snapshot, self._profile())
+        alone = not self._config.peers and len(snapshot.nodes) <= 1
+        while not alone and loop.time() < min(begun + SETTLE_AT_MOST_S, since + SETTLE_S):
+            await asyncio.sleep(SETTLE_POLL_S)
+            before, choice = choice, placement.choose(await self._snapshot(), self._profile())
+            if choice.span != before.span:
+                since = loop.time()
+        return choice
+
+    async def _claim(self, placed: Placement) -> None:
+        """Tell the swarm which layers we take, before we spend the time to load them."""
+        self._spans.claim(placed.span)
+        await self._publish()
+        span, reason = placed.span, placed.reason
+        seen = {} if placed.seen is None else {"request": placement_request_json(placed.seen)}
+        self._report.event("placed", f"takes {reason}", start=span.start, end=span.end, reason=reason, **seen)

@@ -1,0 +1,206 @@
+"""The owner's hand on a running node: a unix socket in the state folder, one JSON line each way.
+
+    -> {"do": "pause" | "resume" | "leave" | "status"}
+    <- {"ok": true, "message": "...", "vitals": {...}}
+
+Owns the socket, and how to find those of the nodes on this machine. What the commands mean is the daemon's. Only the
+owner of the folder (mode 0700) and of the sockets (0600) gets here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from swarm.config import state_dir
+from swarm.errors import SwarmError, UsageError
+from swarm_node.owner.node_metrics import Vitals
+
+logger = logging.getLogger(__name__)
+
+Command = Literal["pause", "resume", "leave", "status"]
+
+MAX_LINE = 1 << 16
+MAX_CALLERS = 8
+ANSWER_S = 5.0
+MAX_SOCKET_PATH = 100  # bytes; systems allow 104 to 108
+
+
+class Request(msgspec.Struct, frozen=True):
+    do: Command
+
+
+class Reply(msgspec.Struct, frozen=True):
+    ok: bool
+    message: str
+    vitals: Vitals | None = None
+
+
+_decode_request = msgspec.json.Decoder(Request).decode
+_decode_reply = msgspec.json.Decoder(Reply).decode
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """What the commands do; each returns a sentence, or raises SwarmError. `vitals` goes with every answer."""
+
+    pause: Callable[[], str]
+    resume: Callable[[], str]
+    leave: Callable[[], str]
+    vitals: Callable[[], Vitals]
+
+
+def folder() -> Path:
+    return state_dir() / "nodes"
+
+
+@asynccontextmanager
+async def answering(actions: Actions) -> AsyncIterator[None]:
+    """Answer on `<pid>.sock` until the block ends. A node whose socket cannot be made goes on without, and says so."""
+    path = folder() / f"{os.getpid()}.sock"
+    server = _Server(actions)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # of a process that had our number before us
+        with _short(path) as name:
+            listener = await asyncio.start_unix_server(server.serve, name, limit=MAX_LINE)
+        path.chmod(0o600)
+    except OSError as error:
+        logger.warning(
+            "no control socket at %s: %s; `swarm-node pause` and the like cannot reach this node", path, error
+        )
+        yield
+        return
+    try:
+        yield
+    finally:
+        listener.close()
+        await server.close()
+        _sweep(path)
+
+
+class _Server:
+    def __init__(self, actions: Actions) -> None:
+        self._actions = actions
+        self._callers: set[asyncio.Task[None]] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One caller, a command after the other."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers.add(task)
+        try:
+            while len(self._callers) <= MAX_CALLERS and (line := await reader.readline()):
+                writer.write(_encode(self._answer(line)) + b"\n")
+                await writer.drain()
+        except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit
+            logger.info("a caller of the control socket was cut off: %s", error)
+        finally:
+            self._callers.discard(task)
+            writer.close()
+
+    def _answer(self, line: bytes) -> Reply:
+        try:
+            request = _decode_request(line)
+        except (msgspec.DecodeError, RecursionError) as error:
+            return Reply(False, f"not a command: {error}")
+        actions = self._actions
+        act = {"pause": actions.pause, "resume": actions.resume, "leave": actions.leave}.get(request.do)
+        try:
+            message = act() if act is not None else ""
+        except SwarmError as error:
+            return Reply(False, str(error), actions.vitals())
+        return Reply(True, message, actions.vitals())
+
+    async def close(self) -> None:
+        for task in self._callers:
+            task.cancel()
+        if self._callers:
+            await asyncio.wait(self._callers)
+
+
+# The other side -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A node that runs on this machine."""
+
+    path: Path
+    vitals: Vitals
+
+
+async def find() -> list[Found]:
+    """The nodes of this user on this machine, by process id. What dead ones left behind is swept away."""
+    found = []
+    for path in sorted(folder().glob("*.sock")):
+        reply = await ask(path, "status")
+        if reply is not None and reply.vitals is not None:
+            found.append(Found(path, reply.vitals))
+    return sorted(found, key=lambda node: node.vitals.pid)
+
+
+async def choose(wanted: str | None) -> Found:
+    """The node that `wanted`, a name or process id, means; None: the only one. Raises UsageError."""
+    nodes = await find()
+    if not nodes:
+        raise UsageError("no node runs on this machine under this user; start one with `swarm-node join`")
+    matching = [n for n in nodes if wanted is None or wanted in (n.vitals.name, str(n.vitals.pid), n.vitals.peer)]
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(f"{n.vitals.pid} ({n.vitals.name or 'without a name'})" for n in nodes)
+    if not matching:
+        raise UsageError(f"no node here is called '{wanted}'; there are {names}")
+    raise UsageError(f"several nodes run here; say which with --node NAME or PID: {names}")
+
+
+async def ask(path: Path, command: Command) -> Reply | None:
+    """Send a command; None if nobody is there."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            with _short(path) as name:
+                reader, writer = await asyncio.open_unix_connection(name, limit=MAX_LINE)
+    except ConnectionRefusedError:  # its node was killed
+        _sweep(path)
+        return None
+    except (OSError, TimeoutError):
+        return None
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            writer.write(_encode(Request(command)) + b"\n")
+            return _decode_reply(await reader.readline())
+    except (OSError, TimeoutError, msgspec.DecodeError, ValueError):
+        return None
+    finally:
+        writer.close()
+
+
+def _sweep(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name for `path` that fits into a socket address. Raises OSError where there is none."""
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
+        yield str(path)
+        return
+    if sys.platform != "linux":
+        raise OSError(f"{path} is too long for a unix socket; set SWARM_HOME to a shorter folder")
+    descriptor = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)

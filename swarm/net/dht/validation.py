@@ -1,0 +1,139 @@
+"""What keeps strangers from spoiling hivemind's DHT: signed subkeys, capped lifetimes, typed and bounded decoding.
+
+Owns the rules by which our DHT nodes store and return entries. As it comes, the DHT lets anyone overwrite any subkey,
+for years, and one malformed entry voids all that a replica returns. Knows not what records say (`swarm.records`).
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Awaitable, Callable, Collection
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from swarm.codec import UNDECODABLE
+from swarm.errors import ProtocolError
+from swarm.net.libp2p._hivemind import DHTNode, DHTRecord, DictionaryDHTValue, MSGPackSerializer, RecordValidatorBase
+from swarm.net.security.identity import Identity, verify
+from swarm.records import MAX_CLOCK_SKEW_S, MAX_LIFETIME_S, MAX_RECORD
+
+MAX_ENTRIES = 4096  # under one key
+MAX_VALUE = MAX_RECORD + 128  # a packed record and its signature
+SIGNATURE = 64
+_CONTEXT = b"swarm dht entry 1\0"
+_DICTIONARY_CODE = 0x50  # hivemind's MessagePack extension for a key with subkeys
+
+_Subkey = Annotated[str, Meta(max_length=64)]
+_Value = Annotated[bytes, Meta(max_length=MAX_VALUE)]
+_Entries = Annotated[list[tuple[_Subkey, _Value, float]], Meta(max_length=MAX_ENTRIES)]
+_decode_bytes = msgspec.msgpack.Decoder(_Value).decode
+_decode_ext = msgspec.msgpack.Decoder(msgspec.msgpack.Ext).decode
+_decode_dictionary = msgspec.msgpack.Decoder(tuple[float | int | None, float, _Entries]).decode
+_decode_subkey = msgspec.msgpack.Decoder(_Subkey).decode
+
+
+class OwnedSubkeys(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
+    """Every entry lies under a subkey that is a peer id, is signed by that peer and lives MAX_LIFETIME_S at most.
+
+    The signature covers key, subkey, expiry and value, so that nobody can prolong what another peer once published.
+    """
+
+    def __init__(self, identity: Identity, clock: Callable[[], float]) -> None:
+        self._identity = identity
+        self._clock = clock
+
+    def validate(self, record: DHTRecord) -> bool:
+        if len(record.value) > MAX_VALUE:
+            return False
+        if not self.timely(record.expiration_time):
+            return False
+        value, signature = record.value[:-SIGNATURE], record.value[-SIGNATURE:]
+        try:
+            peer = _decode_subkey(record.subkey)
+            _decode_bytes(value)
+        except UNDECODABLE:
+            return False
+        return verify(peer, _signed(record, value), signature)
+
+    def timely(self, expires_at: float) -> bool:
+        """Whether an entry may live so long; no for NaN."""
+        return expires_at <= self._clock() + MAX_LIFETIME_S + MAX_CLOCK_SKEW_S
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        return bytes(record.value) + self._identity.sign(_signed(record, record.value))
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        return bytes(record.value[:-SIGNATURE])
+
+
+class StrictSerializer(MSGPackSerializer):  # type: ignore[misc]
+    """Reads only what our DHT holds: text, bytes, dictionaries of text to bytes. The rest is refused at once."""
+
+    @classmethod
+    def loads(cls, buf: bytes) -> Any:
+        """Raises ProtocolError."""
+        kind = buf[0] if buf else 0  # MessagePack's first byte says what follows
+        try:
+            if 0xC4 <= kind <= 0xC6:
+                return _decode_bytes(buf)
+            if not (0xC7 <= kind <= 0xC9 or 0xD4 <= kind <= 0xD8):
+                return _decode_subkey(buf)
+            value = _decode_ext(buf)
+            if value.code != _DICTIONARY_CODE:
+                raise ProtocolError(f"a DHT value of unknown kind {value.code}")
+            _, latest, entries = _decode_dictionary(value.data)
+        except UNDECODABLE as error:
+            raise ProtocolError(f"not a DHT value: {error}") from None
+        with DictionaryDHTValue().freeze() as dictionary:
+            for subkey, data, expires_at in entries:
+                dictionary.store(subkey, data, expires_at)
+            dictionary.latest_expiration_time = latest
+            return dictionary
+
+
+def guard(node: DHTNode, validator: OwnedSubkeys) -> None:
+    """Have a DHT node decode strictly, drop bad entries of a dictionary instead of the dictionary, believe no peer that
+    claims to have the last word on a key, which would end the search for other replicas, and count no peer as a replica
+    that refuses what it is to keep.
+    """
+    protocol = node.protocol
+    protocol.serializer = StrictSerializer
+    protocol._validate_dictionary = functools.partial(_keep_valid, validator)
+    protocol.call_find = functools.partial(_find_timely, validator, protocol.call_find)
+    protocol.call_store = functools.partial(_store_willingly, protocol.call_store)
+
+
+async def _store_willingly(store: Callable[..., Awaitable[list[bool] | None]], *args: Any, **kwargs: Any) -> Any:
+    """`DHTProtocol.call_store`; None, as if it had not answered, of a peer that keeps nothing.
+
+    `DHTNode.store` reports what the last peer said: one that has the entry already would make a failure of a success.
+    """
+    kept = await store(*args, **kwargs)
+    return kept if kept and any(kept) else None
+
+
+async def _find_timely(
+    validator: OwnedSubkeys, find: Callable[..., Awaitable[Any]], peer: Any, keys: Collection[Any]
+) -> Any:
+    """`DHTProtocol.call_find`, without the answers that expire too late: {key: (answer or None, nearest peers)}."""
+    answers = await find(peer, keys)
+    for key, (answer, nearest) in list((answers or {}).items()):
+        if answer is not None and not validator.timely(answer.expiration_time):
+            answers[key] = None, nearest
+    return answers
+
+
+def _keep_valid(validator: OwnedSubkeys, key: bytes, dictionary: DictionaryDHTValue) -> bool:
+    with dictionary.freeze():
+        for subkey, (value, expires_at) in list(dictionary.items()):
+            if not validator.validate(DHTRecord(key, MSGPackSerializer.dumps(subkey), value, expires_at)):
+                del dictionary[subkey]
+    return True
+
+
+def _signed(record: DHTRecord, value: bytes) -> bytes:
+    """The bytes that an entry's signature is for."""
+    return b"".join((_CONTEXT, record.key, record.subkey, struct.pack(">d", record.expiration_time), value))

@@ -1,0 +1,135 @@
+"""The control protocol of hivemind's p2p daemon: one socket connection a request, protobufs preceded by their length.
+
+Owns what we ask of the daemon and how its refusals read. A connection on which a stream was opened becomes that stream.
+Knows neither the daemon's process (`p2pd`) nor frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import base58
+from google.protobuf.message import DecodeError
+from multiaddr import Multiaddr
+
+from swarm.codec import DEFAULT_LIMITS, FrameLimits
+from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable
+from swarm.net.base.frame_stream import FrameStream
+from swarm.net.libp2p._hivemind import p2pd_pb2 as pb
+from swarm.net.libp2p.host import NotSpoken
+from swarm.types import PeerId
+
+
+class Control:
+    """Talks to the daemon that listens on the unix socket `path`. All raise NetworkError if it is not there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
+        """-> the daemon's peer id and the addresses it can be dialled at, each ending in `/p2p/<peer id>`."""
+        response = await self._ask(pb.Request(type=pb.Request.IDENTIFY))
+        peer = base58.b58encode(response.identify.id).decode()
+        return peer, tuple(f"{Multiaddr(raw)}/p2p/{peer}" for raw in response.identify.addrs)
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """Make sure of a connection to `peer`; addresses that make no sense are passed over. Raises PeerUnreachable."""
+        raw = [address for text in addresses if (address := _to_bytes(text, peer))]
+        try:
+            await self._ask(
+                pb.Request(type=pb.Request.CONNECT, connect=pb.ConnectRequest(peer=_peer_bytes(peer), addrs=raw))
+            )
+        except Refused as error:
+            raise PeerUnreachable(f"cannot reach {peer}: {error}") from None
+
+    async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FrameStream:
+        """A stream to a peer that we are connected to, or whose address the daemon knows. Raises PeerUnreachable."""
+        opening = pb.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol])
+        try:
+            response, stream = await self._open(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=opening), limits)
+        except Refused as error:
+            if "protocols not supported" in str(error):
+                raise NotSpoken(f"{peer} takes no streams of this protocol") from None
+            raise PeerUnreachable(f"cannot open a stream to {peer}: {error}") from None
+        stream.peer = base58.b58encode(response.streamInfo.peer).decode()
+        return stream
+
+    async def accept_streams(self, protocol: str, path: Path) -> None:
+        """From now on, streams that others open are delivered to the unix socket `path`, see `accepted_peer`."""
+        handler = pb.StreamHandlerRequest(addr=_unix_address(path), proto=[protocol], balanced=False)
+        await self._ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler))
+
+    async def lifeline(self) -> FrameStream:
+        """A connection whose end is the end of the daemon."""
+        _, stream = await self._open(pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE))
+        return stream
+
+    async def _ask(self, request: pb.Request) -> pb.Response:
+        response, stream = await self._open(request)
+        stream.abort()
+        return response
+
+    async def _open(self, request: pb.Request, limits: FrameLimits = DEFAULT_LIMITS) -> tuple[pb.Response, FrameStream]:
+        loop = asyncio.get_running_loop()
+        try:
+            _, stream = await loop.create_unix_connection(lambda: FrameStream(limits, preamble=True), str(self.path))
+        except OSError as error:
+            raise NetworkError(f"the p2p daemon does not answer: {error}") from None
+        try:
+            await stream.write_delimited(request.SerializeToString())
+            response = pb.Response.FromString(await stream.preamble())
+            if response.type != pb.Response.OK:
+                raise Refused(response.error.msg)
+        except (ConnectionLost, DecodeError) as error:
+            stream.abort()
+            raise NetworkError(f"the p2p daemon broke off: {error}") from None
+        except BaseException:
+            stream.abort()
+            raise
+        return response, stream
+
+
+class Refused(NetworkError):
+    """The daemon's own words for why it did not do something."""
+
+
+def accepted_peer(preamble: bytes) -> PeerId:
+    """Who opened a stream that the daemon delivers: the message before its first frame. Raises NetworkError."""
+    try:
+        return base58.b58encode(pb.StreamInfo.FromString(preamble).peer).decode()
+    except DecodeError as error:
+        raise NetworkError(f"the p2p daemon announced a stream that cannot be read: {error}") from None
+
+
+def accepted_from(preamble: bytes) -> tuple[PeerId, str]:
+    """As `accepted_peer`, and the IP address it came from; "" if that was a relay. Raises NetworkError."""
+    peer = accepted_peer(preamble)
+    try:
+        parts = str(Multiaddr(pb.StreamInfo.FromString(preamble).addr)).split("/")
+    except ValueError:
+        return peer, ""
+    direct = len(parts) > 2 and parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts
+    return peer, parts[2] if direct else ""
+
+
+def _peer_bytes(peer: PeerId) -> bytes:
+    try:
+        return base58.b58decode(peer)
+    except ValueError:
+        raise PeerUnreachable(f"'{peer}' is not a peer id") from None
+
+
+def _unix_address(path: Path) -> bytes:
+    """A unix multiaddr: code 400, length, path. Not by py-multiaddr, which drops the leading slash."""
+    raw = str(path).encode()
+    return bytes([0x90, 0x03, len(raw)]) + raw
+
+
+def _to_bytes(text: str, peer: PeerId) -> bytes | None:
+    """A multiaddr without the `/p2p/<peer>` at its end; None for what is none."""
+    try:
+        return Multiaddr(text.removesuffix(f"/p2p/{peer}")).to_bytes() or None
+    except ValueError:
+        return None

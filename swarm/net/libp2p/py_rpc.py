@@ -1,0 +1,188 @@
+"""hivemind's remote calls over py-libp2p: the part of its `P2P` that `DHTNode` uses.
+
+Owns the wire format of a call, that of hivemind's p2p daemon: one stream a call, on it a `PersistentConnectionRequest`
+each way, preceded by its length. Knows neither what is called nor how streams come about (`py_host`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError
+
+from swarm.errors import ConnectionLost, NetworkError, ProtocolError, SwarmError
+from swarm.net.base.frame_stream import varint
+from swarm.net.base.tasks import TaskScope
+from swarm.net.libp2p._hivemind import P2PContext, PeerID
+from swarm.net.libp2p._hivemind import p2pd_pb2 as pb
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE = 4 << 20  # bytes, as the daemon has it
+MAX_CALLS = 64  # answered at once
+REQUEST_S = 10.0  # for a request to arrive whole, and for its answer to be taken
+REFUSED = (SwarmError, DecodeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
+"""What hivemind's handlers raise on requests that make no sense."""
+
+Handle = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Opener(Protocol):
+    """What calls need of `py_host.PyHost`."""
+
+    async def open_socket(self, peer: PeerId, protocol: str) -> socket: ...
+
+    async def accept_streams(self, protocol: str, path: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Handler:
+    handle: Handle
+    request: Any  # a protobuf class
+
+
+class PyCalls:
+    """Looks like `hivemind.P2P` to a `DHTNode`. Made by `await PyCalls.start(...)`; ended by `shutdown`."""
+
+    def __init__(self, host: Opener, own: PeerId, path: Path) -> None:
+        self.peer_id = PeerID.from_base58(own)
+        self._host = host
+        self._path = path
+        self._handlers: dict[str, _Handler] = {}
+        self._server: asyncio.Server | None = None
+        self._scope = TaskScope("calls")
+
+    @classmethod
+    async def start(cls, host: Opener, own: PeerId, folder: Path) -> PyCalls:
+        """`folder`: where its socket may be."""
+        self = cls(host, own, folder / f"calls-{os.urandom(4).hex()}")
+        self._server = await asyncio.start_unix_server(self._accept, str(self._path))
+        return self
+
+    async def add_protobuf_handler(
+        self,
+        name: str,
+        handler: Handle,
+        input_protobuf_type: Any,
+        *,
+        stream_input: bool = False,
+        stream_output: bool = False,
+        balanced: bool = False,
+    ) -> None:
+        """See `hivemind.P2P`. Calls that stream are not what a DHT makes. Raises NetworkError."""
+        if stream_input or stream_output:
+            raise NetworkError(f"{name} streams, which calls over py-libp2p cannot")
+        self._handlers[name] = _Handler(handler, input_protobuf_type)
+        await self._host.accept_streams(name, self._path)
+
+    async def remove_protobuf_handler(self, name: str, **_: bool) -> None:
+        self._handlers.pop(name, None)
+
+    async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
+        """See `hivemind.P2P`. Raises NetworkError."""
+        call = pb.CallUnaryRequest(peer=peer_id.to_bytes(), proto=name, data=input.SerializeToString())
+        asked = pb.PersistentConnectionRequest(callId=uuid.uuid4().bytes, callUnary=call)
+        async with _stream(await self._host.open_socket(peer_id.to_base58(), name)) as (reader, writer):
+            await _write(writer, asked)
+            answer = (await _read(reader, pb.PersistentConnectionRequest)).unaryResponse
+        if answer.WhichOneof("result") != "response":
+            raise NetworkError(f"{peer_id} did not answer {name}: {answer.error[:200]!r}")
+        try:
+            return output_protobuf_type.FromString(answer.response)
+        except DecodeError as error:
+            raise ProtocolError(f"{peer_id} answers {name} with nonsense: {error}") from None
+
+    async def shutdown(self) -> None:
+        """Idempotent."""
+        self._terminate()
+        await self._scope.close()
+
+    def _terminate(self) -> None:
+        """hivemind's name for an end without farewell."""
+        if self._server is not None:
+            self._server.close()
+        self._handlers.clear()
+        self._scope.cancel()
+
+    # Answering.
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._scope) >= MAX_CALLS:
+            writer.close()
+            return
+        self._scope.start(self._answer(reader, writer), "answer")
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                told = await _read(reader, pb.StreamInfo)
+                asked = await _read(reader, pb.PersistentConnectionRequest)
+            answer = await self._handle(told, asked.callUnary.data)
+            async with asyncio.timeout(REQUEST_S):
+                await _write(writer, pb.PersistentConnectionRequest(callId=asked.callId, unaryResponse=answer))
+        except (TimeoutError, NetworkError) as error:
+            logger.debug("a call came to nothing: %s", error)
+        finally:
+            writer.close()
+
+    async def _handle(self, told: pb.StreamInfo, data: bytes) -> pb.CallUnaryResponse:
+        handler = self._handlers.get(told.proto)
+        if handler is None:
+            return pb.CallUnaryResponse(error=b"no such call")
+        context = P2PContext(handle_name=told.proto, local_id=self.peer_id, remote_id=PeerID(told.peer))
+        try:
+            answer = await handler.handle(handler.request.FromString(data), context)
+        except REFUSED as error:
+            logger.debug("refused a call of %s: %r", told.proto, error)
+            return pb.CallUnaryResponse(error=repr(error).encode()[:200])
+        return pb.CallUnaryResponse(response=answer.SerializeToString())
+
+
+@contextlib.asynccontextmanager
+async def _stream(near: socket) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_unix_connection(sock=near)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def _write(writer: asyncio.StreamWriter, message: Any) -> None:
+    """Raises ConnectionLost."""
+    data = message.SerializeToString()
+    try:
+        writer.write(varint(len(data)) + data)
+        await writer.drain()
+    except OSError as error:
+        raise ConnectionLost(f"the call was broken off: {error}") from None
+
+
+async def _read(reader: asyncio.StreamReader, kind: Any) -> Any:
+    """Raises ConnectionLost, ProtocolError."""
+    try:
+        size = shift = 0
+        while True:
+            byte = (await reader.readexactly(1))[0]
+            size |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+            if shift > 28:
+                raise ProtocolError("a message without a length")
+        if size > MAX_MESSAGE:
+            raise ProtocolError(f"a message of {size} bytes")
+        return kind.FromString(await reader.readexactly(size))
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise ConnectionLost(f"the call was broken off: {error}") from None
+    except DecodeError as error:
+        raise ProtocolError(f"a message that cannot be read: {error}") from None

@@ -1,0 +1,117 @@
+"""Any carrier with a cap on what it sends: a volunteer's `--upload-limit`.
+
+Owns the token bucket and the count of bytes sent. Every connection of the carrier shares the bucket, first come first
+served. What the directory sends is not counted: a few kilobytes a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+from swarm.codec import Buffer
+from swarm.messages import AnyMessage
+from swarm.net.base.transport import Carrier, Connection, Handler, Improving, OnBetter
+from swarm.types import PeerId
+
+FRAME_BYTES = 160  # about what prefix, header and encryption add to a frame's body
+BURST_S = 0.25  # of the rate that may leave at once after a pause
+
+
+class Upload:
+    """What a node sends. `rate`: bytes a second, infinite for no cap. `sent`: bytes so far."""
+
+    def __init__(self, rate: float = math.inf) -> None:
+        self.rate = rate
+        self.sent = 0
+        self._free_at = -math.inf  # loop time at which all that was taken so far has left
+
+    async def take(self, size: int) -> None:
+        """Wait until `size` bytes may leave."""
+        self.sent += size
+        if math.isinf(self.rate):
+            return
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now - BURST_S) + size / self.rate
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
+
+
+class ThrottledConnection:
+    """See `carrier.Connection`."""
+
+    def __init__(self, inner: Connection, upload: Upload, on_closed: Callable[[Connection], None]) -> None:
+        self._inner = inner
+        self._upload = upload
+        self._on_closed = on_closed
+        self._turn = asyncio.Lock()  # frames leave in the order in which they were handed over
+
+    @property
+    def peer(self) -> PeerId:
+        return self._inner.peer
+
+    async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
+        async with self._turn:
+            await self._upload.take(memoryview(body).nbytes + FRAME_BYTES)
+            await self._inner.send(message, body)
+
+    async def receive(self) -> tuple[AnyMessage, memoryview]:
+        return await self._inner.receive()
+
+    async def close(self) -> None:
+        self._on_closed(self._inner)
+        await self._inner.close()
+
+
+class ThrottledCarrier:
+    """See `carrier.Carrier` and `carrier.Improving`. Closing it closes the carrier inside."""
+
+    def __init__(self, inner: Carrier, upload: Upload) -> None:
+        self._inner = inner
+        self._upload = upload
+        self._live: dict[Connection, ThrottledConnection] = {}  # by the connection inside
+
+    @property
+    def peer(self) -> PeerId:
+        return self._inner.peer
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._inner.addresses
+
+    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
+        return self._wrap(await self._inner.dial(peer, addresses))
+
+    async def serve(self, handler: Handler) -> None:
+        async def throttled(inner: Connection) -> None:
+            connection = self._wrap(inner)
+            try:
+                await handler(connection)
+            finally:
+                await connection.close()
+
+        await self._inner.serve(throttled)
+
+    def on_better(self, found: OnBetter) -> None:
+        """Does nothing where the carrier inside does not look for better connections."""
+
+        async def wrapped(old: Connection, better: Connection) -> None:
+            known = self._live.get(old)
+            if known is None:
+                await better.close()
+            else:
+                await found(known, self._wrap(better))
+
+        if isinstance(self._inner, Improving):
+            self._inner.on_better(wrapped)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def _wrap(self, inner: Connection) -> ThrottledConnection:
+        connection = self._live[inner] = ThrottledConnection(inner, self._upload, self._forget)
+        return connection
+
+    def _forget(self, inner: Connection) -> None:
+        self._live.pop(inner, None)

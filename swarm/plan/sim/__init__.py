@@ -1,1 +1,0 @@
-"""A swarm in virtual time that runs the real planner: see `swarm.plan.simulate`."""

@@ -1,0 +1,75 @@
+"""`simulate`: a seeded swarm of hundreds of nodes in virtual time, run by the planner's own functions.
+
+A scenario in, metrics out; the trace, if asked for, is the same for the same scenario byte for byte. Owns the choice of
+policy and the beginning and end of a run. The parts are in `swarm.simulator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swarm.errors import UsageError
+from swarm.simulator.baselines.edgeshard import EdgeShard
+from swarm.simulator.baselines.gpipe import GPipe
+from swarm.simulator.baselines.heft import Heft
+from swarm.simulator.baselines.hexgen import HexGen
+from swarm.simulator.baselines.petals import Petals
+from swarm.simulator.baselines.round_robin import RoundRobin
+from swarm.simulator.churn import Faults
+from swarm.simulator.des_engine import Engine, Trace
+from swarm.simulator.metrics import summary
+from swarm.simulator.model.network import Network
+from swarm.simulator.model.workload import requests
+from swarm.simulator.policies.hyperion import Hyperion
+from swarm.simulator.policies.jupiter import Jupiter
+from swarm.simulator.policies.swarm import Swarm
+from swarm.simulator.policy import Policy
+from swarm.simulator.scenario import Scenario, changed, parse, runs
+
+__all__ = ["Scenario", "changed", "parse", "runs", "simulate", "simulate_table"]
+
+POLICIES: Mapping[str, type[Policy]] = {
+    "swarm": Swarm,
+    "hyperion": Hyperion,
+    "jupiter": Jupiter,
+    "petals": Petals,
+    "hexgen": HexGen,
+    "edgeshard": EdgeShard,
+    "gpipe": GPipe,
+    "heft": Heft,
+    "round_robin": RoundRobin,
+}
+
+
+def simulate(scenario: Scenario, trace: Trace | None = None) -> dict[str, Any]:
+    """Run a scenario to its end and say what it was like; times in s.
+
+    `trace` gets a line of JSON for each event. Raises Infeasible if the devices do not hold the model.
+    """
+    if scenario.policy.outline_tokens and scenario.churn.periods:
+        raise UsageError("outlines are not followed through churn; set outline_tokens or periods to 0")
+    network = Network(scenario.network, scenario.seed)
+    engine = Engine(scenario, POLICIES[scenario.policy.name](scenario, network), network, trace)
+    faults = Faults(engine)
+    faults.begin()
+    for request in requests(scenario.workload, scenario.network.clients, scenario.seed):
+        engine.clock.at(request.at, lambda request=request: engine.arrive(request))  # type: ignore[misc]
+    events = engine.clock.run(scenario.until_s * 1e3)
+    faults.close()
+    return {
+        "scenario": scenario.name,
+        "policy": scenario.policy.title,
+        "seed": scenario.seed,
+        **summary(engine.sessions, list(engine.nodes.values()), engine.clock.now, faults.gaps),
+        "left": faults.left,
+        "joined": faults.joined,
+        "moved": faults.moved,
+        "events": events,
+        "virtual_s": round(engine.clock.now / 1e3, 6),
+    }
+
+
+def simulate_table(table: Mapping[str, Any], trace: Trace | None = None) -> dict[str, Any]:
+    """`simulate` for a decoded TOML or JSON file. Raises UsageError for one that is no scenario."""
+    return simulate(parse(table), trace)

@@ -1,0 +1,144 @@
+"""The bottleneck objective: the chain of different nodes whose slowest hop is fastest.
+
+Owns the search for the least possible slowest hop. Knows only the integers of `routing_dp`.
+
+With many steps in flight a chain yields a result per slowest stage, whatever its links take, so the objective is the
+largest run of one hop. A node may be one stage only, which no dynamic program over layers can see. But where all nodes
+are linked, going as far as a cap allows never hurts, so whether it can be met is a search over orders of nodes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+import numpy as np
+
+from swarm.planner.routing.dag import NEVER, Dag, Ints, sweep_capped
+from swarm.planner.routing.simple_paths import best_simple, price
+from swarm.planner.routing.traceback import Path, Visit, walk
+
+EXPANSIONS = 4_000  # chain prefixes looked at in one search
+EXPANSIONS_PER_CAP = 400
+HALVINGS = 12
+
+
+def best_pipeline(dag: Dag, entries: Ints, exits: Ints) -> tuple[int, Path] | None:
+    """The least slowest hop and, among the chains that meet it, the cheapest; None if there is no chain.
+
+    `dag` has one row a node, in the order of their first layers. Exact while the budgets of this search and of
+    `best_simple` last.
+    """
+    cap, visits = _Stages(dag).least_cap()
+    known = price(dag, visits, entries, exits, cap) if visits else None
+    if known is None:  # where links are missing the search may give up before it has any cover
+        known = best_simple(dag, entries, exits)
+        if known is None:
+            return None
+        cap = max(int(dag.spent[v.end, v.row] - dag.spent[v.start, v.row]) for v in known.visits)
+    forward = Dag(dag.owner, dag.tau, np.where(np.tri(dag.count, dtype=np.bool_), NEVER, dag.rho))
+    in_order = walk(
+        forward, sweep_capped(forward, exits, cap), entries, exits, cap
+    )  # rows in their order repeat nobody
+    known = min((p for p in (known, in_order) if p), key=lambda p: p.key)
+    return cap, best_simple(dag, entries, exits, cap, known) or known
+
+
+class _Stages:
+    """Which caps on the slowest hop can be met by a cover of all layers with different, linked rows."""
+
+    def __init__(self, dag: Dag) -> None:
+        self.num_layers, self.count = dag.num_layers, dag.count
+        self.ends = (dag.num_layers - dag.holds[::-1].argmax(axis=0)).tolist()
+        self.lengths: Ints = dag.holds.sum(axis=0)
+        self.fastest: Ints = np.maximum(dag.tau.min(axis=0, initial=NEVER), 1)
+        self.spent: list[list[int]] = dag.spent.T.tolist()
+        self.least = int(dag.tau.min(axis=1).max()) if dag.count else NEVER
+        off_diagonal = ~np.eye(dag.count, dtype=np.bool_)
+        self.linked = None if (dag.rho[off_diagonal] < NEVER).all() else (dag.rho < NEVER)
+        twins: dict[bytes, int] = {}  # rows nobody could tell apart here; with missing links every row is itself
+        self.kind = [
+            twins.setdefault(dag.tau[:, r].tobytes() if self.linked is None else bytes(str(r), "ascii"), r)
+            for r in range(dag.count)
+        ]
+        # Rows that hold a layer, the soonest to end first: what is not used now may be lost.
+        self.at = [
+            sorted(np.flatnonzero(holds).tolist(), key=lambda r: (self.ends[r], dag.tau[layer, r], r))
+            for layer, holds in enumerate(dag.holds)
+        ]
+        self.expansions = EXPANSIONS
+
+    def least_cap(self) -> tuple[int, list[Visit] | None]:
+        """The least cap that was found to be possible, and a cover that meets it; None if there is no cover at all."""
+        best = self._cover(NEVER)
+        if best is None:
+            return NEVER, None
+        high, low = self._slowest(best), self.least - 1
+        for _ in range(HALVINGS):
+            middle = (low + high) // 2
+            if low >= middle:
+                break
+            found = self._cover(middle)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, self._slowest(found)
+        while high > self.least and (found := self._cover(high - 1)):
+            best, high = found, self._slowest(found)
+        return high, best
+
+    def _slowest(self, visits: list[Visit]) -> int:
+        return max(self.spent[v.row][v.end] - self.spent[v.row][v.start] for v in visits)
+
+    def _cover(self, cap: int) -> list[Visit] | None:
+        """Depth first, each row as far as it may go; None if impossible or the budget ran out."""
+        room = np.minimum(self.lengths, cap // self.fastest)  # most layers a row can take, wherever it starts
+        left, budget = int(room.sum()), min(self.expansions, EXPANSIONS_PER_CAP if cap < NEVER else EXPANSIONS)
+        reached: dict[tuple[int, ...], int] = {}
+        visits: list[Visit] = []
+        choices = [self._choices(0, visits, cap)]
+        while choices:
+            visit = next(choices[-1], None)
+            if visit is None:
+                choices.pop()
+                if visits:
+                    left += int(room[visits.pop().row])
+                continue
+            visits.append(visit)
+            if visit.end == self.num_layers:
+                return visits
+            left -= int(room[visit.row])
+            budget -= 1
+            self.expansions -= 1
+            if budget < 0:
+                return None
+            if left < self.num_layers - visit.end or self._known(reached, visits):
+                left += int(room[visits.pop().row])
+                continue
+            choices.append(self._choices(visit.end, visits, cap))
+        return None
+
+    def _choices(self, start: int, visits: list[Visit], cap: int) -> Iterator[Visit]:
+        """Visits from `start`, one for each kind of row not used yet; shorter ones too where links are missing."""
+        used = {v.row for v in visits}
+        reachable = self.linked[visits[-1].row] if self.linked is not None and visits else None
+        tried: set[int] = set()
+        for row in self.at[start]:
+            if row in used or self.kind[row] in tried or (reachable is not None and not reachable[row]):
+                continue
+            tried.add(self.kind[row])
+            spent = self.spent[row]
+            furthest = bisect.bisect_right(spent, spent[start] + cap, start, self.ends[row] + 1) - 1
+            nearest = furthest if self.linked is None else start + 1
+            for end in range(furthest, max(start, nearest - 1), -1):
+                yield Visit(row, start, end)
+
+    def _known(self, reached: dict[tuple[int, ...], int], visits: list[Visit]) -> bool:
+        """Whether as much had been reached before with the same rows spent, so far as they still matter."""
+        end = visits[-1].end
+        spent = sorted(self.kind[v.row] for v in visits if self.ends[v.row] > end)
+        key = (*spent,) if self.linked is None else (*spent, -1, visits[-1].row, end)
+        if reached.get(key, -1) >= end:
+            return True
+        reached[key] = end
+        return False

@@ -1,0 +1,133 @@
+"""Chains that visit nobody twice: what the dynamic program alone cannot promise.
+
+Owns the search on top of the sweep. Knows only the integers of `routing_dp`.
+
+The layer DAG of Parallax lets a chain come back to a node it has left. A session is kept by peer, so a chain to be used
+must not; and a pipeline whose stages share a node is no pipeline. Such chains are found by branch and bound over the
+sweep: exact while its budget lasts, and never worse than the best chain met on the way.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from swarm.planner.routing.dag import NEVER, Dag, Flags, Ints, sweep, sweep_capped
+from swarm.planner.routing.traceback import Path, Visit, walk
+
+BUDGET = 1 << 27  # relaxations spent on finding a chain that visits nobody twice
+MOST_ROUNDS = 400
+MOST_ROUNDS_CAPPED = 32  # where sweeps are dearer and repeats tempting
+
+
+def cheapest(dag: Dag, entries: Ints, exits: Ints, closed: Flags | None = None) -> Path | None:
+    """The best chain in the DAG without the rows that are `closed`, `[R]`; a node may come twice. None for no chain."""
+    return walk(dag, sweep(dag, exits, closed), entries, exits)
+
+
+def repeats(path: Path) -> bool:
+    return len(set(path.owners)) < len(path.owners)
+
+
+def best_simple(
+    dag: Dag, entries: Ints, exits: Ints, cap: int = NEVER, known: Path | None = None, first: Path | None = None
+) -> Path | None:
+    """The best chain that visits no owner twice; None if none was found.
+
+    `cap`: most a visit may cost. `known`: such a chain found elsewhere. `first`: the answer of `cheapest`, if at hand.
+    Best first: the cheapest chain of a subproblem bounds it from below, so the first one without a repeat is the best.
+    A repeat splits the subproblem into ones that cannot contain it (`_branches`).
+    """
+
+    def solve(part: Dag) -> Path | None:
+        if cap >= NEVER:
+            return cheapest(part, entries, exits)
+        return walk(part, sweep_capped(part, exits, cap), entries, exits, cap)
+
+    tickets = itertools.count()
+    root = first or solve(dag)
+    heap = [(root.key, next(tickets), root, dag)] if root else []
+    most_rounds = MOST_ROUNDS if cap >= NEVER else MOST_ROUNDS_CAPPED
+    for _ in range(max(2, min(most_rounds, BUDGET // dag.work))):
+        if not heap or (known and heap[0][0] >= known.key):
+            return known
+        _, _, path, part = heapq.heappop(heap)
+        clash = _repeat(path)
+        if clash is None:
+            return path
+        merged = _merged(part, path, entries, exits, cap)
+        if merged and (known is None or merged.key < known.key):
+            known = merged
+        for child in _branches(part, *clash):
+            if found := solve(child):
+                heapq.heappush(heap, (found.key, next(tickets), found, child))
+    rest = [path for _, _, path, _ in heap if _repeat(path) is None]
+    return min([*rest, *([known] if known else [])], key=lambda p: p.key, default=None)
+
+
+def _repeat(path: Path) -> tuple[Visit, Visit] | None:
+    """The closest two visits of one owner."""
+    last: dict[int, int] = {}
+    closest: tuple[int, Visit, Visit] | None = None
+    for i, owner in enumerate(path.owners):
+        if owner in last and (closest is None or i - last[owner] < closest[0]):
+            closest = (i - last[owner], path.visits[last[owner]], path.visits[i])
+        last[owner] = i
+    return closest and closest[1:]
+
+
+def _branches(dag: Dag, one: Visit, two: Visit) -> Iterator[Dag]:
+    """Subproblems that together hold every chain without repeats, and none of which holds these two visits.
+
+    Two rows of one owner: one of them goes. One row, left at b and entered again at c: a chain that visits it once does
+    not run it from c on, or not before b, or runs it across both and so neither enters nor leaves it from b to c.
+    """
+    if one.row != two.row:
+        for visit in (one, two):
+            yield _with_tau(dag, visit.row, 0, dag.num_layers)
+        return
+    row, left, back = one.row, one.end, two.start
+    yield _with_tau(dag, row, back, dag.num_layers)
+    yield _with_tau(dag, row, 0, left)
+    may_enter = _allowed(dag.may_enter, dag)
+    may_leave = _allowed(dag.may_leave, dag)
+    may_enter[left : back + 1, row] = False
+    may_leave[left : back + 1, row] = False
+    yield Dag(dag.owner, dag.tau, dag.rho, may_enter, may_leave)
+
+
+def _with_tau(dag: Dag, row: int, start: int, end: int) -> Dag:
+    tau = dag.tau.copy()
+    tau[start:end, row] = NEVER
+    return Dag(dag.owner, tau, dag.rho, dag.may_enter, dag.may_leave)
+
+
+def _allowed(flags: Flags | None, dag: Dag) -> Flags:
+    return np.ones((dag.num_layers + 1, dag.count), np.bool_) if flags is None else flags.copy()
+
+
+def _merged(dag: Dag, path: Path, entries: Ints, exits: Ints, cap: int) -> Path | None:
+    """`path` with every repeated row staying instead of coming back; None if that breaks the cap or rows differ."""
+    visits: list[Visit] = []
+    for visit in path.visits:
+        again = next((i for i, v in enumerate(visits) if dag.owner[v.row] == dag.owner[visit.row]), None)
+        if again is None:
+            visits.append(visit)
+            continue
+        if visits[again].row != visit.row:
+            return None
+        visits[again:] = [Visit(visit.row, visits[again].start, visit.end)]
+    return price(dag, visits, entries, exits, cap)
+
+
+def price(dag: Dag, visits: Sequence[Visit], entries: Ints, exits: Ints, cap: int = NEVER) -> Path | None:
+    """The cost of given visits; None if a visit costs more than `cap`, or a link is missing."""
+    runs = [int(dag.spent[v.end, v.row] - dag.spent[v.start, v.row]) for v in visits]
+    links = [int(dag.rho[a.row, b.row]) for a, b in itertools.pairwise(visits)]
+    cost = sum(runs) + sum(links) + int(entries[visits[0].row]) + int(exits[visits[-1].row])
+    if max(runs) > cap or cost >= NEVER:
+        return None
+    return Path(cost, tuple(int(dag.owner[v.row]) for v in visits), tuple(visits))

@@ -1,0 +1,263 @@
+"""Which strategy, tree width and depth pay off on a chain now: tokens/s predicted for each corner of the policy.
+
+ARCA's choice (Ghidorah §III-C: a measured cost curve against the acceptance of each width), extended by what a chain
+adds: the links' time, which makes wide trees cheap, and its hops, which PipeDec (§2.4) keeps busy with one tree level
+each. Owns the predictions and the choice. Knows neither how costs and acceptance were measured nor how a strategy runs.
+
+Predictions are expectations over the acceptance table and leave out what all strategies share (sampling, the client's
+own work). They rank settings; a measured rate is the judge.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from swarm.errors import UsageError
+from swarm.planner.costs.chain_costs import ChainCosts
+from swarm.planner.speculation.static_tree import (
+    AcceptanceTable,
+    TreeShape,
+    best_nodes,
+    best_shape,
+    check_acceptance,
+    expected_tokens,
+)
+from swarm.planner.speculation.tree_forecast import Level, levels, run_of
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # powers of two suit vector units (Ghidorah §III-C 2)
+MAX_IN_FLIGHT = 32
+LEVELS_A_STEP = (2, 4, 8, 16)  # of a hybrid
+
+
+class Strategy(enum.StrEnum):
+    """The corners of the client's policy that this module compares."""
+
+    SEQUENTIAL = "sequential"
+    TREE = "tree"
+    PIPEDEC = "pipedec"
+    PIPELINED_TREE = "pipelined-tree"  # trees, several of them in flight
+
+    @classmethod
+    def _missing_(cls, value: object) -> Strategy | None:
+        """What they were called one release ago."""
+        return {"pipelined": cls.PIPEDEC, "hybrid": cls.PIPELINED_TREE}.get(str(value))
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterProfile:
+    """How well and how fast guesses come. `acceptance[depth][rank]` as in `arca`; no deeper level is drafted.
+
+    `level_ms`: drafting one more level, which waits for the level above; `round_ms`: once a round, whatever the depth.
+    `hits`: how often an answer that takes so long holds the target's token. `doubtful`: the part of all places that it
+    has doubts about and says so, which steps in flight can use and the one shape of a static tree cannot.
+    """
+
+    acceptance: AcceptanceTable
+    level_ms: float = 0.0
+    round_ms: float = 0.0
+    hits: float = 0.5
+    doubtful: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_acceptance(self.acceptance)
+        if not all(0 <= x < math.inf for x in (self.level_ms, self.round_ms)):
+            raise UsageError("a drafter's times must be finite and not negative")
+        wrong = max((1 - row[0] for row in self.acceptance if row), default=0.0)
+        if not 0 < self.doubtful <= 1 or wrong > self.doubtful + 1e-9:
+            raise UsageError(f"a drafter is wrong at {wrong:g} of all places and doubts {self.doubtful:g} of them")
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One setting and what it is expected to give.
+
+    `width`: rows a step (for a tree its root's too, for pipelining one level). `depth`: levels drafted ahead.
+    `tokens`: settled a round, or a run up to the next miss if pipelined; `period_ms`: how long that takes.
+    """
+
+    strategy: Strategy
+    width: int
+    depth: int
+    in_flight: int
+    tokens: float
+    period_ms: float
+    reason: str
+    shape: TreeShape = field(default_factory=TreeShape)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1000 * self.tokens / self.period_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The setting to use, the best of each strategy (fastest first), and why."""
+
+    best: Forecast
+    forecasts: tuple[Forecast, ...]
+    reason: str
+
+
+def choose(
+    costs: ChainCosts,
+    drafter: DrafterProfile,
+    *,
+    widths: Sequence[int] = WIDTHS,
+    max_in_flight: int = MAX_IN_FLIGHT,
+    current: Strategy | None = None,
+    margin: float = 0.05,
+) -> Choice:
+    """The fastest setting on this chain with this drafter. On ties the simpler strategy, then the narrower step.
+
+    `current`: the strategy in use, kept unless another is faster by more than the part `margin`, so that noise in the
+    measurements does not make a session change its mind every second.
+    """
+    if not widths or min(widths) < 1 or max_in_flight < 1 or margin < 0:
+        raise UsageError("widths and max_in_flight are at least 1, margin at least 0")
+    forecasts = [
+        sequential(costs),
+        tree(costs, drafter, widths),
+        pipelined(costs, drafter, widths, max_in_flight),
+        hybrid(costs, drafter, widths, max_in_flight),
+    ]
+    ranked = sorted((f for f in forecasts if f is not None), key=lambda f: -f.tokens_per_s)
+    best = ranked[0]
+    kept = next((f for f in ranked if f.strategy is current), None)
+    if kept is not None and best.tokens_per_s <= kept.tokens_per_s * (1 + margin):
+        best = kept
+    return Choice(best, tuple(ranked), _why(best, ranked, costs))
+
+
+def sequential(costs: ChainCosts) -> Forecast:
+    """One node a step, one step in flight."""
+    period = costs.round_ms(1)
+    reason = f"every token waits a whole round of {period:.1f} ms"
+    return Forecast(Strategy.SEQUENTIAL, 1, 0, 1, 1.0, period, reason)
+
+
+def tree(costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WIDTHS) -> Forecast | None:
+    """A whole tree a step; the width and depth with most tokens a second. None if nothing can be guessed."""
+    candidates: list[tuple[float, int, int, int]] = []  # tokens/ms, -rows, -levels, limit of depth
+    depths = range(1, len(drafter.acceptance) + 1) if drafter.level_ms else [len(drafter.acceptance)]
+    wanted = set(widths)
+    for limit in depths:
+        tokens, depth = 1.0, 0
+        nodes = list(islice(best_nodes(drafter.acceptance, limit), max(wanted) - 1))
+        for rows, (path, chance) in enumerate(nodes, 2):
+            tokens, depth = tokens + chance, max(depth, len(path))
+            if rows in wanted or rows == len(nodes) + 1:
+                period = drafter.round_ms + drafter.level_ms * depth + costs.round_ms(rows)
+                candidates.append((tokens / period, -rows, -depth, limit))
+    if not candidates:
+        return None
+    most = max(candidates)[0] * (1 - 1e-9)
+    _, rows, _, limit = max((c for c in candidates if c[0] >= most), key=lambda c: c[1:])
+    return _tree_forecast(costs, drafter, best_shape(drafter.acceptance, -rows, limit))
+
+
+def _tree_forecast(costs: ChainCosts, drafter: DrafterProfile, shape: TreeShape) -> Forecast:
+    tokens = expected_tokens(shape, drafter.acceptance)
+    draft = drafter.round_ms + drafter.level_ms * shape.depth
+    period = draft + costs.round_ms(shape.width)
+    reason = (
+        f"a tree of {shape.width} rows, {shape.depth} deep, settles {tokens:.2f} tokens a round of"
+        f" {period:.1f} ms ({draft:.1f} drafting, {costs.compute_ms(shape.width):.1f} computing,"
+        f" {costs.links_ms(shape.width):.1f} on the links)"
+    )
+    return Forecast(Strategy.TREE, shape.width, shape.depth, 1, tokens, period, reason, shape)
+
+
+def pipelined(
+    costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
+) -> Forecast | None:
+    """One tree level a step, several in flight (PipeDec). None if nothing can be guessed."""
+    return _best(
+        _flow(Strategy.PIPEDEC, costs, drafter, below, width, 1, max_in_flight)
+        for width, below in _levels_by_width(drafter, widths)
+    )
+
+
+def hybrid(
+    costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
+) -> Forecast | None:
+    """Several tree levels a step, several steps in flight. None if nothing can be guessed."""
+    return _best(
+        _flow(Strategy.PIPELINED_TREE, costs, drafter, below, width, together, max_in_flight)
+        for width, below in _levels_by_width(drafter, [w for w in widths if w * min(LEVELS_A_STEP) <= max(widths)])
+        for together in LEVELS_A_STEP
+        if width * together <= max(widths)
+    )
+
+
+def _levels_by_width(drafter: DrafterProfile, widths: Sequence[int]) -> Iterator[tuple[int, Sequence[Level]]]:
+    for width in sorted(set(widths)):
+        yield width, tuple(levels(drafter.acceptance, width, len(drafter.acceptance), drafter.doubtful))
+
+
+def _best(forecasts: Iterable[Forecast | None]) -> Forecast | None:
+    """The fastest; the first one on ties."""
+    best: Forecast | None = None
+    for forecast in forecasts:
+        if forecast is not None and (best is None or forecast.tokens_per_s > best.tokens_per_s * (1 + 1e-9)):
+            best = forecast
+    return best
+
+
+def _flow(
+    strategy: Strategy,
+    costs: ChainCosts,
+    drafter: DrafterProfile,
+    below: Sequence[Level],
+    width: int,
+    together: int,
+    max_in_flight: int,
+) -> Forecast | None:
+    """Steps of `together` of the levels `below` a known token, of `width` each, as many in flight as the chain holds.
+
+    After a miss the known token goes out alone, or with the first levels if there are several a step, and is back a
+    round later. As long as the token drawn is in the level that follows, another step's levels settle every slot: the
+    slowest hop's time, or the drafter's, or the round's over the steps in flight, whichever is longest. A miss costs a
+    round again, as what is in flight is dropped, and what is left of the step that the first hop is at just then: half
+    of it, in the part of a slot that the hop works.
+    """
+    depth = min(len(below), together * (max_in_flight - 1))
+    if depth < 1:
+        return None
+    opening = together if together > 1 else 0  # levels that go out with the known token
+    most = max(2, math.ceil(depth / together) + (1 if not opening else 0))
+    run = run_of(below[:depth], together)
+    for _ in range(2):  # how many are in flight depends on their rows, and their rows on how far ahead they are
+        busy = max(costs.slowest_ms(together * run.rows), drafter.level_ms * together)
+        held = math.ceil(costs.round_ms(together * run.rows) / busy) if busy > 0 else most
+        flight = min(most, max_in_flight, max(2, held))
+        run = run_of(below[: min(depth, together * flight - (1 if not opening else 0))], together)
+    rows = together * run.rows
+    slot = max(busy, costs.round_ms(rows) / flight)
+    stale = costs.stages[0].ms(rows) ** 2 / (2 * slot)
+    first = drafter.round_ms + drafter.level_ms * opening + costs.round_ms(rows if opening else 1) + stale
+    tokens, period = 1.0 + run.hits, first + slot * run.steps
+    what = f"{flight} levels of {width}" if together == 1 else f"{flight} trees of {together} levels of {width}"
+    every = "a token settles" if together == 1 else f"up to {together} tokens settle"
+    reason = (
+        f"with {what} in flight {every} every {slot:.1f} ms, {tokens:.2f} of them between misses that cost"
+        f" {first:.1f} ms"
+    )
+    return Forecast(strategy, width * together, flight * together - 1, flight, tokens, period, reason)
+
+
+def _why(best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts) -> str:
+    others = [
+        f"{f.strategy} would give {f.tokens_per_s:.1f} ({f.reason})" for f in ranked if f.strategy is not best.strategy
+    ]
+    held = "; it is in use and no other is faster by enough to change" if best is not ranked[0] else ""
+    chain = f"{len(costs.stages)} hops and {costs.links_ms(1):.1f} ms of links a round"
+    return "; ".join(
+        [
+            f"{best.strategy} is expected to give {best.tokens_per_s:.1f} tokens/s over {chain}: {best.reason}{held}",
+            *others,
+        ]
+    )

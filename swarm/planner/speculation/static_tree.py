@@ -1,0 +1,100 @@
+"""The static draft tree that settles most tokens for its width (Ghidorah §III-C, ARCA), and the acceptance it rests on.
+
+Owns which candidates of which rank to verify: what a width is worth on average, before a round's own guesses are known
+(`plan.tree` then sends the likeliest of them). Knows neither tokens nor what a width costs (`forecast`). A width
+counts the rows verified in a step: the drafted nodes and the root's own row, so width 1 is plain decoding, as in the
+paper's Table I.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from swarm.errors import UsageError
+from swarm.planner.generation.draft_tree import ROOT
+
+AcceptanceTable = Sequence[Sequence[float]]
+"""`[depth][rank]`: how likely the drafter's rank-th guess so deep below the root is the target's token, given that the
+guesses above it were. Rows sum to 1 at most."""
+
+RankPath = tuple[int, ...]
+"""A node of a shape: the ranks taken from the first level down to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A tree of ranks, parents before children: node i is guess `ranks[i]` after node `parents[i]` (or ROOT)."""
+
+    parents: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        return len(self.parents) + 1
+
+    @property
+    def depth(self) -> int:
+        return max((len(path) for path in self.paths()), default=0)
+
+    def paths(self) -> tuple[RankPath, ...]:
+        """Each node's ranks from the first level down, `[n]`."""
+        paths: list[RankPath] = []
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            paths.append((*(() if parent == ROOT else paths[parent]), rank))
+        return tuple(paths)
+
+    @classmethod
+    def of_paths(cls, paths: Sequence[RankPath]) -> TreeShape:
+        """The shape of these nodes, shorter paths first. Raises UsageError if a node's parent is not among them."""
+        ordered = sorted(set(paths), key=lambda path: (len(path), path))
+        number: dict[RankPath, int] = {(): ROOT} | {path: i for i, path in enumerate(ordered)}
+        try:
+            parents = tuple(number[path[:-1]] for path in ordered)
+        except KeyError:
+            raise UsageError("a tree holds a node only together with its parent") from None
+        return cls(parents, tuple(path[-1] for path in ordered))
+
+
+def check_acceptance(acceptance: AcceptanceTable) -> None:
+    """Raises UsageError for a table that holds no probabilities."""
+    for depth, row in enumerate(acceptance):
+        if not all(0 <= p <= 1 for p in row) or math.fsum(row) > 1 + 1e-9:
+            raise UsageError(f"acceptance at depth {depth} must be probabilities that sum to 1 at most")
+
+
+def best_shape(acceptance: AcceptanceTable, width: int, max_depth: int | None = None) -> TreeShape:
+    """The tree of at most `width` rows that settles most tokens, if guesses succeed independently as `acceptance` says.
+
+    Best first: the node whose whole path is likeliest is added next. The expected tokens are a sum over nodes, and no
+    node is likelier than its parent, so this is not only ARCA's estimate but the optimum. Guesses that never succeed
+    are left out. On ties the shallower node, then the lower ranks.
+    """
+    if width < 1:
+        raise UsageError(f"a step verifies at least one row, not {width}")
+    return TreeShape.of_paths([path for path, _ in islice(best_nodes(acceptance, max_depth), width - 1)])
+
+
+def best_nodes(acceptance: AcceptanceTable, max_depth: int | None = None) -> Iterator[tuple[RankPath, float]]:
+    """The nodes of the best trees, each with its chance: the best tree of width w is its first w - 1 nodes."""
+    check_acceptance(acceptance)
+    rows = acceptance[:max_depth] if max_depth is not None else acceptance
+    frontier: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]
+    while frontier:
+        likelihood, depth, path = heapq.heappop(frontier)
+        if path:
+            yield path, -likelihood
+        if depth < len(rows):
+            for rank, p in enumerate(rows[depth]):
+                if likelihood * p < 0:
+                    heapq.heappush(frontier, (likelihood * p, depth + 1, (*path, rank)))
+
+
+def expected_tokens(shape: TreeShape, acceptance: AcceptanceTable) -> float:
+    """Tokens a round is expected to settle: the target's own and one for every node whose path is right (>= 1)."""
+    return 1.0 + math.fsum(
+        math.prod(acceptance[depth][rank] for depth, rank in enumerate(path)) for path in shape.paths()
+    )

@@ -1,0 +1,239 @@
+"""Nodes that come and go: leaving without a word, joining, reading other layers when the swarm is allocated anew.
+
+Owns the schedule of churn and what a loss does to sessions. Which layers a node takes is the policy's decision.
+"""
+
+from __future__ import annotations
+
+from swarm.errors import Infeasible
+from swarm.planner.rebalancing.migration import Move, loads
+from swarm.simulator.des_engine import Engine
+from swarm.simulator.model.devices import DeviceSpec, LayerCost
+from swarm.simulator.model.node import SimNode
+from swarm.simulator.model.rng import Stream
+from swarm.simulator.model.session import Phase, Session
+from swarm.types import LayerSpan, NodeState
+
+LINKED = 64  # nodes of a uniform network that list their links one by one
+
+
+class Faults:
+    """Brings nodes into `engine` and takes them away."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._scenario = engine.scenario
+        self._costs = {device.name: LayerCost(device, engine.scenario.model) for device in engine.scenario.devices}
+        self._random = Stream(engine.scenario.seed, "churn")
+        self._moving = 0
+        self._wrong_for = 0  # checks in a row that asked for a new allocation
+        self.joined = self.left = self.moved = 0
+        self.gaps: list[tuple[float, float]] = []  # (from, to), ms: when some layer was served by nobody
+        self._gap_since: float | None = None
+        self._served: dict[str, LayerSpan] = {}
+        self._replicas = [0] * engine.scenario.model.layers
+        self._joining: list[SimNode] = []
+
+    # At the start ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """All nodes of the scenario, with their layers, and the churn to come. Raises Infeasible."""
+        scenario = self._scenario
+        for device in scenario.devices:
+            for _ in range(device.count):
+                self._make(device)
+        if not any(node.capacity for node in self._engine.nodes.values()):
+            raise Infeasible(f"none of the machines has memory for a single layer of {scenario.model.name}")
+        placed = self._engine.policy.place(self._engine.see())
+        for peer, span in placed.items():
+            self._engine.nodes[peer].take_layers(span, NodeState.SERVING)
+            self._engine.tell("serve", n=peer, span=str(span))
+            self._recount(self._engine.nodes[peer])
+        self._link()
+        self._engine.published()
+        churn = scenario.churn
+        for period in range(churn.periods):
+            self._engine.clock.at(period * churn.period_s * 1e3, self._period)
+        if churn.periods and churn.rebalance_s:
+            self._engine.clock.after(churn.rebalance_s * 1e3, self._check)
+
+    def _make(self, device: DeviceSpec) -> SimNode:
+        engine, serving = self._engine, self._scenario.serving
+        name = f"n{len(engine.nodes):04d}-{device.name}"
+        cost = self._costs[device.name]
+        batch = self._scenario.policy.sessions_per_batch or serving.sessions_per_batch
+        node = SimNode(
+            id=name,
+            cost=cost,
+            capacity=cost.capacity(serving.kv_reserve_tokens),
+            batch_tokens=serving.batch_tokens,
+            batch_sessions=batch,
+            most_sessions=serving.sessions_per_node,
+            coordinate=engine.network.point(name),
+            born=engine.clock.now,
+        )
+        engine.nodes[name] = node
+        return node
+
+    def _link(self) -> None:
+        """In a small uniform network everybody has measured everybody."""
+        nodes = list(self._engine.nodes.values())
+        if self._scenario.network.kind == "uniform" and len(nodes) <= LINKED:
+            for node in nodes:
+                node.link_ms.update({o.id: self._engine.network.latency(node.id, o.id) for o in nodes if o is not node})
+
+    # Leaving ---------------------------------------------------------------------------------------------------------
+
+    def _period(self) -> None:
+        """Pick who leaves in the period that begins now, and when; and when others join."""
+        churn, clock = self._scenario.churn, self._engine.clock
+        present = [node for node in self._engine.nodes.values() if node.alive]
+        self._random.shuffle(present)
+        leaving = present[: round(churn.leave_share * len(present))]
+        for node in leaving:
+            clock.after(self._random.uniform(0.0, churn.period_s * 1e3), lambda node=node: self.leave(node))  # type: ignore[misc]
+            if churn.replace:
+                clock.after(self._random.uniform(0.0, churn.period_s * 1e3), self.come)
+
+    def leave(self, node: SimNode) -> None:
+        """Gone, and nobody is told."""
+        engine = self._engine
+        node.died = engine.clock.now
+        self.left += 1
+        engine.tell("leave", n=node.id)
+        self._count(node)
+        for held in list(node.held.values()):
+            session = held.session
+            engine.clock.after(
+                self._scenario.serving.detect_ms,
+                lambda session=session: self.lost(session, node),  # type: ignore[misc]
+            )
+
+    def lost(self, session: Session, node: SimNode) -> None:
+        """The client has found out that a hop is gone."""
+        if not session.live or all(hop.peer != node.id for hop in session.hops):
+            return
+        session.ready.discard(node.id)
+        session.banned.add(node.id)
+        if session.phase is not Phase.RUNNING:
+            return  # it is looking for a chain already
+        session.epoch += 1
+        session.repairs += 1
+        session.parked.clear()
+        self._engine.tell("lost", s=session.number, n=node.id)
+        if session.repairs > self._scenario.serving.most_repairs:
+            self._engine.fail(session, "too many repairs")
+        else:
+            self._engine.chains.connect(session)
+
+    # Joining ---------------------------------------------------------------------------------------------------------
+
+    def come(self) -> None:
+        """A new machine, of the kinds there are in the proportions there are; it measures itself first."""
+        devices = [device for device in self._scenario.devices for _ in range(device.count)]
+        device = self._random.choice(devices)
+        self._engine.clock.after(self._scenario.churn.measure_s * 1e3, lambda: self._join(device))
+
+    def _join(self, device: DeviceSpec) -> None:
+        """It says that it joins, and chooses layers once it has read who else joins now."""
+        if not self._joining:
+            self._engine.clock.after(self._scenario.serving.refresh_ms, self._place)
+        self._joining.append(self._make(device))
+
+    def _place(self) -> None:
+        joining, self._joining = self._joining, []
+        spans = self._engine.policy.join(self._engine.see())
+        for node in joining:
+            span = spans.get(node.id)
+            self.joined += 1
+            self._engine.tell("join", n=node.id, span=str(span))
+            if span is not None:
+                node.take_layers(span, NodeState.LOADING)
+                self._engine.clock.after(self._read_ms(len(span)), lambda n=node, s=span: self._serve(n, s))  # type: ignore[misc]
+
+    def _read_ms(self, layers: int) -> float:
+        return layers * self._scenario.model.layer_bytes / 1e6 / self._scenario.churn.load_mb_per_s * 1e3
+
+    def _serve(self, node: SimNode, span: LayerSpan) -> None:
+        if node.alive:
+            node.take_layers(span, NodeState.SERVING)
+            self._engine.tell("serve", n=node.id, span=str(span))
+            self._count(node)
+            self._engine.published()
+            self._engine.chains.wake()
+
+    # Allocating anew -------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Every `rebalance_s`: twice in a row asked for a new allocation, and none under way: make its first moves."""
+        engine, churn = self._engine, self._scenario.churn
+        over = engine.clock.now > churn.periods * churn.period_s * 1e3 and not engine.open_requests
+        if over:
+            return
+        engine.clock.after(churn.rebalance_s * 1e3, self._check)
+        if self._moving:
+            return
+        try:
+            plan = engine.policy.rebalance(engine.see())
+        except Infeasible:
+            plan = None
+        self._wrong_for = self._wrong_for + 1 if plan is not None and plan.waves else 0
+        if plan is not None and plan.waves and self._wrong_for > 1:
+            self._wrong_for = 0
+            for move in plan.waves[0]:
+                self._move(move)
+
+    def _move(self, move: Move) -> None:
+        engine = self._engine
+        node = engine.nodes[move.peer]
+        if not node.alive or node.state is NodeState.LOADING:
+            return
+        self.moved += 1
+        self._moving += 1
+        engine.tell("move", n=move.peer, old=str(move.old), new=str(move.new))
+        if not move.overlap:
+            self._give_up(node)
+            node.take_layers(move.new, NodeState.LOADING)
+            self._count(node)
+        engine.clock.after(self._read_ms(loads(move.old, move.new)), lambda: self._moved(node, move.new))
+
+    def _moved(self, node: SimNode, span: LayerSpan) -> None:
+        self._moving -= 1
+        if node.alive:
+            self._give_up(node)
+            self._serve(node, span)
+
+    def _give_up(self, node: SimNode) -> None:
+        """The sessions of a node that moves go elsewhere; it tells them, so they know at once."""
+        for held in list(node.held.values()):
+            node.close(held.session)
+            self.lost(held.session, node)
+
+    # Coverage --------------------------------------------------------------------------------------------------------
+
+    def _count(self, node: SimNode) -> None:
+        """`node` has changed: count replicas of layers anew, and how long some layer is served by nobody."""
+        self._recount(node)
+        now = self._engine.clock.now
+        if not all(self._replicas):
+            if self._gap_since is None:
+                self._gap_since = now
+                self._engine.tell("gap")
+        elif self._gap_since is not None:
+            self.gaps.append((self._gap_since, now))
+            self._gap_since = None
+            self._engine.tell("covered")
+
+    def _recount(self, node: SimNode) -> None:
+        for layer in self._served.pop(node.id, ()):
+            self._replicas[layer] -= 1
+        if node.alive and node.span is not None and node.state is NodeState.SERVING:
+            self._served[node.id] = node.span
+            for layer in node.span:
+                self._replicas[layer] += 1
+
+    def close(self) -> None:
+        """Account for a gap that lasts."""
+        if self._gap_since is not None:
+            self.gaps.append((self._gap_since, self._engine.clock.now))
+            self._gap_since = None

@@ -1,0 +1,104 @@
+"""What a run was like: throughput, latencies, who finished, how busy the nodes were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.simulator.model.node import SimNode
+from swarm.simulator.model.session import Phase, Session
+
+PERCENTILES = (50, 90, 95, 99, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles of some times, s."""
+
+    mean: float
+    percentiles: dict[int, float]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Nearest-rank percentiles; all 0 without values."""
+        ordered = sorted(values)
+        if not ordered:
+            return cls(0.0, dict.fromkeys(PERCENTILES, 0.0))
+        ranks = {p: max(math.ceil(p / 100 * len(ordered)), 1) - 1 for p in PERCENTILES}
+        return cls(math.fsum(ordered) / len(ordered), {p: ordered[i] for p, i in ranks.items()})
+
+    def table(self) -> dict[str, float]:
+        return {"mean": _rounded(self.mean), **{f"p{p}": _rounded(v) for p, v in self.percentiles.items()}}
+
+
+def summary(
+    sessions: Sequence[Session], nodes: Sequence[SimNode], end_ms: float, gaps: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    """Requests only; the points of an outline belong to theirs. Times in s.
+
+    `gaps`: when some layer was served by nobody, ms. `covered` counts the requests that met none of them.
+    """
+    asked = [s for s in sessions if s.parent is None]
+    done = [s for s in asked if s.phase is Phase.DONE and s.done_ms is not None]
+    begin = min((s.request.at for s in asked), default=0.0)
+    last = max((s.done_ms for s in done if s.done_ms is not None), default=begin)
+    span_s = max(last - begin, 1e-9) / 1e3
+    latency = [(s.done_ms - s.request.at) / 1e3 for s in done if s.done_ms is not None]
+    first = [(s.first_ms - s.request.at) / 1e3 for s in done if s.first_ms is not None]
+    tokens = sum(s.produced for s in done)
+    per_token = [
+        (s.done_ms - s.first_ms) / 1e3 / (s.produced - 1)
+        for s in done
+        if s.produced > 1 and s.first_ms is not None and s.done_ms is not None
+    ]
+    failures: dict[str, int] = {}
+    for session in asked:
+        if session.phase is not Phase.DONE:
+            reason = session.failure or "not done in time"
+            failures[reason] = failures.get(reason, 0) + 1
+    return {
+        "requests": len(asked),
+        "finished": len(done),
+        "finished_share": _rounded(len(done) / len(asked)) if asked else 1.0,
+        "failures": dict(sorted(failures.items())),
+        "span_s": _rounded(span_s),
+        "throughput_rps": _rounded(len(done) / span_s),
+        "tokens_per_s": _rounded(tokens / span_s),
+        "latency_s": Spread.of(latency).table(),
+        "first_token_s": Spread.of(first).table(),
+        "per_token_s": Spread.of(per_token).table(),
+        "covered": _covered(asked, gaps, end_ms),
+        "uncovered_s": _rounded(math.fsum(b - a for a, b in gaps) / 1e3),
+        "repairs": sum(s.repairs for s in asked),
+        "repaired_requests": sum(1 for s in asked if s.repairs),
+        "refused_dials": sum(s.dials for s in asked),
+        "nodes": _nodes(nodes, end_ms),
+    }
+
+
+def _covered(asked: Sequence[Session], gaps: Sequence[tuple[float, float]], end_ms: float) -> dict[str, Any]:
+    spans = [(s, s.done_ms if s.done_ms is not None else end_ms) for s in asked]
+    safe = [s for s, end in spans if all(end <= a or b <= s.request.at for a, b in gaps)]
+    done = sum(1 for s in safe if s.phase is Phase.DONE)
+    return {"requests": len(safe), "finished": done, "share": _rounded(done / len(safe)) if safe else 1.0}
+
+
+def _nodes(nodes: Sequence[SimNode], end_ms: float) -> dict[str, Any]:
+    """Utilisation of each node, share of the time it was there; and of all together."""
+    shares: dict[str, Any] = {}
+    for node in nodes:
+        alive_ms = (node.died if node.died is not None else end_ms) - node.born
+        usage = node.usage
+        shares[node.id] = {
+            "layers": str(node.span) if node.span else None,
+            "busy": _rounded(usage.busy_ms / alive_ms) if alive_ms > 0 else 0.0,
+            "rows_per_batch": _rounded(usage.rows / usage.batches) if usage.batches else 0.0,
+            "kv_peak": _rounded(usage.most_kv / node.kv_room) if node.kv_room > 0 else 0.0,
+        }
+    return shares
+
+
+def _rounded(value: float) -> float:
+    return round(value, 6)

@@ -1,0 +1,185 @@
+"""One simulated node: its batches, KV memory, and τ as it publishes it.
+
+Owns what a node knows of itself. Which steps share a batch, how long one waits for more and what τ is are the rules of
+`plan.scheduling`, as at a real node; how long a batch takes is `devices`'.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from swarm.planner.scheduling.batch_scheduler import BatchScheduler
+from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
+from swarm.planner.scheduling.session_order import SessionOrder
+from swarm.simulator.model.devices import LayerCost
+from swarm.simulator.model.session import Session, Step
+from swarm.types import Hop, LayerSpan, NodeProfile, NodeState
+
+
+@dataclass(slots=True)
+class Held:
+    """A session at a node: the layers it has there and the bytes set aside for its KV."""
+
+    session: Session
+    hop: Hop
+    size: float
+    done_ms: float = 0.0  # of its work here
+
+
+@dataclass(slots=True)
+class Usage:
+    """Since the start: ms of compute, rows and batches; the most bytes of KV ever held."""
+
+    busy_ms: float = 0.0
+    rows: int = 0
+    batches: int = 0
+    most_kv: float = 0.0
+
+
+@dataclass(slots=True)
+class SimNode:
+    id: str
+    cost: LayerCost
+    capacity: int  # layers
+    batch_tokens: int
+    batch_sessions: int | None  # steps of one batch; None: as many as fit
+    most_sessions: int
+    coordinate: tuple[float, ...] = ()
+    link_ms: dict[str, float] = field(default_factory=dict)
+    born: float = 0.0
+    died: float | None = None
+    state: NodeState = NodeState.JOINING
+    span: LayerSpan | None = None
+    kv_room: float = 0.0
+    kv_used: float = 0.0
+    held: dict[int, Held] = field(default_factory=dict)
+    opening: deque[tuple[Session, Hop]] = field(default_factory=deque)  # sessions that queue for room here
+    busy: bool = False
+    start_at: float | None = None  # when the next batch is to be taken, ms
+    usage: Usage = field(default_factory=Usage)
+    scheduler: BatchScheduler[Step] = field(init=False)
+    _order: SessionOrder[Step] = field(init=False)
+    _layer_time: LayerTimeEstimator = field(init=False)
+    _last: tuple[object, NodeProfile] | None = None  # what it published last, and what that depends on
+
+    def __post_init__(self) -> None:
+        self._layer_time = LayerTimeEstimator(self.cost.curve)
+        self.scheduler = BatchScheduler(self.batch_tokens, max_steps=self.batch_sessions)
+        self._order = SessionOrder()
+
+    @property
+    def alive(self) -> bool:
+        return self.died is None
+
+    def serves(self, hop: Hop) -> bool:
+        span = self.span
+        serving = self.alive and self.state is NodeState.SERVING
+        return serving and span is not None and span.start <= hop.start and hop.end <= span.end
+
+    def take_layers(self, span: LayerSpan, state: NodeState) -> None:
+        """Serve or load `span` from now on; what sessions held goes."""
+        self.span, self.state = span, state
+        self.kv_room = self.cost.kv_room(span.start, span.end)
+        for held in list(self.held.values()):
+            self.close(held.session)
+        self.kv_used = 0.0
+
+    # Sessions --------------------------------------------------------------------------------------------------------
+
+    def kv_size(self, session: Session, hop: Hop) -> float:
+        return session.most_tokens * (hop.end - hop.start) * self.cost.model.kv_token_bytes
+
+    def can_open(self, session: Session, hop: Hop) -> bool:
+        own = self.held.get(session.number)
+        free = self.kv_room - self.kv_used + (own.size if own else 0.0)
+        return (len(self.held) < self.most_sessions or own is not None) and self.kv_size(session, hop) <= free
+
+    def open(self, session: Session, hop: Hop) -> None:
+        self.close(session)
+        size = self.kv_size(session, hop)
+        self.held[session.number] = Held(session, hop, size)
+        self.kv_used += size
+        self.usage.most_kv = max(self.usage.most_kv, self.kv_used)
+
+    def close(self, session: Session) -> bool:
+        """Whether the session was open here."""
+        self.scheduler.forget(session.number)
+        self._order.forget(session.number)
+        held = self.held.pop(session.number, None)
+        if held is None:
+            return False
+        self.kv_used = self.kv_used - held.size if self.held else 0.0
+        return True
+
+    # Work ------------------------------------------------------------------------------------------------------------
+
+    def push(self, step: Step) -> bool:
+        """Whether the step waits for a batch now, and not for another of its session."""
+        ready = self._order.arrive(step)
+        if ready is not None:
+            self.scheduler.push(ready)
+        return ready is not None
+
+    def batch_ms(self, batch: list[Step]) -> float:
+        rows = kv_tokens = sampled = 0
+        context = 0.0
+        for step in batch:
+            rows += step.rows
+            kv_tokens += step.base + step.rows
+            context += step.rows * (step.base + step.rows / 2.0)
+            sampled += step.sampled_rows
+        hop, cost = batch[0].hop, self.cost
+        ms = cost.device.step_overhead_ms + (hop.end - hop.start) * cost.layer_ms(rows, kv_tokens, context)
+        if hop.end == cost.model.layers and sampled:
+            ms += cost.head_ms(sampled)
+        return ms
+
+    def ran(self, batch: list[Step], compute_ms: float, now: float) -> None:
+        """Count a batch that is done, and let the next steps of its sessions in."""
+        self.usage.busy_ms += compute_ms
+        self.usage.batches += 1
+        stats = BatchStats.of(batch, compute_ms)
+        self.usage.rows += stats.rows
+        self._layer_time.observe(stats, now / 1e3)
+        self.scheduler.completed((step for step in batch if step.session.live), compute_ms / 1e3, now / 1e3)
+        for step in batch:
+            following = self._order.ran(step)
+            if following is not None:
+                self.scheduler.push(following)
+
+    # What it publishes -----------------------------------------------------------------------------------------------
+
+    def profile(self, now: float) -> NodeProfile:
+        """What others read of it."""
+        span = self.span
+        layer_ms = (self._layer_time.ms(len(self.held), now / 1e3),) * len(span) if span else ()
+        depends = (span, self.state, layer_ms, len(self.held), self.kv_used)
+        if self._last is not None and self._last[0] == depends:
+            return self._last[1]
+        token = self.cost.model.kv_token_bytes * len(span) if span else 1.0
+        full = len(self.held) >= self.most_sessions
+        profile = NodeProfile(
+            peer=self.id,
+            name=self.id,
+            state=self.state,
+            dtype="",
+            weight_hash="",
+            layer_capacity=self.capacity,
+            span=span,
+            layer_ms=layer_ms,
+            cost=self.cost.curve,
+            kv_capacity_tokens=int(self.kv_room / token) if span else 0,
+            kv_free_tokens=0 if full or not span else int((self.kv_room - self.kv_used) / token),
+            sessions=len(self.held),
+            region=self.cost.device.region,
+            coordinate=self.coordinate,
+            link_ms=self.link_ms,
+        )
+        self._last = depends, profile
+        return profile
+
+    def waiting(self) -> Iterator[Session]:
+        """Sessions that queue for room here and still want it."""
+        return (session for session, _ in self.opening if session.live)

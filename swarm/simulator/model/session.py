@@ -1,0 +1,108 @@
+"""One request on its way through the swarm, and one step of work for it. Plain state; `engine` moves it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from swarm.simulator.model.workload import Request
+from swarm.types import Hop, LayerSpan
+
+
+class Phase(enum.Enum):
+    CONNECTING = "connecting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+_LIVE = (Phase.CONNECTING, Phase.RUNNING)
+
+
+@dataclass(slots=True)
+class Session:
+    """`held`: tokens whose keys and values the whole chain has. `ready`: peers of `hops` that have them."""
+
+    number: int
+    request: Request
+    prompt: int
+    output: int
+    parent: Session | None = None  # of a point of an outline
+    phase: Phase = Phase.CONNECTING
+    epoch: int = 0
+    hops: list[Hop] = field(default_factory=list)
+    ready: set[str] = field(default_factory=set)
+    banned: set[str] = field(default_factory=set)
+    gate: str = ""
+    held: int = 0
+    produced: int = 0
+    steps: int = 0
+    chunks: tuple[int, ...] = ()
+    replays: int = 0  # runs of lost hops that are still being fed again
+    parked: list[Step] = field(default_factory=list)  # activations that wait for the next hop to let it in
+    points_left: int = 0
+    repairs: int = 0
+    dials: int = 0  # nodes it tried that were gone or full
+    waiting_since: float = 0.0
+    broken_since: float | None = None  # the first loss after the last result; repairs that fail share one deadline
+    first_ms: float | None = None
+    done_ms: float | None = None
+    failure: str = ""
+
+    @property
+    def most_tokens(self) -> int:
+        """KV tokens a hop must hold; the last token drawn is never sent back in."""
+        return self.prompt + self.output
+
+    @property
+    def live(self) -> bool:
+        return self.phase in _LIVE
+
+
+@dataclass(slots=True)
+class Step:
+    """`rows` rows after `base` tokens, at hop `index` of its session; `last`: the hop a replay ends at, -1 if none.
+
+    `hop` stays what it was when the step set out for it, whatever becomes of the session meanwhile. A
+    `plan.scheduling` step.
+    """
+
+    session: Session
+    epoch: int
+    rows: int
+    base: int
+    sample: bool
+    index: int = 0
+    last: int = -1
+    hop: Hop = field(init=False)
+    span: LayerSpan = field(init=False)
+    session_key: int = field(init=False)
+    prefill: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.session_key = self.session.number
+        self.prefill = self.last >= 0 or self.base < self.session.prompt
+        self._set_hop()
+
+    def _set_hop(self) -> None:
+        self.hop = self.session.hops[self.index]
+        self.span = self.hop.span
+
+    def advance(self) -> Hop:
+        """To the next hop."""
+        self.index += 1
+        self._set_hop()
+        return self.hop
+
+    @property
+    def sampled_rows(self) -> int:
+        """Rows that the LM head sees: all of a draft, one of a prompt."""
+        if not self.sample:
+            return 0
+        return 1 if self.prefill else self.rows
+
+    @property
+    def stale(self) -> bool:
+        return self.epoch != self.session.epoch or self.session.phase not in _LIVE
+
+    dropped = stale

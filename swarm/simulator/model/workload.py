@@ -1,0 +1,72 @@
+"""Who asks for what, and when: Poisson arrivals, all at once, or a trace that is replayed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from swarm.simulator.model.rng import Stream
+
+
+class Lengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tokens: always `median`, or lognormal around it with `sigma`, cut to `[least, most]`."""
+
+    median: int
+    sigma: float = 0.0
+    least: int = 1
+    most: int = 1 << 20
+
+    def draw(self, stream: Stream) -> int:
+        length = round(stream.lognormal(self.median, self.sigma)) if self.sigma else self.median
+        return max(self.least, min(length, self.most))
+
+
+class Replayed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request of a trace."""
+
+    at_s: float
+    prompt: int
+    output: int
+
+
+class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`trace`, if given, is replayed; else `requests` of them come as `arrivals` says."""
+
+    requests: int = 0
+    rate_per_s: float = 1.0
+    arrivals: Literal["poisson", "at_once"] = "poisson"
+    prompt: Lengths = Lengths(median=128)
+    output: Lengths = Lengths(median=128)
+    trace: tuple[Replayed, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.rate_per_s > 0:
+            raise ValueError("rate_per_s must be above 0")
+
+
+class Request(msgspec.Struct, frozen=True):
+    """`at`: ms. `client`: the place it comes from."""
+
+    number: int
+    at: float
+    prompt: int
+    output: int
+    client: str
+
+
+def requests(spec: WorkloadSpec, clients: int, seed: int) -> list[Request]:
+    """All requests in order of arrival. Arrivals and lengths are drawn apart: another rate, the same requests."""
+    arrivals, lengths, places = (Stream(seed, "workload", part) for part in ("arrivals", "lengths", "places"))
+    trace = spec.trace
+    found: list[Request] = []
+    at = 0.0
+    for number in range(len(trace) or spec.requests):
+        client = f"client{places.below(max(clients, 1))}"
+        if trace:
+            asked = trace[number]
+            found.append(Request(number, asked.at_s * 1e3, asked.prompt, asked.output, client))
+            continue
+        at += arrivals.exponential(1e3 / spec.rate_per_s) if spec.arrivals == "poisson" else 0.0
+        found.append(Request(number, at, spec.prompt.draw(lengths), spec.output.draw(lengths), client))
+    return sorted(found, key=lambda request: (request.at, request.number))

@@ -1,0 +1,101 @@
+"""What a way of running a swarm decides; the engine does the rest. Our own and every baseline fill in the same form.
+
+Owns the form and the answers that most of them share. A policy may call the planner, and reads the `View`; it moves
+nothing itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.errors import Infeasible
+from swarm.planner.rebalancing.migration import Schedule
+from swarm.planner.routing.repair import Repair
+from swarm.simulator.model.network import Network
+from swarm.simulator.model.node import SimNode
+from swarm.simulator.model.session import Session
+from swarm.simulator.scenario import PolicySpec, Scenario
+from swarm.simulator.stale_snapshot import View
+from swarm.types import Chain, Hop, LayerSpan, PeerId, missing_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """How to go on after a loss: `repair` and who feeds lost hops again, the client or the hop before them."""
+
+    repair: Repair
+    from_client: bool = False
+
+
+class Policy(ABC):
+    """`queues_at_nodes`: a session waits in line at a node without room, instead of looking for another chain."""
+
+    queues_at_nodes = False
+
+    def __init__(self, scenario: Scenario, network: Network) -> None:
+        self.scenario = scenario
+        self.network = network
+
+    @property
+    def spec(self) -> PolicySpec:
+        return self.scenario.policy
+
+    @abstractmethod
+    def place(self, view: View) -> Mapping[PeerId, LayerSpan]:
+        """Who serves what from the start; nodes left out idle. Raises Infeasible."""
+
+    def join(self, view: View) -> Mapping[PeerId, LayerSpan]:
+        """The layers of the nodes that are joining now."""
+        return {}
+
+    def rebalance(self, view: View) -> Schedule | None:
+        """The moves of a new allocation, if there should be one."""
+        return None
+
+    @abstractmethod
+    def choose(self, session: Session, view: View) -> Chain:
+        """The chain of a new session, or, for policies that extend chains, its first hops. Raises NoRoute."""
+
+    def extend(self, session: Session, view: View) -> Hop:
+        """The next hop of a session whose activations have reached the end of its hops. Raises Infeasible."""
+        raise Infeasible(f"no hop follows those of session {session.number}")
+
+    def repair(self, session: Session, view: View) -> Repeat:
+        """The chain that goes on where the session's broke; by default another chain, fed anew. Raises NoRoute."""
+        chain = self.choose(session, view)
+        return Repeat(Repair(chain, (), chain.hops), from_client=True)
+
+    def chunks(self, session: Session, view: View) -> tuple[int, ...]:
+        """How the prompt is cut, tokens; they sum to the prompt."""
+        return even_chunks(session.prompt, self.scenario.serving.prefill_chunk)
+
+    def gate(self, session: Session) -> str:
+        """Sessions that cannot start wait in line with those of the same gate."""
+        return ""
+
+    def closed(self, session: Session) -> None:  # noqa: B027 - most policies have nothing to do
+        """The session has ended, one way or the other."""
+
+
+def even_chunks(length: int, chunk: int) -> tuple[int, ...]:
+    """Chunks of `chunk` tokens and what is left."""
+    whole, rest = divmod(length, chunk)
+    return (*(chunk for _ in range(whole)), *((rest,) if rest else ()))
+
+
+def covered(spans: Mapping[PeerId, LayerSpan], num_layers: int) -> None:
+    """Raises Infeasible if a layer is served by nobody."""
+    counts = [0] * num_layers
+    for span in spans.values():
+        for layer in span:
+            counts[layer] += 1
+    missing = missing_ranges(counts)
+    if missing:
+        ranges = ", ".join(f"{a}:{b}" for a, b in missing)
+        raise Infeasible(f"the nodes do not hold the model; layers {ranges} would remain without one")
+
+
+def alive(view: View) -> Sequence[SimNode]:
+    return [node for node in view.nodes.values() if node.alive]

@@ -1,0 +1,227 @@
+"""How sessions get their chains and keep them: choosing, opening, waiting in line, feeding a replacement again.
+
+Owns the lines that sessions wait in. The way a client opens chains, waits and tries again is that of the real one
+(`swarm_client.generation.generation_loop`): nodes that refuse are left out at the next try, and forgiven once nothing else is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from swarm.errors import Infeasible, NoRoute
+from swarm.planner.routing.repair import Repair
+from swarm.simulator.clock import Clock
+from swarm.simulator.model.network import Network
+from swarm.simulator.model.node import SimNode
+from swarm.simulator.model.session import Phase, Session, Step
+from swarm.simulator.policy import Policy, Repeat
+from swarm.simulator.scenario import Scenario
+from swarm.simulator.stale_snapshot import View
+from swarm.types import Hop, PeerId
+
+TOKEN_BYTES = 4.0
+
+
+class Mover(Protocol):
+    """The engine as it is needed here: what there is, and how steps and sessions are moved on."""
+
+    scenario: Scenario
+    policy: Policy
+    network: Network
+    clock: Clock
+    nodes: dict[PeerId, SimNode]
+
+    def tell(self, kind: str, **facts: object) -> None: ...
+    def see(self) -> View: ...
+    def published(self) -> None: ...
+    def go_on(self, session: Session) -> None: ...
+    def unpark(self, session: Session) -> None: ...
+    def send(self, step: Step, source: str, size: float) -> None: ...
+    def fail(self, session: Session, reason: str) -> None: ...
+
+
+class Chains:
+    """`engine` moves the steps; here they get a way to go."""
+
+    def __init__(self, engine: Mover) -> None:
+        self._engine = engine
+        self._serving = engine.scenario.serving
+        self._lines: dict[str, deque[Session]] = {}  # gate -> sessions that wait for a chain
+        self._broken: list[Session] = []  # sessions that wait for a way round a lost node
+        self._polling = False
+
+    def connect(self, session: Session) -> None:
+        """Look for a chain; while none can be had, wait in line."""
+        session.phase = Phase.CONNECTING
+        session.waiting_since = self._engine.clock.now
+        if session.hops:
+            if session.broken_since is None:
+                session.broken_since = session.waiting_since
+            session.waiting_since = session.broken_since
+            if not self._attempt(session):
+                self._broken.append(session)
+                self._poll()
+            return
+        session.gate = self._engine.policy.gate(session)
+        line = self._lines.setdefault(session.gate, deque())
+        line.append(session)
+        if len(line) == 1:
+            self.wake()
+
+    def wake(self) -> None:
+        """There is room where there was none: those who are first in line try again."""
+        for line in self._lines.values():
+            while line and (not line[0].live or self._attempt(line[0])):
+                line.popleft()
+        self._poll()
+
+    def _poll(self) -> None:
+        """While anybody waits, everybody looks again from time to time."""
+        if not self._polling and (self._broken or any(self._lines.values())):
+            self._polling = True
+            self._engine.clock.after(self._serving.route_retry_ms, self._look_again)
+
+    def _look_again(self) -> None:
+        self._polling = False
+        waiting = [*self._broken, *(session for line in self._lines.values() for session in line)]
+        for session in waiting:
+            session.banned.clear()  # a node that was busy or gone may be back
+        for session in waiting:
+            if session.live and self._too_late(session):
+                self._engine.fail(session, "no route")
+        broken, self._broken = self._broken, []
+        self._broken += [session for session in broken if session.live and not self._attempt(session)]
+        self.wake()
+
+    def _too_late(self, session: Session) -> bool:
+        limit_ms = self._serving.repair_timeout_ms if session.repairs else self._serving.route_timeout_ms
+        return session.waiting_since <= self._engine.clock.now - limit_ms
+
+    def _attempt(self, session: Session) -> bool:
+        """Try to open the best chain; True if the session need not wait in line any longer."""
+        while True:
+            try:
+                plan = self._plan(session)
+            except (NoRoute, Infeasible):
+                return False
+            fresh = [hop for hop in plan.repair.chain.hops if hop not in plan.repair.kept]
+            gone = next((hop for hop in fresh if not self._engine.nodes[hop.peer].alive), None)
+            if gone is not None:
+                session.banned.add(gone.peer)
+                session.dials += 1
+                self._engine.clock.after(self._serving.dial_timeout_ms, lambda: self._again(session))
+                return True
+            refused = [hop for hop in fresh if not self._has_room(session, hop)]
+            if not refused:
+                self._open(session, plan, fresh)
+                return True
+            session.banned.update(hop.peer for hop in refused)
+            session.dials += len(refused)
+
+    def _plan(self, session: Session) -> Repeat:
+        view = self._engine.see()
+        if session.held:
+            return self._engine.policy.repair(session, view)
+        return Repeat(Repair(self._engine.policy.choose(session, view), (), ()))
+
+    def _again(self, session: Session) -> None:
+        if session.live and session.hops and self._too_late(session):
+            self._engine.fail(session, "no route")
+        elif session.live and not self._attempt(session):
+            waiting = self._broken if session.hops else self._lines.setdefault(session.gate, deque())
+            waiting.append(session)
+            self._poll()
+
+    def _has_room(self, session: Session, hop: Hop) -> bool:
+        node = self._engine.nodes[hop.peer]
+        return node.serves(hop) and (self._engine.policy.queues_at_nodes or node.can_open(session, hop))
+
+    def _open(self, session: Session, plan: Repeat, fresh: list[Hop]) -> None:
+        engine = self._engine
+        kept = {hop.peer for hop in plan.repair.kept}
+        for hop in session.hops:
+            if hop.peer not in kept:
+                engine.nodes[hop.peer].close(session)
+        session.hops = list(plan.repair.chain.hops)
+        session.phase = Phase.RUNNING
+        session.ready = kept if session.held else {hop.peer for hop in session.hops}
+        engine.tell("open", s=session.number, chain=[f"{h.peer}:{h.start}:{h.end}" for h in session.hops])
+        if engine.policy.queues_at_nodes:
+            self.enter_line(session, session.hops[0])
+            return
+        for hop in fresh:
+            engine.nodes[hop.peer].open(session, hop)
+        engine.published()
+        farthest = max((engine.network.latency(session.request.client, hop.peer) for hop in fresh), default=0.0)
+        epoch = session.epoch
+        engine.clock.after(2 * farthest, lambda: self._opened(session, epoch, plan))
+
+    def _opened(self, session: Session, epoch: int, plan: Repeat) -> None:
+        if session.epoch != epoch or not session.live:
+            return
+        if session.held and plan.repair.rebuild:
+            self._replay(session, plan)
+        else:
+            self._engine.go_on(session)
+
+    # Lines at nodes --------------------------------------------------------------------------------------------------
+
+    def enter_line(self, session: Session, hop: Hop) -> None:
+        """Queue for room at one node (policies that extend their chains as they go)."""
+        node = self._engine.nodes[hop.peer]
+        node.opening.append((session, hop))
+        self.admit(node)
+
+    def admit(self, node: SimNode) -> None:
+        """Let in whoever is first in line at a node, as far as there is room."""
+        while node.opening:
+            session, hop = node.opening[0]
+            if session.live and not node.can_open(session, hop):
+                return
+            node.opening.popleft()
+            if session.live:
+                node.open(session, hop)
+                if hop.start == 0:
+                    self._engine.go_on(session)
+                else:
+                    self._engine.unpark(session)
+
+    # Replays ---------------------------------------------------------------------------------------------------------
+
+    def _replay(self, session: Session, plan: Repeat) -> None:
+        """Feed each run of new hops the tokens the chain held, from the hop before it, which keeps its outputs."""
+        runs = _runs(session.hops, {hop.peer for hop in plan.repair.rebuild})
+        session.replays = len(runs)
+        chunk = self._serving.prefill_chunk
+        for first, last in runs:
+            before = session.hops[first - 1].peer if first and not plan.from_client else session.request.client
+            for base in range(0, session.held, chunk):
+                rows = min(chunk, session.held - base)
+                step = Step(session, session.epoch, rows, base, base + rows == session.held, first, last)
+                row_bytes = self._engine.scenario.model.row_bytes if first else TOKEN_BYTES
+                self._engine.send(step, before, rows * row_bytes)
+
+    def replayed(self, step: Step) -> None:
+        """A run's last hop has told the client that a chunk is done."""
+        session = step.session
+        if step.stale or not step.sample:
+            return
+        session.replays -= 1
+        if not session.replays:
+            session.ready = {hop.peer for hop in session.hops}
+            self._engine.tell("replayed", s=session.number, tokens=session.held)
+            self._engine.go_on(session)
+
+
+def _runs(hops: list[Hop], fed: set[str]) -> list[tuple[int, int]]:
+    """(first, last) of each run of neighbouring hops whose peers are in `fed`."""
+    runs: list[tuple[int, int]] = []
+    for i, hop in enumerate(hops):
+        if hop.peer not in fed:
+            continue
+        if runs and runs[-1][1] == i - 1:
+            runs[-1] = (runs[-1][0], i)
+        else:
+            runs.append((i, i))
+    return runs

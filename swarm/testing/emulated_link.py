@@ -1,0 +1,188 @@
+"""Any carrier as if over a slower line: benchmarks between real processes on one machine use it to be far apart.
+
+Owns one-way delay and a rate cap, each way; keeps the order of frames and their back-pressure. Knows neither what
+carries the frames in the end nor what they mean. A delay is as exact as the event loop's timers, about a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm import codec
+from swarm.codec import Buffer
+from swarm.errors import ConnectionLost, NetworkError
+from swarm.messages import AnyMessage
+from swarm.net.base.tasks import TaskScope
+from swarm.net.base.transport import Carrier, Connection, Handler
+from swarm.types import PeerId
+
+WINDOW = 4 << 20  # bytes on their way in one direction of a connection, before its sender waits
+
+_Item = tuple[AnyMessage, Buffer]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one machine's line adds. Delays one way, in seconds; rates in bytes a second, shared by all connections."""
+
+    send_delay_s: float = 0.0
+    send_rate: float = math.inf
+    receive_delay_s: float = 0.0
+    receive_rate: float = math.inf
+
+
+class _Line:
+    """One direction of a machine's line: bytes leave one after the other."""
+
+    def __init__(self, rate: float, delay_s: float) -> None:
+        self._rate = rate
+        self._delay_s = delay_s
+        self._free_at = 0.0
+
+    def arrival(self, size: int) -> float:
+        """When `size` bytes handed over now are at the other end, loop time."""
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(now, self._free_at) + size / self._rate
+        return self._free_at + self._delay_s
+
+
+class _Lane:
+    """One direction of one connection: what is put in comes out in order, later."""
+
+    def __init__(self, line: _Line) -> None:
+        self._line = line
+        self._items: deque[tuple[float, int, _Item]] = deque()
+        self._bytes = 0
+        self._changed = asyncio.Event()
+        self._end: NetworkError | None = None
+
+    async def put(self, message: AnyMessage, body: Buffer) -> None:
+        """Waits while the lane is full. Raises ConnectionLost once it has ended."""
+        size = len(codec.encode(message)[0]) + len(body)
+        while self._end is None and self._items and self._bytes + size > WINDOW:
+            await self._changed.wait()
+        if self._end is not None:
+            raise ConnectionLost(str(self._end))
+        self._bytes += size
+        self._items.append((self._line.arrival(size), size, (message, body)))
+        self._notify()
+
+    async def get(self) -> _Item:
+        """The next frame, once it has arrived. Raises the error given to `end` after the last."""
+        while not self._items:
+            if self._end is not None:
+                error, self._end = self._end, ConnectionLost("the connection is closed")
+                raise error
+            await self._changed.wait()
+        when, size, item = self._items[0]
+        if (wait := when - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(wait)
+            if not self._items:  # dropped meanwhile
+                return await self.get()
+        self._items.popleft()
+        self._bytes -= size
+        self._notify()
+        return item
+
+    def end(self, error: NetworkError, drop: bool = False) -> None:
+        """Take no more; `drop` what is under way as well."""
+        if self._end is None:
+            self._end = error
+        if drop:
+            self._items.clear()
+            self._bytes = 0
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class ShapedConnection:
+    """See `carrier.Connection`."""
+
+    def __init__(self, inner: Connection, send: _Line, receive: _Line, scope: TaskScope) -> None:
+        self._inner = inner
+        self._out, self._in = _Lane(send), _Lane(receive)
+        self._pusher = scope.start(self._push(), f"to {inner.peer}")
+        self._puller = scope.start(self._pull(), f"from {inner.peer}")
+
+    @property
+    def peer(self) -> PeerId:
+        return self._inner.peer
+
+    async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
+        await self._out.put(message, bytes(body))
+
+    async def receive(self) -> tuple[AnyMessage, memoryview]:
+        message, body = await self._in.get()
+        return message, memoryview(body)
+
+    async def close(self) -> None:
+        self._out.end(ConnectionLost("the connection was closed here"))
+        self._in.end(ConnectionLost("the connection was closed here"), drop=True)
+
+    async def flushed(self) -> None:
+        """Wait until all that was sent before `close` has left."""
+        await asyncio.wait({self._pusher})
+
+    async def _push(self) -> None:
+        try:
+            while True:
+                message, body = await self._out.get()
+                await self._inner.send(message, body)
+        except NetworkError as error:
+            self._out.end(error, drop=True)
+        finally:
+            await self._inner.close()
+
+    async def _pull(self) -> None:
+        try:
+            while True:
+                await self._in.put(*await self._inner.receive())
+        except NetworkError as error:
+            self._in.end(error)
+            self._out.end(error, drop=True)
+
+
+class ShapedCarrier:
+    """See `carrier.Carrier`. Closing it closes the carrier inside."""
+
+    def __init__(self, inner: Carrier, shape: Shape) -> None:
+        self._inner = inner
+        self._send = _Line(shape.send_rate, shape.send_delay_s)
+        self._receive = _Line(shape.receive_rate, shape.receive_delay_s)
+        self._scope = TaskScope("shaped carrier")
+
+    @property
+    def peer(self) -> PeerId:
+        return self._inner.peer
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._inner.addresses
+
+    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
+        return self._shape(await self._inner.dial(peer, addresses))
+
+    async def serve(self, handler: Handler) -> None:
+        async def shaped(inner: Connection) -> None:
+            connection = self._shape(inner)
+            try:
+                await handler(connection)
+            finally:
+                await connection.close()
+            await connection.flushed()
+
+        await self._inner.serve(shaped)
+
+    async def close(self) -> None:
+        await self._scope.close()
+        await self._inner.close()
+
+    def _shape(self, inner: Connection) -> ShapedConnection:
+        return ShapedConnection(inner, self._send, self._receive, self._scope)

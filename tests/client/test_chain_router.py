@@ -1,0 +1,94 @@
+"""The client's map of the swarm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from memory_swarm import cut, memory_swarm
+from tiny_models import ModelTensors, tiny_model
+from virtual_clock import virtual_time
+
+from swarm.errors import ConnectionLost, NoRoute
+from swarm.testing.memory_network import Link
+from swarm.types import PeerId
+from swarm_client.routing.blocklist import REBORN_S
+from swarm_client.routing.router import SwarmView
+
+
+class Amnesia:
+    """A directory that knows nobody any more until it is told of somebody."""
+
+    def __init__(self, records: dict[PeerId, bytes]) -> None:
+        self.records = records
+        self.known = True
+        self.met: list[str] = []
+
+    async def read(self, model: str) -> dict[PeerId, bytes]:
+        return self.records if self.known else {}
+
+    async def meet(self, addresses: Sequence[str]) -> int:
+        self.met = list(addresses)
+        self.known = True
+        return len(addresses)
+
+
+def beside(real: SwarmView, directory: Amnesia) -> SwarmView:
+    """Another view of the same swarm, by way of `directory`."""
+    return SwarmView(
+        directory,  # type: ignore[arg-type]
+        real._pool,
+        real._model,
+        real._num_layers,
+        dtype=None,
+        weight_hash=real._weight_hash,
+        wall_clock=real._wall_clock,
+        meet=directory.meet,
+    )
+
+
+@virtual_time
+async def test_a_client_whose_directory_has_lost_everybody_looks_up_those_it_knew() -> None:
+    source = ModelTensors(tiny_model("llama"))
+    async with memory_swarm(source, cut(6, 3), Link(0.001)) as swarm, swarm.client() as client:
+        await client.snapshot()
+        real = client._view
+        assert real is not None
+        directory = Amnesia(await real._directory.read(real._model))
+        view = beside(real, directory)
+        before = await view.snapshot(fresh=True)
+        assert len(before.nodes) == 2
+        directory.known = False
+        after = await view.snapshot(fresh=True)
+        assert [node.peer for node in after.nodes] == [node.peer for node in before.nodes]
+        assert directory.met == [node.addresses[0] for node in before.nodes]
+        await view.close()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@virtual_time
+async def test_a_lost_node_that_answers_is_taken_back_when_there_is_no_other(gone: bool) -> None:
+    source = ModelTensors(tiny_model("llama"))
+    async with memory_swarm(source, cut(6, 3), Link(0.001)) as swarm, swarm.client() as client:
+        await client.snapshot()
+        real = client._view
+        assert real is not None
+        view = beside(real, Amnesia(await real._directory.read(real._model)))  # no news from now on
+        chain, _ = await view.route()
+        victim = chain.peers[1]
+        if gone:
+            swarm.kill(victim, silent=True)
+        view.ban(victim, ConnectionLost("it fell silent"))
+        with pytest.raises(NoRoute):
+            await view.route()
+        await asyncio.sleep(REBORN_S + 0.5)
+        if gone:
+            with pytest.raises(NoRoute):
+                await view.route()
+        else:
+            assert (await view.route())[0].peers == chain.peers
+            view.ban(victim, ConnectionLost("once more"))  # a voice is believed once in a while, not at once again
+            with pytest.raises(NoRoute):
+                await view.repair(chain, {victim}, insist=True)
+        await view.close()

@@ -1,0 +1,145 @@
+"""Medusa heads on the tail: their guesses come along with the tokens, stand at the right places, and change no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from memory_swarm import cut, memory_swarm
+from safetensors.torch import save_file
+from tiny_models import ModelTensors, hf_greedy, tiny_model
+from virtual_clock import run
+
+from swarm.messages import Result
+from swarm.planner.generation.state_machine import (
+    ChainReady,
+    EmitTokens,
+    Generation,
+    GenerationPlan,
+    SendStep,
+    StepSettled,
+)
+from swarm.testing.memory_network import Link
+from swarm.types import LayerSpan
+from swarm_client.speculation.drafters.medusa import HeadsDrafter, hints_of
+from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.runtime.load import load_span
+
+TOKENS, HEADS = 24, 3
+PROMPT = [3 + 7 * i % 120 for i in range(17)]
+
+
+def states(source: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """`[n, hidden]`, as the target's head sees them."""
+    span: Any = load_span(source, LayerSpan(0, 6), torch.float32)
+    cache = span.new_cache(64)
+    cache.open(b"a", 64)
+    plan = cache.plan([RowsRequest(b"a", 0, len(tokens))])
+    return span.normed(span.forward(span.embed(tokens), plan, cache))
+
+
+def heads_for(answer: Sequence[int], source: Any, folder: Path) -> Path:
+    """Heads that know this one answer by heart: linear maps from its states to what comes 2, 3, 4 places after."""
+    text = [*PROMPT, *answer]
+    rows = states(source, text)
+    tensors = {}
+    for head in range(HEADS):
+        first, last = len(PROMPT) - 1, len(text) - 2 - head
+        wanted = F.one_hot(torch.tensor(text[first + 2 + head :]), 131).float()
+        tensors[f"{head}.0.weight"] = (40 * torch.linalg.pinv(rows[first:last]) @ wanted).T.contiguous()
+    save_file(tensors, folder / "heads.safetensors")
+    return folder / "heads.safetensors"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tree", "pipedec", "pipelined-tree", "auto", "sequential"])
+@pytest.mark.parametrize("borders", [(), (2, 4)], ids=["one hop", "three"])
+def test_heads_that_are_right_bring_several_tokens_a_round(
+    strategy: str, borders: tuple[int, ...], tmp_path: Path
+) -> None:
+    made = tiny_model("llama")
+    source, truth = ModelTensors(made), hf_greedy(made, PROMPT, TOKENS)
+
+    async def scenario() -> None:
+        heads = heads_for(truth, source, tmp_path)
+        async with (
+            memory_swarm(source, cut(6, *borders), Link(delay_s=0.02), heads=heads) as swarm,
+            swarm.client(drafter="medusa") as client,
+        ):
+            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding=strategy)
+            assert list(answer.token_ids) == truth
+            if strategy in ("tree", "pipelined-tree", "auto"):
+                plain = 1 / (0.02 * (len(borders) + 2))  # tokens/s, by the links alone
+                assert answer.tokens_per_second > 2.0 * plain
+            if strategy == "tree":  # the hybrid has several steps a round
+                assert answer.speculation is not None
+                assert answer.speculation["tokens_per_step"] > 2.0
+            other = await client.generate(PROMPT[:9], max_new_tokens=TOKENS, decoding=strategy)
+            assert list(other.token_ids) == hf_greedy(made, PROMPT[:9], TOKENS)
+
+    run(scenario())
+
+
+def test_a_tail_without_heads_is_asked_in_vain() -> None:
+    made = tiny_model("llama")
+    source, truth = ModelTensors(made), hf_greedy(made, PROMPT, TOKENS)
+
+    async def scenario() -> None:
+        async with (
+            memory_swarm(source, cut(6, 3), Link(delay_s=0.02)) as swarm,
+            swarm.client(drafter="medusa") as client,
+        ):
+            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding="tree")
+            assert list(answer.token_ids) == truth
+
+    run(scenario())
+
+
+def test_guesses_that_do_not_add_up_are_none() -> None:
+    good = Result(bytes(16), 0, 0, [5, 6], heads=2, guessed=[1, 2, 3, 4, 5, 6, 7, 8], doubts=[0, 50] * 4)
+    assert hints_of(good) == (
+        (((1, -0.0), (2, -0.5)), ((3, -0.0), (4, -0.5))),
+        (((5, -0.0), (6, -0.5)), ((7, -0.0), (8, -0.5))),
+    )
+    for wrong in (
+        Result(bytes(16), 0, 0, [5, 6], heads=3, guessed=[1, 2, 3, 4], doubts=[0] * 4),
+        Result(bytes(16), 0, 0, [5, 6], heads=1, guessed=[1, 2], doubts=[0]),
+        Result(bytes(16), 0, 0, [], heads=1, guessed=[1, 2], doubts=[0, 0]),
+        Result(bytes(16), 0, 0, [5, 6], heads=0, guessed=[1, 2], doubts=[0, 0]),
+    ):
+        assert hints_of(wrong) == ()
+
+
+def test_a_head_guesses_a_place_whatever_was_drawn_before() -> None:
+    drafter = HeadsDrafter()
+    drafter.reset([1, 2])
+    drafter.extend([3])
+    drafter.hint((((10, -0.1), (11, -2.0)), ((20, -0.2),)))
+    assert [[token for token, _ in found] for found in drafter.propose_many([(), (10,), (99,), (10, 20)], 2)] == [
+        [10, 11],
+        [20],
+        [20],
+        [],
+    ]
+    drafter.extend([10])
+    assert [token for token, _ in drafter.propose((), 4)] == [20]
+    drafter.extend([20, 30])
+    assert drafter.propose((), 4) == []
+
+
+def test_a_tail_that_makes_up_tokens_is_not_believed() -> None:
+    plan = GenerationPlan((1, 2), 8, vocab_size=50)
+    generation = Generation(plan)
+    (step,) = generation.handle(ChainReady())
+    assert isinstance(step, SendStep)
+    hints = ((((7, -0.1), (50, -0.2)),),)
+    actions = generation.handle(StepSettled(0, step.step, (4,), hints=hints))
+    assert isinstance(actions[0], EmitTokens)
+    assert actions[0].hints == ()
+    assert isinstance(actions[1], SendStep)
+    with pytest.raises(Exception, match="the tail drew token 50"):
+        generation.handle(StepSettled(0, actions[1].step, (50,)))

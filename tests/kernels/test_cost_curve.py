@@ -1,0 +1,84 @@
+"""Measuring a span and checking it against the plain reference. No timing is asserted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import ModelTensors, tiny_model
+
+from swarm.errors import ResourceError
+from swarm.types import LayerSpan
+from swarm_kernels.calibration.cost_curve import Stopwatch, choose_threads, measure_cost, self_check
+from swarm_kernels.ops import dispatch
+from swarm_kernels.runtime.llama_span import LeanSpan
+from swarm_kernels.runtime.load import load_span
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_after() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    dispatch.set_threads(threads)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelTensors:
+    return ModelTensors(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_a_cost_curve_is_positive_and_never_falls(kind: str) -> None:
+    span = load_span(ModelTensors(tiny_model(kind)), LayerSpan(1, 3), torch.float32)
+    curve = measure_cost(span, widths=(1, 3, 9), context=150, budget_s=0.05)
+    assert curve.widths == (1, 3, 9)
+    assert 0 < curve.ms[0] <= curve.ms[1] <= curve.ms[2]
+
+
+def test_other_work_cannot_make_rows_free(source: ModelTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row always met somebody else's work, and so did every fourth batch; wider ones tell what it costs at most."""
+    batches = itertools.count()
+
+    def ms(_: Stopwatch, width: int) -> float:
+        return 9.0 if width == 1 or next(batches) % 4 == 0 else float(width)
+
+    monkeypatch.setattr(Stopwatch, "ms", ms)
+    span = load_span(source, LayerSpan(0, 1), torch.float32)
+    assert measure_cost(span, widths=(1, 2, 4, 16), budget_s=0.01).ms == (2.0, 2.0, 4.0, 16.0)
+
+
+def test_threads_are_chosen_from_what_was_offered(source: ModelTensors) -> None:
+    span = load_span(source, LayerSpan(0, 1), torch.float32)
+    assert choose_threads(span, most=1) == 1
+    assert choose_threads(span, most=3, budget_s=0.05) in (1, 2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sound_span_passes_its_check(source: ModelTensors, dtype: torch.dtype) -> None:
+    self_check(load_span(source, LayerSpan(2, 4), dtype), source)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_biases_and_head_norms_are_checked_too(family: str) -> None:
+    source = ModelTensors(tiny_model(family))
+    self_check(load_span(source, LayerSpan(0, 1), torch.float32), source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_machine_that_computes_wrongly_is_found(source: ModelTensors, dtype: torch.dtype) -> None:
+    span = load_span(source, LayerSpan(2, 4), dtype)
+    assert isinstance(span, LeanSpan)
+    sound = span.weights[0]
+    for broken in (
+        replace(sound, scale=sound.scale * 1.5),
+        replace(sound, attn_norm=sound.attn_norm * 1.1),
+        replace(sound, down=dispatch.pack_linear(torch.zeros(96, 80, dtype=dtype))),
+        span.weights[1],
+    ):
+        span.weights[0] = broken
+        with pytest.raises(ResourceError, match="must not join"):
+            self_check(span, source)

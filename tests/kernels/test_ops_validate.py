@@ -1,0 +1,179 @@
+"""What does not fit together is refused before any kernel runs, by both implementations alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import Part, make_plan, random_pages
+
+from swarm.errors import KernelError
+from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base.torch_reference import REFERENCE
+
+HEADS, GROUPS, DIM = 4, 2, 32
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(params=["best", "reference"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    dispatch.use(request.param)
+    yield
+    dispatch.use("best")
+
+
+def good_plan() -> tuple[BatchPlan, int]:
+    return make_plan([Part(20, line=2), Part(5, tree=(-1, 0, 0))], torch.Generator().manual_seed(0))
+
+
+def good_tensors(plan: BatchPlan, pages: int) -> Tensors:
+    k_pages, v_pages = random_pages(pages, GROUPS, DIM, torch.float32, torch.Generator().manual_seed(0))
+    rows = plan.rows
+    return {
+        "q": torch.randn(rows, HEADS, DIM),
+        "k": torch.randn(rows, GROUPS, DIM),
+        "v": torch.randn(rows, GROUPS, DIM),
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+    }
+
+
+def changed(tensor: torch.Tensor, value: int) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] = value
+    return tensor
+
+
+SLOTS = torch.zeros(1, dtype=torch.int64)
+BAD_PLANS: dict[str, Callable[[BatchPlan, int], BatchPlan]] = {
+    "session": lambda p, n: replace(p, session=changed(p.session, 2)),
+    "negative session": lambda p, n: replace(p, session=changed(p.session, -1)),
+    "past": lambda p, n: replace(p, past=changed(p.past, p.pages.shape[1] * PAGE + 1)),
+    "write": lambda p, n: replace(p, write=changed(p.write, n * PAGE)),
+    "negative write": lambda p, n: replace(p, write=changed(p.write, -1)),
+    "page": lambda p, n: replace(p, pages=changed(p.pages, n)),
+    "tree page": lambda p, n: replace(p, tree_pages=changed(p.tree_pages, n)),
+    "tree mask": lambda p, n: replace(p, tree_mask=changed(p.tree_mask, 1 << 16)),
+    "sign bit of the mask": lambda p, n: replace(p, tree_mask=changed(p.tree_mask, -(1 << 63))),
+    "copy from": lambda p, n: replace(p, copy_from=SLOTS + n * PAGE, copy_to=SLOTS),
+    "copy to": lambda p, n: replace(p, copy_from=SLOTS, copy_to=SLOTS - 1),
+    "rows": lambda p, n: replace(p, past=p.past[1:]),
+    "tables": lambda p, n: replace(p, pages=p.pages[:1]),
+    "copies": lambda p, n: replace(p, copy_from=SLOTS),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_PLANS)
+def test_a_plan_beyond_its_cache_is_refused(implementation: None, fault: str) -> None:
+    plan, pages = good_plan()
+    tensors = good_tensors(plan, pages)
+    before = tensors["k_pages"].clone()
+    with pytest.raises(KernelError):
+        dispatch.attend(**tensors, plan=BAD_PLANS[fault](plan, pages), scale=1.0)
+    assert torch.equal(tensors["k_pages"], before)
+    dispatch.attend(**tensors, plan=plan, scale=1.0)
+
+
+BAD_TENSORS: dict[str, Callable[[Tensors], Tensors]] = {
+    "query heads": lambda t: {"q": t["q"][:, :3]},
+    "query size": lambda t: {"q": t["q"][..., :16]},
+    "query rows": lambda t: {"q": t["q"][1:]},
+    "keys": lambda t: {"k": t["k"][:, :1]},
+    "values": lambda t: {"v": t["v"][1:]},
+    "page size": lambda t: {"k_pages": t["k_pages"][..., :8]},
+    "no head size": lambda t: {
+        name: t[name][..., :0] if name != "k_pages" else t[name][:, :, :0]
+        for name in ("q", "k", "v", "k_pages", "v_pages")
+    },
+    "value pages": lambda t: {"v_pages": t["v_pages"][1:]},
+    "mixed dtypes": lambda t: {"v_pages": t["v_pages"].bfloat16()},
+    "strides": lambda t: {"v_pages": t["v_pages"].transpose(2, 3).contiguous().transpose(2, 3)},
+}
+
+
+@pytest.mark.parametrize("fault", BAD_TENSORS)
+def test_tensors_that_do_not_fit_are_refused(implementation: None, fault: str) -> None:
+    plan, pages = good_plan()
+    tensors = good_tensors(plan, pages)
+    with pytest.raises(KernelError):
+        dispatch.attend(**(tensors | BAD_TENSORS[fault](tensors)), plan=plan, scale=1.0)
+
+
+@pytest.mark.parametrize("dim", [1, 24, 272])
+def test_head_sizes_without_a_compiled_kernel_take_plain_torch(dim: int) -> None:
+    plan, pages = good_plan()
+    generator = torch.Generator().manual_seed(1)
+    k_pages, v_pages = random_pages(pages, GROUPS, dim, torch.float32, generator)
+    rows = [torch.randn(plan.rows, heads, dim, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
+    twins = (k_pages.clone(), v_pages.clone())
+    expected = REFERENCE.attend(*rows, *twins, plan, dim**-0.5)
+    assert torch.equal(dispatch.attend(*rows, k_pages, v_pages, plan, dim**-0.5), expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [((0, 1), (2,)), ((-1,), (0,)), ((0,), (64,))], ids=["count", "below", "beyond"]
+)
+def test_slots_beyond_the_cache_are_not_moved(
+    implementation: None, source: tuple[int, ...], target: tuple[int, ...]
+) -> None:
+    k_pages, v_pages = torch.zeros(4, 1, 16, PAGE), torch.zeros(4, 1, PAGE, 16)
+    with pytest.raises(KernelError):
+        dispatch.commit_tree_slots(k_pages, v_pages, torch.tensor(source), torch.tensor(target))
+
+
+def small_layer() -> dispatch.LayerWeights:
+    def linear(outputs: int, inputs: int) -> dispatch.Linear:
+        return dispatch.pack_linear(torch.randn(outputs, inputs))
+
+    return dispatch.LayerWeights(
+        attn_norm=torch.ones(48),
+        qkv=linear((HEADS + 2 * GROUPS) * DIM, 48),
+        o=linear(48, HEADS * DIM),
+        mlp_norm=torch.ones(48),
+        gate_up=linear(64, 48),
+        down=linear(48, 32),
+        heads=HEADS,
+        kv_heads=GROUPS,
+        head_dim=DIM,
+        eps=1e-5,
+        scale=1.0,
+    )
+
+
+def test_a_layer_refuses_what_does_not_fit(implementation: None) -> None:
+    plan, pages = good_plan()
+    tensors = good_tensors(plan, pages)
+    layer = small_layer()
+    hidden, turn = torch.randn(plan.rows, 48), torch.zeros(plan.rows, DIM)
+    cache = (tensors["k_pages"], tensors["v_pages"])
+    dispatch.decoder_layer(hidden, layer, turn, turn, *cache, plan)
+    other = random_pages(pages, GROUPS, 16, torch.float32, torch.Generator())
+    for bad in (
+        (hidden[1:], turn, turn, *cache, plan),
+        (hidden[:, 1:], turn, turn, *cache, plan),
+        (hidden, turn[1:], turn[1:], *cache, plan),
+        (hidden, torch.zeros(plan.rows, 2 * DIM), torch.zeros(plan.rows, 2 * DIM), *cache, plan),
+        (hidden, turn, turn, *other, plan),
+        (hidden, turn, turn, *cache, BAD_PLANS["write"](plan, pages)),
+    ):
+        with pytest.raises(KernelError):
+            dispatch.decoder_layer(bad[0], layer, *bad[1:])
+
+
+def test_weights_that_do_not_fit_each_other_are_refused() -> None:
+    plan, pages = good_plan()
+    tensors = good_tensors(plan, pages)
+    hidden, turn = torch.randn(plan.rows, 48), torch.zeros(plan.rows, DIM)
+    for change in (
+        {"qkv": dispatch.pack_linear(torch.zeros(16, 48))},
+        {"down": dispatch.pack_linear(torch.zeros(32, 32))},
+        {"attn_norm": torch.ones(47)},
+        {"q_norm": torch.ones(16)},
+    ):
+        with pytest.raises(KernelError):
+            dispatch.decoder_layer(
+                hidden, replace(small_layer(), **change), turn, turn, tensors["k_pages"], tensors["v_pages"], plan
+            )

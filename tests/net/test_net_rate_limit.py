@@ -1,0 +1,62 @@
+"""A cap on what is sent: exact over time, shared by all connections, and frames stay in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from transport_conformance import echo
+from virtual_clock import virtual_time
+
+from swarm.messages import Close, Ping
+from swarm.net.transports.rate_limit import BURST_S, FRAME_BYTES, ThrottledCarrier, Upload
+from swarm.testing.memory_network import Link, MemoryNetwork
+
+
+@contextlib.asynccontextmanager
+async def pair(rate: float) -> AsyncIterator[tuple[ThrottledCarrier, Upload]]:
+    network = MemoryNetwork(link=Link(delay_s=0.001))
+    listener = network.carrier("listener")
+    await listener.serve(echo)
+    upload = Upload(rate)
+    carrier = ThrottledCarrier(network.carrier("caller"), upload)
+    yield carrier, upload
+    await carrier.close()
+    await listener.close()
+
+
+@virtual_time
+async def test_bytes_leave_at_the_rate_whatever_the_connection() -> None:
+    async with pair(1e6) as (carrier, upload):
+        connections = [await carrier.dial("listener") for _ in range(2)]
+        begun = asyncio.get_running_loop().time()
+        for i in range(10):
+            await connections[i % 2].send(Close(bytes(16)), bytes(500_000))
+            await connections[i % 2].receive()
+        took = asyncio.get_running_loop().time() - begun
+        assert upload.sent == 10 * (500_000 + FRAME_BYTES)
+        assert took == pytest.approx(upload.sent / 1e6 - BURST_S, abs=0.1)
+
+
+@virtual_time
+async def test_frames_keep_their_order_and_small_ones_are_not_held_up_for_long() -> None:
+    async with pair(1e6) as (carrier, _):
+        connection = await carrier.dial("listener")
+        async with asyncio.TaskGroup() as group:
+            for nonce in range(20):
+                group.create_task(connection.send(Ping(nonce), bytes(10_000)))
+        assert [(await connection.receive())[0] for _ in range(20)] == [Ping(nonce) for nonce in range(20)]
+
+
+@virtual_time
+async def test_no_cap_means_no_waiting_and_what_is_closed_is_forgotten() -> None:
+    async with pair(float("inf")) as (carrier, upload):
+        connection = await carrier.dial("listener")
+        begun = asyncio.get_running_loop().time()
+        await connection.send(Ping(1), bytes(3_000_000))
+        assert asyncio.get_running_loop().time() == begun
+        assert upload.sent > 3_000_000
+        await connection.close()
+        assert carrier._live == {}

@@ -1,0 +1,70 @@
+"""Folders for sockets go with their owners, also with those that were killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm.net.libp2p.socket_dir import PrivateFolder, sweep
+
+OWNER = "from swarm.net.libp2p.socket_dir import PrivateFolder as F; f = F(); print(f.path, flush=True); input()"
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_a_folder_goes_when_it_is_removed(place: Path) -> None:
+    folder = PrivateFolder()
+    assert folder.path.parent == place
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    (folder.path / "socket").touch()
+    folder.remove()
+    folder.remove()
+    assert list(place.iterdir()) == []
+
+
+def test_what_a_killed_owner_left_goes_with_the_next_start_and_not_before(place: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().decode().strip())
+        (left / "socket").touch()
+        first = PrivateFolder()
+        assert left.exists()
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    second = PrivateFolder()
+    assert set(place.iterdir()) == {first.path, second.path}
+    first.remove()
+    second.remove()
+
+
+def test_what_is_not_ours_stays(place: Path) -> None:
+    target = place / "target"
+    target.write_text("precious")
+    (place / "swarm-unowned").mkdir(0o700)
+    (place / "swarm-file").write_text("")
+    shared = place / "swarm-shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "owner").symlink_to(target)
+    aside = place / "aside"
+    aside.mkdir(0o700)
+    (aside / "owner").write_text("")
+    (place / "swarm-link").symlink_to(aside)
+    before = sorted(os.listdir(place))
+    sweep(place)
+    assert sorted(os.listdir(place)) == before
+    assert target.read_text() == "precious"
+    assert (aside / "owner").exists()

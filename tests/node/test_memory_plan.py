@@ -1,0 +1,68 @@
+"""Bytes to layers and back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import ModelTensors, tiny_model
+
+from swarm.errors import OutOfMemory
+from swarm.types import LayerSpan
+from swarm_kernels.device.device import DTYPES
+from swarm_kernels.runtime.load import load_span
+from swarm_node.membership.memory_plan import WORKSPACE, Weights
+
+weights = st.builds(
+    Weights,
+    num_layers=st.integers(1, 200),
+    layer=st.integers(1, 1 << 32),
+    embedding=st.integers(0, 1 << 32),
+    head=st.integers(0, 1 << 32),
+    kv_token=st.integers(1, 1 << 20),
+    context=st.integers(1, 1 << 20),
+    tied=st.booleans(),
+)
+
+
+@given(weights, st.data())
+def test_capacity_is_the_inverse_of_memory_for(w: Weights, data: st.DataObject) -> None:
+    layers = data.draw(st.integers(1, w.num_layers))
+    assert w.capacity(w.memory_for(layers)) >= layers
+    if layers == w.num_layers or w.memory_for(layers) < w.memory_for(w.num_layers):
+        assert w.capacity(w.memory_for(layers)) == layers
+
+
+@given(weights, st.integers(0, 1 << 40))
+def test_what_fits_by_capacity_has_room_for_keys_and_values(w: Weights, budget: int) -> None:
+    try:
+        layers = w.capacity(budget)
+    except OutOfMemory:
+        assert budget < w.memory_for(1)
+        return
+    for start in {0, w.num_layers - layers}:
+        span = LayerSpan(start, start + layers)
+        assert w.span_bytes(span) + WORKSPACE <= budget
+        assert w.kv_tokens(budget, span, 1 << 40) >= 1
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    w = Weights(10, 100 << 20, 0, 0, 1, 1)
+    with pytest.raises(OutOfMemory, match="100 MiB of memory do not hold one layer of this model, which takes 164 MiB"):
+        w.capacity(100 << 20)
+    with pytest.raises(OutOfMemory, match="layers 0:4 take 464 MiB"):
+        w.kv_tokens(200 << 20, LayerSpan(0, 4), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("ends", [(0, 6), (0, 2), (4, 6), (1, 3)])
+def test_the_estimate_is_what_a_loaded_span_takes(tied: bool, dtype: str, ends: tuple[int, int]) -> None:
+    shape = {"hidden_size": 192, "intermediate_size": 320, "vocab_size": 1600}  # to drown padding and norms
+    source = ModelTensors(tiny_model("llama", tie_word_embeddings=tied, **shape))
+    layers = LayerSpan(*ends)
+    w, span = Weights.of(source, DTYPES[dtype]), load_span(source, layers, DTYPES[dtype])
+    assert w.kv_token == span.kv_bytes_per_token_per_layer
+    assert w.layer == pytest.approx(span.layer_bytes, rel=0.05)
+    assert w.span_bytes(layers) == pytest.approx(len(layers) * span.layer_bytes + span.edge_bytes, rel=0.05)

@@ -1,0 +1,116 @@
+"""Loading layers beside others, running out of memory, and sessions that are handed on before a node goes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from node_fakes import LAYERS, line_step, toy_client, toy_node
+from tiny_models import ModelTensors, tiny_model
+from virtual_clock import virtual_time
+
+from swarm.errors import NetworkError, NodeLeaving, OutOfMemory
+from swarm.messages import Close, Failed
+from swarm.testing.memory_network import MemoryNetwork
+from swarm.types import LayerSpan
+from swarm_kernels.runtime.load import load_span
+from swarm_node.membership.hardware import memory_for
+from swarm_node.serving.drain import GRACE_S, clear, hand_over
+
+WHY = NodeLeaving("this node leaves")
+A = b"a" * 16
+
+
+def test_layers_that_are_loaded_already_are_not_read_again() -> None:
+    source = ModelTensors(tiny_model("llama"))
+    old = load_span(source, LayerSpan(1, 4), torch.float32)
+    source.read.clear()
+    new = load_span(source, LayerSpan(2, 6), torch.float32, like=old)
+    assert not any(f"layers.{layer}." in name for name in source.read for layer in (2, 3))
+    assert any("layers.4." in name for name in source.read)
+    plain = load_span(source, LayerSpan(2, 6), torch.float32)
+    hidden = torch.randn(1, source.config.hidden_size)
+    assert torch.equal(new.logits(hidden), plain.logits(hidden))
+    source.read.clear()
+    load_span(source, LayerSpan(3, 6), torch.float32, like=new)
+    assert not source.read, "the same end of the model is shared too"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")])
+def test_every_way_of_running_out_of_memory_is_one_sentence(error: Exception) -> None:
+    with pytest.raises(OutOfMemory, match="too little memory for layers 0:3"), memory_for("layers 0:3"):
+        raise error
+    with pytest.raises(RuntimeError, match="else"), memory_for("layers 0:3"):
+        raise RuntimeError("something else")
+
+
+async def nobody_else() -> object:
+    return lambda span: False
+
+
+async def everybody_else() -> object:
+    return lambda span: True
+
+
+async def nobody_knows() -> object:
+    raise NetworkError("the directory is away")
+
+
+@virtual_time
+async def test_sessions_go_on_elsewhere_after_a_grace_if_others_serve_their_layers() -> None:
+    network, hops = MemoryNetwork(), [("n0", 0, LAYERS)]
+    async with toy_node(network, "n0", LayerSpan(0, LAYERS)) as (service, engine), toy_client(network) as client:
+        await client.open(A, hops)
+        begun = asyncio.get_running_loop().time()
+        clearing = asyncio.create_task(clear(service, WHY, everybody_else, within_s=30.0))  # type: ignore[arg-type]
+        await client.send("n0", line_step(A, 0, 0, [1]))
+        assert (await client.message()).tokens == [7]  # type: ignore[union-attr]
+        failed = await client.message()
+        assert isinstance(failed, Failed)
+        assert (failed.error, failed.held) == ("leaving", 1)
+        assert not clearing.done()  # an heir may come
+        await client.send("n0", Close(A))
+        assert await clearing == 0
+        assert GRACE_S <= asyncio.get_running_loop().time() - begun < GRACE_S + 1
+        assert engine.pages == {}
+
+
+@pytest.mark.parametrize("elsewhere", [nobody_else, nobody_knows])
+def test_sessions_that_nobody_else_can_take_may_finish_within_the_limit(elsewhere: object) -> None:
+    @virtual_time
+    async def scenario() -> None:
+        network, hops = MemoryNetwork(), [("n0", 0, LAYERS)]
+        async with toy_node(network, "n0", LayerSpan(0, LAYERS)) as (service, _), toy_client(network) as client:
+            await client.open(A, hops)
+            clearing = asyncio.create_task(clear(service, WHY, elsewhere, within_s=30.0))  # type: ignore[arg-type]
+            await asyncio.sleep(29)
+            await client.send("n0", line_step(A, 0, 0, [1]))
+            assert (await client.message()).tokens == [7]  # type: ignore[union-attr]
+            assert await clearing == 1
+            assert (await client.message()).error == "leaving"  # type: ignore[union-attr]
+
+    scenario()
+
+
+@virtual_time
+async def test_layers_are_handed_over_if_others_can_take_them_and_else_nobody_waits() -> None:
+    loop, span = asyncio.get_running_loop(), LayerSpan(0, 3)
+
+    async def soon() -> object:
+        return lambda span: loop.time() > 5
+
+    async def yes() -> bool:
+        return True
+
+    async def no() -> bool:
+        return False
+
+    assert await hand_over(span, soon, yes, 30.0)  # type: ignore[arg-type]
+    assert 5 < loop.time() < 6.5
+    begun = loop.time()
+    assert not await hand_over(span, nobody_else, no, 30.0)  # type: ignore[arg-type]
+    assert not await hand_over(span, nobody_knows, yes, 30.0)  # type: ignore[arg-type]
+    assert loop.time() == begun
+    assert not await hand_over(span, nobody_else, yes, 30.0)  # type: ignore[arg-type]
+    assert loop.time() == pytest.approx(begun + 30)

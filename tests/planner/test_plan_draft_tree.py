@@ -1,0 +1,155 @@
+"""The prediction tree against plain definitions on random trees."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from swarm.planner.generation.draft_tree import NO_SLOT, ROOT, Node, PredictionTree
+
+
+def random_tree(rng: random.Random, nodes: int) -> PredictionTree:
+    tree = PredictionTree(0, 10)
+    everyone = [tree.root]
+    while len(tree) < nodes:
+        parent = rng.choice(everyone)
+        tree.add(parent, [(rng.randrange(50), -rng.random() * 2) for _ in range(rng.randint(1, 3))])
+        everyone = [tree.root, *tree.root.below()]
+    return tree
+
+
+def everyone(tree: PredictionTree) -> list[Node]:
+    return [tree.root, *tree.root.below()]
+
+
+def slots(tree: PredictionTree) -> list[int]:
+    return [node.slot for node in tree.root.below() if node.slot != NO_SLOT]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_paths_positions_and_scores_follow_from_the_parents(seed: int) -> None:
+    tree = random_tree(random.Random(seed), 20)
+    for node in tree.root.below():
+        assert node.parent is not None
+        assert tree.path(node) == (*tree.path(node.parent), node.token)
+        assert node.position == tree.root.position + len(tree.path(node))
+        assert node.score <= node.parent.score
+    assert tree.path(tree.root) == ()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_likeliest_nodes_within_reach_are_sent(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = random_tree(rng, 25)
+    for _ in range(4):
+        before = {node for node in everyone(tree) if node.slot != NO_SLOT} | {tree.root}
+        rows, levels, floor = rng.randint(1, 8), rng.randint(1, 4), rng.choice([-math.inf, -1.5])
+        chosen = tree.send(rows, levels, floor)
+        assert len(chosen) <= rows
+        for i, node in enumerate(chosen):
+            assert node.parent in before or node.parent in chosen[:i], "parents come before children"
+            assert node.score >= floor
+        left_out = [
+            node
+            for node in tree.root.below()
+            if node.slot == NO_SLOT and (node.parent in before) and node.score >= floor
+        ]
+        if left_out and chosen:
+            assert len(chosen) == rows, "rows must not be wasted while guesses wait"
+            assert max(n.score for n in left_out) <= min(n.score for n in chosen if n.parent in before)
+        assert len(set(slots(tree))) == len(slots(tree)), "a slot holds one node"
+        for node, parent in zip(chosen, tree.parent_slots(chosen), strict=True):
+            assert node.parent is not None
+            assert parent == (ROOT if node.parent is tree.root else node.parent.slot)
+
+
+def depth_within(tree: PredictionTree, chosen: list[Node], node: Node) -> int:
+    depth = 0
+    while node is not tree.root and node in chosen:
+        depth += 1
+        assert node.parent is not None
+        node = node.parent
+    return depth
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_a_step_hangs_so_many_levels_below_what_is_held(levels: int) -> None:
+    tree = random_tree(random.Random(levels), 40)
+    chosen = tree.send(100, levels, -math.inf)
+    assert max(depth_within(tree, chosen, node) for node in chosen) == levels
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_advancing_keeps_what_hangs_on_the_token_and_frees_the_rest(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = random_tree(rng, 25)
+    tree.send(12, 5, -math.inf)
+    child = rng.choice(list(tree.root.children.values()))
+    kept = {(n.token, n.position, n.slot) for n in child.below()}
+    position, slot = tree.root.position, child.slot
+    assert tree.advance(child.token) == slot
+    assert tree.root is child
+    assert tree.root.position == position + 1
+    assert {(n.token, n.position, n.slot) for n in tree.root.below()} == kept
+    tree.send(30, 9, -math.inf)
+    assert len(set(slots(tree))) == len(slots(tree))
+    assert max(slots(tree), default=0) < 40, "slots are used again"
+    assert tree.advance(999) == NO_SLOT
+    assert (tree.root.token, len(tree)) == (999, 0)
+
+
+def test_forgetting_slots_keeps_the_guesses() -> None:
+    tree = random_tree(random.Random(5), 15)
+    first = [n.token for n in tree.send(6, 3, -math.inf)]
+    tree.forget_slots()
+    assert slots(tree) == []
+    assert len(tree) >= 15
+    assert [n.token for n in tree.send(6, 3, -math.inf)] == first
+
+
+def test_the_frontier_is_what_may_matter() -> None:
+    tree = PredictionTree(0, 0)
+    assert tree.frontier(4, -math.inf, 99, sent_only=False) == [tree.root]
+    tree.add(tree.root, [(1, -0.1), (2, -1.0), (3, -3.0)])
+    ahead = tree.frontier(2, -math.inf, 99, sent_only=False)
+    assert [n.token for n in ahead] == [1, 2], "two rows: nothing below the third can be among them"
+    assert [n.token for n in tree.frontier(8, -2.0, 99, sent_only=False)] == [1, 2]
+    assert tree.frontier(8, -math.inf, 99, sent_only=True) == []
+    tree.send(1, 1, -math.inf)
+    assert [n.token for n in tree.frontier(8, -math.inf, 99, sent_only=True)] == [1]
+    assert tree.frontier(8, -math.inf, 2, sent_only=True) == [], "no child may stand at the end"
+
+
+def test_what_a_drafter_says_later_counts_for_all_below() -> None:
+    tree = PredictionTree(1, 0)
+    tree.add(tree.root, [(2, -1.0)], still_open=0.6)
+    child = tree.root.children[2]
+    tree.add(child, [(3, -0.5)])
+    tree.add(tree.root, [(2, -0.25), (4, -2.0)])
+    assert (child.score, child.children[3].score) == (-0.25, -0.75)
+    assert tree.root.open == 0.0
+    assert set(tree.root.children) == {2, 4}
+
+
+def test_the_undecided_are_those_where_most_belief_is_open() -> None:
+    tree = PredictionTree(1, 0)
+    tree.add(tree.root, [(2, math.log(0.5)), (3, math.log(0.25))], still_open=0.1)
+    likely, other = tree.root.children[2], tree.root.children[3]
+    tree.add(likely, [(5, -0.1)], still_open=0.9)
+    assert tree.undecided(2, 0.0, 99) == [likely.children[5], likely]
+    assert tree.undecided(9, 0.2, 99)[-1] is other
+    assert tree.undecided(9, 0.3, 99) == [likely.children[5], likely]
+    tree.close(likely)
+    assert likely not in tree.undecided(9, 0.0, 99)
+    assert tree.undecided(9, 0.0, 1) == [], "nothing may stand at the end"
+
+
+def test_a_step_that_the_text_hardly_comes_to_is_not_sent() -> None:
+    tree = PredictionTree(1, 0)
+    tree.add(tree.root, [(2, math.log(0.2)), (3, math.log(0.15))])
+    tree.add(tree.root.children[2], [(4, 0.0)])
+    assert tree.send(8, 4, -math.inf, reach=0.4) == []
+    assert tree.held == 0
+    assert len(tree.send(8, 4, -math.inf, reach=0.3)) == 3

@@ -1,0 +1,271 @@
+"""The generation state machine against a toy chain: whatever is guessed, lost or re-ordered, the same tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from toy_chain import ToyChain, toy_answer, toy_model
+
+from swarm.errors import ContextOverflow, InvalidRequest, ProtocolError, UsageError
+from swarm.planner.generation.state_machine import (
+    Action,
+    ChainReady,
+    Draft,
+    Drafted,
+    DraftsEnded,
+    DropStale,
+    EmitTokens,
+    Finish,
+    FinishReason,
+    Generation,
+    GenerationPlan,
+    HopLost,
+    Policy,
+    RepairChain,
+    SendStep,
+    StepSettled,
+    StopRequested,
+)
+
+Guess = Callable[[list[int], int], list[tuple[int, float]]]
+"""(text, width) -> what may follow it."""
+
+
+def right(text: list[int], width: int) -> list[tuple[int, float]]:
+    return [(toy_model(text), -0.1)]
+
+
+def wrong(text: list[int], width: int) -> list[tuple[int, float]]:
+    return [((toy_model(text) + i) % 97, -0.5 * i) for i in range(1, width + 1)]
+
+
+def silent(text: list[int], width: int) -> list[tuple[int, float]]:
+    return []
+
+
+def sometimes(rng: random.Random, rate: float) -> Guess:
+    def guess(text: list[int], width: int) -> list[tuple[int, float]]:
+        tokens = rng.sample(range(97), min(width, rng.randint(0, 4)))
+        if rng.random() < rate:
+            tokens = [toy_model(text), *(t for t in tokens if t != toy_model(text))][:width]
+        rng.shuffle(tokens)
+        return [(t, -rng.random() * 3) for t in tokens]
+
+    return guess
+
+
+def run(
+    generation: Generation,
+    rng: random.Random,
+    guess: Guess = silent,
+    *,
+    hops: int = 3,
+    loss: float = 0.0,
+    change: Callable[[], Policy] | None = None,
+) -> tuple[list[int], FinishReason]:
+    emitted: list[int] = []
+    stale: list[StepSettled] = []
+    chain = ToyChain.of(hops, rng)
+    actions: list[Action] = generation.handle(ChainReady())
+    for _ in range(20_000):
+        event: Drafted | ChainReady | None = None
+        for action in actions:
+            match action:
+                case SendStep():
+                    chain.send(action)
+                case Draft(paths=paths, width=width, thorough=thorough):
+                    texts = [[*generation.known, *path] for path in paths]
+                    seen = width if thorough else width // 2
+                    still_open = () if thorough else tuple(rng.random() for _ in paths)
+                    event = Drafted(tuple(tuple(guess(text, seen)) for text in texts), still_open)
+                case DropStale(epoch=epoch):
+                    chain.drop(epoch)
+                case EmitTokens(tokens=tokens):
+                    emitted.extend(tokens)
+                case Finish(reason=reason):
+                    return emitted, reason
+                case RepairChain(settled=settled):
+                    held = rng.choice([0, settled])
+                    if held:
+                        chain.lose(held)
+                    else:
+                        chain = ToyChain.of(rng.randint(1, 5), rng)
+                    event = ChainReady(held, tuple(rng.randint(1, 20) for _ in range(rng.randint(0, 4))))
+        if change is not None and rng.random() < 0.1:
+            generation.policy = change()
+        if event is not None:
+            actions = generation.handle(event)
+        elif stale and rng.random() < 0.3:
+            assert generation.handle(stale.pop()) == [], "late news must not matter"
+            actions = []
+        elif rng.random() < loss:
+            stale.append(StepSettled(generation.epoch, 0, (1,)))
+            actions = generation.handle(HopLost("b", "killed"))
+        else:
+            settled_step = chain.settle()
+            assert settled_step is not None, "the generation waits for nothing"
+            actions = generation.handle(settled_step)
+    raise AssertionError("the generation never finished")
+
+
+def begun(policy: Policy) -> tuple[Generation, list[Action]]:
+    """A generation that has just drawn its first token, 4, and what it wants next."""
+    generation = Generation(GenerationPlan((3,), 60, tree_room=100), policy)
+    generation.handle(ChainReady())
+    _, *actions = generation.handle(StepSettled(0, 0, (4,)))
+    return generation, actions
+
+
+def policies(rng: random.Random) -> Policy:
+    shape = rng.choice([0, 1, 2, 5, 16]), rng.randint(1, 6), rng.randint(1, 9), rng.choice([0.0, 0.05, 0.5])
+    return Policy(*shape, rng.choice([0.0, 0.3]), rng.choice([None, 0.0, 0.4, math.inf]), rng.choice([0.0, 0.2]))
+
+
+@pytest.mark.parametrize("seed", range(600))
+def test_guesses_chunks_and_losses_never_change_the_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt = [rng.randrange(97) for _ in range(rng.randint(1, 40))]
+    count = rng.randint(1, 40)
+    eos = frozenset(rng.sample(range(97), rng.choice([0, 0, 2])))
+    plan = GenerationPlan(tuple(prompt), count, eos, rng.randint(1, 16), rng.randint(1, 5), tree_room=200)
+    guess = rng.choice([right, wrong, silent, sometimes(rng, 0.5), sometimes(rng, 0.9)])
+    change = rng.choice([None, lambda: policies(rng)])
+    tokens, reason = run(
+        Generation(plan, policies(rng)),
+        rng,
+        guess,
+        hops=rng.randint(1, 5),
+        loss=rng.choice([0.0, 0.05]),
+        change=change,
+    )
+    assert tokens == toy_answer(prompt, count, eos)
+    assert reason is (FinishReason.EOS if tokens[-1] in eos else FinishReason.LENGTH)
+
+
+def test_right_guesses_settle_many_tokens_a_step() -> None:
+    plan = GenerationPlan((3, 1, 4), 60, tree_room=100)
+    tree = Generation(plan, Policy(rows=5, levels=5))
+    run(tree, random.Random(1), right)
+    assert tree.tally.steps == 11  # the prompt, then the root and five right guesses each
+    pipelined = Generation(plan, Policy(rows=1, in_flight=8))
+    run(pipelined, random.Random(1), right)
+    assert pipelined.tally.misses == 1  # nothing is guessed before the first token
+    assert pipelined.tally.stale == 0
+    assert pipelined.tally.hits == 58  # all others but the last, which nothing follows
+
+
+def test_one_level_a_step_keeps_so_many_in_flight() -> None:
+    generation, actions = begun(Policy(rows=2, in_flight=4))
+    steps: list[SendStep] = []
+    while actions:
+        steps += [action for action in actions if isinstance(action, SendStep)]
+        asked = [action for action in actions if isinstance(action, Draft)]
+        texts = [[*generation.known, *path] for draft in asked for path in draft.paths]
+        actions = generation.handle(Drafted(tuple(tuple(wrong(text, 2)) for text in texts))) if asked else []
+    assert [len(step.rows) for step in steps] == [2, 2, 2, 2]
+    assert [len(step.tokens) for step in steps] == [1, 0, 0, 0]
+    assert [step.base for step in steps] == [1, 2, 2, 2]
+
+
+def test_a_floor_keeps_unlikely_guesses_at_home() -> None:
+    generation, (draft,) = begun(Policy(rows=8, levels=3, floor=0.3))
+    assert isinstance(draft, Draft)
+    candidates = ((5, -0.1), (6, -1.0), (7, -2.0))
+    actions = generation.handle(Drafted((candidates,)))
+    while isinstance(actions[0], Draft):
+        actions = generation.handle(Drafted(tuple(((9, -0.9),) for _ in actions[0].paths)))
+    (step,) = actions
+    assert isinstance(step, SendStep)
+    assert sorted(step.rows) == [5, 6, 9]  # p = .90, .37 and .90 * .41; .14 and .37 * .41 are below the floor
+
+
+def test_a_drafter_that_fails_is_done_without() -> None:
+    generation, (draft,) = begun(Policy(rows=4, levels=2))
+    assert isinstance(draft, Draft)
+    (step,) = generation.handle(DraftsEnded())
+    assert isinstance(step, SendStep)
+    assert (step.tokens, step.rows) == ((4,), ())
+
+
+@pytest.mark.parametrize("tokens", [(), (1, 2), (1, 2, 3)])
+def test_a_tail_that_miscounts_is_caught(tokens: tuple[int, ...]) -> None:
+    generation = Generation(GenerationPlan((3,), 4))
+    generation.handle(ChainReady())
+    with pytest.raises(ProtocolError, match="drew"):
+        generation.handle(StepSettled(0, 0, tokens))
+
+
+def test_end_of_turn_is_kept_and_ends_it() -> None:
+    prompt = [3, 1, 4]
+    answer = toy_answer(prompt, 8)
+    eos = frozenset({answer[4]})
+    tokens, reason = run(Generation(GenerationPlan(tuple(prompt), 50, eos)), random.Random(0))
+    assert reason is FinishReason.EOS
+    assert tokens == toy_answer(prompt, 50, eos)
+
+
+def test_prefill_chunks_follow_each_other() -> None:
+    generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=3, window=2))
+    first, second = generation.handle(ChainReady())
+    assert isinstance(first, SendStep)
+    assert isinstance(second, SendStep)
+    assert (first.tokens, first.sample, second.base) == ((0, 1, 2), False, 3)
+    (third,) = generation.handle(StepSettled(0, 0, ()))
+    assert isinstance(third, SendStep)
+    assert (third.base, third.tokens, third.sample) == (6, (6, 7, 8), False)
+    (fourth,) = generation.handle(StepSettled(0, 1, ()))
+    assert isinstance(fourth, SendStep)
+    assert (fourth.tokens, fourth.sample) == ((9,), True)
+
+
+def test_a_loss_says_what_is_settled_and_one_during_a_repair_begins_another() -> None:
+    generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=4))
+    generation.handle(ChainReady())
+    generation.handle(StepSettled(0, 0, ()))
+    assert generation.handle(HopLost("a", "gone")) == [RepairChain("a", "gone", 4)]
+    assert generation.handle(HopLost("b", "gone too")) == [RepairChain("b", "gone too", 4)]
+    assert generation.handle(StepSettled(0, 1, ())) == []
+    first, *_ = generation.handle(ChainReady(held=4))
+    assert isinstance(first, SendStep)
+    assert (first.epoch, first.base, first.tokens) == (2, 4, (4, 5, 6, 7))
+
+
+def test_a_chain_may_say_how_a_prompt_is_cut() -> None:
+    generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=3))
+    steps = generation.handle(ChainReady(held=2, chunks=(5, 2)))
+    assert [s.tokens for s in steps if isinstance(s, SendStep)] == [(2, 3, 4, 5, 6), (7, 8), (9,)]
+
+
+def test_the_last_known_token_is_sent_even_if_held() -> None:
+    generation = Generation(GenerationPlan((1, 2, 3), 4))
+    (step,) = generation.handle(ChainReady(held=3))
+    assert isinstance(step, SendStep)
+    assert (step.base, step.tokens) == (2, (3,))
+
+
+def test_stopping_ends_it() -> None:
+    generation = Generation(GenerationPlan((1, 2, 3), 4))
+    generation.handle(ChainReady())
+    assert generation.handle(StopRequested(FinishReason.CANCELLED)) == [Finish(FinishReason.CANCELLED)]
+    assert generation.handle(ChainReady()) == []
+
+
+def test_plans_are_checked() -> None:
+    good: dict[str, Any] = {"eos_ids": (2,), "context_length": 16, "vocab_size": 100}
+    assert GenerationPlan.checked([1, 2], 50, **good).max_new_tokens == 14
+    assert GenerationPlan.checked([1, 2], 50, tree_room=64, **good).tree_room == 0
+    assert GenerationPlan.checked([1, 2], 4, tree_room=64, **good).tree_room == 10
+    with pytest.raises(InvalidRequest, match="empty"):
+        GenerationPlan.checked([], 5, **good)
+    with pytest.raises(InvalidRequest, match="max_new_tokens"):
+        GenerationPlan.checked([1], 0, **good)
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        GenerationPlan.checked([100], 5, **good)
+    with pytest.raises(ContextOverflow):
+        GenerationPlan.checked([1] * 16, 5, **good)
+    with pytest.raises(UsageError):
+        Policy(rows=-1)
