@@ -31,8 +31,8 @@ from swarm.planner.speculation.forecast import (
     DrafterProfile,
     Forecast,
     Strategy,
-    hybrid,
-    pipelined,
+    pipedec,
+    pipelined_tree,
     sequential,
     tree,
 )
@@ -90,12 +90,12 @@ class Profile:
 
 def predict(costs: ChainCosts, oracle: Oracle, strategy: Strategy, level_ms: float = 0.0) -> Forecast:
     """What `plan.forecast` says of a drafter of this accuracy."""
-    drafter = DrafterProfile((oracle.row,) * MAX_DEPTH, level_ms, doubtful=oracle.torn)
+    drafter = DrafterProfile((oracle.row,) * MAX_DEPTH, level_ms, uncertain_fraction=oracle.torn)
     forecasts: dict[Strategy, Callable[[], Forecast | None]] = {
         Strategy.SEQUENTIAL: lambda: sequential(costs),
         Strategy.TREE: lambda: tree(costs, drafter, WIDTHS),
-        Strategy.PIPEDEC: lambda: pipelined(costs, drafter, WIDTHS),
-        Strategy.PIPELINED_TREE: lambda: hybrid(costs, drafter, WIDTHS),
+        Strategy.PIPEDEC: lambda: pipedec(costs, drafter, WIDTHS),
+        Strategy.PIPELINED_TREE: lambda: pipelined_tree(costs, drafter, WIDTHS),
     }
     made = forecasts[strategy]()
     assert made is not None  # an oracle always has guesses
@@ -105,7 +105,7 @@ def predict(costs: ChainCosts, oracle: Oracle, strategy: Strategy, level_ms: flo
 def virtual(hops: int, rate: float, profile: Profile, delay_ms: float, layer_ms: float, tokens: int) -> list[Row]:
     edges = [round(i * LAYERS / hops) for i in range(hops + 1)]
     curve = CostCurve(CURVE.widths, tuple(ms * layer_ms for ms in CURVE.ms))
-    stages = tuple(Stage(b - a, curve.at(1), curve) for a, b in itertools.pairwise(edges))
+    stages = tuple(Stage(b - a, curve.ms_at(1), curve) for a, b in itertools.pairwise(edges))
     costs = ChainCosts(stages, (delay_ms,) * (hops + 1))
     rng = random.Random(hops)
     prompt, answer = ([rng.randrange(VOCABULARY) for _ in range(n)] for n in (PROMPT, tokens))

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--use", default="best", help="avx512bf16, avx512vnni, avx512, avx2, generic or reference")
     args = parser.parse_args()
     parts = args.only or PARTS
-    dispatch.use(args.use)
+    dispatch.select_isa(args.use)
     dispatch.set_threads(args.threads)
     torch.manual_seed(0)
     missed: list[str] = []

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from kernel_timing import Pairs, Timed, binary_tree, in_turn, measure, table, tree_plan
 
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.device.device import DTYPES
 from swarm_kernels.ops import dispatch, gpu
 
@@ -64,8 +64,8 @@ def bandwidth(device: torch.device, seconds: float) -> float:
     return memory.nbytes / measure(seconds, {"sum": on_gpu(memory.sum)}).median("sum") * 1e3
 
 
-def moved(plan: BatchPlan, device: torch.device) -> BatchPlan:
-    return BatchPlan(*(getattr(plan, name).to(device) for name in BatchPlan.__dataclass_fields__))
+def moved(plan: AttentionMetadata, device: torch.device) -> AttentionMetadata:
+    return AttentionMetadata(*(getattr(plan, name).to(device) for name in AttentionMetadata.__dataclass_fields__))
 
 
 def attention_case(
@@ -82,8 +82,8 @@ def attention_case(
     k, v = torch.randn(2, rows, groups, dim, dtype=dtype, device=device).unbind()
     paged = [
         (
-            torch.randn(pages, groups, dim, PAGE, dtype=dtype, device=device),
-            torch.randn(pages, groups, PAGE, dim, dtype=dtype, device=device),
+            torch.randn(pages, groups, dim, BLOCK_SIZE, dtype=dtype, device=device),
+            torch.randn(pages, groups, BLOCK_SIZE, dim, dtype=dtype, device=device),
         )
         for _ in range(copies)
     ]
@@ -165,7 +165,7 @@ def bench_model(model: Model, dtype: torch.dtype, device: torch.device, bytes_s:
     for width in WIDTHS:
         plan, pages = tree_plan(256, width)
         plan = moved(plan, device)
-        shapes = (pages, model.groups, model.dim, PAGE), (pages, model.groups, PAGE, model.dim)
+        shapes = (pages, model.groups, model.dim, BLOCK_SIZE), (pages, model.groups, BLOCK_SIZE, model.dim)
         caches = [
             (torch.zeros(shapes[0], dtype=dtype, device=device), torch.zeros(shapes[1], dtype=dtype, device=device))
             for _ in layers
@@ -176,7 +176,7 @@ def bench_model(model: Model, dtype: torch.dtype, device: torch.device, bytes_s:
 
         def step(
             hidden: torch.Tensor = hidden, cos: torch.Tensor = cos, sin: torch.Tensor = sin,
-            caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = caches, plan: BatchPlan = plan,
+            caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = caches, plan: AttentionMetadata = plan,
         ) -> torch.Tensor:  # fmt: skip
             return dispatch.decoder_layers(hidden, layers, cos, sin, caches, plan)
 

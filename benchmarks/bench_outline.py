@@ -91,7 +91,7 @@ async def ask(client: SwarmClient, question: str, cell: str, tokens: int) -> Run
         answer.time_to_first_token_s,
         len(points),
         report.ended_s if report is not None else 0.0,
-        sum(point.held for point in points) / prompts if prompts else 0.0,
+        sum(point.cached_tokens for point in points) / prompts if prompts else 0.0,
         report.reason if report is not None else "",
         answer.text,
     )

@@ -20,7 +20,7 @@ from bench_accuracy import PROMPT, VOCABULARY, Profile
 from virtual_chain import simulate
 
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
-from swarm.planner.generation.state_machine import Policy
+from swarm.planner.generation.state_machine import SpeculationPolicy
 from swarm.planner.speculation.forecast import Strategy
 from swarm.types import CostCurve
 
@@ -37,7 +37,7 @@ def costs_of(stages: int) -> ChainCosts:
     layer_ms = WEIGHTS_GB / LAYERS / BANDWIDTH_GB_S * 1e3
     curve = CostCurve(GROWTH.widths, tuple(ms * layer_ms for ms in GROWTH.ms))
     edges = [round(i * LAYERS / stages) for i in range(stages + 1)]
-    hops = tuple(Stage(b - a, curve.at(1), curve) for a, b in itertools.pairwise(edges))
+    hops = tuple(Stage(b - a, curve.ms_at(1), curve) for a, b in itertools.pairwise(edges))
     return ChainCosts(hops, (LINK_MS,) * (stages + 1))
 
 
@@ -46,7 +46,7 @@ def compare(stages: int, rate: float, profile: Profile, tokens: int) -> str:
     rng = random.Random(stages)
     prompt, answer = ([rng.randrange(VOCABULARY) for _ in range(n)] for n in (PROMPT, tokens))
 
-    def speed(strategy: Strategy | None, fixed: Policy | None = None) -> float:
+    def speed(strategy: Strategy | None, fixed: SpeculationPolicy | None = None) -> float:
         oracle = profile.oracle(answer, rate, VOCABULARY, strategy or Strategy.PIPELINED_TREE)
         run = simulate(costs, prompt, answer, oracle, only=strategy, fixed=fixed, draft_ms=lambda _: DRAFT_MS)
         return run.tokens_per_s
@@ -54,7 +54,9 @@ def compare(stages: int, rate: float, profile: Profile, tokens: int) -> str:
     plain = simulate(costs, prompt, answer, None).tokens_per_s
     static = speed(Strategy.TREE)
     # The draft's level and the first stage's work overlap, so a level more than stages is under way.
-    pipedec = speed(Strategy.PIPEDEC, Policy(rows=WIDTH, levels=1, in_flight=stages + 1))
+    pipedec = speed(
+        Strategy.PIPEDEC, SpeculationPolicy(max_tree_rows=WIDTH, max_depth_per_step=1, max_steps_in_flight=stages + 1)
+    )
     auto = speed(None)
     ratios = f"{static / plain:.2f} | {pipedec / plain:.2f} | {pipedec / static:.2f} | {auto / plain:.2f}"
     return f"| {stages} | {rate:g} | {ratios} | {auto / static:.2f} |"

@@ -22,9 +22,9 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from swarm.planner.placement.allocation import Allocation, Price, allocate, default_steps
+from swarm.planner.placement.allocation import Allocation, Objective, allocate, default_steps
 from swarm.planner.placement.water_filling import PoolNode
-from swarm.planner.placement.work_budget import Budget
+from swarm.planner.placement.work_budget import WorkBudget
 
 KINDS: dict[str, Sequence[int]] = {
     "equal": [10],
@@ -33,7 +33,7 @@ KINDS: dict[str, Sequence[int]] = {
     "random 2..20": range(2, 21),
     "random 4..40": range(4, 41),
 }
-PRICE = Price(compute_ms=100.0, hop_ms=10.0)
+PRICE = Objective(compute_ms=100.0, hop_ms=10.0)
 RUNS, RUNS_OF_MANY = 20, 5
 PUBLISHED = "Parallax reports 0.10 ms for 4 GPUs and 8.55 ms for 256"  # its paper, "Scheduling efficiency"
 
@@ -50,7 +50,7 @@ def draw(kinds: Sequence[int], nodes: int, layers: int, seed: int) -> list[PoolN
 def timed(layers: int, pool: list[PoolNode], steps: int) -> tuple[float, Allocation]:
     """-> (ms, the plan)."""
     start = time.process_time()
-    plan = allocate(layers, pool, PRICE, Budget(steps))
+    plan = allocate(layers, pool, PRICE, WorkBudget(steps))
     return (time.process_time() - start) * 1e3, plan
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm.planner.routing import dag
-from swarm.planner.routing.graph import Graph
+from swarm.planner.routing.graph import LayerGraph
 from swarm.planner.routing.route import RouteNode, route_snapshot
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
 
@@ -101,7 +101,7 @@ def snapshot_of(nodes: list[RouteNode], rho: Floats, place: Floats, num_layers: 
                 node.end - node.start,
                 LayerSpan(node.start, node.end),
                 layer_ms=tuple(node.layer_ms) if not isinstance(node.layer_ms, int | float) else (),
-                coordinate=(float(place[i, 0]), float(place[i, 1])),
+                network_coordinate=(float(place[i, 0]), float(place[i, 1])),
                 link_ms={ids[j]: float(rho[i, j]) for j in nearest},
             )
         )
@@ -121,7 +121,7 @@ def timed(run: Callable[[], object]) -> float:
     return (time.perf_counter() - begun) * 1e3
 
 
-def best_of_clients_ms(graph: Graph, edges: list[Floats], repeat: int) -> float:
+def best_of_clients_ms(graph: LayerGraph, edges: list[Floats], repeat: int) -> float:
     """Mean over clients of each one's best time, ms; they take turns."""
     rounds = [[timed(partial(graph.best, "latency", edge, edge)) for edge in edges] for _ in range(repeat)]
     return float(np.min(rounds, axis=0).mean())
@@ -131,13 +131,13 @@ def bench(kind: str, count: int, num_layers: int, repeat: int, plain: bool) -> s
     nodes, rho, place = make_swarm(kind, count, num_layers)
     edges = np.random.default_rng(1).uniform(5, 60, count)
     repeat = repeat if count <= 1024 else 3
-    graph = Graph(nodes, num_layers, rho)
+    graph = LayerGraph(nodes, num_layers, rho)
     by_id = {n.id: e for n, e in zip(nodes, edges, strict=True)}
     edge = np.array([by_id[peer] for peer in graph.ids])
     chain = graph.best("latency", edge, edge, revisits=True)
     simple = graph.best("latency", edge, edge)
-    built_ms = best_ms(lambda: Graph(nodes, num_layers, rho), min(repeat, 5))
-    fresh = [Graph(nodes, num_layers, rho) for _ in range(min(repeat, 20))]
+    built_ms = best_ms(lambda: LayerGraph(nodes, num_layers, rho), min(repeat, 5))
+    fresh = [LayerGraph(nodes, num_layers, rho) for _ in range(min(repeat, 20))]
     first_ms = min(timed(partial(g.best, "latency", edge, edge)) for g in fresh)
     route_ms = best_ms(lambda: graph.best("latency", edge, edge), repeat)
     others = [np.random.default_rng(i).uniform(5, 60, count) for i in range(6)]

@@ -83,7 +83,7 @@ def forecast(length: int, costs: ChainCosts) -> Prediction:
     """What `plan.prefill` expects of the chunks it chose, links included, against one pass through all hops."""
     chunks, links = prompt_chunks(length, costs), sum(costs.link_ms)
     stages = [stage.ms(length) for stage in costs.stages]
-    pipelined, one = costs.pipelined_ms(chunks, STEP_MS) + links, sum(stages)
+    pipelined, one = costs.prefill_ms(chunks, STEP_MS) + links, sum(stages)
     possible = min(pipeline_ms(length, count, costs) for count in range(1, length // MIN_CHUNK + 1))
     return Prediction((one + links) / pipelined, one / possible, one / max(stages), len(chunks))
 

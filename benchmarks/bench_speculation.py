@@ -20,7 +20,7 @@ import uvloop
 from emulated_swarm import ShapedSwarm, equal_spans, far_client
 from prompts import PROMPTS
 
-from swarm_client import Answer, SwarmClient
+from swarm_client import GenerationResult, SwarmClient
 from swarm_client.api.options import STRATEGIES
 from swarm_client.speculation.drafter_factory import BUNDLED
 from swarm_kernels.models.open import open_model
@@ -65,7 +65,7 @@ class Turns:
     """One strategy's answers to one request, and the bytes that all nodes sent for each."""
 
     def __init__(self) -> None:
-        self.answers: list[Answer] = []
+        self.answers: list[GenerationResult] = []
         self.sent: list[int] = []
 
     @property
@@ -90,7 +90,7 @@ async def take_turns(
     return turns
 
 
-async def ask(client: SwarmClient, prompt: str, strategy: str, tokens: int) -> Answer:
+async def ask(client: SwarmClient, prompt: str, strategy: str, tokens: int) -> GenerationResult:
     return await client.chat([{"role": "user", "content": prompt}], decoding=strategy, max_new_tokens=tokens)
 
 

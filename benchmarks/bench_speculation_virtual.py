@@ -20,8 +20,8 @@ from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.speculation.forecast import Strategy
 from swarm.types import CostCurve
 from swarm_client.speculation.drafters.base import Drafter
-from swarm_client.speculation.drafters.bundled import find_shipped
-from swarm_client.speculation.drafters.mixture import CombinedDrafter
+from swarm_client.speculation.drafters.bundled import find_bundled
+from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.model import ModelDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
 from swarm_kernels.draft.models import open_draft
@@ -45,17 +45,17 @@ def chain_costs(layers: int, hops: int, delay_ms: float) -> ChainCosts:
     for a, b in itertools.pairwise(edges):
         share = 1 + (HEAD_LAYERS / (b - a) if b == layers else 0.0)
         curve = CostCurve(LAYER.widths, tuple(share * ms for ms in LAYER.ms))
-        stages.append(Stage(b - a, curve.at(1), curve))
+        stages.append(Stage(b - a, curve.ms_at(1), curve))
     return ChainCosts(tuple(stages), (delay_ms + FRAME_MS,) * (hops + 1))
 
 
 def drafters(source: ModelSource, name: str) -> tuple[Callable[[], Drafter], Callable[[int], float]]:
     """-> (a new drafter for each answer, ms that a question about so many paths takes)."""
-    path = find_shipped(source) if name == "bundled" else None
+    path = find_bundled(source) if name == "bundled" else None
     if path is None:
         return NgramDrafter, lambda paths: LOOK_UP_MS
     draft = open_draft(path, source)
-    made = lambda: CombinedDrafter([NgramDrafter(), ModelDrafter(draft, name)])  # noqa: E731
+    made = lambda: MixtureDrafter([NgramDrafter(), ModelDrafter(draft, name)])  # noqa: E731
     return made, lambda paths: LEVEL_MS + LEVEL_PATH_MS * paths
 
 

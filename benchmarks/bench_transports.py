@@ -23,11 +23,11 @@ import uvloop
 
 from swarm.config import ClientConfig, load
 from swarm.errors import NetworkError
-from swarm.messages import Close, Ping, Pong, Prune
-from swarm.net.base.transport import Carrier, Connection
+from swarm.messages import CloseSession, DropInFlight, Ping, Pong
+from swarm.net.base.transport import Connection, Transport
 from swarm.net.security.identity import Identity
-from swarm.net.transports.libp2p_streams import DaemonCarrier
-from swarm.net.transports.tls import DirectCarrier
+from swarm.net.transports.libp2p_streams import Libp2pTransport
+from swarm.net.transports.tls import TlsTransport
 
 SIZES = {"1 KB": 1 << 10, "16 KB": 16 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "16 MB": 16 << 20}
 ROUND_TRIPS = {"1 KB": 400, "16 KB": 300, "256 KB": 100, "4 MB": 12, "16 MB": 5}
@@ -43,10 +43,10 @@ SWARMS = {  # what a node and a client are told for each
 SESSION = bytes(16)
 
 
-async def make(kind: str, listen: bool) -> Carrier:
+async def make(kind: str, listen: bool) -> Transport:
     if kind != "direct":
-        return await DaemonCarrier.start(Identity.generate(), libp2p_impl="python" if kind == "py" else "go")
-    return await DirectCarrier.start(Identity.generate(), ["127.0.0.1"] if listen else [])
+        return await Libp2pTransport.start(Identity.generate(), libp2p_impl="python" if kind == "py" else "go")
+    return await TlsTransport.start(Identity.generate(), ["127.0.0.1"] if listen else [])
 
 
 async def answer(connection: Connection) -> None:
@@ -54,7 +54,7 @@ async def answer(connection: Connection) -> None:
     with suppress(NetworkError):
         while True:
             message, body = await connection.receive()
-            if isinstance(message, Close):
+            if isinstance(message, CloseSession):
                 await connection.send(message, body)
             elif isinstance(message, Ping):
                 await connection.send(Pong(message.nonce))
@@ -79,7 +79,7 @@ async def round_trip_ms(connection: Connection, size: str, share: int = 1) -> fl
     times: list[float] = []
     for _ in range(max(2, ROUND_TRIPS[size] // share)):
         begun = time.perf_counter()
-        await connection.send(Close(SESSION), body)
+        await connection.send(CloseSession(SESSION), body)
         await connection.receive()
         times.append(time.perf_counter() - begun)
     return statistics.median(times) * 1e3
@@ -91,7 +91,7 @@ async def throughput_mb_s(connection: Connection, size: str, share: int = 1) -> 
     frames = max(2, min(FLOOD_FRAMES, FLOOD // len(body)) // share)
     begun = time.perf_counter()
     for _ in range(frames):
-        await connection.send(Prune(SESSION, 0), body)
+        await connection.send(DropInFlight(SESSION, 0), body)
     await connection.send(Ping(0))
     await connection.receive()
     return frames * len(body) / (time.perf_counter() - begun) / 1e6

@@ -19,27 +19,27 @@ from typing import Any
 
 from swarm.config import DEFAULT_MODEL, NodeConfig
 from swarm.errors import SwarmError
-from swarm.testing.emulated_link import Shape, ShapedCarrier
+from swarm.testing.emulated_link import EmulatedTransport, LinkShape
 from swarm.types import UNMEASURED, CostCurve
 from swarm_node.membership import hardware, profiler
 from swarm_node.membership.profiler import Calibration
-from swarm_node.network.connection import Network, over_daemon
+from swarm_node.network.connection import NodeNetwork, over_daemon
 from swarm_node.node import join
-from swarm_node.owner.event_log import JsonReporter
-from swarm_node.serving.executor import Compute, Output, ScheduledStep
+from swarm_node.owner.event_log import JsonEventReporter
+from swarm_node.serving.executor import Compute, ScheduledStep, StepOutput
 from swarm_node.serving.span_engine import SpanEngine
 
 
-async def serve(config: NodeConfig, shape: Shape) -> None:
+async def serve(config: NodeConfig, shape: LinkShape) -> None:
     @asynccontextmanager
-    async def connect(node: NodeConfig) -> AsyncIterator[Network]:
+    async def connect(node: NodeConfig) -> AsyncIterator[NodeNetwork]:
         async with over_daemon(node) as network:
-            yield replace(network, carrier=ShapedCarrier(network.carrier, shape))
+            yield replace(network, transport=EmulatedTransport(network.transport, shape))
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await join(config, JsonReporter(time.time()), stop, connect)
+    await join(config, JsonEventReporter(time.time()), stop, connect)
 
 
 def slow_down(times: float) -> None:
@@ -57,9 +57,9 @@ def slow_down(times: float) -> None:
         return replace(own, cost=curve)
 
     def slower(self: SpanEngine, works: Sequence[ScheduledStep]) -> Compute:
-        compute, takes_s = prepare(self, works), curve.at(sum(w.rows for w in works)) * len(works[0].span) / 1e3
+        compute, takes_s = prepare(self, works), curve.ms_at(sum(w.rows for w in works)) * len(works[0].span) / 1e3
 
-        def run() -> Sequence[Output | SwarmError]:
+        def run() -> Sequence[StepOutput | SwarmError]:
             end = time.perf_counter() + takes_s
             result = compute()
             time.sleep(max(0.0, end - time.perf_counter()))
@@ -92,7 +92,7 @@ def main() -> None:
     )
     if args.slower > 1.0:
         slow_down(args.slower)
-    asyncio.run(serve(config, Shape(send_delay_s=args.delay_ms / 1e3, send_rate=args.rate * 1e6)))
+    asyncio.run(serve(config, LinkShape(send_delay_s=args.delay_ms / 1e3, send_rate=args.rate * 1e6)))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from typing import Any
 
 from swarm.config import DEFAULT_MODEL, ClientConfig
 from swarm.net.dht.directory import DhtDirectory
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
-from swarm.net.transports.multi import ReachCarrier
-from swarm.testing.emulated_link import Shape, ShapedCarrier
+from swarm.net.transports.multi import MultiTransport
+from swarm.testing.emulated_link import EmulatedTransport, LinkShape
 from swarm_client import SwarmClient
-from swarm_client.network.connection import Network
+from swarm_client.network.connection import ClientNetwork
 from swarm_node.owner import control_socket
 
 START_TIMEOUT_S = 180.0
@@ -106,12 +106,12 @@ async def far_client(
     """A client `delay_ms` from every node; `settings` go to ClientConfig, `options` to SwarmClient."""
     config = ClientConfig(peers=(address,), model=model, **(settings or {}))
     async with AsyncExitStack() as stack:
-        carrier = await ReachCarrier.start(Identity.generate(), DaemonOptions(peers=(address,)), accept=False)
-        shaped = ShapedCarrier(carrier, Shape(send_delay_s=delay_ms / 1e3))
+        carrier = await MultiTransport.start(Identity.generate(), HostOptions(peers=(address,)), accept=False)
+        shaped = EmulatedTransport(carrier, LinkShape(send_delay_s=delay_ms / 1e3))
         stack.push_async_callback(shaped.close)
         directory = await DhtDirectory.start(carrier.daemon, (address,), client=True)
         stack.push_async_callback(directory.close)
-        network = Network.over(shaped, directory, config.limits)
+        network = ClientNetwork.from_transport(shaped, directory, config.limits)
         await stack.enter_async_context(network.pool)
         yield await stack.enter_async_context(SwarmClient(config=config, network=network, **options))
 

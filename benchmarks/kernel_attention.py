@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from kernel_timing import Timed, binary_tree, in_turn, measure, table, tree_plan, wall
 
-from swarm_kernels.batch import PAGE
+from swarm_kernels.batch import BLOCK_SIZE
 from swarm_kernels.ops import dispatch
 
 CONTEXTS = (256, 1024, 4096, 16384)
@@ -49,8 +49,8 @@ def ours(case: Case) -> Callable[[], object]:
     k, v = torch.randn(2, case.rows, case.groups, case.dim).unbind()
 
     def one() -> Callable[[], object]:
-        k_pages = torch.randn(pages, case.groups, case.dim, PAGE).to(DTYPE)
-        v_pages = torch.randn(pages, case.groups, PAGE, case.dim).to(DTYPE)
+        k_pages = torch.randn(pages, case.groups, case.dim, BLOCK_SIZE).to(DTYPE)
+        v_pages = torch.randn(pages, case.groups, BLOCK_SIZE, case.dim).to(DTYPE)
         return lambda: dispatch.attend(q, k, v, k_pages, v_pages, plan, case.dim**-0.5)
 
     return in_turn([one() for _ in range(case.copies)])

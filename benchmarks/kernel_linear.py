@@ -20,8 +20,8 @@ def bench(seconds: float) -> str:
         half = weight.bfloat16()
         packed = {
             "bf16": dispatch.pack_linear(half),
-            "int8": dispatch.quantise_linear(weight),
-            "int4": dispatch.quantise_linear(weight, bits=4),
+            "int8": dispatch.quantize_linear(weight),
+            "int4": dispatch.quantize_linear(weight, bits=4),
             "fp32": dispatch.pack_linear(weight),
         }
         for count in ROWS:

@@ -17,7 +17,7 @@ from kernel_timing import Timed, measure, table, tree_plan, wall
 
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import DTYPES
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.load import load_span
 
@@ -33,7 +33,7 @@ def ours(source: ModelSource, weights: torch.dtype) -> dict[int, Timed]:
     span = load_span(source, LayerSpan(0, source.config.num_layers), weights)
     cache = span.new_cache(CONTEXT + max(ROWS))
     cache.open(b"s", CONTEXT)
-    cache_plan = cache.plan([RowsRequest(b"s", 0, CONTEXT)])
+    cache_plan = cache.schedule([StepRequest(b"s", 0, CONTEXT)])
     span.forward(span.embed(list(range(CONTEXT))), cache_plan, cache)
 
     def step(rows: int) -> Timed:

@@ -10,7 +10,7 @@ from kernel_timing import table
 
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import DTYPES
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
@@ -24,7 +24,7 @@ def perplexity(source: ModelSource, tokens: list[int], weights: torch.dtype) -> 
     span = load_span(source, LayerSpan(0, source.config.num_layers), weights)
     cache = span.new_cache(len(tokens))
     cache.open(b"text", len(tokens))
-    hidden = span.forward(span.embed(tokens), cache.plan([RowsRequest(b"text", 0, len(tokens))]), cache)
+    hidden = span.forward(span.embed(tokens), cache.schedule([StepRequest(b"text", 0, len(tokens))]), cache)
     logits = span.logits(hidden[:-1])
     return math.exp(torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:])).item())
 

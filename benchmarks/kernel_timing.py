@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 
 SETTLE_S = 0.02  # OpenMP's threads go on spinning for milliseconds after an operator of torch's
 BURST_S = 0.05
@@ -76,19 +76,19 @@ def binary_tree(rows: int) -> torch.Tensor:
     return sees
 
 
-def tree_plan(context: int, rows: int) -> tuple[BatchPlan, int]:
+def tree_plan(context: int, rows: int) -> tuple[AttentionMetadata, int]:
     """A binary tree of `rows` slots on `context` committed tokens of one session, and the pages that takes."""
-    dense, sparse = -(-context // PAGE), -(-rows // PAGE)
+    dense, sparse = -(-context // BLOCK_SIZE), -(-rows // BLOCK_SIZE)
     bits = torch.zeros(rows, -(-rows // 64) * 64, dtype=torch.int64)
     bits[:, :rows] = binary_tree(rows)
     weights = torch.tensor([1 << i if i < 63 else -(1 << 63) for i in range(64)])
-    plan = BatchPlan(
+    plan = AttentionMetadata(
         positions=context + torch.arange(rows),
-        session=torch.zeros(rows, dtype=torch.int32),
-        past=torch.full((rows,), context, dtype=torch.int32),
-        write=dense * PAGE + torch.arange(rows),
-        pages=torch.arange(dense, dtype=torch.int32)[None],
-        tree_pages=dense + torch.arange(sparse, dtype=torch.int32)[None],
+        sequence_index=torch.zeros(rows, dtype=torch.int32),
+        context_lens=torch.full((rows,), context, dtype=torch.int32),
+        slot_mapping=dense * BLOCK_SIZE + torch.arange(rows),
+        block_tables=torch.arange(dense, dtype=torch.int32)[None],
+        tree_block_tables=dense + torch.arange(sparse, dtype=torch.int32)[None],
         tree_mask=(bits.view(rows, -1, 64) * weights).sum(-1),
         copy_from=NONE,
         copy_to=NONE,

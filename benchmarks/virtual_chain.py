@@ -20,23 +20,23 @@ from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import (
     Action,
     ChainReady,
-    Draft,
-    DropStale,
+    DiscardInFlight,
     EmitTokens,
     Event,
     Finish,
-    Generation,
-    GenerationPlan,
-    Policy,
+    GenerationRequest,
+    GenerationState,
+    RequestDrafts,
     SendStep,
-    StepSettled,
+    SpeculationPolicy,
+    StepDone,
 )
 from swarm.planner.scheduling.batch_scheduler import BatchScheduler
 from swarm.planner.scheduling.session_order import SessionOrder
 from swarm.planner.speculation.forecast import Strategy
 from swarm.types import Chain, LayerSpan
-from swarm_client.speculation.controller import Speculator
-from swarm_client.speculation.drafters.base import Candidate, Drafter, Glance
+from swarm_client.speculation.controller import ClientSpeculation
+from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
 
 _T = TypeVar("_T")
@@ -200,9 +200,9 @@ class VirtualChain:
         self._hops = hops
         self._answer, self._prompt_length = answer, prompt_length
         self._true: dict[int, int] = {}  # slot -> tokens up to and with it, of the guesses that will come true
-        self._client: Generator[None, StepSettled, None] | None = None
+        self._client: Generator[None, StepDone, None] | None = None
 
-    def begin(self, client: Generator[None, StepSettled, None], at: float) -> None:
+    def begin(self, client: Generator[None, StepDone, None], at: float) -> None:
         """`client` is sent every result and handles it at once."""
         self._client = client
         self._hops.open(self)
@@ -225,7 +225,7 @@ class VirtualChain:
     def come(self, job: _Job, at: float) -> None:
         assert self._client is not None  # it sent the job
         self.now = max(self.now, at)
-        result = StepSettled(job.step.epoch, job.step.step, job.draws, tuple(job.trace), job.sessions)
+        result = StepDone(job.step.epoch, job.step.step, job.draws, tuple(job.trace), job.sessions)
         with contextlib.suppress(StopIteration):
             self._client.send(result)
 
@@ -259,9 +259,9 @@ class TimedGuesser(InlineDrafter):
         self._chain.now += self._cost_ms(len(paths))
         return await super().propose_many(paths, width)
 
-    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
+    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
         self._chain.now += self._glance_ms
-        return await super().glance(paths, width)
+        return await super().propose_cached(paths, width)
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ class Run:
     """An answer in virtual time. `tokens_per_s` over the tokens after the first, as for real answers."""
 
     tokens_per_s: float
-    speculator: Speculator | None
-    generation: Generation
+    speculator: ClientSpeculation | None
+    generation: GenerationState
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Guessing:
 
     drafter: Callable[[], Drafter] | None
     only: Strategy | None = None
-    fixed: Policy | None = None
+    fixed: SpeculationPolicy | None = None
     draft_ms: Callable[[int], float] = lambda paths: 0.0
 
 
@@ -290,7 +290,7 @@ def simulate(
     drafter: Drafter | None,
     *,
     only: Strategy | None = None,
-    fixed: Policy | None = None,
+    fixed: SpeculationPolicy | None = None,
     draft_ms: Callable[[int], float] = lambda paths: 0.0,
     cores: int | None = None,
 ) -> Run:
@@ -341,26 +341,29 @@ def _session(
     guessing: Guessing,
     at: float = 0.0,
     done: Callable[[VirtualChain], None] = lambda chain: None,
-) -> tuple[VirtualChain, Generation, Speculator | None]:
+) -> tuple[VirtualChain, GenerationState, ClientSpeculation | None]:
     chain = VirtualChain(hops, len(prompt), answer)
-    generation = Generation(GenerationPlan(tuple(prompt), len(answer), tree_room=TREE_ROOM))
+    generation = GenerationState(GenerationRequest(tuple(prompt), len(answer), reserved_tree_slots=TREE_ROOM))
     speculator = None
     if guessing.drafter is not None:
         guesser = TimedGuesser(guessing.drafter(), chain, guessing.draft_ms)
         costs, only, fixed = hops.costs, guessing.only, guessing.fixed
-        speculator = Speculator(generation, guesser, lambda _: costs, only, fixed, clock=lambda: chain.now / 1e3)
+        speculator = ClientSpeculation(generation, guesser, lambda _: costs, only, fixed, clock=lambda: chain.now / 1e3)
     chain.begin(_drive(chain, generation, speculator, done), at)
     return chain, generation, speculator
 
 
-def _check(generation: Generation, answer: Sequence[int]) -> None:
+def _check(generation: GenerationState, answer: Sequence[int]) -> None:
     if list(generation.generated) != list(answer):
         raise RuntimeError("guessing has changed the answer")
 
 
 def _drive(
-    chain: VirtualChain, generation: Generation, speculator: Speculator | None, done: Callable[[VirtualChain], None]
-) -> Generator[None, StepSettled, None]:
+    chain: VirtualChain,
+    generation: GenerationState,
+    speculator: ClientSpeculation | None,
+    done: Callable[[VirtualChain], None],
+) -> Generator[None, StepDone, None]:
     """What `swarm_client.generation.generation_loop` does with a chain that never breaks."""
     if speculator is not None:
         _run(speculator.begin())
@@ -368,8 +371,8 @@ def _drive(
     pending: list[Event] = [ChainReady(len(generation.known) - 1)]
     while True:
         event = pending.pop() if pending else (yield)
-        if isinstance(event, StepSettled) and speculator is not None:
-            speculator.settled(event)
+        if isinstance(event, StepDone) and speculator is not None:
+            speculator.on_result(event)
         actions: list[Action] = generation.handle(event)
         for action in actions:
             match action:
@@ -377,12 +380,12 @@ def _drive(
                     if speculator is not None:
                         speculator.sent(action)
                     chain.send(action)
-                case Draft():
+                case RequestDrafts():
                     assert speculator is not None  # without one nobody guesses
                     pending.append(_run(speculator.draft(action)))
-                case DropStale():
+                case DiscardInFlight():
                     if speculator is not None:
-                        speculator.voided()
+                        speculator.on_discard()
                     chain.drop(action.epoch)
                 case EmitTokens():
                     chain.came.append((chain.now, len(action.tokens)))

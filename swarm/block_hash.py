@@ -9,16 +9,16 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-BLOCK = 32  # tokens; a whole number of the cache's pages
-DIGEST_BYTES = 8  # only a client's own sessions are compared, so nobody else can forge one
+HASH_BLOCK_TOKENS = 32  # tokens; a whole number of the cache's pages
+HASH_BYTES = 8  # only a client's own sessions are compared, so nobody else can forge one
 
 
-def digests(tokens: Sequence[int]) -> list[bytes]:
+def block_hashes(tokens: Sequence[int]) -> list[bytes]:
     """One digest for each whole block of `tokens`: the i-th names the first `(i + 1) * BLOCK` of them."""
     found: list[bytes] = []
     before = b""
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        block = array("I", tokens[start : start + BLOCK]).tobytes()
-        before = hashlib.blake2b(before + block, digest_size=DIGEST_BYTES).digest()
+    for start in range(0, len(tokens) - HASH_BLOCK_TOKENS + 1, HASH_BLOCK_TOKENS):
+        block = array("I", tokens[start : start + HASH_BLOCK_TOKENS]).tobytes()
+        before = hashlib.blake2b(before + block, digest_size=HASH_BYTES).digest()
         found.append(before)
     return found

@@ -14,7 +14,7 @@
         OutOfMemory                   too little memory for one layer, or no KV pages left
         DeviceUnavailable             the GPU that was asked for is not there
         AddressInUse                  the port to listen on is taken
-        LogLost                       a hop no longer has the outputs that are to be replayed
+        ActivationLogEvicted                       a hop no longer has the outputs that are to be replayed
       KernelError                   tensors or slots that cannot be right, refused before any kernel ran
         IdentityError                 the file with this peer's key cannot be read or written
       PlanError                     a planner's input that has no answer
@@ -22,11 +22,11 @@
         NoRoute                       carries `missing`: the layers nobody serves
       NetworkError                  something between peers
         PeerUnreachable
-          NotAdmitted                   it answered, and we are not of its swarm
+          WrongSwarm                   it answered, and we are not of its swarm
         ConnectionLost                the other side, or the link to it, went away
         ProtocolError                 a peer sent what the protocol does not allow
         WrongModel                    a peer serves other weights than ours
-        ClockWrong                    this machine's clock is off, so nobody would believe our records
+        ClockSkew                    this machine's clock is off, so nobody would believe our records
         RemoteError                   a peer refused or failed; carries its code and sentence
           NodeBusy                      refused for want of capacity; carries `retry_after_s`
           NodeLeaving                   the node leaves or changes its layers: go on elsewhere
@@ -64,7 +64,7 @@ class ContextOverflow(InvalidRequest):
     code = "context_overflow"
 
 
-class Unsupported(InvalidRequest):
+class UnsupportedRequest(InvalidRequest):
     """A well-formed request for something this version cannot do."""
 
     code = "unsupported"
@@ -108,7 +108,7 @@ class AddressInUse(ResourceError):
     code = "address_in_use"
 
 
-class LogLost(ResourceError):
+class ActivationLogEvicted(ResourceError):
     """Outputs of a session were dropped for want of memory, so they cannot be replayed."""
 
     code = "log_lost"
@@ -157,7 +157,7 @@ class PeerUnreachable(NetworkError):
     code = "peer_unreachable"
 
 
-class NotAdmitted(PeerUnreachable):
+class WrongSwarm(PeerUnreachable):
     """A peer that is there belongs to another swarm: one is private and the other not, or their secrets differ."""
 
     code = "not_admitted"
@@ -175,7 +175,7 @@ class WrongModel(NetworkError):
     code = "wrong_model"
 
 
-class ClockWrong(NetworkError):
+class ClockSkew(NetworkError):
     """Records and the directory live by the clock: peers' clocks must agree within 3 s."""
 
     code = "clock"

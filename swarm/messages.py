@@ -14,18 +14,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from swarm.block_hash import DIGEST_BYTES
+from swarm.block_hash import HASH_BYTES
 from swarm.types import Sampling
 
 MAX_ROWS = 1024  # new tree nodes in one step
 MAX_SLOTS = 4096  # tree slots of one session
 MAX_TOKENS = 1 << 20  # tokens of one session
-MAX_HISTORY = 1 << 18  # token ids in one `Open`
+MAX_PENALTY_TOKENS = 1 << 18  # token ids in one `OpenSession`
 MAX_HOPS = 256
-MAX_HEADS = 16  # of Medusa, at a tail
-MAX_GUESSES = 8  # of one head after one row
-MAX_PAGES = 4096  # of keys and values in one frame
-MAX_PREFIX = 4096  # digests of one text's beginnings
+MAX_MEDUSA_HEADS = 16  # of Medusa, at a tail
+MAX_MEDUSA_CANDIDATES = 8  # of one head after one row
+MAX_KV_BLOCKS = 4096  # of keys and values in one frame
+MAX_BLOCK_HASHES = 4096  # digests of one text's beginnings
 
 SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Peer = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -34,10 +34,10 @@ Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 Parent = Annotated[int, Meta(ge=-1, lt=MAX_SLOTS)]
-Sessions = Annotated[int, Meta(ge=1, le=1 << 16)]
+SessionCount = Annotated[int, Meta(ge=1, le=1 << 16)]
 Serial = Annotated[int, Meta(ge=0, le=(1 << 53))]
-Prefix = Annotated[
-    list[Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]], Meta(max_length=MAX_PREFIX)
+BlockHashes = Annotated[
+    list[Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]], Meta(max_length=MAX_BLOCK_HASHES)
 ]
 Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
 Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
@@ -64,22 +64,22 @@ class WireSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         return Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)
 
 
-class Open(Message, frozen=True, tag="open"):
+class OpenSession(Message, frozen=True, tag="open"):
     """Start a session on one hop. The sender becomes the session's client; only it may prune or close.
 
     `max_tokens`: KV tokens to reserve a layer. `upstream`: who will send the steps, "" for the client itself.
     `downstream`: whom to send them on to, "" on the tail. `sampling` and `history` (the tokens so far, for the
     repetition penalty) go to the tail only. `epoch`: steps of an older one are dropped; the answer repeats it.
 
-    `onward_from`: for the replacement of a lost hop. Rows at positions before it are computed and logged, but neither
+    `replay_silent_until`: for the replacement of a lost hop. Rows at positions before it are computed and logged, but neither
     sent on (the hops behind hold them) nor answered by a Result.
 
     `prefix`: names of the text's beginnings (`swarm.block_hash`). A hop that computed one for this client shares it.
 
     `guesses`: how many guesses of each of its Medusa heads, if it has any, the tail is to send with every token.
 
-    `heir_of`: a node that has left this session, with these very layers, and still holds its first `inherit` tokens.
-    The hop fetches them there if it can; `Opened.held` says whether.
+    `kv_source`: a node that has left this session, with these very layers, and still holds its first `inherit` tokens.
+    The hop fetches them there if it can; `SessionOpened.cached_tokens` says whether.
     """
 
     session: SessionId
@@ -93,17 +93,17 @@ class Open(Message, frozen=True, tag="open"):
     downstream: Annotated[str, Meta(max_length=128)] = ""
     downstream_addresses: Addresses = []
     sampling: WireSampling | None = None
-    history: Annotated[list[TokenId], Meta(max_length=MAX_HISTORY)] = []
+    penalty_tokens: Annotated[list[TokenId], Meta(max_length=MAX_PENALTY_TOKENS)] = []
     epoch: Serial = 0
-    onward_from: Count = 0
-    prefix: Prefix = []
-    guesses: Annotated[int, Meta(ge=0, le=MAX_GUESSES)] = 0
-    heir_of: Annotated[str, Meta(max_length=128)] = ""
-    heir_addresses: Addresses = []
-    inherit: Count = 0
+    replay_silent_until: Count = 0
+    block_hashes: BlockHashes = []
+    num_medusa_candidates: Annotated[int, Meta(ge=0, le=MAX_MEDUSA_CANDIDATES)] = 0
+    kv_source: Annotated[str, Meta(max_length=128)] = ""
+    kv_source_addresses: Addresses = []
+    kv_source_tokens: Count = 0
 
 
-class Opened(Message, frozen=True, tag="opened"):
+class SessionOpened(Message, frozen=True, tag="opened"):
     """The hop is ready, or has taken its new route. `epoch` is that of the Open or Reroute which this answers.
 
     `relay`: it cannot reach its downstream; the client must carry that edge. `held`: how many of the first tokens it
@@ -112,9 +112,9 @@ class Opened(Message, frozen=True, tag="opened"):
     """
 
     session: SessionId
-    relay: bool = False
+    client_relays_next_edge: bool = False
     epoch: Serial = 0
-    held: Count = 0
+    cached_tokens: Count = 0
 
 
 class Reroute(Message, frozen=True, tag="reroute"):
@@ -151,22 +151,22 @@ class Step(Message, frozen=True, tag="step"):
     session: SessionId
     epoch: Serial
     step: Serial
-    base: Count
-    line: Annotated[int, Meta(ge=0, le=MAX_ROWS)]
+    committed_before: Count
+    causal_rows: Annotated[int, Meta(ge=0, le=MAX_ROWS)]
     sample: bool = True
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_ROWS)] = []
     parents: Annotated[list[Parent], Meta(max_length=MAX_ROWS)] = []
     slots: Annotated[list[Slot], Meta(max_length=MAX_ROWS)] = []
-    commit: Slots = []
+    commit_slots: Slots = []
     trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
-    sessions: Sessions = 1
+    active_sessions: SessionCount = 1
 
     @property
     def rows(self) -> int:
-        return self.line + len(self.slots)
+        return self.causal_rows + len(self.slots)
 
 
-class Result(Message, frozen=True, tag="result"):
+class StepResult(Message, frozen=True, tag="result"):
     """From the tail: the tokens drawn in step `step`, if it samples: after its last line row, if it has one, then after
     each of its tree rows in their order. Which of them come true is for the client to see: it knows what it drafted.
 
@@ -179,13 +179,15 @@ class Result(Message, frozen=True, tag="result"):
     step: Serial
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_ROWS)] = []
     trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
-    sessions: Sessions = 1
-    heads: Annotated[int, Meta(ge=0, le=MAX_HEADS)] = 0
-    guessed: Annotated[list[TokenId], Meta(max_length=MAX_ROWS * MAX_GUESSES)] = []
-    doubts: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 14)]], Meta(max_length=MAX_ROWS * MAX_GUESSES)] = []
+    active_sessions: SessionCount = 1
+    num_medusa_heads: Annotated[int, Meta(ge=0, le=MAX_MEDUSA_HEADS)] = 0
+    medusa_ids: Annotated[list[TokenId], Meta(max_length=MAX_ROWS * MAX_MEDUSA_CANDIDATES)] = []
+    medusa_neg_logprob_centinats: Annotated[
+        list[Annotated[int, Meta(ge=0, le=1 << 14)]], Meta(max_length=MAX_ROWS * MAX_MEDUSA_CANDIDATES)
+    ] = []
 
 
-class Prune(Message, frozen=True, tag="prune"):
+class DropInFlight(Message, frozen=True, tag="prune"):
     """Out of band: drop these tree slots, and queued steps of an epoch before `epoch`."""
 
     session: SessionId
@@ -193,52 +195,52 @@ class Prune(Message, frozen=True, tag="prune"):
     slots: Slots = []
 
 
-class Locate(Message, frozen=True, tag="locate"):
+class ProgressQuery(Message, frozen=True, tag="locate"):
     """Out of band: how far have this session's steps come? Answered at once by Located."""
 
     session: SessionId
 
 
-class Located(Message, frozen=True, tag="located"):
+class ProgressReport(Message, frozen=True, tag="located"):
     """The newest step that has arrived, and the newest that was computed and sent on: their numbers plus 1, 0: none.
 
-    `busy_ms`: since when it is the turn of the one that is being computed, 0 if none is.
+    `compute_ms`: since when it is the turn of the one that is being computed, 0 if none is.
     """
 
     session: SessionId
-    arrived: Serial
-    done: Serial
-    busy_ms: Annotated[float, Meta(ge=0.0)] = 0.0
+    received: Serial
+    completed: Serial
+    compute_ms: Annotated[float, Meta(ge=0.0)] = 0.0
 
 
-class Close(Message, frozen=True, tag="close"):
+class CloseSession(Message, frozen=True, tag="close"):
     """The client is done with the session; the hop frees its pages.
 
     `prefix`: names of the beginnings of all that was computed; the hop may keep it for sessions that begin alike.
     """
 
     session: SessionId
-    prefix: Prefix = []
+    retain_prefix: BlockHashes = []
 
 
-class Failed(Message, frozen=True, tag="failed"):
+class SessionFailed(Message, frozen=True, tag="failed"):
     """This session cannot go on here. `error` is a code of `swarm.errors`, `detail` a sentence for people.
 
     `lost`: the sender has lost this next hop of the session; it keeps what it holds and waits for a Reroute. Without
     it the session is gone from the sender; `held`: but it keeps the first so many tokens for a few seconds, for an heir
-    (`Open.heir_of`) or until Close. `epoch`: the session's at the sender, so that old news is known as such.
+    (`OpenSession.kv_source`) or until Close. `epoch`: the session's at the sender, so that old news is known as such.
     """
 
     session: SessionId
     error: Annotated[str, Meta(max_length=64)]
     detail: Text
     retry_after_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
-    lost: Annotated[str, Meta(max_length=128)] = ""
+    unreachable_next_hop: Annotated[str, Meta(max_length=128)] = ""
     epoch: Serial = 0
-    held: Count = 0
+    kv_retained_tokens: Count = 0
 
 
-class Fetch(Message, frozen=True, tag="fetch"):
+class KvFetch(Message, frozen=True, tag="fetch"):
     """To a node that has left a session: `count` pages from page `page` on of its first `tokens` tokens, in layer
     `layer` of the model. Whoever knows the session's id may ask. Answered by Pages, or by Failed.
 
@@ -248,17 +250,17 @@ class Fetch(Message, frozen=True, tag="fetch"):
 
     session: SessionId
     layer: Count
-    page: Count
-    count: Annotated[int, Meta(ge=1, le=MAX_PAGES)]
+    first_block: Count
+    num_blocks: Annotated[int, Meta(ge=1, le=MAX_KV_BLOCKS)]
     tokens: Count
 
 
-class Pages(Message, frozen=True, tag="pages"):
+class KvBlocks(Message, frozen=True, tag="pages"):
     """The body has the keys of all pages that were asked for, then their values."""
 
     session: SessionId
     layer: Count
-    page: Count
+    first_block: Count
 
 
 class Ping(Message, frozen=True, tag="ping"):
@@ -271,7 +273,7 @@ class Pong(Message, frozen=True, tag="pong"):
     nonce: Serial
 
 
-class Move(Message, frozen=True, tag="move"):
+class PathSwitch(Message, frozen=True, tag="move"):
     """The last frame of one direction of a connection that goes on over another path, and the first on a new path that
     its dialler opened; see `net.link`. Peers pair the paths by the nonce."""
 
@@ -279,19 +281,19 @@ class Move(Message, frozen=True, tag="move"):
 
 
 AnyMessage = (
-    Open
-    | Opened
+    OpenSession
+    | SessionOpened
     | Reroute
     | Step
-    | Result
-    | Prune
-    | Locate
-    | Located
-    | Close
-    | Failed
-    | Fetch
-    | Pages
+    | StepResult
+    | DropInFlight
+    | ProgressQuery
+    | ProgressReport
+    | CloseSession
+    | SessionFailed
+    | KvFetch
+    | KvBlocks
     | Ping
     | Pong
-    | Move
+    | PathSwitch
 )

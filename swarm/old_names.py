@@ -83,7 +83,7 @@ def arguments(given: Iterable[str]) -> list[str]:
     return words
 
 
-class Command(TyperCommand):
+class CommandWithOldNames(TyperCommand):
     """A command that takes the old flags too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

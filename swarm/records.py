@@ -77,7 +77,7 @@ class _Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class InvalidRecord(ProtocolError):
-    """A record that a reader must ignore; `reason` is one of the keys of `Snapshot.ignored`."""
+    """A record that a reader must ignore; `reason` is one of the keys of `Snapshot.rejected_records`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -104,7 +104,7 @@ def encode(profile: NodeProfile, model: str, num_layers: int, lifetime_s: float,
     record = _from_profile(profile, model, num_layers, lifetime_s)
     signed = _pack(record, sign)
     while len(signed) > MAX_RECORD:
-        record = _lighter(record)
+        record = _drop_optional_fields(record)
         signed = _pack(record, sign)
     return signed, record.until
 
@@ -174,7 +174,7 @@ def to_profile(record: NodeRecord) -> NodeProfile:
         kv_free_tokens=record.kv_free,
         sessions=record.sessions,
         region=record.region,
-        coordinate=record.coord,
+        network_coordinate=record.coord,
         link_ms=record.links,
         version=record.version,
         pinned=record.pinned,
@@ -206,8 +206,8 @@ def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s:
         kv_free=profile.kv_free_tokens,
         sessions=profile.sessions,
         region=profile.region[:64],
-        coord=tuple(round(x, 2) for x in profile.coordinate),
-        links=_nearest(profile.link_ms, MAX_LINKS),
+        coord=tuple(round(x, 2) for x in profile.network_coordinate),
+        links=_nearest_links(profile.link_ms, MAX_LINKS),
         version=profile.version,
         pinned=profile.pinned,
     )
@@ -218,10 +218,10 @@ def _pack(record: NodeRecord, sign: Sign) -> bytes:
     return _encoder.encode(_Signed(payload, sign(_CONTEXT + payload)))
 
 
-def _lighter(record: NodeRecord) -> NodeRecord:
+def _drop_optional_fields(record: NodeRecord) -> NodeRecord:
     changes: dict[str, Any]
     if len(record.links) > 4:
-        changes = {"links": _nearest(record.links, len(record.links) // 2)}
+        changes = {"links": _nearest_links(record.links, len(record.links) // 2)}
     elif len(record.layer_us) > 1:
         changes = {"layer_us": (round(sum(record.layer_us) / len(record.layer_us)),)}
     elif len(record.addrs) > 1:
@@ -231,7 +231,7 @@ def _lighter(record: NodeRecord) -> NodeRecord:
     return msgspec.structs.replace(record, **changes)
 
 
-def _nearest(link_ms: Mapping[PeerId, float], count: int) -> dict[PeerId, float]:
+def _nearest_links(link_ms: Mapping[PeerId, float], count: int) -> dict[PeerId, float]:
     nearest = sorted(link_ms.items(), key=lambda item: (item[1], item[0]))[:count]
     return {peer: round(ms, 2) for peer, ms in nearest}
 

@@ -72,14 +72,14 @@ class CostCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     widths: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(min_length=1, max_length=64)]
     ms: Annotated[tuple[Annotated[float, Meta(ge=0, le=1e30)], ...], Meta(min_length=1, max_length=64)]
 
-    def at(self, width: float) -> float:
+    def ms_at(self, rows: float) -> float:
         """Milliseconds a layer at any width: linear between points, proportional beyond the last two."""
         ws, ms = self.widths, self.ms
-        if width <= ws[0] or len(ws) == 1:
-            return ms[0] if width <= ws[0] else ms[0] * width / ws[0]
-        i = next((k for k in range(1, len(ws)) if width <= ws[k]), len(ws) - 1)
+        if rows <= ws[0] or len(ws) == 1:
+            return ms[0] if rows <= ws[0] else ms[0] * rows / ws[0]
+        i = next((k for k in range(1, len(ws)) if rows <= ws[k]), len(ws) - 1)
         slope = (ms[i] - ms[i - 1]) / (ws[i] - ws[i - 1])
-        return ms[i - 1] + slope * (width - ws[i - 1])
+        return ms[i - 1] + slope * (rows - ws[i - 1])
 
 
 UNMEASURED = CostCurve((1,), (1.0,))
@@ -113,7 +113,7 @@ class NodeProfile:
     kv_free_tokens: int = 0
     sessions: int = 0
     region: str = ""
-    coordinate: tuple[float, ...] = ()  # network coordinate, ms
+    network_coordinate: tuple[float, ...] = ()  # network coordinate, ms
     link_ms: Mapping[PeerId, float] = field(default_factory=dict)  # measured ρ, one way, from this node
     version: str = ""
     pinned: bool = False  # its layers were chosen by hand (`--layers`); nobody moves it
@@ -125,7 +125,7 @@ class NodeProfile:
         return self.state in (NodeState.SERVING, NodeState.LEAVING) and self.span is not None
 
     @property
-    def going(self) -> bool:
+    def departing(self) -> bool:
         """Whether nobody should count on it for long."""
         return self.state in (NodeState.LEAVING, NodeState.DRAINING)
 
@@ -137,8 +137,8 @@ class Snapshot:
     model: str
     num_layers: int
     nodes: tuple[NodeProfile, ...]
-    taken_at: float = 0.0
-    ignored: Mapping[str, int] = field(default_factory=dict)  # why records were left out -> how many
+    observed_at: float = 0.0
+    rejected_records: Mapping[str, int] = field(default_factory=dict)  # why records were left out -> how many
 
     def serving(self) -> tuple[NodeProfile, ...]:
         return tuple(n for n in self.nodes if n.serving)
@@ -187,7 +187,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class Legacy:
+class KvSource:
     """The first `tokens` of a session, which `peer` holds and will not keep."""
 
     peer: PeerId

@@ -14,7 +14,7 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.cpu import cpu_library
 
 NAMES = ("avx2", "generic", cpu_library.REFERENCE)
-_use = cpu_library.use
+_use = cpu_library.select_isa
 
 
 def _held(name: str) -> None:
@@ -26,5 +26,5 @@ def _held(name: str) -> None:
 
 @pytest.hookimpl
 def pytest_configure() -> None:
-    cpu_library.use = dispatch.use = _held
+    cpu_library.select_isa = dispatch.select_isa = _held
     _held("best")

@@ -16,15 +16,15 @@ from swarm.messages import (
     MAX_ROWS,
     MAX_SLOTS,
     AnyMessage,
-    Close,
-    Failed,
-    Open,
+    CloseSession,
+    DropInFlight,
+    OpenSession,
     Ping,
     Pong,
-    Prune,
     Reroute,
-    Result,
+    SessionFailed,
     Step,
+    StepResult,
 )
 
 TAGS = [cls.__struct_config__.tag for cls in get_args(AnyMessage)]
@@ -39,13 +39,15 @@ text = st.text(max_size=50)
 messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.builds(Ping, serial),
     st.builds(Pong, serial),
-    st.builds(Close, session),
-    st.builds(Prune, session, serial, slots),
-    st.builds(Failed, session, st.text(string.ascii_lowercase, max_size=20), text, st.floats(0, 3600)),
-    st.builds(Result, session, serial, serial, tokens, trace),
+    st.builds(CloseSession, session),
+    st.builds(DropInFlight, session, serial, slots),
+    st.builds(SessionFailed, session, st.text(string.ascii_lowercase, max_size=20), text, st.floats(0, 3600)),
+    st.builds(StepResult, session, serial, serial, tokens, trace),
     st.builds(Reroute, session, serial, text, text, st.lists(text, max_size=3), st.integers(0, 1 << 20)),
     st.builds(Step, session, serial, serial, st.integers(0, 1 << 20), st.integers(0, MAX_ROWS), st.booleans(), tokens),
-    st.builds(Open, session, text, text, st.just("bf16"), st.integers(0, 9), st.integers(10, 99), st.integers(0, 4096)),
+    st.builds(
+        OpenSession, session, text, text, st.just("bf16"), st.integers(0, 9), st.integers(10, 99), st.integers(0, 4096)
+    ),
 )
 
 plain: st.SearchStrategy[Any] = st.recursive(
@@ -142,4 +144,4 @@ def test_hostile_headers(header: bytes) -> None:
 def test_numbers_that_are_none() -> None:
     for value in (float("nan"), float("inf"), -1.0):
         with pytest.raises(ProtocolError):
-            codec.decode(codec.encode(Failed(bytes(16), "e", "d", value))[0][8:])
+            codec.decode(codec.encode(SessionFailed(bytes(16), "e", "d", value))[0][8:])

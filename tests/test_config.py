@@ -87,13 +87,13 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         seen.config = flags_config(given)
         raise UsageError("that will do")
 
-    async def answer(settings: ClientConfig, prompt: str, request: chat.Request) -> None:
+    async def answer(settings: ClientConfig, prompt: str, request: chat.ChatRequest) -> None:
         seen.config, seen.options = settings, {**request.options, "prompt": prompt, "system": request.system}
 
     flags_config = flags.config_of
     monkeypatch.setattr(flags, "config_of", node)
     monkeypatch.setattr(chat, "answer_once", answer)
-    monkeypatch.setattr("swarm_node.commands.runner.end", _end)
+    monkeypatch.setattr("swarm_node.commands.runner.hard_exit", _end)
 
     def runner(app: typer.Typer, *first: str) -> Any:
         def run(*arguments: str, **variables: str) -> SimpleNamespace:

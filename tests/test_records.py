@@ -39,7 +39,7 @@ def profile(identity: Identity = ALICE, **changes: Any) -> NodeProfile:
         kv_free_tokens=1000,
         sessions=3,
         region="eu",
-        coordinate=(1.5, -2.25),
+        network_coordinate=(1.5, -2.25),
         link_ms={BOB.peer: 12.5},
         version="0.1.0",
         published_at=NOW,
@@ -198,8 +198,8 @@ def test_snapshot() -> None:
     assert [n.peer for n in snapshot.nodes] == sorted((ALICE.peer, BOB.peer))
     assert snapshot.num_layers == 30
     assert snapshot.model == MODEL
-    assert snapshot.taken_at == NOW + 1
-    assert snapshot.ignored == {"wrong_subkey": 1, "wrong_depth": 1, "malformed": 1}
+    assert snapshot.observed_at == NOW + 1
+    assert snapshot.rejected_records == {"wrong_subkey": 1, "wrong_depth": 1, "malformed": 1}
     assert snapshot.missing() == ((0, 10),)
     told = records.to_snapshot(found, MODEL, NOW + 1, verify, num_layers=32)
     assert [n.peer for n in told.nodes] == [dave.peer]

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swarm_client.api.options import Options
-    from swarm_client.api.results import Answer, Piece
+    from swarm_client.api.options import GenerationOptions
+    from swarm_client.api.results import GenerationResult, TextChunk
     from swarm_client.client import SwarmClient
     from swarm_client.generation.text_stream import TextStream
     from swarm_client.sync import SyncSwarmClient
@@ -24,7 +24,7 @@ _HOMES = {
     "TextStream": "generation",
 }
 
-__all__ = ["Answer", "Options", "Piece", "SwarmClient", "SyncSwarmClient", "TextStream"]
+__all__ = ["GenerationOptions", "GenerationResult", "SwarmClient", "SyncSwarmClient", "TextChunk", "TextStream"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,26 +19,26 @@ from typing import Any, TypeVar
 
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.options import HostOptions
 from swarm.old_names import current
 from swarm.planner.costs.chain_costs import ChainCosts
-from swarm.planner.generation.state_machine import Generation, GenerationPlan
+from swarm.planner.generation.state_machine import GenerationRequest, GenerationState
 from swarm.types import Chain, Snapshot
-from swarm_client.api.options import OUTLINE, ChatMessage, Options, check_messages
-from swarm_client.api.results import Answer, AnswerStream
-from swarm_client.generation.generation_loop import Driver
-from swarm_client.generation.session_manager import ChainKeeper
+from swarm_client.api.options import OUTLINE, ChatMessage, GenerationOptions, check_messages
+from swarm_client.api.results import GenerationResult, GenerationStream
+from swarm_client.generation.generation_loop import GenerationLoop
+from swarm_client.generation.session_manager import SessionManager
 from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextStream
-from swarm_client.network.connection import Network, connect
-from swarm_client.outline.outliner import Outliner, slots
+from swarm_client.network.connection import ClientNetwork, connect
+from swarm_client.outline.outliner import SkeletonDecoder, slots
 from swarm_client.outline.templates import BUILT_IN, load_templates
 from swarm_client.routing.prefill_chunks import MAX_CHUNK
-from swarm_client.routing.prefix_locations import Beginnings
-from swarm_client.routing.router import SwarmView
-from swarm_client.speculation.controller import Experience, Guesser, Speculator
-from swarm_client.speculation.drafter_factory import MEDUSA, Drafting
-from swarm_client.speculation.drafters.medusa import GUESSES
+from swarm_client.routing.prefix_locations import PrefixLocations
+from swarm_client.routing.router import ChainRouter
+from swarm_client.speculation.controller import AsyncDrafter, ClientSpeculation, DraftingStats
+from swarm_client.speculation.drafter_factory import MEDUSA, DrafterFactory
+from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES
 from swarm_kernels.device.device import release_free_memory
 from swarm_kernels.models.open import ModelSource, open_model
 from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
@@ -63,25 +63,25 @@ class SwarmClient:
         peers: Sequence[str] | None = None,
         *,
         config: ClientConfig | None = None,
-        network: Network | None = None,
+        network: ClientNetwork | None = None,
         source: ModelSource | None = None,
         tokenizer: ChatTokenizer | None = None,
-        guesser: Callable[[], Guesser] | None = None,
+        guesser: Callable[[], AsyncDrafter] | None = None,
     ) -> None:
         base = config or ClientConfig()
         self.config = replace(base, model=model or base.model, peers=tuple(peers) if peers is not None else base.peers)
         self._given_network = network
         self._given_source = source
-        self._guesser = guesser
-        self._drafting = Drafting()
-        self._experience = Experience()
+        self._drafter = guesser
+        self._drafter_factory = DrafterFactory()
+        self._drafting_stats = DraftingStats()
         self._stack = AsyncExitStack()
-        self._network: Network | None = None
-        self._view: SwarmView | None = None
-        self._beginnings = Beginnings()
+        self._network: ClientNetwork | None = None
+        self._router: ChainRouter | None = None
+        self._prefix_locations = PrefixLocations()
         self._source: ModelSource | None = None
         self._tokenizer = tokenizer
-        self._outliner: Outliner | None = None
+        self._skeleton_decoder: SkeletonDecoder | None = None
 
     async def __aenter__(self) -> SwarmClient:
         """Raises ModelError, UsageError (no peers), PeerUnreachable."""
@@ -106,9 +106,9 @@ class SwarmClient:
                 )
             self._source, self._network = source, network
             self._tokenizer = self._tokenizer or load_tokenizer(source)
-            if self._guesser is None:
-                self._drafting = await Drafting.load(self.config.drafter, source, self._tokenizer)
-            self._view = SwarmView(
+            if self._drafter is None:
+                self._drafter_factory = await DrafterFactory.load(self.config.drafter, source, self._tokenizer)
+            self._router = ChainRouter(
                 network.directory,
                 network.pool,
                 source.name,
@@ -116,10 +116,10 @@ class SwarmClient:
                 dtype=self.config.dtype,
                 weight_hash=source.weight_hash,
                 wall_clock=network.wall_clock,
-                meet=network.meet,
+                meet=network.rebootstrap,
             )
-            stack.push_async_callback(self._view.close)
-            self._outliner = Outliner(
+            stack.push_async_callback(self._router.close)
+            self._skeleton_decoder = SkeletonDecoder(
                 self._stream,
                 self._tokenizer,
                 source.config.context_length,
@@ -133,8 +133,10 @@ class SwarmClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
-        self._view = self._outliner = self._source = self._network = None  # a closed client says that it is one
-        self._drafting = Drafting()  # and holds no model in memory, whoever still holds the client
+        self._router = self._skeleton_decoder = self._source = self._network = (
+            None  # a closed client says that it is one
+        )
+        self._drafter_factory = DrafterFactory()  # and holds no model in memory, whoever still holds the client
         release_free_memory()
 
     @property
@@ -143,11 +145,11 @@ class SwarmClient:
 
     async def snapshot(self) -> Snapshot:
         """The swarm as it is now."""
-        return await _entered(self._view).snapshot()
+        return await _entered(self._router).snapshot()
 
     def chain_costs(self, chain: Chain) -> ChainCosts:
         """What a step along `chain` costs by the live map."""
-        return _entered(self._view).costs(chain)
+        return _entered(self._router).costs(chain)
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> TextStream:
         """Continue a text, or token ids as they are. Options are those of `request.Options`.
@@ -157,24 +159,24 @@ class SwarmClient:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self._stream(ids, self._options(options))
 
-    def chat_stream(self, messages: Sequence[ChatMessage], **options: Any) -> AnswerStream:
+    def chat_stream(self, messages: Sequence[ChatMessage], **options: Any) -> GenerationStream:
         """Answer a conversation, through the model's own chat template. Raises like `stream`."""
         check_messages(messages)
         asked = self._options(options)
         if asked.decoding == OUTLINE or (asked.decoding == "auto" and self.config.outline_in_auto):
-            outliner = _entered(self._outliner)
+            outliner = _entered(self._skeleton_decoder)
             return outliner.stream(messages, asked, outliner.route(messages, asked))
         return self._stream(self.tokenizer.apply_chat_template(messages), asked)
 
-    async def generate(self, prompt: str | Sequence[int], **options: Any) -> Answer:
+    async def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:
         """`stream`, read to its end."""
         return await self.stream(prompt, **options).read()
 
-    async def chat(self, messages: Sequence[ChatMessage], **options: Any) -> Answer:
+    async def chat(self, messages: Sequence[ChatMessage], **options: Any) -> GenerationResult:
         """`chat_stream`, read to its end."""
         return await self.chat_stream(messages, **options).read()
 
-    def _options(self, options: Mapping[str, Any]) -> Options:
+    def _options(self, options: Mapping[str, Any]) -> GenerationOptions:
         merged: dict[str, Any] = {"decoding": self.config.decoding}
         for name, value in options.items():
             flag, merged_value = current(name.replace("_", "-"), value)
@@ -182,13 +184,13 @@ class SwarmClient:
         stop = merged.get("stop", ())
         merged["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         try:
-            return Options(**merged)
+            return GenerationOptions(**merged)
         except TypeError as error:
             raise UsageError(f"not an option of a generation: {error}") from None
 
-    def _stream(self, prompt: Sequence[int], options: Options) -> TextStream:
+    def _stream(self, prompt: Sequence[int], options: GenerationOptions) -> TextStream:
         source = _entered(self._source)
-        plan = GenerationPlan.checked(
+        plan = GenerationRequest.checked(
             prompt,
             options.max_new_tokens,
             eos_ids=self.tokenizer.eos_token_ids,
@@ -196,29 +198,34 @@ class SwarmClient:
             vocab_size=source.config.vocab_size,
             prefill_chunk=self.config.prefill_chunk or MAX_CHUNK,
             window=self.config.prefill_window,
-            tree_room=TREE_ROOM if options.guesses else 0,
+            tree_room=TREE_ROOM if options.speculates else 0,
         )
         sampling = options.sampling()
-        generation = Generation(plan)
-        network, view = _entered(self._network), _entered(self._view)
+        generation = GenerationState(plan)
+        network, view = _entered(self._network), _entered(self._router)
         speculator = None
-        if options.guesses:
-            guesser = self._guesser() if self._guesser else self._drafting.guesser()
-            speculator = Speculator(
-                generation, guesser, view.costs, options.only, clock=network.clock, experience=self._experience
+        if options.speculates:
+            guesser = self._drafter() if self._drafter else self._drafter_factory.drafter()
+            speculator = ClientSpeculation(
+                generation,
+                guesser,
+                view.costs,
+                options.fixed_strategy,
+                clock=network.clock,
+                experience=self._drafting_stats,
             )
         planned = self.config.prefill_chunk is None
-        chains = ChainKeeper(
+        chains = SessionManager(
             view,
             network,
             self.config.limits,
             source.name,
             sampling,
-            guesses=GUESSES if speculator is not None and self.config.drafter == MEDUSA else 0,
+            num_medusa_candidates=NUM_CANDIDATES if speculator is not None and self.config.drafter == MEDUSA else 0,
             plan_chunks=planned,
-            beginnings=self._beginnings,
+            prefix_locations=self._prefix_locations,
         )
-        driver = Driver(generation, chains, self.config.limits, speculator)
+        driver = GenerationLoop(generation, chains, self.config.limits, speculator)
         return TextStream(
             driver,
             self.tokenizer.stream(),
@@ -228,10 +235,10 @@ class SwarmClient:
             explain=view.explain,
         )
 
-    def _daemon_options(self) -> DaemonOptions:
+    def _daemon_options(self) -> HostOptions:
         if not self.config.peers:
             raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
-        return DaemonOptions(peers=self.config.peers)
+        return HostOptions(peers=self.config.peers)
 
 
 def _entered(value: _T | None) -> _T:

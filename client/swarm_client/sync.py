@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from swarm.types import Snapshot
 from swarm_client.api.options import ChatMessage
-from swarm_client.api.results import Answer, AnswerStream, Piece
+from swarm_client.api.results import GenerationResult, GenerationStream, TextChunk
 from swarm_client.client import SwarmClient
 
 _T = TypeVar("_T")
@@ -22,11 +22,11 @@ _T = TypeVar("_T")
 class SyncTextStream:
     """Iterate it for pieces; leaving the loop early and then the `with` block ends the generation on all hops."""
 
-    def __init__(self, owner: SyncSwarmClient, stream: AnswerStream) -> None:
+    def __init__(self, owner: SyncSwarmClient, stream: GenerationStream) -> None:
         self._owner = owner
         self._stream = stream
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextChunk]:
         pieces = aiter(self._stream)
         while True:
             piece = self._owner.run(_next(pieces))
@@ -46,8 +46,8 @@ class SyncTextStream:
         self._owner.run(self._stream.cancel())
 
     @property
-    def answer(self) -> Answer:
-        return self._stream.answer
+    def result(self) -> GenerationResult:
+        return self._stream.result
 
 
 class SyncSwarmClient:
@@ -81,10 +81,10 @@ class SyncSwarmClient:
     def chat_stream(self, messages: Sequence[ChatMessage], **options: Any) -> SyncTextStream:
         return SyncTextStream(self, self._client.chat_stream(messages, **options))
 
-    def generate(self, prompt: str | Sequence[int], **options: Any) -> Answer:
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:
         return self.run(self._client.generate(prompt, **options))
 
-    def chat(self, messages: Sequence[ChatMessage], **options: Any) -> Answer:
+    def chat(self, messages: Sequence[ChatMessage], **options: Any) -> GenerationResult:
         return self.run(self._client.chat(messages, **options))
 
     def snapshot(self) -> Snapshot:
@@ -105,5 +105,5 @@ class SyncSwarmClient:
         self._loop.close()
 
 
-async def _next(pieces: Any) -> Piece | None:
+async def _next(pieces: Any) -> TextChunk | None:
     return await anext(pieces, None)

@@ -96,12 +96,12 @@ def evaluate(
     def work_on() -> None:
         from swarm_kernels.models.open import open_model
         from swarm_kernels.ops import dispatch
-        from swarm_training.evaluation.evaluate import judge
+        from swarm_training.evaluation.evaluate import evaluate
 
         if threads is not None:
             dispatch.set_threads(threads)
         with _Bar() as bar:
-            figures = judge(open_model(model), draft, heads, tokens, depths, nodes, bar.report)
+            figures = evaluate(open_model(model), draft, heads, tokens, depths, nodes, bar.report)
         _say(json.dumps(figures))
 
     _guarded(work_on)

@@ -6,25 +6,27 @@ Owns the schedule of churn and what a loss does to sessions. Which layers a node
 from __future__ import annotations
 
 from swarm.errors import Infeasible
-from swarm.planner.rebalancing.migration import Move, loads
-from swarm.simulator.des_engine import Engine
-from swarm.simulator.model.devices import DeviceSpec, LayerCost
+from swarm.planner.rebalancing.migration import SpanMove, layers_to_load
+from swarm.simulator.des_engine import DiscreteEventEngine
+from swarm.simulator.model.devices import DeviceCostModel, DeviceSpec
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.rng import Stream
-from swarm.simulator.model.session import Phase, Session
+from swarm.simulator.model.rng import NamedStream
+from swarm.simulator.model.session import SimPhase, SimSession
 from swarm.types import LayerSpan, NodeState
 
 LINKED = 64  # nodes of a uniform network that list their links one by one
 
 
-class Faults:
+class Churn:
     """Brings nodes into `engine` and takes them away."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: DiscreteEventEngine) -> None:
         self._engine = engine
         self._scenario = engine.scenario
-        self._costs = {device.name: LayerCost(device, engine.scenario.model) for device in engine.scenario.devices}
-        self._random = Stream(engine.scenario.seed, "churn")
+        self._costs = {
+            device.name: DeviceCostModel(device, engine.scenario.model) for device in engine.scenario.devices
+        }
+        self._random = NamedStream(engine.scenario.seed, "churn")
         self._moving = 0
         self._wrong_for = 0  # checks in a row that asked for a new allocation
         self.joined = self.left = self.moved = 0
@@ -44,10 +46,10 @@ class Faults:
                 self._make(device)
         if not any(node.capacity for node in self._engine.nodes.values()):
             raise Infeasible(f"none of the machines has memory for a single layer of {scenario.model.name}")
-        placed = self._engine.policy.place(self._engine.see())
+        placed = self._engine.policy.place(self._engine.observe())
         for peer, span in placed.items():
             self._engine.nodes[peer].take_layers(span, NodeState.SERVING)
-            self._engine.tell("serve", n=peer, span=str(span))
+            self._engine.notify("serve", n=peer, span=str(span))
             self._recount(self._engine.nodes[peer])
         self._link()
         self._engine.published()
@@ -91,16 +93,16 @@ class Faults:
         self._random.shuffle(present)
         leaving = present[: round(churn.leave_share * len(present))]
         for node in leaving:
-            clock.after(self._random.uniform(0.0, churn.period_s * 1e3), lambda node=node: self.leave(node))  # type: ignore[misc]
+            clock.after(self._random.uniform(0.0, churn.period_s * 1e3), lambda node=node: self.on_crash(node))  # type: ignore[misc]
             if churn.replace:
-                clock.after(self._random.uniform(0.0, churn.period_s * 1e3), self.come)
+                clock.after(self._random.uniform(0.0, churn.period_s * 1e3), self.on_join)
 
-    def leave(self, node: SimNode) -> None:
+    def on_crash(self, node: SimNode) -> None:
         """Gone, and nobody is told."""
         engine = self._engine
         node.died = engine.clock.now
         self.left += 1
-        engine.tell("leave", n=node.id)
+        engine.notify("leave", n=node.id)
         self._count(node)
         for held in list(node.held.values()):
             session = held.session
@@ -109,18 +111,18 @@ class Faults:
                 lambda session=session: self.lost(session, node),  # type: ignore[misc]
             )
 
-    def lost(self, session: Session, node: SimNode) -> None:
+    def lost(self, session: SimSession, node: SimNode) -> None:
         """The client has found out that a hop is gone."""
         if not session.live or all(hop.peer != node.id for hop in session.hops):
             return
         session.ready.discard(node.id)
         session.banned.add(node.id)
-        if session.phase is not Phase.RUNNING:
+        if session.phase is not SimPhase.RUNNING:
             return  # it is looking for a chain already
         session.epoch += 1
         session.repairs += 1
         session.parked.clear()
-        self._engine.tell("lost", s=session.number, n=node.id)
+        self._engine.notify("lost", s=session.number, n=node.id)
         if session.repairs > self._scenario.serving.most_repairs:
             self._engine.fail(session, "too many repairs")
         else:
@@ -128,7 +130,7 @@ class Faults:
 
     # Joining ---------------------------------------------------------------------------------------------------------
 
-    def come(self) -> None:
+    def on_join(self) -> None:
         """A new machine, of the kinds there are in the proportions there are; it measures itself first."""
         devices = [device for device in self._scenario.devices for _ in range(device.count)]
         device = self._random.choice(devices)
@@ -142,11 +144,11 @@ class Faults:
 
     def _place(self) -> None:
         joining, self._joining = self._joining, []
-        spans = self._engine.policy.join(self._engine.see())
+        spans = self._engine.policy.join(self._engine.observe())
         for node in joining:
             span = spans.get(node.id)
             self.joined += 1
-            self._engine.tell("join", n=node.id, span=str(span))
+            self._engine.notify("join", n=node.id, span=str(span))
             if span is not None:
                 node.take_layers(span, NodeState.LOADING)
                 self._engine.clock.after(self._read_ms(len(span)), lambda n=node, s=span: self._serve(n, s))  # type: ignore[misc]
@@ -157,7 +159,7 @@ class Faults:
     def _serve(self, node: SimNode, span: LayerSpan) -> None:
         if node.alive:
             node.take_layers(span, NodeState.SERVING)
-            self._engine.tell("serve", n=node.id, span=str(span))
+            self._engine.notify("serve", n=node.id, span=str(span))
             self._count(node)
             self._engine.published()
             self._engine.chains.wake()
@@ -174,7 +176,7 @@ class Faults:
         if self._moving:
             return
         try:
-            plan = engine.policy.rebalance(engine.see())
+            plan = engine.policy.rebalance(engine.observe())
         except Infeasible:
             plan = None
         self._wrong_for = self._wrong_for + 1 if plan is not None and plan.waves else 0
@@ -183,19 +185,19 @@ class Faults:
             for move in plan.waves[0]:
                 self._move(move)
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: SpanMove) -> None:
         engine = self._engine
         node = engine.nodes[move.peer]
         if not node.alive or node.state is NodeState.LOADING:
             return
         self.moved += 1
         self._moving += 1
-        engine.tell("move", n=move.peer, old=str(move.old), new=str(move.new))
+        engine.notify("move", n=move.peer, old=str(move.old), new=str(move.new))
         if not move.overlap:
             self._give_up(node)
             node.take_layers(move.new, NodeState.LOADING)
             self._count(node)
-        engine.clock.after(self._read_ms(loads(move.old, move.new)), lambda: self._moved(node, move.new))
+        engine.clock.after(self._read_ms(layers_to_load(move.old, move.new)), lambda: self._moved(node, move.new))
 
     def _moved(self, node: SimNode, span: LayerSpan) -> None:
         self._moving -= 1
@@ -218,11 +220,11 @@ class Faults:
         if not all(self._replicas):
             if self._gap_since is None:
                 self._gap_since = now
-                self._engine.tell("gap")
+                self._engine.notify("gap")
         elif self._gap_since is not None:
             self.gaps.append((self._gap_since, now))
             self._gap_since = None
-            self._engine.tell("covered")
+            self._engine.notify("covered")
 
     def _recount(self, node: SimNode) -> None:
         for layer in self._served.pop(node.id, ()):

@@ -10,43 +10,45 @@ import json
 from collections.abc import Callable
 
 from swarm.simulator.clock import Clock
-from swarm.simulator.model.network import Network
+from swarm.simulator.model.network import NetworkModel
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.rng import Stream
-from swarm.simulator.model.session import Phase, Session, Step
-from swarm.simulator.model.workload import Request
-from swarm.simulator.policy import Policy
+from swarm.simulator.model.rng import NamedStream
+from swarm.simulator.model.session import SimPhase, SimSession, SimStep
+from swarm.simulator.model.workload import SimRequest
+from swarm.simulator.policy import ServingPolicy
 from swarm.simulator.scenario import Scenario
-from swarm.simulator.session_admission import TOKEN_BYTES, Chains
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.session_admission import TOKEN_BYTES, SessionAdmission
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import PeerId
 
 Trace = Callable[[str], None]
 
 
-class Engine:
+class DiscreteEventEngine:
     """One run. `nodes` and `sessions` hold everything that ever was."""
 
-    def __init__(self, scenario: Scenario, policy: Policy, network: Network, trace: Trace | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, policy: ServingPolicy, network: NetworkModel, trace: Trace | None = None
+    ) -> None:
         self.scenario = scenario
         self.policy = policy
         self.network = network
         self.clock = Clock()
         self.nodes: dict[PeerId, SimNode] = {}
-        self.sessions: list[Session] = []
+        self.sessions: list[SimSession] = []
         self.open_requests = 0
-        self.view = View(scenario, network, self.nodes)
-        self.chains = Chains(self)
+        self.view = StaleSnapshot(scenario, network, self.nodes)
+        self.chains = SessionAdmission(self)
         self._trace = trace
-        self._guesses = Stream(scenario.seed, "acceptance")
+        self._guesses = NamedStream(scenario.seed, "acceptance")
 
-    def tell(self, kind: str, **facts: object) -> None:
+    def notify(self, kind: str, **facts: object) -> None:
         """One line of the trace."""
         if self._trace is not None:
             line = {"t": round(self.clock.now, 6), "event": kind, **facts}
             self._trace(json.dumps(line, separators=(",", ":")))
 
-    def see(self) -> View:
+    def observe(self) -> StaleSnapshot:
         self.view.now = self.clock.now
         return self.view
 
@@ -56,41 +58,41 @@ class Engine:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def arrive(self, request: Request) -> None:
-        session = Session(len(self.sessions), request, request.prompt, request.output)
+    def arrive(self, request: SimRequest) -> None:
+        session = SimSession(len(self.sessions), request, request.prompt, request.output)
         self.sessions.append(session)
         self.open_requests += 1
-        self.tell("arrive", s=session.number, prompt=session.prompt, output=session.output)
+        self.notify("arrive", s=session.number, prompt=session.prompt, output=session.output)
         self.chains.connect(session)
 
-    def go_on(self, session: Session) -> None:
+    def advance(self, session: SimSession) -> None:
         """Send what is next: the rest of the prompt, or the last token."""
         if session.held >= session.prompt:
             self._decode(session)
             return
         if not session.chunks:
-            session.chunks = self.policy.chunks(session, self.see())
+            session.chunks = self.policy.chunks(session, self.observe())
         base = 0
         for rows in session.chunks:
             end = base + rows
             if end > session.held:
                 start = max(base, session.held)
-                step = Step(session, session.epoch, end - start, start, end == session.prompt)
+                step = SimStep(session, session.epoch, end - start, start, end == session.prompt)
                 self.send(step, session.request.client, step.rows * TOKEN_BYTES)
             base = end
 
-    def _decode(self, session: Session) -> None:
-        step = Step(session, session.epoch, 1 + self.scenario.policy.draft_tokens, session.held, True)
+    def _decode(self, session: SimSession) -> None:
+        step = SimStep(session, session.epoch, 1 + self.scenario.policy.draft_tokens, session.held, True)
         self.send(step, session.request.client, step.rows * TOKEN_BYTES)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def send(self, step: Step, source: str, size: float) -> None:
+    def send(self, step: SimStep, source: str, size: float) -> None:
         """`size` bytes from `source` to the step's hop."""
         arrival = self.network.send(source, step.hop.peer, size, self.clock.now)
         self.clock.at(arrival, lambda: self._reach(step))
 
-    def _reach(self, step: Step) -> None:
+    def _reach(self, step: SimStep) -> None:
         if step.stale:
             return
         node = self.nodes[step.hop.peer]
@@ -118,18 +120,18 @@ class Engine:
         compute_ms = node.batch_ms(batch)
         self.clock.after(compute_ms, lambda: self._done(node, batch, compute_ms))
 
-    def _done(self, node: SimNode, batch: list[Step], compute_ms: float) -> None:
+    def _done(self, node: SimNode, batch: list[SimStep], compute_ms: float) -> None:
         node.busy = False
         if not node.alive:
             return
         node.ran(batch, compute_ms, self.clock.now)
-        self.tell("batch", n=node.id, rows=sum(step.rows for step in batch), ms=round(compute_ms, 6))
+        self.notify("batch", n=node.id, rows=sum(step.rows for step in batch), ms=round(compute_ms, 6))
         for step in batch:
             if not step.stale:
                 self._pass_on(step)
         self._arrange_start(node)
 
-    def _pass_on(self, step: Step) -> None:
+    def _pass_on(self, step: SimStep) -> None:
         """A hop is done with a step."""
         session, here = step.session, step.hop
         now, client = self.clock.now, session.request.client
@@ -138,11 +140,11 @@ class Engine:
             self.clock.at(arrival, lambda: self.chains.replayed(step))
         elif here.end == self.scenario.model.layers:
             arrival = self.network.send(here.peer, client, (1 + step.rows) * TOKEN_BYTES, now)
-            self.clock.at(arrival, lambda: self._settle(step))
+            self.clock.at(arrival, lambda: self._on_result(step))
         else:
             last = step.index + 1 == len(session.hops)
             if last:
-                session.hops.append(self.policy.extend(session, self.see()))
+                session.hops.append(self.policy.extend(session, self.observe()))
                 session.ready.add(session.hops[-1].peer)
             following = step.advance()
             if session.number in self.nodes[following.peer].held or not self.policy.queues_at_nodes:
@@ -152,13 +154,13 @@ class Engine:
             if last:
                 self.chains.enter_line(session, following)
 
-    def unpark(self, session: Session) -> None:
+    def unpark(self, session: SimSession) -> None:
         """The hop that activations waited for has let the session in."""
         waiting, session.parked = session.parked, []
         for step in waiting:
             self.send(step, session.hops[step.index - 1].peer, step.rows * self.scenario.model.row_bytes)
 
-    def _settle(self, step: Step) -> None:
+    def _on_result(self, step: SimStep) -> None:
         """The tail's result is back at the client."""
         session = step.session
         if step.stale:
@@ -194,11 +196,11 @@ class Engine:
 
     # Outlines (Jupiter) ----------------------------------------------------------------------------------------------
 
-    def _outlined(self, session: Session) -> bool:
+    def _outlined(self, session: SimSession) -> bool:
         spec = self.scenario.policy
         return session.parent is None and 0 < spec.outline_tokens <= session.produced
 
-    def _fork(self, session: Session) -> None:
+    def _fork(self, session: SimSession) -> None:
         """The points of an outline, all at once; they share the chain, the prefix and the KV room of the whole."""
         spec = self.scenario.policy
         left = session.output - session.produced
@@ -206,16 +208,16 @@ class Engine:
         session.points_left = points
         for i in range(points):
             tokens = left // points + (i < left % points)
-            point = Session(len(self.sessions), session.request, session.held + spec.point_prompt, tokens, session)
-            point.hops, point.held, point.phase = session.hops, session.held, Phase.RUNNING
+            point = SimSession(len(self.sessions), session.request, session.held + spec.point_prompt, tokens, session)
+            point.hops, point.held, point.phase = session.hops, session.held, SimPhase.RUNNING
             point.chunks = (session.held, spec.point_prompt)
             self.sessions.append(point)
-            self.go_on(point)
+            self.advance(point)
 
     # Ends ------------------------------------------------------------------------------------------------------------
 
-    def finish(self, session: Session) -> None:
-        session.phase, session.done_ms = Phase.DONE, self.clock.now
+    def finish(self, session: SimSession) -> None:
+        session.phase, session.done_ms = SimPhase.DONE, self.clock.now
         parent = session.parent
         if parent is not None:
             for hop in session.hops:
@@ -225,15 +227,15 @@ class Engine:
             if not parent.points_left:
                 self.finish(parent)
             return
-        self.tell("done", s=session.number, steps=session.steps)
+        self.notify("done", s=session.number, steps=session.steps)
         self._close(session)
 
-    def fail(self, session: Session, reason: str) -> None:
-        session.phase, session.done_ms, session.failure = Phase.FAILED, self.clock.now, reason
-        self.tell("failed", s=session.number, reason=reason)
+    def fail(self, session: SimSession, reason: str) -> None:
+        session.phase, session.done_ms, session.failure = SimPhase.FAILED, self.clock.now, reason
+        self.notify("failed", s=session.number, reason=reason)
         self._close(session)
 
-    def _close(self, session: Session) -> None:
+    def _close(self, session: SimSession) -> None:
         self.open_requests -= 1
         self.policy.closed(session)
         for hop in session.hops:

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.session import Phase, Session
+from swarm.simulator.model.session import SimPhase, SimSession
 
 PERCENTILES = (50, 90, 95, 99, 100)
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Percentiles:
     """Mean and percentiles of some times, s."""
 
     mean: float
     percentiles: dict[int, float]
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Percentiles:
         """Nearest-rank percentiles; all 0 without values."""
         ordered = sorted(values)
         if not ordered:
@@ -34,14 +34,14 @@ class Spread:
 
 
 def summary(
-    sessions: Sequence[Session], nodes: Sequence[SimNode], end_ms: float, gaps: Sequence[tuple[float, float]]
+    sessions: Sequence[SimSession], nodes: Sequence[SimNode], end_ms: float, gaps: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
     """Requests only; the points of an outline belong to theirs. Times in s.
 
     `gaps`: when some layer was served by nobody, ms. `covered` counts the requests that met none of them.
     """
     asked = [s for s in sessions if s.parent is None]
-    done = [s for s in asked if s.phase is Phase.DONE and s.done_ms is not None]
+    done = [s for s in asked if s.phase is SimPhase.DONE and s.done_ms is not None]
     begin = min((s.request.at for s in asked), default=0.0)
     last = max((s.done_ms for s in done if s.done_ms is not None), default=begin)
     span_s = max(last - begin, 1e-9) / 1e3
@@ -55,7 +55,7 @@ def summary(
     ]
     failures: dict[str, int] = {}
     for session in asked:
-        if session.phase is not Phase.DONE:
+        if session.phase is not SimPhase.DONE:
             reason = session.failure or "not done in time"
             failures[reason] = failures.get(reason, 0) + 1
     return {
@@ -66,9 +66,9 @@ def summary(
         "span_s": _rounded(span_s),
         "throughput_rps": _rounded(len(done) / span_s),
         "tokens_per_s": _rounded(tokens / span_s),
-        "latency_s": Spread.of(latency).table(),
-        "first_token_s": Spread.of(first).table(),
-        "per_token_s": Spread.of(per_token).table(),
+        "latency_s": Percentiles.of(latency).table(),
+        "first_token_s": Percentiles.of(first).table(),
+        "per_token_s": Percentiles.of(per_token).table(),
         "covered": _covered(asked, gaps, end_ms),
         "uncovered_s": _rounded(math.fsum(b - a for a, b in gaps) / 1e3),
         "repairs": sum(s.repairs for s in asked),
@@ -78,10 +78,10 @@ def summary(
     }
 
 
-def _covered(asked: Sequence[Session], gaps: Sequence[tuple[float, float]], end_ms: float) -> dict[str, Any]:
+def _covered(asked: Sequence[SimSession], gaps: Sequence[tuple[float, float]], end_ms: float) -> dict[str, Any]:
     spans = [(s, s.done_ms if s.done_ms is not None else end_ms) for s in asked]
     safe = [s for s, end in spans if all(end <= a or b <= s.request.at for a, b in gaps)]
-    done = sum(1 for s in safe if s.phase is Phase.DONE)
+    done = sum(1 for s in safe if s.phase is SimPhase.DONE)
     return {"requests": len(safe), "finished": done, "share": _rounded(done / len(safe)) if safe else 1.0}
 
 

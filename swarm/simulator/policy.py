@@ -1,6 +1,6 @@
 """What a way of running a swarm decides; the engine does the rest. Our own and every baseline fill in the same form.
 
-Owns the form and the answers that most of them share. A policy may call the planner, and reads the `View`; it moves
+Owns the form and the answers that most of them share. A policy may call the planner, and reads the `StaleSnapshot`; it moves
 nothing itself.
 """
 
@@ -11,30 +11,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import Infeasible
-from swarm.planner.rebalancing.migration import Schedule
+from swarm.planner.rebalancing.migration import MigrationPlan
 from swarm.planner.routing.repair import Repair
-from swarm.simulator.model.network import Network
+from swarm.simulator.model.network import NetworkModel
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.session import Session
+from swarm.simulator.model.session import SimSession
 from swarm.simulator.scenario import PolicySpec, Scenario
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Chain, Hop, LayerSpan, PeerId, missing_ranges
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
+class ReplayPlan:
     """How to go on after a loss: `repair` and who feeds lost hops again, the client or the hop before them."""
 
     repair: Repair
     from_client: bool = False
 
 
-class Policy(ABC):
+class ServingPolicy(ABC):
     """`queues_at_nodes`: a session waits in line at a node without room, instead of looking for another chain."""
 
     queues_at_nodes = False
 
-    def __init__(self, scenario: Scenario, network: Network) -> None:
+    def __init__(self, scenario: Scenario, network: NetworkModel) -> None:
         self.scenario = scenario
         self.network = network
 
@@ -43,39 +43,39 @@ class Policy(ABC):
         return self.scenario.policy
 
     @abstractmethod
-    def place(self, view: View) -> Mapping[PeerId, LayerSpan]:
+    def place(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         """Who serves what from the start; nodes left out idle. Raises Infeasible."""
 
-    def join(self, view: View) -> Mapping[PeerId, LayerSpan]:
+    def join(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         """The layers of the nodes that are joining now."""
         return {}
 
-    def rebalance(self, view: View) -> Schedule | None:
+    def rebalance(self, view: StaleSnapshot) -> MigrationPlan | None:
         """The moves of a new allocation, if there should be one."""
         return None
 
     @abstractmethod
-    def choose(self, session: Session, view: View) -> Chain:
+    def choose(self, session: SimSession, view: StaleSnapshot) -> Chain:
         """The chain of a new session, or, for policies that extend chains, its first hops. Raises NoRoute."""
 
-    def extend(self, session: Session, view: View) -> Hop:
+    def extend(self, session: SimSession, view: StaleSnapshot) -> Hop:
         """The next hop of a session whose activations have reached the end of its hops. Raises Infeasible."""
         raise Infeasible(f"no hop follows those of session {session.number}")
 
-    def repair(self, session: Session, view: View) -> Repeat:
+    def repair(self, session: SimSession, view: StaleSnapshot) -> ReplayPlan:
         """The chain that goes on where the session's broke; by default another chain, fed anew. Raises NoRoute."""
         chain = self.choose(session, view)
-        return Repeat(Repair(chain, (), chain.hops), from_client=True)
+        return ReplayPlan(Repair(chain, (), chain.hops), from_client=True)
 
-    def chunks(self, session: Session, view: View) -> tuple[int, ...]:
+    def chunks(self, session: SimSession, view: StaleSnapshot) -> tuple[int, ...]:
         """How the prompt is cut, tokens; they sum to the prompt."""
         return even_chunks(session.prompt, self.scenario.serving.prefill_chunk)
 
-    def gate(self, session: Session) -> str:
+    def admission_queue(self, session: SimSession) -> str:
         """Sessions that cannot start wait in line with those of the same gate."""
         return ""
 
-    def closed(self, session: Session) -> None:  # noqa: B027 - most policies have nothing to do
+    def closed(self, session: SimSession) -> None:  # noqa: B027 - most policies have nothing to do
         """The session has ended, one way or the other."""
 
 
@@ -97,5 +97,5 @@ def covered(spans: Mapping[PeerId, LayerSpan], num_layers: int) -> None:
         raise Infeasible(f"the nodes do not hold the model; layers {ranges} would remain without one")
 
 
-def alive(view: View) -> Sequence[SimNode]:
+def alive(view: StaleSnapshot) -> Sequence[SimNode]:
     return [node for node in view.nodes.values() if node.alive]

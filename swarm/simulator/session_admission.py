@@ -12,48 +12,48 @@ from typing import Protocol
 from swarm.errors import Infeasible, NoRoute
 from swarm.planner.routing.repair import Repair
 from swarm.simulator.clock import Clock
-from swarm.simulator.model.network import Network
+from swarm.simulator.model.network import NetworkModel
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.session import Phase, Session, Step
-from swarm.simulator.policy import Policy, Repeat
+from swarm.simulator.model.session import SimPhase, SimSession, SimStep
+from swarm.simulator.policy import ReplayPlan, ServingPolicy
 from swarm.simulator.scenario import Scenario
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Hop, PeerId
 
 TOKEN_BYTES = 4.0
 
 
-class Mover(Protocol):
+class EngineApi(Protocol):
     """The engine as it is needed here: what there is, and how steps and sessions are moved on."""
 
     scenario: Scenario
-    policy: Policy
-    network: Network
+    policy: ServingPolicy
+    network: NetworkModel
     clock: Clock
     nodes: dict[PeerId, SimNode]
 
-    def tell(self, kind: str, **facts: object) -> None: ...
-    def see(self) -> View: ...
+    def notify(self, kind: str, **facts: object) -> None: ...
+    def observe(self) -> StaleSnapshot: ...
     def published(self) -> None: ...
-    def go_on(self, session: Session) -> None: ...
-    def unpark(self, session: Session) -> None: ...
-    def send(self, step: Step, source: str, size: float) -> None: ...
-    def fail(self, session: Session, reason: str) -> None: ...
+    def advance(self, session: SimSession) -> None: ...
+    def unpark(self, session: SimSession) -> None: ...
+    def send(self, step: SimStep, source: str, size: float) -> None: ...
+    def fail(self, session: SimSession, reason: str) -> None: ...
 
 
-class Chains:
+class SessionAdmission:
     """`engine` moves the steps; here they get a way to go."""
 
-    def __init__(self, engine: Mover) -> None:
+    def __init__(self, engine: EngineApi) -> None:
         self._engine = engine
         self._serving = engine.scenario.serving
-        self._lines: dict[str, deque[Session]] = {}  # gate -> sessions that wait for a chain
-        self._broken: list[Session] = []  # sessions that wait for a way round a lost node
+        self._lines: dict[str, deque[SimSession]] = {}  # gate -> sessions that wait for a chain
+        self._broken: list[SimSession] = []  # sessions that wait for a way round a lost node
         self._polling = False
 
-    def connect(self, session: Session) -> None:
+    def connect(self, session: SimSession) -> None:
         """Look for a chain; while none can be had, wait in line."""
-        session.phase = Phase.CONNECTING
+        session.phase = SimPhase.CONNECTING
         session.waiting_since = self._engine.clock.now
         if session.hops:
             if session.broken_since is None:
@@ -63,8 +63,8 @@ class Chains:
                 self._broken.append(session)
                 self._poll()
             return
-        session.gate = self._engine.policy.gate(session)
-        line = self._lines.setdefault(session.gate, deque())
+        session.admission_queue = self._engine.policy.admission_queue(session)
+        line = self._lines.setdefault(session.admission_queue, deque())
         line.append(session)
         if len(line) == 1:
             self.wake()
@@ -94,11 +94,11 @@ class Chains:
         self._broken += [session for session in broken if session.live and not self._attempt(session)]
         self.wake()
 
-    def _too_late(self, session: Session) -> bool:
+    def _too_late(self, session: SimSession) -> bool:
         limit_ms = self._serving.repair_timeout_ms if session.repairs else self._serving.route_timeout_ms
         return session.waiting_since <= self._engine.clock.now - limit_ms
 
-    def _attempt(self, session: Session) -> bool:
+    def _attempt(self, session: SimSession) -> bool:
         """Try to open the best chain; True if the session need not wait in line any longer."""
         while True:
             try:
@@ -119,34 +119,34 @@ class Chains:
             session.banned.update(hop.peer for hop in refused)
             session.dials += len(refused)
 
-    def _plan(self, session: Session) -> Repeat:
-        view = self._engine.see()
+    def _plan(self, session: SimSession) -> ReplayPlan:
+        view = self._engine.observe()
         if session.held:
             return self._engine.policy.repair(session, view)
-        return Repeat(Repair(self._engine.policy.choose(session, view), (), ()))
+        return ReplayPlan(Repair(self._engine.policy.choose(session, view), (), ()))
 
-    def _again(self, session: Session) -> None:
+    def _again(self, session: SimSession) -> None:
         if session.live and session.hops and self._too_late(session):
             self._engine.fail(session, "no route")
         elif session.live and not self._attempt(session):
-            waiting = self._broken if session.hops else self._lines.setdefault(session.gate, deque())
+            waiting = self._broken if session.hops else self._lines.setdefault(session.admission_queue, deque())
             waiting.append(session)
             self._poll()
 
-    def _has_room(self, session: Session, hop: Hop) -> bool:
+    def _has_room(self, session: SimSession, hop: Hop) -> bool:
         node = self._engine.nodes[hop.peer]
         return node.serves(hop) and (self._engine.policy.queues_at_nodes or node.can_open(session, hop))
 
-    def _open(self, session: Session, plan: Repeat, fresh: list[Hop]) -> None:
+    def _open(self, session: SimSession, plan: ReplayPlan, fresh: list[Hop]) -> None:
         engine = self._engine
         kept = {hop.peer for hop in plan.repair.kept}
         for hop in session.hops:
             if hop.peer not in kept:
                 engine.nodes[hop.peer].close(session)
         session.hops = list(plan.repair.chain.hops)
-        session.phase = Phase.RUNNING
+        session.phase = SimPhase.RUNNING
         session.ready = kept if session.held else {hop.peer for hop in session.hops}
-        engine.tell("open", s=session.number, chain=[f"{h.peer}:{h.start}:{h.end}" for h in session.hops])
+        engine.notify("open", s=session.number, chain=[f"{h.peer}:{h.start}:{h.end}" for h in session.hops])
         if engine.policy.queues_at_nodes:
             self.enter_line(session, session.hops[0])
             return
@@ -157,17 +157,17 @@ class Chains:
         epoch = session.epoch
         engine.clock.after(2 * farthest, lambda: self._opened(session, epoch, plan))
 
-    def _opened(self, session: Session, epoch: int, plan: Repeat) -> None:
+    def _opened(self, session: SimSession, epoch: int, plan: ReplayPlan) -> None:
         if session.epoch != epoch or not session.live:
             return
         if session.held and plan.repair.rebuild:
             self._replay(session, plan)
         else:
-            self._engine.go_on(session)
+            self._engine.advance(session)
 
     # Lines at nodes --------------------------------------------------------------------------------------------------
 
-    def enter_line(self, session: Session, hop: Hop) -> None:
+    def enter_line(self, session: SimSession, hop: Hop) -> None:
         """Queue for room at one node (policies that extend their chains as they go)."""
         node = self._engine.nodes[hop.peer]
         node.opening.append((session, hop))
@@ -183,13 +183,13 @@ class Chains:
             if session.live:
                 node.open(session, hop)
                 if hop.start == 0:
-                    self._engine.go_on(session)
+                    self._engine.advance(session)
                 else:
                     self._engine.unpark(session)
 
     # Replays ---------------------------------------------------------------------------------------------------------
 
-    def _replay(self, session: Session, plan: Repeat) -> None:
+    def _replay(self, session: SimSession, plan: ReplayPlan) -> None:
         """Feed each run of new hops the tokens the chain held, from the hop before it, which keeps its outputs."""
         runs = _runs(session.hops, {hop.peer for hop in plan.repair.rebuild})
         session.replays = len(runs)
@@ -198,11 +198,11 @@ class Chains:
             before = session.hops[first - 1].peer if first and not plan.from_client else session.request.client
             for base in range(0, session.held, chunk):
                 rows = min(chunk, session.held - base)
-                step = Step(session, session.epoch, rows, base, base + rows == session.held, first, last)
+                step = SimStep(session, session.epoch, rows, base, base + rows == session.held, first, last)
                 row_bytes = self._engine.scenario.model.row_bytes if first else TOKEN_BYTES
                 self._engine.send(step, before, rows * row_bytes)
 
-    def replayed(self, step: Step) -> None:
+    def replayed(self, step: SimStep) -> None:
         """A run's last hop has told the client that a chunk is done."""
         session = step.session
         if step.stale or not step.sample:
@@ -210,8 +210,8 @@ class Chains:
         session.replays -= 1
         if not session.replays:
             session.ready = {hop.peer for hop in session.hops}
-            self._engine.tell("replayed", s=session.number, tokens=session.held)
-            self._engine.go_on(session)
+            self._engine.notify("replayed", s=session.number, tokens=session.held)
+            self._engine.advance(session)
 
 
 def _runs(hops: list[Hop], fed: set[str]) -> list[tuple[int, int]]:

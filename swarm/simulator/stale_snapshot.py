@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from swarm.planner.routing.route import RouteTable
-from swarm.simulator.model.network import Network
+from swarm.simulator.model.network import NetworkModel
 from swarm.simulator.model.node import SimNode
 from swarm.simulator.scenario import Scenario
 from swarm.types import PeerId, Snapshot
@@ -16,10 +16,10 @@ from swarm.types import PeerId, Snapshot
 ROOM_STEP = 1024  # tokens; wants of KV room are rounded up to this, so that routing tables can be shared
 
 
-class View:
+class StaleSnapshot:
     """The swarm at `now`. `nodes`: all that ever were, by id."""
 
-    def __init__(self, scenario: Scenario, network: Network, nodes: Mapping[PeerId, SimNode]) -> None:
+    def __init__(self, scenario: Scenario, network: NetworkModel, nodes: Mapping[PeerId, SimNode]) -> None:
         self.scenario = scenario
         self.network = network
         self.nodes = nodes

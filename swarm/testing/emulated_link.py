@@ -16,8 +16,8 @@ from swarm import codec
 from swarm.codec import Buffer
 from swarm.errors import ConnectionLost, NetworkError
 from swarm.messages import AnyMessage
-from swarm.net.base.tasks import TaskScope
-from swarm.net.base.transport import Carrier, Connection, Handler
+from swarm.net.base.tasks import TaskSet
+from swarm.net.base.transport import Connection, Handler, Transport
 from swarm.types import PeerId
 
 WINDOW = 4 << 20  # bytes on their way in one direction of a connection, before its sender waits
@@ -26,7 +26,7 @@ _Item = tuple[AnyMessage, Buffer]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LinkShape:
     """What one machine's line adds. Delays one way, in seconds; rates in bytes a second, shared by all connections."""
 
     send_delay_s: float = 0.0
@@ -35,7 +35,7 @@ class Shape:
     receive_rate: float = math.inf
 
 
-class _Line:
+class _Bandwidth:
     """One direction of a machine's line: bytes leave one after the other."""
 
     def __init__(self, rate: float, delay_s: float) -> None:
@@ -50,10 +50,10 @@ class _Line:
         return self._free_at + self._delay_s
 
 
-class _Lane:
+class _Direction:
     """One direction of one connection: what is put in comes out in order, later."""
 
-    def __init__(self, line: _Line) -> None:
+    def __init__(self, line: _Bandwidth) -> None:
         self._line = line
         self._items: deque[tuple[float, int, _Item]] = deque()
         self._bytes = 0
@@ -102,12 +102,12 @@ class _Lane:
         self._changed = asyncio.Event()
 
 
-class ShapedConnection:
+class EmulatedConnection:
     """See `carrier.Connection`."""
 
-    def __init__(self, inner: Connection, send: _Line, receive: _Line, scope: TaskScope) -> None:
+    def __init__(self, inner: Connection, send: _Bandwidth, receive: _Bandwidth, scope: TaskSet) -> None:
         self._inner = inner
-        self._out, self._in = _Lane(send), _Lane(receive)
+        self._out, self._in = _Direction(send), _Direction(receive)
         self._pusher = scope.start(self._push(), f"to {inner.peer}")
         self._puller = scope.start(self._pull(), f"from {inner.peer}")
 
@@ -149,14 +149,14 @@ class ShapedConnection:
             self._out.end(error, drop=True)
 
 
-class ShapedCarrier:
+class EmulatedTransport:
     """See `carrier.Carrier`. Closing it closes the carrier inside."""
 
-    def __init__(self, inner: Carrier, shape: Shape) -> None:
+    def __init__(self, inner: Transport, shape: LinkShape) -> None:
         self._inner = inner
-        self._send = _Line(shape.send_rate, shape.send_delay_s)
-        self._receive = _Line(shape.receive_rate, shape.receive_delay_s)
-        self._scope = TaskScope("shaped carrier")
+        self._send = _Bandwidth(shape.send_rate, shape.send_delay_s)
+        self._receive = _Bandwidth(shape.receive_rate, shape.receive_delay_s)
+        self._scope = TaskSet("shaped carrier")
 
     @property
     def peer(self) -> PeerId:
@@ -184,5 +184,5 @@ class ShapedCarrier:
         await self._scope.close()
         await self._inner.close()
 
-    def _shape(self, inner: Connection) -> ShapedConnection:
-        return ShapedConnection(inner, self._send, self._receive, self._scope)
+    def _shape(self, inner: Connection) -> EmulatedConnection:
+        return EmulatedConnection(inner, self._send, self._receive, self._scope)

@@ -19,7 +19,7 @@ from swarm import codec
 from swarm.codec import DEFAULT_LIMITS, Buffer, FrameLimits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
 from swarm.messages import AnyMessage
-from swarm.net.base.tasks import TaskScope
+from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Handler
 from swarm.types import PeerId
 
@@ -28,7 +28,7 @@ MIN_RETRANSMIT_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkModel:
     """One direction between two peers.
 
     `delay_s`: one way. `rate`: bytes a second. `loss`: the chance that a packet is lost; the stream is reliable, so a
@@ -178,7 +178,7 @@ class MemoryConnection:
         self._in.abort()
 
 
-class MemoryCarrier:
+class MemoryTransport:
     """One peer's endpoint in a `MemoryNetwork`; see `carrier.Carrier`."""
 
     def __init__(self, network: MemoryNetwork, peer: PeerId, limits: FrameLimits, dial_timeout_s: float) -> None:
@@ -187,7 +187,7 @@ class MemoryCarrier:
         self._limits = limits
         self._dial_timeout_s = dial_timeout_s
         self._handler: Handler | None = None
-        self._scope = TaskScope(f"memory carrier {peer}")
+        self._scope = TaskSet(f"memory carrier {peer}")
         self.closed = False
 
     @property
@@ -259,40 +259,40 @@ class MemoryNetwork:
     def __init__(
         self,
         seed: int = 0,
-        link: Link | None = None,
+        link: LinkModel | None = None,
         clock: Callable[[], float] = time.time,
         window: int = 4 << 20,
     ) -> None:
         self.window = window
         self.sent: Counter[tuple[PeerId, PeerId]] = Counter()  # bytes, by (from, to)
         self.frames: Counter[tuple[PeerId, PeerId]] = Counter()
-        self._default = link or Link()
+        self._default = link or LinkModel()
         self._clock = clock
         self._random = random.Random(seed)
-        self._links: dict[tuple[PeerId, PeerId], Link] = {}
+        self._links: dict[tuple[PeerId, PeerId], LinkModel] = {}
         self._busy_until: dict[tuple[PeerId, PeerId], float] = {}
-        self._carriers: dict[PeerId, MemoryCarrier] = {}
+        self._carriers: dict[PeerId, MemoryTransport] = {}
         self._pipes: dict[MemoryConnection, tuple[tuple[PeerId, PeerId], tuple[_Pipe, _Pipe]]] = {}
         self._cuts: set[frozenset[PeerId]] = set()
         self._dark: set[PeerId] = set()
         self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
 
-    def carrier(
+    def transport(
         self, peer: PeerId, limits: FrameLimits = DEFAULT_LIMITS, dial_timeout_s: float = 10.0
-    ) -> MemoryCarrier:
+    ) -> MemoryTransport:
         """A peer's endpoint; again, after its death, for its rebirth: a machine that starts again resets what was
         connected to it before."""
         if peer in self._dark:
             self._dark.discard(peer)
             self.kill(peer)
-        carrier = MemoryCarrier(self, peer, limits, dial_timeout_s)
+        carrier = MemoryTransport(self, peer, limits, dial_timeout_s)
         self._carriers[peer] = carrier
         return carrier
 
     def directory(self, peer: PeerId) -> MemoryDirectory:
         return MemoryDirectory(self, peer)
 
-    def set_link(self, a: PeerId, b: PeerId, link: Link, both: bool = True) -> None:
+    def set_link(self, a: PeerId, b: PeerId, link: LinkModel, both: bool = True) -> None:
         """What frames from `a` to `b` meet from now on, and those from `b` to `a` if `both`."""
         self._links[a, b] = link
         if both:
@@ -332,7 +332,7 @@ class MemoryNetwork:
     def cut(self, a: PeerId, b: PeerId) -> bool:
         return frozenset((a, b)) in self._cuts or a in self._dark or b in self._dark
 
-    def alive(self, peer: PeerId) -> MemoryCarrier | None:
+    def alive(self, peer: PeerId) -> MemoryTransport | None:
         carrier = self._carriers.get(peer)
         return None if carrier is None or carrier.closed else carrier
 
@@ -384,7 +384,7 @@ class MemoryNetwork:
         if peer in self._dark:
             raise NetworkError("the directory cannot be reached")
 
-    def _link(self, a: PeerId, b: PeerId) -> Link:
+    def _link(self, a: PeerId, b: PeerId) -> LinkModel:
         return self._links.get((a, b), self._default)
 
     def _forget_ended(self) -> None:

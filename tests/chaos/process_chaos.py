@@ -84,7 +84,7 @@ class ChaosRun:
                         victim = self._swarm.node(stream.chain.peers[hop])
                         await wounds.enter_async_context(_strike(victim, kind))
                         struck, struck_at = time.perf_counter(), time.time()
-            answer = stream.answer
+            answer = stream.result
         if kind == "kill":
             await victim.start()
         await self.healed(struck_at)

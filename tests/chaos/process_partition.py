@@ -190,7 +190,7 @@ class Partitions:
                         seen.far = seen.far or (not self._cut_at and not self._far.isdisjoint(stream.chain.peers))
                         seen.pause_s, last = max(seen.pause_s, now - last), now
                         seen.waited_s, waiting_since = max(seen.waited_s, now - (waiting_since or now)), 0.0
-            seen.ended = "right" if stream.answer.token_ids == self._truth[question] else "WRONG"
+            seen.ended = "right" if stream.result.token_ids == self._truth[question] else "WRONG"
         except SwarmError as error:
             seen.ended, now = error.code, time.monotonic()
             seen.pause_s = max(seen.pause_s, now - last)

@@ -15,7 +15,7 @@ from virtual_clock import virtual_time
 
 from swarm.config import Limits
 from swarm.errors import NoRoute, SwarmError
-from swarm.testing.memory_network import Link, MemoryDirectory, MemoryNetwork
+from swarm.testing.memory_network import LinkModel, MemoryDirectory, MemoryNetwork
 from swarm.types import PeerId
 from swarm_client import SwarmClient
 
@@ -81,7 +81,7 @@ async def outcome(client: SwarmClient, number: int) -> tuple[str, float]:
 @pytest.mark.parametrize("whole", [True, False], ids=["our half has every layer", "our half lacks layers"])
 @virtual_time
 async def test_a_cut_of_thirty_seconds(whole: bool) -> None:
-    async with memory_swarm(ModelTensors(model()), SPANS * 2, Link(delay_s=0.02), limits=LIMITS) as swarm:
+    async with memory_swarm(ModelTensors(model()), SPANS * 2, LinkModel(delay_s=0.02), limits=LIMITS) as swarm:
         async with swarm.client(CLIENT) as client:
             assert (await outcome(client, 0))[0] == "right"
             me = client._network.pool.peer  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ async def test_a_cut_of_thirty_seconds(whole: bool) -> None:
 
 @virtual_time
 async def test_an_answer_that_was_cut_off_goes_on_when_the_network_is_whole_again() -> None:
-    async with memory_swarm(ModelTensors(model()), SPANS * 2, Link(delay_s=0.02), limits=LIMITS) as swarm:
+    async with memory_swarm(ModelTensors(model()), SPANS * 2, LinkModel(delay_s=0.02), limits=LIMITS) as swarm:
         async with swarm.client(CLIENT) as client:
             assert (await outcome(client, 0))[0] == "right"
             me = client._network.pool.peer  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ from virtual_clock import run
 
 from swarm.config import Limits
 from swarm.errors import SwarmError
-from swarm.testing.memory_network import Link
+from swarm.testing.memory_network import LinkModel
 from swarm.types import LayerSpan, PeerId
 from swarm_client import SwarmClient
 
@@ -126,7 +126,7 @@ async def churn(seed: int, nodes: int, seconds: float, clients: int, every_s: fl
     rng = random.Random(seed)
     cuts = [(0, 2), (2, 4), (4, 6), (0, 3), (3, 6), (1, 4)]
     spans = [LayerSpan(*cuts[i % len(cuts)]) for i in range(nodes)]
-    async with memory_swarm(ModelTensors(model()), (), Link(delay_s=0.005), seed=seed, limits=LIMITS) as swarm:
+    async with memory_swarm(ModelTensors(model()), (), LinkModel(delay_s=0.005), seed=seed, limits=LIMITS) as swarm:
         run = Churn(swarm, rng, spans)
         await run.begin()
         async with AsyncExitStack() as stack:

@@ -11,10 +11,10 @@ from tiny_models import ModelTensors, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.errors import ConnectionLost, NoRoute
-from swarm.testing.memory_network import Link
+from swarm.testing.memory_network import LinkModel
 from swarm.types import PeerId
-from swarm_client.routing.blocklist import REBORN_S
-from swarm_client.routing.router import SwarmView
+from swarm_client.routing.blocklist import RECOVERY_GRACE_S
+from swarm_client.routing.router import ChainRouter
 
 
 class Amnesia:
@@ -34,9 +34,9 @@ class Amnesia:
         return len(addresses)
 
 
-def beside(real: SwarmView, directory: Amnesia) -> SwarmView:
+def beside(real: ChainRouter, directory: Amnesia) -> ChainRouter:
     """Another view of the same swarm, by way of `directory`."""
-    return SwarmView(
+    return ChainRouter(
         directory,  # type: ignore[arg-type]
         real._pool,
         real._model,
@@ -51,9 +51,9 @@ def beside(real: SwarmView, directory: Amnesia) -> SwarmView:
 @virtual_time
 async def test_a_client_whose_directory_has_lost_everybody_looks_up_those_it_knew() -> None:
     source = ModelTensors(tiny_model("llama"))
-    async with memory_swarm(source, cut(6, 3), Link(0.001)) as swarm, swarm.client() as client:
+    async with memory_swarm(source, cut(6, 3), LinkModel(0.001)) as swarm, swarm.client() as client:
         await client.snapshot()
-        real = client._view
+        real = client._router
         assert real is not None
         directory = Amnesia(await real._directory.read(real._model))
         view = beside(real, directory)
@@ -70,25 +70,25 @@ async def test_a_client_whose_directory_has_lost_everybody_looks_up_those_it_kne
 @virtual_time
 async def test_a_lost_node_that_answers_is_taken_back_when_there_is_no_other(gone: bool) -> None:
     source = ModelTensors(tiny_model("llama"))
-    async with memory_swarm(source, cut(6, 3), Link(0.001)) as swarm, swarm.client() as client:
+    async with memory_swarm(source, cut(6, 3), LinkModel(0.001)) as swarm, swarm.client() as client:
         await client.snapshot()
-        real = client._view
+        real = client._router
         assert real is not None
         view = beside(real, Amnesia(await real._directory.read(real._model)))  # no news from now on
         chain, _ = await view.route()
         victim = chain.peers[1]
         if gone:
             swarm.kill(victim, silent=True)
-        view.ban(victim, ConnectionLost("it fell silent"))
+        view.block(victim, ConnectionLost("it fell silent"))
         with pytest.raises(NoRoute):
             await view.route()
-        await asyncio.sleep(REBORN_S + 0.5)
+        await asyncio.sleep(RECOVERY_GRACE_S + 0.5)
         if gone:
             with pytest.raises(NoRoute):
                 await view.route()
         else:
             assert (await view.route())[0].peers == chain.peers
-            view.ban(victim, ConnectionLost("once more"))  # a voice is believed once in a while, not at once again
+            view.block(victim, ConnectionLost("once more"))  # a voice is believed once in a while, not at once again
             with pytest.raises(NoRoute):
-                await view.repair(chain, {victim}, insist=True)
+                await view.repair(chain, {victim}, include_unresponsive=True)
         await view.close()

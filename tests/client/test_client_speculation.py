@@ -8,10 +8,17 @@ from collections.abc import Sequence
 import pytest
 
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
-from swarm.planner.generation.state_machine import Draft, Drafted, Generation, GenerationPlan, SendStep, StepSettled
+from swarm.planner.generation.state_machine import (
+    DraftsProposed,
+    GenerationRequest,
+    GenerationState,
+    RequestDrafts,
+    SendStep,
+    StepDone,
+)
 from swarm.types import Chain, CostCurve, Hop
-from swarm_client.speculation.controller import CHAINS_KNOWN, Experience, Speculator
-from swarm_client.speculation.drafters.base import Candidate, Glance
+from swarm_client.speculation.controller import CHAINS_KNOWN, ClientSpeculation, DraftingStats
+from swarm_client.speculation.drafters.base import CachedProposal, Candidate
 from swarm_client.speculation.drafters.ngram import NgramDrafter
 
 CURVE = CostCurve((1, 8), (0.3, 0.4))
@@ -31,8 +38,8 @@ class SlowThinker:
     async def extend(self, tokens: Sequence[int], hints: object = ()) -> None:
         self.drafter.extend(tokens)
 
-    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
-        return Glance([[] for _ in paths], [1.0] * len(paths))
+    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
+        return CachedProposal([[] for _ in paths], [1.0] * len(paths))
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
         self.now += 0.004
@@ -43,7 +50,7 @@ class SlowThinker:
 
 
 def test_a_level_takes_the_mean_at_first_and_then_mostly_the_last_ones() -> None:
-    experience = Experience()
+    experience = DraftingStats()
     for ms, mean in ((6.0, 6.0), (2.0, 4.0), (1.0, 3.0)):
         experience.asked(ms)
         assert experience.level_ms == pytest.approx(mean)
@@ -53,41 +60,41 @@ def test_a_level_takes_the_mean_at_first_and_then_mostly_the_last_ones() -> None
 
 
 def test_what_is_known_of_the_crowding_of_chains_is_bounded() -> None:
-    experience = Experience()
+    experience = DraftingStats()
     chains = [Chain((Hop(f"p{i}", 0, 8),)) for i in range(CHAINS_KNOWN + 1)]
     for i, chain in enumerate(chains):
-        experience.crowded(chain, 1.0 + i)
-    assert experience.crowding(chains[0]) == 1.0
-    assert [experience.crowding(chain) for chain in chains[1:]] == [1.0 + i for i in range(1, len(chains))]
+        experience.contention_of(chain, 1.0 + i)
+    assert experience.contention(chains[0]) == 1.0
+    assert [experience.contention(chain) for chain in chains[1:]] == [1.0 + i for i in range(1, len(chains))]
 
 
 async def test_hops_that_slowed_each_other_down_are_expected_to_do_so_again() -> None:
-    known = Experience()
+    known = DraftingStats()
     chain = Chain(tuple(Hop(f"p{i}", 8 * i, 8 * i + 8) for i in range(4)))
     for expected in (1.0, pytest.approx(1.2)):
-        speculator = Speculator(
-            Generation(GenerationPlan((1, 2, 3), 20, tree_room=64)),
+        speculator = ClientSpeculation(
+            GenerationState(GenerationRequest((1, 2, 3), 20, reserved_tree_slots=64)),
             SlowThinker(),
             lambda chain: COSTS,
             experience=known,
         )
         await speculator.begin()
         speculator.chain_ready(chain)
-        assert known.crowding(chain) == expected
+        assert known.contention(chain) == expected
         for number in range(2):
             speculator.sent(SendStep(0, number, 3, (4,), sample=True))
-        speculator.settled(StepSettled(0, 0, (5,), ((0.0, 8 * 0.6),) * 4))  # twice what it takes alone
-    assert speculator._tuner is not None
-    assert speculator._tuner.crowding == pytest.approx(1.36)
+        speculator.on_result(StepDone(0, 0, (5,), ((0.0, 8 * 0.6),) * 4))  # twice what it takes alone
+    assert speculator._controller is not None
+    assert speculator._controller.contention == pytest.approx(1.36)
 
 
 async def test_the_first_answer_of_a_drafter_gives_its_questions_a_price_and_the_next_generation_knows_it() -> None:
-    known = Experience()
+    known = DraftingStats()
     asks = []
     for _ in range(2):
         guesser = SlowThinker()
-        speculator = Speculator(
-            Generation(GenerationPlan((1, 2, 3), 20, tree_room=64)),
+        speculator = ClientSpeculation(
+            GenerationState(GenerationRequest((1, 2, 3), 20, reserved_tree_slots=64)),
             guesser,
             lambda chain: COSTS,
             clock=lambda guesser=guesser: guesser.now,  # type: ignore[misc]
@@ -95,10 +102,10 @@ async def test_the_first_answer_of_a_drafter_gives_its_questions_a_price_and_the
         )
         await speculator.begin()
         speculator.chain_ready(Chain(()))
-        asks.append(speculator.generation.policy.ask)
-        answer = await speculator.draft(Draft(((),), 8, thorough=True))
-        assert answer == Drafted((((7, -0.5),),))
-        asks.append(speculator.generation.policy.ask)
+        asks.append(speculator.generation.policy.min_mass_blocking)
+        answer = await speculator.draft(RequestDrafts(((),), 8, use_model=True))
+        assert answer == DraftsProposed((((7, -0.5),),))
+        asks.append(speculator.generation.policy.min_mass_blocking)
     assert asks[0] == 0.0
     assert all(ask > 0.0 for ask in itertools.islice(asks, 1, None))
     assert known.level_ms == pytest.approx(4.0)

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from swarm_client.speculation.drafters.bundled import find_shipped
+from swarm_client.speculation.drafters.bundled import find_bundled
 from swarm_client.speculation.drafters.model import ModelDrafter
 from swarm_kernels.draft.file import read_card
 from swarm_kernels.draft.models import open_draft
@@ -21,7 +21,7 @@ from swarm_training.evaluation.evaluate import Recorded, hits_by_depth
 @pytest.mark.real_model
 def test_the_shipped_draft_knows_its_model() -> None:
     with closing(open_model("smollm2-135m")) as source:
-        path = find_shipped(source)
+        path = find_bundled(source)
         assert path is not None
         assert path.stat().st_size < 5_000_000
         assert read_card(path).weight_hash == source.weight_hash
@@ -34,7 +34,7 @@ def test_the_shipped_draft_knows_its_model() -> None:
 @pytest.mark.real_model
 def test_clients_of_one_process_share_a_draft_and_let_go_of_it() -> None:
     with closing(open_model("smollm2-135m")) as source:
-        path = find_shipped(source)
+        path = find_bundled(source)
         assert path is not None
         one, other = open_draft(path, source), open_draft(path, source)
         assert one is other

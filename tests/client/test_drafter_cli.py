@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from swarm_kernels.draft.file import DraftCard
+from swarm_kernels.draft.file import DraftMetadata
 from swarm_kernels.models import open
 from swarm_training.cli import app
 from swarm_training.distill import run
@@ -53,9 +53,9 @@ def test_kinds_share_everything_but_their_shape(
 ) -> None:
     plans: list[TrainingPlan] = []
 
-    def train(source: object, plan: TrainingPlan, report: object) -> DraftCard:
+    def train(source: object, plan: TrainingPlan, report: object) -> DraftMetadata:
         plans.append(plan)
-        return DraftCard("tiny", "a" * 32, 0, 1, evaluation={"held_out_places": 7})
+        return DraftMetadata("tiny", "a" * 32, 0, 1, evaluation={"held_out_places": 7})
 
     monkeypatch.setattr(run, "train", train)
     monkeypatch.setattr(open, "open_model", lambda name: None)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from swarm.errors import DrafterFailed, UsageError
 from swarm.planner.speculation.static_tree import best_shape, check_acceptance
-from swarm_client.speculation.drafters.acceptance import Acceptance
+from swarm_client.speculation.drafters.acceptance import AcceptanceRates
 from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
-from swarm_client.speculation.drafters.mixture import Calibration, CombinedDrafter, merge
+from swarm_client.speculation.drafters.mixture import MixtureDrafter, ProbabilityCalibrator, mix_candidates
 from swarm_client.speculation.drafters.ngram import NgramDrafter
-from swarm_client.speculation.drafters.threaded import DraftRunner
+from swarm_client.speculation.drafters.threaded import ThreadedDrafter
 
 OBSERVATIONS = st.lists(
     st.tuples(st.integers(0, 6), st.integers(1, 8)).flatmap(
@@ -65,7 +65,7 @@ class Stalled(Scripted):
 
 @given(OBSERVATIONS, st.integers(1, 8))
 def test_a_table_is_always_one_the_planner_takes(seen: list[tuple[int, int | None, int]], depths: int) -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceRates()
     for depth, rank, width in seen:
         acceptance.observe(depth, rank, width)
     table = acceptance.table(depths)
@@ -75,7 +75,7 @@ def test_a_table_is_always_one_the_planner_takes(seen: list[tuple[int, int | Non
 
 
 def test_what_is_seen_outweighs_what_was_expected() -> None:
-    acceptance = Acceptance(prior=(0.9,))
+    acceptance = AcceptanceRates(prior=(0.9,))
     for i in range(400):
         acceptance.observe(0, 0 if i % 2 else None, 1)
     (row,) = acceptance.table(1)
@@ -83,7 +83,7 @@ def test_what_is_seen_outweighs_what_was_expected() -> None:
 
 
 def test_a_deeper_level_starts_from_the_one_above() -> None:
-    acceptance = Acceptance(prior=(0.2, 0.1))
+    acceptance = AcceptanceRates(prior=(0.2, 0.1))
     for _ in range(200):
         acceptance.observe(0, 1, 2)
     table = acceptance.table(3)
@@ -92,7 +92,7 @@ def test_a_deeper_level_starts_from_the_one_above() -> None:
 
 
 def test_a_rank_nobody_asked_for_is_not_a_miss() -> None:
-    acceptance = Acceptance(prior=(0.3, 0.2), strength=4)
+    acceptance = AcceptanceRates(prior=(0.3, 0.2), strength=4)
     for _ in range(50):
         acceptance.observe(0, None, 1)
     assert acceptance.table(1)[0][1] == pytest.approx(0.2)
@@ -129,7 +129,7 @@ def test_reset_forgets_what_was_proposed() -> None:
 
 def test_members_share_out_belief_and_keep_their_own_accounts() -> None:
     sure, unsure = Scripted("sure", [(1, 0.9), (2, 0.05)]), Scripted("unsure", [(3, 0.4), (2, 0.3), (1, 0.1)])
-    both = CombinedDrafter([sure, unsure])
+    both = MixtureDrafter([sure, unsure])
     both.reset([])
     assert [guess.token for guess in both.propose((), 3)] == [1, 2, 3]  # .9 + .05 * .1, .05 + .05 * .3, .05 * .4
     both.extend([3])
@@ -138,7 +138,7 @@ def test_members_share_out_belief_and_keep_their_own_accounts() -> None:
 
 def test_a_member_that_claims_too_much_loses_its_place() -> None:
     boaster, honest = Scripted("boaster", [(1, 0.95)]), Scripted("honest", [(2, 0.5)])
-    both = CombinedDrafter([boaster, honest])
+    both = MixtureDrafter([boaster, honest])
     both.reset([])
     assert both.propose((), 2)[0].token == 1
     for _ in range(60):
@@ -148,16 +148,16 @@ def test_a_member_that_claims_too_much_loses_its_place() -> None:
 
 
 def test_going_on_without_one() -> None:
-    both = CombinedDrafter([Scripted("a", [(1, 0.5)]), Scripted("b", [(2, 0.4)])])
+    both = MixtureDrafter([Scripted("a", [(1, 0.5)]), Scripted("b", [(2, 0.4)])])
     both.reset([])
-    rest = both.without("a")
+    rest = both.drop_member("a")
     assert rest is not None
     assert [guess.token for guess in rest.propose((), 4)] == [2]
-    assert rest.without("b") is None
+    assert rest.drop_member("b") is None
     with pytest.raises(UsageError):
-        CombinedDrafter([])
+        MixtureDrafter([])
     with pytest.raises(UsageError):
-        CombinedDrafter([NgramDrafter(), NgramDrafter()])
+        MixtureDrafter([NgramDrafter(), NgramDrafter()])
 
 
 CLAIMS = st.dictionaries(st.integers(0, 9), st.floats(1e-6, 1.0), max_size=6)
@@ -165,7 +165,7 @@ CLAIMS = st.dictionaries(st.integers(0, 9), st.floats(1e-6, 1.0), max_size=6)
 
 @given(st.lists(CLAIMS, max_size=4), st.integers(1, 6))
 def test_merged_claims_are_ranked_and_together_at_most_certain(claims: list[dict[int, float]], width: int) -> None:
-    merged = merge([[Candidate(t, math.log(p)) for t, p in claim.items()] for claim in claims], width)
+    merged = mix_candidates([[Candidate(t, math.log(p)) for t, p in claim.items()] for claim in claims], width)
     assert len({c.token for c in merged}) == len(merged) <= width
     assert [c.logprob for c in merged] == sorted((c.logprob for c in merged), reverse=True)
     assert math.fsum(math.exp(c.logprob) for c in merged) <= 1 + 1e-9
@@ -173,7 +173,7 @@ def test_merged_claims_are_ranked_and_together_at_most_certain(claims: list[dict
 
 
 def test_calibration_learns_what_claims_are_worth() -> None:
-    calibration = Calibration()
+    calibration = ProbabilityCalibrator()
     claims = [Candidate(1, math.log(0.8))]
     assert calibration.corrected(claims)[0].logprob == pytest.approx(math.log(0.8))
     for i in range(1000):
@@ -185,7 +185,7 @@ def test_calibration_learns_what_claims_are_worth() -> None:
 
 
 async def test_the_runner_does_as_the_drafter_would() -> None:
-    runner = DraftRunner(NgramDrafter())
+    runner = ThreadedDrafter(NgramDrafter())
     twin = NgramDrafter()
     await runner.reset([1, 2, 3, 1])
     await runner.extend([2])
@@ -195,7 +195,7 @@ async def test_the_runner_does_as_the_drafter_would() -> None:
 
 
 async def test_an_error_is_one_sentence_and_final() -> None:
-    runner = DraftRunner(Broken("broken", []))
+    runner = ThreadedDrafter(Broken("broken", []))
     await runner.reset([1])
     with pytest.raises(DrafterFailed, match="'broken' raised ZeroDivisionError: oops; going on without it"):
         await runner.propose_many([()], 1)
@@ -206,7 +206,7 @@ async def test_an_error_is_one_sentence_and_final() -> None:
 
 async def test_silence_is_a_failure() -> None:
     stalled = Stalled()
-    runner = DraftRunner(stalled, first_stall_s=0.05)
+    runner = ThreadedDrafter(stalled, first_stall_s=0.05)
     await runner.reset([1])
     with pytest.raises(DrafterFailed, match=r"'stalled' has not answered for 0\.05 s"):
         await runner.propose_many([()], 1)
@@ -214,7 +214,7 @@ async def test_silence_is_a_failure() -> None:
 
 
 async def test_a_cancelled_caller_leaves_the_runner_usable() -> None:
-    runner = DraftRunner(Scripted("s", [(5, 0.5)]))
+    runner = ThreadedDrafter(Scripted("s", [(5, 0.5)]))
     await runner.reset([1])
     task = asyncio.ensure_future(runner.propose_many([()], 1))
     await asyncio.sleep(0)

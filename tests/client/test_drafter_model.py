@@ -13,7 +13,13 @@ from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
 from swarm_client.speculation.drafters.model import ModelDrafter, check_vocabulary
 from swarm_client.speculation.drafters.ngram import NgramDrafter
 from swarm_training.distill.greedy import greedy_answers
-from swarm_training.evaluation.evaluate import Recorded, hits_by_depth, likeliest_paths, sureness, tokens_a_round
+from swarm_training.evaluation.evaluate import (
+    Recorded,
+    confidence_accuracy,
+    hits_by_depth,
+    likeliest_paths,
+    tokens_per_step,
+)
 
 ANSWER = [(7 * i * i + 3) % 97 for i in range(40)]
 
@@ -88,14 +94,14 @@ def test_hits_are_counted_by_rank_and_depth(rank: int, expected: tuple[float, ..
 def test_how_often_who_is_sure_is_right() -> None:
     """It is sure of its first guess everywhere: at half of the places rightly so."""
     half = [token if place % 2 else 9999 for place, token in enumerate(ANSWER)]
-    assert sureness(Oracle(half, 0), [Recorded([1], ANSWER)]) == (1.0, 0.5)
-    assert sureness(NgramDrafter(), [Recorded([1], ANSWER)])[0] < 0.5
+    assert confidence_accuracy(Oracle(half, 0), [Recorded([1], ANSWER)]) == (1.0, 0.5)
+    assert confidence_accuracy(NgramDrafter(), [Recorded([1], ANSWER)])[0] < 0.5
 
 
 def test_tokens_a_round_of_who_knows_all_and_who_knows_nothing() -> None:
     records = [Recorded([1], ANSWER), Recorded([2], ANSWER)]
-    assert tokens_a_round(Oracle(ANSWER, 0), records, nodes=8, depth=4) == pytest.approx(5.0)  # 40 in rounds of 5
-    assert tokens_a_round(Oracle([9999] * 50, 0), records, nodes=8, depth=4) == 1.0
+    assert tokens_per_step(Oracle(ANSWER, 0), records, nodes=8, depth=4) == pytest.approx(5.0)  # 40 in rounds of 5
+    assert tokens_per_step(Oracle([9999] * 50, 0), records, nodes=8, depth=4) == 1.0
 
 
 def test_a_path_is_kept_only_with_its_beginnings() -> None:

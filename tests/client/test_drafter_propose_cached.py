@@ -9,9 +9,9 @@ import pytest
 
 from swarm.errors import DrafterFailed
 from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
-from swarm_client.speculation.drafters.mixture import CombinedDrafter
+from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
-from swarm_client.speculation.drafters.threaded import DraftRunner
+from swarm_client.speculation.drafters.threaded import ThreadedDrafter
 
 
 class Thinker(Drafter):
@@ -37,13 +37,13 @@ class Thinker(Drafter):
 
 def test_the_look_up_answers_at_once_and_leaves_the_rest_open() -> None:
     thinker = Thinker()
-    both = CombinedDrafter([NgramDrafter(), thinker])
+    both = MixtureDrafter([NgramDrafter(), thinker])
     both.reset([1, 2, 3, 4, 1, 2, 3])
-    seen = both.glance([(), (9,)], 4)
+    seen = both.propose_cached([(), (9,)], 4)
     assert thinker.asked == 0
     assert seen.candidates[0][0].token == 4
     claimed = math.fsum(math.exp(c.logprob) for c in seen.candidates[0])
-    assert seen.open == [pytest.approx(1 - claimed), 1.0]
+    assert seen.unassigned_mass == [pytest.approx(1 - claimed), 1.0]
     whole = both.propose_many([(), (9,)], 4)
     assert thinker.asked == 1
     assert [c.token for c in whole[1]] == [7]
@@ -53,34 +53,34 @@ def test_the_look_up_answers_at_once_and_leaves_the_rest_open() -> None:
 def test_who_answers_at_once_leaves_nothing_open_and_who_must_think_everything() -> None:
     quick = NgramDrafter()
     quick.reset([1, 2, 1])
-    assert quick.glance([()], 2).open == [0.0]
-    assert quick.glance([()], 2).candidates == quick.propose_many([()], 2)
+    assert quick.propose_cached([()], 2).unassigned_mass == [0.0]
+    assert quick.propose_cached([()], 2).candidates == quick.propose_many([()], 2)
     slow = Thinker()
     slow.reset([1])
-    assert slow.glance([(), (3,)], 2) == ([[], []], [1.0, 1.0])
-    assert CombinedDrafter([NgramDrafter()]).instant
+    assert slow.propose_cached([(), (3,)], 2) == ([[], []], [1.0, 1.0])
+    assert MixtureDrafter([NgramDrafter()]).is_synchronous
 
 
 def test_hits_of_thinking_are_those_of_the_members_that_think() -> None:
     thinker = Thinker()
-    both = CombinedDrafter([NgramDrafter(), thinker])
+    both = MixtureDrafter([NgramDrafter(), thinker])
     both.reset([1, 2, 3])
     for _ in range(40):
         both.propose_many([()], 2)
         both.extend([7])
-    assert both.thought_hits == thinker.thought_hits > 0.8
+    assert both.model_hit_rate == thinker.model_hit_rate > 0.8
 
 
 async def test_a_runner_reads_the_prompt_ahead_and_answers_at_once_here() -> None:
     thinker = Thinker()
-    runner = DraftRunner(CombinedDrafter([NgramDrafter(), thinker]))
+    runner = ThreadedDrafter(MixtureDrafter([NgramDrafter(), thinker]))
     await runner.reset([1, 2, 3, 1, 2])
     await runner.extend([3])
     assert thinker.asked == 1, "what reads the prompt was waited for"
-    assert (await runner.glance([()], 2)).candidates[0][0].token == 1
+    assert (await runner.propose_cached([()], 2)).candidates[0][0].token == 1
     assert thinker.asked == 1
     with pytest.raises(DrafterFailed, match="no such token"):
         await runner.extend([-1])
     with pytest.raises(DrafterFailed):
-        await runner.glance([()], 2)
+        await runner.propose_cached([()], 2)
     runner.close()

@@ -13,9 +13,9 @@ from virtual_clock import virtual_time
 from swarm.errors import ConnectionLost, ContextOverflow, InvalidRequest, NetworkError, NoRoute
 from swarm.planner.generation.state_machine import FinishReason
 from swarm.types import Chain, Hop
-from swarm_client.api.options import Options
-from swarm_client.api.results import Answer, Piece
-from swarm_client.outline.outliner import Outliner
+from swarm_client.api.options import GenerationOptions
+from swarm_client.api.results import GenerationResult, TextChunk
+from swarm_client.outline.outliner import SkeletonDecoder
 from swarm_client.outline.stream import OutlineStream
 from swarm_client.outline.templates import BUILT_IN, Template
 
@@ -58,12 +58,12 @@ class Script:
     ordinary: str = "Just bake it."
     breaks: dict[str, list[int]] = field(default_factory=dict)
     error: Callable[[], Exception] = lambda: ConnectionLost("the node is gone")
-    asked: list[tuple[str, Options]] = field(default_factory=list)
+    asked: list[tuple[str, GenerationOptions]] = field(default_factory=list)
     stride: int = 1  # tokens a step
     running: int = 0
     most: int = 0
 
-    def ask(self, prompt: Sequence[int], options: Options) -> Reply:
+    def ask(self, prompt: Sequence[int], options: GenerationOptions) -> Reply:
         text = "".join(map(chr, prompt))
         self.asked.append((text, options))
         if "Explain point" in text:
@@ -76,7 +76,7 @@ class Script:
 
 
 class Reply:
-    def __init__(self, script: Script, name: str, text: str, options: Options) -> None:
+    def __init__(self, script: Script, name: str, text: str, options: GenerationOptions) -> None:
         self.script, self.name, self.options = script, name, options
         self.tokens = [*map(ord, text), EOS][: options.max_new_tokens]
         breaks = script.breaks.get(name, [])
@@ -87,7 +87,7 @@ class Reply:
 
     chain = CHAIN
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[TextChunk]:
         return self.pieces
 
     async def __aenter__(self) -> Reply:
@@ -100,10 +100,10 @@ class Reply:
         await self.pieces.aclose()
         self.reason = self.reason or FinishReason.CANCELLED
 
-    async def read(self) -> Answer:
+    async def read(self) -> GenerationResult:
         raise AssertionError("nobody reads a part at once")
 
-    async def run(self) -> AsyncGenerator[Piece, None]:
+    async def run(self) -> AsyncGenerator[TextChunk, None]:
         script = self.script
         script.running += 1
         script.most = max(script.most, script.running)
@@ -114,25 +114,27 @@ class Reply:
                     raise script.error()
                 step = self.tokens[number : number + script.stride]
                 self.said += step
-                yield Piece("".join(chr(t) for t in step if t != EOS), tuple(step), ((0.0, 1.0),))
+                yield TextChunk("".join(chr(t) for t in step if t != EOS), tuple(step), ((0.0, 1.0),))
             self.reason = FinishReason.EOS if self.tokens[-1] == EOS else FinishReason.LENGTH
         finally:
             script.running -= 1
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> GenerationResult:
         assert self.reason is not None
         text = "".join(map(chr, self.said)).rstrip("\0")
         seed = self.options.seed or 0
-        return Answer(text, tuple(self.said), (1,), self.reason, 1.0, TOKEN_S, CHAIN, "sequential", seed, "one way")
+        return GenerationResult(
+            text, tuple(self.said), (1,), self.reason, 1.0, TOKEN_S, CHAIN, "sequential", seed, "one way"
+        )
 
 
 def answer_of(script: Script, slots: int = 8, messages: Any = QUESTION, **options: Any) -> OutlineStream:
     templates = options.pop("templates", BUILT_IN)
     context = options.pop("context", 4096)
     clock = asyncio.get_running_loop().time
-    outliner = Outliner(script.ask, Letters(), context, asyncio.Semaphore(slots), templates, clock)
-    asked = Options(**{"decoding": "outline", "max_new_tokens": 600, **options})
+    outliner = SkeletonDecoder(script.ask, Letters(), context, asyncio.Semaphore(slots), templates, clock)
+    asked = GenerationOptions(**{"decoding": "outline", "max_new_tokens": 600, **options})
     return outliner.stream(messages, asked, outliner.route(messages, asked))
 
 
@@ -159,7 +161,7 @@ async def test_points_are_written_side_by_side_and_shown_in_order() -> None:
     script = Script()
     stream = answer_of(script, seed=5, temperature=0.7, point_decoding="sequential")
     text, _ = await read(stream)
-    answer = stream.answer
+    answer = stream.result
     assert text == answer.text == JOINED
     assert answer.finish_reason is FinishReason.EOS
     assert (answer.strategy, answer.seed, answer.chain) == ("outline", 5, CHAIN)
@@ -197,13 +199,13 @@ async def test_prompts_begin_alike() -> None:
     script = Script()
     stream = answer_of(script)
     await read(stream)
-    assert stream.answer.outline is not None
-    first, *others = stream.answer.outline.points
+    assert stream.result.outline is not None
+    first, *others = stream.result.outline.points
     for point in others:
-        outline = "".join(map(chr, point.prompt_token_ids[: point.begins_alike]))
+        outline = "".join(map(chr, point.prompt_token_ids[: point.shared_prefix_tokens]))
         assert QUESTION[0]["content"] in outline
         assert outline.endswith("1. Flour\n" if point is others[0] else "1. Flour\n2. Water\n")
-        assert point.begins_alike > first.begins_alike
+        assert point.shared_prefix_tokens > first.shared_prefix_tokens
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ async def test_a_malformed_outline_becomes_an_ordinary_answer(outline: str) -> N
     script = Script(outline=outline)
     stream = answer_of(script)
     text, shown = await read(stream)
-    answer = stream.answer
+    answer = stream.result
     assert text == answer.text == "Just bake it."
     assert answer.finish_reason is FinishReason.EOS
     assert answer.outline is not None
@@ -233,17 +235,17 @@ async def test_a_request_that_does_not_fit_is_answered_at_once() -> None:
     assert text == "Just bake it."
     assert shown[0][0] == pytest.approx(TOKEN_S)
     assert len(script.asked) == 1
-    assert stream.answer.outline is not None
-    assert "thread" in stream.answer.outline.reason
-    assert "thread" in stream.answer.to_json()["outline"]["reason"]
+    assert stream.result.outline is not None
+    assert "thread" in stream.result.outline.reason
+    assert "thread" in stream.result.to_json()["outline"]["reason"]
 
 
 @virtual_time
 async def test_a_conversation_that_fills_the_context_is_answered_without() -> None:
     stream = answer_of(Script(), context=300)
     assert (await read(stream))[0] == "Just bake it."
-    assert stream.answer.outline is not None
-    assert "no room" in stream.answer.outline.reason
+    assert stream.result.outline is not None
+    assert "no room" in stream.result.outline.reason
 
 
 @virtual_time
@@ -254,12 +256,12 @@ async def test_a_conversation_that_takes_no_outline_is_answered_without() -> Non
                 raise InvalidRequest("no orders, please")
             return super().apply_chat_template(messages)
 
-    outliner = Outliner(Script().ask, Strict(), 4096, asyncio.Semaphore(8))
-    asked = Options(decoding="outline", max_new_tokens=600)
+    outliner = SkeletonDecoder(Script().ask, Strict(), 4096, asyncio.Semaphore(8))
+    asked = GenerationOptions(decoding="outline", max_new_tokens=600)
     stream = outliner.stream(QUESTION, asked, outliner.route(QUESTION, asked))
     assert (await read(stream))[0] == "Just bake it."
-    assert stream.answer.outline is not None
-    assert "no orders" in stream.answer.outline.reason
+    assert stream.result.outline is not None
+    assert "no orders" in stream.result.outline.reason
 
 
 @pytest.mark.parametrize("at", [0, 3, 19])
@@ -271,8 +273,8 @@ async def test_a_point_that_fails_goes_on_alone(error: Callable[[], Exception], 
     stream = answer_of(script)
     text, _ = await read(stream)
     assert text == JOINED
-    assert stream.answer.outline is not None
-    point = next(p for p in stream.answer.outline.points if p.title == title)
+    assert stream.result.outline is not None
+    point = next(p for p in stream.result.outline.points if p.title == title)
     assert point.attempts == (3 if at < len(POINTS[title]) + 1 else 1)
     assert point.text == POINTS[title]
     had = "".join(map(chr, point.prompt_token_ids)) + POINTS[title][:at]
@@ -287,10 +289,10 @@ async def test_a_point_that_cannot_be_had_loses_no_other() -> None:
     stream = answer_of(script)
     text, error = await read_to_error(stream)
     assert "gone" in str(error)
-    assert text == stream.answer.text == JOINED.replace("wet.", "w")
-    assert stream.answer.finish_reason is FinishReason.CANCELLED
-    assert stream.answer.outline is not None
-    assert [bool(p.error) for p in stream.answer.outline.points] == [False, True, False]
+    assert text == stream.result.text == JOINED.replace("wet.", "w")
+    assert stream.result.finish_reason is FinishReason.CANCELLED
+    assert stream.result.outline is not None
+    assert [bool(p.error) for p in stream.result.outline.points] == [False, True, False]
     assert script.running == 0
 
 
@@ -324,8 +326,8 @@ async def test_cancel_stops_all_points(after: int) -> None:
     asked = len(script.asked)
     await asyncio.sleep(10)
     assert (script.running, len(script.asked)) == (0, asked)
-    assert stream.answer.text == text
-    assert stream.answer.finish_reason is FinishReason.CANCELLED
+    assert stream.result.text == text
+    assert stream.result.finish_reason is FinishReason.CANCELLED
 
 
 @virtual_time
@@ -354,14 +356,14 @@ async def test_stop_strings_and_limits_hold_for_the_whole_answer() -> None:
     stream = answer_of(script, stop=("wet",))
     text, _ = await read(stream)
     assert text == JOINED[: JOINED.index("wet")]
-    assert stream.answer.finish_reason is FinishReason.STOP
+    assert stream.result.finish_reason is FinishReason.STOP
     assert script.running == 0
     assert all(o.stop == () for _, o in script.asked)
     script = Script(points=dict.fromkeys(POINTS, "a" * 200))
     stream = answer_of(script, max_new_tokens=300)
     await read(stream)
     assert [o.max_new_tokens for _, o in script.asked[1:]] == [50, 50, 50]
-    assert stream.answer.finish_reason is FinishReason.LENGTH
+    assert stream.result.finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("stride", [1, 4, 7])
@@ -370,9 +372,9 @@ async def test_a_template_may_end_a_point(stride: int) -> None:
     template = Template(name="short", fits="it may", when=("explain",), stop=(", and", "whe"))
     stream = answer_of(Script(stride=stride), templates=(template,))
     assert (await read(stream))[0] == JOINED.replace(" wheat.", "").replace(", and it bakes.", "")
-    assert stream.answer.outline is not None
-    assert [str(p.finish_reason) for p in stream.answer.outline.points] == ["stop", "eos", "stop"]
-    said = ["".join(map(chr, p.token_ids)) for p in stream.answer.outline.points]
+    assert stream.result.outline is not None
+    assert [str(p.finish_reason) for p in stream.result.outline.points] == ["stop", "eos", "stop"]
+    said = ["".join(map(chr, p.token_ids)) for p in stream.result.outline.points]
     assert said == [" ground from whe", " wet.\0", " hot, and"]  # up to the token that ends it, in steps of any size
 
 
@@ -380,7 +382,7 @@ async def test_a_template_may_end_a_point(stride: int) -> None:
 async def test_what_no_swarm_could_serve_is_refused_at_once() -> None:
     script = Script()
 
-    def refuse(prompt: Sequence[int], options: Options) -> Reply:
+    def refuse(prompt: Sequence[int], options: GenerationOptions) -> Reply:
         raise ContextOverflow("too long")
 
     script.ask = refuse  # type: ignore[method-assign]

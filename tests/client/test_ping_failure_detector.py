@@ -9,7 +9,7 @@ from typing import Any
 from virtual_clock import virtual_time
 
 from swarm.errors import ConnectionLost
-from swarm_client.health.ping_failure_detector import MAX_DOUBT, USUAL, Pulse
+from swarm_client.health.ping_failure_detector import MAX_BACKOFF, RTT_FACTOR, PingFailureDetector
 
 
 class Pool:
@@ -28,31 +28,31 @@ class Pool:
         return (answer or 0.0) * 1e3
 
 
-def pulse(pool: Pool) -> Pulse:
+def pulse(pool: Pool) -> PingFailureDetector:
     fake: Any = pool
-    return Pulse(fake, ping_timeout_s=1.0)
+    return PingFailureDetector(fake, ping_timeout_s=1.0)
 
 
 @virtual_time
 async def test_who_answers_no_ping_is_silent_after_the_limit_and_next_time_after_twice_as_long() -> None:
     watch = pulse(Pool(a=0.01, b=None, c=ConnectionLost("gone")))
     clock = asyncio.get_running_loop().time
-    assert await watch.silent(["a", "b", "c"]) == ["b", "c"]
+    assert await watch.unresponsive(["a", "b", "c"]) == ["b", "c"]
     assert clock() == 1.0
-    assert await watch.silent(["b"]) == ["b"]
+    assert await watch.unresponsive(["b"]) == ["b"]
     assert clock() == 3.0
     for _ in range(5):
-        await watch.silent(["b"])
-    assert watch.patience_s == MAX_DOUBT
+        await watch.unresponsive(["b"])
+    assert watch.next_timeout_s == MAX_BACKOFF
 
 
 @virtual_time
 async def test_where_answers_are_slow_silence_takes_longer() -> None:
     pool = Pool(a=0.4, b=0.9)
     watch = pulse(pool)
-    assert await watch.silent(["a"]) == []
-    assert watch.patience_s == USUAL * 0.4
-    assert await watch.silent(["b"]) == []
+    assert await watch.unresponsive(["a"]) == []
+    assert watch.next_timeout_s == RTT_FACTOR * 0.4
+    assert await watch.unresponsive(["b"]) == []
 
 
 async def test_being_late_ourselves_is_not_held_against_a_peer() -> None:
@@ -66,5 +66,5 @@ async def test_being_late_ourselves_is_not_held_against_a_peer() -> None:
 
     pool = Sleepy()
     fake: Any = pool
-    assert await Pulse(fake, ping_timeout_s=0.2).silent(["a"]) == []
+    assert await PingFailureDetector(fake, ping_timeout_s=0.2).unresponsive(["a"]) == []
     assert len(pool.pings) == 2

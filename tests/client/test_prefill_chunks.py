@@ -18,7 +18,7 @@ CURVE = CostCurve((1, 8, 32, 64), (0.5, 0.7, 1.3, 2.1))
 
 
 def chain(hops: int, curve: CostCurve = CURVE) -> ChainCosts:
-    return ChainCosts(tuple(Stage(4, curve.at(1), curve) for _ in range(hops)), (5.0,) * (hops + 1))
+    return ChainCosts(tuple(Stage(4, curve.ms_at(1), curve) for _ in range(hops)), (5.0,) * (hops + 1))
 
 
 @pytest.mark.parametrize("hops", [1, 2, 8])
@@ -28,12 +28,12 @@ def test_chunks_are_the_planners_within_bounds(length: int, hops: int) -> None:
     assert sum(chunks) == length
     assert max(chunks) <= MAX_CHUNK
     cost = chain(hops).chunk_cost()
-    assert cost.ms(64, 0) == pytest.approx(4 * CURVE.at(64))
+    assert cost.ms(64, 0) == pytest.approx(4 * CURVE.ms_at(64))
     with_step = msgspec.structs.replace(cost, base_ms=cost.base_ms + STEP_MS)
     planned = plan_prefill(length, hops, MIN_CHUNK, with_step).chunks
     assert len(chunks) >= len(planned)
     if max(planned) <= MAX_CHUNK:
-        assert chain(hops).pipelined_ms(chunks, STEP_MS) <= chain(hops).pipelined_ms(planned, STEP_MS)
+        assert chain(hops).prefill_ms(chunks, STEP_MS) <= chain(hops).prefill_ms(planned, STEP_MS)
 
 
 def test_chunks_are_as_long_as_pays_best_on_a_bent_curve() -> None:
@@ -41,7 +41,7 @@ def test_chunks_are_as_long_as_pays_best_on_a_bent_curve() -> None:
     bent = CostCurve((1, 8, 64, 256), (4.0, 4.1, 4.2, 16.8))
     costs = chain(4, bent)
     assert set(prompt_chunks(1024, costs)) == {64}
-    assert costs.pipelined_ms((64,) * 16) == pytest.approx(19 * 4 * 4.2)
+    assert costs.prefill_ms((64,) * 16) == pytest.approx(19 * 4 * 4.2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,12 +49,12 @@ def test_chunks_are_as_long_as_pays_best_on_a_bent_curve() -> None:
 def test_no_equal_cut_at_a_point_of_the_curve_beats_the_chunks(rises: list[float], length: int, hops: int) -> None:
     ms = tuple(itertools.accumulate(rises))
     costs = chain(hops, CostCurve(tuple(1 << i for i in range(len(ms))), ms))
-    least = costs.pipelined_ms(prompt_chunks(length, costs), STEP_MS)
+    least = costs.prefill_ms(prompt_chunks(length, costs), STEP_MS)
     for width in (8, 16, 32, 64, 128):
         if width < 1 << len(ms):
             count = -(-length // width)
             equal = [length * (i + 1) // count - length * i // count for i in range(count)]
-            assert least <= costs.pipelined_ms(equal, STEP_MS) * (1 + 1e-9)
+            assert least <= costs.prefill_ms(equal, STEP_MS) * (1 + 1e-9)
 
 
 def test_more_hops_mean_more_and_shorter_chunks() -> None:
@@ -65,8 +65,8 @@ def test_more_hops_mean_more_and_shorter_chunks() -> None:
 
 def test_the_slowest_hop_rules() -> None:
     slow = CostCurve((1, 64), (5.0, 40.0))
-    mixed = ChainCosts((*chain(2).stages, Stage(4, slow.at(1), slow)), (1.0,) * 4)
-    assert mixed.chunk_cost() == ChainCosts((Stage(4, slow.at(1), slow),), (1.0, 1.0)).chunk_cost()
+    mixed = ChainCosts((*chain(2).stages, Stage(4, slow.ms_at(1), slow)), (1.0,) * 4)
+    assert mixed.chunk_cost() == ChainCosts((Stage(4, slow.ms_at(1), slow),), (1.0, 1.0)).chunk_cost()
 
 
 def test_a_curve_that_says_nothing_still_gives_chunks() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from swarm.block_hash import BLOCK, digests
+from swarm.block_hash import HASH_BLOCK_TOKENS, block_hashes
 from swarm.types import Chain, Hop
-from swarm_client.routing.prefix_locations import MAX_TEXTS, Beginnings
+from swarm_client.routing.prefix_locations import MAX_TEXTS, PrefixLocations
 
 
 def chain(name: str) -> Chain:
@@ -19,33 +19,35 @@ def test_the_chain_that_has_been_furthest_is_found() -> None:
         texts = []
         for i in range(rng.randint(1, 6)):
             stem = rng.choice(texts)[1] if texts and rng.random() < 0.7 else []
-            own = [rng.randint(0, 9) for _ in range(rng.randint(0, 4 * BLOCK))]
+            own = [rng.randint(0, 9) for _ in range(rng.randint(0, 4 * HASH_BLOCK_TOKENS))]
             texts.append((chain(f"n{i}"), stem[: rng.randint(0, len(stem))] + own))
-        beginnings = Beginnings()
+        beginnings = PrefixLocations()
         for where, text in texts:
-            beginnings.note(digests(text), where)
-        asked = rng.choice(texts)[1][: rng.randint(0, 200)] + [11] * rng.randint(0, BLOCK)
-        blocks = [sum(1 for a, b in zip(digests(t), digests(asked), strict=False) if a == b) for _, t in texts]
-        found = beginnings.find(digests(asked))
+            beginnings.record(block_hashes(text), where)
+        asked = rng.choice(texts)[1][: rng.randint(0, 200)] + [11] * rng.randint(0, HASH_BLOCK_TOKENS)
+        blocks = [
+            sum(1 for a, b in zip(block_hashes(t), block_hashes(asked), strict=False) if a == b) for _, t in texts
+        ]
+        found = beginnings.longest_match(block_hashes(asked))
         if not max(blocks):
             assert found is None
             continue
         assert found is not None
-        assert found[1] == BLOCK * max(blocks)
+        assert found[1] == HASH_BLOCK_TOKENS * max(blocks)
         assert found[0] in [where for (where, _), n in zip(texts, blocks, strict=True) if n == max(blocks)]
 
 
 def test_a_text_that_went_on_elsewhere_is_found_there() -> None:
-    beginnings, text = Beginnings(), digests(list(range(3 * BLOCK)))
-    beginnings.note(text, chain("a"))
-    beginnings.note(text, chain("b"))
-    assert beginnings.find(text) == (chain("b"), 3 * BLOCK)
+    beginnings, text = PrefixLocations(), block_hashes(list(range(3 * HASH_BLOCK_TOKENS)))
+    beginnings.record(text, chain("a"))
+    beginnings.record(text, chain("b"))
+    assert beginnings.longest_match(text) == (chain("b"), 3 * HASH_BLOCK_TOKENS)
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    beginnings = Beginnings()
+    beginnings = PrefixLocations()
     for i in range(MAX_TEXTS + 1):
-        beginnings.note(digests([i] * BLOCK), chain(str(i)))
-    beginnings.note([], chain("nothing"))
-    assert beginnings.find(digests([0] * BLOCK)) is None
-    assert beginnings.find(digests([1] * BLOCK)) == (chain("1"), BLOCK)
+        beginnings.record(block_hashes([i] * HASH_BLOCK_TOKENS), chain(str(i)))
+    beginnings.record([], chain("nothing"))
+    assert beginnings.longest_match(block_hashes([0] * HASH_BLOCK_TOKENS)) is None
+    assert beginnings.longest_match(block_hashes([1] * HASH_BLOCK_TOKENS)) == (chain("1"), HASH_BLOCK_TOKENS)

@@ -16,9 +16,9 @@ from swarm.errors import NoRoute
 from swarm.planner.generation.state_machine import FinishReason
 from swarm.types import Chain, Hop
 from swarm_client.api.outline_report import OutlineReport, PointReport
-from swarm_client.api.results import Answer, Piece
+from swarm_client.api.results import GenerationResult, TextChunk
 from swarm_client.cli.conversation import Conversation
-from swarm_client.cli.repl import Chat, Quit
+from swarm_client.cli.repl import ChatRepl, Quit
 
 CHAIN = Chain((Hop("peer-aaaaaa", 0, 3), Hop("peer-bbbbbb", 3, 5)), 12.0)
 
@@ -33,17 +33,17 @@ class ScriptedStream:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[TextChunk]:
         for i, word in enumerate(self.words):
             self.shown += 1
-            yield Piece(word, (i,), ((0.1, 2.0), (0.2, 3.0)))
+            yield TextChunk(word, (i,), ((0.1, 2.0), (0.2, 3.0)))
             if self.hang:
                 await asyncio.sleep(60)
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> GenerationResult:
         text = "".join(self.words[: self.shown])
-        return Answer(
+        return GenerationResult(
             text, tuple(range(self.shown)), (7,), FinishReason.EOS, 10.0, 0.5, CHAIN, "sequential", 3,
             "the only chain", hop_ms=((0.1, 2.0), (0.2, 3.0)), network_ms=1.5, outline=self.outline,
         )  # fmt: skip
@@ -69,7 +69,7 @@ class ScriptedClient:
 def chat() -> SimpleNamespace:
     out, client = io.StringIO(), ScriptedClient()
     console = Console(file=out, width=100, highlight=False)
-    talk = Chat(client, Conversation("tiny"), {}, console)  # type: ignore[arg-type]
+    talk = ChatRepl(client, Conversation("tiny"), {}, console)  # type: ignore[arg-type]
     return SimpleNamespace(chat=talk, client=client, out=out)
 
 

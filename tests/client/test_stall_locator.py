@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from swarm_client.health.stall_locator import Place, Standstill, keeper, suspects
+from swarm_client.health.stall_locator import HopProgress, StallTimer, hop_holding, stalled_hops
 
 HOPS = ("a", "b", "c")
 STEP = 7
 
 
-def places(*counts: tuple[int, int]) -> dict[str, Place]:
-    return {peer: Place(*count) for peer, count in zip(HOPS, counts, strict=False)}
+def places(*counts: tuple[int, int]) -> dict[str, HopProgress]:
+    return {peer: HopProgress(*count) for peer, count in zip(HOPS, counts, strict=False)}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def places(*counts: tuple[int, int]) -> dict[str, Place]:
     ],
 )
 def test_who_is_suspected(counts: tuple[tuple[int, int], ...], who: tuple[str, ...]) -> None:
-    assert suspects(HOPS, places(*counts), STEP) == who
+    assert stalled_hops(HOPS, places(*counts), STEP) == who
 
 
 def test_one_hung_place_is_always_among_the_suspects() -> None:
@@ -40,16 +40,19 @@ def test_one_hung_place_is_always_among_the_suspects() -> None:
         peers = tuple(f"p{i}" for i in range(n))
         hung, on_edge = rng.randrange(n), rng.random() < 0.5
         last = rng.randint(0, STEP)  # done by whoever is behind
-        seen = {peer: Place(STEP + 1, STEP + 1) if i < hung else Place(last, last) for i, peer in enumerate(peers)}
+        seen = {
+            peer: HopProgress(STEP + 1, STEP + 1) if i < hung else HopProgress(last, last)
+            for i, peer in enumerate(peers)
+        }
         if not on_edge:
-            seen[peers[hung]] = Place(STEP + 1, rng.randint(0, STEP))
-        found = suspects(peers, seen, STEP)
+            seen[peers[hung]] = HopProgress(STEP + 1, rng.randint(0, STEP))
+        found = stalled_hops(peers, seen, STEP)
         assert found[0] == peers[hung]
         assert on_edge or len(found) == 1
 
 
 def test_a_standstill_lasts_until_anything_moves() -> None:
-    still = Standstill()
+    still = StallTimer()
     assert still.lasted_s(places((1, 0)), 10.0) == 0.0
     assert still.lasted_s(places((1, 0)), 14.0) == 4.0
     assert still.lasted_s(places((1, 1)), 15.0) == 0.0
@@ -57,9 +60,9 @@ def test_a_standstill_lasts_until_anything_moves() -> None:
 
 
 def test_a_standstill_is_one_although_time_goes_by_at_the_hop() -> None:
-    still = Standstill()
-    assert still.lasted_s({"a": Place(8, 7, 100.0)}, 10.0) == 0.0
-    assert still.lasted_s({"a": Place(8, 7, 4100.0)}, 14.0) == 4.0
+    still = StallTimer()
+    assert still.lasted_s({"a": HopProgress(8, 7, 100.0)}, 10.0) == 0.0
+    assert still.lasted_s({"a": HopProgress(8, 7, 4100.0)}, 14.0) == 4.0
 
 
 @pytest.mark.parametrize(
@@ -75,4 +78,4 @@ def test_a_standstill_is_one_although_time_goes_by_at_the_hop() -> None:
     ],
 )
 def test_who_says_that_it_has_a_step(counts: tuple[tuple[int, int], ...], who: str | None) -> None:
-    assert keeper(HOPS, places(*counts), STEP) == who
+    assert hop_holding(HOPS, places(*counts), STEP) == who

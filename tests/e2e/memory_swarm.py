@@ -16,20 +16,20 @@ from swarm.config import ClientConfig, Limits
 from swarm.errors import NetworkError
 from swarm.messages import AnyMessage
 from swarm.net.pool.connection_pool import ConnectionPool
-from swarm.net.pool.migratable_link import Link
+from swarm.net.pool.migratable_link import MigratableLink
 from swarm.net.security.identity import Identity
-from swarm.testing.memory_network import Link as MemoryLink
+from swarm.testing.memory_network import LinkModel as MemoryLink
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, PeerId
 from swarm_client import SwarmClient
-from swarm_client.network.connection import Network
-from swarm_client.speculation.controller import Guesser
+from swarm_client.network.connection import ClientNetwork
+from swarm_client.speculation.controller import AsyncDrafter
 from swarm_kernels.device.device import DTYPES
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.load import load_span
-from swarm_node.membership.record_publisher import Announcer
+from swarm_node.membership.record_publisher import RecordPublisher
 from swarm_node.serving.executor import Executor
-from swarm_node.serving.session_server import Service
+from swarm_node.serving.session_server import SessionServer
 from swarm_node.serving.span_engine import SpanEngine
 
 LIMITS = Limits(route_timeout_s=3.0)
@@ -85,7 +85,7 @@ class MemoryNode:
     span: LayerSpan
     engine: SpanEngine
     device: VirtualDevice
-    service: Service
+    service: SessionServer
     pool: ConnectionPool
     announcing: asyncio.Task[None]
 
@@ -128,19 +128,21 @@ class MemorySwarm:
         tail = self.heads is not None and span.end == source.config.num_layers
         heads = MedusaHeads.of(self.heads, loaded, self.source) if tail and self.heads is not None else None
         engine = SpanEngine(loaded, loaded.new_cache(kv_tokens), heads)
-        services: list[Service] = []
+        services: list[SessionServer] = []
 
-        async def on_frame(connection: Link, message: AnyMessage, body: memoryview) -> None:
+        async def on_frame(connection: MigratableLink, message: AnyMessage, body: memoryview) -> None:
             await services[0].on_frame(connection, message, body)
 
-        async def on_lost(connection: Link, error: NetworkError) -> None:
+        async def on_lost(connection: MigratableLink, error: NetworkError) -> None:
             await services[0].on_lost(connection, error)
 
-        carrier = self.network.carrier(peer)
+        carrier = self.network.transport(peer)
         self.stack.push_async_callback(carrier.close)
         pool = await self.stack.enter_async_context(ConnectionPool(carrier, on_frame, on_lost, limits))
         service = await self.stack.enter_async_context(
-            Service(ModelId(source.name, source.weight_hash, dtype), pool, limits, on_load=lambda: announcer.changed())
+            SessionServer(
+                ModelId(source.name, source.weight_hash, dtype), pool, limits, on_load=lambda: announcer.changed()
+            )
         )
         services.append(service)
         clock = asyncio.get_running_loop().time
@@ -164,11 +166,11 @@ class MemorySwarm:
                 kv_capacity_tokens=kv_tokens,
                 kv_free_tokens=engine.cache.free_tokens,
                 sessions=service.sessions,
-                coordinate=(0.0,),
+                network_coordinate=(0.0,),
                 published_at=now,
             )
 
-        announcer = Announcer(
+        announcer = RecordPublisher(
             self.network.directory(peer),
             identity.sign,
             source.name,
@@ -191,13 +193,15 @@ class MemorySwarm:
         self,
         name: int = 0,
         eos: Sequence[int] = (),
-        guesser: Callable[[], Guesser] | None = None,
+        guesser: Callable[[], AsyncDrafter] | None = None,
         tokenizer: Any = None,
         **config: Any,
     ) -> AsyncIterator[SwarmClient]:
         peer = Identity.from_seed((1000 + name).to_bytes(32, "big")).peer
-        carrier = self.network.carrier(peer)
-        network = Network.over(carrier, self.network.directory(peer), self.limits, wall_clock, wall_clock)
+        carrier = self.network.transport(peer)
+        network = ClientNetwork.from_transport(
+            carrier, self.network.directory(peer), self.limits, wall_clock, wall_clock
+        )
         async with (
             network.pool,
             SwarmClient(

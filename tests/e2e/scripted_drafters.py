@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from swarm_client.speculation.drafters.acceptance import Acceptance
+from swarm_client.speculation.drafters.acceptance import AcceptanceRates
 from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
 
 
@@ -31,7 +31,7 @@ class Oracle(Drafter):
         frank: bool = True,
     ) -> None:
         self.row = _row(rate * first, rate * (1 - first), ranks)
-        super().__init__("oracle", Acceptance(self.row))
+        super().__init__("oracle", AcceptanceRates(self.row))
         missing, later = (1 - rate) / torn, rate * (1 - first) / torn
         self.torn_row = _row(1 - missing - later, later, ranks)
         self.answer, self.torn, self.frank = answer, torn, frank

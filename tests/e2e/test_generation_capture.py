@@ -16,12 +16,12 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import wall_clock
 
 from swarm import codec
-from swarm.messages import AnyMessage, Result, Step
-from swarm.net.base.transport import Carrier, Connection, Directory, Handler
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.messages import AnyMessage, Step, StepResult
+from swarm.net.base.transport import Connection, Directory, Handler, Transport
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
-from swarm.net.transports.libp2p_streams import DaemonCarrier
-from swarm.net.transports.tls import DirectCarrier
+from swarm.net.transports.libp2p_streams import Libp2pTransport
+from swarm.net.transports.tls import TlsTransport
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan, PeerId
 
@@ -34,7 +34,7 @@ SEEDS = (0, 1, 1000)  # of two nodes and a client, see `memory_swarm`
 class Known:
     """A carrier that knows where the others are, whatever it is told."""
 
-    def __init__(self, carrier: Carrier, places: dict[PeerId, Sequence[str]]) -> None:
+    def __init__(self, carrier: Transport, places: dict[PeerId, Sequence[str]]) -> None:
         self._carrier = carrier
         self._places = places
         self.peer = carrier.peer
@@ -69,11 +69,11 @@ class WireNetwork:
         places: dict[PeerId, Sequence[str]] = {}
         for seed in SEEDS:
             identity = Identity.from_seed(seed.to_bytes(32, "big"))
-            carrier: Carrier
+            carrier: Transport
             if kind == "direct":
-                carrier = await DirectCarrier.start(identity, ["127.0.0.1"])
+                carrier = await TlsTransport.start(identity, ["127.0.0.1"])
             else:
-                carrier = await DaemonCarrier.start(identity, DaemonOptions())
+                carrier = await Libp2pTransport.start(identity, HostOptions())
             stack.push_async_callback(carrier.close)
             places[carrier.peer] = carrier.addresses
             self.carriers[carrier.peer] = Known(carrier, places)
@@ -109,7 +109,7 @@ async def test_a_generation_leaves_nothing_in_clear(
             answer = await client.generate(prompt, max_new_tokens=TOKENS)
             seen += captured(loopback)
     assert list(answer.token_ids) == hf_greedy(tiny_model("llama"), prompt, TOKENS)
-    steps = [frame for frame in frames if isinstance(frame[0], Step | Result)]
+    steps = [frame for frame in frames if isinstance(frame[0], Step | StepResult)]
     bodies = [body for _, _, body in steps if len(body) >= 64]
     assert bodies, "activations crossed from node to node"
     assert len(seen) > sum(len(header) + len(body) for _, header, body in steps), "and are in the capture"

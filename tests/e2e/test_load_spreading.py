@@ -10,8 +10,8 @@ from memory_swarm import cut, memory_swarm
 from tiny_models import ModelTensors, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.planner.routing.load_spreading import LEANING, SESSION_SHARE, spread
-from swarm.testing.memory_network import Link
+from swarm.planner.routing.load_spreading import LOAD_PER_SESSION, TIE_JITTER, spread_load
+from swarm.testing.memory_network import LinkModel
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 async def test_four_clients_do_not_all_take_the_same_of_two_replicas(apart_s: float, most: int) -> None:
     spans = cut(6, 3)
     async with (
-        memory_swarm(ModelTensors(tiny_model("llama")), [*spans, *spans], Link(delay_s=0.015)) as swarm,
+        memory_swarm(ModelTensors(tiny_model("llama")), [*spans, *spans], LinkModel(delay_s=0.015)) as swarm,
         AsyncExitStack() as stack,
     ):
         clients = [await stack.enter_async_context(swarm.client(name)) for name in range(4)]
@@ -45,12 +45,12 @@ def node(peer: str, sessions: int = 0) -> NodeProfile:
 
 def test_a_client_sees_load_and_leans_its_own_way_and_always_the_same() -> None:
     snapshot = Snapshot("m", 4, (node("a"), node("b", sessions=2)))
-    seen = [spread(snapshot, f"client {i}") for i in range(50)]
+    seen = [spread_load(snapshot, f"client {i}") for i in range(50)]
     for view in seen:
         idle, busy = (n.layer_ms[0] for n in view.nodes)
-        assert 1.0 <= idle <= 1.0 + LEANING
-        assert 2 * SESSION_SHARE - LEANING <= busy - idle <= 2 * SESSION_SHARE + LEANING
+        assert 1.0 <= idle <= 1.0 + TIE_JITTER
+        assert 2 * LOAD_PER_SESSION - TIE_JITTER <= busy - idle <= 2 * LOAD_PER_SESSION + TIE_JITTER
     even = Snapshot("m", 4, (node("a"), node("b")))
-    first = [min(spread(even, f"client {i}").nodes, key=lambda n: n.layer_ms).peer for i in range(50)]
+    first = [min(spread_load(even, f"client {i}").nodes, key=lambda n: n.layer_ms).peer for i in range(50)]
     assert 10 < first.count("a") < 40
-    assert spread(even, "client 3") == spread(even, "client 3")
+    assert spread_load(even, "client 3") == spread_load(even, "client 3")

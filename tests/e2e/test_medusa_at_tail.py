@@ -14,19 +14,19 @@ from safetensors.torch import save_file
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import run
 
-from swarm.messages import Result
+from swarm.messages import StepResult
 from swarm.planner.generation.state_machine import (
     ChainReady,
     EmitTokens,
-    Generation,
-    GenerationPlan,
+    GenerationRequest,
+    GenerationState,
     SendStep,
-    StepSettled,
+    StepDone,
 )
-from swarm.testing.memory_network import Link
+from swarm.testing.memory_network import LinkModel
 from swarm.types import LayerSpan
-from swarm_client.speculation.drafters.medusa import HeadsDrafter, hints_of
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_client.speculation.drafters.medusa import MedusaDrafter, medusa_candidates
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.runtime.load import load_span
 
 TOKENS, HEADS = 24, 3
@@ -38,7 +38,7 @@ def states(source: Any, tokens: Sequence[int]) -> torch.Tensor:
     span: Any = load_span(source, LayerSpan(0, 6), torch.float32)
     cache = span.new_cache(64)
     cache.open(b"a", 64)
-    plan = cache.plan([RowsRequest(b"a", 0, len(tokens))])
+    plan = cache.plan([StepRequest(b"a", 0, len(tokens))])
     return span.normed(span.forward(span.embed(tokens), plan, cache))
 
 
@@ -67,7 +67,7 @@ def test_heads_that_are_right_bring_several_tokens_a_round(
     async def scenario() -> None:
         heads = heads_for(truth, source, tmp_path)
         async with (
-            memory_swarm(source, cut(6, *borders), Link(delay_s=0.02), heads=heads) as swarm,
+            memory_swarm(source, cut(6, *borders), LinkModel(delay_s=0.02), heads=heads) as swarm,
             swarm.client(drafter="medusa") as client,
         ):
             answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding=strategy)
@@ -90,7 +90,7 @@ def test_a_tail_without_heads_is_asked_in_vain() -> None:
 
     async def scenario() -> None:
         async with (
-            memory_swarm(source, cut(6, 3), Link(delay_s=0.02)) as swarm,
+            memory_swarm(source, cut(6, 3), LinkModel(delay_s=0.02)) as swarm,
             swarm.client(drafter="medusa") as client,
         ):
             answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding="tree")
@@ -100,25 +100,35 @@ def test_a_tail_without_heads_is_asked_in_vain() -> None:
 
 
 def test_guesses_that_do_not_add_up_are_none() -> None:
-    good = Result(bytes(16), 0, 0, [5, 6], heads=2, guessed=[1, 2, 3, 4, 5, 6, 7, 8], doubts=[0, 50] * 4)
-    assert hints_of(good) == (
+    good = StepResult(
+        bytes(16),
+        0,
+        0,
+        [5, 6],
+        num_medusa_heads=2,
+        medusa_ids=[1, 2, 3, 4, 5, 6, 7, 8],
+        medusa_neg_logprob_centinats=[0, 50] * 4,
+    )
+    assert medusa_candidates(good) == (
         (((1, -0.0), (2, -0.5)), ((3, -0.0), (4, -0.5))),
         (((5, -0.0), (6, -0.5)), ((7, -0.0), (8, -0.5))),
     )
     for wrong in (
-        Result(bytes(16), 0, 0, [5, 6], heads=3, guessed=[1, 2, 3, 4], doubts=[0] * 4),
-        Result(bytes(16), 0, 0, [5, 6], heads=1, guessed=[1, 2], doubts=[0]),
-        Result(bytes(16), 0, 0, [], heads=1, guessed=[1, 2], doubts=[0, 0]),
-        Result(bytes(16), 0, 0, [5, 6], heads=0, guessed=[1, 2], doubts=[0, 0]),
+        StepResult(
+            bytes(16), 0, 0, [5, 6], num_medusa_heads=3, medusa_ids=[1, 2, 3, 4], medusa_neg_logprob_centinats=[0] * 4
+        ),
+        StepResult(bytes(16), 0, 0, [5, 6], num_medusa_heads=1, medusa_ids=[1, 2], medusa_neg_logprob_centinats=[0]),
+        StepResult(bytes(16), 0, 0, [], num_medusa_heads=1, medusa_ids=[1, 2], medusa_neg_logprob_centinats=[0, 0]),
+        StepResult(bytes(16), 0, 0, [5, 6], num_medusa_heads=0, medusa_ids=[1, 2], medusa_neg_logprob_centinats=[0, 0]),
     ):
-        assert hints_of(wrong) == ()
+        assert medusa_candidates(wrong) == ()
 
 
 def test_a_head_guesses_a_place_whatever_was_drawn_before() -> None:
-    drafter = HeadsDrafter()
+    drafter = MedusaDrafter()
     drafter.reset([1, 2])
     drafter.extend([3])
-    drafter.hint((((10, -0.1), (11, -2.0)), ((20, -0.2),)))
+    drafter.set_medusa_candidates((((10, -0.1), (11, -2.0)), ((20, -0.2),)))
     assert [[token for token, _ in found] for found in drafter.propose_many([(), (10,), (99,), (10, 20)], 2)] == [
         [10, 11],
         [20],
@@ -132,14 +142,14 @@ def test_a_head_guesses_a_place_whatever_was_drawn_before() -> None:
 
 
 def test_a_tail_that_makes_up_tokens_is_not_believed() -> None:
-    plan = GenerationPlan((1, 2), 8, vocab_size=50)
-    generation = Generation(plan)
+    plan = GenerationRequest((1, 2), 8, vocab_size=50)
+    generation = GenerationState(plan)
     (step,) = generation.handle(ChainReady())
     assert isinstance(step, SendStep)
     hints = ((((7, -0.1), (50, -0.2)),),)
-    actions = generation.handle(StepSettled(0, step.step, (4,), hints=hints))
+    actions = generation.handle(StepDone(0, step.step, (4,), medusa_candidates=hints))
     assert isinstance(actions[0], EmitTokens)
-    assert actions[0].hints == ()
+    assert actions[0].medusa_candidates == ()
     assert isinstance(actions[1], SendStep)
     with pytest.raises(Exception, match="the tail drew token 50"):
-        generation.handle(StepSettled(0, actions[1].step, (50,)))
+        generation.handle(StepDone(0, actions[1].step, (50,)))

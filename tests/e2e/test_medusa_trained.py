@@ -13,14 +13,14 @@ from memory_swarm import cut, memory_swarm
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import run
 
-from swarm.testing.memory_network import Link
+from swarm.testing.memory_network import LinkModel
 from swarm_kernels.draft.file import DraftWeights
 from swarm_training.distill.corpus import ANSWER, GIVEN
-from swarm_training.distill.features import Features, Lesson
+from swarm_training.distill.features import Features, TrainingExample
 from swarm_training.distill.student import HeadsStudent
 from swarm_training.distill.training import Trainer
 from swarm_training.evaluation.evaluate import Recorded, hits_by_depth
-from swarm_training.evaluation.recorded_medusa import ToldHeads, thoughts
+from swarm_training.evaluation.recorded_medusa import RecordedMedusa, run_heads
 
 LAYERS, HEADS, TOKENS = 6, 3, 24
 PROMPT = [3 + 7 * i % 120 for i in range(17)]
@@ -46,11 +46,11 @@ def by_heart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByHeart]:
     (states,) = Features(source, LAYERS, torch.device("cpu")).of([chat])
     student = HeadsStudent(source.config, HEADS)
     trainer = Trainer(source, student, torch.arange(1, 131), torch.device("cpu"))
-    trainer.add([Lesson(chat, states)] * 2)
+    trainer.add([TrainingExample(chat, states)] * 2)
     for _ in range(120):
         trainer.learn(1.0)
     path = tmp_path_factory.mktemp("heads") / "tiny.heads"
-    card = student.card(source.name, source.weight_hash)
+    card = student.metadata(source.name, source.weight_hash)
     DraftWeights(card, trainer.averaged().weights(), trainer.vocabulary).save(path)
     yield ByHeart(source, answer, path)
     torch.set_num_threads(threads)
@@ -61,7 +61,9 @@ def by_heart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByHeart]:
 def test_they_bring_several_tokens_a_step_and_the_same_text(borders: tuple[int, ...], by_heart: ByHeart) -> None:
     async def scenario() -> None:
         async with (
-            memory_swarm(by_heart.source, cut(LAYERS, *borders), Link(delay_s=0.02), heads=by_heart.heads) as swarm,
+            memory_swarm(
+                by_heart.source, cut(LAYERS, *borders), LinkModel(delay_s=0.02), heads=by_heart.heads
+            ) as swarm,
             swarm.client(drafter="medusa") as client,
         ):
             answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding="tree")
@@ -78,9 +80,9 @@ def test_they_bring_several_tokens_a_step_and_the_same_text(borders: tuple[int, 
 
 def test_they_are_judged_as_a_client_hears_them(by_heart: ByHeart) -> None:
     """What came with a token is for the places after it; with the prompt comes nothing."""
-    told = thoughts(by_heart.source, by_heart.heads, [(PROMPT, by_heart.answer)], 8)
+    told = run_heads(by_heart.source, by_heart.heads, [(PROMPT, by_heart.answer)], 8)
     assert len(told[tuple(PROMPT)]) == TOKENS
-    drafter = ToldHeads(told)
+    drafter = RecordedMedusa(told)
     hits = hits_by_depth(drafter, [Recorded(PROMPT, by_heart.answer)], HEADS + 1)
     assert all(row[2] > 0.8 for row in hits[:HEADS])
     assert hits[HEADS] == [0.0] * 3

@@ -17,14 +17,14 @@ from scripted_drafters import Noise
 from tiny_models import ModelTensors, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.block_hash import BLOCK
+from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.planner.generation.state_machine import FinishReason
-from swarm.testing.memory_network import Link
-from swarm_client import Answer, SwarmClient
+from swarm.testing.memory_network import LinkModel
+from swarm_client import GenerationResult, SwarmClient
 from swarm_client.speculation.drafters.inline import InlineDrafter
 
 QUESTION = [{"role": "user", "content": "explain the sea"}]
-LINK = Link(delay_s=0.005)
+LINK = LinkModel(delay_s=0.005)
 TEMPLATE = """
 [[template]]
 name = "lines"
@@ -77,7 +77,7 @@ def client_of(swarm: MemorySwarm, templates: Path, name: int = 0, **config: Any)
     return swarm.client(name, tokenizer=LineTokenizer(), outline_templates=templates, **config)
 
 
-async def alone(client: SwarmClient, answer: Answer, **options: Any) -> list[tuple[int, ...]]:
+async def alone(client: SwarmClient, answer: GenerationResult, **options: Any) -> list[tuple[int, ...]]:
     """What sessions of their own make of the points' prompts."""
     assert answer.outline is not None
     return [
@@ -86,7 +86,7 @@ async def alone(client: SwarmClient, answer: Answer, **options: Any) -> list[tup
     ]
 
 
-def points_of(answer: Answer) -> list[tuple[int, ...]]:
+def points_of(answer: GenerationResult) -> list[tuple[int, ...]]:
     assert answer.outline is not None
     assert answer.outline.used
     assert len(answer.outline.points) >= 2
@@ -148,7 +148,7 @@ async def test_hops_do_not_compute_what_the_points_share_again(templates: Path) 
         answer = await client.chat(question, decoding="outline")
         assert answer.outline is not None
         for point in answer.outline.points:
-            assert 0 < point.held // BLOCK <= point.begins_alike // BLOCK
+            assert 0 < point.held // HASH_BLOCK_TOKENS <= point.begins_alike // HASH_BLOCK_TOKENS
         assert await alone(client, answer) == points_of(answer)
 
 

@@ -10,8 +10,8 @@ from memory_swarm import cut, memory_swarm
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.block_hash import BLOCK
-from swarm.testing.memory_network import Link
+from swarm.block_hash import HASH_BLOCK_TOKENS
+from swarm.testing.memory_network import LinkModel
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -25,17 +25,19 @@ def prompt(seed: int, length: int) -> list[int]:
 async def test_the_next_turn_begins_where_the_last_one_ended(hops: tuple[int, ...]) -> None:
     made = tiny_model("llama")
     source = ModelTensors(made)
-    first = prompt(1, 2 * BLOCK + 5)
+    first = prompt(1, 2 * HASH_BLOCK_TOKENS + 5)
     async with memory_swarm(source, cut(6, *hops)) as swarm, swarm.client(prefill_chunk=16) as client:
         one = await client.generate(first, max_new_tokens=30)
         assert one.cached_prompt_tokens == 0
         assert list(one.token_ids) == hf_greedy(made, first, 30)
         second = [*first, *one.token_ids, *prompt(2, 9)]
         two = await client.generate(second, max_new_tokens=10)
-        assert two.cached_prompt_tokens == (len(first) + len(one.token_ids) - 1) // BLOCK * BLOCK
+        assert (
+            two.cached_prompt_tokens == (len(first) + len(one.token_ids) - 1) // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
+        )
         assert list(two.token_ids) == hf_greedy(made, second, 10)
         again = await client.generate(first, max_new_tokens=8)
-        assert again.cached_prompt_tokens == 2 * BLOCK
+        assert again.cached_prompt_tokens == 2 * HASH_BLOCK_TOKENS
         assert again.token_ids == one.token_ids[:8]
         async with swarm.client(1) as stranger:
             other = await stranger.generate(first, max_new_tokens=8)
@@ -50,9 +52,9 @@ async def test_the_next_turn_begins_where_the_last_one_ended(hops: tuple[int, ..
 async def test_sessions_side_by_side_share_the_beginning_of_one_that_runs() -> None:
     made = tiny_model("llama")
     source = ModelTensors(made)
-    start = prompt(3, 3 * BLOCK)
+    start = prompt(3, 3 * HASH_BLOCK_TOKENS)
     asks = [[*start, *prompt(10 + i, 7)] for i in range(4)]
-    async with memory_swarm(source, cut(6, 2, 4), Link(delay_s=0.01)) as swarm, swarm.client() as client:
+    async with memory_swarm(source, cut(6, 2, 4), LinkModel(delay_s=0.01)) as swarm, swarm.client() as client:
         running = client.stream(start, max_new_tokens=40)
         await anext(aiter(running))
         answers = await asyncio.gather(*(client.generate(ask, max_new_tokens=12) for ask in asks))
@@ -60,7 +62,7 @@ async def test_sessions_side_by_side_share_the_beginning_of_one_that_runs() -> N
         for engine in swarm.engines.values():
             engine.cache.check_integrity()
     # The last token before a fork must be computed for each, so the running session's last block may not count.
-    assert all(answer.cached_prompt_tokens >= 2 * BLOCK for answer in answers)
+    assert all(answer.cached_prompt_tokens >= 2 * HASH_BLOCK_TOKENS for answer in answers)
     for ask, answer in zip(asks, answers, strict=True):
         assert list(answer.token_ids) == hf_greedy(made, ask, 12)
 
@@ -72,7 +74,7 @@ async def test_kept_sessions_give_way_to_new_ones() -> None:
         (engine,) = swarm.engines.values()
         capacity = engine.cache.capacity_tokens
         for seed in range(12):
-            await client.generate(prompt(seed, 4 * BLOCK), max_new_tokens=8)
+            await client.generate(prompt(seed, 4 * HASH_BLOCK_TOKENS), max_new_tokens=8)
         answer = await client.generate(prompt(99, 40), max_new_tokens=capacity // 2, decoding="sequential", stop=())
         assert len(answer.token_ids) > 0
         engine.cache.check_integrity()
@@ -82,8 +84,8 @@ async def test_kept_sessions_give_way_to_new_ones() -> None:
 async def test_a_hop_that_dies_after_a_shared_beginning_costs_no_token() -> None:
     made = tiny_model("llama")
     source = ModelTensors(made)
-    first = prompt(1, 3 * BLOCK)
-    async with memory_swarm(source, cut(6, 2, 4) * 2, Link(delay_s=0.005)) as swarm, swarm.client() as client:
+    first = prompt(1, 3 * HASH_BLOCK_TOKENS)
+    async with memory_swarm(source, cut(6, 2, 4) * 2, LinkModel(delay_s=0.005)) as swarm, swarm.client() as client:
         await client.generate(first, max_new_tokens=4)
         ask = [*first, *prompt(5, 11)]
         stream = client.stream(ask, max_new_tokens=20)
@@ -95,7 +97,7 @@ async def test_a_hop_that_dies_after_a_shared_beginning_costs_no_token() -> None
                 killed = True
                 assert stream.chain is not None
                 swarm.kill(stream.chain.peers[1])
-        assert len(stream.answer.repairs) == 1
+        assert len(stream.result.repairs) == 1
     assert seen == hf_greedy(made, ask, 20)
 
 
@@ -103,8 +105,8 @@ async def test_a_hop_that_dies_after_a_shared_beginning_costs_no_token() -> None
 async def test_a_beginning_is_looked_for_where_it_was_computed_though_others_are_idle() -> None:
     made = tiny_model("llama")
     source = ModelTensors(made)
-    first = prompt(1, 6 * BLOCK)
-    async with memory_swarm(source, cut(6, 3) * 2, Link(delay_s=0.005)) as swarm, swarm.client() as client:
+    first = prompt(1, 6 * HASH_BLOCK_TOKENS)
+    async with memory_swarm(source, cut(6, 3) * 2, LinkModel(delay_s=0.005)) as swarm, swarm.client() as client:
         one = await client.generate(first, max_new_tokens=4)
         usual = one.chain
         running = client.stream(first[:-2], max_new_tokens=200)  # now the others have less to do
@@ -116,5 +118,5 @@ async def test_a_beginning_is_looked_for_where_it_was_computed_though_others_are
         two = await client.generate([*first, 5, 6], max_new_tokens=3)
         await running.cancel()
     assert two.chain.hops == usual.hops
-    assert two.cached_prompt_tokens >= 5 * BLOCK
+    assert two.cached_prompt_tokens >= 5 * HASH_BLOCK_TOKENS
     assert list(two.token_ids) == hf_greedy(made, [*first, 5, 6], 3)

@@ -16,13 +16,13 @@ from virtual_clock import virtual_time
 
 from swarm.config import Limits
 from swarm.errors import NodeLeaving, NoRoute
-from swarm.testing.memory_network import Link
+from swarm.testing.memory_network import LinkModel
 from swarm.types import Chain, PeerId
-from swarm_client import Answer, SwarmClient, TextStream
+from swarm_client import GenerationResult, SwarmClient, TextStream
 
 TOKENS = 24
 SPANS = cut(6, 2, 4)
-LINK = Link(delay_s=0.005)
+LINK = LinkModel(delay_s=0.005)
 
 
 @cache
@@ -46,7 +46,7 @@ def swarm_of(replicas: int, **options: Any) -> Any:
 
 async def answer_with(
     client: SwarmClient, strike: Callable[[Chain], None], at: int, ask: Sequence[int] | None = None, **options: Any
-) -> tuple[Answer, list[float], list[str]]:
+) -> tuple[GenerationResult, list[float], list[str]]:
     """One answer, with a `strike` at the chain after token `at`. -> it, when its tokens came, what it waited for"""
     clock = asyncio.get_running_loop().time
     times: list[float] = []
@@ -59,7 +59,7 @@ async def answer_with(
             if len(times) == at and piece.token_ids:
                 assert stream.chain is not None
                 strike(stream.chain)
-        return stream.answer, times, waits
+        return stream.result, times, waits
 
 
 def killer(swarm: MemorySwarm, *victims: int, silent: bool = False) -> Callable[[Chain], None]:

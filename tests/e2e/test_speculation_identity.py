@@ -13,7 +13,7 @@ from scripted_drafters import Noise, Oracle
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.testing.memory_network import Link
+from swarm.testing.memory_network import LinkModel
 from swarm_client.speculation.drafters.inline import InlineDrafter
 
 CHAINS = {"one hop": (), "two": (4,), "three": (1, 2), "five": (1, 2, 3, 5)}
@@ -48,7 +48,7 @@ async def test_greedy_tokens_do_not_depend_on_guesses(strategy: str, drafter: st
     ask = prompt(random.Random(chain + drafter), 19)
     truth = hf_greedy(made, ask, TOKENS)
     async with (
-        memory_swarm(source, cut(6, *CHAINS[chain]), Link(delay_s=0.02)) as swarm,
+        memory_swarm(source, cut(6, *CHAINS[chain]), LinkModel(delay_s=0.02)) as swarm,
         swarm.client(prefill_chunk=8, guesser=lambda: InlineDrafter(DRAFTERS[drafter](truth))) as client,
     ):
         answer = await client.generate(ask, max_new_tokens=TOKENS, decoding=strategy)
@@ -72,7 +72,7 @@ async def test_seeded_samples_do_not_depend_on_guesses(strategy: str, drafter: s
     _, source = model()
     ask = prompt(random.Random(3), 12)
     options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 17, "max_new_tokens": TOKENS}
-    async with memory_swarm(source, cut(6, 1, 4), Link(delay_s=0.01)) as swarm:
+    async with memory_swarm(source, cut(6, 1, 4), LinkModel(delay_s=0.01)) as swarm:
         async with swarm.client() as client:
             plain = await client.generate(ask, decoding="sequential", **options)
         answer = list(plain.token_ids)
@@ -93,7 +93,7 @@ async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
     strategies = ["tree", "pipedec", "sequential", "auto"]
     oracles = iter([Oracle(truths[0], 0.8), Oracle(truths[1], 0.7), Oracle(truths[3], 0.9)])
     async with (
-        memory_swarm(source, cut(6, 2, 5), Link(delay_s=0.01)) as swarm,
+        memory_swarm(source, cut(6, 2, 5), LinkModel(delay_s=0.01)) as swarm,
         swarm.client(prefill_chunk=7, guesser=lambda: InlineDrafter(next(oracles))) as client,
     ):
         answers = await asyncio.gather(
@@ -112,7 +112,7 @@ async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strate
     ask = prompt(random.Random(8), 18)
     truth = hf_greedy(made, ask, 20)
     async with (
-        memory_swarm(source, cut(6, 2, 4) * 2, Link(delay_s=0.01)) as swarm,
+        memory_swarm(source, cut(6, 2, 4) * 2, LinkModel(delay_s=0.01)) as swarm,
         swarm.client(guesser=lambda: InlineDrafter(Oracle(truth, 0.8))) as client,
     ):
         stream = client.stream(ask, max_new_tokens=20, decoding=strategy)
@@ -125,7 +125,7 @@ async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strate
                 assert stream.chain is not None
                 swarm.kill(stream.chain.peers[victim])
     assert seen == truth
-    assert len(stream.answer.repairs) == 1
+    assert len(stream.result.repairs) == 1
 
 
 @virtual_time

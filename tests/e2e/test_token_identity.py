@@ -13,7 +13,7 @@ from virtual_clock import virtual_time
 
 from swarm.errors import ContextOverflow, InvalidRequest, NoRoute, RemoteError, UsageError, WrongModel
 from swarm.planner.generation.state_machine import FinishReason
-from swarm.testing.memory_network import Link
+from swarm.testing.memory_network import LinkModel
 from swarm.types import LayerSpan
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ async def test_a_node_that_dies_mid_answer_costs_time_and_no_token(victim: int) 
     ask = prompt(random.Random(8), 18)
     spans = cut(6, 2, 4)
     async with (
-        memory_swarm(source, [*spans, *spans], Link(delay_s=0.005)) as swarm,
+        memory_swarm(source, [*spans, *spans], LinkModel(delay_s=0.005)) as swarm,
         swarm.client() as client,
         client.stream(ask, max_new_tokens=24) as stream,
     ):
@@ -121,7 +121,7 @@ async def test_a_node_that_dies_mid_answer_costs_time_and_no_token(victim: int) 
                 chain = stream.chain
                 assert chain is not None
                 swarm.kill(chain.hops[victim].peer)
-        answer = stream.answer
+        answer = stream.result
     assert list(answer.token_ids) == hf_greedy(model, ask, 24)
     assert len(answer.repairs) == 1
 
@@ -144,7 +144,7 @@ async def test_cancelling_frees_the_pages_of_every_hop() -> None:
             if piece.token_ids:
                 break
         await stream.cancel()
-        assert stream.answer.finish_reason is FinishReason.CANCELLED
+        assert stream.result.finish_reason is FinishReason.CANCELLED
         await asyncio.sleep(1.0)
         assert [leak for node in swarm.nodes.values() if (leak := node.leaks())] == []
 

@@ -18,12 +18,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     torch, which computes what is expected, gets one: its threads spin on cores that others may need.
     """
     try:
-        dispatch.use(request.param)
+        dispatch.select_isa(request.param)
     except KernelError as error:
         pytest.skip(str(error))
     before = torch.get_num_threads()
     dispatch.set_threads(2)
     torch.set_num_threads(1)
     yield request.param
-    dispatch.use("best")
+    dispatch.select_isa("best")
     dispatch.set_threads(before)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 
 NONE = torch.zeros(0, dtype=torch.int64)
 
@@ -45,9 +45,9 @@ def tree_mask(parents: tuple[int, ...], words: int) -> torch.Tensor:
     return (bits.view(len(parents), words, 64).long() * weights).sum(-1)
 
 
-def make_plan(parts: list[Part], generator: torch.Generator) -> tuple[BatchPlan, int]:
+def make_plan(parts: list[Part], generator: torch.Generator) -> tuple[AttentionMetadata, int]:
     """The plan of a batch and the number of pages its cache needs; pages are dealt out in random order."""
-    needed = [(-(-(p.committed + p.line) // PAGE), -(-len(p.tree) // PAGE)) for p in parts]
+    needed = [(-(-(p.committed + p.line) // BLOCK_SIZE), -(-len(p.tree) // BLOCK_SIZE)) for p in parts]
     total = sum(a + b for a, b in needed) + 1
     deck = (torch.randperm(total - 1, generator=generator) + 1).tolist()  # page 0 belongs to nobody
     pages = torch.zeros(len(parts), max(a for a, _ in needed), dtype=torch.int32)
@@ -61,29 +61,31 @@ def make_plan(parts: list[Part], generator: torch.Generator) -> tuple[BatchPlan,
         for column in range(sparse):
             tree_pages[s, column] = deck.pop()
         for i in range(part.committed, part.committed + part.line):
-            rows.append((i, s, i + 1, int(pages[s, i // PAGE]) * PAGE + i % PAGE))
+            rows.append((i, s, i + 1, int(pages[s, i // BLOCK_SIZE]) * BLOCK_SIZE + i % BLOCK_SIZE))
             masks.append(torch.zeros(words, dtype=torch.int64))
         mask = tree_mask(part.tree, words) if part.tree else None
         for slot in range(part.old, len(part.tree)):
             assert mask is not None
             depth = sum(bin(int(w) & (1 << 64) - 1).count("1") for w in mask[slot])
-            flat = int(tree_pages[s, slot // PAGE]) * PAGE + slot % PAGE
+            flat = int(tree_pages[s, slot // BLOCK_SIZE]) * BLOCK_SIZE + slot % BLOCK_SIZE
             rows.append((part.committed + depth - 1, s, part.committed, flat))
             masks.append(mask[slot])
     positions, session, past, write = (torch.tensor(column) for column in zip(*rows, strict=True))
-    plan = BatchPlan(positions, session.int(), past.int(), write, pages, tree_pages, torch.stack(masks), NONE, NONE)
+    plan = AttentionMetadata(
+        positions, session.int(), past.int(), write, pages, tree_pages, torch.stack(masks), NONE, NONE
+    )
     return plan, total
 
 
-def take_rows(plan: BatchPlan, rows: list[int]) -> BatchPlan:
+def take_rows(plan: AttentionMetadata, rows: list[int]) -> AttentionMetadata:
     """The same batch with only some of its rows."""
-    return BatchPlan(
+    return AttentionMetadata(
         plan.positions[rows],
-        plan.session[rows],
-        plan.past[rows],
-        plan.write[rows],
-        plan.pages,
-        plan.tree_pages,
+        plan.sequence_index[rows],
+        plan.context_lens[rows],
+        plan.slot_mapping[rows],
+        plan.block_tables,
+        plan.tree_block_tables,
         plan.tree_mask[rows],
         plan.copy_from,
         plan.copy_to,
@@ -93,6 +95,6 @@ def take_rows(plan: BatchPlan, rows: list[int]) -> BatchPlan:
 def random_pages(
     pages: int, groups: int, dim: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    k = torch.randn(pages, groups, dim, PAGE, generator=generator).to(dtype)
-    v = torch.randn(pages, groups, PAGE, dim, generator=generator).to(dtype)
+    k = torch.randn(pages, groups, dim, BLOCK_SIZE, generator=generator).to(dtype)
+    v = torch.randn(pages, groups, BLOCK_SIZE, dim, generator=generator).to(dtype)
     return k, v

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory
-from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.kvcache.cache import KVCache, KvShape, RowsRequest
-from swarm_kernels.kvcache.sequence import pages_of
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
+from swarm_kernels.kvcache.cache import KVCacheManager, KvShape, StepRequest
+from swarm_kernels.kvcache.sequence import blocks_for
 
 SHAPE = KvShape(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32)
 
 
-def small_cache(pages: int, max_slots: int = 70) -> KVCache:
-    return KVCache(SHAPE, pages * PAGE, max_slots=max_slots)
+def small_cache(pages: int, max_slots: int = 70) -> KVCacheManager:
+    return KVCacheManager(SHAPE, pages * BLOCK_SIZE, max_slots=max_slots)
 
 
 @dataclass
@@ -43,17 +43,17 @@ class Told:
         parent = self.tree[slot][0]
         return ([] if parent == -1 else self.path(parent)) + [slot]
 
-    def take(self, request: RowsRequest, marks: list[int]) -> None:
-        if request.commit:
-            tip = request.commit[-1]
-            path = set(request.commit)
+    def take(self, request: StepRequest, marks: list[int]) -> None:
+        if request.commit_slots:
+            tip = request.commit_slots[-1]
+            path = set(request.commit_slots)
             alive = {s for s in self.tree if tip in self.path(s) and s != tip}
-            self.committed += [self.tree[s][1] for s in request.commit]
+            self.committed += [self.tree[s][1] for s in request.commit_slots]
             self.tree = {s: (-1 if p in path else p, m) for s, (p, m) in self.tree.items() if s in alive}
-        if request.line:
+        if request.causal_rows:
             self.tree = {}
-            self.committed += marks[: request.line]
-        for parent, slot, mark in zip(request.parents, request.slots, marks[request.line :], strict=True):
+            self.committed += marks[: request.causal_rows]
+        for parent, slot, mark in zip(request.parents, request.slots, marks[request.causal_rows :], strict=True):
             self.tree[slot] = (parent, mark)
 
 
@@ -61,27 +61,27 @@ class Memory:
     """Carries out plans on a flat array with a mark for each slot, as the kernels do on keys and values."""
 
     def __init__(self, pages: int) -> None:
-        self.marks = torch.full((pages * PAGE,), -1, dtype=torch.int64)
+        self.marks = torch.full((pages * BLOCK_SIZE,), -1, dtype=torch.int64)
 
-    def run(self, plan: BatchPlan, marks: list[int]) -> None:
+    def run(self, plan: AttentionMetadata, marks: list[int]) -> None:
         self.marks[plan.copy_to] = self.marks[plan.copy_from].clone()
-        self.marks[plan.write] = torch.tensor(marks, dtype=torch.int64)
+        self.marks[plan.slot_mapping] = torch.tensor(marks, dtype=torch.int64)
 
-    def sees(self, plan: BatchPlan, row: int) -> tuple[list[int], list[int]]:
+    def sees(self, plan: AttentionMetadata, row: int) -> tuple[list[int], list[int]]:
         """-> (marks of the committed tokens a row sees, marks of the tree slots it sees, by slot)."""
-        session = int(plan.session[row])
-        past = int(plan.past[row])
-        pages = plan.pages[session].tolist()
-        committed = [int(self.marks[pages[t // PAGE] * PAGE + t % PAGE]) for t in range(past)]
-        tree_pages = plan.tree_pages[session].tolist()
+        session = int(plan.sequence_index[row])
+        past = int(plan.context_lens[row])
+        pages = plan.block_tables[session].tolist()
+        committed = [int(self.marks[pages[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE]) for t in range(past)]
+        tree_pages = plan.tree_block_tables[session].tolist()
         tree = []
         for slot in range(plan.tree_mask.shape[1] * 64):
             if int(plan.tree_mask[row, slot // 64]) >> (slot % 64) & 1:
-                tree.append(int(self.marks[tree_pages[slot // PAGE] * PAGE + slot % PAGE]))
+                tree.append(int(self.marks[tree_pages[slot // BLOCK_SIZE] * BLOCK_SIZE + slot % BLOCK_SIZE]))
         return committed, tree
 
 
-def state_of(cache: KVCache) -> Any:
+def state_of(cache: KVCacheManager) -> Any:
     """Everything a failed call must leave as it was."""
     sessions = {
         key: (
@@ -163,7 +163,7 @@ class Player:
         if self.attempt(lambda: self.cache.rollback(key, length)):
             told.committed, told.tree = told.committed[:length], {}
 
-    def request(self, key: bytes) -> RowsRequest:
+    def request(self, key: bytes) -> StepRequest:
         rng, told = self.rng, self.told[key]
         base = len(told.committed) + (rng.random() < 0.03)
         commit: list[int] = []
@@ -173,7 +173,7 @@ class Player:
             if rng.random() < 0.04:
                 commit = commit[1:] or [69]
         after = copy.deepcopy(told)
-        after.take(RowsRequest(key, base, 0, commit=commit if set(commit) <= set(told.tree) else ()), [])
+        after.take(StepRequest(key, base, 0, commit_slots=commit if set(commit) <= set(told.tree) else ()), [])
         room = told.max_tokens - len(after.committed) + (rng.random() < 0.03)
         line = min(room, rng.choice((1, 1, 2, 17))) if rng.random() < 0.4 else 0
         alive = [] if line else list(after.tree)
@@ -182,20 +182,20 @@ class Player:
             parents.append(rng.choice([-1, *alive, *slots]) if rng.random() < 0.99 else 68)
             unused = [slot for slot in range(70) if slot not in alive + slots]
             slots.append(rng.choice(unused if unused and rng.random() < 0.99 else [0, 70]))
-        return RowsRequest(key, base, line, parents, slots, commit)
+        return StepRequest(key, base, line, parents, slots, commit)
 
-    def pages_after(self, request: RowsRequest) -> int:
+    def pages_after(self, request: StepRequest) -> int:
         told = copy.deepcopy(self.told[request.session])
         told.take(request, [0] * request.rows)
-        return pages_of(len(told.committed)) + len({slot // PAGE for slot in told.tree})
+        return blocks_for(len(told.committed)) + len({slot // BLOCK_SIZE for slot in told.tree})
 
     def plan(self) -> None:
         keys = self.rng.sample(list(self.told), min(len(self.told), self.rng.randint(1, 3)))
         requests = [self.request(key) for key in keys]
-        plan = self.attempt(lambda: self.cache.plan(requests))
+        plan = self.attempt(lambda: self.cache.schedule(requests))
         if plan is None:
             if isinstance(self.refusal, OutOfMemory):  # never while all stay within what they were promised
-                assert any(self.pages_after(r) > pages_of(self.told[r.session].max_tokens) for r in requests)
+                assert any(self.pages_after(r) > blocks_for(self.told[r.session].max_tokens) for r in requests)
             return
         marks = list(range(self.next_mark, self.next_mark + plan.rows))
         self.next_mark += plan.rows
@@ -207,18 +207,18 @@ class Player:
             self.compare(request, plan, row)
             row += request.rows
 
-    def compare(self, request: RowsRequest, plan: BatchPlan, row: int) -> None:
+    def compare(self, request: StepRequest, plan: AttentionMetadata, row: int) -> None:
         told = self.told[request.session]
-        start = len(told.committed) - request.line
-        for i in range(request.line):
+        start = len(told.committed) - request.causal_rows
+        for i in range(request.causal_rows):
             committed, tree = self.memory.sees(plan, row + i)
             assert (committed, tree) == (told.committed[: start + i + 1], [])
             assert int(plan.positions[row + i]) == start + i
         for i, slot in enumerate(request.slots):
-            committed, tree = self.memory.sees(plan, row + request.line + i)
+            committed, tree = self.memory.sees(plan, row + request.causal_rows + i)
             path = told.ancestors(slot)
             assert (committed, sorted(tree)) == (told.committed, sorted(path))
-            assert int(plan.positions[row + request.line + i]) == len(told.committed) + len(path) - 1
+            assert int(plan.positions[row + request.causal_rows + i]) == len(told.committed) + len(path) - 1
 
     def finish(self) -> None:
         for key in list(self.told):

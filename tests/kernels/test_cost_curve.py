@@ -12,9 +12,9 @@ from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import ResourceError
 from swarm.types import LayerSpan
-from swarm_kernels.calibration.cost_curve import Stopwatch, choose_threads, measure_cost, self_check
+from swarm_kernels.calibration.cost_curve import StepTimer, choose_threads, measure_cost, verify_layer
 from swarm_kernels.ops import dispatch
-from swarm_kernels.runtime.llama_span import LeanSpan
+from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.load import load_span
 
 
@@ -43,10 +43,10 @@ def test_other_work_cannot_make_rows_free(source: ModelTensors, monkeypatch: pyt
     """One row always met somebody else's work, and so did every fourth batch; wider ones tell what it costs at most."""
     batches = itertools.count()
 
-    def ms(_: Stopwatch, width: int) -> float:
+    def ms(_: StepTimer, width: int) -> float:
         return 9.0 if width == 1 or next(batches) % 4 == 0 else float(width)
 
-    monkeypatch.setattr(Stopwatch, "ms", ms)
+    monkeypatch.setattr(StepTimer, "ms", ms)
     span = load_span(source, LayerSpan(0, 1), torch.float32)
     assert measure_cost(span, widths=(1, 2, 4, 16), budget_s=0.01).ms == (2.0, 2.0, 4.0, 16.0)
 
@@ -59,19 +59,19 @@ def test_threads_are_chosen_from_what_was_offered(source: ModelTensors) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_sound_span_passes_its_check(source: ModelTensors, dtype: torch.dtype) -> None:
-    self_check(load_span(source, LayerSpan(2, 4), dtype), source)
+    verify_layer(load_span(source, LayerSpan(2, 4), dtype), source)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_biases_and_head_norms_are_checked_too(family: str) -> None:
     source = ModelTensors(tiny_model(family))
-    self_check(load_span(source, LayerSpan(0, 1), torch.float32), source)
+    verify_layer(load_span(source, LayerSpan(0, 1), torch.float32), source)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_machine_that_computes_wrongly_is_found(source: ModelTensors, dtype: torch.dtype) -> None:
     span = load_span(source, LayerSpan(2, 4), dtype)
-    assert isinstance(span, LeanSpan)
+    assert isinstance(span, LlamaSpan)
     sound = span.weights[0]
     for broken in (
         replace(sound, scale=sound.scale * 1.5),
@@ -81,4 +81,4 @@ def test_a_machine_that_computes_wrongly_is_found(source: ModelTensors, dtype: t
     ):
         span.weights[0] = broken
         with pytest.raises(ResourceError, match="must not join"):
-            self_check(span, source)
+            verify_layer(span, source)

@@ -43,7 +43,7 @@ def test_heads_compute_what_medusa_defines(blocks: int, prefix: str, own_output:
     shared = None if own_output else dispatch.pack_linear(output)
     heads = MedusaHeads.load(saved(tensors, tmp_path), CONFIG, shared)
     hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
-    ids, logprobs = heads.guess(hidden, 4)
+    ids, logprobs = heads.propose(hidden, 4)
     assert ids.shape == logprobs.shape == (3, 5, 4)
     for k in range(len(heads)):
         x = hidden

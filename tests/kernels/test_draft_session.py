@@ -15,8 +15,8 @@ from swarm.types import LayerSpan
 from swarm_kernels.draft import models
 from swarm_kernels.draft import session as draft_session
 from swarm_kernels.draft.models import LocalModel, top_tokens
-from swarm_kernels.draft.session import DraftSession, Guesses, Path
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.draft.session import DraftCandidates, DraftSession, Path
+from swarm_kernels.kvcache.cache import StepRequest
 
 VOCAB = 131
 WIDTH = 5
@@ -30,15 +30,15 @@ def model() -> Iterator[LocalModel]:
         yield LocalModel(ModelTensors(tiny_model("llama")))
 
 
-def plain(model: LocalModel, text: Sequence[int]) -> Guesses:
+def plain(model: LocalModel, text: Sequence[int]) -> DraftCandidates:
     """One forward over everything."""
     cache = model.new_cache(len(text) + 16)
     cache.open(b"plain", len(text))
-    hidden = model.run(text, cache.plan([RowsRequest(b"plain", 0, len(text))]), cache)
-    return model.new_head().guess(hidden[-1:], WIDTH)[0]
+    hidden = model.run(text, cache.schedule([StepRequest(b"plain", 0, len(text))]), cache)
+    return model.new_head().propose(hidden[-1:], WIDTH)[0]
 
 
-def same(found: Guesses, expected: Guesses) -> bool:
+def same(found: DraftCandidates, expected: DraftCandidates) -> bool:
     """Equal probabilities by rank."""
     return all(math.isclose(f[1], e[1], abs_tol=1e-3) for f, e in zip(found, expected, strict=True))
 
@@ -56,7 +56,7 @@ def test_guesses_are_those_of_a_plain_pass(model: LocalModel, prompt: list[int],
     session.reset(text)
     for what, tokens, raw in steps:
         paths: list[Path] = [tuple(path) for path in raw]
-        for path, guesses in zip(paths, session.guess(paths, WIDTH), strict=True):
+        for path, guesses in zip(paths, session.propose(paths, WIDTH), strict=True):
             assert same(guesses, plain(model, [*text, *path]))
         if what == "reset":
             text = [*text[: len(text) // 2 + 1], *tokens]
@@ -76,12 +76,12 @@ def test_what_was_guessed_is_not_run_again(model: LocalModel, monkeypatch: pytes
     )
     session = DraftSession(model)
     session.reset([1, 2, 3])
-    session.guess([(), (4,), (5,), (4, 6)], 2)
+    session.propose([(), (4,), (5,), (4, 6)], 2)
     session.extend([4])
-    session.guess([(6,)], 2)  # its keys and values, and its guesses, are there
-    session.guess([(6, 7)], 2)
+    session.propose([(6,)], 2)  # its keys and values, and its guesses, are there
+    session.propose([(6, 7)], 2)
     session.reset([1, 2, 3, 4, 9])  # a common beginning is kept
-    session.guess([()], 2)
+    session.propose([()], 2)
     assert rows == [6, 0, 1, 1]
 
 
@@ -89,22 +89,22 @@ def test_a_long_prompt_is_read_in_chunks(model: LocalModel, monkeypatch: pytest.
     monkeypatch.setattr(draft_session, "CHUNK", 16)
     session, text = DraftSession(model), [i % VOCAB for i in range(50)]
     session.reset(text)
-    assert same(session.guess([(1, 2)], WIDTH)[0], plain(model, [*text, 1, 2]))
+    assert same(session.propose([(1, 2)], WIDTH)[0], plain(model, [*text, 1, 2]))
 
 
 def test_beyond_the_context_there_are_no_guesses(model: LocalModel) -> None:
     session = DraftSession(model, 8)
     session.reset([1, 2, 3, 4, 5, 6])
-    assert session.guess([(1, 1, 1)], WIDTH) == [[]]
-    assert session.guess([(1, 1)], WIDTH) != [[]]
+    assert session.propose([(1, 1, 1)], WIDTH) == [[]]
+    assert session.propose([(1, 1)], WIDTH) != [[]]
     session.extend([1, 2, 3])
-    assert session.guess([()], WIDTH) == [[]]
+    assert session.propose([()], WIDTH) == [[]]
 
 
 def test_an_empty_text_has_no_guesses(model: LocalModel) -> None:
     session = DraftSession(model)
     session.reset([])
-    assert session.guess([()], WIDTH) == [[]]
+    assert session.propose([()], WIDTH) == [[]]
 
 
 def test_a_tree_that_outgrows_its_slots_is_begun_anew(model: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_tree_that_outgrows_its_slots_is_begun_anew(model: LocalModel, monkeyp
     session.reset(text)
     for first in range(20, 32):
         paths = [(first,), (first, 1), (first, 1, 2)]
-        for path, guesses in zip(paths, session.guess(paths, WIDTH), strict=True):
+        for path, guesses in zip(paths, session.propose(paths, WIDTH), strict=True):
             assert same(guesses, plain(model, [*text, *path]))
     session._cache.check_integrity()
 
@@ -132,6 +132,6 @@ def test_the_whole_model_is_used(model: LocalModel) -> None:
     span = models.load_span(source, LayerSpan(0, 6), torch.bfloat16)
     cache = span.new_cache(32)
     cache.open(b"s", 3)
-    hidden = span.forward(span.embed([5, 6, 7]), cache.plan([RowsRequest(b"s", 0, 3)]), cache)
+    hidden = span.forward(span.embed([5, 6, 7]), cache.schedule([StepRequest(b"s", 0, 3)]), cache)
     best = int(span.logits(hidden[-1:]).argmax())
     assert plain(model, [5, 6, 7])[0][0] == best

@@ -15,10 +15,10 @@ from tiny_models import ModelTensors, tiny_model
 from swarm.errors import KernelError
 from swarm.types import LayerSpan
 from swarm_kernels.calibration import hetero_cores
-from swarm_kernels.calibration.hetero_cores import Division, choose, choose_division
-from swarm_kernels.device.core_groups import Units, find_units
+from swarm_kernels.calibration.hetero_cores import ColumnSplit, choose, choose_division
+from swarm_kernels.device.core_groups import CoreGroups, find_core_groups
 from swarm_kernels.device.device import INT4
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.cpu import cpu_library
 from swarm_kernels.runtime.load import load_span
@@ -32,16 +32,21 @@ def _one_pool_after() -> Iterator[None]:
     dispatch.set_threads(threads)
 
 
-DIVISIONS = [Units((0,), (1,), 500), Units((0, 1), (0,), 130), Units((0,), (1, 0), 990), Units((0, 1), (0, 1), 0)]
+DIVISIONS = [
+    CoreGroups((0,), (1,), 500),
+    CoreGroups((0, 1), (0,), 130),
+    CoreGroups((0,), (1, 0), 990),
+    CoreGroups((0, 1), (0, 1), 0),
+]
 
 
 @pytest.mark.parametrize("units", DIVISIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, INT4], ids=str)
-def test_a_divided_span_computes_the_same_bits(units: Units, dtype: torch.dtype) -> None:
+def test_a_divided_span_computes_the_same_bits(units: CoreGroups, dtype: torch.dtype) -> None:
     span = load_span(ModelTensors(tiny_model("llama")), LayerSpan(0, 6), dtype)
     dispatch.set_threads(1)
     whole = run(span)
-    cpu_library.divide(units)
+    cpu_library.split_columns(units)
     assert all(torch.equal(a, b) for a, b in zip(run(span), whole, strict=True))
 
 
@@ -53,15 +58,15 @@ def run(span: Span) -> list[torch.Tensor]:
     tree = tuple(range(40))
     parents = random_tree(40, generator)
     steps = (
-        RowsRequest(b"s", 0, 300),
-        RowsRequest(b"s", 300, 1),
-        RowsRequest(b"s", 301, 0, parents, tree),
-        RowsRequest(b"s", 301, 0, (-1,), (40,), commit=(0,)),
+        StepRequest(b"s", 0, 300),
+        StepRequest(b"s", 300, 1),
+        StepRequest(b"s", 301, 0, parents, tree),
+        StepRequest(b"s", 301, 0, (-1,), (40,), commit_slots=(0,)),
     )
     outputs = []
     for step in steps:
         hidden = torch.randn(step.rows, span.config.hidden_size, generator=generator)
-        out = span.forward(hidden, cache.plan([step]), cache)
+        out = span.forward(hidden, cache.schedule([step]), cache)
         outputs += [out, span.logits(out)]
     return outputs
 
@@ -72,66 +77,66 @@ def test_any_share_of_linears_and_attention(
     thousandths: int, wide: int, narrow: int, rows: int, committed: int
 ) -> None:
     generator = torch.Generator().manual_seed(rows)
-    linear, x = dispatch.quantise_linear(torch.randn(200, 96, generator=generator)), torch.randn(rows, 96)
+    linear, x = dispatch.quantize_linear(torch.randn(200, 96, generator=generator)), torch.randn(rows, 96)
     parts = [Part(committed, tree=random_tree(rows, generator)), Part(70, line=1)]
     plan, pages = make_plan(parts, generator)
     k_pages, v_pages = random_pages(pages, 2, 32, torch.float32, generator)
     q, k, v = (torch.randn(plan.rows, heads, 32, generator=generator) for heads in (6, 2, 2))
     dispatch.set_threads(1)
     expected = linear(x), dispatch.attend(q, k, v, k_pages, v_pages, plan, 0.2)
-    cpu_library.divide(Units((0,) * wide, (0,) * narrow, thousandths))
+    cpu_library.split_columns(CoreGroups((0,) * wide, (0,) * narrow, thousandths))
     assert torch.equal(linear(x), expected[0])
     assert torch.equal(dispatch.attend(q, k, v, k_pages, v_pages, plan, 0.2), expected[1])
 
 
-UNITS = Units((0, 1, 2, 3), (4, 5))
+UNITS = CoreGroups((0, 1, 2, 3), (4, 5))
 
 
 def test_the_quickest_division_is_chosen_if_it_beats_one_pool() -> None:
     won = choose(UNITS, {0: (10.0, 20.0), 125: (9.0, 19.0), 250: (8.0, 18.0), 375: (8.5, 18.0)})
-    assert won.units == Units(UNITS.wide, UNITS.narrow, 250)
+    assert won.groups == CoreGroups(UNITS.fast, UNITS.slow, 250)
     assert won.reason == (
         "cores 0,1,2,3 and 4,5 with 25.0% of the columns on the latter take 0.85 of the time of one pool of threads: "
         "divided"
     )
     lost = choose(UNITS, {0: (10.0, 20.0), 125: (11.0, 19.0), 250: (9.9, 19.9)})
-    assert lost.units is None
+    assert lost.groups is None
     assert lost.reason.endswith("the best division, take 0.99 of the time of one pool of threads: not divided")
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=5, max_size=5))
 def test_nothing_tried_is_quicker_than_what_is_chosen(times: list[tuple[float, float]]) -> None:
     named = dict(zip((0, *hetero_cores.SHARES), times, strict=True))
-    chosen = choose(UNITS, named).units
+    chosen = choose(UNITS, named).groups
     cost = {share: (a * b) ** 0.5 / (times[0][0] * times[0][1]) ** 0.5 for share, (a, b) in named.items()}
     if chosen is None:
         assert min(cost.values()) > hetero_cores.MARGIN - 1e-9
     else:
-        assert cost[chosen.thousandths] <= min(hetero_cores.MARGIN, *cost.values()) + 1e-9
+        assert cost[chosen.slow_permille] <= min(hetero_cores.MARGIN, *cost.values()) + 1e-9
 
 
 def test_measuring_leaves_what_it_chose_set(monkeypatch: pytest.MonkeyPatch) -> None:
     span = load_span(ModelTensors(tiny_model("llama")), LayerSpan(1, 3), torch.float32)
-    assert isinstance(choose_division(span, 2, budget_s=0.01), Division)
-    applied: list[Units | None] = []
-    monkeypatch.setattr(hetero_cores, "find_units", lambda: Units((0,), (0,)))
+    assert isinstance(choose_division(span, 2, budget_s=0.01), ColumnSplit)
+    applied: list[CoreGroups | None] = []
+    monkeypatch.setattr(hetero_cores, "find_core_groups", lambda: CoreGroups((0,), (0,)))
     monkeypatch.setattr(hetero_cores, "apply", lambda units, threads: applied.append(units))
     division = choose_division(span, 2, budget_s=0.01)
-    assert applied[-1] == division.units
-    assert {units.thousandths for units in applied[:5] if units} == set(hetero_cores.SHARES)
+    assert applied[-1] == division.groups
+    assert {units.slow_permille for units in applied[:5] if units} == set(hetero_cores.SHARES)
 
 
 def test_where_nothing_can_be_divided_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     span = load_span(ModelTensors(tiny_model("llama")), LayerSpan(1, 2), torch.float32)
-    monkeypatch.setattr(hetero_cores, "find_units", lambda: None)
-    assert choose_division(span, 1) == Division(None, "there is but one core")
-    dispatch.use("reference")
+    monkeypatch.setattr(hetero_cores, "find_core_groups", lambda: None)
+    assert choose_division(span, 1) == ColumnSplit(None, "there is but one core")
+    dispatch.select_isa("reference")
     try:
         assert "compiled" in choose_division(span, 1).reason
         with pytest.raises(KernelError, match="units"):
-            cpu_library.divide(UNITS)
+            cpu_library.split_columns(UNITS)
     finally:
-        dispatch.use("best")
+        dispatch.select_isa("best")
 
 
 def machine(folder: Path, **files: list[str]) -> Path:
@@ -146,16 +151,16 @@ def machine(folder: Path, **files: list[str]) -> Path:
 
 def test_fast_and_slow_cores_are_told_apart(tmp_path: Path) -> None:
     arm = machine(tmp_path / "arm", cpu_capacity=["446", "446", "1024", "1024", "871"])
-    assert find_units(range(5), arm) == Units((2, 3), (0, 1, 4))
+    assert find_core_groups(range(5), arm) == CoreGroups((2, 3), (0, 1, 4))
     hybrid = machine(tmp_path / "x86", cpufreq__cpuinfo_max_freq=["5000000", "5000000", "3800000"])
-    assert find_units(range(3), hybrid) == Units((0, 1), (2,))
-    assert find_units([0, 1], hybrid) == Units((0,), (1,))
+    assert find_core_groups(range(3), hybrid) == CoreGroups((0, 1), (2,))
+    assert find_core_groups([0, 1], hybrid) == CoreGroups((0,), (1,))
 
 
 def test_like_cores_are_told_apart_by_their_cache_or_halved(tmp_path: Path) -> None:
     caches = machine(tmp_path, cache__index3__shared_cpu_list=["0-1", "0-1", "2-3", "2-3"])
-    assert find_units([0, 1, 2, 3], caches) == Units((0, 1), (2, 3))
-    assert find_units([0, 1, 2], tmp_path / "empty") == Units((0, 1), (2,))
-    assert find_units([7], tmp_path) is None
+    assert find_core_groups([0, 1, 2, 3], caches) == CoreGroups((0, 1), (2, 3))
+    assert find_core_groups([0, 1, 2], tmp_path / "empty") == CoreGroups((0, 1), (2,))
+    assert find_core_groups([7], tmp_path) is None
     nonsense = machine(tmp_path / "odd", cpu_capacity=["many", ""])
-    assert find_units([0, 1], nonsense) == Units((0,), (1,))
+    assert find_core_groups([0, 1], nonsense) == CoreGroups((0,), (1,))

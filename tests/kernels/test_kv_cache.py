@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kv_model import Player, small_cache, state_of
 
 from swarm.errors import InvalidRequest, OutOfMemory
-from swarm_kernels.batch import PAGE, BatchPlan
-from swarm_kernels.kvcache.cache import KVCache, KvShape, RowsRequest
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
+from swarm_kernels.kvcache.cache import KVCacheManager, KvShape, StepRequest
 
 
 @pytest.mark.slow
@@ -29,47 +29,47 @@ def test_random_operations_agree_with_the_model(rng: random.Random, pages: int) 
 # --- reservations ---------------------------------------------------------------------------------------------------
 
 
-def line(cache: KVCache, session: bytes, rows: int) -> BatchPlan:
-    return cache.plan([RowsRequest(session, cache.length(session), rows)])
+def line(cache: KVCacheManager, session: bytes, rows: int) -> AttentionMetadata:
+    return cache.schedule([StepRequest(session, cache.length(session), rows)])
 
 
 def test_what_was_promised_is_there_when_it_is_needed() -> None:
     cache = small_cache(6)
-    cache.open(b"a", 3 * PAGE)
-    cache.open(b"b", 3 * PAGE)
+    cache.open(b"a", 3 * BLOCK_SIZE)
+    cache.open(b"b", 3 * BLOCK_SIZE)
     assert cache.free_tokens == 0
     with pytest.raises(OutOfMemory, match="16 more tokens"):
         cache.open(b"c", 1)
-    line(cache, b"a", 3 * PAGE)
-    line(cache, b"b", 3 * PAGE)
+    line(cache, b"a", 3 * BLOCK_SIZE)
+    line(cache, b"b", 3 * BLOCK_SIZE)
     with pytest.raises(InvalidRequest, match="reserved 48"):
         line(cache, b"a", 1)
     cache.close(b"a")
-    assert cache.free_tokens == 3 * PAGE
+    assert cache.free_tokens == 3 * BLOCK_SIZE
 
 
 def test_a_tree_beyond_the_reservation_takes_only_what_nobody_was_promised() -> None:
     cache = small_cache(4)
-    cache.open(b"a", PAGE)
-    cache.open(b"b", 2 * PAGE)
-    line(cache, b"a", PAGE)
-    grow = RowsRequest(b"a", PAGE, 0, (-1,), (0,))
-    cache.plan([grow])  # the fourth page is nobody's
+    cache.open(b"a", BLOCK_SIZE)
+    cache.open(b"b", 2 * BLOCK_SIZE)
+    line(cache, b"a", BLOCK_SIZE)
+    grow = StepRequest(b"a", BLOCK_SIZE, 0, (-1,), (0,))
+    cache.schedule([grow])  # the fourth page is nobody's
     with pytest.raises(OutOfMemory):
-        cache.plan([RowsRequest(b"a", PAGE, 0, (0,), (PAGE,))])
+        cache.schedule([StepRequest(b"a", BLOCK_SIZE, 0, (0,), (BLOCK_SIZE,))])
     cache.check_integrity()
-    line(cache, b"b", 2 * PAGE)
+    line(cache, b"b", 2 * BLOCK_SIZE)
 
 
 def test_a_fork_shares_whole_pages_and_copies_the_last_one_when_it_writes() -> None:
     cache = small_cache(8)
-    cache.open(b"a", 3 * PAGE)
-    line(cache, b"a", PAGE + 5)
+    cache.open(b"a", 3 * BLOCK_SIZE)
+    line(cache, b"a", BLOCK_SIZE + 5)
     held = cache.pool.free
-    cache.fork(b"a", b"b", 3 * PAGE)
+    cache.fork(b"a", b"b", 3 * BLOCK_SIZE)
     assert cache.pool.free == held
     plan = line(cache, b"b", 1)
-    assert plan.copy_from.tolist() == [PAGE + i for i in range(5)]
+    assert plan.copy_from.tolist() == [BLOCK_SIZE + i for i in range(5)]
     assert cache.pool.free == held - 1
     assert line(cache, b"a", 1).copy_from.numel() == 0  # now the old page is its own
     cache.check_integrity()
@@ -77,39 +77,39 @@ def test_a_fork_shares_whole_pages_and_copies_the_last_one_when_it_writes() -> N
 
 def test_a_fork_is_refused_when_its_share_cannot_be_promised() -> None:
     cache = small_cache(4)
-    cache.open(b"a", 2 * PAGE)
-    line(cache, b"a", PAGE + 1)
+    cache.open(b"a", 2 * BLOCK_SIZE)
+    line(cache, b"a", BLOCK_SIZE + 1)
     with pytest.raises(OutOfMemory):
-        cache.fork(b"a", b"b", 4 * PAGE)
+        cache.fork(b"a", b"b", 4 * BLOCK_SIZE)
     with pytest.raises(InvalidRequest, match="cannot be shared"):
-        cache.fork(b"a", b"b", PAGE)
-    cache.fork(b"a", b"b", 2 * PAGE)
+        cache.fork(b"a", b"b", BLOCK_SIZE)
+    cache.fork(b"a", b"b", 2 * BLOCK_SIZE)
     cache.check_integrity()
 
 
 # --- steps that must be refused -------------------------------------------------------------------------------------
 
 BAD_STEPS = {
-    "base": (RowsRequest(b"a", 2, 1), "starts at 2"),
-    "nothing": (RowsRequest(b"a", 3, 0), "no rows"),
-    "negative line": (RowsRequest(b"a", 3, -1, (-1, -1), (8, 9)), "no rows"),
-    "unequal lists": (RowsRequest(b"a", 3, 0, (-1,), (8, 9)), "names 1 parents"),
-    "too long": (RowsRequest(b"a", 3, 98), "needs 101"),
-    "slot too large": (RowsRequest(b"a", 3, 0, (-1,), (70,)), "not within"),
-    "slot negative": (RowsRequest(b"a", 3, 0, (-1,), (-1,)), "not within"),
-    "slot in use": (RowsRequest(b"a", 3, 0, (-1,), (1,)), "in use"),
-    "slot twice": (RowsRequest(b"a", 3, 0, (-1, -1), (8, 8)), "in use"),
-    "own parent": (RowsRequest(b"a", 3, 0, (8,), (8,)), "hangs on"),
-    "later parent": (RowsRequest(b"a", 3, 0, (9, -1), (8, 9)), "hangs on"),
-    "cycle": (RowsRequest(b"a", 3, 0, (-1, 10, 9), (8, 9, 10)), "hangs on"),
-    "dead parent": (RowsRequest(b"a", 3, 0, (5,), (8,)), "hangs on"),
-    "parent lost to the line": (RowsRequest(b"a", 3, 1, (1,), (8,)), "hangs on"),
-    "parent just committed": (RowsRequest(b"a", 3, 0, (0,), (8,), (0,)), "hangs on"),
-    "commit of a dead slot": (RowsRequest(b"a", 3, 1, commit=(5,)), "cannot be committed"),
-    "commit that skips": (RowsRequest(b"a", 3, 1, commit=(1,)), "cannot be committed"),
-    "commit of siblings": (RowsRequest(b"a", 3, 1, commit=(0, 2)), "cannot be committed"),
-    "commit twice": (RowsRequest(b"a", 3, 1, commit=(0, 0)), "cannot be committed"),
-    "unknown session": (RowsRequest(b"z", 0, 1), "not open"),
+    "base": (StepRequest(b"a", 2, 1), "starts at 2"),
+    "nothing": (StepRequest(b"a", 3, 0), "no rows"),
+    "negative line": (StepRequest(b"a", 3, -1, (-1, -1), (8, 9)), "no rows"),
+    "unequal lists": (StepRequest(b"a", 3, 0, (-1,), (8, 9)), "names 1 parents"),
+    "too long": (StepRequest(b"a", 3, 98), "needs 101"),
+    "slot too large": (StepRequest(b"a", 3, 0, (-1,), (70,)), "not within"),
+    "slot negative": (StepRequest(b"a", 3, 0, (-1,), (-1,)), "not within"),
+    "slot in use": (StepRequest(b"a", 3, 0, (-1,), (1,)), "in use"),
+    "slot twice": (StepRequest(b"a", 3, 0, (-1, -1), (8, 8)), "in use"),
+    "own parent": (StepRequest(b"a", 3, 0, (8,), (8,)), "hangs on"),
+    "later parent": (StepRequest(b"a", 3, 0, (9, -1), (8, 9)), "hangs on"),
+    "cycle": (StepRequest(b"a", 3, 0, (-1, 10, 9), (8, 9, 10)), "hangs on"),
+    "dead parent": (StepRequest(b"a", 3, 0, (5,), (8,)), "hangs on"),
+    "parent lost to the line": (StepRequest(b"a", 3, 1, (1,), (8,)), "hangs on"),
+    "parent just committed": (StepRequest(b"a", 3, 0, (0,), (8,), (0,)), "hangs on"),
+    "commit of a dead slot": (StepRequest(b"a", 3, 1, commit_slots=(5,)), "cannot be committed"),
+    "commit that skips": (StepRequest(b"a", 3, 1, commit_slots=(1,)), "cannot be committed"),
+    "commit of siblings": (StepRequest(b"a", 3, 1, commit_slots=(0, 2)), "cannot be committed"),
+    "commit twice": (StepRequest(b"a", 3, 1, commit_slots=(0, 0)), "cannot be committed"),
+    "unknown session": (StepRequest(b"z", 0, 1), "not open"),
 }
 
 
@@ -119,11 +119,11 @@ def test_a_refused_step_changes_nothing_for_anyone(name: str) -> None:
     for key in (b"a", b"b"):
         cache.open(key, 100)
         line(cache, key, 3)
-    cache.plan([RowsRequest(b"a", 3, 0, (-1, 0, -1), (0, 1, 2))])
+    cache.schedule([StepRequest(b"a", 3, 0, (-1, 0, -1), (0, 1, 2))])
     before = state_of(cache)
     request, sentence = BAD_STEPS[name]
     with pytest.raises(InvalidRequest, match=sentence):
-        cache.plan([RowsRequest(b"b", 3, 1), request])
+        cache.schedule([StepRequest(b"b", 3, 1), request])
     assert state_of(cache) == before
 
 
@@ -131,7 +131,7 @@ def test_one_step_of_a_session_in_a_batch() -> None:
     cache = small_cache(4)
     cache.open(b"a", 20)
     with pytest.raises(InvalidRequest, match="one step of a session"):
-        cache.plan([RowsRequest(b"a", 0, 1), RowsRequest(b"a", 0, 1)])
+        cache.schedule([StepRequest(b"a", 0, 1), StepRequest(b"a", 0, 1)])
 
 
 def test_sessions_open_once_and_close_any_number_of_times() -> None:
@@ -154,11 +154,11 @@ def test_a_commit_without_rows_only_moves() -> None:
     cache = small_cache(4)
     cache.open(b"a", 40)
     line(cache, b"a", 15)
-    tree = cache.plan([RowsRequest(b"a", 15, 0, (-1, 3, 4), (3, 4, 5))])
-    plan = cache.plan([RowsRequest(b"a", 15, 0, commit=(3, 4))])
+    tree = cache.schedule([StepRequest(b"a", 15, 0, (-1, 3, 4), (3, 4, 5))])
+    plan = cache.schedule([StepRequest(b"a", 15, 0, commit_slots=(3, 4))])
     assert plan.rows == 0
-    assert plan.copy_from.tolist() == tree.write[:2].tolist()
-    assert plan.copy_to[0].item() % PAGE == 15
+    assert plan.copy_from.tolist() == tree.slot_mapping[:2].tolist()
+    assert plan.copy_to[0].item() % BLOCK_SIZE == 15
     assert cache.length(b"a") == 17
     assert list(cache.slots(b"a")) == [5]
 
@@ -166,36 +166,42 @@ def test_a_commit_without_rows_only_moves() -> None:
 def test_earlier_plans_keep_their_page_tables() -> None:
     cache = small_cache(60)
     cache.open(b"a", 400)
-    plan = line(cache, b"a", 2 * PAGE + 1)
-    pages = plan.pages.clone()
+    plan = line(cache, b"a", 2 * BLOCK_SIZE + 1)
+    pages = plan.block_tables.clone()
     cache.fork(b"a", b"b", 400)
     line(cache, b"a", 1)
     cache.rollback(b"a", 3)
     line(cache, b"a", 300)
-    assert torch.equal(plan.pages, pages)
+    assert torch.equal(plan.block_tables, pages)
 
 
 def test_dtypes_and_shapes_of_a_plan() -> None:
-    cache = KVCache(KvShape(3, 2, 4, torch.bfloat16), 100)
-    assert [tuple(k.shape) for k in cache.k] == [(7, 2, 4, PAGE)] * 3
-    assert [tuple(v.shape) for v in cache.v] == [(7, 2, PAGE, 4)] * 3
-    assert cache.nbytes == 7 * PAGE * 3 * 2 * 2 * 4 * 2
+    cache = KVCacheManager(KvShape(3, 2, 4, torch.bfloat16), 100)
+    assert [tuple(k.shape) for k in cache.k] == [(7, 2, 4, BLOCK_SIZE)] * 3
+    assert [tuple(v.shape) for v in cache.v] == [(7, 2, BLOCK_SIZE, 4)] * 3
+    assert cache.nbytes == 7 * BLOCK_SIZE * 3 * 2 * 2 * 4 * 2
     assert not any(bool(x.any()) for x in (*cache.k, *cache.v))
     cache.open(b"a", 40)
     cache.open(b"b", 40)
-    plan = cache.plan([RowsRequest(b"a", 0, 17), RowsRequest(b"b", 0, 2, (-1,), (69,))])
-    assert plan.positions.dtype == plan.write.dtype == plan.tree_mask.dtype == torch.int64
-    assert plan.past.dtype == plan.session.dtype == plan.pages.dtype == plan.tree_pages.dtype == torch.int32
+    plan = cache.schedule([StepRequest(b"a", 0, 17), StepRequest(b"b", 0, 2, (-1,), (69,))])
+    assert plan.positions.dtype == plan.slot_mapping.dtype == plan.tree_mask.dtype == torch.int64
+    assert (
+        plan.context_lens.dtype
+        == plan.sequence_index.dtype
+        == plan.block_tables.dtype
+        == plan.tree_block_tables.dtype
+        == torch.int32
+    )
     assert plan.tree_mask.shape == (20, 2)
-    assert plan.pages.shape == (2, 2)
-    assert plan.tree_pages.shape[0] == 2
+    assert plan.block_tables.shape == (2, 2)
+    assert plan.tree_block_tables.shape[0] == 2
     assert cache.top_position == 16
 
 
 def test_pages_cost_memory_once_they_are_written() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
-    cache = KVCache(KvShape(2, 8, 128, torch.float32), 1 << 16)
+    cache = KVCacheManager(KvShape(2, 8, 128, torch.float32), 1 << 16)
     assert cache.nbytes == 1 << 30
     cache.open(b"a", 1 << 15)
     line(cache, b"a", 40)
@@ -205,31 +211,31 @@ def test_pages_cost_memory_once_they_are_written() -> None:
 
 def test_more_memory_than_there_is() -> None:
     with pytest.raises(OutOfMemory, match="do not fit"):
-        KVCache(KvShape(80, 64, 128, torch.float32), 1 << 40)
+        KVCacheManager(KvShape(80, 64, 128, torch.float32), 1 << 40)
 
 
 # --- from one machine to another ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [1, PAGE - 1, PAGE, 2 * PAGE + 5, 5 * PAGE])
+@pytest.mark.parametrize("tokens", [1, BLOCK_SIZE - 1, BLOCK_SIZE, 2 * BLOCK_SIZE + 5, 5 * BLOCK_SIZE])
 def test_what_one_cache_read_another_one_writes(tokens: int) -> None:
     torch.manual_seed(tokens)
     giver, taker = small_cache(8), small_cache(8)
     for cache in (giver, taker):
         for tensor in (*cache.k, *cache.v):
             tensor.copy_(torch.randn_like(tensor, dtype=torch.float32))  # what others left there
-        cache.open(b"other", PAGE)
+        cache.open(b"other", BLOCK_SIZE)
         line(cache, b"other", 3)
-        cache.open(b"a", 6 * PAGE)
-    line(giver, b"a", 5 * PAGE)
-    theirs, ours = giver.pages(b"a", tokens), taker.adopt(b"a", tokens)
+        cache.open(b"a", 6 * BLOCK_SIZE)
+    line(giver, b"a", 5 * BLOCK_SIZE)
+    theirs, ours = giver.pages(b"a", tokens), taker.import_blocks(b"a", tokens)
     for layer in range(giver.shape.layers):
         taker.pool.write(layer, ours, giver.pool.read(layer, theirs, tokens))
         for at in range(tokens):
-            a, b, slot = theirs[at // PAGE], ours[at // PAGE], at % PAGE
+            a, b, slot = theirs[at // BLOCK_SIZE], ours[at // BLOCK_SIZE], at % BLOCK_SIZE
             assert torch.equal(giver.k[layer][a, :, :, slot], taker.k[layer][b, :, :, slot])
             assert torch.equal(giver.v[layer][a, :, slot], taker.v[layer][b, :, slot])
-        rest = tokens - (len(ours) - 1) * PAGE
+        rest = tokens - (len(ours) - 1) * BLOCK_SIZE
         assert not taker.k[layer][ours[-1], :, :, rest:].any()
         assert not taker.v[layer][ours[-1], :, rest:].any()
     taker.check_integrity()
@@ -239,11 +245,11 @@ def test_what_one_cache_read_another_one_writes(tokens: int) -> None:
 
 def test_only_an_empty_session_adopts_and_only_what_it_may_hold() -> None:
     cache = small_cache(4)
-    cache.open(b"a", PAGE)
+    cache.open(b"a", BLOCK_SIZE)
     with pytest.raises(InvalidRequest):
-        cache.adopt(b"a", PAGE + 1)
+        cache.import_blocks(b"a", BLOCK_SIZE + 1)
     line(cache, b"a", 1)
     with pytest.raises(InvalidRequest):
-        cache.adopt(b"a", 1)
+        cache.import_blocks(b"a", 1)
     with pytest.raises(InvalidRequest):
         cache.pages(b"a", 2)

@@ -263,7 +263,7 @@ def test_a_file_cut_short_while_open_is_an_error_and_not_a_crash(tiny: Path, tmp
 def test_the_built_in_model_opens_with_its_shapes(real_model: ModelSource) -> None:
     config = real_model.config
     assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
-    assert config.lean
+    assert config.has_fast_path
     assert config.eos_token_ids == (2,)
     assert real_model.name == "smollm2-135m"
     embedding = real_model.tensor("model.embed_tokens.weight")

@@ -232,8 +232,8 @@ def test_defaults_are_those_of_the_family() -> None:
 def test_sliding_windows_count_only_where_they_are_used() -> None:
     mistral = _config(model_type="mistral", max_position_embeddings=32768)
     assert model_config(mistral).sliding_window == 4096
-    assert not model_config(mistral).lean
-    assert model_config({**mistral, "sliding_window": None}).lean
+    assert not model_config(mistral).has_fast_path
+    assert model_config({**mistral, "sliding_window": None}).has_fast_path
     qwen = _config(model_type="qwen2", sliding_window=128)
     assert model_config(qwen).sliding_window is None
     assert model_config({**qwen, "use_sliding_window": True}).sliding_window is None  # from layer 28 on
@@ -250,7 +250,7 @@ def test_other_decoders_are_described_and_left_to_the_general_path() -> None:
     config = model_config(gpt2, has_head=False)
     assert (config.hidden_size, config.num_layers, config.intermediate_size, config.context_length) == (64, 2, 256, 128)
     assert config.tie_word_embeddings
-    assert not config.lean
+    assert not config.has_fast_path
 
 
 @pytest.mark.parametrize(

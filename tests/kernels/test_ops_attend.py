@@ -17,7 +17,7 @@ from kernel_cases import (
     take_rows,
 )
 
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.torch_reference import REFERENCE
 
@@ -29,7 +29,7 @@ def random_part(generator: torch.Generator) -> Part:
     def below(end: int) -> int:
         return int(torch.randint(end, (1,), generator=generator))
 
-    committed = (0, 1, PAGE - 1, PAGE, below(100), 128, 200 + below(400))[below(7)]
+    committed = (0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, below(100), 128, 200 + below(400))[below(7)]
     kind = below(5)
     if kind == 0:
         return Part(committed, line=1)
@@ -41,7 +41,7 @@ def random_part(generator: torch.Generator) -> Part:
 
 
 @functools.cache
-def random_batch(seed: int) -> tuple[BatchPlan, int]:
+def random_batch(seed: int) -> tuple[AttentionMetadata, int]:
     generator = torch.Generator().manual_seed(seed)
     sessions = 1 + int(torch.randint(5, (1,), generator=generator))
     return make_plan([random_part(generator) for _ in range(sessions)], generator)
@@ -50,7 +50,9 @@ def random_batch(seed: int) -> tuple[BatchPlan, int]:
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def random_case(plan: BatchPlan, pages: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Case:
+def random_case(
+    plan: AttentionMetadata, pages: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int
+) -> Case:
     generator = torch.Generator().manual_seed(seed)
     queries, groups, dim = heads
     q, k, v = (torch.randn(plan.rows, h, dim, generator=generator) for h in (queries, groups, groups))
@@ -115,7 +117,7 @@ def test_long_contexts_match_the_reference(isa: str, dtype: torch.dtype, window:
 def test_forks_read_the_pages_they_share(isa: str) -> None:
     generator = torch.Generator().manual_seed(12)
     plan, pages = make_plan([Part(200, tree=chain(5)), Part(170, tree=random_tree(40, generator))], generator)
-    tables = plan.pages.clone()
+    tables = plan.block_tables.clone()
     tables[1, :10] = tables[0, :10]
     plan = replace(plan, pages=tables)
     case = random_case(plan, pages, (6, 2, 48), torch.bfloat16, 12)
@@ -159,9 +161,12 @@ def test_it_does_not_matter_how_keys_are_spread_between_committed_pages_and_tree
         out = dispatch.attend(q[first], k[first], v[first], k_pages, v_pages, plan, dim**-0.5)
         if branch:
             tree, _ = make_plan([Part(committed, tree=chain(branch))], generator)
-            tree_pages = pages + torch.arange(tree.tree_pages.shape[1], dtype=torch.int32)[None]
-            write = tree_pages.repeat_interleave(PAGE)[:branch].long() * PAGE + torch.arange(branch) % PAGE
-            tree = replace(tree, pages=plan.pages, tree_pages=tree_pages, write=write)
+            tree_pages = pages + torch.arange(tree.tree_block_tables.shape[1], dtype=torch.int32)[None]
+            write = (
+                tree_pages.repeat_interleave(BLOCK_SIZE)[:branch].long() * BLOCK_SIZE
+                + torch.arange(branch) % BLOCK_SIZE
+            )
+            tree = replace(tree, pages=plan.block_tables, tree_pages=tree_pages, write=write)
             rest = slice(committed, None)
             out = dispatch.attend(q[rest], k[rest], v[rest], k_pages, v_pages, tree, dim**-0.5)
         outputs.append(out[-1])
@@ -177,12 +182,12 @@ def test_unseen_keys_cannot_poison_a_row(isa: str, dtype: torch.dtype) -> None:
     case = random_case(plan, pages, (4, 2, 32), dtype, 5)
     expected = dispatch.attend(*copied(case), plan, 0.2)
     q, k, v, k_pages, v_pages = case
-    seen = torch.zeros(pages * PAGE, dtype=torch.bool)
+    seen = torch.zeros(pages * BLOCK_SIZE, dtype=torch.bool)
     for session, committed in ((0, 70), (1, 8)):
         index = torch.arange(committed)
-        seen[plan.pages[session].long()[index // PAGE] * PAGE + index % PAGE] = True
-    seen[plan.write] = True
-    hostile = ~seen.view(pages, PAGE)
+        seen[plan.block_tables[session].long()[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE] = True
+    seen[plan.slot_mapping] = True
+    hostile = ~seen.view(pages, BLOCK_SIZE)
     k_pages.masked_fill_(hostile[:, None, None, :], float("nan"))
     v_pages.masked_fill_(hostile[:, None, :, None], float("inf"))
     assert torch.equal(dispatch.attend(q, k, v, k_pages, v_pages, plan, 0.2), expected)
@@ -202,8 +207,8 @@ def test_slots_move_before_the_batch_is_written(isa: str) -> None:
     """The tree slot a row is written to may be the one another token is just moved out of."""
     generator = torch.Generator().manual_seed(3)
     plan, pages = make_plan([Part(10, tree=chain(3))], generator)
-    committed = plan.pages[0, 0].long() * PAGE + torch.tensor([8, 9])
-    plan = replace(plan, copy_from=plan.write[:2], copy_to=committed)
+    committed = plan.block_tables[0, 0].long() * BLOCK_SIZE + torch.tensor([8, 9])
+    plan = replace(plan, copy_from=plan.slot_mapping[:2], copy_to=committed)
     case = random_case(plan, pages, (4, 2, 32), torch.bfloat16, 3)
     twin = copied(case)
     expected = REFERENCE.attend(*twin, plan, 0.2)
@@ -216,7 +221,7 @@ def test_slots_move_before_the_batch_is_written(isa: str) -> None:
 def test_move_slots_reads_all_before_it_writes(isa: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     k_pages, v_pages = random_pages(6, 3, 48, dtype, generator)
-    order = torch.randperm(6 * PAGE, generator=generator)
+    order = torch.randperm(6 * BLOCK_SIZE, generator=generator)
     source = order[:40]
     target = torch.cat((source[1:], source[:1]))  # a cycle: each source is overwritten by another
     keys, values = k_pages.permute(0, 3, 1, 2).reshape(-1, 3, 48), v_pages.transpose(1, 2).reshape(-1, 3, 48)

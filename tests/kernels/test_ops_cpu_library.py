@@ -73,7 +73,7 @@ def test_threads_may_call_at_once(isa: str) -> None:
 def test_other_threads_run_during_an_op() -> None:
     """An op does not hold the GIL: another thread gets on while one long call lasts."""
     before = torch.get_num_threads()
-    dispatch.use("generic")
+    dispatch.select_isa("generic")
     dispatch.set_threads(1)
     try:
         linear, x = dispatch.pack_linear(torch.zeros(2048, 2048)), torch.zeros(256, 2048)
@@ -86,23 +86,23 @@ def test_other_threads_run_during_an_op() -> None:
             time.sleep(0.001)
         worker.join()
     finally:
-        dispatch.use("best")
+        dispatch.select_isa("best")
         dispatch.set_threads(before)
     assert len(seen) > 3
 
 
 def test_implementations_are_chosen_by_name() -> None:
-    best = dispatch.available()
+    best = dispatch.isa()
     assert dispatch.describe() == f"compiled ({best})"
-    dispatch.use("generic")
-    assert dispatch.available() == "generic"
-    dispatch.use("reference")
-    assert dispatch.available() == "reference"
+    dispatch.select_isa("generic")
+    assert dispatch.isa() == "generic"
+    dispatch.select_isa("reference")
+    assert dispatch.isa() == "reference"
     assert dispatch.describe().startswith("plain torch: ")
-    dispatch.use("best")
-    assert dispatch.available() == best
+    dispatch.select_isa("best")
+    assert dispatch.isa() == best
     with pytest.raises(KernelError):
-        dispatch.use("abacus")
+        dispatch.select_isa("abacus")
     with pytest.raises(KernelError):
         dispatch.set_threads(0)
 
@@ -119,7 +119,7 @@ def test_without_a_compiler_plain_torch_takes_over(monkeypatch: pytest.MonkeyPat
     linear = dispatch.pack_linear(torch.eye(16))
     assert torch.equal(linear(torch.ones(2, 16)), torch.ones(2, 16))
     with pytest.raises(KernelError):
-        dispatch.use("generic")
+        dispatch.select_isa("generic")
 
 
 def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import Part, make_plan, random_pages, random_tree, star, take_rows
 
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.ops.base.torch_reference import decoder_layer
@@ -75,13 +75,13 @@ def random_layer(
     return build(plain=False), build(plain=True)
 
 
-def rotary(plan: BatchPlan, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(plan: AttentionMetadata, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     rot = shape.rot or shape.dim
     angles = torch.outer(plan.positions.float(), 1e4 ** (-torch.arange(0, rot, 2) / rot)).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
-def batch(generator: torch.Generator) -> tuple[BatchPlan, int]:
+def batch(generator: torch.Generator) -> tuple[AttentionMetadata, int]:
     parts = [
         Part(17, line=3),
         Part(200, tree=random_tree(40, generator), old=9),

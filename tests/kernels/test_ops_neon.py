@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_cases import Part, chain, make_plan, random_pages, random_tree
 
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.torch_reference import REFERENCE
@@ -67,8 +67,8 @@ def test_whole_numbers_come_to_the_same_bits(program: Path) -> None:
         x = torch.randn(13, inputs, generator=generator)
         x[5] *= 1e4
         for rows in (1, 2, 5, 6, 7, 13):
-            for bits, plain in ((8, int8_linear.quantise_linear), (4, int4_linear.quantise_linear)):
-                calls.linear(dispatch.quantise_linear(weight, bias, bits), x[:rows], plain(weight, bias)(x[:rows]))
+            for bits, plain in ((8, int8_linear.quantize_linear), (4, int4_linear.quantize_linear)):
+                calls.linear(dispatch.quantize_linear(weight, bias, bits), x[:rows], plain(weight, bias)(x[:rows]))
     for got, want in zip(calls.results(), calls.expected, strict=True):
         assert torch.equal(got, want)
 
@@ -99,7 +99,7 @@ def test_attention_matches_the_reference(program: Path, dtype: torch.dtype, most
 
 def attend(
     calls: Calls,
-    plan: BatchPlan,
+    plan: AttentionMetadata,
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     window: int,
@@ -111,8 +111,16 @@ def attend(
     q, k, v = (torch.randn(plan.rows, n, dim, generator=generator) for n in (heads, groups, groups))
     given = k_pages.clone(), v_pages.clone()
     want = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, dim**-0.5, window or None, softcap or None)
-    counts = [plan.rows, *plan.pages.shape, plan.tree_pages.shape[1], plan.tree_mask.shape[1]]
+    counts = [plan.rows, *plan.block_tables.shape, plan.tree_block_tables.shape[1], plan.tree_mask.shape[1]]
     numbers = [*counts, pages, groups, dim, int(dtype == torch.bfloat16), heads, window]
-    slots = (plan.positions, plan.session, plan.past, plan.write, plan.pages, plan.tree_pages, plan.tree_mask)
+    slots = (
+        plan.positions,
+        plan.sequence_index,
+        plan.context_lens,
+        plan.slot_mapping,
+        plan.block_tables,
+        plan.tree_block_tables,
+        plan.tree_mask,
+    )
     factors = torch.tensor([dim**-0.5, softcap])
     calls.add(b"A", numbers, factors, *slots, *given, q, k, v, result=want)

@@ -12,7 +12,7 @@ from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
 
 SHAPES = ((64, 64), (960, 576), (40, 33), (17, 250), (1, 16), (48, 1537))  # [N, K]: padded blocks, quads and groups
 BITS = pytest.mark.parametrize("bits", [8, 4])
-TWINS = {8: int8_linear.quantise_linear, 4: int4_linear.quantise_linear}
+TWINS = {8: int8_linear.quantize_linear, 4: int4_linear.quantize_linear}
 
 
 def random_pair(
@@ -23,7 +23,7 @@ def random_pair(
     weight = torch.randn(outputs, inputs, generator=generator)
     biases = torch.randn(outputs, generator=generator) if bias else None
     x = torch.randn(67, inputs, generator=generator) * torch.randn(67, 1, generator=generator).exp()
-    packed = dispatch.quantise_linear(weight, biases, bits=bits)
+    packed = dispatch.quantize_linear(weight, biases, bits=bits)
     assert isinstance(packed, PackedLinear)
     return packed, TWINS[bits](weight, biases), x
 
@@ -62,9 +62,9 @@ def test_what_is_no_number_spoils_its_row_only(isa: str, bits: int) -> None:
 @BITS
 def test_misshapen_weights_are_refused(bits: int) -> None:
     with pytest.raises(KernelError, match="cannot be packed"):
-        dispatch.quantise_linear(torch.zeros(4, 4), torch.zeros(3), bits=bits)
+        dispatch.quantize_linear(torch.zeros(4, 4), torch.zeros(3), bits=bits)
 
 
 def test_other_widths_are_refused() -> None:
     with pytest.raises(KernelError, match="3 bits"):
-        dispatch.quantise_linear(torch.zeros(4, 4), bits=3)
+        dispatch.quantize_linear(torch.zeros(4, 4), bits=3)

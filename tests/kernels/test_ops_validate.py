@@ -10,7 +10,7 @@ import torch
 from kernel_cases import Part, make_plan, random_pages
 
 from swarm.errors import KernelError
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.torch_reference import REFERENCE
 
@@ -20,16 +20,16 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(params=["best", "reference"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
-    dispatch.use(request.param)
+    dispatch.select_isa(request.param)
     yield
-    dispatch.use("best")
+    dispatch.select_isa("best")
 
 
-def good_plan() -> tuple[BatchPlan, int]:
+def good_plan() -> tuple[AttentionMetadata, int]:
     return make_plan([Part(20, line=2), Part(5, tree=(-1, 0, 0))], torch.Generator().manual_seed(0))
 
 
-def good_tensors(plan: BatchPlan, pages: int) -> Tensors:
+def good_tensors(plan: AttentionMetadata, pages: int) -> Tensors:
     k_pages, v_pages = random_pages(pages, GROUPS, DIM, torch.float32, torch.Generator().manual_seed(0))
     rows = plan.rows
     return {
@@ -48,20 +48,20 @@ def changed(tensor: torch.Tensor, value: int) -> torch.Tensor:
 
 
 SLOTS = torch.zeros(1, dtype=torch.int64)
-BAD_PLANS: dict[str, Callable[[BatchPlan, int], BatchPlan]] = {
-    "session": lambda p, n: replace(p, session=changed(p.session, 2)),
-    "negative session": lambda p, n: replace(p, session=changed(p.session, -1)),
-    "past": lambda p, n: replace(p, past=changed(p.past, p.pages.shape[1] * PAGE + 1)),
-    "write": lambda p, n: replace(p, write=changed(p.write, n * PAGE)),
-    "negative write": lambda p, n: replace(p, write=changed(p.write, -1)),
-    "page": lambda p, n: replace(p, pages=changed(p.pages, n)),
-    "tree page": lambda p, n: replace(p, tree_pages=changed(p.tree_pages, n)),
+BAD_PLANS: dict[str, Callable[[AttentionMetadata, int], AttentionMetadata]] = {
+    "session": lambda p, n: replace(p, session=changed(p.sequence_index, 2)),
+    "negative session": lambda p, n: replace(p, session=changed(p.sequence_index, -1)),
+    "past": lambda p, n: replace(p, past=changed(p.context_lens, p.block_tables.shape[1] * BLOCK_SIZE + 1)),
+    "write": lambda p, n: replace(p, write=changed(p.slot_mapping, n * BLOCK_SIZE)),
+    "negative write": lambda p, n: replace(p, write=changed(p.slot_mapping, -1)),
+    "page": lambda p, n: replace(p, pages=changed(p.block_tables, n)),
+    "tree page": lambda p, n: replace(p, tree_pages=changed(p.tree_block_tables, n)),
     "tree mask": lambda p, n: replace(p, tree_mask=changed(p.tree_mask, 1 << 16)),
     "sign bit of the mask": lambda p, n: replace(p, tree_mask=changed(p.tree_mask, -(1 << 63))),
-    "copy from": lambda p, n: replace(p, copy_from=SLOTS + n * PAGE, copy_to=SLOTS),
+    "copy from": lambda p, n: replace(p, copy_from=SLOTS + n * BLOCK_SIZE, copy_to=SLOTS),
     "copy to": lambda p, n: replace(p, copy_from=SLOTS, copy_to=SLOTS - 1),
-    "rows": lambda p, n: replace(p, past=p.past[1:]),
-    "tables": lambda p, n: replace(p, pages=p.pages[:1]),
+    "rows": lambda p, n: replace(p, past=p.context_lens[1:]),
+    "tables": lambda p, n: replace(p, pages=p.block_tables[:1]),
     "copies": lambda p, n: replace(p, copy_from=SLOTS),
 }
 
@@ -119,7 +119,7 @@ def test_head_sizes_without_a_compiled_kernel_take_plain_torch(dim: int) -> None
 def test_slots_beyond_the_cache_are_not_moved(
     implementation: None, source: tuple[int, ...], target: tuple[int, ...]
 ) -> None:
-    k_pages, v_pages = torch.zeros(4, 1, 16, PAGE), torch.zeros(4, 1, PAGE, 16)
+    k_pages, v_pages = torch.zeros(4, 1, 16, BLOCK_SIZE), torch.zeros(4, 1, BLOCK_SIZE, 16)
     with pytest.raises(KernelError):
         dispatch.commit_tree_slots(k_pages, v_pages, torch.tensor(source), torch.tensor(target))
 

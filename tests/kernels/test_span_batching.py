@@ -13,7 +13,7 @@ import torch
 from tiny_models import Chain, ModelTensors, hf_greedy, hf_logits, tiny_model
 
 from swarm.errors import InvalidRequest
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 
 KINDS = {"llama": {}, "gemma2": {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}}
 TOLERANCE = 2e-4
@@ -49,7 +49,7 @@ def test_sessions_batched_together_in_random_chunks(model: tuple[object, ModelTe
         requests, tokens, last = [], [], {}
         for key in rng.sample(list(prompts), rng.randint(1, 3)):
             part = texts[key][fed[key] : fed[key] + rng.choice((1, 2, 7, 16, 30))]
-            requests.append(RowsRequest(key, fed[key], len(part)))
+            requests.append(StepRequest(key, fed[key], len(part)))
             tokens += part
             fed[key] += len(part)
             if fed[key] == len(texts[key]):
@@ -72,10 +72,10 @@ def test_tree_rows_equal_the_same_tokens_in_a_line(model: tuple[object, ModelTen
     tokens = words(len(slots), 8)
     chain.open(b"a")
     chain.open(b"other")
-    chain.run([RowsRequest(b"a", 0, 21), RowsRequest(b"other", 0, 5)], prompt + words(5, 9))
-    first = chain.run([RowsRequest(b"a", 21, 0, slot_parents[:4], slots[:4])], tokens[:4])
+    chain.run([StepRequest(b"a", 0, 21), StepRequest(b"other", 0, 5)], prompt + words(5, 9))
+    first = chain.run([StepRequest(b"a", 21, 0, slot_parents[:4], slots[:4])], tokens[:4])
     rest = chain.run(
-        [RowsRequest(b"other", 5, 1, (-1,), (3,)), RowsRequest(b"a", 21, 0, slot_parents[4:], slots[4:])],
+        [StepRequest(b"other", 5, 1, (-1,), (3,)), StepRequest(b"a", 21, 0, slot_parents[4:], slots[4:])],
         [3, 4, *tokens[4:]],
     )
     logits = torch.cat((first, rest[2:]))
@@ -93,13 +93,13 @@ def test_a_committed_path_is_a_line(model: tuple[object, ModelTensors]) -> None:
     chain = Chain(source, (1, 3, 5))
     prompt, tokens = words(15, 11), words(6, 12)
     chain.open(b"a")
-    chain.run([RowsRequest(b"a", 0, 15)], prompt)
-    chain.run([RowsRequest(b"a", 15, 0, (-1, 0, 1, 0, 1), (0, 1, 2, 3, 4))], tokens[:5])
-    grown = chain.run([RowsRequest(b"a", 15, 0, (2, -1), (0, 5), commit=(0, 1))], [9, 8])
+    chain.run([StepRequest(b"a", 0, 15)], prompt)
+    chain.run([StepRequest(b"a", 15, 0, (-1, 0, 1, 0, 1), (0, 1, 2, 3, 4))], tokens[:5])
+    grown = chain.run([StepRequest(b"a", 15, 0, (2, -1), (0, 5), commit_slots=(0, 1))], [9, 8])
     text = prompt + tokens[:2]
     assert close(grown[0], hf_logits(hf, [*text, tokens[2], 9])[-1])
     assert close(grown[1], hf_logits(hf, [*text, 8])[-1])
-    line = chain.run([RowsRequest(b"a", 17, 1, commit=(4,))], [7])
+    line = chain.run([StepRequest(b"a", 17, 1, commit_slots=(4,))], [7])
     assert close(line[0], hf_logits(hf, [*text, tokens[4], 7])[-1])
 
 
@@ -108,16 +108,16 @@ def test_forks_and_rollback(model: tuple[object, ModelTensors]) -> None:
     chain = Chain(source, (3,))
     prompt = words(21, 13)
     chain.open(b"a")
-    chain.run([RowsRequest(b"a", 0, 21)], prompt)
+    chain.run([StepRequest(b"a", 0, 21)], prompt)
     for cache in chain.caches:
         cache.fork(b"a", b"b", 60)
-    both = chain.run([RowsRequest(b"a", 21, 2), RowsRequest(b"b", 21, 2)], [1, 2, 3, 4])
+    both = chain.run([StepRequest(b"a", 21, 2), StepRequest(b"b", 21, 2)], [1, 2, 3, 4])
     assert close(both[1], hf_logits(hf, [*prompt, 1, 2])[-1])
     assert close(both[3], hf_logits(hf, [*prompt, 3, 4])[-1])
     for cache in chain.caches:
         cache.rollback(b"a", 18)
         cache.close(b"b")
-    again = chain.run([RowsRequest(b"a", 18, 1)], [5])
+    again = chain.run([StepRequest(b"a", 18, 1)], [5])
     assert close(again[0], hf_logits(hf, [*prompt[:18], 5])[-1])
 
 
@@ -128,12 +128,12 @@ def test_a_hop_may_use_part_of_a_span(model: tuple[object, ModelTensors]) -> Non
     prompt = words(20, 17)
     whole.open(b"a")
     wide.open(b"a")
-    expected = whole.run([RowsRequest(b"a", 0, 20)], prompt)
+    expected = whole.run([StepRequest(b"a", 0, 20)], prompt)
     span, cache = wide.spans[0], wide.caches[0]
-    plan = cache.plan([RowsRequest(b"a", 0, 20)])
+    plan = cache.schedule([StepRequest(b"a", 0, 20)])
     hidden = span.forward(span.forward(span.embed(prompt), plan, cache, 0, 2), plan, cache, 2)
     tail, tail_cache = wide.spans[1], wide.caches[1]
-    logits = tail.logits(tail.forward(hidden, tail_cache.plan([RowsRequest(b"a", 0, 20)]), tail_cache, 5, 6))
+    logits = tail.logits(tail.forward(hidden, tail_cache.schedule([StepRequest(b"a", 0, 20)]), tail_cache, 5, 6))
     assert torch.equal(logits, expected)
     with pytest.raises(InvalidRequest, match="this span holds 0:5"):
         span.forward(hidden, plan, cache, 4, 6)
@@ -150,9 +150,9 @@ def test_a_step_that_only_commits(model: tuple[object, ModelTensors]) -> None:
     chain = Chain(source, (4,))
     prompt = words(9, 19)
     chain.open(b"a")
-    chain.run([RowsRequest(b"a", 0, 9, (-1, 0), (0, 1))], [*prompt, 5, 6])
-    assert chain.run([RowsRequest(b"a", 9, 0, commit=(0, 1))], []).shape == (0, 131)
-    assert close(chain.run([RowsRequest(b"a", 11, 1)], [7])[0], hf_logits(hf, [*prompt, 5, 6, 7])[-1])
+    chain.run([StepRequest(b"a", 0, 9, (-1, 0), (0, 1))], [*prompt, 5, 6])
+    assert chain.run([StepRequest(b"a", 9, 0, commit_slots=(0, 1))], []).shape == (0, 131)
+    assert close(chain.run([StepRequest(b"a", 11, 1)], [7])[0], hf_logits(hf, [*prompt, 5, 6, 7])[-1])
 
 
 def test_another_sessions_infinities_stay_its_own(model: tuple[object, ModelTensors]) -> None:
@@ -166,12 +166,12 @@ def test_another_sessions_infinities_stay_its_own(model: tuple[object, ModelTens
     hidden = span.embed([*words(18, 24), *prompt]).clone()
     hidden[:18] = float("nan")
     hidden[3] = float("inf")
-    plan = cache.plan([RowsRequest(b"bad", 0, 17, (-1,), (3,)), RowsRequest(b"good", 0, 9)])
+    plan = cache.schedule([StepRequest(b"bad", 0, 17, (-1,), (3,)), StepRequest(b"good", 0, 9)])
     logits = span.logits(span.forward(hidden, plan, cache))[18:]
     assert close(logits, hf_logits(hf, prompt))
     cache.close(b"bad")
     cache.open(b"next", 40)
-    reused: Sequence[RowsRequest] = [RowsRequest(b"next", 0, 9, (-1, 3), (3, 4))]
+    reused: Sequence[StepRequest] = [StepRequest(b"next", 0, 9, (-1, 3), (3, 4))]
     assert close(chain.run(reused, [*prompt, 5, 6])[10], hf_logits(hf, [*prompt, 5, 6])[-1])
 
 
@@ -180,6 +180,6 @@ def test_bf16_is_close(model: tuple[object, ModelTensors]) -> None:
     prompt = words(30, 29)
     chain = Chain(source, (2,), torch.bfloat16)
     chain.open(b"a")
-    logits = chain.run([RowsRequest(b"a", 0, 30)], prompt)
+    logits = chain.run([StepRequest(b"a", 0, 30)], prompt)
     expected = hf_logits(hf, prompt)
     assert float((logits - expected).norm() / expected.norm()) < 0.05

@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_chained_spans_generate_what_transformers_does(kind: str) -> None:
     model = tiny_model(kind, **KINDS[kind])
     source = ModelTensors(model)
-    assert not source.config.lean
+    assert not source.config.has_fast_path
     prompt = list(range(3, 40))
     expected = hf_greedy(model, prompt, 6)
     assert Chain(source, ()).greedy(b"a", prompt, 6) == expected

@@ -12,7 +12,7 @@ from tiny_models import Chain, ModelTensors, hf_greedy, hf_logits, tiny_model
 
 from swarm.errors import CorruptModel, UnsupportedModel, UsageError
 from swarm.types import LayerSpan
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.config import RopeConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.load import load_span
@@ -54,7 +54,7 @@ def test_chained_spans_generate_what_transformers_does(family: str) -> None:
     kind, changes = FAMILIES[family]
     model = tiny_model(kind, **changes)
     source = ModelTensors(model)
-    assert source.config.lean
+    assert source.config.has_fast_path
     prompt = prompt_of(37, 1)
     expected = hf_greedy(model, prompt, 12)
     assert len(set(expected)) > 3  # a model that says one word proves little
@@ -111,7 +111,7 @@ def test_smollm2_says_what_transformers_says_in_fp32(real_model: ModelSource) ->
     for cuts in ((), (11, 23)):
         chain = Chain(real_model, cuts)
         chain.open(b"a")
-        logits = chain.run([RowsRequest(b"a", 0, len(tokens))], tokens)
+        logits = chain.run([StepRequest(b"a", 0, len(tokens))], tokens)
         assert torch.allclose(logits, expected, atol=2e-3)
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 

@@ -8,12 +8,12 @@ from tiny_models import Chain, ModelTensors, hf_logits, tiny_model
 
 from swarm.errors import UnsupportedModel
 from swarm.types import LayerSpan
-from swarm_kernels.calibration.cost_curve import self_check
+from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.device.device import INT4
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int4_linear
-from swarm_kernels.runtime.llama_span import LeanSpan
+from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 
@@ -24,7 +24,7 @@ def logits_of(chain: Chain, chunks: tuple[int, ...]) -> torch.Tensor:
     chain.open(b"s")
     done, rows = 0, []
     for size in chunks:
-        rows.append(chain.run([RowsRequest(b"s", done, size)], PROMPT[done : done + size]))
+        rows.append(chain.run([StepRequest(b"s", done, size)], PROMPT[done : done + size]))
         done += size
     return torch.cat(rows)
 
@@ -49,7 +49,7 @@ def test_it_is_near_the_model_in_fp32(kind: str) -> None:
         if dtype == INT4:  # what 4 bits cost depends on the weights; this one is of weights they hold
             for name, weight in model.named_parameters():
                 if "_proj" in name and weight.dim() == 2:
-                    weight.data = int4_linear.quantise_linear(weight.data).embedding_rows(torch.arange(weight.shape[0]))
+                    weight.data = int4_linear.quantize_linear(weight.data).embedding_rows(torch.arange(weight.shape[0]))
         want = hf_logits(model, PROMPT)
         got = logits_of(Chain(ModelTensors(model), (3,), dtype), (41,))
         assert (got - want).norm() / want.norm() < 0.1
@@ -59,12 +59,12 @@ def test_it_is_near_the_model_in_fp32(kind: str) -> None:
 def test_memory_and_formats(dtype: torch.dtype) -> None:
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=True))
     small, bf16 = (load_span(source, LayerSpan(0, 6), weights) for weights in (dtype, torch.bfloat16))
-    assert isinstance(small, LeanSpan)
+    assert isinstance(small, LlamaSpan)
     assert small.dtype is torch.bfloat16
     assert small.weight_dtype is dtype
     assert small.kv_bytes_per_token_per_layer == bf16.kv_bytes_per_token_per_layer
     assert small.layer_bytes < {torch.int8: 0.6, INT4: 0.4}[dtype] * bf16.layer_bytes
-    self_check(small, source)
+    verify_layer(small, source)
 
 
 @BITS
@@ -72,17 +72,17 @@ def test_without_compiled_kernels_the_bits_are_the_same(dtype: torch.dtype) -> N
     source = ModelTensors(tiny_model("llama"))
     rows = torch.randn(5, 96)
     compiled = load_span(source, LayerSpan(5, 6), dtype)
-    dispatch.use("reference")
+    dispatch.select_isa("reference")
     try:
         plain = load_span(source, LayerSpan(5, 6), dtype)
     finally:
-        dispatch.use("best")
+        dispatch.select_isa("best")
     for ours, theirs in zip(linears(compiled), linears(plain), strict=True):
         assert torch.equal(ours(rows), theirs(rows))
 
 
 def linears(span: Span) -> list[dispatch.Linear]:
-    assert isinstance(span, LeanSpan)
+    assert isinstance(span, LlamaSpan)
     assert span.head is not None
     return [span.weights[0].qkv, span.weights[0].gate_up, span.head]
 

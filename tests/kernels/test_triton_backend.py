@@ -87,7 +87,7 @@ def test_arrays_travel_in_one_buffer() -> None:
         np.zeros((3, 0), np.int32),
         np.arange(6, dtype=np.int32).reshape(2, 3)[:, ::2],
     ]
-    tensors = transfer.unpack(transfer.pack(arrays, pinned=False), arrays)
+    tensors = transfer.split(transfer.flatten(arrays, pinned=False), arrays)
     for array, tensor in zip(arrays, tensors, strict=True):
         assert tensor.numpy().dtype == array.dtype
         assert np.array_equal(tensor.numpy(), array)

@@ -16,9 +16,9 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 
 from swarm.errors import KernelError
 from swarm.types import LayerSpan
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.device import device
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.ops import dispatch, gpu
 from swarm_kernels.ops.base.layer_weights import PlainLinear
 from swarm_kernels.ops.base.torch_reference import REFERENCE, decoder_layer
@@ -29,7 +29,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from swarm_kernels.ops.triton import attention, layers, selftest
 from swarm_kernels.ops.triton.backend import TRITON
-from swarm_kernels.ops.triton.padded_batch import FixedBatch, Size
+from swarm_kernels.ops.triton.padded_batch import PaddedBatch, Size
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED or not torch.cuda.is_available() else torch.device("cuda", 0)
@@ -120,13 +120,13 @@ def test_a_padded_batch_is_the_batch() -> None:
     weights = on_device(plain)
     tree, pages = make_plan([Part(20, tree=random_tree(3, generator)), Part(5, line=1)], generator)
     line, _ = make_plan([Part(9, line=2)], generator)
-    moved = replace(tree, copy_from=tree.write[:1], copy_to=tree.pages[0, 1:2].long() * 16 + 4)
+    moved = replace(tree, copy_from=tree.slot_mapping[:1], copy_to=tree.block_tables[0, 1:2].long() * 16 + 4)
     heads = layers.heads_of(plain)
     sizes = [Size.of(plan, heads, torch.float32, 8) for plan in (moved, tree, line)]
     assert [(size.rows, size.words, size.copies) for size in sizes if size] == [(4, 1, 16), (4, 1, 0), (2, 0, 0)]
     size = sizes[0]
     assert size is not None
-    batch = FixedBatch(size, SMALL.hidden, SMALL.dim, torch.float32, DEVICE)
+    batch = PaddedBatch(size, SMALL.hidden, SMALL.dim, torch.float32, DEVICE)
     cache = random_pages(pages, SMALL.kv_heads, SMALL.dim, torch.float32, generator)
     ours = (cache[0].to(DEVICE, copy=True), cache[1].to(DEVICE, copy=True))
 
@@ -161,7 +161,8 @@ def test_sizes_of_batches() -> None:
     assert several is not None
     assert (several.rows, several.tiling.tiles) == (8, 8)
     assert (
-        Size.of(BatchPlan(*[NONE] * 4, NONE[None], NONE[None], NONE[None], NONE, NONE), heads, torch.float32, 8) is None
+        Size.of(AttentionMetadata(*[NONE] * 4, NONE[None], NONE[None], NONE[None], NONE, NONE), heads, torch.float32, 8)
+        is None
     )
 
 
@@ -185,23 +186,23 @@ def test_a_lean_span_generates_what_transformers_does(monkeypatch: pytest.Monkey
     if DEVICE.type == "cpu":
         monkeypatch.setattr(gpu, "backend", lambda device, dtype, head_dim=64: TRITON)
         monkeypatch.setattr(attention, "processors", lambda device: 8)
-        before = dispatch.available()
-        dispatch.use("reference")
+        before = dispatch.isa()
+        dispatch.select_isa("reference")
     model = tiny_model("qwen2", num_hidden_layers=2)
     prompt = [5, 77, 102, 9, 9, 31]
     expected = hf_greedy(model, prompt, 4)
     span = load_span(ModelTensors(model), LayerSpan(0, 2), torch.float32, DEVICE)
-    assert isinstance(span, llama_span.LeanSpan)
+    assert isinstance(span, llama_span.LlamaSpan)
     cache = span.new_cache(64)
     cache.open(b"a", 32)
     tokens, done, rows = list(prompt), 0, len(prompt)
     while len(tokens) < len(prompt) + 4:
-        plan = cache.plan([RowsRequest(b"a", done, rows)])
+        plan = cache.schedule([StepRequest(b"a", done, rows)])
         hidden = span.forward(span.embed(tokens[done : done + rows]), plan, cache)
         tokens.append(int(span.logits(hidden[-1:]).argmax()))
         done, rows = done + rows, 1
     assert tokens[len(prompt) :] == expected
     if DEVICE.type == "cpu":
-        dispatch.use("best")
-        assert dispatch.available() == before
+        dispatch.select_isa("best")
+        assert dispatch.isa() == before
     assert device.activation_dtype(torch.float32, DEVICE) == torch.float32

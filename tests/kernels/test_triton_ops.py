@@ -13,7 +13,7 @@ import pytest
 import torch
 from kernel_cases import NONE, Part, chain, make_plan, random_pages, random_tree, star, take_rows
 
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.torch_reference import REFERENCE, append
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -37,7 +37,7 @@ def _few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "processors", lambda device: 8)
 
 
-def random_batch(seed: int) -> tuple[BatchPlan, int]:
+def random_batch(seed: int) -> tuple[AttentionMetadata, int]:
     """Up to three sessions, some twenty rows: prompts, trees with slots of earlier batches, decoding rows."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -46,7 +46,7 @@ def random_batch(seed: int) -> tuple[BatchPlan, int]:
 
     parts = []
     for _ in range(1 + below(3)):
-        committed = (0, 1, PAGE - 1, PAGE, below(60), 64, 500 + below(200))[below(7)]
+        committed = (0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, below(60), 64, 500 + below(200))[below(7)]
         kind = below(5)
         if kind < 2:
             parts.append(Part(committed, line=1 + kind * below(6)))
@@ -57,7 +57,9 @@ def random_batch(seed: int) -> tuple[BatchPlan, int]:
     return make_plan(parts, generator)
 
 
-def random_case(plan: BatchPlan, pages: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Case:
+def random_case(
+    plan: AttentionMetadata, pages: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int
+) -> Case:
     generator = torch.Generator().manual_seed(seed)
     queries, groups, dim = heads
     q, k, v = (torch.randn(plan.rows, h, dim, generator=generator).to(dtype) for h in (queries, groups, groups))
@@ -66,7 +68,7 @@ def random_case(plan: BatchPlan, pages: int, heads: tuple[int, int, int], dtype:
 
 def compare(
     case: Case,
-    plan: BatchPlan,
+    plan: AttentionMetadata,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -139,10 +141,10 @@ def test_a_row_does_not_depend_on_its_company_or_on_where_its_keys_lie() -> None
     q, k, v, k_pages, v_pages = random_case(line, line_pages, heads, torch.float32, 3)
     together = compare((q, k, v, k_pages, v_pages), line, scale)
     k_other, v_other = random_pages(tree_pages, 1, 32, torch.float32, generator)
-    for here, there in zip(line.pages[0, :3].tolist(), tree.pages[0].tolist(), strict=True):
+    for here, there in zip(line.block_tables[0, :3].tolist(), tree.block_tables[0].tolist(), strict=True):
         k_other[there], v_other[there] = k_pages[here], v_pages[here]
     torch.testing.assert_close(compare((q, k, v, k_other, v_other), tree, scale), together, rtol=1e-5, atol=1e-5)
-    append(k, v, k_pages, v_pages, line.write)
+    append(k, v, k_pages, v_pages, line.slot_mapping)
     alone = compare((q[3:4], k[3:4], v[3:4], k_pages, v_pages), take_rows(line, [3]), scale)
     torch.testing.assert_close(alone[0], together[3], rtol=1e-5, atol=1e-5)
 
@@ -152,12 +154,12 @@ def test_unseen_keys_cannot_poison_a_row() -> None:
     generator = torch.Generator().manual_seed(5)
     plan, pages = make_plan([Part(37, tree=random_tree(9, generator)), Part(5, line=3)], generator)
     q, k, v, k_pages, v_pages = random_case(plan, pages, (2, 1, 32), torch.float32, 5)
-    seen = torch.zeros(pages * PAGE, dtype=torch.bool)
+    seen = torch.zeros(pages * BLOCK_SIZE, dtype=torch.bool)
     for session, committed in ((0, 37), (1, 8)):
         index = torch.arange(committed)
-        seen[plan.pages[session].long()[index // PAGE] * PAGE + index % PAGE] = True
-    seen[plan.write] = True
-    hostile = ~seen.view(pages, PAGE)
+        seen[plan.block_tables[session].long()[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE] = True
+    seen[plan.slot_mapping] = True
+    hostile = ~seen.view(pages, BLOCK_SIZE)
     k_pages.masked_fill_(hostile[:, None, None, :], float("nan"))
     v_pages.masked_fill_(hostile[:, None, :, None], float("inf"))
     mine = [x.to(DEVICE, copy=True) for x in (q, k, v, k_pages, v_pages)]
@@ -176,8 +178,8 @@ def test_a_row_that_sees_nothing_gets_zeros() -> None:
 def test_slots_move_before_the_batch_is_written() -> None:
     """The tree slot a row is written to may be the one another token is just moved out of."""
     plan, pages = make_plan([Part(10, tree=chain(3))], torch.Generator().manual_seed(3))
-    committed = plan.pages[0, 0].long() * PAGE + torch.tensor([8, 9])
-    plan = replace(plan, copy_from=plan.write[:2], copy_to=committed)
+    committed = plan.block_tables[0, 0].long() * BLOCK_SIZE + torch.tensor([8, 9])
+    plan = replace(plan, copy_from=plan.slot_mapping[:2], copy_to=committed)
     compare(random_case(plan, pages, (2, 1, 32), torch.float16, 3), plan, 0.2)
 
 
@@ -186,7 +188,7 @@ def test_move_slots_reads_all_before_it_writes(dtype: torch.dtype, dim: int) -> 
     generator = torch.Generator().manual_seed(4)
     pages = [x.to(DEVICE) for x in random_pages(6, 3, dim, dtype, generator)]
     twins = [x.clone() for x in pages]
-    order = torch.randperm(6 * PAGE, generator=generator).to(DEVICE)
+    order = torch.randperm(6 * BLOCK_SIZE, generator=generator).to(DEVICE)
     source = order[:40]
     target = torch.cat((source[1:], source[:1]))  # a cycle: each source is overwritten by another
     attention.commit_tree_slots(pages[0], pages[1], source, target)

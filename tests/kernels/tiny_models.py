@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm.types import LayerSpan
-from swarm_kernels.kvcache.cache import KVCache, RowsRequest
+from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.runtime.load import load_span
@@ -91,17 +91,17 @@ class Chain:
         """`cuts`: inner borders, e.g. (2, 5) for spans 0:2, 2:5, 5:end."""
         spans = [LayerSpan(a, b) for a, b in itertools.pairwise((0, *cuts, source.config.num_layers))]
         self.spans: list[Span] = [load_span(source, layers, dtype) for layers in spans]
-        self.caches: list[KVCache] = [span.new_cache(1024) for span in self.spans]
+        self.caches: list[KVCacheManager] = [span.new_cache(1024) for span in self.spans]
 
     def open(self, session: bytes, max_tokens: int = 200) -> None:
         for cache in self.caches:
             cache.open(session, max_tokens)
 
-    def run(self, requests: Sequence[RowsRequest], tokens: Sequence[int]) -> torch.Tensor:
+    def run(self, requests: Sequence[StepRequest], tokens: Sequence[int]) -> torch.Tensor:
         """Logits of every row."""
         hidden = self.spans[0].embed(tokens)
         for span, cache in zip(self.spans, self.caches, strict=True):
-            hidden = span.forward(hidden.to(span.dtype), cache.plan(requests), cache)
+            hidden = span.forward(hidden.to(span.dtype), cache.schedule(requests), cache)
             cache.check_integrity()
         return self.spans[-1].logits(hidden)
 
@@ -111,11 +111,11 @@ class Chain:
         done, logits = 0, torch.empty(0)
         for size in chunks or (len(prompt),):
             part = prompt[done : done + size]
-            logits = self.run([RowsRequest(session, done, len(part))], part)
+            logits = self.run([StepRequest(session, done, len(part))], part)
             done += len(part)
         answer = [int(logits[-1].argmax())]
         while len(answer) < count:
-            logits = self.run([RowsRequest(session, done)], answer[-1:])
+            logits = self.run([StepRequest(session, done)], answer[-1:])
             answer.append(int(logits[-1].argmax()))
             done += 1
         return answer

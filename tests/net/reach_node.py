@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 
 from swarm.errors import NetworkError, PeerUnreachable
-from swarm.messages import Close
+from swarm.messages import CloseSession
 from swarm.net.base.transport import Connection
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
-from swarm.net.transports.multi import ReachCarrier
+from swarm.net.transports.multi import MultiTransport
 
 BODY = 60_000
 FRAMES = 40  # 2.4 MB each way: far more than the 128 kB of libp2p's own relays, see `p2pd.RELAY_BYTES`
@@ -31,7 +31,7 @@ async def echo(connection: Connection) -> None:
             await connection.send(*await connection.receive())
 
 
-async def dial(carrier: ReachCarrier, peer: str, addresses: Sequence[str]) -> Connection:
+async def dial(carrier: MultiTransport, peer: str, addresses: Sequence[str]) -> Connection:
     """A listener's reservation at its relay takes a moment."""
     for _ in range(20):
         with contextlib.suppress(PeerUnreachable):
@@ -47,10 +47,10 @@ def say(**fields: object) -> None:
 async def main(role: str, host: str, relay: str = "", peer: str = "", *addresses: str) -> None:
     listen = (f"/ip4/{host}/tcp/0",)
     if role == "relay":
-        options = DaemonOptions(listen, offer_relay=True)
+        options = HostOptions(listen, relay_server=True)
     else:
-        options = DaemonOptions(listen, peers=(relay,), relays=(relay,) if role == "listen" else ())
-    carrier = await ReachCarrier.start(Identity.generate(), options)
+        options = HostOptions(listen, peers=(relay,), relays=(relay,) if role == "listen" else ())
+    carrier = await MultiTransport.start(Identity.generate(), options)
     try:
         await carrier.serve(echo)
         if role == "dial":
@@ -59,8 +59,8 @@ async def main(role: str, host: str, relay: str = "", peer: str = "", *addresses
             with contextlib.suppress(NetworkError):
                 while echoed < FRAMES:
                     body = os.urandom(BODY)
-                    await connection.send(Close(bytes(16)), body)
-                    if await connection.receive() != (Close(bytes(16)), body):
+                    await connection.send(CloseSession(bytes(16)), body)
+                    if await connection.receive() != (CloseSession(bytes(16)), body):
                         break
                     echoed += 1
             say(echoed=echoed, of=FRAMES)

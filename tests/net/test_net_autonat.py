@@ -13,11 +13,11 @@ from transport_conformance import echo
 from swarm.config import Libp2pImpl
 from swarm.errors import ConnectionLost, NetworkError
 from swarm.net.discovery import autonat
-from swarm.net.discovery.autonat import PROTOCOL, ask
+from swarm.net.discovery.autonat import PROTOCOL, probe
 from swarm.net.libp2p.go_daemon_control import accepted_from
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
-from swarm.net.transports.multi import ReachCarrier
+from swarm.net.transports.multi import MultiTransport
 
 pytestmark = pytest.mark.processes
 
@@ -25,8 +25,8 @@ OTHER = Identity.from_seed(bytes(32)).peer
 
 
 @contextlib.asynccontextmanager
-async def running(libp2p_impl: Libp2pImpl, *peers: str) -> AsyncIterator[ReachCarrier]:
-    carrier = await ReachCarrier.start(Identity.generate(), DaemonOptions(peers=peers), libp2p_impl=libp2p_impl)
+async def running(libp2p_impl: Libp2pImpl, *peers: str) -> AsyncIterator[MultiTransport]:
+    carrier = await MultiTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
     try:
         await carrier.serve(echo)
         yield carrier
@@ -41,12 +41,12 @@ async def test_what_another_peer_reaches(
     monkeypatch.setattr(autonat, "PEER_INTERVAL_S", 0.0)
     monkeypatch.setattr(autonat, "ALL_INTERVAL_S", 0.0)
     async with running(answerer) as other, running(asker, other.addresses[0]) as us:
-        verdict = await us.ask_back(other.peer)
+        verdict = await us.check_reachability(other.peer)
         assert verdict.observed == "127.0.0.1"
         assert set(verdict.reached) == set(us.addresses)
         assert not verdict.missed
         closed = (f"/ip4/127.0.0.1/tcp/1/p2p/{us.peer}", f"/ip4/127.0.0.1/tcp/1/tls/p2p/{us.peer}")
-        verdict = await ask(us.daemon.daemon, other.peer, closed)
+        verdict = await probe(us.daemon.daemon, other.peer, closed)
         assert set(verdict.missed) == set(closed)
         assert not verdict.reached
 
@@ -68,7 +68,7 @@ async def test_only_an_askers_own_addresses_at_its_own_ip_are_dialled(monkeypatc
             elsewhere += [f"/dns4/localhost/tcp/{port}/p2p/{us.peer}", f"/ip4/127.0.0.1/udp/{port}/p2p/{us.peer}"]
             elsewhere += [f"/ip4/127.0.0.1/tcp/{port}/p2p/{OTHER}", f"{other.addresses[0]}/p2p-circuit/p2p/{us.peer}"]
             elsewhere += [f"/ip4/127.0.0.1/tcp/99999999/p2p/{us.peer}", "nonsense"]
-            verdict = await ask(us.daemon.daemon, other.peer, elsewhere)
+            verdict = await probe(us.daemon.daemon, other.peer, elsewhere)
         assert verdict.reached == ()
         assert set(verdict.missed) <= {f"/ip4/127.0.0.1/tcp/99999999/p2p/{us.peer}"}
         assert knocks == 0
@@ -76,9 +76,9 @@ async def test_only_an_askers_own_addresses_at_its_own_ip_are_dialled(monkeypatc
 
 async def test_askers_are_served_rarely_and_nonsense_never() -> None:
     async with running("go") as other, running("go", other.addresses[0]) as us:
-        assert (await us.ask_back(other.peer)).reached
+        assert (await us.check_reachability(other.peer)).reached
         with pytest.raises(NetworkError, match="asked too often"):
-            await us.ask_back(other.peer)
+            await us.check_reachability(other.peer)
         many = msgspec.msgpack.encode([["/ip4/127.0.0.1/tcp/1"] * 9])
         for junk in (b"", b"\xff" * 100, bytes(3000), many):
             stream = await us.daemon.control.open_stream(other.peer, PROTOCOL)

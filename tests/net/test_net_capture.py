@@ -13,10 +13,10 @@ import pytest
 from transport_conformance import echo
 
 from swarm.messages import Step
-from swarm.net.base.transport import Carrier
+from swarm.net.base.transport import Transport
 from swarm.net.security.identity import Identity
-from swarm.net.transports.libp2p_streams import DaemonCarrier
-from swarm.net.transports.tls import DirectCarrier
+from swarm.net.transports.libp2p_streams import Libp2pTransport
+from swarm.net.transports.tls import TlsTransport
 
 ALL_PROTOCOLS = 3
 ACTIVATIONS = os.urandom(4096)
@@ -47,21 +47,21 @@ def captured(tap: socket.socket) -> bytes:
             return b"".join(packets)
 
 
-async def _daemon() -> Carrier:
-    return await DaemonCarrier.start(Identity.generate())
+async def _daemon() -> Transport:
+    return await Libp2pTransport.start(Identity.generate())
 
 
-async def _py() -> Carrier:
-    return await DaemonCarrier.start(Identity.generate(), libp2p_impl="python")
+async def _py() -> Transport:
+    return await Libp2pTransport.start(Identity.generate(), libp2p_impl="python")
 
 
-async def _direct() -> Carrier:
-    return await DirectCarrier.start(Identity.generate(), ["127.0.0.1"])
+async def _direct() -> Transport:
+    return await TlsTransport.start(Identity.generate(), ["127.0.0.1"])
 
 
 @pytest.mark.parametrize("make", [_daemon, _py, _direct])
 async def test_neither_tokens_nor_activations_cross_in_clear(
-    make: Callable[[], Coroutine[Any, Any, Carrier]], loopback: socket.socket
+    make: Callable[[], Coroutine[Any, Any, Transport]], loopback: socket.socket
 ) -> None:
     listener, caller = await make(), await make()
     try:

@@ -14,9 +14,9 @@ import msgpack
 import psutil
 import pytest
 
-from swarm.errors import ClockWrong, NetworkError, PeerUnreachable, ProtocolError
+from swarm.errors import ClockSkew, NetworkError, PeerUnreachable, ProtocolError
 from swarm.net.dht.directory import DhtDirectory
-from swarm.net.dht.validation import OwnedSubkeys, StrictSerializer
+from swarm.net.dht.validation import SignedSubkeyValidator, StrictSerializer
 from swarm.net.libp2p import go_daemon
 from swarm.net.libp2p._hivemind import (
     DHTID,
@@ -25,15 +25,15 @@ from swarm.net.libp2p._hivemind import (
     MSGPackSerializer,
     ValueWithExpiration,
 )
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret
-from swarm.net.transports.libp2p_streams import DaemonCarrier
+from swarm.net.security.swarm_secret import SwarmSecret
+from swarm.net.transports.libp2p_streams import Libp2pTransport
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
 
 pytestmark = pytest.mark.processes
 
-Member = tuple[DaemonCarrier, DhtDirectory]
+Member = tuple[Libp2pTransport, DhtDirectory]
 
 
 @contextlib.asynccontextmanager
@@ -42,7 +42,7 @@ async def swarm(size: int, clients: int = 0) -> AsyncIterator[list[Member]]:
         members: list[Member] = []
         for i in range(size + clients):
             peers = members[0][0].addresses if members else ()
-            carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers))
+            carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
             stack.push_async_callback(carrier.close)
             directory = await DhtDirectory.start(carrier, peers, client=i >= size)
             stack.push_async_callback(directory.close)
@@ -80,7 +80,7 @@ async def test_a_node_that_vanished_and_starts_again_is_one_replica_and_not_two(
         await directory.close()  # without a word
         await carrier.close()
         peers = members[0][0].addresses
-        again = await DaemonCarrier.start(identity, DaemonOptions(peers=peers))
+        again = await Libp2pTransport.start(identity, HostOptions(peers=peers))
         stack.push_async_callback(again.close)
         directory = await DhtDirectory.start(again, peers)
         stack.push_async_callback(directory.close)
@@ -119,7 +119,7 @@ async def test_records_expire_and_their_lifetime_is_capped() -> None:
             await one.publish(bytes(3000), "m", time.time() + 5)
 
 
-class Liar(OwnedSubkeys):
+class Liar(SignedSubkeyValidator):
     """A validator that lets its own node store anything, signed with its own key."""
 
     def validate(self, record: DHTRecord) -> bool:
@@ -171,7 +171,9 @@ async def test_a_lying_replica_spoils_only_its_own_entries() -> None:
         key_id, storage, soon = DHTID.generate(key("m")), lair._node.protocol.storage, time.time() + 10
         # An honest entry that this replica alone holds, beside forged ones.
         entry = DHTRecord(key_id.to_bytes(), msgpack.packb(attacker.peer), msgpack.packb(b"mine"), soon)
-        storage.store_subkey(key_id, attacker.peer, OwnedSubkeys(attacker.identity, time.time).sign_value(entry), soon)
+        storage.store_subkey(
+            key_id, attacker.peer, SignedSubkeyValidator(attacker.identity, time.time).sign_value(entry), soon
+        )
         storage.store_subkey(key_id, victim.peer, b"forged" + bytes(64), time.time() + 30)
         storage.store_subkey(key_id, "rubbish", b"x", time.time() + 30)
         assert await two.read("m") == {victim.peer: b"truth", attacker.peer: b"mine"}
@@ -185,8 +187,8 @@ async def test_a_lying_replica_spoils_only_its_own_entries() -> None:
 
 
 async def test_joining_by_way_of_peers_without_a_directory() -> None:
-    bare = await DaemonCarrier.start(Identity.generate())
-    joiner = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=bare.addresses))
+    bare = await Libp2pTransport.start(Identity.generate())
+    joiner = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=bare.addresses))
     with pytest.raises(PeerUnreachable, match="directory"):
         await DhtDirectory.start(joiner, bare.addresses)
     await joiner.close()
@@ -213,7 +215,7 @@ async def test_after_the_death_of_its_daemon_a_node_is_found_again() -> None:
         os.kill(first.daemon_pid, signal.SIGKILL)
         async with asyncio.timeout(10):
             await revived.get()
-        assert await directory.meet([third.addresses[0], f"/ip4/127.0.0.1/tcp/1/p2p/{third.peer[:-1]}x"]) == 1
+        assert await directory.rebootstrap([third.addresses[0], f"/ip4/127.0.0.1/tcp/1/p2p/{third.peer[:-1]}x"]) == 1
         await directory.publish(b"first", "m", time.time() + 30)
         assert (await directory.read("m"))[first.peer] == b"first"
         assert set((await second.read("m")).values()) == {b"first", b"second"}
@@ -251,11 +253,11 @@ async def test_a_clock_that_differs_from_all_others_is_refused(monkeypatch: pyte
         await directory.check_clock()
         # All live in this process and have one clock, so the tolerance is what must change.
         monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -600)
-        with pytest.raises(ClockWrong, match="clock"):
+        with pytest.raises(ClockSkew, match="clock"):
             await directory.check_clock()
-        joiner = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=carrier.addresses))
+        joiner = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=carrier.addresses))
         try:
-            with pytest.raises(ClockWrong, match="clock"):
+            with pytest.raises(ClockSkew, match="clock"):
                 await DhtDirectory.start(joiner, carrier.addresses)
         finally:
             await joiner.close()
@@ -299,12 +301,12 @@ def test_the_serializer_refuses_everything_else(data: bytes) -> None:
 
 async def test_the_records_of_a_private_swarm() -> None:
     """Strangers in the same DHT neither find nor read them, nor have what they plant believed."""
-    secret = NetworkSecret("a secret of our own")
+    secret = SwarmSecret("a secret of our own")
     async with contextlib.AsyncExitStack() as stack:
         members: list[Member] = []
-        for chosen in (secret, secret, None, NetworkSecret("another swarm's secret")):
+        for chosen in (secret, secret, None, SwarmSecret("another swarm's secret")):
             peers = members[0][0].addresses if members else ()
-            carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers))
+            carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
             stack.push_async_callback(carrier.close)
             directory = await DhtDirectory.start(carrier, peers, secret=chosen)
             stack.push_async_callback(directory.close)

@@ -15,8 +15,8 @@ import pytest
 from swarm import codec
 from swarm.codec import FrameLimits
 from swarm.errors import ConnectionLost, ProtocolError
-from swarm.messages import AnyMessage, Ping, Prune
-from swarm.net.base.frame_stream import PIECE, SMALL, STAGING, UNREAD_HIGH, FrameStream
+from swarm.messages import AnyMessage, DropInFlight, Ping
+from swarm.net.base.frame_stream import PIECE, SMALL, STAGING, UNREAD_HIGH, FramedStream
 
 SESSION = bytes(16)
 
@@ -24,12 +24,12 @@ SESSION = bytes(16)
 @contextlib.asynccontextmanager
 async def stream(
     limits: FrameLimits = codec.DEFAULT_LIMITS, preamble: bool = False
-) -> AsyncIterator[tuple[FrameStream, socket.socket]]:
-    """A FrameStream and the bare socket at its other end."""
+) -> AsyncIterator[tuple[FramedStream, socket.socket]]:
+    """A FramedStream and the bare socket at its other end."""
     near, far = socket.socketpair()
     far.setblocking(False)
     loop = asyncio.get_running_loop()
-    _, frames = await loop.create_unix_connection(lambda: FrameStream(limits, preamble), sock=near)
+    _, frames = await loop.create_unix_connection(lambda: FramedStream(limits, preamble), sock=near)
     try:
         yield frames, far
     finally:
@@ -44,10 +44,10 @@ def frame(message: AnyMessage, body: bytes = b"") -> bytes:
 
 FRAMES: list[tuple[AnyMessage, bytes]] = [
     (Ping(1), b""),
-    (Prune(SESSION, 2, [1, 2, 3]), b"abc"),
-    (Prune(SESSION, 3), os.urandom(STAGING - 40)),
-    (Prune(SESSION, 4), os.urandom(STAGING)),
-    (Prune(SESSION, 5, list(range(4000))), os.urandom(PIECE + 1)),
+    (DropInFlight(SESSION, 2, [1, 2, 3]), b"abc"),
+    (DropInFlight(SESSION, 3), os.urandom(STAGING - 40)),
+    (DropInFlight(SESSION, 4), os.urandom(STAGING)),
+    (DropInFlight(SESSION, 5, list(range(4000))), os.urandom(PIECE + 1)),
     (Ping(6), b""),
 ]
 BYTES = b"".join(frame(message, body) for message, body in FRAMES)
@@ -78,14 +78,14 @@ async def test_the_bytes_may_be_cut_anywhere(seed: int) -> None:
 async def test_small_frames_of_one_turn_go_together_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     sizes = (0, 1, 1024, SMALL, SMALL + 1, STAGING, STAGING + 1, PIECE + 7)
-    sent = [(Prune(SESSION, i), rng.randbytes(rng.choice(sizes[: rng.choice((3, 8))]))) for i in range(120)]
+    sent = [(DropInFlight(SESSION, i), rng.randbytes(rng.choice(sizes[: rng.choice((3, 8))]))) for i in range(120)]
     near, far = socket.socketpair()
     loop = asyncio.get_running_loop()
-    _, writer = await loop.create_unix_connection(FrameStream, sock=near)
-    _, reader = await loop.create_unix_connection(FrameStream, sock=far)
+    _, writer = await loop.create_unix_connection(FramedStream, sock=near)
+    _, reader = await loop.create_unix_connection(FramedStream, sock=far)
     writes: list[int] = []
-    write = FrameStream._write
-    monkeypatch.setattr(FrameStream, "_write", lambda self, data: (writes.append(len(data)), write(self, data)))
+    write = FramedStream._write
+    monkeypatch.setattr(FramedStream, "_write", lambda self, data: (writes.append(len(data)), write(self, data)))
 
     async def send() -> None:
         for message, body in sent:
@@ -209,7 +209,7 @@ async def test_announcing_a_large_body_costs_nothing() -> None:
 
 
 async def test_what_nobody_receives_is_not_read() -> None:
-    data = frame(Prune(SESSION, 0), bytes(100_000))
+    data = frame(DropInFlight(SESSION, 0), bytes(100_000))
     loop = asyncio.get_running_loop()
     async with stream() as (frames, far):
         sent = 0

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 from virtual_clock import run, virtual_time
 
-from swarm.errors import NotAdmitted, PeerUnreachable
-from swarm.net.base.happy_eyeballs import first_of
+from swarm.errors import PeerUnreachable, WrongSwarm
+from swarm.net.base.happy_eyeballs import staggered_race
 from swarm.net.base.transport import Connection
 from swarm.net.transports import multi
-from swarm.net.transports.multi import ReachCarrier
+from swarm.net.transports.multi import MultiTransport
 
 Plan = tuple[float, str | PeerUnreachable]  # how long a way takes, and where it leads
 
@@ -41,7 +41,7 @@ class Race:
         return go
 
     async def run(self, stagger_s: float = 0.3) -> str:
-        return await first_of(self._ways, stagger_s, self.discarded.append)
+        return await staggered_race(self._ways, stagger_s, self.discarded.append)
 
 
 def now() -> float:
@@ -89,8 +89,8 @@ async def test_all_fail() -> None:
     with pytest.raises(PeerUnreachable, match="no stream"):
         await race.run()
     assert now() == 0.5
-    race = Race((0.5, NotAdmitted("a wrong secret")), (0.1, PeerUnreachable("no stream")))
-    with pytest.raises(NotAdmitted):
+    race = Race((0.5, WrongSwarm("a wrong secret")), (0.1, PeerUnreachable("no stream")))
+    with pytest.raises(WrongSwarm):
         await race.run()
 
 
@@ -162,13 +162,13 @@ NOWHERE = PeerUnreachable("nothing answers")
 def test_the_carriers_race(direct: Plan, daemon: Plan, winner: str, after_s: float) -> None:
     async def race() -> None:
         straight, universal = Stub(*direct), Stub(*daemon)
-        carrier = ReachCarrier(universal, straight, "")  # type: ignore[arg-type]
+        carrier = MultiTransport(universal, straight, "")  # type: ignore[arg-type]
         moved: list[Connection] = []
 
         async def found(_: Connection, better: Connection) -> None:
             moved.append(better)
 
-        carrier.on_better(found)
+        carrier.on_upgrade(found)
         try:
             stream = await carrier.dial("them", ADDRESSES)
         except PeerUnreachable:

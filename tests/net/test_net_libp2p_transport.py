@@ -26,13 +26,13 @@ from swarm.errors import (
     SwarmError,
     UsageError,
 )
-from swarm.messages import AnyMessage, Close, Ping, Prune
-from swarm.net.base.transport import Carrier, Connection
+from swarm.messages import AnyMessage, CloseSession, DropInFlight, Ping
+from swarm.net.base.transport import Connection, Transport
 from swarm.net.libp2p import go_daemon
-from swarm.net.libp2p.options import DaemonOptions, same_ports
+from swarm.net.libp2p.options import HostOptions, same_ports
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.security.identity import Identity
-from swarm.net.transports.libp2p_streams import DaemonCarrier
+from swarm.net.transports.libp2p_streams import Libp2pTransport
 
 pytestmark = pytest.mark.processes
 
@@ -48,9 +48,9 @@ def no_child_left() -> Iterator[None]:
 
 class TestDaemon(Conformance):
     @contextlib.asynccontextmanager
-    async def pair(self) -> AsyncIterator[tuple[Carrier, Carrier]]:
+    async def pair(self) -> AsyncIterator[tuple[Transport, Transport]]:
         caller, listener = await asyncio.gather(
-            DaemonCarrier.start(Identity.generate()), DaemonCarrier.start(Identity.generate(), limits=SMALL)
+            Libp2pTransport.start(Identity.generate()), Libp2pTransport.start(Identity.generate(), limits=SMALL)
         )
         try:
             yield caller, listener
@@ -59,8 +59,8 @@ class TestDaemon(Conformance):
 
 
 @contextlib.asynccontextmanager
-async def running(options: DaemonOptions | None = None, **kwargs: object) -> AsyncIterator[DaemonCarrier]:
-    carrier = await DaemonCarrier.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
+async def running(options: HostOptions | None = None, **kwargs: object) -> AsyncIterator[Libp2pTransport]:
+    carrier = await Libp2pTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
     try:
         yield carrier
     finally:
@@ -68,7 +68,7 @@ async def running(options: DaemonOptions | None = None, **kwargs: object) -> Asy
 
 
 async def test_join_and_dial_by_id_alone() -> None:
-    async with running() as first, running(DaemonOptions(peers=first.addresses)) as second:
+    async with running() as first, running(HostOptions(peers=first.addresses)) as second:
         await first.serve(echo)
         connection = await second.dial(first.peer)
         await connection.send(Ping(1))
@@ -113,7 +113,7 @@ async def test_a_busy_port() -> None:
         port = busy.getsockname()[1]
         for extra in ((), ("/ip4/127.0.0.1/tcp/0",)):
             with pytest.raises(AddressInUse, match=str(port)):
-                await DaemonCarrier.start(Identity.generate(), DaemonOptions((f"/ip4/127.0.0.1/tcp/{port}", *extra)))
+                await Libp2pTransport.start(Identity.generate(), HostOptions((f"/ip4/127.0.0.1/tcp/{port}", *extra)))
 
 
 async def test_two_daemons_do_not_share_a_port() -> None:
@@ -121,7 +121,7 @@ async def test_two_daemons_do_not_share_a_port() -> None:
     async with running() as carrier:
         taken = carrier.addresses[0].partition("/p2p/")[0]
         with pytest.raises(AddressInUse, match="is taken"):
-            await DaemonCarrier.start(Identity.generate(), DaemonOptions((taken,)))
+            await Libp2pTransport.start(Identity.generate(), HostOptions((taken,)))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ async def test_options_that_cannot_work(
     options: dict[str, tuple[str, ...]], error: type[SwarmError], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        await DaemonCarrier.start(Identity.generate(), DaemonOptions(**options))
+        await Libp2pTransport.start(Identity.generate(), HostOptions(**options))
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -208,7 +208,7 @@ def test_ports_that_were_free_to_choose_are_kept_in_a_restart(wanted: str, bound
 
 async def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing_behind() -> None:
     for delay in (0.0, 0.01, 0.05, 0.1, 0.2, 0.3):
-        starting = asyncio.create_task(DaemonCarrier.start(Identity.generate()))
+        starting = asyncio.create_task(Libp2pTransport.start(Identity.generate()))
         await asyncio.sleep(delay)
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -218,7 +218,7 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing_behind() -
 
 async def test_a_close_that_is_cancelled_still_ends_the_daemon() -> None:
     for turns in range(4):
-        carrier = await DaemonCarrier.start(Identity.generate())
+        carrier = await Libp2pTransport.start(Identity.generate())
         await carrier.serve(echo)
         closing = asyncio.create_task(carrier.close())
         for _ in range(turns):
@@ -237,7 +237,7 @@ async def test_pools_over_daemons() -> None:
     lost: asyncio.Queue[NetworkError] = asyncio.Queue()
 
     async def serve(connection: Connection, message: AnyMessage, body: memoryview) -> None:
-        if isinstance(message, Prune):
+        if isinstance(message, DropInFlight):
             raise ProtocolError("no prunes here")
         await connection.send(message, body)
 
@@ -253,9 +253,9 @@ async def test_pools_over_daemons() -> None:
             connections = await asyncio.gather(*(client.get(listener.peer, listener.addresses) for _ in range(8)))
             assert len(set(connections)) == 1
             assert await client.rtt(listener.peer) > 0
-            await connections[0].send(Close(bytes(16)), bytes(300_000))
-            assert await answers.get() == (Close(bytes(16)), bytes(300_000))
-            await connections[0].send(Prune(bytes(16), 0))
+            await connections[0].send(CloseSession(bytes(16)), bytes(300_000))
+            assert await answers.get() == (CloseSession(bytes(16)), bytes(300_000))
+            await connections[0].send(DropInFlight(bytes(16), 0))
             await lost.get()
             assert node.violations.counts == {caller.peer: 1}
             assert await client.rtt(listener.peer) > 0
@@ -265,12 +265,12 @@ async def test_pools_over_daemons() -> None:
 
 _ORPHAN_MAKER = """
 import asyncio
-from swarm.net.transports.libp2p_streams import DaemonCarrier
+from swarm.net.transports.libp2p_streams import Libp2pTransport
 from swarm.net.security.identity import Identity
 from swarm.net.pool.connection_pool import ConnectionPool
 
 async def main():
-    carrier = await DaemonCarrier.start(Identity.generate())
+    carrier = await Libp2pTransport.start(Identity.generate())
     print(carrier.daemon_pid, flush=True)
     await asyncio.sleep(60)
 

@@ -11,17 +11,17 @@ import pytest
 from zeroconf import ServiceInfo
 from zeroconf.asyncio import AsyncZeroconf
 
-from swarm.net.discovery.mdns import SERVICE, Group, Neighbourhood, find
+from swarm.net.discovery.mdns import SERVICE, MdnsService, SwarmTag, browse
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret
+from swarm.net.security.swarm_secret import SwarmSecret
 
 pytestmark = pytest.mark.processes
 
 LOOPBACK = ["127.0.0.1"]
 PEER = Identity.from_seed(bytes(32)).peer
-OPEN = Group("home", "smollm2-135m")
-SECRET = NetworkSecret("one secret of many")
-PRIVATE = Group("home", "smollm2-135m", SECRET)
+OPEN = SwarmTag("home", "smollm2-135m")
+SECRET = SwarmSecret("one secret of many")
+PRIVATE = SwarmTag("home", "smollm2-135m", SECRET)
 
 
 async def ignore(addresses: tuple[str, ...]) -> None:
@@ -29,11 +29,11 @@ async def ignore(addresses: tuple[str, ...]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def announced(group: Group, port: int) -> AsyncIterator[str]:
+async def announced(group: SwarmTag, port: int) -> AsyncIterator[str]:
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}"
-    node = await Neighbourhood.start(group, ignore, LOOPBACK)
+    node = await MdnsService.start(group, ignore, LOOPBACK)
     try:
-        await node.announce((address,))
+        await node.advertise((address,))
         yield address
     finally:
         await node.close()
@@ -48,23 +48,23 @@ async def port() -> AsyncIterator[int]:
 async def test_members_find_each_other_and_others_do_not(port: int) -> None:
     async with announced(PRIVATE, port) as address, announced(OPEN, port):
         strangers = (
-            Group("office", "smollm2-135m"),
-            Group("home", "another"),
-            Group("home", "another", SECRET),
-            Group("home", "smollm2-135m", NetworkSecret("another secret of many")),
+            SwarmTag("office", "smollm2-135m"),
+            SwarmTag("home", "another"),
+            SwarmTag("home", "another", SECRET),
+            SwarmTag("home", "smollm2-135m", SwarmSecret("another secret of many")),
         )
-        answers = await asyncio.gather(*(find(group, LOOPBACK, 4.0) for group in (OPEN, PRIVATE, *strangers)))
+        answers = await asyncio.gather(*(browse(group, LOOPBACK, 4.0) for group in (OPEN, PRIVATE, *strangers)))
     assert answers == [(address,), (address,), (), (), (), ()]
 
 
 async def test_an_announcement_whose_maker_is_gone_is_passed_over(port: int) -> None:
     async with announced(OPEN, 1):
-        assert await find(OPEN, LOOPBACK, 2.5) == ()
+        assert await browse(OPEN, LOOPBACK, 2.5) == ()
 
 
 async def test_two_that_began_at_once_hear_each_other(port: int) -> None:
     heard: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
-    first = await Neighbourhood.start(OPEN, heard.put, LOOPBACK)
+    first = await MdnsService.start(OPEN, heard.put, LOOPBACK)
     try:
         async with announced(OPEN, port) as address:
             assert await asyncio.wait_for(heard.get(), 10) == (address,)
@@ -84,19 +84,19 @@ async def test_two_that_began_at_once_hear_each_other(port: int) -> None:
     ],
 )
 def test_what_makes_no_sense_says_nothing(said: dict[str, bytes]) -> None:
-    assert not OPEN.understand(said)
-    assert not PRIVATE.understand(said)
+    assert not OPEN.decode(said)
+    assert not PRIVATE.decode(said)
 
 
 def test_a_private_swarm_announces_nothing_readable() -> None:
     address = f"/ip4/192.168.1.7/tcp/4001/p2p/{PEER}"
-    said = PRIVATE.say((address,) * 5)
-    assert PRIVATE.understand(said) == (address,) * 3
+    said = PRIVATE.encode((address,) * 5)
+    assert PRIVATE.decode(said) == (address,) * 3
     told = b"".join((*(key.encode() for key in said), *said.values()))
     for word in (b"home", b"smollm2", b"192.168", PEER.encode(), PEER[-8:].encode()):
         assert word not in told
     assert all(len(key) + len(value) < 255 for key, value in said.items())
-    assert PRIVATE.say((address,)) != PRIVATE.say((address,)), "and never the same twice"
+    assert PRIVATE.encode((address,)) != PRIVATE.encode((address,)), "and never the same twice"
 
 
 async def test_a_flood_of_announcements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ async def test_a_flood_of_announcements_is_bounded(monkeypatch: pytest.MonkeyPat
     async def note(addresses: tuple[str, ...]) -> None:
         heard.append(addresses)
 
-    flooder, node = AsyncZeroconf(interfaces=LOOPBACK), await Neighbourhood.start(OPEN, note, LOOPBACK)
+    flooder, node = AsyncZeroconf(interfaces=LOOPBACK), await MdnsService.start(OPEN, note, LOOPBACK)
     try:
         for i in range(12):
             address = f"/ip4/127.0.0.1/tcp/{i + 1}/p2p/{PEER}"
@@ -115,7 +115,7 @@ async def test_a_flood_of_announcements_is_bounded(monkeypatch: pytest.MonkeyPat
                 SERVICE,
                 f"{name}.{SERVICE}",
                 port=1,
-                properties=OPEN.say((address,)),
+                properties=OPEN.encode((address,)),
                 server=f"{name}.local.",
                 addresses=[bytes([127, 0, 0, 1])],
             )

@@ -11,16 +11,16 @@ from transport_conformance import SESSION, SMALL, Conformance, echo
 from virtual_clock import run, virtual_time, wall_clock
 
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
-from swarm.messages import Ping, Prune
-from swarm.net.base.transport import Carrier
-from swarm.testing.memory_network import Link, MemoryNetwork
+from swarm.messages import DropInFlight, Ping
+from swarm.net.base.transport import Transport
+from swarm.testing.memory_network import LinkModel, MemoryNetwork
 
 
 class TestMemory(Conformance):
     @contextlib.asynccontextmanager
-    async def pair(self) -> AsyncIterator[tuple[Carrier, Carrier]]:
+    async def pair(self) -> AsyncIterator[tuple[Transport, Transport]]:
         network = MemoryNetwork()
-        caller, listener = network.carrier("caller"), network.carrier("listener", SMALL)
+        caller, listener = network.transport("caller"), network.transport("listener", SMALL)
         yield caller, listener
         await caller.close()
         await listener.close()
@@ -28,8 +28,8 @@ class TestMemory(Conformance):
 
 @virtual_time
 async def test_delay_and_rate() -> None:
-    network = MemoryNetwork(link=Link(delay_s=0.02, rate=1e6))
-    a, b = network.carrier("a"), network.carrier("b")
+    network = MemoryNetwork(link=LinkModel(delay_s=0.02, rate=1e6))
+    a, b = network.transport("a"), network.transport("b")
     await b.serve(echo)
     loop = asyncio.get_running_loop()
     connection = await a.dial("b")
@@ -39,7 +39,7 @@ async def test_delay_and_rate() -> None:
     await connection.receive()
     assert loop.time() - start == pytest.approx(0.04, abs=1e-4)
     start = loop.time()
-    await connection.send(Prune(SESSION, 1), bytes(1_000_000))
+    await connection.send(DropInFlight(SESSION, 1), bytes(1_000_000))
     await connection.receive()
     assert loop.time() - start == pytest.approx(2.04, abs=1e-2)
     assert network.sent["a", "b"] == network.sent["b", "a"] > 1_000_000
@@ -49,8 +49,8 @@ async def test_delay_and_rate() -> None:
 @virtual_time
 async def test_the_two_directions_of_a_link_can_differ() -> None:
     network = MemoryNetwork()
-    network.set_link("a", "b", Link(delay_s=1.0), both=False)
-    a, b = network.carrier("a"), network.carrier("b")
+    network.set_link("a", "b", LinkModel(delay_s=1.0), both=False)
+    a, b = network.transport("a"), network.transport("b")
     await b.serve(echo)
     connection = await a.dial("b")
     start = asyncio.get_running_loop().time()
@@ -60,8 +60,8 @@ async def test_the_two_directions_of_a_link_can_differ() -> None:
 
 
 async def _lossy_times(seed: int) -> list[float]:
-    network = MemoryNetwork(seed, Link(delay_s=0.01, loss=0.2))
-    a, b = network.carrier("a"), network.carrier("b")
+    network = MemoryNetwork(seed, LinkModel(delay_s=0.01, loss=0.2))
+    a, b = network.transport("a"), network.transport("b")
     await b.serve(echo)
     connection = await a.dial("b")
     times = []
@@ -84,8 +84,8 @@ def test_loss_costs_time_and_repeats_itself() -> None:
 
 @virtual_time
 async def test_a_killed_peer() -> None:
-    network = MemoryNetwork(link=Link(delay_s=0.05))
-    a, b = network.carrier("a"), network.carrier("b")
+    network = MemoryNetwork(link=LinkModel(delay_s=0.05))
+    a, b = network.transport("a"), network.transport("b")
     await b.serve(echo)
     connection = await a.dial("b")
     start = asyncio.get_running_loop().time()
@@ -97,7 +97,7 @@ async def test_a_killed_peer() -> None:
         await connection.send(Ping(1))
     with pytest.raises(PeerUnreachable):
         await a.dial("b")
-    reborn = network.carrier("b")
+    reborn = network.transport("b")
     await reborn.serve(echo)
     connection = await a.dial("b")
     await b.close()  # of the dead one: must not touch the living
@@ -108,7 +108,7 @@ async def test_a_killed_peer() -> None:
 @virtual_time
 async def test_a_machine_that_goes_dark_says_nothing() -> None:
     network = MemoryNetwork()
-    a, b = network.carrier("a", dial_timeout_s=7.0), network.carrier("b")
+    a, b = network.transport("a", dial_timeout_s=7.0), network.transport("b")
     await b.serve(echo)
     connection = await a.dial("b")
     network.kill("b", silent=True)
@@ -128,12 +128,12 @@ async def test_a_machine_that_goes_dark_says_nothing() -> None:
 async def test_a_machine_that_starts_again_resets_what_was_connected_to_it_before() -> None:
     """Else its former life, of which nobody was told that it ended, would answer in its place."""
     network = MemoryNetwork()
-    a, b = network.carrier("a"), network.carrier("b")
+    a, b = network.transport("a"), network.transport("b")
     await b.serve(echo)
     before = await a.dial("b")
     network.kill("b", silent=True)
     await asyncio.sleep(60.0)
-    reborn = network.carrier("b")
+    reborn = network.transport("b")
     await reborn.serve(echo)
     with pytest.raises(ConnectionLost):
         await before.receive()
@@ -145,7 +145,7 @@ async def test_a_machine_that_starts_again_resets_what_was_connected_to_it_befor
 @virtual_time
 async def test_frames_wait_out_a_partition() -> None:
     network = MemoryNetwork()
-    a, b = network.carrier("a"), network.carrier("b")
+    a, b = network.transport("a"), network.transport("b")
     await b.serve(echo)
     connection = await a.dial("b")
     network.partition("a", "b")
@@ -162,7 +162,7 @@ async def test_frames_wait_out_a_partition() -> None:
 @virtual_time
 async def test_hostile_bytes() -> None:
     network = MemoryNetwork()
-    a, b = network.carrier("a"), network.carrier("b")
+    a, b = network.transport("a"), network.transport("b")
     errors: list[ProtocolError] = []
 
     async def handler(connection: object) -> None:

@@ -12,28 +12,28 @@ import pytest
 from transport_conformance import drain, echo
 
 from swarm.errors import AddressInUse, ConnectionLost, NetworkError, PeerUnreachable, UsageError
-from swarm.messages import AnyMessage, Close, Opened, Ping
+from swarm.messages import AnyMessage, CloseSession, Ping, SessionOpened
 from swarm.net.base.tls_addresses import is_direct
 from swarm.net.base.transport import Connection
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.pool.connection_pool import ConnectionPool
-from swarm.net.pool.migratable_link import Link
+from swarm.net.pool.migratable_link import MigratableLink
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret
+from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.net.transports import multi, tls
-from swarm.net.transports.multi import ReachCarrier
+from swarm.net.transports.multi import MultiTransport
 
 pytestmark = pytest.mark.processes
 
 
 def is_tcp(connection: Connection) -> bool:
-    assert isinstance(connection, tls.FrameStream)
+    assert isinstance(connection, tls.FramedStream)
     return connection.transport_info("ssl_object") is not None
 
 
 @contextlib.asynccontextmanager
-async def running(options: DaemonOptions | None = None, **kwargs: object) -> AsyncIterator[ReachCarrier]:
-    carrier = await ReachCarrier.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
+async def running(options: HostOptions | None = None, **kwargs: object) -> AsyncIterator[MultiTransport]:
+    carrier = await MultiTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
     try:
         yield carrier
     finally:
@@ -44,7 +44,7 @@ async def test_direct_addresses_first_and_the_daemon_otherwise() -> None:
     async with running() as listener, running(accept=False) as caller, running(direct=False) as plain:
         assert [is_direct(address) for address in listener.addresses] == [False, True]
         assert not any(map(is_direct, (*caller.addresses, *plain.addresses)))
-        assert (listener.without_direct, plain.without_direct) == ("", "they are turned off")
+        assert (listener.direct_disabled_reason, plain.direct_disabled_reason) == ("", "they are turned off")
         await listener.serve(echo)
         for carrier, addresses, direct_one in (
             (caller, listener.addresses, True),
@@ -74,7 +74,7 @@ async def test_where_direct_connections_do_not_work_the_daemon_carries_on(
         await listener.serve(echo)
         monkeypatch.setattr(tls, "contexts", broken)
         async with running() as caller:
-            assert "certificates" in caller.without_direct
+            assert "certificates" in caller.direct_disabled_reason
             assert "certificates" in caplog.text
             connection = await caller.dial(listener.peer, listener.addresses)
             await connection.send(Ping(4))
@@ -86,19 +86,19 @@ async def test_a_direct_port_that_is_taken_is_an_error() -> None:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         with pytest.raises(AddressInUse):
-            await ReachCarrier.start(Identity.generate(), direct_port=busy.getsockname()[1])
+            await MultiTransport.start(Identity.generate(), direct_port=busy.getsockname()[1])
     assert not psutil.Process().children()
 
 
 async def test_relays_that_do_not_answer_are_an_error() -> None:
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.from_seed(bytes(32)).peer}"
     with pytest.raises(PeerUnreachable, match="none of the relays"):
-        await ReachCarrier.start(Identity.generate(), DaemonOptions(relays=(dead,)))
+        await MultiTransport.start(Identity.generate(), HostOptions(relays=(dead,)))
     with pytest.raises(UsageError, match="either"):
-        DaemonOptions(relays=(dead,), offer_relay=True)
+        HostOptions(relays=(dead,), relay_server=True)
     with pytest.raises(UsageError, match="which peer"):
-        DaemonOptions(relays=("/ip4/127.0.0.1/tcp/1",))
-    async with running() as relay, running(DaemonOptions(relays=relay.addresses[:1])) as carrier:
+        HostOptions(relays=("/ip4/127.0.0.1/tcp/1",))
+    async with running() as relay, running(HostOptions(relays=relay.addresses[:1])) as carrier:
         assert f"{relay.addresses[0]}/p2p-circuit/p2p/{carrier.peer}" in carrier.addresses
     assert not psutil.Process().children()
 
@@ -108,12 +108,12 @@ async def test_a_link_moves_to_a_direct_connection_when_one_can_be_had(monkeypat
     monkeypatch.setattr(multi, "PROBE_AFTER_S", (0.1,))
     answers: list[int] = []
 
-    async def node(link: Link, message: AnyMessage, body: memoryview) -> None:
-        assert isinstance(message, Close)
-        await link.send(Opened(message.session), body)
+    async def node(link: MigratableLink, message: AnyMessage, body: memoryview) -> None:
+        assert isinstance(message, CloseSession)
+        await link.send(SessionOpened(message.session), body)
 
-    async def client(_: Link, message: AnyMessage, body: memoryview) -> None:
-        assert isinstance(message, Opened)
+    async def client(_: MigratableLink, message: AnyMessage, body: memoryview) -> None:
+        assert isinstance(message, SessionOpened)
         assert body == message.session * 2000
         answers.append(int.from_bytes(message.session, "big"))
         news.set()
@@ -127,7 +127,7 @@ async def test_a_link_moves_to_a_direct_connection_when_one_can_be_had(monkeypat
             sent = 0
             async with asyncio.timeout(20):
                 while not is_tcp(link.path) or sent % 500:
-                    await link.send(Close(sent.to_bytes(16, "big")), sent.to_bytes(16, "big") * 2000)
+                    await link.send(CloseSession(sent.to_bytes(16, "big")), sent.to_bytes(16, "big") * 2000)
                     sent += 1
                     if sent == 100:
                         await listener.serve(serving._accept)
@@ -141,11 +141,11 @@ async def test_a_link_moves_to_a_direct_connection_when_one_can_be_had(monkeypat
 
 
 async def test_members_of_a_private_swarm_reach_each_other_and_strangers_do_not() -> None:
-    secret = NetworkSecret("a secret of our own")
+    secret = SwarmSecret("a secret of our own")
     async with (
         running(secret=secret) as listener,
         running(accept=False, secret=secret) as member,
-        running(accept=False, secret=NetworkSecret("another swarm's secret")) as other,
+        running(accept=False, secret=SwarmSecret("another swarm's secret")) as other,
         running(accept=False) as stranger,
     ):
         let_in: list[str] = []

@@ -11,20 +11,20 @@ from virtual_clock import run, virtual_time
 
 from swarm.codec import Buffer
 from swarm.errors import ConnectionLost, NetworkError
-from swarm.messages import AnyMessage, Close, Move, Opened, Ping
-from swarm.net.base.transport import OnBetter
+from swarm.messages import AnyMessage, CloseSession, PathSwitch, Ping, SessionOpened
+from swarm.net.base.transport import OnUpgrade
 from swarm.net.pool.connection_pool import MOVE_TIMEOUT_S, ConnectionPool
-from swarm.net.pool.migratable_link import Link as PoolLink
-from swarm.testing.memory_network import Link, MemoryCarrier, MemoryConnection, MemoryNetwork
+from swarm.net.pool.migratable_link import MigratableLink as PoolLink
+from swarm.testing.memory_network import LinkModel, MemoryConnection, MemoryNetwork, MemoryTransport
 
 
-class Improver(MemoryCarrier):
+class Improver(MemoryTransport):
     """A memory carrier whose test says when there is a better way."""
 
-    found: OnBetter
+    found: OnUpgrade
     dialled: list[MemoryConnection]
 
-    def on_better(self, found: OnBetter) -> None:
+    def on_better(self, found: OnUpgrade) -> None:
         self.found = found
         self.dialled = []
 
@@ -37,8 +37,8 @@ class World:
     """A client that can improve and a node that answers every Close with Opened."""
 
     def __init__(self, delay_s: float = 0.05) -> None:
-        self.network = MemoryNetwork(link=Link(delay_s=delay_s))
-        carrier = self.network.carrier("client")
+        self.network = MemoryNetwork(link=LinkModel(delay_s=delay_s))
+        carrier = self.network.transport("client")
         carrier.__class__ = Improver
         assert isinstance(carrier, Improver)
         self.carrier = carrier
@@ -46,15 +46,15 @@ class World:
         self.at_client: list[int] = []
         self.lost: list[tuple[str, NetworkError]] = []
         self.client = ConnectionPool(self.carrier, self.on_client, self.on_lost)
-        self.node = ConnectionPool(self.network.carrier("node"), self.on_node, self.on_lost)
+        self.node = ConnectionPool(self.network.transport("node"), self.on_node, self.on_lost)
 
     async def on_node(self, link: PoolLink, message: AnyMessage, body: Buffer) -> None:
-        assert isinstance(message, Close)
+        assert isinstance(message, CloseSession)
         self.at_node.append(int.from_bytes(message.session, "big"))
-        await link.send(Opened(message.session), body)
+        await link.send(SessionOpened(message.session), body)
 
     async def on_client(self, link: PoolLink, message: AnyMessage, body: Buffer) -> None:
-        assert isinstance(message, Opened)
+        assert isinstance(message, SessionOpened)
         self.at_client.append(int.from_bytes(message.session, "big"))
 
     async def on_lost(self, link: PoolLink, error: NetworkError) -> None:
@@ -66,7 +66,7 @@ class World:
 
     async def send(self, link: PoolLink, numbers: range) -> None:
         for i in numbers:
-            await link.send(Close(i.to_bytes(16, "big")), bytes(i % 7))
+            await link.send(CloseSession(i.to_bytes(16, "big")), bytes(i % 7))
 
     async def improve(self) -> None:
         old = self.carrier.dialled[-1]
@@ -84,7 +84,7 @@ async def test_frames_under_way_are_not_overtaken() -> None:
     world = World(delay_s=1.0)
     link = await world.start()
     await world.send(link, range(5))
-    world.network.set_link("client", "node", Link(delay_s=0.001))
+    world.network.set_link("client", "node", LinkModel(delay_s=0.001))
     await world.improve()
     await world.send(link, range(5, 10))
     await asyncio.sleep(0.5)
@@ -117,7 +117,7 @@ def test_any_interleaving_of_moves_and_traffic(seed: int) -> None:
         async def moves() -> None:
             for _ in range(6):
                 await asyncio.sleep(rng.random())
-                world.network.set_link("client", "node", Link(delay_s=rng.random() * 0.5))
+                world.network.set_link("client", "node", LinkModel(delay_s=rng.random() * 0.5))
                 await world.improve()
 
         async with asyncio.TaskGroup() as group:
@@ -163,7 +163,7 @@ async def test_a_better_path_to_a_peer_that_is_gone_is_closed() -> None:
 async def test_an_old_path_that_dies_in_the_middle_ends_the_link_on_both_sides() -> None:
     world = World(delay_s=1.0)
     link = await world.start()
-    await link.send(Close(bytes(16)))
+    await link.send(CloseSession(bytes(16)))
     moving = asyncio.create_task(world.improve())
     await asyncio.sleep(2.2)
     world.carrier.dialled[0].abort()
@@ -189,12 +189,12 @@ async def test_moves_that_make_no_sense() -> None:
         with pytest.raises(ConnectionLost):
             await drain(connection)
 
-    await says(Move(1))
-    await says(Ping(1), Move(2))
+    await says(PathSwitch(1))
+    await says(Ping(1), PathSwitch(2))
     assert world.node.violations.counts == {"client": 2}
     async with asyncio.TaskGroup() as group:
-        group.create_task(says(Move(3)))
-        group.create_task(says(Move(3)))
+        group.create_task(says(PathSwitch(3)))
+        group.create_task(says(PathSwitch(3)))
     assert world.node.violations.counts == {"client": 4}
     assert not world.node._moves
     await world.close()

@@ -10,10 +10,10 @@ from virtual_clock import run, virtual_time
 from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
-from swarm.messages import AnyMessage, Close, Opened, Ping, Pong, Prune
+from swarm.messages import AnyMessage, CloseSession, DropInFlight, Ping, Pong, SessionOpened
 from swarm.net.base.transport import Connection
 from swarm.net.pool.connection_pool import MAX_ACCEPTED_PER_PEER, ConnectionPool
-from swarm.testing.memory_network import Link, MemoryCarrier, MemoryNetwork
+from swarm.testing.memory_network import LinkModel, MemoryNetwork, MemoryTransport
 
 SESSION = bytes(16)
 
@@ -22,16 +22,16 @@ class Peer:
     """A pool that notes what happens to it and answers every Close with Opened."""
 
     def __init__(self, network: MemoryNetwork, name: str, limits: Limits | None = None) -> None:
-        self.carrier: MemoryCarrier = network.carrier(name)
+        self.carrier: MemoryTransport = network.transport(name)
         self.frames: asyncio.Queue[tuple[str, AnyMessage, bytes]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[Connection, NetworkError]] = asyncio.Queue()
         self.pool = ConnectionPool(self.carrier, self.on_frame, self.on_lost, limits)
 
     async def on_frame(self, connection: Connection, message: AnyMessage, body: Buffer) -> None:
-        if isinstance(message, Prune):
+        if isinstance(message, DropInFlight):
             raise ProtocolError("no prunes here")
-        if isinstance(message, Close):
-            await connection.send(Opened(message.session))
+        if isinstance(message, CloseSession):
+            await connection.send(SessionOpened(message.session))
         self.frames.put_nowait((connection.peer, message, bytes(body)))
 
     async def on_lost(self, connection: Connection, error: NetworkError) -> None:
@@ -43,7 +43,7 @@ class Peer:
 
 
 async def two(
-    link: Link | None = None, limits: Limits | None = None, window: int = 1 << 20
+    link: LinkModel | None = None, limits: Limits | None = None, window: int = 1 << 20
 ) -> tuple[MemoryNetwork, Peer, Peer]:
     network = MemoryNetwork(link=link, window=window)
     client, node = Peer(network, "client"), Peer(network, "node", limits)
@@ -53,14 +53,14 @@ async def two(
 
 @virtual_time
 async def test_sessions_share_one_connection_dialled_once() -> None:
-    _network, client, node = await two(Link(delay_s=0.1))
+    _network, client, node = await two(LinkModel(delay_s=0.1))
     connections = await asyncio.gather(*(client.pool.get("node", ()) for _ in range(20)))
     assert len(set(connections)) == 1
     assert await client.pool.get("node") is connections[0]
     assert len(client.pool) == 1
-    await connections[0].send(Close(SESSION), b"body")
-    assert await node.frames.get() == ("client", Close(SESSION), b"body")
-    assert await client.frames.get() == ("node", Opened(SESSION), b"")
+    await connections[0].send(CloseSession(SESSION), b"body")
+    assert await node.frames.get() == ("client", CloseSession(SESSION), b"body")
+    assert await client.frames.get() == ("node", SessionOpened(SESSION), b"")
     assert len(node.pool) == 1
     await client.close()
     await node.close()
@@ -68,7 +68,7 @@ async def test_sessions_share_one_connection_dialled_once() -> None:
 
 @virtual_time
 async def test_one_impatient_caller_does_not_spoil_the_dial_for_others() -> None:
-    _, client, node = await two(Link(delay_s=0.1))
+    _, client, node = await two(LinkModel(delay_s=0.1))
     impatient = asyncio.create_task(client.pool.get("node"))
     patient = asyncio.create_task(client.pool.get("node"))
     await asyncio.sleep(0.01)
@@ -120,13 +120,13 @@ async def test_a_lost_connection_is_told_once_and_dialled_anew() -> None:
     assert second is not first
     assert client.lost.empty()
     await node.close()
-    await second.send(Close(SESSION))
-    assert (await reborn.frames.get())[1] == Close(SESSION)
+    await second.send(CloseSession(SESSION))
+    assert (await reborn.frames.get())[1] == CloseSession(SESSION)
 
 
 @virtual_time
 async def test_rtt() -> None:
-    network, client, node = await two(Link(delay_s=0.02))
+    network, client, node = await two(LinkModel(delay_s=0.02))
     assert await client.pool.rtt("node") == pytest.approx(40.0)
     assert node.frames.empty(), "pings are the pool's own business"
     network.partition("client", "node")
@@ -143,10 +143,10 @@ async def test_rtt() -> None:
 async def test_offenders_are_cut_and_then_refused() -> None:
     network, client, node = await two(limits=Limits(max_protocol_errors=3))
     bystander = Peer(network, "bystander")
-    await (await bystander.pool.get("node")).send(Close(SESSION))
+    await (await bystander.pool.get("node")).send(CloseSession(SESSION))
     for count in range(1, 4):
         connection = await client.pool.get("node")
-        await connection.send(Prune(SESSION, 0))
+        await connection.send(DropInFlight(SESSION, 0))
         await client.lost.get()
         lost, error = await node.lost.get()
         assert lost.peer == "client"
@@ -175,12 +175,12 @@ async def test_what_a_service_finds_out_later_is_charged_too() -> None:
 @virtual_time
 async def test_connections_are_bounded() -> None:
     network, _client, node = await two(limits=Limits(max_connections=6))
-    greedy = network.carrier("greedy")
+    greedy = network.transport("greedy")
     opened = [await greedy.dial("node") for _ in range(MAX_ACCEPTED_PER_PEER + 1)]
     with pytest.raises(ConnectionLost):
         await opened[-1].receive()
     for i in range(3):
-        connection = await network.carrier(f"p{i}").dial("node")
+        connection = await network.transport(f"p{i}").dial("node")
         if i == 2:
             with pytest.raises(ConnectionLost):
                 await connection.receive()
@@ -192,7 +192,7 @@ async def test_connections_are_bounded() -> None:
 @virtual_time
 async def test_a_flood_of_pings_is_cut_off() -> None:
     network, _, node = await two(window=1000)
-    hostile = await network.carrier("hostile").dial("node")
+    hostile = await network.transport("hostile").dial("node")
     for i in range(2000):
         try:
             await hostile.send(Ping(i))  # and the answers are never read
@@ -227,9 +227,9 @@ async def test_unexpected_pongs_are_ignored() -> None:
 
 @virtual_time
 async def test_close_ends_everything_quietly() -> None:
-    network, client, node = await two(Link(delay_s=1.0))
-    network.set_link("client", "slow", Link(delay_s=100.0))
-    await network.carrier("slow").serve(node.pool._accept)
+    network, client, node = await two(LinkModel(delay_s=1.0))
+    network.set_link("client", "slow", LinkModel(delay_s=100.0))
+    await network.transport("slow").serve(node.pool._accept)
     await client.pool.get("node")
     dialling = asyncio.create_task(client.pool.get("slow"))
     await asyncio.sleep(0.1)
@@ -259,10 +259,10 @@ def test_a_bug_in_a_handler_costs_one_connection_and_is_reported() -> None:
         async def on_lost(connection: Connection, error: NetworkError) -> None:
             lost.put_nowait(error)
 
-        node = ConnectionPool(network.carrier("node"), on_frame, on_lost)
+        node = ConnectionPool(network.transport("node"), on_frame, on_lost)
         await node.serve()
         client, other = Peer(network, "client"), Peer(network, "other")
-        await (await client.pool.get("node")).send(Close(SESSION))
+        await (await client.pool.get("node")).send(CloseSession(SESSION))
         await client.lost.get()
         assert isinstance(await lost.get(), ConnectionLost)
         survived.append(await other.pool.rtt("node"))

@@ -13,18 +13,18 @@ import pytest
 from transport_conformance import SMALL, Conformance, echo
 
 from swarm.config import Libp2pImpl
-from swarm.errors import AddressInUse, ConnectionLost, NetworkError, NotAdmitted, PeerUnreachable, UsageError
-from swarm.messages import Close, Ping
+from swarm.errors import AddressInUse, ConnectionLost, NetworkError, PeerUnreachable, UsageError, WrongSwarm
+from swarm.messages import CloseSession, Ping
 from swarm.net.base.frame_stream import varint
-from swarm.net.base.transport import Carrier
+from swarm.net.base.transport import Transport
 from swarm.net.dht.directory import DhtDirectory
 from swarm.net.libp2p._hivemind import p2pd_pb2 as pb
-from swarm.net.libp2p.host import NotSpoken
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.host import ProtocolNotSupported
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.libp2p.py_host import PyHost
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret
-from swarm.net.transports.libp2p_streams import DaemonCarrier
+from swarm.net.security.swarm_secret import SwarmSecret
+from swarm.net.transports.libp2p_streams import Libp2pTransport
 
 pytestmark = pytest.mark.processes
 
@@ -41,9 +41,9 @@ def no_socket_left_open() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def running(
-    libp2p_impl: Libp2pImpl = "python", options: DaemonOptions | None = None, **kwargs: object
-) -> AsyncIterator[DaemonCarrier]:
-    carrier = await DaemonCarrier.start(Identity.generate(), options, libp2p_impl=libp2p_impl, **kwargs)  # type: ignore[arg-type]
+    libp2p_impl: Libp2pImpl = "python", options: HostOptions | None = None, **kwargs: object
+) -> AsyncIterator[Libp2pTransport]:
+    carrier = await Libp2pTransport.start(Identity.generate(), options, libp2p_impl=libp2p_impl, **kwargs)  # type: ignore[arg-type]
     try:
         yield carrier
     finally:
@@ -52,17 +52,17 @@ async def running(
 
 class TestPy(Conformance):
     @contextlib.asynccontextmanager
-    async def pair(self) -> AsyncIterator[tuple[Carrier, Carrier]]:
+    async def pair(self) -> AsyncIterator[tuple[Transport, Transport]]:
         async with running() as caller, running(limits=SMALL) as listener:
             yield caller, listener
 
 
-def host_of(carrier: DaemonCarrier) -> PyHost:
+def host_of(carrier: Libp2pTransport) -> PyHost:
     assert isinstance(carrier.daemon, PyHost)
     return carrier.daemon
 
 
-def endpoint(carrier: DaemonCarrier) -> tuple[str, int]:
+def endpoint(carrier: Libp2pTransport) -> tuple[str, int]:
     return "127.0.0.1", int(carrier.addresses[0].split("/")[4])
 
 
@@ -73,7 +73,7 @@ async def test_frames_cross_whichever_program_is_at_either_end(caller: Libp2pImp
         await b.serve(echo)
         connection = await a.dial(b.peer, b.addresses)
         assert connection.peer == b.peer
-        for message, data in ((Ping(1), b""), (Close(bytes(16)), body)):
+        for message, data in ((Ping(1), b""), (CloseSession(bytes(16)), body)):
             await connection.send(message, data)
             assert await connection.receive() == (message, data)
 
@@ -81,12 +81,12 @@ async def test_frames_cross_whichever_program_is_at_either_end(caller: Libp2pImp
 async def test_one_swarm_of_both() -> None:
     """Five peers, each knowing one of another kind: all read all records, and dial each other by id alone."""
     async with contextlib.AsyncExitStack() as stack:
-        carriers: list[DaemonCarrier] = []
+        carriers: list[Libp2pTransport] = []
         directories: list[DhtDirectory] = []
         kinds: tuple[Libp2pImpl, ...] = ("go", "python", "go", "python", "python")
         for kind in kinds:
             peers = carriers[-1].addresses[:1] if carriers else ()
-            carriers.append(await stack.enter_async_context(running(kind, DaemonOptions(peers=peers))))
+            carriers.append(await stack.enter_async_context(running(kind, HostOptions(peers=peers))))
             await carriers[-1].serve(echo)
             directories.append(await DhtDirectory.start(carriers[-1], peers))
             stack.push_async_callback(directories[-1].close)
@@ -104,18 +104,18 @@ async def test_one_swarm_of_both() -> None:
 
 
 async def test_a_private_swarm_of_both() -> None:
-    secret, other = NetworkSecret("one secret of many"), NetworkSecret("another secret of many")
-    async with running("go", prove=secret.prove) as a, running("python", prove=secret.prove) as b:
+    secret, other = SwarmSecret("one secret of many"), SwarmSecret("another secret of many")
+    async with running("go", prove=secret.authenticate) as a, running("python", prove=secret.authenticate) as b:
         await a.serve(echo)
         await b.serve(echo)
         for near, far in ((a, b), (b, a)):
             connection = await near.dial(far.peer, far.addresses)
             await connection.send(Ping(1))
             assert await connection.receive() == (Ping(1), b"")
-        for prove in (other.prove, None):
+        for prove in (other.authenticate, None):
             async with running("python", prove=prove) as stranger:
                 for member in (a, b):
-                    with pytest.raises(NotAdmitted):
+                    with pytest.raises(WrongSwarm):
                         await stranger.dial(member.peer, member.addresses)
 
 
@@ -128,10 +128,10 @@ async def test_peers_that_are_not_there_or_not_themselves() -> None:
         with pytest.raises(PeerUnreachable, match="nobody knows where"):
             await caller.dial(Identity.generate().peer)
         await caller.control.connect(listener.peer, listener.addresses)
-        with pytest.raises(NotSpoken):
+        with pytest.raises(ProtocolNotSupported):
             await caller.control.open_stream(listener.peer, "/no/such/protocol")
     with pytest.raises(PeerUnreachable, match="none of the peers"):
-        async with running(options=DaemonOptions(peers=(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}",))):
+        async with running(options=HostOptions(peers=(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}",))):
             pass
     with pytest.raises(PeerUnreachable):
         await caller.dial(listener.peer, listener.addresses)
@@ -141,10 +141,10 @@ async def test_options_that_cannot_work() -> None:
     async with running() as first:
         taken = f"/ip4/127.0.0.1/tcp/{endpoint(first)[1]}"
         for kind, options in (
-            (AddressInUse, DaemonOptions(listen=(taken,))),
-            (UsageError, DaemonOptions(listen=("/ip4/203.0.113.9/tcp/0",))),
-            (UsageError, DaemonOptions(listen=("/ip4/127.0.0.1/udp/0/quic-v1",))),
-            (UsageError, DaemonOptions(offer_relay=True)),
+            (AddressInUse, HostOptions(listen=(taken,))),
+            (UsageError, HostOptions(listen=("/ip4/203.0.113.9/tcp/0",))),
+            (UsageError, HostOptions(listen=("/ip4/127.0.0.1/udp/0/quic-v1",))),
+            (UsageError, HostOptions(relay_server=True)),
         ):
             with pytest.raises(kind):
                 async with running(options=options):
@@ -279,7 +279,7 @@ async def test_a_return_that_fails_is_tried_again() -> None:
 
 
 async def test_what_is_cancelled_leaves_nothing_behind() -> None:
-    starting = asyncio.create_task(DaemonCarrier.start(Identity.generate(), libp2p_impl="python"))
+    starting = asyncio.create_task(Libp2pTransport.start(Identity.generate(), libp2p_impl="python"))
     await asyncio.sleep(0.001)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -10,18 +10,18 @@ import pytest
 from transport_conformance import echo
 from virtual_clock import virtual_time
 
-from swarm.messages import Close, Ping
-from swarm.net.transports.rate_limit import BURST_S, FRAME_BYTES, ThrottledCarrier, Upload
-from swarm.testing.memory_network import Link, MemoryNetwork
+from swarm.messages import CloseSession, Ping
+from swarm.net.transports.rate_limit import BURST_S, FRAME_BYTES, RateLimitedTransport, UploadBucket
+from swarm.testing.memory_network import LinkModel, MemoryNetwork
 
 
 @contextlib.asynccontextmanager
-async def pair(rate: float) -> AsyncIterator[tuple[ThrottledCarrier, Upload]]:
-    network = MemoryNetwork(link=Link(delay_s=0.001))
-    listener = network.carrier("listener")
+async def pair(rate: float) -> AsyncIterator[tuple[RateLimitedTransport, UploadBucket]]:
+    network = MemoryNetwork(link=LinkModel(delay_s=0.001))
+    listener = network.transport("listener")
     await listener.serve(echo)
-    upload = Upload(rate)
-    carrier = ThrottledCarrier(network.carrier("caller"), upload)
+    upload = UploadBucket(rate)
+    carrier = RateLimitedTransport(network.transport("caller"), upload)
     yield carrier, upload
     await carrier.close()
     await listener.close()
@@ -33,7 +33,7 @@ async def test_bytes_leave_at_the_rate_whatever_the_connection() -> None:
         connections = [await carrier.dial("listener") for _ in range(2)]
         begun = asyncio.get_running_loop().time()
         for i in range(10):
-            await connections[i % 2].send(Close(bytes(16)), bytes(500_000))
+            await connections[i % 2].send(CloseSession(bytes(16)), bytes(500_000))
             await connections[i % 2].receive()
         took = asyncio.get_running_loop().time() - begun
         assert upload.sent == 10 * (500_000 + FRAME_BYTES)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.net.libp2p.socket_dir import PrivateFolder, sweep
+from swarm.net.libp2p.socket_dir import SocketDir, remove_stale
 
 OWNER = "from swarm.net.libp2p.socket_dir import PrivateFolder as F; f = F(); print(f.path, flush=True); input()"
 
@@ -26,7 +26,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_folder_goes_when_it_is_removed(place: Path) -> None:
-    folder = PrivateFolder()
+    folder = SocketDir()
     assert folder.path.parent == place
     assert folder.path.stat().st_mode & 0o777 == 0o700
     (folder.path / "socket").touch()
@@ -40,11 +40,11 @@ def test_what_a_killed_owner_left_goes_with_the_next_start_and_not_before(place:
         assert owner.stdout is not None
         left = Path(owner.stdout.readline().decode().strip())
         (left / "socket").touch()
-        first = PrivateFolder()
+        first = SocketDir()
         assert left.exists()
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    second = PrivateFolder()
+    second = SocketDir()
     assert set(place.iterdir()) == {first.path, second.path}
     first.remove()
     second.remove()
@@ -64,7 +64,7 @@ def test_what_is_not_ours_stays(place: Path) -> None:
     (aside / "owner").write_text("")
     (place / "swarm-link").symlink_to(aside)
     before = sorted(os.listdir(place))
-    sweep(place)
+    remove_stale(place)
     assert sorted(os.listdir(place)) == before
     assert target.read_text() == "precious"
     assert (aside / "owner").exists()

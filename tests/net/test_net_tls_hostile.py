@@ -23,9 +23,9 @@ from swarm.messages import Ping
 from swarm.net.base.transport import Connection
 from swarm.net.security import tls_certificates
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret, open_proof
-from swarm.net.security.tls_certificates import certified_peer, contexts, make_certificate
-from swarm.net.transports.tls import DirectCarrier
+from swarm.net.security.swarm_secret import SwarmSecret, public_authenticator
+from swarm.net.security.tls_certificates import contexts, make_certificate, peer_id_of_certificate
+from swarm.net.transports.tls import TlsTransport
 
 FRAME = codec.encode(Ping(1))[0]
 
@@ -33,7 +33,7 @@ FRAME = codec.encode(Ping(1))[0]
 class Listener:
     """A direct carrier that notes every connection it let in and every frame it read."""
 
-    def __init__(self, carrier: DirectCarrier) -> None:
+    def __init__(self, carrier: TlsTransport) -> None:
         self.carrier = carrier
         self.let_in: list[str] = []
         self.frames = 0
@@ -51,9 +51,9 @@ class Listener:
 
 
 @contextlib.asynccontextmanager
-async def listener(secret: NetworkSecret | None = None) -> AsyncIterator[Listener]:
-    prove = secret.prove if secret else open_proof
-    carrier = await DirectCarrier.start(Identity.generate(), ["127.0.0.1"], prove=prove)
+async def listener(secret: SwarmSecret | None = None) -> AsyncIterator[Listener]:
+    prove = secret.authenticate if secret else public_authenticator
+    carrier = await TlsTransport.start(Identity.generate(), ["127.0.0.1"], prove=prove)
     held = Listener(carrier)
     await carrier.serve(held.handle)
     try:
@@ -164,7 +164,7 @@ async def test_frames_before_the_hello_and_a_replayed_hello() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", held.port, ssl=context, server_hostname="")
         nonce = (await reader.readexactly(33))[1:]
         ours = bytes(32)
-        proof = open_proof(b"dial", nonce, ours, held.carrier.peer.encode(), member.peer.encode())
+        proof = public_authenticator(b"dial", nonce, ours, held.carrier.peer.encode(), member.peer.encode())
         hello = bytes([64]) + ours + proof
         writer.write(hello + FRAME)
         assert len(await reader.readexactly(33)) == 33
@@ -179,19 +179,19 @@ async def test_frames_before_the_hello_and_a_replayed_hello() -> None:
 
 
 async def test_another_networks_secret() -> None:
-    async with listener(NetworkSecret("correct horse battery")) as held:
-        for prove in (open_proof, NetworkSecret("correct horse batterz").prove):
-            stranger = await DirectCarrier.start(Identity.generate(), prove=prove)
+    async with listener(SwarmSecret("correct horse battery")) as held:
+        for prove in (public_authenticator, SwarmSecret("correct horse batterz").authenticate):
+            stranger = await TlsTransport.start(Identity.generate(), prove=prove)
             with pytest.raises(PeerUnreachable, match="secret"):
                 await stranger.dial(held.carrier.peer, held.carrier.addresses)
             await stranger.close()
-        member = await DirectCarrier.start(Identity.generate(), prove=NetworkSecret("correct horse battery").prove)
+        member = await TlsTransport.start(Identity.generate(), prove=SwarmSecret("correct horse battery").authenticate)
         await (await member.dial(held.carrier.peer, held.carrier.addresses)).send(Ping(1))
         await asyncio.sleep(0.05)
         assert (held.let_in, held.frames) == ([member.peer], 1)
         await member.close()
     with pytest.raises(UsageError, match="12"):
-        NetworkSecret("too short")
+        SwarmSecret("too short")
 
 
 async def test_a_listener_that_is_somebody_else_or_not_of_the_swarm() -> None:
@@ -210,7 +210,7 @@ async def test_a_listener_that_is_somebody_else_or_not_of_the_swarm() -> None:
     server_tls, _ = contexts(liar)
     server = await asyncio.start_server(impostor, "127.0.0.1", 0, ssl=server_tls)
     port = server.sockets[0].getsockname()[1]
-    caller = await DirectCarrier.start(Identity.generate())
+    caller = await TlsTransport.start(Identity.generate())
     with pytest.raises(PeerUnreachable, match="answered instead"):
         await caller.dial(VICTIM.peer, [f"/ip4/127.0.0.1/tcp/{port}/tls/p2p/{VICTIM.peer}"])
     assert not heard
@@ -255,19 +255,19 @@ print(ID.from_pubkey(verify_certificate_chain([x509.load_pem_x509_certificate(sy
     )
     theirs, _, seen = done.stdout.decode().strip().rpartition("\n")
     assert seen == VICTIM.peer
-    assert certified_peer(ssl.PEM_cert_to_DER_cert(theirs.strip())) == Identity.from_seed(bytes(range(32))).peer
+    assert peer_id_of_certificate(ssl.PEM_cert_to_DER_cert(theirs.strip())) == Identity.from_seed(bytes(range(32))).peer
 
 
 def test_damage_to_a_certificate_is_noticed_and_never_makes_another_peer_of_it() -> None:
     good = _der(make_certificate(VICTIM)[0])
-    assert certified_peer(good) == VICTIM.peer
+    assert peer_id_of_certificate(good) == VICTIM.peer
     unnoticed = 0
     for i in range(len(good)):
         for bit in (0x01, 0x80):
             damaged = bytearray(good)
             damaged[i] ^= bit
             try:
-                peer = certified_peer(bytes(damaged))
+                peer = peer_id_of_certificate(bytes(damaged))
             except ProtocolError:
                 continue
             unnoticed += 1
@@ -275,12 +275,12 @@ def test_damage_to_a_certificate_is_noticed_and_never_makes_another_peer_of_it()
     assert unnoticed <= 1, "only DER's count of unused bits after the signature may vary"
     for data in (b"", b"\x30", good[:-1], good + bytes(5000), bytes(500)):
         with pytest.raises(ProtocolError):
-            certified_peer(data)
+            peer_id_of_certificate(data)
 
 
 async def test_a_connection_is_of_no_use_after_its_peer_broke_the_protocol() -> None:
     async with listener() as held:
-        caller = await DirectCarrier.start(Identity.generate())
+        caller = await TlsTransport.start(Identity.generate())
         connection = await caller.dial(held.carrier.peer, held.carrier.addresses)
         connection._transport.write(b"\xff" * 8)  # type: ignore[attr-defined]
         with pytest.raises(ConnectionLost):

@@ -13,20 +13,20 @@ from transport_conformance import SMALL, Conformance, echo
 
 from swarm.errors import AddressInUse, ConnectionLost, PeerUnreachable, UsageError
 from swarm.messages import Ping
-from swarm.net.base.tls_addresses import Endpoint, announced, is_direct, parse
-from swarm.net.base.transport import Carrier
+from swarm.net.base.tls_addresses import TlsEndpoint, advertised, is_direct, parse
+from swarm.net.base.transport import Transport
 from swarm.net.security.identity import Identity
 from swarm.net.transports import tls
-from swarm.net.transports.tls import DirectCarrier
+from swarm.net.transports.tls import TlsTransport
 
 HOME = ("127.0.0.1",)
 
 
 class TestDirect(Conformance):
     @contextlib.asynccontextmanager
-    async def pair(self) -> AsyncIterator[tuple[Carrier, Carrier]]:
-        caller = await DirectCarrier.start(Identity.generate())
-        listener = await DirectCarrier.start(Identity.generate(), HOME, limits=SMALL)
+    async def pair(self) -> AsyncIterator[tuple[Transport, Transport]]:
+        caller = await TlsTransport.start(Identity.generate())
+        listener = await TlsTransport.start(Identity.generate(), HOME, limits=SMALL)
         try:
             yield caller, listener
         finally:
@@ -40,8 +40,8 @@ def test_the_same_on_uvloop(name: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(*hosts: str, **kwargs: object) -> AsyncIterator[DirectCarrier]:
-    carrier = await DirectCarrier.start(Identity.generate(), hosts, **kwargs)  # type: ignore[arg-type]
+async def running(*hosts: str, **kwargs: object) -> AsyncIterator[TlsTransport]:
+    carrier = await TlsTransport.start(Identity.generate(), hosts, **kwargs)  # type: ignore[arg-type]
     try:
         yield carrier
     finally:
@@ -93,7 +93,7 @@ async def test_sockets_are_tuned() -> None:
     async with running(*HOME) as listener, running() as caller:
         await listener.serve(echo)
         stream = await caller.dial(listener.peer, listener.addresses)
-        assert isinstance(stream, tls.FrameStream)
+        assert isinstance(stream, tls.FramedStream)
         raw = stream.transport_info("socket")
         assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -105,14 +105,14 @@ async def test_ports_and_hosts_that_cannot_be_had() -> None:
         busy.listen()
         port = busy.getsockname()[1]
         with pytest.raises(AddressInUse, match=str(port)):
-            await DirectCarrier.start(Identity.generate(), HOME, port)
+            await TlsTransport.start(Identity.generate(), HOME, port)
     with pytest.raises(UsageError, match=r"203\.0\.113\.1"):
-        await DirectCarrier.start(Identity.generate(), ["203.0.113.1"])
+        await TlsTransport.start(Identity.generate(), ["203.0.113.1"])
 
 
 def test_addresses_are_read_as_they_are_written() -> None:
     peer = Identity.from_seed(bytes(32)).peer
-    for endpoint in (Endpoint("192.0.2.1", 4001), Endpoint("2001:db8::1", 1)):
+    for endpoint in (TlsEndpoint("192.0.2.1", 4001), TlsEndpoint("2001:db8::1", 1)):
         address = endpoint.address(peer)
         assert is_direct(address)
         assert parse(address, peer) == endpoint
@@ -124,7 +124,7 @@ def test_addresses_are_read_as_they_are_written() -> None:
 
 
 def test_what_is_announced() -> None:
-    any4, any6 = Endpoint("0.0.0.0", 10), Endpoint("::", 11)
+    any4, any6 = TlsEndpoint("0.0.0.0", 10), TlsEndpoint("::", 11)
     daemon = [
         "/ip4/127.0.0.1/tcp/4001/p2p/x",
         "/ip4/192.168.1.2/tcp/4001/p2p/x",
@@ -134,8 +134,8 @@ def test_what_is_announced() -> None:
         "/ip4/9.9.9.9/tcp/4001/p2p/relay/p2p-circuit/p2p/x",
         "/dns4/example.org/tcp/1/p2p/x",
     ]
-    assert announced([any4], daemon) == [Endpoint("8.8.8.8", 10), Endpoint("192.168.1.2", 10)]
-    assert announced([any4, any6], daemon)[:2] == [Endpoint("8.8.8.8", 10), Endpoint("2001:4860::1", 11)]
-    assert announced([any4], daemon[:1]) == [Endpoint("127.0.0.1", 10)]
-    assert announced([Endpoint("127.0.0.1", 5)], daemon) == [Endpoint("127.0.0.1", 5)]
-    assert announced([], daemon) == []
+    assert advertised([any4], daemon) == [TlsEndpoint("8.8.8.8", 10), TlsEndpoint("192.168.1.2", 10)]
+    assert advertised([any4, any6], daemon)[:2] == [TlsEndpoint("8.8.8.8", 10), TlsEndpoint("2001:4860::1", 11)]
+    assert advertised([any4], daemon[:1]) == [TlsEndpoint("127.0.0.1", 10)]
+    assert advertised([TlsEndpoint("127.0.0.1", 5)], daemon) == [TlsEndpoint("127.0.0.1", 5)]
+    assert advertised([], daemon) == []

@@ -11,8 +11,8 @@ import pytest
 
 from swarm.codec import FrameLimits
 from swarm.errors import ConnectionLost, PeerUnreachable, ProtocolError
-from swarm.messages import AnyMessage, Close, Open, Ping, Pong, Prune, Step
-from swarm.net.base.transport import Carrier, Connection
+from swarm.messages import AnyMessage, CloseSession, DropInFlight, OpenSession, Ping, Pong, Step
+from swarm.net.base.transport import Connection, Transport
 
 SESSION = bytes(range(16))
 SMALL = FrameLimits(header=4096, body=1 << 20)
@@ -39,7 +39,7 @@ async def ping_forever(connection: Connection) -> None:
 class Conformance:
     """`pair()` yields (caller, listener): two carriers that can reach each other; the listener keeps to SMALL."""
 
-    pair: Callable[[], contextlib.AbstractAsyncContextManager[tuple[Carrier, Carrier]]]
+    pair: Callable[[], contextlib.AbstractAsyncContextManager[tuple[Transport, Transport]]]
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[tuple[Connection, Connection]]:
@@ -64,10 +64,10 @@ class Conformance:
         frames: list[tuple[AnyMessage, bytes]] = [
             (Ping(1), b""),
             (Step(SESSION, 3, 4, 5, 2, tokens=[7, 8], trace=[(1.5, 2.5)]), os.urandom(2 * 576 * 2)),
-            (Open(SESSION, "m", "h", "bf16", 0, 10, 2048, history=list(range(500))), b""),
-            (Prune(SESSION, 9, [1, 2, 3]), b"x"),
+            (OpenSession(SESSION, "m", "h", "bf16", 0, 10, 2048, penalty_tokens=list(range(500))), b""),
+            (DropInFlight(SESSION, 9, [1, 2, 3]), b"x"),
             (Step(SESSION, 0, 0, 0, 512), os.urandom(1 << 20)),
-            (Close(SESSION), b""),
+            (CloseSession(SESSION), b""),
         ]
         async with self.pair() as (caller, listener):
             await listener.serve(echo)
@@ -101,7 +101,7 @@ class Conformance:
 
             async def sender(who: int) -> None:
                 for i in range(8):
-                    await connection.send(Prune(SESSION, who * 100 + i), bytes([who]) * (70_000 * who + 1))
+                    await connection.send(DropInFlight(SESSION, who * 100 + i), bytes([who]) * (70_000 * who + 1))
 
             async with asyncio.TaskGroup() as group:
                 for who in range(1, 5):
@@ -109,7 +109,7 @@ class Conformance:
                 seen: dict[int, list[int]] = {}
                 for _ in range(32):
                     message, body = await connection.receive()
-                    assert isinstance(message, Prune)
+                    assert isinstance(message, DropInFlight)
                     who, i = divmod(message.epoch, 100)
                     assert body == bytes([who]) * (70_000 * who + 1)
                     seen.setdefault(who, []).append(i)
@@ -127,23 +127,23 @@ class Conformance:
                 message, body = await far.receive()
                 if message == Ping(77):
                     break
-                assert isinstance(message, Prune)
+                assert isinstance(message, DropInFlight)
                 assert body == bytes([message.epoch % 251]) * (1 << 20)
             await last
 
     @staticmethod
     async def _send_until_stuck(connection: Connection) -> None:
         for i in range(1000):
-            await connection.send(Prune(SESSION, i), bytes([i % 251]) * (1 << 20))
+            await connection.send(DropInFlight(SESSION, i), bytes([i % 251]) * (1 << 20))
 
     async def test_what_was_sent_before_closing_still_arrives(self) -> None:
         async with self.connected() as (near, far):
-            await near.send(Prune(SESSION, 1), bytes(500_000))
+            await near.send(DropInFlight(SESSION, 1), bytes(500_000))
             await near.send(Ping(2))
             await near.close()
             await near.close()
             message, body = await far.receive()
-            assert message == Prune(SESSION, 1)
+            assert message == DropInFlight(SESSION, 1)
             assert len(body) == 500_000
             assert (await far.receive())[0] == Ping(2)
             for _ in range(2):
@@ -175,7 +175,7 @@ class Conformance:
     async def test_a_frame_over_the_limits_ends_the_connection(self) -> None:
         frames: list[tuple[AnyMessage, bytes]] = [
             (Ping(1), bytes(SMALL.body + 1)),
-            (Prune(SESSION, 0, list(range(4096))), b""),
+            (DropInFlight(SESSION, 0, list(range(4096))), b""),
         ]
         for message, body in frames:
             async with self.connected() as (near, far):

@@ -12,18 +12,18 @@ from pathlib import Path
 from swarm.codec import Buffer
 from swarm.config import Limits, data_dir
 from swarm.errors import InvalidRequest, NetworkError, OutOfMemory
-from swarm.messages import AnyMessage, Close, Open, Opened, Result, Step, WireSampling
+from swarm.messages import AnyMessage, CloseSession, OpenSession, SessionOpened, Step, StepResult, WireSampling
 from swarm.net.base.transport import Connection
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan, ModelId, PeerId, Sampling
-from swarm_node.serving.executor import Executor, InlineDevice, Output, ScheduledStep
-from swarm_node.serving.served_spans import ServedEngine
-from swarm_node.serving.session import Rows
-from swarm_node.serving.session_server import Service
+from swarm_node.serving.executor import Executor, InlineDevice, ScheduledStep, StepOutput
+from swarm_node.serving.served_spans import SpanEngineApi
+from swarm_node.serving.session import ActivationSpec
+from swarm_node.serving.session_server import SessionServer
 
 LAYERS = 6
-ROWS = Rows(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200)
+ROWS = ActivationSpec(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200)
 SERVED = ModelId("toy", "hash", "fp32")
 LIMITS = Limits(max_sessions=4, max_sessions_per_peer=3, max_protocol_errors=3)
 
@@ -33,7 +33,7 @@ class ToyEngine:
     """A row is one byte; a layer adds one to it (mod 200); the token drawn after a row is what it became."""
 
     span: LayerSpan
-    rows: Rows = ROWS
+    rows: ActivationSpec = ROWS
     capacity: int = 1000
     pages: dict[int, int] = field(default_factory=dict)
     batches: list[int] = field(default_factory=list)
@@ -86,7 +86,7 @@ class ToyEngine:
 
         return write
 
-    def prepare(self, works: Sequence[ScheduledStep]) -> Callable[[], list[Output]]:
+    def prepare(self, works: Sequence[ScheduledStep]) -> Callable[[], list[StepOutput]]:
         assert len({id(w.session) for w in works}) == len(works)
         assert len({w.session.span for w in works}) == 1
         if any(w.session.key == self.refuse_key for w in works):
@@ -94,15 +94,15 @@ class ToyEngine:
         self.batches.append(len(works))
         return lambda: [self._compute(w) for w in works]
 
-    def _compute(self, work: ScheduledStep) -> Output:
+    def _compute(self, work: ScheduledStep) -> StepOutput:
         if self.fail is not None:
             raise self.fail
         step, session = work.arrival.step, work.session
         rows = bytes(step.tokens) if session.first else bytes(work.arrival.body)
         rows = bytes((r + len(session.span)) % 200 for r in rows)
         if session.tail:
-            return Output(tokens=tuple(rows[max(step.line - 1, 0) :]) if step.sample else ())
-        return Output(body=rows)
+            return StepOutput(tokens=tuple(rows[max(step.causal_rows - 1, 0) :]) if step.sample else ())
+        return StepOutput(body=rows)
 
 
 @dataclass
@@ -141,7 +141,7 @@ class ToyClient:
             await self.send(peer, open_message(session, hops, i, start, end, max_tokens, sampling, history, served))
         for _ in hops:
             message = await self.message()
-            assert isinstance(message, Opened), message
+            assert isinstance(message, SessionOpened), message
 
 
 def open_message(
@@ -154,14 +154,14 @@ def open_message(
     sampling: Sampling | None = None,
     history: Sequence[int] = (),
     served: ModelId = SERVED,
-) -> Open:
-    return Open(
+) -> OpenSession:
+    return OpenSession(
         session=session,
         model=served.model,
         weight_hash=served.weight_hash,
         dtype=served.dtype,
         sampling=WireSampling.of(sampling) if sampling else None,
-        history=list(history),
+        penalty_tokens=list(history),
         start=start,
         end=end,
         max_tokens=max_tokens,
@@ -171,7 +171,15 @@ def open_message(
 
 
 def line_step(session: bytes, number: int, base: int, tokens: Sequence[int], sample: bool = True) -> Step:
-    return Step(session, epoch=0, step=number, base=base, line=len(tokens), sample=sample, tokens=list(tokens))
+    return Step(
+        session,
+        epoch=0,
+        step=number,
+        committed_before=base,
+        causal_rows=len(tokens),
+        sample=sample,
+        tokens=list(tokens),
+    )
 
 
 @asynccontextmanager
@@ -185,7 +193,7 @@ async def toy_client(network: MemoryNetwork, name: str = "client") -> AsyncItera
     async def on_lost(connection: Connection, error: NetworkError) -> None:
         lost.append(connection.peer)
 
-    carrier = network.carrier(name)
+    carrier = network.transport(name)
     async with ConnectionPool(carrier, on_frame, on_lost, LIMITS) as pool:
         yield ToyClient(pool, inbox, lost)
     await carrier.close()
@@ -195,14 +203,14 @@ async def toy_client(network: MemoryNetwork, name: str = "client") -> AsyncItera
 async def serving(
     network: MemoryNetwork,
     name: str,
-    engine: ServedEngine,
+    engine: SpanEngineApi,
     served: ModelId = SERVED,
     delay_s: float = 0.01,
     limits: Limits = LIMITS,
-) -> AsyncIterator[Service]:
+) -> AsyncIterator[SessionServer]:
     """A node of the memory network around any engine. A batch takes `delay_s` of the loop's time."""
-    carrier = network.carrier(name)
-    services: list[Service] = []
+    carrier = network.transport(name)
+    services: list[SessionServer] = []
 
     async def on_frame(connection: Connection, message: AnyMessage, body: memoryview) -> None:
         await services[0].on_frame(connection, message, body)
@@ -210,7 +218,10 @@ async def serving(
     async def on_lost(connection: Connection, error: NetworkError) -> None:
         await services[0].on_lost(connection, error)
 
-    async with ConnectionPool(carrier, on_frame, on_lost, limits) as pool, Service(served, pool, limits) as service:
+    async with (
+        ConnectionPool(carrier, on_frame, on_lost, limits) as pool,
+        SessionServer(served, pool, limits) as service,
+    ):
         services.append(service)
         executor = Executor(engine, InlineDevice(delay_s), limits.batch_tokens, clock=asyncio.get_running_loop().time)
         service.begin(engine, executor)
@@ -221,7 +232,9 @@ async def serving(
 
 
 @asynccontextmanager
-async def toy_node(network: MemoryNetwork, name: str, span: LayerSpan) -> AsyncIterator[tuple[Service, ToyEngine]]:
+async def toy_node(
+    network: MemoryNetwork, name: str, span: LayerSpan
+) -> AsyncIterator[tuple[SessionServer, ToyEngine]]:
     engine = ToyEngine(span)
     async with serving(network, name, engine) as service:
         yield service, engine
@@ -265,14 +278,14 @@ class Generation:
         waiting = self.steps
         while len(self.known) < prompt + count:
             result = await self.client.message()
-            assert isinstance(result, Result), result
+            assert isinstance(result, StepResult), result
             waiting -= 1
             self.known.extend(result.tokens)
             if not waiting and len(self.known) < prompt + count:
                 await self.send()
                 waiting += 1
         for name, _, _ in self.hops:
-            await self.client.send(name, Close(self.session))
+            await self.client.send(name, CloseSession(self.session))
         return self.known[prompt:]
 
 

@@ -6,23 +6,23 @@ import random
 
 import pytest
 
-from swarm.errors import LogLost
+from swarm.errors import ActivationLogEvicted
 from swarm.messages import Step
-from swarm_node.serving.activation_log import REPLAY_ROWS, HopLogs
+from swarm_node.serving.activation_log import REPLAY_ROWS, ActivationLog
 
 ID = b"s" * 16
 
 
 def step(line: int = 0, slots: tuple[int, ...] = (), commit: tuple[int, ...] = ()) -> Step:
-    return Step(ID, 0, 0, 0, line, parents=[-1] * len(slots), slots=[*slots], commit=[*commit])
+    return Step(ID, 0, 0, 0, line, parents=[-1] * len(slots), slots=[*slots], commit_slots=[*commit])
 
 
-def replayed(logs: HopLogs, key: int, count: int) -> bytes:
+def replayed(logs: ActivationLog, key: int, count: int) -> bytes:
     return b"".join(body for _, _, body in logs.replay(key, count))
 
 
 def test_lines_commits_and_rollbacks() -> None:
-    logs = HopLogs(10_000)
+    logs = ActivationLog(10_000)
     logs.open(0)
     logs.append(0, step(line=3), b"aabbcc")
     logs.append(0, step(slots=(4, 9)), b"ddee")
@@ -33,7 +33,7 @@ def test_lines_commits_and_rollbacks() -> None:
     logs.rollback(0, 2)
     assert replayed(logs, 0, 2) == b"aabb"
     assert logs.size == 4
-    with pytest.raises(LogLost):
+    with pytest.raises(ActivationLogEvicted):
         logs.replay(0, 3)
     logs.close(0)
     logs.close(0)
@@ -41,7 +41,7 @@ def test_lines_commits_and_rollbacks() -> None:
 
 
 def test_long_replays_come_in_chunks() -> None:
-    logs = HopLogs(10_000)
+    logs = ActivationLog(10_000)
     logs.open(0)
     rows = bytes(i % 251 for i in range(2 * REPLAY_ROWS + 7))
     logs.append(0, step(line=len(rows)), rows)
@@ -51,14 +51,14 @@ def test_long_replays_come_in_chunks() -> None:
 
 
 def test_past_the_cap_the_longest_log_goes_and_stays_away() -> None:
-    logs = HopLogs(100)
+    logs = ActivationLog(100)
     for key in (0, 1):
         logs.open(key)
     logs.append(0, step(line=4), bytes(40))
     promised = logs.replay(0, 4)
     logs.append(1, step(line=7), bytes(70))
     assert logs.size == 40
-    with pytest.raises(LogLost):
+    with pytest.raises(ActivationLogEvicted):
         logs.replay(1, 1)
     logs.append(1, step(line=1), bytes(10))
     assert logs.size == 40
@@ -69,7 +69,7 @@ def test_past_the_cap_the_longest_log_goes_and_stays_away() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_steps_against_a_plain_list(seed: int) -> None:
     rng = random.Random(seed)
-    logs, plain, tree = HopLogs(1 << 20), list[bytes](), dict[int, bytes]()
+    logs, plain, tree = ActivationLog(1 << 20), list[bytes](), dict[int, bytes]()
     logs.open(0)
     for _ in range(40):
         if rng.random() < 0.15:

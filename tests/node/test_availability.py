@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from virtual_clock import virtual_time
 
 from swarm.errors import UsageError
-from swarm_node.owner.active_hours import Schedule
-from swarm_node.owner.availability import ASKED, HOURS, Duty
-from swarm_node.owner.machine_usage import BUSY_AFTER_S, CALM_AFTER_S, CpuUse, Hysteresis
+from swarm_node.owner.active_hours import ActiveHours
+from swarm_node.owner.availability import ASKED, HOURS, Availability
+from swarm_node.owner.machine_usage import BUSY_AFTER_S, IDLE_AFTER_S, Hysteresis, OtherCpuUsage
 
 NOON = datetime(2026, 3, 1, 12, 0)
 
@@ -31,7 +31,7 @@ NOON = datetime(2026, 3, 1, 12, 0)
     ],
 )
 def test_windows_of_local_time(text: str, lent: tuple[str, ...], kept: tuple[str, ...]) -> None:
-    schedule = Schedule.parse(text)
+    schedule = ActiveHours.parse(text)
     for time, is_open in [(t, True) for t in lent] + [(t, False) for t in kept]:
         moment = datetime.strptime(f"2026-03-01 {time}", "%Y-%m-%d %H:%M")
         assert schedule.open_at(moment) is is_open, time
@@ -40,12 +40,12 @@ def test_windows_of_local_time(text: str, lent: tuple[str, ...], kept: tuple[str
 @pytest.mark.parametrize("text", ["", "22-8", "22:00", "25:00-08:00", "22:00-24:30", "10:60-11:00", "a:b-c:d"])
 def test_what_is_no_window_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not a time of day"):
-        Schedule.parse(text)
+        ActiveHours.parse(text)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1439), st.integers(0, 1439)), min_size=1, max_size=3), st.integers(0, 1439))
 def test_the_next_opening_is_open_and_comes_within_a_day(windows: list[tuple[int, int]], minute: int) -> None:
-    schedule = Schedule(tuple(windows))
+    schedule = ActiveHours(tuple(windows))
     moment = NOON.replace(hour=minute // 60, minute=minute % 60)
     opening = schedule.opens_after(moment)
     assert schedule.open_at(opening)
@@ -74,7 +74,7 @@ class Counters:
 
 def test_our_own_work_is_not_the_use_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = Counters(monkeypatch)
-    use = CpuUse(lambda: [7, 8])
+    use = OtherCpuUsage(lambda: [7, 8])
     counters.set(busy=80, idle=20, own=80)
     assert use.others() == 0.0
     counters.set(busy=160, idle=40, own=90)
@@ -83,7 +83,7 @@ def test_our_own_work_is_not_the_use_of_others(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_counters_of_this_machine_can_be_read() -> None:
-    use = CpuUse(lambda: [os.getpid(), 2**22 + 1])
+    use = OtherCpuUsage(lambda: [os.getpid(), 2**22 + 1])
     sum(range(10**6))
     assert 0.0 <= use.others() <= 1.0
 
@@ -96,18 +96,18 @@ def test_a_short_burst_changes_nothing_and_calm_must_last() -> None:
     assert in_use.observe(0.9, 2.0 + BUSY_AFTER_S)
     assert in_use.observe(0.3, 20.0)  # between the two thresholds
     assert in_use.observe(0.1, 30.0)
-    assert in_use.observe(0.1, 29.9 + CALM_AFTER_S)
-    assert not in_use.observe(0.1, 30.0 + CALM_AFTER_S)
+    assert in_use.observe(0.1, 29.9 + IDLE_AFTER_S)
+    assert not in_use.observe(0.1, 30.0 + IDLE_AFTER_S)
 
 
 @virtual_time
 async def test_a_node_serves_when_no_reason_is_left() -> None:
-    duty = Duty()
+    duty = Availability()
     idle = asyncio.create_task(duty.until(lambda: not duty.on))
     await asyncio.sleep(1)
     assert not idle.done()
     duty.stop(ASKED, "paused by its owner")
-    duty.check_hours(Schedule.parse("20:00-21:00"), NOON)
+    duty.check_hours(ActiveHours.parse("20:00-21:00"), NOON)
     await idle
     assert (duty.on, duty.hours) == (False, False)
     assert duty.reasons[HOURS] == "outside its hours until 20:00"
@@ -115,5 +115,5 @@ async def test_a_node_serves_when_no_reason_is_left() -> None:
     assert duty.refusal().retry_after_s > 0
     duty.resume(ASKED)
     assert not duty.on
-    duty.check_hours(Schedule.parse("11:00-21:00"), NOON)
+    duty.check_hours(ActiveHours.parse("11:00-21:00"), NOON)
     assert duty.on

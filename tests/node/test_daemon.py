@@ -31,7 +31,7 @@ from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import ModelId, NodeState, Snapshot
 from swarm_node import node as daemon
 from swarm_node.membership import span_selection
-from swarm_node.network.connection import Connect, Network
+from swarm_node.network.connection import Connect, NodeNetwork
 
 LIMITS = Limits(publish_interval_s=0.5, record_ttl_s=3.0, drain_timeout_s=0.5)
 
@@ -47,7 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A home of its own, kept from test to test so that one calibration is enough."""
     monkeypatch.setenv("SWARM_HOME", str(private_home(tmp_path_factory.getbasetemp() / "home")))
-    monkeypatch.setattr(span_selection, "SETTLE_S", 0.3)
+    monkeypatch.setattr(span_selection, "STABLE_S", 0.3)
 
 
 def settings(model_dir: Path, **changes: Any) -> NodeConfig:
@@ -84,11 +84,11 @@ class Events:
 
 def over_memory(network: MemoryNetwork, identity: Identity, failed: asyncio.Event | None = None) -> Connect:
     @asynccontextmanager
-    async def connect(config: NodeConfig) -> AsyncIterator[Network]:
-        carrier = network.carrier(identity.peer)
+    async def connect(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
+        carrier = network.transport(identity.peer)
         try:
             directory = network.directory(identity.peer)
-            yield Network(carrier, directory, identity.sign, failed or asyncio.Event())
+            yield NodeNetwork(carrier, directory, identity.sign, failed or asyncio.Event())
         finally:
             await carrier.close()
 

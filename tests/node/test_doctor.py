@@ -14,11 +14,11 @@ import pytest
 from swarm.config import NodeConfig
 from swarm.invite import Invite, parse
 from swarm.net.dht.directory import DhtDirectory
-from swarm.net.discovery.autonat import DialledBack
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.discovery.autonat import ReachabilityReport
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret
-from swarm.net.transports.multi import ReachCarrier
+from swarm.net.security.swarm_secret import SwarmSecret
+from swarm.net.transports.multi import MultiTransport
 from swarm_node.commands import doctor
 from swarm_node.commands.doctor import Finding
 from swarm_node.network import invite
@@ -46,26 +46,26 @@ def test_what_is_found_out_without_others() -> None:
 def test_what_another_peer_says_of_reaching_us() -> None:
     here, there = (f"/ip4/8.8.8.8/tcp/{port}/p2p/{PEER}" for port in (4001, 4002))
     for verdict, kind, words in (
-        (DialledBack("8.8.8.8", (here,), ()), "ok", "reached this machine (port 4001)"),
-        (DialledBack("8.8.8.8", (here,), (there,)), "warning", "reached only port 4001: open port 4002"),
-        (DialledBack("8.8.8.8", (), (here,)), "warning", "reached nothing: open port 4001"),
+        (ReachabilityReport("8.8.8.8", (here,), ()), "ok", "reached this machine (port 4001)"),
+        (ReachabilityReport("8.8.8.8", (here,), (there,)), "warning", "reached only port 4001: open port 4002"),
+        (ReachabilityReport("8.8.8.8", (), (here,)), "warning", "reached nothing: open port 4001"),
         (
-            DialledBack("8.8.8.8", (), ()),
+            ReachabilityReport("8.8.8.8", (), ()),
             "warning",
             "others see this machine as 8.8.8.8, which is its router's address",
         ),
-        (DialledBack("192.168.1.5", (here,), ()), "ok", "in the home network"),
-        (DialledBack("", (), ()), "warning", "through a relay"),
+        (ReachabilityReport("192.168.1.5", (here,), ()), "ok", "in the home network"),
+        (ReachabilityReport("", (), ()), "warning", "through a relay"),
     ):
         found = doctor.dialled_back(verdict)
         assert (found.verdict, words in found.sentence) == (kind, True), found
 
 
 @asynccontextmanager
-async def swarm(secret: str = "", relay: bool = False) -> AsyncIterator[tuple[ReachCarrier, DhtDirectory]]:
-    keys = NetworkSecret(secret) if secret else None
+async def swarm(secret: str = "", relay: bool = False) -> AsyncIterator[tuple[MultiTransport, DhtDirectory]]:
+    keys = SwarmSecret(secret) if secret else None
     async with AsyncExitStack() as stack:
-        carrier = await ReachCarrier.start(Identity.generate(), DaemonOptions((HERE,), offer_relay=relay), secret=keys)
+        carrier = await MultiTransport.start(Identity.generate(), HostOptions((HERE,), relay_server=relay), secret=keys)
         stack.push_async_callback(carrier.close)
 
         async def handle(connection: object) -> None:

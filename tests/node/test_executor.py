@@ -11,11 +11,11 @@ from node_fakes import ROWS, ToyEngine
 from virtual_clock import virtual_time
 
 from swarm.errors import InvalidRequest, ResourceError
-from swarm.messages import Open, Step
+from swarm.messages import OpenSession, Step
 from swarm.planner.scheduling.layer_time import BatchStats
 from swarm.types import LayerSpan
 from swarm_node.serving.executor import Compute, Executor, InlineDevice, ScheduledStep, ThreadDevice
-from swarm_node.serving.session import Arrival, Session
+from swarm_node.serving.session import HopSession, InboundStep
 
 WHOLE = LayerSpan(0, ROWS.num_layers)
 
@@ -27,13 +27,13 @@ class NoLink:
         raise AssertionError("an executor sends nothing")
 
 
-def session(key: int) -> Session:
-    message = Open(bytes([key]) * 16, "toy", "hash", "fp32", WHOLE.start, WHOLE.end, 50)
-    return Session.of(message, NoLink(), key, ROWS)
+def session(key: int) -> HopSession:
+    message = OpenSession(bytes([key]) * 16, "toy", "hash", "fp32", WHOLE.start, WHOLE.end, 50)
+    return HopSession.of(message, NoLink(), key, ROWS)
 
 
-def arrival(token: int = 1, rows: int = 1) -> Arrival:
-    return Arrival(Step(b"s" * 16, 0, 0, 0, rows, tokens=[token] * rows), b"")
+def arrival(token: int = 1, rows: int = 1) -> InboundStep:
+    return InboundStep(Step(b"s" * 16, 0, 0, 0, rows, tokens=[token] * rows), b"")
 
 
 class SlowEngine(ToyEngine):
@@ -124,7 +124,7 @@ def gathering(delay_s: float = 0.01) -> tuple[Executor, ToyEngine]:
     return Executor(engine, InlineDevice(delay_s), 100, clock=asyncio.get_running_loop().time), engine
 
 
-async def later(executor: Executor, seconds: float, member: Session) -> float:
+async def later(executor: Executor, seconds: float, member: HopSession) -> float:
     """Run a step `seconds` from now; -> when it was done, loop time."""
     await asyncio.sleep(seconds)
     await executor.run(member, arrival())

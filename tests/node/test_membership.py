@@ -14,7 +14,7 @@ from virtual_nodes import LAYERS, VirtualSwarm, ask, virtual_swarm
 
 from swarm.planner.cli.commands import COMMANDS
 from swarm.planner.rebalancing.imbalance import speed
-from swarm.planner.rebalancing.target import target
+from swarm.planner.rebalancing.target import target_allocation
 from swarm.testing.memory_network import MemoryDirectory
 from swarm.types import NodeState, PeerId, Snapshot
 
@@ -149,7 +149,7 @@ async def test_a_lopsided_swarm_evens_out_as_swarm_plan_says_beside_running_answ
         assert gaps == []
         assert sorted(snapshot.coverage()) == [2] * 4 + [3] * 4
         served = sorted((n.span.start, n.span.end) for n in snapshot.serving() if n.span)
-        aim = target(snapshot)
+        aim = target_allocation(snapshot)
         assert served == sorted((span.start, span.end) for span in aim.spans.values())
         assert planned(snapshot) <= Counter(served)
 
@@ -173,7 +173,7 @@ async def test_a_paused_node_hands_its_sessions_on_and_serves_again_when_told(mo
         async with questions(swarm, 3):
             await asyncio.sleep(2)
             for node in swarm.nodes:
-                duty = swarm.inside[node.peer]._duty
+                duty = swarm.inside[node.peer]._availability
                 duty.stop("asked", "paused by its owner")
                 await asyncio.sleep(6)
                 mine = (await swarm.snapshot()).node(node.peer)

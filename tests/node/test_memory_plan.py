@@ -11,10 +11,10 @@ from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import DTYPES
 from swarm_kernels.runtime.load import load_span
-from swarm_node.membership.memory_plan import WORKSPACE, Weights
+from swarm_node.membership.memory_plan import WORKSPACE, ModelMemory
 
 weights = st.builds(
-    Weights,
+    ModelMemory,
     num_layers=st.integers(1, 200),
     layer=st.integers(1, 1 << 32),
     embedding=st.integers(0, 1 << 32),
@@ -26,7 +26,7 @@ weights = st.builds(
 
 
 @given(weights, st.data())
-def test_capacity_is_the_inverse_of_memory_for(w: Weights, data: st.DataObject) -> None:
+def test_capacity_is_the_inverse_of_memory_for(w: ModelMemory, data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, w.num_layers))
     assert w.capacity(w.memory_for(layers)) >= layers
     if layers == w.num_layers or w.memory_for(layers) < w.memory_for(w.num_layers):
@@ -34,7 +34,7 @@ def test_capacity_is_the_inverse_of_memory_for(w: Weights, data: st.DataObject) 
 
 
 @given(weights, st.integers(0, 1 << 40))
-def test_what_fits_by_capacity_has_room_for_keys_and_values(w: Weights, budget: int) -> None:
+def test_what_fits_by_capacity_has_room_for_keys_and_values(w: ModelMemory, budget: int) -> None:
     try:
         layers = w.capacity(budget)
     except OutOfMemory:
@@ -47,7 +47,7 @@ def test_what_fits_by_capacity_has_room_for_keys_and_values(w: Weights, budget: 
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:
-    w = Weights(10, 100 << 20, 0, 0, 1, 1)
+    w = ModelMemory(10, 100 << 20, 0, 0, 1, 1)
     with pytest.raises(OutOfMemory, match="100 MiB of memory do not hold one layer of this model, which takes 164 MiB"):
         w.capacity(100 << 20)
     with pytest.raises(OutOfMemory, match="layers 0:4 take 464 MiB"):
@@ -62,7 +62,7 @@ def test_the_estimate_is_what_a_loaded_span_takes(tied: bool, dtype: str, ends: 
     shape = {"hidden_size": 192, "intermediate_size": 320, "vocab_size": 1600}  # to drown padding and norms
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=tied, **shape))
     layers = LayerSpan(*ends)
-    w, span = Weights.of(source, DTYPES[dtype]), load_span(source, layers, DTYPES[dtype])
+    w, span = ModelMemory.of(source, DTYPES[dtype]), load_span(source, layers, DTYPES[dtype])
     assert w.kv_token == span.kv_bytes_per_token_per_layer
     assert w.layer == pytest.approx(span.layer_bytes, rel=0.05)
     assert w.span_bytes(layers) == pytest.approx(len(layers) * span.layer_bytes + span.edge_bytes, rel=0.05)

@@ -15,8 +15,8 @@ from node_fakes import Generation, ToyClient, line_step, prompt_of, serving, toy
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.messages import Close, Failed, Result, Step
-from swarm.testing.memory_network import Link, MemoryNetwork
+from swarm.messages import CloseSession, SessionFailed, Step, StepResult
+from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan, Sampling
 from swarm_kernels.runtime.load import load_span
 from swarm_node.serving.span_engine import SpanEngine
@@ -35,7 +35,7 @@ async def swarm(
     *spans: tuple[str, int, int], dtype: torch.dtype = torch.float32
 ) -> AsyncIterator[tuple[ToyClient, list[SpanEngine]]]:
     source = ModelTensors(model())
-    network = MemoryNetwork(link=Link(delay_s=0.01))
+    network = MemoryNetwork(link=LinkModel(delay_s=0.01))
     async with AsyncExitStack() as stack:
         engines = []
         for name, start, end in spans:
@@ -85,7 +85,7 @@ async def test_many_sessions_at_once_do_not_touch_each_other() -> None:
         answered = 0
         while answered < 8 * len(runs):
             result = await client.message()
-            assert isinstance(result, Result)
+            assert isinstance(result, StepResult)
             answered += 1
             run = runs[result.session]
             run.known.extend(result.tokens)
@@ -119,8 +119,8 @@ async def test_hidden_states_that_are_no_numbers_end_one_session_only() -> None:
         await client.send("n2", Step(B, 0, 0, 0, 3), poison)
         await client.send("n2", Step(A, 0, 0, 0, 6), torch.zeros(6, hidden).numpy().tobytes())
         answers = {m.session: m for m in (await client.message(), await client.message())}  # type: ignore[union-attr]
-        assert isinstance(answers[A], Result)
-        assert isinstance(answers[B], Failed)
+        assert isinstance(answers[A], StepResult)
+        assert isinstance(answers[B], SessionFailed)
         assert answers[B].error == "model"
 
 
@@ -130,7 +130,7 @@ async def test_a_tree_under_a_repetition_penalty_is_answered_unsupported() -> No
         await client.open(A, HOPS, 20, Sampling(repetition_penalty=1.2))
         await client.send("n0", Step(A, 0, 0, 0, 1, tokens=[1, 2], parents=[-1], slots=[0]))
         peer, answer, _ = await client.next()
-        assert isinstance(answer, Failed)
+        assert isinstance(answer, SessionFailed)
         assert (peer, answer.error) == ("n2", "unsupported")
 
 
@@ -159,17 +159,17 @@ async def test_a_tree_rows_token_is_that_of_decoding_its_path_one_by_one(seed: i
         wired = [slots[p] if p >= 0 else -1 for p in parents]
         await client.send("n0", Step(A, 0, 0, 0, 9, tokens=prompt + drafted, parents=wired, slots=slots))
         result = await client.message()
-        assert isinstance(result, Result)
+        assert isinstance(result, StepResult)
         for node, token in enumerate(result.tokens, start=-1):
             rows = prompt + [drafted[n] for n in (path(parents, node) if node >= 0 else ())]
             session = bytes([node + 2]) * 16
             await client.open(session, HOPS, 60, sampling)
             await client.send("n0", line_step(session, 0, 0, rows))
             alone = await client.message()
-            assert isinstance(alone, Result)
+            assert isinstance(alone, StepResult)
             assert alone.tokens == [token]
             for name, _, _ in HOPS:
-                await client.send(name, Close(session))
+                await client.send(name, CloseSession(session))
 
 
 @virtual_time
@@ -181,10 +181,10 @@ async def test_commits_skips_and_rollbacks_leave_the_hops_as_sequential_decoding
         await client.send("n0", Step(A, 0, 0, 0, 6, tokens=[*prompt, truth[0], 7], parents=[-1, 0], slots=[0, 1]))
         assert (await client.message()).tokens[:2] == truth[:2]  # type: ignore[union-attr]
         # The first token drafted was right: commit its slot. The new leaf is right too, but nobody commits it yet.
-        await client.send("n0", Step(A, 0, 1, 6, 0, tokens=[truth[1]], parents=[-1], slots=[5], commit=[0]))
+        await client.send("n0", Step(A, 0, 1, 6, 0, tokens=[truth[1]], parents=[-1], slots=[5], commit_slots=[0]))
         assert (await client.message()).tokens == [truth[2]]  # type: ignore[union-attr]
         # A new epoch from the last point that all hops surely share: those ahead skip what they have committed.
-        await client.send("n0", Step(A, 1, 2, 6, 0, tokens=[truth[2]], parents=[5], slots=[6], commit=[0]))
+        await client.send("n0", Step(A, 1, 2, 6, 0, tokens=[truth[2]], parents=[5], slots=[6], commit_slots=[0]))
         assert (await client.message()).tokens == [truth[3]]  # type: ignore[union-attr]
         assert [e.cache.length(key) for e in engines for key in e.cache._sessions] == [7, 7, 7]
         # And one that takes back even that: tokens 0 to 3 again, from there on line by line.
@@ -200,8 +200,8 @@ async def test_commits_skips_and_rollbacks_leave_the_hops_as_sequential_decoding
 async def test_tree_slots_that_are_not_there_end_the_session() -> None:
     async with swarm(*HOPS) as (client, engines):
         await client.open(A, HOPS, 20)
-        await client.send("n0", Step(A, 0, 0, 0, 1, tokens=[1], commit=[3]))
+        await client.send("n0", Step(A, 0, 0, 0, 1, tokens=[1], commit_slots=[3]))
         peer, answer, _ = await client.next()
-        assert isinstance(answer, Failed)
+        assert isinstance(answer, SessionFailed)
         assert (peer, answer.error) == ("n0", "invalid_request")
         assert len(engines[0].cache) == 0

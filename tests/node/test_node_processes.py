@@ -99,8 +99,8 @@ def all_gone(processes: list[psutil.Process], within_s: float = 20.0) -> bool:
 
 async def ask(address: str, nodes: list[dict[str, Any]], prompt: list[int], count: int) -> list[int]:
     """Generate along the chain of `nodes`, over a p2p daemon of our own."""
-    from swarm.net.libp2p.options import DaemonOptions
-    from swarm.net.transports.libp2p_streams import DaemonCarrier
+    from swarm.net.libp2p.options import HostOptions
+    from swarm.net.transports.libp2p_streams import Libp2pTransport
 
     inbox: asyncio.Queue[tuple[str, AnyMessage, bytes]] = asyncio.Queue()
 
@@ -110,7 +110,7 @@ async def ask(address: str, nodes: list[dict[str, Any]], prompt: list[int], coun
     async def on_lost(connection: Connection, error: NetworkError) -> None:
         return None
 
-    carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=(address,)))
+    carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=(address,)))
     try:
         async with ConnectionPool(carrier, on_frame, on_lost) as pool:
             for node in nodes:

@@ -6,7 +6,7 @@ import pytest
 
 from swarm.errors import UsageError
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
-from swarm_node.membership.placement import asked, choose, still_wanted
+from swarm_node.membership.placement import choose, manual_span, still_valid
 
 
 def node(
@@ -33,9 +33,9 @@ def swarm(*nodes: NodeProfile) -> Snapshot:
 
 
 def test_layers_that_were_asked_for_must_exist() -> None:
-    assert asked("2:8", 8).span == LayerSpan(2, 8)
+    assert manual_span("2:8", 8).span == LayerSpan(2, 8)
     with pytest.raises(UsageError, match="the model's 8 layers"):
-        asked("2:9", 8)
+        manual_span("2:9", 8)
 
 
 def test_the_first_node_takes_what_it_can() -> None:
@@ -71,12 +71,12 @@ def test_a_covered_swarm_says_where_it_is_short() -> None:
 
 def test_two_that_took_the_same_layers_at_once_part_ways() -> None:
     a, b = node("a", (0, 4)), node("b", (0, 4))
-    assert still_wanted(swarm(a, b), a)
-    assert not still_wanted(swarm(a, b), b)
+    assert still_valid(swarm(a, b), a)
+    assert not still_valid(swarm(a, b), b)
 
 
 def test_nobody_leaves_a_swarm_without_gaps_or_a_gap_of_its_own_making() -> None:
     a, b, c = node("a", (0, 4)), node("b", (0, 4)), node("c", (4, 8))
-    assert still_wanted(swarm(a, b, c), b)
-    assert still_wanted(swarm(a), a)
-    assert not still_wanted(swarm(node("z", (0, 4), NodeState.SERVING), a), a)
+    assert still_valid(swarm(a, b, c), b)
+    assert still_valid(swarm(a), a)
+    assert not still_valid(swarm(node("z", (0, 4), NodeState.SERVING), a), a)

@@ -49,10 +49,10 @@ def test_a_machine_is_measured_once_and_again_when_the_memory_is_of_no_use(
         return measure(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(profiler, "_measure", counted)
-    monkeypatch.setattr(profiler, "_calm", lambda: False)
+    monkeypatch.setattr(profiler, "_is_idle", lambda: False)
     monkeypatch.setattr(profiler, "BUSY_AGE_S", -1.0)
     calibrate(source, torch.float32, CPU, 1, tmp_path)
-    monkeypatch.setattr(profiler, "_calm", lambda: True)
+    monkeypatch.setattr(profiler, "_is_idle", lambda: True)
     measured.clear()
 
     def again() -> profiler.Calibration:

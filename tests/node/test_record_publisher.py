@@ -12,7 +12,7 @@ from swarm.errors import NetworkError
 from swarm.net.security.identity import Identity, verify
 from swarm.records import decode
 from swarm.types import NodeProfile, NodeState
-from swarm_node.membership.record_publisher import MIN_INTERVAL_S, Announcer
+from swarm_node.membership.record_publisher import MIN_INTERVAL_S, RecordPublisher
 
 IDENTITY = Identity.from_seed(b"\1" * 32)
 LIMITS = Limits(publish_interval_s=2.0)
@@ -43,11 +43,11 @@ class Board:
         return {}
 
 
-def announcer(board: Board) -> Announcer:
+def announcer(board: Board) -> RecordPublisher:
     def profile(now: float) -> NodeProfile:
         return NodeProfile(IDENTITY.peer, "n", NodeState.JOINING, "bf16", "h", 3, published_at=now)
 
-    return Announcer(board, IDENTITY.sign, "toy", 6, profile, LIMITS, clock=wall_clock)
+    return RecordPublisher(board, IDENTITY.sign, "toy", 6, profile, LIMITS, clock=wall_clock)
 
 
 @virtual_time
@@ -103,7 +103,7 @@ async def test_nothing_is_published_after_the_withdrawal() -> None:
 async def test_a_record_that_must_be_told_is_told_as_soon_as_somebody_listens() -> None:
     board = Board()
     board.broken = True
-    telling = asyncio.create_task(announcer(board).insist())
+    telling = asyncio.create_task(announcer(board).publish_until_ok())
     await asyncio.sleep(3.5)
     assert not telling.done()
     board.broken = False
@@ -111,4 +111,4 @@ async def test_a_record_that_must_be_told_is_told_as_soon_as_somebody_listens() 
     assert len(board.times) == 1
     board.broken = True
     with pytest.raises(NetworkError, match="away"):
-        await announcer(board).insist()
+        await announcer(board).publish_until_ok()

@@ -7,8 +7,8 @@ import pytest
 from node_fakes import ToyClient, line_step, open_message, toy_client, toy_node
 from virtual_clock import virtual_time
 
-from swarm.messages import Failed, Opened, Reroute, Result, Step
-from swarm.testing.memory_network import Link, MemoryNetwork
+from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult
+from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan
 
 A = b"a" * 16
@@ -19,7 +19,7 @@ NEW = [("n0", 0, 2), ("spare", 2, 4), ("n2", 4, 6)]
 async def begin(client: ToyClient, tokens: list[int]) -> None:
     await client.open(A, OLD)
     await client.send("n0", line_step(A, 0, 0, tokens))
-    assert isinstance(await client.message(), Result)
+    assert isinstance(await client.message(), StepResult)
 
 
 async def replace_middle(client: ToyClient, settled: int, epoch: int = 1) -> None:
@@ -35,15 +35,15 @@ async def replace_middle(client: ToyClient, settled: int, epoch: int = 1) -> Non
 async def opened(client: ToyClient) -> tuple[str, int]:
     while True:
         peer, message, _ = await client.next()
-        if isinstance(message, Opened):
+        if isinstance(message, SessionOpened):
             return peer, message.epoch
-        assert isinstance(message, Failed)
-        assert message.lost == "n1"
+        assert isinstance(message, SessionFailed)
+        assert message.unreachable_next_hop == "n1"
 
 
 @virtual_time
 async def test_a_replacement_is_fed_by_the_hop_before_it_and_tells_nobody() -> None:
-    network = MemoryNetwork(link=Link(delay_s=0.005))
+    network = MemoryNetwork(link=LinkModel(delay_s=0.005))
     async with (
         toy_node(network, "n0", LayerSpan(0, 2)) as (first, _),
         toy_node(network, "n1", LayerSpan(2, 4)),
@@ -56,7 +56,7 @@ async def test_a_replacement_is_fed_by_the_hop_before_it_and_tells_nobody() -> N
         await replace_middle(client, settled=3)
         await client.send("n0", Step(A, 1, 1, 3, 1, tokens=[9]))
         answer = await client.message()
-        assert isinstance(answer, Result)
+        assert isinstance(answer, StepResult)
         assert (answer.tokens, answer.epoch, len(answer.trace)) == ([15], 1, 3)
         assert first.counters.replayed == 3
         assert [s.counters.steps for s in (first, spare, tail)] == [2, 2, 2]  # the replay is one of the spare's
@@ -64,7 +64,7 @@ async def test_a_replacement_is_fed_by_the_hop_before_it_and_tells_nobody() -> N
 
 @virtual_time
 async def test_a_living_hop_that_was_replaced_is_ignored_without_offence() -> None:
-    network = MemoryNetwork(link=Link(delay_s=0.005))
+    network = MemoryNetwork(link=LinkModel(delay_s=0.005))
     async with (
         toy_node(network, "n0", LayerSpan(0, 2)),
         toy_node(network, "n1", LayerSpan(2, 4)),
@@ -78,7 +78,7 @@ async def test_a_living_hop_that_was_replaced_is_ignored_without_offence() -> No
             await client.send("n1", Step(A, 0, number, 2 + number, 1), b"x")
         await client.send("n0", Step(A, 1, 9, 2, 1, tokens=[9]))
         answer = await client.message()
-        assert isinstance(answer, Result)
+        assert isinstance(answer, StepResult)
         assert answer.tokens == [15]
         assert tail.counters.protocol_errors == 0
 
@@ -94,7 +94,7 @@ async def test_a_living_hop_that_was_replaced_is_ignored_without_offence() -> No
 def test_what_cannot_be_done_is_refused(message: Reroute, error: str) -> None:
     @virtual_time
     async def scenario() -> None:
-        network = MemoryNetwork(link=Link(delay_s=0.005))
+        network = MemoryNetwork(link=LinkModel(delay_s=0.005))
         async with (
             toy_node(network, "n0", LayerSpan(0, 2)) as (node, _),
             toy_node(network, "n1", LayerSpan(2, 4)),
@@ -106,10 +106,10 @@ def test_what_cannot_be_done_is_refused(message: Reroute, error: str) -> None:
             await stranger.send("n0", Reroute(A, 9, "stranger", "stranger"))
             assert (await stranger.message()).error == "protocol"  # type: ignore[union-attr]
             await client.send("n0", line_step(A, 1, 3, [1]))
-            assert isinstance(await client.message(), Result)  # nothing has happened
+            assert isinstance(await client.message(), StepResult)  # nothing has happened
             await client.send("n0", msgspec.structs.replace(message, replay=message.replay and message.replay + 1))
             answer = await client.message()
-            assert isinstance(answer, Failed)
+            assert isinstance(answer, SessionFailed)
             assert answer.error == error
             assert node.sessions == (1 if error == "unknown_session" else 0)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from swarm.errors import PeerUnreachable
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
-from swarm_node.membership.rtt_monitor import FORGET_AFTER, MAX_NEIGHBOURS, Links, neighbours
+from swarm_node.membership.rtt_monitor import FORGET_AFTER, MAX_NEIGHBOURS, RttMonitor, possible_next_hops
 
 MINE = LayerSpan(2, 4)
 
@@ -37,12 +37,12 @@ def test_only_serving_nodes_that_could_take_over_are_neighbours() -> None:
         node("later", 5, 8),
         node("loading", 4, 6, NodeState.LOADING),
     )
-    assert [n.peer for n in neighbours(Snapshot("toy", 8, nodes), "me", MINE)] == ["next", "overlaps"]
+    assert [n.peer for n in possible_next_hops(Snapshot("toy", 8, nodes), "me", MINE)] == ["next", "overlaps"]
 
 
 async def test_rho_is_half_a_round_trip_smoothed_and_forgotten_with_its_peer() -> None:
     pings = Pings()
-    links = Links(pings, "me")
+    links = RttMonitor(pings, "me")
     both = Snapshot("toy", 8, (node("far", 4, 8), node("near", 4, 8)))
     await links.measure(both, MINE)
     assert links.link_ms == {"near": 5.0, "far": 40.0}
@@ -62,7 +62,7 @@ async def test_many_neighbours_take_turns() -> None:
     pings = Pings()
     names = [f"p{i:02d}" for i in range(3 * MAX_NEIGHBOURS)]
     pings.rtt_ms = dict.fromkeys(names, 4.0)
-    links = Links(pings, "me")
+    links = RttMonitor(pings, "me")
     snapshot = Snapshot("toy", 8, tuple(node(name, 4, 8) for name in names))
     await links.measure(snapshot, MINE)
     assert len(pings.asked) == MAX_NEIGHBOURS

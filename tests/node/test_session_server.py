@@ -11,10 +11,20 @@ import pytest
 from node_fakes import LIMITS, ToyClient, ToyEngine, line_step, open_message, toy_client, toy_node
 from virtual_clock import virtual_time
 
-from swarm.messages import MAX_HOPS, Close, Failed, Opened, Ping, Prune, Result, Step, WireSampling
-from swarm.testing.memory_network import Link, MemoryNetwork
+from swarm.messages import (
+    MAX_HOPS,
+    CloseSession,
+    DropInFlight,
+    Ping,
+    SessionFailed,
+    SessionOpened,
+    Step,
+    StepResult,
+    WireSampling,
+)
+from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan
-from swarm_node.serving.session_server import Service
+from swarm_node.serving.session_server import SessionServer
 
 A = b"a" * 16
 B = b"b" * 16
@@ -25,7 +35,7 @@ HOPS = [("n0", 0, 2), ("n1", 2, 4), ("n2", 4, 6)]
 class Rig:
     network: MemoryNetwork
     client: ToyClient
-    services: list[Service]
+    services: list[SessionServer]
     engines: list[ToyEngine]
 
     def idle(self) -> bool:
@@ -34,7 +44,7 @@ class Rig:
 
 @asynccontextmanager
 async def rig() -> AsyncIterator[Rig]:
-    network = MemoryNetwork(link=Link(delay_s=0.005))
+    network = MemoryNetwork(link=LinkModel(delay_s=0.005))
     async with AsyncExitStack() as stack:
         services, engines = [], []
         for name, start, end in HOPS:
@@ -51,12 +61,12 @@ async def test_tokens_go_through_three_hops_and_come_back_with_their_trace() -> 
         await r.client.open(A, HOPS)
         await r.client.send("n0", line_step(A, 0, 0, [1, 2, 3]))
         peer, result, _ = await r.client.next()
-        assert isinstance(result, Result)
+        assert isinstance(result, StepResult)
         assert (peer, result.tokens, result.step, len(result.trace)) == ("n2", [9], 0, 3)
         await r.client.send("n0", line_step(A, 1, 3, [9]))
         assert (await r.client.message()).tokens == [15]  # type: ignore[union-attr]
         for name, _, _ in HOPS:
-            await r.client.send(name, Close(A))
+            await r.client.send(name, CloseSession(A))
         await asyncio.sleep(1)
         assert r.idle()
 
@@ -68,7 +78,7 @@ async def test_chunks_that_are_not_sampled_are_acknowledged_empty() -> None:
         await r.client.send("n0", line_step(A, 0, 0, [1, 2], sample=False))
         await r.client.send("n0", line_step(A, 1, 2, [3]))
         results = [await r.client.message(), await r.client.message()]
-        assert [m.tokens for m in results if isinstance(m, Result)] == [[], [9]]
+        assert [m.tokens for m in results if isinstance(m, StepResult)] == [[], [9]]
 
 
 @virtual_time
@@ -93,7 +103,7 @@ async def test_steps_that_wait_together_share_a_batch() -> None:
         for session in sessions:
             await r.client.send("n0", line_step(session, 0, 0, [5]))
         for _ in sessions:
-            assert isinstance(await r.client.message(), Result)
+            assert isinstance(await r.client.message(), StepResult)
         assert r.engines[0].batches == [3] or r.engines[0].batches == [1, 2]
 
 
@@ -106,8 +116,8 @@ async def test_the_client_relays_an_edge_that_a_hop_cannot_dial() -> None:
         relays = {}
         for _ in HOPS:
             peer, message, _ = await r.client.next()
-            assert isinstance(message, Opened)
-            relays[peer] = message.relay
+            assert isinstance(message, SessionOpened)
+            relays[peer] = message.client_relays_next_edge
         assert relays == {"n0": True, "n1": False, "n2": False}
         await r.client.send("n0", line_step(A, 0, 0, [1]))
         peer, step, body = await r.client.next()
@@ -134,8 +144,8 @@ async def test_a_dead_next_hop_is_reported_to_the_client_by_name_and_the_session
         r.network.kill("n1")
         peer, message, _ = await r.client.next()
         assert peer == "n0"
-        assert isinstance(message, Failed)
-        assert (message.error, message.lost) == ("connection_lost", "n1")
+        assert isinstance(message, SessionFailed)
+        assert (message.error, message.unreachable_next_hop) == ("connection_lost", "n1")
         assert len(r.engines[0].pages) == len(r.engines[2].pages) == 1
         await asyncio.sleep(LIMITS.session_idle_s + 1)  # but not for ever
         assert r.engines[0].pages == r.engines[2].pages == {}
@@ -162,7 +172,7 @@ def test_an_open_that_cannot_be_served_is_refused_with_a_reason(change: dict[str
             message = open_message(A, HOPS, 0, 0, 2)
             await r.client.send("n0", msgspec.structs.replace(message, **change))
             answer = await r.client.message()
-            assert isinstance(answer, Failed)
+            assert isinstance(answer, SessionFailed)
             assert answer.error == error
             assert answer.detail
             assert r.idle()
@@ -192,7 +202,7 @@ def test_a_bad_step_ends_its_session_and_no_other(step: Step, error: str) -> Non
             await r.client.open(B, HOPS)
             await r.client.send("n0", step)
             answer = await r.client.message()
-            assert isinstance(answer, Failed)
+            assert isinstance(answer, SessionFailed)
             assert (answer.session, answer.error) == (A, error)
             assert r.services[0].sessions == 1
             await asyncio.sleep(0.1)
@@ -216,7 +226,7 @@ async def test_a_wrong_body_length_is_refused() -> None:
 async def test_strangers_touch_nobody_elses_session_and_are_cut_off() -> None:
     async with rig() as r, toy_client(r.network, "stranger") as stranger:
         await r.client.open(A, HOPS)
-        attacks = [line_step(A, 0, 0, [1]), Close(A), Prune(A, 9), open_message(A, HOPS, 0, 0, 2)]
+        attacks = [line_step(A, 0, 0, [1]), CloseSession(A), DropInFlight(A, 9), open_message(A, HOPS, 0, 0, 2)]
         for attack in attacks[: LIMITS.max_protocol_errors - 1]:
             await stranger.send("n0", attack)
             assert (await stranger.message()).error == "protocol"  # type: ignore[union-attr]
@@ -234,13 +244,13 @@ async def test_a_failed_device_ends_only_the_sessions_of_its_batch() -> None:
         r.engines[1].fail = OSError("the device is on fire")
         await r.client.send("n0", line_step(A, 0, 0, [1]))
         peer, answer, _ = await r.client.next()
-        assert isinstance(answer, Failed)
+        assert isinstance(answer, SessionFailed)
         assert (peer, answer.error) == ("n1", "resource")
         r.engines[1].fail = None
         await r.client.open(B, HOPS)
         await r.client.send("n0", line_step(B, 0, 0, [1]))
-        while not isinstance(message := await r.client.message(), Result):
-            assert isinstance(message, Failed)
+        while not isinstance(message := await r.client.message(), StepResult):
+            assert isinstance(message, SessionFailed)
         assert message.tokens == [7]
 
 
@@ -258,13 +268,13 @@ async def test_a_bug_of_ours_ends_its_session_and_its_client_is_told(
             patched.setattr(*((r.engines[0], "prepare") if where == "plan" else (r.services[0]._logs, "append")), bug)
             await r.client.send("n0", line_step(A, 0, 0, [1]))
             failed = await r.client.message()
-        assert isinstance(failed, Failed)
-        assert (failed.session, failed.error, failed.lost) == (A, "resource", "")
+        assert isinstance(failed, SessionFailed)
+        assert (failed.session, failed.error, failed.unreachable_next_hop) == (A, "resource", "")
         for name, _, _ in HOPS[1:]:
-            await r.client.send(name, Close(A))
+            await r.client.send(name, CloseSession(A))
         await r.client.open(B, HOPS)
         await r.client.send("n0", line_step(B, 0, 0, [1, 2, 3]))
-        assert isinstance(await r.client.message(), Result)
+        assert isinstance(await r.client.message(), StepResult)
         loop = asyncio.get_running_loop()
         assert [str(error) for error in loop.errors] == ["a bug"]  # type: ignore[attr-defined]
         loop.errors.clear()  # type: ignore[attr-defined]
@@ -280,7 +290,7 @@ async def test_a_step_the_cache_refuses_does_not_take_its_batch_along() -> None:
             await r.client.send("n0", line_step(session, 0, 0, [1]))
         messages = [await r.client.message(), await r.client.message()]
         kinds = {m.session: type(m) for m in messages}  # type: ignore[union-attr]
-        assert kinds == {A: Failed, B: Result}
+        assert kinds == {A: SessionFailed, B: StepResult}
 
 
 @virtual_time
@@ -288,7 +298,7 @@ async def test_steps_of_an_older_epoch_are_dropped_silently() -> None:
     async with rig() as r:
         await r.client.open(A, HOPS)
         await r.client.send("n0", Step(A, 5, 0, 0, 1, tokens=[1]))
-        assert isinstance(await r.client.message(), Result)
+        assert isinstance(await r.client.message(), StepResult)
         await r.client.send("n0", Step(A, 4, 1, 1, 1, tokens=[1]))
         assert await r.client.quiet()
         await r.client.send("n0", Step(A, 5, 2, 1, 1, tokens=[2]))
@@ -323,7 +333,7 @@ async def test_sessions_are_bounded_for_each_peer_and_in_all() -> None:
             await r.client.open(bytes([i]) * 16, HOPS)
         await r.client.send("n0", open_message(A, HOPS, 0, 0, 2))
         answer = await r.client.message()
-        assert isinstance(answer, Failed)
+        assert isinstance(answer, SessionFailed)
         assert (answer.error, answer.retry_after_s > 0) == ("busy", True)
         await second.open(A, HOPS)
         await second.send("n0", open_message(B, HOPS, 0, 0, 2))
@@ -341,7 +351,7 @@ async def test_draining_refuses_new_sessions_and_waits_for_the_old() -> None:
         await r.client.send("n0", line_step(A, 0, 0, [1]))
         assert (await r.client.message()).tokens == [7]  # type: ignore[union-attr]
         assert not draining.done()
-        await r.client.send("n0", Close(A))
+        await r.client.send("n0", CloseSession(A))
         await asyncio.wait_for(draining, 1)
 
 
@@ -351,13 +361,13 @@ async def test_idle_sessions_give_their_pages_back() -> None:
         await r.client.open(A, HOPS)
         await asyncio.sleep(LIMITS.session_idle_s + 1)
         assert r.idle()
-        assert isinstance(await r.client.message(), Failed)
+        assert isinstance(await r.client.message(), SessionFailed)
 
 
 @virtual_time
 async def test_messages_that_no_node_receives_are_refused() -> None:
     async with rig() as r:
-        await r.client.send("n0", Result(A, 0, 0))
+        await r.client.send("n0", StepResult(A, 0, 0))
         assert (await r.client.message()).error == "protocol"  # type: ignore[union-attr]
         await r.client.send("n0", Ping(7))
         assert await r.client.quiet() or True

@@ -19,23 +19,23 @@ from swarm.config import Limits
 from swarm.errors import NetworkError, NodeLeaving
 from swarm.messages import (
     AnyMessage,
-    Close,
-    Failed,
-    Fetch,
-    Locate,
-    Located,
-    Open,
-    Opened,
-    Pages,
+    CloseSession,
+    DropInFlight,
+    KvBlocks,
+    KvFetch,
+    OpenSession,
     Ping,
     Pong,
-    Prune,
+    ProgressQuery,
+    ProgressReport,
     Reroute,
-    Result,
+    SessionFailed,
+    SessionOpened,
     Step,
+    StepResult,
 )
 from swarm.net.base.transport import Connection
-from swarm.testing.memory_network import Link, MemoryNetwork
+from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan
 
 A = b"a" * 16
@@ -45,7 +45,7 @@ SESSIONS = [bytes([i]) * 16 for i in range(3)]
 
 @virtual_time
 async def test_malformed_frames_and_oversized_bodies_end_the_connection_that_sent_them() -> None:
-    network = MemoryNetwork(link=Link(0.001))
+    network = MemoryNetwork(link=LinkModel(0.001))
     frames = [
         b"\xff" * 64,
         codec.PREFIX.pack(1 << 31, 0),  # a header of two gigabytes
@@ -57,14 +57,14 @@ async def test_malformed_frames_and_oversized_bodies_end_the_connection_that_sen
     async with serving(network, "node", ToyEngine(LayerSpan(0, LAYERS))) as service, toy_client(network) as client:
         await client.open(A, HOPS)
         for i, frame in enumerate(frames):
-            connection = await network.carrier(f"stranger {i}").dial("node")
+            connection = await network.transport(f"stranger {i}").dial("node")
             await connection.send_raw(frame)
             with contextlib.suppress(NetworkError):
                 await connection.receive()
                 raise AssertionError("the node kept talking to somebody who sent rubbish")
         await client.send("node", line_step(A, 0, 0, [1, 2]))
         answer = await client.message()
-        assert isinstance(answer, Result)
+        assert isinstance(answer, StepResult)
         assert service.sessions == 1
 
 
@@ -73,10 +73,10 @@ async def violate(connection: Connection, kind: str) -> None:
     if kind == "h":
         await connection.send_raw(b"\xff" * 64)  # type: ignore[attr-defined]
     else:
-        await connection.send(Close(A))  # somebody else's session
+        await connection.send(CloseSession(A))  # somebody else's session
     with contextlib.suppress(NetworkError):
         answer, _ = await connection.receive()
-        assert isinstance(answer, Failed)
+        assert isinstance(answer, SessionFailed)
         assert (kind, answer.error) == ("s", "protocol")
 
 
@@ -92,12 +92,12 @@ async def lives(connection: Connection) -> bool:
 @virtual_time
 async def test_a_peer_that_mixes_violations_is_cut_off_at_exactly_the_limit(kinds: str) -> None:
     """Broken frames and broken rules are one count, whichever comes last."""
-    network, limits = MemoryNetwork(link=Link(0.001)), Limits()
+    network, limits = MemoryNetwork(link=LinkModel(0.001)), Limits()
     assert limits.max_protocol_errors == len(kinds) == 8
     node = serving(network, "node", ToyEngine(LayerSpan(0, LAYERS)), limits=limits)
     async with node as service, toy_client(network) as client:
         await client.open(A, HOPS)
-        stranger = network.carrier("stranger")
+        stranger = network.transport("stranger")
         bystander = await stranger.dial("node")  # an honest connection of the same peer
         for number, kind in enumerate(kinds, 1):
             offending = await stranger.dial("node")
@@ -109,7 +109,7 @@ async def test_a_peer_that_mixes_violations_is_cut_off_at_exactly_the_limit(kind
             await another.close()
             await asyncio.sleep(0.1)
         await client.send("node", line_step(A, 0, 0, [1, 2]))
-        assert isinstance(await client.message(), Result)
+        assert isinstance(await client.message(), StepResult)
         assert service.sessions == 1
 
 
@@ -119,7 +119,7 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
     small = rng.choice([0, 0, 1, 2, 3, 7, 4095])
     kind = rng.randrange(10)
     if kind < 2:
-        message: Open = open_message(session, HOPS, 0, 0, LAYERS, rng.choice([0, 1, 20, 1000, 1 << 20]))
+        message: OpenSession = open_message(session, HOPS, 0, 0, LAYERS, rng.choice([0, 1, 20, 1000, 1 << 20]))
         if rng.random() < 0.5:
             changes = [
                 {"start": rng.randrange(9), "end": rng.randrange(9)},
@@ -136,20 +136,25 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
             session,
             epoch=rng.choice([0, 0, 0, 1, 2]),
             step=rng.randrange(100),
-            base=rng.choice([0, 0, 1, 2, 3, 4, 30]),
-            line=line,
+            committed_before=rng.choice([0, 0, 1, 2, 3, 4, 30]),
+            causal_rows=line,
             sample=rng.random() < 0.7,
             tokens=[rng.randrange(210) for _ in range(rng.choice([line + tree, line + tree, small % 9]))],
             parents=[rng.randrange(-1, 5) for _ in range(tree)],
             slots=[rng.randrange(6) for _ in range(tree)],
-            commit=[rng.randrange(6) for _ in range(rng.choice([0, 0, 2]))],
+            commit_slots=[rng.randrange(6) for _ in range(rng.choice([0, 0, 2]))],
         )
         return step, rng.choice([b"", b"", b"123", bytes(line + tree)])
-    others = [Close(session), Prune(session, rng.randrange(3), [0, 4095]), Result(session, 0, 0), Opened(session)]
+    others = [
+        CloseSession(session),
+        DropInFlight(session, rng.randrange(3), [0, 4095]),
+        StepResult(session, 0, 0),
+        SessionOpened(session),
+    ]
     others += [Reroute(session, rng.randrange(3), rng.choice(["", "x"]), rng.choice(["", "node"]), replay=small)]
-    others += [Fetch(session, rng.randrange(8), small, 1 + small, small), Pages(session, 0, small)]
-    others += [Locate(session), Located(session, 1, 1)]
-    return rng.choice([*others, Failed(session, "x", "y"), Pong(3)]), b""
+    others += [KvFetch(session, rng.randrange(8), small, 1 + small, small), KvBlocks(session, 0, small)]
+    others += [ProgressQuery(session), ProgressReport(session, 1, 1)]
+    return rng.choice([*others, SessionFailed(session, "x", "y"), Pong(3)]), b""
 
 
 @pytest.mark.slow
@@ -158,7 +163,7 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
 def test_random_messages_break_nothing(seed: int) -> None:
     async def scenario() -> None:
         rng = random.Random(seed)
-        network = MemoryNetwork(seed=seed, link=Link(0.002))
+        network = MemoryNetwork(seed=seed, link=LinkModel(0.002))
         engine = ToyEngine(LayerSpan(0, LAYERS))
         async with serving(network, "node", engine) as service, toy_client(network, "honest") as honest:
             await honest.open(A, HOPS, max_tokens=60)
@@ -171,9 +176,9 @@ def test_random_messages_break_nothing(seed: int) -> None:
                             await asyncio.sleep(rng.random() * 0.05)
                 await honest.send("node", line_step(A, i, 2 * i, [1, 2]))
                 answer = await honest.message()
-                assert isinstance(answer, Result), answer
+                assert isinstance(answer, StepResult), answer
                 assert answer.tokens == [8]
-            await honest.send("node", Close(A))
+            await honest.send("node", CloseSession(A))
             await asyncio.sleep(1)
             assert service.sessions == 0
             assert engine.pages == {}
@@ -184,7 +189,7 @@ def test_random_messages_break_nothing(seed: int) -> None:
 
 @virtual_time
 async def test_pages_are_given_only_of_sessions_that_have_left_and_only_those_there_are() -> None:
-    network = MemoryNetwork(link=Link(0.001))
+    network = MemoryNetwork(link=LinkModel(0.001))
     async with (
         serving(network, "node", ToyEngine(LayerSpan(0, LAYERS))) as service,
         toy_client(network) as client,
@@ -193,27 +198,27 @@ async def test_pages_are_given_only_of_sessions_that_have_left_and_only_those_th
         await client.open(A, HOPS, max_tokens=60)
         await client.send("node", line_step(A, 0, 0, [1, 2, 3, 4, 5]))
         await client.message()
-        await heir.send("node", Fetch(A, 0, 0, 2, 5))
-        assert isinstance(refused := await heir.message(), Failed)
+        await heir.send("node", KvFetch(A, 0, 0, 2, 5))
+        assert isinstance(refused := await heir.message(), SessionFailed)
         assert refused.error == "unknown_session"
         service.evict(NodeLeaving("it leaves"), lambda span: True)
-        assert isinstance(parted := await client.message(), Failed)
-        assert (parted.error, parted.held) == ("leaving", 5)
-        await heir.send("node", Fetch(A, 2, 0, 2, 5))
-        assert await heir.next() == ("node", Pages(A, 2, 0), bytes([2]) * 8)
-        for wrong in (Fetch(A, LAYERS, 0, 1, 5), Fetch(A, 0, 2, 1, 5)):  # one more, and it hangs up
+        assert isinstance(parted := await client.message(), SessionFailed)
+        assert (parted.error, parted.kv_retained_tokens) == ("leaving", 5)
+        await heir.send("node", KvFetch(A, 2, 0, 2, 5))
+        assert await heir.next() == ("node", KvBlocks(A, 2, 0), bytes([2]) * 8)
+        for wrong in (KvFetch(A, LAYERS, 0, 1, 5), KvFetch(A, 0, 2, 1, 5)):  # one more, and it hangs up
             await heir.send("node", wrong)
-            assert isinstance(failed := await heir.message(), Failed)
+            assert isinstance(failed := await heir.message(), SessionFailed)
             assert failed.error == "protocol"
         await client.send("node", line_step(A, 1, 5, [1]))  # it did not know yet
-        await client.send("node", Close(A))
+        await client.send("node", CloseSession(A))
         await asyncio.sleep(0.1)
         assert service.sessions == 0
 
 
 @virtual_time
 async def test_a_session_that_left_is_forgotten_when_nobody_comes_for_it() -> None:
-    network = MemoryNetwork(link=Link(0.001))
+    network = MemoryNetwork(link=LinkModel(0.001))
     async with serving(network, "node", ToyEngine(LayerSpan(0, LAYERS))) as service, toy_client(network) as client:
         await client.open(A, HOPS, max_tokens=60)
         service.evict(NodeLeaving("it leaves"), lambda span: True)

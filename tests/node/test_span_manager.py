@@ -11,12 +11,12 @@ from tiny_models import ModelTensors, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.errors import NetworkError, NodeLeaving, OutOfMemory
-from swarm.messages import Close, Failed
+from swarm.messages import CloseSession, SessionFailed
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan
 from swarm_kernels.runtime.load import load_span
 from swarm_node.membership.hardware import memory_for
-from swarm_node.serving.drain import GRACE_S, clear, hand_over
+from swarm_node.serving.drain import GRACE_S, drain_sessions, wait_for_takeover
 
 WHY = NodeLeaving("this node leaves")
 A = b"a" * 16
@@ -63,14 +63,14 @@ async def test_sessions_go_on_elsewhere_after_a_grace_if_others_serve_their_laye
     async with toy_node(network, "n0", LayerSpan(0, LAYERS)) as (service, engine), toy_client(network) as client:
         await client.open(A, hops)
         begun = asyncio.get_running_loop().time()
-        clearing = asyncio.create_task(clear(service, WHY, everybody_else, within_s=30.0))  # type: ignore[arg-type]
+        clearing = asyncio.create_task(drain_sessions(service, WHY, everybody_else, within_s=30.0))  # type: ignore[arg-type]
         await client.send("n0", line_step(A, 0, 0, [1]))
         assert (await client.message()).tokens == [7]  # type: ignore[union-attr]
         failed = await client.message()
-        assert isinstance(failed, Failed)
-        assert (failed.error, failed.held) == ("leaving", 1)
+        assert isinstance(failed, SessionFailed)
+        assert (failed.error, failed.kv_retained_tokens) == ("leaving", 1)
         assert not clearing.done()  # an heir may come
-        await client.send("n0", Close(A))
+        await client.send("n0", CloseSession(A))
         assert await clearing == 0
         assert GRACE_S <= asyncio.get_running_loop().time() - begun < GRACE_S + 1
         assert engine.pages == {}
@@ -83,7 +83,7 @@ def test_sessions_that_nobody_else_can_take_may_finish_within_the_limit(elsewher
         network, hops = MemoryNetwork(), [("n0", 0, LAYERS)]
         async with toy_node(network, "n0", LayerSpan(0, LAYERS)) as (service, _), toy_client(network) as client:
             await client.open(A, hops)
-            clearing = asyncio.create_task(clear(service, WHY, elsewhere, within_s=30.0))  # type: ignore[arg-type]
+            clearing = asyncio.create_task(drain_sessions(service, WHY, elsewhere, within_s=30.0))  # type: ignore[arg-type]
             await asyncio.sleep(29)
             await client.send("n0", line_step(A, 0, 0, [1]))
             assert (await client.message()).tokens == [7]  # type: ignore[union-attr]
@@ -106,11 +106,11 @@ async def test_layers_are_handed_over_if_others_can_take_them_and_else_nobody_wa
     async def no() -> bool:
         return False
 
-    assert await hand_over(span, soon, yes, 30.0)  # type: ignore[arg-type]
+    assert await wait_for_takeover(span, soon, yes, 30.0)  # type: ignore[arg-type]
     assert 5 < loop.time() < 6.5
     begun = loop.time()
-    assert not await hand_over(span, nobody_else, no, 30.0)  # type: ignore[arg-type]
-    assert not await hand_over(span, nobody_knows, yes, 30.0)  # type: ignore[arg-type]
+    assert not await wait_for_takeover(span, nobody_else, no, 30.0)  # type: ignore[arg-type]
+    assert not await wait_for_takeover(span, nobody_knows, yes, 30.0)  # type: ignore[arg-type]
     assert loop.time() == begun
-    assert not await hand_over(span, nobody_else, yes, 30.0)  # type: ignore[arg-type]
+    assert not await wait_for_takeover(span, nobody_else, yes, 30.0)  # type: ignore[arg-type]
     assert loop.time() == pytest.approx(begun + 30)

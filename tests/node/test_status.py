@@ -48,7 +48,7 @@ def test_a_whole_swarm() -> None:
 
 def test_layers_that_nobody_serves_and_records_that_were_ignored() -> None:
     nodes = (node("aaaa", LayerSpan(1, 2)), node("bbbb", None, NodeState.JOINING))
-    snapshot = Snapshot("toy", 4, nodes, ignored={"bad_signature": 3})
+    snapshot = Snapshot("toy", 4, nodes, rejected_records={"bad_signature": 3})
     text = shown(snapshot)
     assert "Nobody serves layers 0:1, 2:4." in text
     assert "joining" in text

@@ -9,8 +9,8 @@ from node_fakes import ROWS
 
 from swarm.codec import Buffer
 from swarm.errors import ContextOverflow, ProtocolError
-from swarm.messages import AnyMessage, Open, Prune, Reroute, Step
-from swarm_node.serving.session import Arrival, Session
+from swarm.messages import AnyMessage, DropInFlight, OpenSession, Reroute, Step
+from swarm_node.serving.session import HopSession, InboundStep
 
 ID = b"s" * 16
 
@@ -25,8 +25,10 @@ class Silent:
         raise AssertionError("a session sends nothing itself")
 
 
-def hop(committed: int = 0, epoch: int = 0, **options: object) -> Session:
-    session = Session.of(Open(ID, "toy", "hash", "fp32", 0, 2, 50, downstream="next", **options), Silent(), 0, ROWS)  # type: ignore[arg-type]
+def hop(committed: int = 0, epoch: int = 0, **options: object) -> HopSession:
+    session = HopSession.of(
+        OpenSession(ID, "toy", "hash", "fp32", 0, 2, 50, downstream="next", **options), Silent(), 0, ROWS
+    )  # type: ignore[arg-type]
     session.committed, session.epoch, session.ran_epoch = committed, epoch, epoch
     return session
 
@@ -34,7 +36,7 @@ def hop(committed: int = 0, epoch: int = 0, **options: object) -> Session:
 def step(base: int, line: int = 1, commit: Sequence[int] = (), epoch: int = 0, tree: int = 0) -> Step:
     slots = list(range(10, 10 + tree))
     return Step(
-        ID, epoch, 0, base, line, tokens=[1] * (line + tree), parents=[-1] * tree, slots=slots, commit=[*commit]
+        ID, epoch, 0, base, line, tokens=[1] * (line + tree), parents=[-1] * tree, slots=slots, commit_slots=[*commit]
     )
 
 
@@ -53,8 +55,8 @@ def step(base: int, line: int = 1, commit: Sequence[int] = (), epoch: int = 0, t
 def test_what_a_hop_runs_of_a_step(held: int, arriving: Step, base: int, commit: list[int], after: int) -> None:
     session = hop(held)
     run = session.admit(arriving)
-    assert (run.base, run.commit, session.committed) == (base, commit, after)
-    assert (run.line, run.slots, run.tokens) == (arriving.line, arriving.slots, arriving.tokens)
+    assert (run.committed_before, run.commit_slots, session.committed) == (base, commit, after)
+    assert (run.causal_rows, run.slots, run.tokens) == (arriving.causal_rows, arriving.slots, arriving.tokens)
 
 
 @pytest.mark.parametrize("arriving", [step(5), step(5, epoch=1), step(3), step(1, commit=[1, 2])])
@@ -83,9 +85,9 @@ def test_a_replacement_is_silent_about_what_the_others_hold() -> None:
     session = hop(onward_from=6)
     first, second, third = step(0, line=4), step(4, line=2), step(6)
     for arriving, silent in ((first, True), (second, True), (third, False)):
-        assert session.silent(session.admit(arriving)) is silent
+        assert session.is_replay(session.admit(arriving)) is silent
     tree = hop(6, onward_from=6)
-    assert not tree.silent(tree.admit(step(6, line=0, tree=2)))
+    assert not tree.is_replay(tree.admit(step(6, line=0, tree=2)))
 
 
 @pytest.mark.parametrize("arriving", [step(4, line=3), step(4, line=1, tree=1), step(4, line=0, tree=1)])
@@ -97,27 +99,27 @@ def test_no_step_may_be_on_both_sides_of_what_is_sent_on(arriving: Step) -> None
 async def test_steps_of_before_a_reroute_are_dropped_and_its_old_upstream_is_forgiven() -> None:
     session = hop()
     session.upstream = "old"
-    session.arrive("old", Arrival(step(0), b""))
+    session.arrive("old", InboundStep(step(0), b""))
     session.redirect(Reroute(ID, 1, "new", "other"))
     assert isinstance(await session.next(), Reroute)
-    session.former.append("old")
+    session.previous_upstreams.append("old")
     session.upstream = "new"
-    session.arrive("old", Arrival(step(0, epoch=1), b""))
-    session.arrive("new", Arrival(step(0, epoch=1, line=2), b""))
+    session.arrive("old", InboundStep(step(0, epoch=1), b""))
+    session.arrive("new", InboundStep(step(0, epoch=1, line=2), b""))
     following = await session.next()
-    assert isinstance(following, Arrival)
-    assert following.step.line == 2
+    assert isinstance(following, InboundStep)
+    assert following.step.causal_rows == 2
     with pytest.raises(ProtocolError):
-        session.arrive("stranger", Arrival(step(0, epoch=1), b""))
+        session.arrive("stranger", InboundStep(step(0, epoch=1), b""))
 
 
 async def test_a_prune_drops_older_steps() -> None:
     session = hop()
-    session.arrive("client", Arrival(step(0), b""))
-    session.prune(Prune(ID, 2))
-    session.arrive("client", Arrival(step(0, line=2, epoch=2), b""))
+    session.arrive("client", InboundStep(step(0), b""))
+    session.prune(DropInFlight(ID, 2))
+    session.arrive("client", InboundStep(step(0, line=2, epoch=2), b""))
     following = await session.next()
-    assert isinstance(following, Arrival)
+    assert isinstance(following, InboundStep)
     assert following.step.epoch == 2
 
 

@@ -19,9 +19,9 @@ from tiny_models import hf_greedy, tiny_model
 
 from swarm.config import ClientConfig, Limits
 from swarm.net.dht.directory import DhtDirectory
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity, verify
-from swarm.net.transports.libp2p_streams import DaemonCarrier
+from swarm.net.transports.libp2p_streams import Libp2pTransport
 from swarm.records import to_snapshot
 from swarm_client import SwarmClient
 
@@ -102,7 +102,7 @@ def test_three_then_five_then_two(tmp_path: Path, tmp_path_factory: pytest.TempP
             watch = Watch(folder)
             watch.peers = tuple(node.events[-1]["addresses"][0] for node in nodes)
             async with AsyncExitStack() as open_things:
-                carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=watch.peers))
+                carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=watch.peers))
                 open_things.push_async_callback(carrier.close)
                 directory = await DhtDirectory.start(carrier, watch.peers, client=True)
                 open_things.push_async_callback(directory.close)

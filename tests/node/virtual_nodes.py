@@ -21,15 +21,15 @@ from swarm.config import ClientConfig, Limits, NodeConfig
 from swarm.net.security.identity import Identity, verify
 from swarm.planner.rebalancing.rebalancer import RebalancePolicy
 from swarm.records import to_snapshot
-from swarm.testing.memory_network import Link, MemoryNetwork
+from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import CostCurve, PeerId, Snapshot
 from swarm_client import SwarmClient
-from swarm_client.network.connection import Network as ClientNetwork
+from swarm_client.network.connection import ClientNetwork as ClientNetwork
 from swarm_node import node as daemon
-from swarm_node.membership.hardware import Machine
-from swarm_node.membership.memory_plan import Weights
+from swarm_node.membership.hardware import Hardware
+from swarm_node.membership.memory_plan import ModelMemory
 from swarm_node.membership.profiler import Calibration
-from swarm_node.network.connection import Connect, Network
+from swarm_node.network.connection import Connect, NodeNetwork
 
 LAYERS = 8
 LIMITS = Limits(drain_timeout_s=5.0, handover_timeout_s=30.0, route_timeout_s=30.0, repair_timeout_s=30.0)
@@ -54,13 +54,13 @@ def truth(prompt: tuple[int, ...], count: int) -> list[int]:
     return hf_greedy(model(), prompt, count)
 
 
-def machine_of(config: NodeConfig) -> Machine:
+def machine_of(config: NodeConfig) -> Hardware:
     """A machine with room for as many layers as its config's `region` says."""
-    weights = Weights.of(source(), torch.float32)  # type: ignore[arg-type]
+    weights = ModelMemory.of(source(), torch.float32)  # type: ignore[arg-type]
     capacity = int(config.region)
     calibration = Calibration(1, CURVE)
     budget = weights.memory_for(capacity) + ROOM
-    return Machine(source(), CPU, torch.float32, calibration, weights, budget, capacity)  # type: ignore[arg-type]
+    return Hardware(source(), CPU, torch.float32, calibration, weights, budget, capacity)  # type: ignore[arg-type]
 
 
 class Told:
@@ -136,8 +136,10 @@ class VirtualSwarm:
 
     @asynccontextmanager
     async def client(self, number: int = 0) -> AsyncIterator[SwarmClient]:
-        carrier = self.network.carrier(Identity.from_seed((1000 + number).to_bytes(32, "big")).peer)
-        network = ClientNetwork.over(carrier, self.network.directory(carrier.peer), LIMITS, wall_clock, wall_clock)
+        carrier = self.network.transport(Identity.from_seed((1000 + number).to_bytes(32, "big")).peer)
+        network = ClientNetwork.from_transport(
+            carrier, self.network.directory(carrier.peer), LIMITS, wall_clock, wall_clock
+        )
         options = {"network": network, "source": source(), "tokenizer": NumberTokenizer()}
         async with network.pool, SwarmClient(config=ClientConfig(limits=LIMITS), **options) as client:  # type: ignore[arg-type]
             yield client
@@ -147,12 +149,14 @@ class VirtualSwarm:
 @asynccontextmanager
 async def virtual_swarm(monkeypatch: pytest.MonkeyPatch, *capacities: int) -> AsyncIterator[VirtualSwarm]:
     source()  # made once and here: nodes open it in threads of their own, all at the same time
-    swarm = VirtualSwarm(MemoryNetwork(link=Link(delay_s=0.005), clock=wall_clock))
+    swarm = VirtualSwarm(MemoryNetwork(link=LinkModel(delay_s=0.005), clock=wall_clock))
 
     class Noted(daemon.Node):
-        def __init__(self, config: NodeConfig, report: Any, machine: Machine, network: Network, *rest: Any) -> None:
+        def __init__(
+            self, config: NodeConfig, report: Any, machine: Hardware, network: NodeNetwork, *rest: Any
+        ) -> None:
             super().__init__(config, report, machine, network, *rest)
-            swarm.inside[network.carrier.peer] = self
+            swarm.inside[network.transport.peer] = self
 
     monkeypatch.setattr(daemon, "measure", machine_of)
     monkeypatch.setattr(daemon, "Node", Noted)
@@ -169,10 +173,10 @@ async def virtual_swarm(monkeypatch: pytest.MonkeyPatch, *capacities: int) -> As
 
 def _over_memory(network: MemoryNetwork, identity: Identity) -> Connect:
     @asynccontextmanager
-    async def connect(config: NodeConfig) -> AsyncIterator[Network]:
-        carrier = network.carrier(identity.peer)
+    async def connect(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
+        carrier = network.transport(identity.peer)
         try:
-            yield Network(carrier, network.directory(identity.peer), identity.sign, wall_clock=wall_clock)
+            yield NodeNetwork(carrier, network.directory(identity.peer), identity.sign, wall_clock=wall_clock)
         finally:
             await carrier.close()
 

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import Infeasible, UsageError
-from swarm.planner.placement.allocation import Allocation, Price, allocate
+from swarm.planner.placement.allocation import Allocation, Objective, allocate
 from swarm.planner.placement.bounds import Dual, at_most, rounding_dual_rows
 from swarm.planner.placement.column_generation import Relaxation, cover_costs
 from swarm.planner.placement.exact_dp import decide
 from swarm.planner.placement.greedy import form, match_pairs, trim
-from swarm.planner.placement.min_nodes import Staircase
+from swarm.planner.placement.min_nodes import MinNodesByReplicas
 from swarm.planner.placement.water_filling import PoolNode
-from swarm.planner.placement.work_budget import Budget
+from swarm.planner.placement.work_budget import WorkBudget
 
-PRICE = Price(compute_ms=100.0, hop_ms=10.0)
+PRICE = Objective(compute_ms=100.0, hop_ms=10.0)
 PLENTY = 10**9
 
 
@@ -71,12 +71,12 @@ def check_plan(answer: Allocation, num_layers: int, nodes: list[PoolNode]) -> No
     assert answer.score <= answer.score_bound
 
 
-def drawn_pool(rng: random.Random, most_nodes: int = 8) -> tuple[list[int], int, Price]:
+def drawn_pool(rng: random.Random, most_nodes: int = 8) -> tuple[list[int], int, Objective]:
     num_layers = rng.randint(1, 24)
     largest = rng.randint(1, num_layers + 3)
     capacities = [rng.randint(0, largest) for _ in range(rng.randint(1, most_nodes))]
     alpha = rng.choice([0.2, 0.5, 1.0, 2.0])
-    return capacities, num_layers, Price(rng.choice([0.0, 1.0, 100.0]), rng.choice([0.1, 5.0, 20.0]), alpha)
+    return capacities, num_layers, Objective(rng.choice([0.0, 1.0, 100.0]), rng.choice([0.1, 5.0, 20.0]), alpha)
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_pools_of_64_are_proven_optimal(kinds: list[int]) -> None:
     rng = random.Random(64)
     for _ in range(3):
         nodes = pool(*rng.choices(kinds, k=64))
-        answer = allocate(64, nodes, PRICE, Budget(10**6))
+        answer = allocate(64, nodes, PRICE, WorkBudget(10**6))
         assert answer.exact
         assert set(answer.gap_by_k.values()) == {0}
         check_plan(answer, 64, nodes)
@@ -133,9 +133,9 @@ def test_out_of_budget_the_plan_is_greedy_and_its_bounds_hold(steps: int) -> Non
     greedy = 0
     for _ in range(12):
         nodes = pool(*(rng.randint(4, 40) for _ in range(48)))
-        best = allocate(64, nodes, PRICE, Budget(10**6))
+        best = allocate(64, nodes, PRICE, WorkBudget(10**6))
         assert best.exact
-        quick = allocate(64, nodes, PRICE, Budget(steps))
+        quick = allocate(64, nodes, PRICE, WorkBudget(steps))
         check_plan(quick, 64, nodes)
         greedy += not quick.exact
         assert quick.score * (1 + quick.gap) >= best.score * (1 - 1e-12)
@@ -146,17 +146,17 @@ def test_out_of_budget_the_plan_is_greedy_and_its_bounds_hold(steps: int) -> Non
 
 def test_a_negative_budget_is_refused() -> None:
     with pytest.raises(UsageError):
-        Budget(-1)
+        WorkBudget(-1)
 
 
 def test_part_of_a_budget_is_spent_from_the_whole() -> None:
-    whole = Budget(100)
-    half = whole.part(0.5)
+    whole = WorkBudget(100)
+    half = whole.share(0.5)
     assert half.spend(40)
     assert not half.spend(10)
     assert whole.spend(49)
     assert not whole.spend(1)
-    assert whole.part(0.5).spent
+    assert whole.share(0.5).spent
 
 
 def test_the_order_of_the_nodes_does_not_matter() -> None:
@@ -177,7 +177,7 @@ def test_of_equal_nodes_the_lower_ids_serve() -> None:
 
 def test_equal_scores_go_to_fewer_stages() -> None:
     # Two replicas of one node each and three that need four nodes score the same with these prices.
-    price = Price(compute_ms=1.0, hop_ms=1.0, alpha=float(np.log(7 / 6) / np.log(3 / 2)))
+    price = Objective(compute_ms=1.0, hop_ms=1.0, alpha=float(np.log(7 / 6) / np.log(3 / 2)))
     answer = allocate(4, pool(4, 4, 2, 2), price)
     assert dict(answer.stages_by_k) == {1: 1, 2: 2, 3: 4}
     assert price.score(3, 4) == pytest.approx(price.score(2, 2), rel=1e-12)
@@ -238,9 +238,9 @@ def test_bounds_hold_across_regions_when_the_budget_runs_out() -> None:
     rng = random.Random(21)
     for _ in range(10):
         nodes = [PoolNode(f"n{i}", rng.randint(4, 40), 1.0, region=rng.choice("abc")) for i in range(40)]
-        best = allocate(64, nodes, PRICE, Budget(10**6))
+        best = allocate(64, nodes, PRICE, WorkBudget(10**6))
         for steps in (0, 200, 2000):
-            quick = allocate(64, nodes, PRICE, Budget(steps))
+            quick = allocate(64, nodes, PRICE, WorkBudget(steps))
             check_plan(quick, 64, nodes)
             assert quick.score_bound >= best.score * (1 - 1e-12)
 
@@ -251,7 +251,7 @@ def test_bounds_hold_across_regions_when_the_budget_runs_out() -> None:
 )
 def test_prices_that_cannot_be_right_are_refused(compute_ms: float, hop_ms: float, alpha: float) -> None:
     with pytest.raises(UsageError):
-        Price(compute_ms, hop_ms, alpha)
+        Objective(compute_ms, hop_ms, alpha)
 
 
 def test_pools_that_cannot_be_right_are_refused() -> None:
@@ -296,7 +296,7 @@ def test_relaxations_prove_or_find() -> None:
         capacities = sorted((rng.randint(2, num_layers - 1) for _ in range(rng.randint(2, 8))), reverse=True)
         most = max(fewest_stages(capacities, num_layers), default=0)
         for replicas in range(1, len(capacities)):
-            answer = Relaxation(num_layers).dive(capacities, replicas, Budget(PLENTY))
+            answer = Relaxation(num_layers).round_iteratively(capacities, replicas, WorkBudget(PLENTY))
             if isinstance(answer, Dual):
                 assert most < replicas
                 assert answer.replicas(capacities) < replicas
@@ -318,7 +318,7 @@ def test_the_dynamic_program_decides_every_small_pool() -> None:
         capacities = sorted((rng.randint(2, num_layers - 1) for _ in range(rng.randint(2, 8))), reverse=True)
         most = max(fewest_stages(capacities, num_layers), default=0)
         for replicas in range(1, len(capacities) // 2 + 1):
-            answer = decide(capacities, replicas, num_layers, Budget(PLENTY))
+            answer = decide(capacities, replicas, num_layers, WorkBudget(PLENTY))
             if replicas > most:
                 assert answer is False
             else:
@@ -326,15 +326,15 @@ def test_the_dynamic_program_decides_every_small_pool() -> None:
                 assert len(answer) == replicas
                 assert not Counter(itertools.chain(*answer)) - Counter(capacities)
                 assert all(sum(members) >= num_layers for members in answer)
-    assert decide([5, 5, 4, 4], 2, 9, Budget(0)) is None
+    assert decide([5, 5, 4, 4], 2, 9, WorkBudget(0)) is None
 
 
 def test_exact_pairs_are_matched_and_nothing_is_lost() -> None:
     pairs, rest = match_pairs([7, 6, 5, 5, 5, 4, 3, 3], 10)
     assert sorted(map(sorted, pairs)) == [[3, 7], [4, 6], [5, 5]]
     assert rest == [5, 3]
-    assert form([7, 6, 5, 5, 5, 4, 3, 3], 3, 10, Budget(PLENTY)) is not None
-    assert form([9, 9, 1], 3, 10, Budget(PLENTY)) is None
+    assert form([7, 6, 5, 5, 5, 4, 3, 3], 3, 10, WorkBudget(PLENTY)) is not None
+    assert form([9, 9, 1], 3, 10, WorkBudget(PLENTY)) is None
 
 
 def test_trim_drops_what_a_replica_can_do_without() -> None:
@@ -345,9 +345,9 @@ def test_trim_drops_what_a_replica_can_do_without() -> None:
 def test_staircases_close_every_gap_of_a_large_pool() -> None:
     rng = random.Random(14)
     capacities = sorted((rng.randint(4, 40) for _ in range(128)), reverse=True)
-    stairs = Staircase(capacities, 64, Budget(2000))
+    stairs = MinNodesByReplicas(capacities, 64, WorkBudget(2000))
     assert not all(stairs.settled(k) for k in range(1, stairs.most + 1))
-    budget = Budget(10**6)
+    budget = WorkBudget(10**6)
     for k in range(1, stairs.most + 1):
         assert stairs.sharpen(k, budget, deep=True)
     for k in range(1, stairs.most + 1):

@@ -15,14 +15,14 @@ from toy_chain import ToyChain
 from swarm.planner.generation.state_machine import (
     Action,
     ChainReady,
-    Draft,
-    Drafted,
-    DropStale,
+    DiscardInFlight,
+    DraftsProposed,
     Event,
-    Generation,
-    GenerationPlan,
-    Policy,
+    GenerationRequest,
+    GenerationState,
+    RequestDrafts,
     SendStep,
+    SpeculationPolicy,
 )
 from swarm.types import Sampling
 from swarm_kernels.runtime.sampling import sample
@@ -37,10 +37,18 @@ ANSWERS = 600
 Words = tuple[int, ...]
 
 POLICIES = {
-    "sequential": Policy(),
-    "tree": Policy(rows=8, levels=3),
-    "pipelined": Policy(rows=3, levels=1, in_flight=4),
-    "hybrid": Policy(rows=6, levels=2, in_flight=3, floor=0.05, reach=0.1, ask=0.3, muse=0.1),
+    "sequential": SpeculationPolicy(),
+    "tree": SpeculationPolicy(max_tree_rows=8, max_depth_per_step=3),
+    "pipelined": SpeculationPolicy(max_tree_rows=3, max_depth_per_step=1, max_steps_in_flight=4),
+    "hybrid": SpeculationPolicy(
+        max_tree_rows=6,
+        max_depth_per_step=2,
+        max_steps_in_flight=3,
+        min_node_prob=0.05,
+        min_path_prob=0.1,
+        min_mass_blocking=0.3,
+        min_mass_idle=0.1,
+    ),
 }
 
 
@@ -70,11 +78,11 @@ def guess(text: Words, width: int) -> list[tuple[int, float]]:
     return [(token, min(0.0, value)) for token, value in sorted(odds, key=lambda o: -o[1])[: min(width, 3)]]
 
 
-def draw(policy: Policy, seed: int) -> tuple[Words, int]:
+def draw(policy: SpeculationPolicy, seed: int) -> tuple[Words, int]:
     """-> (an answer, how many of its tokens had been guessed)"""
     sampling = Sampling(temperature=1.0, seed=seed)
     chain = ToyChain.of(3, random.Random(seed), lambda text: sample(logits(tuple(text[-2:])), sampling, len(text)))
-    generation = Generation(GenerationPlan(PROMPT, TOKENS, tree_room=64), policy)
+    generation = GenerationState(GenerationRequest(PROMPT, TOKENS, reserved_tree_slots=64), policy)
     event: Event | None = ChainReady()
     while event is not None:
         actions: list[Action] = generation.handle(event)
@@ -83,13 +91,17 @@ def draw(policy: Policy, seed: int) -> tuple[Words, int]:
             match action:
                 case SendStep():
                     chain.send(action)
-                case DropStale():
+                case DiscardInFlight():
                     chain.drop(action.epoch)
-                case Draft(paths=paths, width=width, thorough=thorough):
+                case RequestDrafts(paths=paths, width=width, use_model=thorough):
                     made = [tuple(guess((*generation.known, *path), width)) for path in paths]
-                    event = Drafted(tuple(made)) if thorough else Drafted(((),) * len(made), (1.0,) * len(made))
+                    event = (
+                        DraftsProposed(tuple(made))
+                        if thorough
+                        else DraftsProposed(((),) * len(made), (1.0,) * len(made))
+                    )
         event = event or chain.settle()
-    return generation.generated, generation.tally.hits
+    return generation.generated, generation.stats.accepted
 
 
 def chi_square(seen: Counter[Words], chances: dict[Words, float]) -> tuple[float, int]:

@@ -7,35 +7,35 @@ import random
 
 import pytest
 
-from swarm.planner.generation.draft_tree import NO_SLOT, ROOT, Node, PredictionTree
+from swarm.planner.generation.draft_tree import NO_SLOT, ROOT, DraftNode, DraftTree
 
 
-def random_tree(rng: random.Random, nodes: int) -> PredictionTree:
-    tree = PredictionTree(0, 10)
+def random_tree(rng: random.Random, nodes: int) -> DraftTree:
+    tree = DraftTree(0, 10)
     everyone = [tree.root]
     while len(tree) < nodes:
         parent = rng.choice(everyone)
         tree.add(parent, [(rng.randrange(50), -rng.random() * 2) for _ in range(rng.randint(1, 3))])
-        everyone = [tree.root, *tree.root.below()]
+        everyone = [tree.root, *tree.root.descendants()]
     return tree
 
 
-def everyone(tree: PredictionTree) -> list[Node]:
-    return [tree.root, *tree.root.below()]
+def everyone(tree: DraftTree) -> list[DraftNode]:
+    return [tree.root, *tree.root.descendants()]
 
 
-def slots(tree: PredictionTree) -> list[int]:
-    return [node.slot for node in tree.root.below() if node.slot != NO_SLOT]
+def slots(tree: DraftTree) -> list[int]:
+    return [node.slot for node in tree.root.descendants() if node.slot != NO_SLOT]
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_paths_positions_and_scores_follow_from_the_parents(seed: int) -> None:
     tree = random_tree(random.Random(seed), 20)
-    for node in tree.root.below():
+    for node in tree.root.descendants():
         assert node.parent is not None
         assert tree.path(node) == (*tree.path(node.parent), node.token)
         assert node.position == tree.root.position + len(tree.path(node))
-        assert node.score <= node.parent.score
+        assert node.path_logprob <= node.parent.path_logprob
     assert tree.path(tree.root) == ()
 
 
@@ -46,26 +46,26 @@ def test_the_likeliest_nodes_within_reach_are_sent(seed: int) -> None:
     for _ in range(4):
         before = {node for node in everyone(tree) if node.slot != NO_SLOT} | {tree.root}
         rows, levels, floor = rng.randint(1, 8), rng.randint(1, 4), rng.choice([-math.inf, -1.5])
-        chosen = tree.send(rows, levels, floor)
+        chosen = tree.take_for_step(rows, levels, floor)
         assert len(chosen) <= rows
         for i, node in enumerate(chosen):
             assert node.parent in before or node.parent in chosen[:i], "parents come before children"
-            assert node.score >= floor
+            assert node.path_logprob >= floor
         left_out = [
             node
-            for node in tree.root.below()
-            if node.slot == NO_SLOT and (node.parent in before) and node.score >= floor
+            for node in tree.root.descendants()
+            if node.slot == NO_SLOT and (node.parent in before) and node.path_logprob >= floor
         ]
         if left_out and chosen:
             assert len(chosen) == rows, "rows must not be wasted while guesses wait"
-            assert max(n.score for n in left_out) <= min(n.score for n in chosen if n.parent in before)
+            assert max(n.path_logprob for n in left_out) <= min(n.path_logprob for n in chosen if n.parent in before)
         assert len(set(slots(tree))) == len(slots(tree)), "a slot holds one node"
         for node, parent in zip(chosen, tree.parent_slots(chosen), strict=True):
             assert node.parent is not None
             assert parent == (ROOT if node.parent is tree.root else node.parent.slot)
 
 
-def depth_within(tree: PredictionTree, chosen: list[Node], node: Node) -> int:
+def depth_within(tree: DraftTree, chosen: list[DraftNode], node: DraftNode) -> int:
     depth = 0
     while node is not tree.root and node in chosen:
         depth += 1
@@ -77,7 +77,7 @@ def depth_within(tree: PredictionTree, chosen: list[Node], node: Node) -> int:
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_a_step_hangs_so_many_levels_below_what_is_held(levels: int) -> None:
     tree = random_tree(random.Random(levels), 40)
-    chosen = tree.send(100, levels, -math.inf)
+    chosen = tree.take_for_step(100, levels, -math.inf)
     assert max(depth_within(tree, chosen, node) for node in chosen) == levels
 
 
@@ -85,15 +85,15 @@ def test_a_step_hangs_so_many_levels_below_what_is_held(levels: int) -> None:
 def test_advancing_keeps_what_hangs_on_the_token_and_frees_the_rest(seed: int) -> None:
     rng = random.Random(seed)
     tree = random_tree(rng, 25)
-    tree.send(12, 5, -math.inf)
+    tree.take_for_step(12, 5, -math.inf)
     child = rng.choice(list(tree.root.children.values()))
-    kept = {(n.token, n.position, n.slot) for n in child.below()}
+    kept = {(n.token, n.position, n.slot) for n in child.descendants()}
     position, slot = tree.root.position, child.slot
     assert tree.advance(child.token) == slot
     assert tree.root is child
     assert tree.root.position == position + 1
-    assert {(n.token, n.position, n.slot) for n in tree.root.below()} == kept
-    tree.send(30, 9, -math.inf)
+    assert {(n.token, n.position, n.slot) for n in tree.root.descendants()} == kept
+    tree.take_for_step(30, 9, -math.inf)
     assert len(set(slots(tree))) == len(slots(tree))
     assert max(slots(tree), default=0) < 40, "slots are used again"
     assert tree.advance(999) == NO_SLOT
@@ -102,54 +102,54 @@ def test_advancing_keeps_what_hangs_on_the_token_and_frees_the_rest(seed: int) -
 
 def test_forgetting_slots_keeps_the_guesses() -> None:
     tree = random_tree(random.Random(5), 15)
-    first = [n.token for n in tree.send(6, 3, -math.inf)]
+    first = [n.token for n in tree.take_for_step(6, 3, -math.inf)]
     tree.forget_slots()
     assert slots(tree) == []
     assert len(tree) >= 15
-    assert [n.token for n in tree.send(6, 3, -math.inf)] == first
+    assert [n.token for n in tree.take_for_step(6, 3, -math.inf)] == first
 
 
 def test_the_frontier_is_what_may_matter() -> None:
-    tree = PredictionTree(0, 0)
-    assert tree.frontier(4, -math.inf, 99, sent_only=False) == [tree.root]
+    tree = DraftTree(0, 0)
+    assert tree.to_expand(4, -math.inf, 99, sent_only=False) == [tree.root]
     tree.add(tree.root, [(1, -0.1), (2, -1.0), (3, -3.0)])
-    ahead = tree.frontier(2, -math.inf, 99, sent_only=False)
+    ahead = tree.to_expand(2, -math.inf, 99, sent_only=False)
     assert [n.token for n in ahead] == [1, 2], "two rows: nothing below the third can be among them"
-    assert [n.token for n in tree.frontier(8, -2.0, 99, sent_only=False)] == [1, 2]
-    assert tree.frontier(8, -math.inf, 99, sent_only=True) == []
-    tree.send(1, 1, -math.inf)
-    assert [n.token for n in tree.frontier(8, -math.inf, 99, sent_only=True)] == [1]
-    assert tree.frontier(8, -math.inf, 2, sent_only=True) == [], "no child may stand at the end"
+    assert [n.token for n in tree.to_expand(8, -2.0, 99, sent_only=False)] == [1, 2]
+    assert tree.to_expand(8, -math.inf, 99, sent_only=True) == []
+    tree.take_for_step(1, 1, -math.inf)
+    assert [n.token for n in tree.to_expand(8, -math.inf, 99, sent_only=True)] == [1]
+    assert tree.to_expand(8, -math.inf, 2, sent_only=True) == [], "no child may stand at the end"
 
 
 def test_what_a_drafter_says_later_counts_for_all_below() -> None:
-    tree = PredictionTree(1, 0)
+    tree = DraftTree(1, 0)
     tree.add(tree.root, [(2, -1.0)], still_open=0.6)
     child = tree.root.children[2]
     tree.add(child, [(3, -0.5)])
     tree.add(tree.root, [(2, -0.25), (4, -2.0)])
-    assert (child.score, child.children[3].score) == (-0.25, -0.75)
-    assert tree.root.open == 0.0
+    assert (child.path_logprob, child.children[3].path_logprob) == (-0.25, -0.75)
+    assert tree.root.unassigned_mass == 0.0
     assert set(tree.root.children) == {2, 4}
 
 
 def test_the_undecided_are_those_where_most_belief_is_open() -> None:
-    tree = PredictionTree(1, 0)
+    tree = DraftTree(1, 0)
     tree.add(tree.root, [(2, math.log(0.5)), (3, math.log(0.25))], still_open=0.1)
     likely, other = tree.root.children[2], tree.root.children[3]
     tree.add(likely, [(5, -0.1)], still_open=0.9)
-    assert tree.undecided(2, 0.0, 99) == [likely.children[5], likely]
-    assert tree.undecided(9, 0.2, 99)[-1] is other
-    assert tree.undecided(9, 0.3, 99) == [likely.children[5], likely]
-    tree.close(likely)
-    assert likely not in tree.undecided(9, 0.0, 99)
-    assert tree.undecided(9, 0.0, 1) == [], "nothing may stand at the end"
+    assert tree.most_uncertain(2, 0.0, 99) == [likely.children[5], likely]
+    assert tree.most_uncertain(9, 0.2, 99)[-1] is other
+    assert tree.most_uncertain(9, 0.3, 99) == [likely.children[5], likely]
+    tree.mark_terminal(likely)
+    assert likely not in tree.most_uncertain(9, 0.0, 99)
+    assert tree.most_uncertain(9, 0.0, 1) == [], "nothing may stand at the end"
 
 
 def test_a_step_that_the_text_hardly_comes_to_is_not_sent() -> None:
-    tree = PredictionTree(1, 0)
+    tree = DraftTree(1, 0)
     tree.add(tree.root, [(2, math.log(0.2)), (3, math.log(0.15))])
     tree.add(tree.root.children[2], [(4, 0.0)])
-    assert tree.send(8, 4, -math.inf, reach=0.4) == []
-    assert tree.held == 0
-    assert len(tree.send(8, 4, -math.inf, reach=0.3)) == 3
+    assert tree.take_for_step(8, 4, -math.inf, reach=0.4) == []
+    assert tree.num_sent == 0
+    assert len(tree.take_for_step(8, 4, -math.inf, reach=0.3)) == 3

@@ -14,20 +14,20 @@ from swarm.errors import ContextOverflow, InvalidRequest, ProtocolError, UsageEr
 from swarm.planner.generation.state_machine import (
     Action,
     ChainReady,
-    Draft,
-    Drafted,
-    DraftsEnded,
-    DropStale,
+    DiscardInFlight,
+    DrafterDisabled,
+    DraftsProposed,
     EmitTokens,
     Finish,
     FinishReason,
-    Generation,
-    GenerationPlan,
+    GenerationRequest,
+    GenerationState,
     HopLost,
-    Policy,
     RepairChain,
+    RequestDrafts,
     SendStep,
-    StepSettled,
+    SpeculationPolicy,
+    StepDone,
     StopRequested,
 )
 
@@ -59,36 +59,36 @@ def sometimes(rng: random.Random, rate: float) -> Guess:
 
 
 def run(
-    generation: Generation,
+    generation: GenerationState,
     rng: random.Random,
     guess: Guess = silent,
     *,
     hops: int = 3,
     loss: float = 0.0,
-    change: Callable[[], Policy] | None = None,
+    change: Callable[[], SpeculationPolicy] | None = None,
 ) -> tuple[list[int], FinishReason]:
     emitted: list[int] = []
-    stale: list[StepSettled] = []
+    stale: list[StepDone] = []
     chain = ToyChain.of(hops, rng)
     actions: list[Action] = generation.handle(ChainReady())
     for _ in range(20_000):
-        event: Drafted | ChainReady | None = None
+        event: DraftsProposed | ChainReady | None = None
         for action in actions:
             match action:
                 case SendStep():
                     chain.send(action)
-                case Draft(paths=paths, width=width, thorough=thorough):
+                case RequestDrafts(paths=paths, width=width, use_model=thorough):
                     texts = [[*generation.known, *path] for path in paths]
                     seen = width if thorough else width // 2
                     still_open = () if thorough else tuple(rng.random() for _ in paths)
-                    event = Drafted(tuple(tuple(guess(text, seen)) for text in texts), still_open)
-                case DropStale(epoch=epoch):
+                    event = DraftsProposed(tuple(tuple(guess(text, seen)) for text in texts), still_open)
+                case DiscardInFlight(epoch=epoch):
                     chain.drop(epoch)
                 case EmitTokens(tokens=tokens):
                     emitted.extend(tokens)
                 case Finish(reason=reason):
                     return emitted, reason
-                case RepairChain(settled=settled):
+                case RepairChain(committed=settled):
                     held = rng.choice([0, settled])
                     if held:
                         chain.lose(held)
@@ -103,7 +103,7 @@ def run(
             assert generation.handle(stale.pop()) == [], "late news must not matter"
             actions = []
         elif rng.random() < loss:
-            stale.append(StepSettled(generation.epoch, 0, (1,)))
+            stale.append(StepDone(generation.epoch, 0, (1,)))
             actions = generation.handle(HopLost("b", "killed"))
         else:
             settled_step = chain.settle()
@@ -112,17 +112,19 @@ def run(
     raise AssertionError("the generation never finished")
 
 
-def begun(policy: Policy) -> tuple[Generation, list[Action]]:
+def begun(policy: SpeculationPolicy) -> tuple[GenerationState, list[Action]]:
     """A generation that has just drawn its first token, 4, and what it wants next."""
-    generation = Generation(GenerationPlan((3,), 60, tree_room=100), policy)
+    generation = GenerationState(GenerationRequest((3,), 60, reserved_tree_slots=100), policy)
     generation.handle(ChainReady())
-    _, *actions = generation.handle(StepSettled(0, 0, (4,)))
+    _, *actions = generation.handle(StepDone(0, 0, (4,)))
     return generation, actions
 
 
-def policies(rng: random.Random) -> Policy:
+def policies(rng: random.Random) -> SpeculationPolicy:
     shape = rng.choice([0, 1, 2, 5, 16]), rng.randint(1, 6), rng.randint(1, 9), rng.choice([0.0, 0.05, 0.5])
-    return Policy(*shape, rng.choice([0.0, 0.3]), rng.choice([None, 0.0, 0.4, math.inf]), rng.choice([0.0, 0.2]))
+    return SpeculationPolicy(
+        *shape, rng.choice([0.0, 0.3]), rng.choice([None, 0.0, 0.4, math.inf]), rng.choice([0.0, 0.2])
+    )
 
 
 @pytest.mark.parametrize("seed", range(600))
@@ -131,11 +133,11 @@ def test_guesses_chunks_and_losses_never_change_the_tokens(seed: int) -> None:
     prompt = [rng.randrange(97) for _ in range(rng.randint(1, 40))]
     count = rng.randint(1, 40)
     eos = frozenset(rng.sample(range(97), rng.choice([0, 0, 2])))
-    plan = GenerationPlan(tuple(prompt), count, eos, rng.randint(1, 16), rng.randint(1, 5), tree_room=200)
+    plan = GenerationRequest(tuple(prompt), count, eos, rng.randint(1, 16), rng.randint(1, 5), reserved_tree_slots=200)
     guess = rng.choice([right, wrong, silent, sometimes(rng, 0.5), sometimes(rng, 0.9)])
     change = rng.choice([None, lambda: policies(rng)])
     tokens, reason = run(
-        Generation(plan, policies(rng)),
+        GenerationState(plan, policies(rng)),
         rng,
         guess,
         hops=rng.randint(1, 5),
@@ -147,108 +149,108 @@ def test_guesses_chunks_and_losses_never_change_the_tokens(seed: int) -> None:
 
 
 def test_right_guesses_settle_many_tokens_a_step() -> None:
-    plan = GenerationPlan((3, 1, 4), 60, tree_room=100)
-    tree = Generation(plan, Policy(rows=5, levels=5))
+    plan = GenerationRequest((3, 1, 4), 60, reserved_tree_slots=100)
+    tree = GenerationState(plan, SpeculationPolicy(max_tree_rows=5, max_depth_per_step=5))
     run(tree, random.Random(1), right)
-    assert tree.tally.steps == 11  # the prompt, then the root and five right guesses each
-    pipelined = Generation(plan, Policy(rows=1, in_flight=8))
+    assert tree.stats.steps == 11  # the prompt, then the root and five right guesses each
+    pipelined = GenerationState(plan, SpeculationPolicy(max_tree_rows=1, max_steps_in_flight=8))
     run(pipelined, random.Random(1), right)
-    assert pipelined.tally.misses == 1  # nothing is guessed before the first token
-    assert pipelined.tally.stale == 0
-    assert pipelined.tally.hits == 58  # all others but the last, which nothing follows
+    assert pipelined.stats.rejected == 1  # nothing is guessed before the first token
+    assert pipelined.stats.discarded_steps == 0
+    assert pipelined.stats.accepted == 58  # all others but the last, which nothing follows
 
 
 def test_one_level_a_step_keeps_so_many_in_flight() -> None:
-    generation, actions = begun(Policy(rows=2, in_flight=4))
+    generation, actions = begun(SpeculationPolicy(max_tree_rows=2, max_steps_in_flight=4))
     steps: list[SendStep] = []
     while actions:
         steps += [action for action in actions if isinstance(action, SendStep)]
-        asked = [action for action in actions if isinstance(action, Draft)]
+        asked = [action for action in actions if isinstance(action, RequestDrafts)]
         texts = [[*generation.known, *path] for draft in asked for path in draft.paths]
-        actions = generation.handle(Drafted(tuple(tuple(wrong(text, 2)) for text in texts))) if asked else []
+        actions = generation.handle(DraftsProposed(tuple(tuple(wrong(text, 2)) for text in texts))) if asked else []
     assert [len(step.rows) for step in steps] == [2, 2, 2, 2]
     assert [len(step.tokens) for step in steps] == [1, 0, 0, 0]
-    assert [step.base for step in steps] == [1, 2, 2, 2]
+    assert [step.committed_before for step in steps] == [1, 2, 2, 2]
 
 
 def test_a_floor_keeps_unlikely_guesses_at_home() -> None:
-    generation, (draft,) = begun(Policy(rows=8, levels=3, floor=0.3))
-    assert isinstance(draft, Draft)
+    generation, (draft,) = begun(SpeculationPolicy(max_tree_rows=8, max_depth_per_step=3, min_node_prob=0.3))
+    assert isinstance(draft, RequestDrafts)
     candidates = ((5, -0.1), (6, -1.0), (7, -2.0))
-    actions = generation.handle(Drafted((candidates,)))
-    while isinstance(actions[0], Draft):
-        actions = generation.handle(Drafted(tuple(((9, -0.9),) for _ in actions[0].paths)))
+    actions = generation.handle(DraftsProposed((candidates,)))
+    while isinstance(actions[0], RequestDrafts):
+        actions = generation.handle(DraftsProposed(tuple(((9, -0.9),) for _ in actions[0].paths)))
     (step,) = actions
     assert isinstance(step, SendStep)
     assert sorted(step.rows) == [5, 6, 9]  # p = .90, .37 and .90 * .41; .14 and .37 * .41 are below the floor
 
 
 def test_a_drafter_that_fails_is_done_without() -> None:
-    generation, (draft,) = begun(Policy(rows=4, levels=2))
-    assert isinstance(draft, Draft)
-    (step,) = generation.handle(DraftsEnded())
+    generation, (draft,) = begun(SpeculationPolicy(max_tree_rows=4, max_depth_per_step=2))
+    assert isinstance(draft, RequestDrafts)
+    (step,) = generation.handle(DrafterDisabled())
     assert isinstance(step, SendStep)
     assert (step.tokens, step.rows) == ((4,), ())
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 2), (1, 2, 3)])
 def test_a_tail_that_miscounts_is_caught(tokens: tuple[int, ...]) -> None:
-    generation = Generation(GenerationPlan((3,), 4))
+    generation = GenerationState(GenerationRequest((3,), 4))
     generation.handle(ChainReady())
     with pytest.raises(ProtocolError, match="drew"):
-        generation.handle(StepSettled(0, 0, tokens))
+        generation.handle(StepDone(0, 0, tokens))
 
 
 def test_end_of_turn_is_kept_and_ends_it() -> None:
     prompt = [3, 1, 4]
     answer = toy_answer(prompt, 8)
     eos = frozenset({answer[4]})
-    tokens, reason = run(Generation(GenerationPlan(tuple(prompt), 50, eos)), random.Random(0))
+    tokens, reason = run(GenerationState(GenerationRequest(tuple(prompt), 50, eos)), random.Random(0))
     assert reason is FinishReason.EOS
     assert tokens == toy_answer(prompt, 50, eos)
 
 
 def test_prefill_chunks_follow_each_other() -> None:
-    generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=3, window=2))
+    generation = GenerationState(GenerationRequest(tuple(range(10)), 4, prefill_chunk=3, prefill_window=2))
     first, second = generation.handle(ChainReady())
     assert isinstance(first, SendStep)
     assert isinstance(second, SendStep)
-    assert (first.tokens, first.sample, second.base) == ((0, 1, 2), False, 3)
-    (third,) = generation.handle(StepSettled(0, 0, ()))
+    assert (first.tokens, first.sample, second.committed_before) == ((0, 1, 2), False, 3)
+    (third,) = generation.handle(StepDone(0, 0, ()))
     assert isinstance(third, SendStep)
-    assert (third.base, third.tokens, third.sample) == (6, (6, 7, 8), False)
-    (fourth,) = generation.handle(StepSettled(0, 1, ()))
+    assert (third.committed_before, third.tokens, third.sample) == (6, (6, 7, 8), False)
+    (fourth,) = generation.handle(StepDone(0, 1, ()))
     assert isinstance(fourth, SendStep)
     assert (fourth.tokens, fourth.sample) == ((9,), True)
 
 
 def test_a_loss_says_what_is_settled_and_one_during_a_repair_begins_another() -> None:
-    generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=4))
+    generation = GenerationState(GenerationRequest(tuple(range(10)), 4, prefill_chunk=4))
     generation.handle(ChainReady())
-    generation.handle(StepSettled(0, 0, ()))
+    generation.handle(StepDone(0, 0, ()))
     assert generation.handle(HopLost("a", "gone")) == [RepairChain("a", "gone", 4)]
     assert generation.handle(HopLost("b", "gone too")) == [RepairChain("b", "gone too", 4)]
-    assert generation.handle(StepSettled(0, 1, ())) == []
-    first, *_ = generation.handle(ChainReady(held=4))
+    assert generation.handle(StepDone(0, 1, ())) == []
+    first, *_ = generation.handle(ChainReady(cached_tokens=4))
     assert isinstance(first, SendStep)
-    assert (first.epoch, first.base, first.tokens) == (2, 4, (4, 5, 6, 7))
+    assert (first.epoch, first.committed_before, first.tokens) == (2, 4, (4, 5, 6, 7))
 
 
 def test_a_chain_may_say_how_a_prompt_is_cut() -> None:
-    generation = Generation(GenerationPlan(tuple(range(10)), 4, prefill_chunk=3))
-    steps = generation.handle(ChainReady(held=2, chunks=(5, 2)))
+    generation = GenerationState(GenerationRequest(tuple(range(10)), 4, prefill_chunk=3))
+    steps = generation.handle(ChainReady(cached_tokens=2, chunks=(5, 2)))
     assert [s.tokens for s in steps if isinstance(s, SendStep)] == [(2, 3, 4, 5, 6), (7, 8), (9,)]
 
 
 def test_the_last_known_token_is_sent_even_if_held() -> None:
-    generation = Generation(GenerationPlan((1, 2, 3), 4))
-    (step,) = generation.handle(ChainReady(held=3))
+    generation = GenerationState(GenerationRequest((1, 2, 3), 4))
+    (step,) = generation.handle(ChainReady(cached_tokens=3))
     assert isinstance(step, SendStep)
-    assert (step.base, step.tokens) == (2, (3,))
+    assert (step.committed_before, step.tokens) == (2, (3,))
 
 
 def test_stopping_ends_it() -> None:
-    generation = Generation(GenerationPlan((1, 2, 3), 4))
+    generation = GenerationState(GenerationRequest((1, 2, 3), 4))
     generation.handle(ChainReady())
     assert generation.handle(StopRequested(FinishReason.CANCELLED)) == [Finish(FinishReason.CANCELLED)]
     assert generation.handle(ChainReady()) == []
@@ -256,16 +258,16 @@ def test_stopping_ends_it() -> None:
 
 def test_plans_are_checked() -> None:
     good: dict[str, Any] = {"eos_ids": (2,), "context_length": 16, "vocab_size": 100}
-    assert GenerationPlan.checked([1, 2], 50, **good).max_new_tokens == 14
-    assert GenerationPlan.checked([1, 2], 50, tree_room=64, **good).tree_room == 0
-    assert GenerationPlan.checked([1, 2], 4, tree_room=64, **good).tree_room == 10
+    assert GenerationRequest.checked([1, 2], 50, **good).max_new_tokens == 14
+    assert GenerationRequest.checked([1, 2], 50, tree_room=64, **good).reserved_tree_slots == 0
+    assert GenerationRequest.checked([1, 2], 4, tree_room=64, **good).reserved_tree_slots == 10
     with pytest.raises(InvalidRequest, match="empty"):
-        GenerationPlan.checked([], 5, **good)
+        GenerationRequest.checked([], 5, **good)
     with pytest.raises(InvalidRequest, match="max_new_tokens"):
-        GenerationPlan.checked([1], 0, **good)
+        GenerationRequest.checked([1], 0, **good)
     with pytest.raises(InvalidRequest, match="vocabulary"):
-        GenerationPlan.checked([100], 5, **good)
+        GenerationRequest.checked([100], 5, **good)
     with pytest.raises(ContextOverflow):
-        GenerationPlan.checked([1] * 16, 5, **good)
+        GenerationRequest.checked([1] * 16, 5, **good)
     with pytest.raises(UsageError):
-        Policy(rows=-1)
+        SpeculationPolicy(max_tree_rows=-1)

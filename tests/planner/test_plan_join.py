@@ -15,10 +15,10 @@ from toy_swarm import node, snapshot
 from swarm.errors import Infeasible, UsageError
 from swarm.planner.cli.commands import COMMANDS
 from swarm.planner.placement.join import join_span, place_joiners, uncovered_without
-from swarm.planner.rebalancing.assignment import assign
+from swarm.planner.rebalancing.assignment import min_cost_assignment
 from swarm.planner.rebalancing.imbalance import LayerLoad, load_imbalance
-from swarm.planner.rebalancing.migration import Move, list_moves, loads, redeal, schedule
-from swarm.planner.rebalancing.target import target
+from swarm.planner.rebalancing.migration import SpanMove, layers_to_load, list_moves, migration_plan, relabel_equivalent
+from swarm.planner.rebalancing.target import target_allocation
 from swarm.planner.schemas import placement_request_json
 from swarm.types import LayerSpan, NodeState, coverage
 
@@ -145,7 +145,7 @@ def test_assignment_is_the_cheapest() -> None:
     for _ in range(1000):
         n = rng.randint(1, 6)
         cost = np.array([[rng.randint(0, 9) for _ in range(n)] for _ in range(n)])
-        places = assign(cost)
+        places = min_cost_assignment(cost)
         assert sorted(places) == list(range(n))
         best = min(sum(cost[i, p] for i, p in enumerate(order)) for order in itertools.permutations(range(n)))
         assert sum(cost[i, p] for i, p in enumerate(places)) == best
@@ -159,7 +159,7 @@ def random_span(rng: random.Random, num_layers: int, longest: int) -> LayerSpan:
 
 def cost_of_deal(old: dict[str, LayerSpan], peers: list[str], order: Iterable[LayerSpan | None]) -> tuple[int, int]:
     pairs = [(old.get(p), s) for p, s in zip(peers, order, strict=True) if s is not None]
-    return sum(loads(a, b) for a, b in pairs), sum(a != b for a, b in pairs)
+    return sum(layers_to_load(a, b) for a, b in pairs), sum(a != b for a, b in pairs)
 
 
 def test_redealing_reads_the_fewest_layers_then_moves_the_fewest_nodes() -> None:
@@ -176,9 +176,9 @@ def test_redealing_reads_the_fewest_layers_then_moves_the_fewest_nodes() -> None
             for order in itertools.permutations(new.values())
             if all(s is None or len(s) <= capacity[p] for p, s in zip(peers, order, strict=True))
         ]
-        dealt = redeal(old, new, dict.fromkeys(peers, 0), capacity)
+        dealt = relabel_equivalent(old, new, dict.fromkeys(peers, 0), capacity)
         changed = [(old.get(p), s) for p, s in dealt.items() if old.get(p) != s]
-        assert (sum(loads(a, b) for a, b in changed), len(changed)) == min(deals)
+        assert (sum(layers_to_load(a, b) for a, b in changed), len(changed)) == min(deals)
 
 
 def test_no_layer_is_ever_uncovered_on_the_way() -> None:
@@ -190,7 +190,7 @@ def test_no_layer_is_ever_uncovered_on_the_way() -> None:
         old = {p: random_span(rng, num_layers, c) for p, c in capacity.items() if rng.random() < 0.9}
         new = {p: random_span(rng, num_layers, c) for p, c in capacity.items()}
         moves = list_moves(old, new, capacity)
-        plan = schedule(old, moves, num_layers)
+        plan = migration_plan(old, moves, num_layers)
         assert sorted(m.peer for wave in plan.waves for m in wave) == sorted(
             {m.peer for m in moves} - {m.peer for m in plan.held_back}
         )
@@ -217,13 +217,13 @@ def test_no_layer_is_ever_uncovered_on_the_way() -> None:
 def test_a_node_with_room_for_both_reads_before_it_lets_go() -> None:
     old = {"a": LayerSpan(0, 6), "b": LayerSpan(6, 12)}
     new = {"a": LayerSpan(0, 8), "b": LayerSpan(8, 12)}
-    roomy = schedule(old, list_moves(old, new, {"a": 8, "b": 6}), 12)
+    roomy = migration_plan(old, list_moves(old, new, {"a": 8, "b": 6}), 12)
     assert roomy.waves == (
-        (Move("a", LayerSpan(0, 6), LayerSpan(0, 8), overlap=True),),
-        (Move("b", LayerSpan(6, 12), LayerSpan(8, 12), overlap=True),),
+        (SpanMove("a", LayerSpan(0, 6), LayerSpan(0, 8), overlap=True),),
+        (SpanMove("b", LayerSpan(6, 12), LayerSpan(8, 12), overlap=True),),
     )
     swapped = {"a": LayerSpan(6, 12), "b": LayerSpan(0, 6)}
-    assert [m.peer for m in schedule(old, list_moves(old, swapped, {"a": 6, "b": 6}), 12).held_back] == ["a", "b"]
+    assert [m.peer for m in migration_plan(old, list_moves(old, swapped, {"a": 6, "b": 6}), 12).held_back] == ["a", "b"]
 
 
 # Targets ------------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_a_node_with_room_for_both_reads_before_it_lets_go() -> None:
 
 def test_a_target_fills_the_gap_with_the_node_that_is_not_missed() -> None:
     swarm = snapshot(30, [node("a", 15, (0, 15)), node("b", 15, (0, 15)), node("c", 15, (0, 15))])
-    aim = target(swarm)
+    aim = target_allocation(swarm)
     assert min(coverage(aim.spans.values(), 30)) >= 1
     assert sum(len(wave) for wave in aim.plan.waves) == 1
     assert aim.before.rebalance
@@ -240,16 +240,16 @@ def test_a_target_fills_the_gap_with_the_node_that_is_not_missed() -> None:
 
 def test_what_is_well_placed_stays() -> None:
     placed = [node(f"p{i}", 10, (10 * (i % 3), 10 * (i % 3) + 10)) for i in (4, 2, 0, 5, 1, 3)]
-    assert target(snapshot(30, placed)).plan.waves == ()
+    assert target_allocation(snapshot(30, placed)).plan.waves == ()
 
 
 def test_pinned_nodes_stay_and_the_others_go_round_them() -> None:
     swarm = snapshot(30, [node("a", 15, (0, 15), pinned=True), node("b", 15, (0, 15)), node("c", 4, (0, 4))])
-    aim = target(swarm)
+    aim = target_allocation(swarm)
     assert aim.spans["a"] == LayerSpan(0, 15)
     assert aim.spans["b"] == LayerSpan(15, 30)
     with pytest.raises(Infeasible, match="cannot hold"):
-        target(snapshot(30, [node("a", 15, (0, 15), pinned=True), node("b", 5, (0, 5))]))
+        target_allocation(snapshot(30, [node("a", 15, (0, 15), pinned=True), node("b", 5, (0, 5))]))
 
 
 def test_every_reader_of_a_snapshot_gets_the_same_target() -> None:
@@ -263,12 +263,12 @@ def test_every_reader_of_a_snapshot_gets_the_same_target() -> None:
             kind = (span.start, span.end) if rng.random() < 0.9 else None
             members.append(node(f"p{i}", capacity, kind, ms=rng.uniform(0.5, 4), kv=rng.randint(0, 900)))
         try:
-            one = target(snapshot(num_layers, members))
+            one = target_allocation(snapshot(num_layers, members))
         except Infeasible:
             continue
         rng.shuffle(members)
         noisy = [replace(n, layer_ms=(9.0,) * len(n.span or ()), kv_free_tokens=3) for n in members]
-        assert target(snapshot(num_layers, noisy)) == one
+        assert target_allocation(snapshot(num_layers, noisy)) == one
         capacity = {n.peer: n.layer_capacity for n in members}
         assert all(len(span) <= capacity[peer] for peer, span in one.spans.items())
         assert min(coverage(one.spans.values(), num_layers)) >= 1
@@ -296,7 +296,7 @@ def test_what_a_node_says_it_followed_from_is_what_swarm_plan_decides_by() -> No
         placed = {joiner["node"]: LayerSpan(joiner["start"], joiner["end"]) for joiner in said["joiners"]}
         assert placed == place_joiners(seen)
         try:
-            waves = target(seen).plan.waves
+            waves = target_allocation(seen).plan.waves
         except Infeasible:
             waves = ()
         assert [[(m["node"], *m["to"]) for m in wave] for wave in said["waves"]] == [

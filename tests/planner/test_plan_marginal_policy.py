@@ -6,9 +6,9 @@ import pytest
 
 from swarm.errors import UsageError
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
-from swarm.planner.costs.online_costs import LiveCosts, Observation
-from swarm.planner.generation.events import Policy
-from swarm.planner.speculation.marginal_policy import Prices, marginal_policy, steps_held
+from swarm.planner.costs.online_costs import Observation, OnlineChainCosts
+from swarm.planner.generation.events import SpeculationPolicy
+from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, steps_held
 from swarm.types import CostCurve
 
 CURVE = CostCurve((1, 2, 4, 8, 16, 32), (0.4, 0.42, 0.48, 0.6, 0.9, 1.5))
@@ -16,74 +16,76 @@ FLAT = CostCurve((1, 8, 32), (0.4, 0.4, 0.4))
 
 
 def chain(hops: int, link_ms: float, curve: CostCurve = CURVE) -> ChainCosts:
-    return ChainCosts(tuple(Stage(30 // hops, curve.at(1), curve) for _ in range(hops)), (link_ms,) * (hops + 1))
+    return ChainCosts(tuple(Stage(30 // hops, curve.ms_at(1), curve) for _ in range(hops)), (link_ms,) * (hops + 1))
 
 
-def plain(costs: ChainCosts, **others: float) -> Prices:
+def plain(costs: ChainCosts, **others: float) -> SpeculationCosts:
     """As fast as decoding without guesses."""
-    return Prices(1 / costs.round_ms(1), **others)
+    return SpeculationCosts(1 / costs.iteration_ms(1), **others)
 
 
 def test_long_lines_make_rows_cheap_and_steps_of_guesses_worth_their_way() -> None:
     near, far = chain(4, 0.0), chain(4, 40.0)
-    here, there = marginal_policy(near, plain(near)), marginal_policy(far, plain(far))
-    assert there.floor < here.floor / 3
-    assert there.reach < here.reach / 3
-    assert there.in_flight > here.in_flight
-    assert marginal_policy(chain(1, 0.0), plain(chain(1, 0.0))).reach > 1, "one hop alone: nothing can overlap"
-    assert marginal_policy(chain(4, 20.0, FLAT), plain(far)).floor == pytest.approx(0.0)
+    here, there = choose_policy(near, plain(near)), choose_policy(far, plain(far))
+    assert there.min_node_prob < here.min_node_prob / 3
+    assert there.min_path_prob < here.min_path_prob / 3
+    assert there.max_steps_in_flight > here.max_steps_in_flight
+    assert choose_policy(chain(1, 0.0), plain(chain(1, 0.0))).min_path_prob > 1, "one hop alone: nothing can overlap"
+    assert choose_policy(chain(4, 20.0, FLAT), plain(far)).min_node_prob == pytest.approx(0.0)
 
 
 def test_a_step_at_most_doubles_what_its_hops_compute() -> None:
     steep = CostCurve((1, 4, 32), (0.4, 0.9, 5.0))
     for curve, rows in ((FLAT, 32), (CURVE, 12), (steep, 8)):  # CURVE: .6 + 4 * .0375 = .75 <= .8 < .9
         costs = chain(4, 20.0, curve)
-        assert marginal_policy(costs, plain(costs)).rows == rows
+        assert choose_policy(costs, plain(costs)).max_tree_rows == rows
 
 
 def test_the_faster_tokens_come_the_surer_a_row_must_be() -> None:
     costs = chain(4, 20.0)
-    slow = marginal_policy(costs, plain(costs))
-    fast = marginal_policy(costs, Prices(5 / costs.round_ms(1)))
-    assert fast.floor == pytest.approx(5 * slow.floor)
+    slow = choose_policy(costs, plain(costs))
+    fast = choose_policy(costs, SpeculationCosts(5 / costs.iteration_ms(1)))
+    assert fast.min_node_prob == pytest.approx(5 * slow.min_node_prob)
 
 
 def test_a_question_must_bring_its_time_and_less_while_the_chain_is_busy() -> None:
     costs = chain(4, 20.0)
-    cheap, dear = (marginal_policy(costs, plain(costs, level_ms=ms, hits=0.5)) for ms in (1.0, 30.0))
-    assert cheap.ask is not None
-    assert dear.ask == pytest.approx(30 * cheap.ask)
-    assert dear.ask == pytest.approx(30 / 0.5 / costs.round_ms(1))
-    assert cheap.muse < cheap.ask / 10
+    cheap, dear = (choose_policy(costs, plain(costs, level_ms=ms, hits=0.5)) for ms in (1.0, 30.0))
+    assert cheap.min_mass_blocking is not None
+    assert dear.min_mass_blocking == pytest.approx(30 * cheap.min_mass_blocking)
+    assert dear.min_mass_blocking == pytest.approx(30 / 0.5 / costs.iteration_ms(1))
+    assert cheap.min_mass_idle < cheap.min_mass_blocking / 10
 
 
 def test_boasting_crowding_and_company_make_it_careful() -> None:
     costs = chain(4, 5.0)
-    calm = marginal_policy(costs, plain(costs))
-    assert marginal_policy(costs, plain(costs, trust=0.5)).floor == pytest.approx(2 * calm.floor)
-    assert marginal_policy(costs, plain(costs, company=2.0)).floor == pytest.approx(2 * calm.floor)
-    assert marginal_policy(costs, plain(costs, crowding=1.6)).reach > 1.5 * calm.reach
+    calm = choose_policy(costs, plain(costs))
+    assert choose_policy(costs, plain(costs, trust=0.5)).min_node_prob == pytest.approx(2 * calm.min_node_prob)
+    assert choose_policy(costs, plain(costs, company=2.0)).min_node_prob == pytest.approx(2 * calm.min_node_prob)
+    assert choose_policy(costs, plain(costs, crowding=1.6)).min_path_prob > 1.5 * calm.min_path_prob
 
 
 def test_several_sessions_share_what_a_chain_holds_and_pay_for_each_others_rows() -> None:
     costs = chain(4, 20.0)
-    alone, four, many = (marginal_policy(costs, plain(costs, level_ms=2.0, company=n)) for n in (1.0, 4.0, 100.0))
-    assert four.in_flight == round((steps_held(costs) + 1) / 4)
-    assert many.in_flight == 1
-    assert four.floor == pytest.approx(4 * alone.floor)
-    assert four.ask == pytest.approx(4 * alone.ask + costs.compute_ms(1) / costs.round_ms(1) / 0.5)
+    alone, four, many = (choose_policy(costs, plain(costs, level_ms=2.0, company=n)) for n in (1.0, 4.0, 100.0))
+    assert four.max_steps_in_flight == round((steps_held(costs) + 1) / 4)
+    assert many.max_steps_in_flight == 1
+    assert four.min_node_prob == pytest.approx(4 * alone.min_node_prob)
+    assert four.min_mass_blocking == pytest.approx(
+        4 * alone.min_mass_blocking + costs.compute_ms(1) / costs.iteration_ms(1) / 0.5
+    )
 
 
 def test_how_many_share_the_chain_is_learnt_from_its_hops() -> None:
-    live = LiveCosts(chain(3, 20.0))
+    live = OnlineChainCosts(chain(3, 20.0))
     trace = ((0.0, 1.0),) * 3
-    assert live.company == 1.0
+    assert live.batch_sharing == 1.0
     for _ in range(20):
-        live.observe(Observation(1, trace, None, sessions=4))
-    assert live.company == pytest.approx(4.0, rel=0.05)
+        live.observe(Observation(1, trace, None, active_sessions=4))
+    assert live.batch_sharing == pytest.approx(4.0, rel=0.05)
     for _ in range(20):
         live.observe(Observation(1, trace, None))
-    assert live.company == pytest.approx(1.0, rel=0.05)
+    assert live.batch_sharing == pytest.approx(1.0, rel=0.05)
 
 
 def test_a_chain_holds_its_round_over_its_slowest_hop() -> None:
@@ -99,7 +101,7 @@ def seen(costs: ChainCosts, width: int, row_ms: float, crowd: float = 1.0, *, cr
 
 def test_what_rows_really_cost_is_learnt() -> None:
     costs = chain(3, 20.0, FLAT)
-    live = LiveCosts(costs)
+    live = OnlineChainCosts(costs)
     for width in (1, 8, 1, 6, 9, 1, 12, 8) * 3:
         live.observe(seen(costs, width, row_ms=0.5))
     assert live.now().compute_ms(1) == pytest.approx(costs.compute_ms(1), rel=0.2)
@@ -108,20 +110,20 @@ def test_what_rows_really_cost_is_learnt() -> None:
 
 def test_hops_that_share_a_machine_show_when_steps_overlap() -> None:
     costs = chain(3, 20.0, FLAT)
-    live = LiveCosts(costs)
+    live = OnlineChainCosts(costs)
     for _ in range(30):
         live.observe(seen(costs, 1, 0.0))
         live.observe(seen(costs, 1, 0.0, crowd=1.5, crowded=True))
-    assert 1.3 < live.crowding < 1.6
+    assert 1.3 < live.contention < 1.6
     assert live.now().compute_ms(1) == pytest.approx(costs.compute_ms(1), rel=0.05), (
         "a step alone takes as long as ever"
     )
     for _ in range(200):
         live.observe(seen(costs, 1, 0.0))
-    assert live.crowding < 1.01
+    assert live.contention < 1.01
 
 
 def test_impossible_policies_are_refused() -> None:
     for wrong in ({"reach": -0.1}, {"ask": -1.0}, {"muse": -1.0}):
         with pytest.raises(UsageError):
-            Policy(rows=1, **wrong)  # type: ignore[arg-type]
+            SpeculationPolicy(max_tree_rows=1, **wrong)  # type: ignore[arg-type]

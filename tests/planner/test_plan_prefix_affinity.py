@@ -8,7 +8,7 @@ import pytest
 
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.pipeline.prefill_chunking import plan_prefill
-from swarm.planner.routing.prefix_affinity import ORDINARY_ANSWER, worth_returning
+from swarm.planner.routing.prefix_affinity import TYPICAL_ANSWER_TOKENS, prefer_cached_prefix
 from swarm.types import CostCurve
 
 pytestmark = pytest.mark.slow
@@ -16,27 +16,27 @@ pytestmark = pytest.mark.slow
 
 def costs(hops: int) -> ChainCosts:
     curve = CostCurve((1, 8, 64), (0.5, 0.8, 3.0))
-    return ChainCosts(tuple(Stage(4, curve.at(1), curve) for _ in range(hops)), (5.0,) * (hops + 1))
+    return ChainCosts(tuple(Stage(4, curve.ms_at(1), curve) for _ in range(hops)), (5.0,) * (hops + 1))
 
 
 def test_the_choice_is_the_one_that_ends_first() -> None:
     rng, seen = random.Random(5), set()
     for _ in range(500):
-        best, held, tokens = costs(rng.randint(1, 5)), rng.randint(1, 2000), rng.randint(1, ORDINARY_ANSWER)
+        best, held, tokens = costs(rng.randint(1, 5)), rng.randint(1, 2000), rng.randint(1, TYPICAL_ANSWER_TOKENS)
         usual_ms, best_ms = rng.uniform(10, 30), rng.uniform(9, 12)
         read_ms = plan_prefill(held, len(best.stages), min(held, 32), best.chunk_cost()).latency_ms
-        answer = worth_returning(held, tokens, usual_ms, best_ms, best)
+        answer = prefer_cached_prefix(held, tokens, usual_ms, best_ms, best)
         assert answer == (tokens * usual_ms <= read_ms + tokens * best_ms)
         seen.add(answer)
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize("tokens", [ORDINARY_ANSWER, 10 * ORDINARY_ANSWER])
+@pytest.mark.parametrize("tokens", [TYPICAL_ANSWER_TOKENS, 10 * TYPICAL_ANSWER_TOKENS])
 def test_a_generous_limit_is_not_taken_for_the_length_of_the_answer(tokens: int) -> None:
-    assert worth_returning(1024, tokens, 11.0, 10.0, costs(3)) == worth_returning(
-        1024, ORDINARY_ANSWER, 11.0, 10.0, costs(3)
+    assert prefer_cached_prefix(1024, tokens, 11.0, 10.0, costs(3)) == prefer_cached_prefix(
+        1024, TYPICAL_ANSWER_TOKENS, 11.0, 10.0, costs(3)
     )
 
 
 def test_nothing_held_is_nothing_to_go_back_for() -> None:
-    assert not worth_returning(0, 1, 1.0, 1.0, costs(1))
+    assert not prefer_cached_prefix(0, 1, 1.0, 1.0, costs(1))

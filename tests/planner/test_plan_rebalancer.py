@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from toy_swarm import node, snapshot
 
-from swarm.planner.rebalancing.rebalancer import Keeper, RebalancePolicy
+from swarm.planner.rebalancing.rebalancer import RebalancePolicy, Rebalancer
 from swarm.types import NodeProfile, NodeState, Snapshot, coverage
 
 POLICY = RebalancePolicy(patience_s=10.0, rest_s=60.0)
@@ -24,7 +24,7 @@ class Town:
     def __init__(self, num_layers: int, nodes: Iterable[NodeProfile], rng: random.Random) -> None:
         self.num_layers, self.rng, self.now = num_layers, rng, 0.0
         self.nodes = {n.peer: n for n in nodes}
-        self.keepers = {peer: Keeper(peer, POLICY) for peer in self.nodes}
+        self.keepers = {peer: Rebalancer(peer, POLICY) for peer in self.nodes}
         self.ready: dict[str, float] = {}
         self.moves = 0
         self.seen = [self.view()] * 3
@@ -67,7 +67,7 @@ class Town:
 
     def come(self, node: NodeProfile) -> None:
         self.nodes[node.peer] = node
-        self.keepers[node.peer] = Keeper(node.peer, POLICY)
+        self.keepers[node.peer] = Rebalancer(node.peer, POLICY)
 
     def passers_by(self, span: tuple[int, int], capacity: int) -> Iterator[None]:
         """Every second one comes and one leaves: never the same swarm twice. All serve `span`."""
@@ -108,16 +108,16 @@ def test_keepers_even_out_a_lopsided_swarm_and_then_rest() -> None:
 def test_a_keeper_leaves_pinned_and_loading_nodes_alone() -> None:
     nodes = [node("a", 10, (0, 10)), node("b", 10, (0, 10), pinned=True), node("c", 10, (0, 10))]
     lopsided = snapshot(20, nodes)
-    keeper = Keeper("b")
+    keeper = Rebalancer("b")
     for second in range(100):
         assert keeper.observe(lopsided, float(second)).move is None
-    decisions = [Keeper("a"), Keeper("c")]
+    decisions = [Rebalancer("a"), Rebalancer("c")]
     moves = []
     for second in range(10):
         moves += [d for k in decisions if (d := k.observe(lopsided, float(second)).move)]
     assert {m.peer for m in moves} == {"a"} or {m.peer for m in moves} == {"c"}
     joining = snapshot(20, [*nodes, node("d", 10)])
-    assert Keeper("a").observe(joining, 0.0).move is None  # the joiner will fill the gap
+    assert Rebalancer("a").observe(joining, 0.0).move is None  # the joiner will fill the gap
 
 
 def three_by_three() -> list[NodeProfile]:
@@ -197,7 +197,7 @@ def test_a_gap_that_leaving_nodes_foretell_is_filled_soon_and_however_often_the_
     leaving, gone = snapshot(8, [a, b, replace(c, state=NodeState.LEAVING)]), snapshot(8, [a, b])
     waits = {}
     for name, seen in (("leaving", leaving), ("gone", gone)):
-        keepers = {peer: Keeper(peer, POLICY) for peer in ("a", "b")}
+        keepers = {peer: Rebalancer(peer, POLICY) for peer in ("a", "b")}
         for keeper in keepers.values():
             keeper.observe(snapshot(8, [a, b, c]), -20.0)
             keeper.moved(-10.0)
@@ -211,7 +211,7 @@ def test_a_gap_that_leaving_nodes_foretell_is_filled_soon_and_however_often_the_
 def test_nobody_moves_for_a_gap_that_a_joining_node_is_about_to_fill_unless_it_never_does() -> None:
     placed = [node("a", 10, (0, 10)), node("b", 10, (0, 10)), node("c", 10, (0, 10))]
     promised = snapshot(20, [*placed, node("d", 10)])
-    keepers = [Keeper(peer, POLICY) for peer in "abc"]
+    keepers = [Rebalancer(peer, POLICY) for peer in "abc"]
     moved = [s for s in range(40) for keeper in keepers if keeper.observe(promised, float(s)).move]
     assert moved
     assert moved[0] == POLICY.patience_s + POLICY.settle_s

@@ -6,27 +6,35 @@ import numpy as np
 import pytest
 
 from swarm.planner.routing import dag as routing_dp
-from swarm.planner.routing.dag import LAYER, NEVER, Dag, Ints, compiled, sweep, sweep_plain
+from swarm.planner.routing.dag import (
+    INFINITE,
+    REBUILD_PENALTY,
+    Ints,
+    LayerDag,
+    compiled,
+    relax_backward,
+    relax_backward_plain,
+)
 from swarm.planner.routing.route import RouteNode, route
-from swarm.planner.routing.traceback import walk
+from swarm.planner.routing.traceback import trace_back
 
 
-def random_dag(rng: np.random.Generator) -> tuple[Dag, Ints, Ints]:
+def random_dag(rng: np.random.Generator) -> tuple[LayerDag, Ints, Ints]:
     """-> (a DAG, entries, exits): spans with holes, links that are missing, rows that must not be entered or left."""
     layers, rows = int(rng.integers(1, 12)), int(rng.integers(1, 20))
     top = int(rng.choice([2, 9, 1 << 30]))
 
     def costs(*shape: int, missing: float) -> Ints:
         drawn: Ints = rng.integers(0, top, shape)
-        drawn[rng.random(shape) < missing] = NEVER
+        drawn[rng.random(shape) < missing] = INFINITE
         return drawn
 
     tau, rho = costs(layers, rows, missing=0.3), costs(rows, rows, missing=rng.choice([0.0, 0.3]))
-    np.fill_diagonal(rho, NEVER)
+    np.fill_diagonal(rho, INFINITE)
     if rng.random() < 0.3:
-        tau += np.where(rng.random(tau.shape) < 0.5, LAYER, 0)  # some of it on top of NEVER, as in a repair
+        tau += np.where(rng.random(tau.shape) < 0.5, REBUILD_PENALTY, 0)  # some of it on top of NEVER, as in a repair
     enter, leave = (rng.random((layers + 1, rows)) < 0.8 if rng.random() < 0.5 else None for _ in "io")
-    dag = Dag(np.arange(rows), tau, rho, enter, leave)
+    dag = LayerDag(np.arange(rows), tau, rho, enter, leave)
     return dag, costs(rows, missing=0.1), costs(rows, missing=0.1)
 
 
@@ -38,10 +46,10 @@ def test_the_compiled_sweep_is_the_plain_one() -> None:
     for _ in range(2000):
         dag, entries, exits = random_dag(rng)
         closed = rng.random(dag.count) < 0.2 if rng.random() < 0.4 else None
-        tau = dag.tau if closed is None else np.where(closed, NEVER, dag.tau)
-        go = sweep(dag, exits, closed)
-        np.testing.assert_array_equal(go, sweep_plain(dag, tau, exits))
-        found += walk(dag, go, entries, exits) is not None
+        tau = dag.tau if closed is None else np.where(closed, INFINITE, dag.tau)
+        go = relax_backward(dag, exits, closed)
+        np.testing.assert_array_equal(go, relax_backward_plain(dag, tau, exits))
+        found += trace_back(dag, go, entries, exits) is not None
     assert 500 < found < 1900
 
 
@@ -51,8 +59,8 @@ def test_closed_rows_might_as_well_not_be_there() -> None:
         dag, entries, exits = random_dag(rng)
         closed = rng.random(dag.count) < 0.2
         kept = np.flatnonzero(~closed)
-        apart = walk(dag.take(kept), sweep(dag.take(kept), exits[kept]), entries[kept], exits[kept])
-        found = walk(dag, sweep(dag, exits, closed), entries, exits)
+        apart = trace_back(dag.take(kept), relax_backward(dag.take(kept), exits[kept]), entries[kept], exits[kept])
+        found = trace_back(dag, relax_backward(dag, exits, closed), entries, exits)
         assert (found and (found.cost, found.owners)) == (apart and (apart.cost, apart.owners))
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from swarm.errors import Infeasible, UsageError
 from swarm.planner.cli.simulate import POLICIES, changed, parse, runs, simulate, simulate_table
-from swarm.simulator.churn import Faults
-from swarm.simulator.des_engine import Engine
-from swarm.simulator.model.network import Network
-from swarm.simulator.model.session import Phase, Session
-from swarm.simulator.model.workload import Request
-from swarm.simulator.policies.swarm import Swarm
+from swarm.simulator.churn import Churn
+from swarm.simulator.des_engine import DiscreteEventEngine
+from swarm.simulator.model.network import NetworkModel
+from swarm.simulator.model.session import SimPhase, SimSession
+from swarm.simulator.model.workload import SimRequest
+from swarm.simulator.policies.swarm import SwarmPolicy
 from swarm.types import Hop
 
 MODEL = {
@@ -249,18 +249,18 @@ def test_a_shrinking_swarm_is_allocated_anew() -> None:
 def test_repairs_that_fail_one_after_the_other_share_a_deadline(token_between: bool, ends_ms: float) -> None:
     """Everybody is gone; the session is broken again after 8 s, with or without a result before that."""
     scenario = parse(table(serving={"repair_timeout_ms": 10_000, "dial_timeout_ms": 300}))
-    network = Network(scenario.network, scenario.seed)
-    engine = Engine(scenario, Swarm(scenario, network), network)
-    Faults(engine).begin()
+    network = NetworkModel(scenario.network, scenario.seed)
+    engine = DiscreteEventEngine(scenario, SwarmPolicy(scenario, network), network)
+    Churn(engine).begin()
     for node in engine.nodes.values():
         node.died = 0.0
-    request = Request(number=0, at=0.0, prompt=5, output=5, client="client0")
-    session = Session(0, request, 5, 5, hops=[Hop(min(engine.nodes), 0, 12)], held=5, repairs=1)
+    request = SimRequest(number=0, at=0.0, prompt=5, output=5, client="client0")
+    session = SimSession(0, request, 5, 5, hops=[Hop(min(engine.nodes), 0, 12)], held=5, repairs=1)
     engine.sessions.append(session)
     engine.open_requests = 1
 
     def broken() -> None:
-        session.phase = Phase.RUNNING
+        session.phase = SimPhase.RUNNING
         if token_between:
             session.broken_since = None  # as a result does
         engine.chains.connect(session)

@@ -11,11 +11,11 @@ import pytest
 from swarm.simulator.baselines.hexgen import _groupings
 from swarm.simulator.baselines.petals import _best_span
 from swarm.simulator.clock import Clock
-from swarm.simulator.metrics import Spread
-from swarm.simulator.model.devices import DeviceSpec, LayerCost
+from swarm.simulator.metrics import Percentiles
+from swarm.simulator.model.devices import DeviceCostModel, DeviceSpec
 from swarm.simulator.model.model import ModelSpec
-from swarm.simulator.model.network import Network, NetworkSpec
-from swarm.simulator.model.rng import Stream
+from swarm.simulator.model.network import NetworkModel, NetworkSpec
+from swarm.simulator.model.rng import NamedStream
 from swarm.simulator.model.workload import Lengths, WorkloadSpec, requests
 from swarm.simulator.policies.pipelines import equal_shares
 from swarm.simulator.policy import even_chunks
@@ -28,14 +28,14 @@ MODEL = ModelSpec(
 
 
 def test_streams_are_independent_and_repeat() -> None:
-    one, same, other = Stream(1, "a"), Stream(1, "a"), Stream(1, "b")
+    one, same, other = NamedStream(1, "a"), NamedStream(1, "a"), NamedStream(1, "b")
     drawn = [one.bits() for _ in range(100)]
     assert drawn == [same.bits() for _ in range(100)]
     assert not set(drawn) & {other.bits() for _ in range(100)}
 
 
 def test_draws_have_their_moments() -> None:
-    stream, count = Stream(5, "moments"), 20_000
+    stream, count = NamedStream(5, "moments"), 20_000
     assert math.fsum(stream.uniform() for _ in range(count)) / count == pytest.approx(0.5, abs=0.01)
     assert math.fsum(stream.exponential(3.0) for _ in range(count)) / count == pytest.approx(3.0, rel=0.03)
     normal = [stream.normal() for _ in range(count)]
@@ -60,7 +60,7 @@ def test_events_come_in_order_of_time_then_of_making() -> None:
 
 
 def test_a_line_carries_one_thing_at_a_time() -> None:
-    network = Network(NetworkSpec(latency_ms=10.0, client_ms=3.0, bandwidth_mbps=8.0), seed=1)  # 1000 bytes a ms
+    network = NetworkModel(NetworkSpec(latency_ms=10.0, client_ms=3.0, bandwidth_mbps=8.0), seed=1)  # 1000 bytes a ms
     assert network.send("a", "b", 5000, now=0.0) == 15.0
     assert network.send("a", "c", 1000, now=2.0) == 16.0
     assert network.send("b", "a", 1000, now=2.0) == 13.0
@@ -69,8 +69,8 @@ def test_a_line_carries_one_thing_at_a_time() -> None:
 
 
 def test_latencies_are_symmetric_and_fixed() -> None:
-    spread = Network(NetworkSpec(latency_ms=10.0, spread=0.5), seed=1)
-    plane = Network(NetworkSpec(kind="plane", latency_ms=80.0), seed=1)
+    spread = NetworkModel(NetworkSpec(latency_ms=10.0, spread=0.5), seed=1)
+    plane = NetworkModel(NetworkSpec(kind="plane", latency_ms=80.0), seed=1)
     for network, most in ((spread, 15.0), (plane, 80.0 * math.sqrt(2))):
         found = [network.latency(f"n{i}", f"n{j}") for i in range(10) for j in range(10) if i != j]
         assert all(0 < ms <= most for ms in found)
@@ -94,24 +94,24 @@ def test_the_same_requests_come_at_any_rate() -> None:
 
 def test_a_roofline_has_two_sides() -> None:
     device = DeviceSpec(name="d", memory_gb=1.0, bandwidth_gb_s=100.0, tflops=1.0, layer_overhead_ms=0.5)
-    cost = LayerCost(device, MODEL)
+    cost = DeviceCostModel(device, MODEL)
     moving = MODEL.layer_bytes / 100e9 * 1e3
     assert cost.layer_ms(1, 0.0, 0.0) == pytest.approx(0.5 + moving)
     assert cost.layer_ms(1000, 0.0, 0.0) == pytest.approx(0.5 + 1000 * MODEL.row_flops / 1e12 * 1e3)
     assert cost.layer_ms(1, 1e6, 0.0) > cost.layer_ms(1, 0.0, 0.0)
-    assert cost.curve.at(1) == cost.layer_ms(1, 0.0, 0.0)
+    assert cost.curve.ms_at(1) == cost.layer_ms(1, 0.0, 0.0)
 
 
 def test_capacity_leaves_room_for_keys_and_values() -> None:
     device = DeviceSpec(name="d", memory_gb=0.05, memory_share=1.0, bandwidth_gb_s=1.0, tflops=1.0)
-    cost = LayerCost(device, MODEL)
+    cost = DeviceCostModel(device, MODEL)
     for tokens in (0, 1000, 10_000):
         layers = cost.capacity(tokens)
         assert 0 < layers < MODEL.layers
         room = cost.kv_room(0, layers) / (layers * MODEL.kv_token_bytes)
         assert room >= tokens
     whole = msgspec.structs.replace(device, memory_gb=1.0)
-    assert LayerCost(whole, MODEL).capacity(1000) == MODEL.layers
+    assert DeviceCostModel(whole, MODEL).capacity(1000) == MODEL.layers
 
 
 def test_chunks_and_shares_sum_up() -> None:
@@ -140,7 +140,7 @@ def test_neighbouring_new_hops_are_fed_in_one_run() -> None:
 
 
 def test_percentiles_are_values_that_occurred() -> None:
-    spread = Spread.of([float(i) for i in range(1, 101)])
+    spread = Percentiles.of([float(i) for i in range(1, 101)])
     assert spread.percentiles == {50: 50.0, 90: 90.0, 95: 95.0, 99: 99.0, 100: 100.0}
     assert spread.mean == 50.5
-    assert Spread.of([]).mean == 0.0
+    assert Percentiles.of([]).mean == 0.0

@@ -16,7 +16,7 @@ from swarm.planner.speculation.forecast import (
     DrafterProfile,
     Strategy,
     choose,
-    pipelined,
+    pipedec,
     sequential,
     tree,
 )
@@ -46,7 +46,7 @@ def test_sequential_is_one_token_a_round() -> None:
 def test_the_best_tree_of_all_widths_and_depths(level_ms: float, link_ms: float) -> None:
     costs, drafter = chain(3, link_ms, RISING, row_ms=0.1), DrafterProfile(GOOD[:6], level_ms, round_ms=1.0)
     best = max(
-        expected_tokens(shape, drafter.acceptance) / (1.0 + level_ms * shape.depth + costs.round_ms(shape.width))
+        expected_tokens(shape, drafter.acceptance) / (1.0 + level_ms * shape.depth + costs.iteration_ms(shape.width))
         for width in WIDTHS[1:]
         for depth in range(1, 7)
         for shape in [best_shape(drafter.acceptance, width, depth)]
@@ -78,9 +78,9 @@ def test_when_pipelining_beats_a_tree(hops: int, settled: float, threshold: floa
     """
     costs = chain(hops)
     for hit, wins in ((threshold, False), (threshold + 0.05, True)):
-        found = pipelined(costs, DrafterProfile([[hit]] * 31), [1])
+        found = pipedec(costs, DrafterProfile([[hit]] * 31), [1])
         assert found is not None
-        assert (found.tokens_per_s > 1000 * settled / costs.round_ms(1)) is wins
+        assert (found.tokens_per_s > 1000 * settled / costs.iteration_ms(1)) is wins
 
 
 def simulate(costs: ChainCosts, drafter: DrafterProfile, width: int, flight: int, tokens: int = 4000) -> float:
@@ -89,7 +89,7 @@ def simulate(costs: ChainCosts, drafter: DrafterProfile, width: int, flight: int
     The drafter's first row holds everywhere, its doubts fall on places by chance.
     """
     rng = random.Random(7)
-    row, doubtful = drafter.acceptance[0], drafter.doubtful
+    row, doubtful = drafter.acceptance[0], drafter.uncertain_fraction
     torn = [1 - (1 - row[0]) / doubtful, *(p / doubtful for p in row[1:])]
 
     def deeper(level: Level, place: Sequence[float]) -> Level:
@@ -98,7 +98,7 @@ def simulate(costs: ChainCosts, drafter: DrafterProfile, width: int, flight: int
 
     clock, settled = 0.0, 0
     while settled < tokens:
-        clock += costs.round_ms(1)
+        clock += costs.iteration_ms(1)
         settled += 1
         places = [torn if rng.random() < doubtful else [1.0] for _ in range(flight - 1)]
         levels: list[Level] = []
@@ -109,7 +109,7 @@ def simulate(costs: ChainCosts, drafter: DrafterProfile, width: int, flight: int
             place, *places = places
             drawn = rng.choices([*range(len(place)), -1], [*place, max(0.0, 1 - sum(place))])[0]
             rows = sent.pop(0)
-            slot = max(costs.slowest_ms(rows), costs.round_ms(rows) / flight)
+            slot = max(costs.bottleneck_ms(rows), costs.iteration_ms(rows) / flight)
             if not any(path[0] == drawn for path, _ in levels[0]):
                 clock += max(0.0, costs.stages[0].ms(rows) - rng.random() * slot)
                 break
@@ -128,8 +128,8 @@ def simulate(costs: ChainCosts, drafter: DrafterProfile, width: int, flight: int
 @pytest.mark.parametrize("width", [1, 4, 16])
 @pytest.mark.parametrize("doubtful", [0.4, 1.0])
 def test_pipelined_agrees_with_a_simulated_pipeline(hops: int, row: list[float], width: int, doubtful: float) -> None:
-    costs, drafter = chain(hops, 10.0, RISING), DrafterProfile([row] * 31, doubtful=doubtful)
-    found = pipelined(costs, drafter, [width])
+    costs, drafter = chain(hops, 10.0, RISING), DrafterProfile([row] * 31, uncertain_fraction=doubtful)
+    found = pipedec(costs, drafter, [width])
     assert found is not None
     assert found.tokens_per_s == pytest.approx(simulate(costs, drafter, width, found.in_flight), rel=0.08)
 
@@ -166,7 +166,7 @@ def test_the_choice_is_the_fastest_and_says_why() -> None:
             assert forecast.strategy in choice.reason
             assert f"{forecast.tokens_per_s:.1f}" in choice.reason
             assert forecast.in_flight >= 1
-            assert forecast.tokens >= 1
+            assert forecast.tokens_per_iteration >= 1
 
 
 def test_the_strategy_in_use_is_kept_unless_another_is_clearly_faster() -> None:
@@ -182,7 +182,7 @@ def test_more_steps_in_flight_never_predict_less() -> None:
     costs, drafter = chain(6, 40.0, RISING), DrafterProfile(GOOD)
     rates = [choose(costs, drafter, max_in_flight=n).best.tokens_per_s for n in range(1, 32)]
     assert all(b >= a * (1 - 1e-3) for a, b in itertools.pairwise(rates))
-    assert pipelined(costs, drafter, WIDTHS, 1) is None
+    assert pipedec(costs, drafter, WIDTHS, 1) is None
 
 
 def test_costs_are_read_off_the_live_map() -> None:

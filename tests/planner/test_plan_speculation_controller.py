@@ -6,9 +6,15 @@ import pytest
 
 from swarm.errors import UsageError
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
-from swarm.planner.costs.online_costs import LiveCosts, Observation
+from swarm.planner.costs.online_costs import Observation, OnlineChainCosts
 from swarm.planner.generation.events import SEQUENTIAL
-from swarm.planner.speculation.controller import RECHOOSE_TOKENS, SECOND_CHANCE, Tuner, _Record, policy_of
+from swarm.planner.speculation.controller import (
+    BIAS_RECOVERY,
+    RECHOOSE_TOKENS,
+    SpeculationController,
+    _ForecastBias,
+    policy_of,
+)
 from swarm.planner.speculation.forecast import (
     DrafterProfile,
     Strategy,
@@ -23,11 +29,11 @@ POOR = ((0.02, 0.01),) * 8
 
 
 def chain(hops: int, link_ms: float) -> ChainCosts:
-    return ChainCosts(tuple(Stage(30 // hops, CURVE.at(1), CURVE) for _ in range(hops)), (link_ms,) * (hops + 1))
+    return ChainCosts(tuple(Stage(30 // hops, CURVE.ms_at(1), CURVE) for _ in range(hops)), (link_ms,) * (hops + 1))
 
 
 def observed(costs: ChainCosts, width: int, slow: float = 1.0, queue_ms: float = 0.0) -> Observation:
-    trace = tuple((queue_ms, stage.layers * stage.cost.at(width) * slow) for stage in costs.stages)
+    trace = tuple((queue_ms, stage.layers * stage.cost.ms_at(width) * slow) for stage in costs.stages)
     inside = sum(queue + compute for queue, compute in trace)
     return Observation(width, trace, inside + costs.links_ms(width))
 
@@ -35,7 +41,7 @@ def observed(costs: ChainCosts, width: int, slow: float = 1.0, queue_ms: float =
 def test_costs_move_to_what_is_measured() -> None:
     told = chain(3, 20.0)
     true = chain(3, 5.0)
-    live = LiveCosts(told)
+    live = OnlineChainCosts(told)
     assert live.now() == told
     for _ in range(40):
         live.observe(observed(true, 4, slow=3.0, queue_ms=2.0))
@@ -47,88 +53,90 @@ def test_costs_move_to_what_is_measured() -> None:
 
 
 def test_rounds_that_overlap_say_nothing_of_the_links() -> None:
-    live = LiveCosts(chain(2, 20.0))
+    live = OnlineChainCosts(chain(2, 20.0))
     live.observe(Observation(1, ((0.0, 6.0), (0.0, 6.0)), None))
     assert live.now().link_ms == chain(2, 20.0).link_ms
 
 
 def test_slow_links_and_good_guesses_make_it_guess_and_poor_ones_do_not() -> None:
-    assert Tuner(chain(4, 20.0)).setting(DrafterProfile(GOOD)).strategy is not Strategy.SEQUENTIAL
-    quiet = Tuner(chain(1, 0.1)).setting(DrafterProfile(POOR))
+    assert SpeculationController(chain(4, 20.0)).decide(DrafterProfile(GOOD)).strategy is not Strategy.SEQUENTIAL
+    quiet = SpeculationController(chain(1, 0.1)).decide(DrafterProfile(POOR))
     assert quiet.strategy is Strategy.SEQUENTIAL
-    assert quiet.policy.floor > 0.02, "only guesses that are nearly sure are worth a row where rows cost as much"
+    assert quiet.policy.min_node_prob > 0.02, (
+        "only guesses that are nearly sure are worth a row where rows cost as much"
+    )
 
 
 @pytest.mark.parametrize("only", list(Strategy))
 def test_what_the_user_asks_for_is_kept_to(only: Strategy) -> None:
-    tuner = Tuner(chain(4, 20.0), only)
-    setting = tuner.setting(DrafterProfile(GOOD))
+    tuner = SpeculationController(chain(4, 20.0), only)
+    setting = tuner.decide(DrafterProfile(GOOD))
     assert setting.strategy is only
     shape = {Strategy.SEQUENTIAL: (False, False), Strategy.TREE: (True, False)}
-    assert (setting.policy.rows > 0, setting.policy.in_flight > 1) == shape.get(only, (True, True))
+    assert (setting.policy.max_tree_rows > 0, setting.policy.max_steps_in_flight > 1) == shape.get(only, (True, True))
 
 
 def test_a_strategy_that_disappoints_is_left_after_a_while() -> None:
     costs = chain(4, 20.0)
-    tuner = Tuner(costs)
-    first = tuner.setting(DrafterProfile(GOOD))
+    tuner = SpeculationController(costs)
+    first = tuner.decide(DrafterProfile(GOOD))
     assert first.strategy is not Strategy.SEQUENTIAL
     for _ in range(400):
-        tuner.settled(observed(costs, 8), 1, 0, 0.0, 5 * costs.round_ms(1))
-        if tuner.setting(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL:
+        tuner.on_commit(observed(costs, 8), 1, 0, 0.0, 5 * costs.iteration_ms(1))
+        if tuner.decide(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL:
             break
-    assert tuner.setting(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL
+    assert tuner.decide(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL
 
 
 def test_a_chain_that_is_slower_than_was_known_breaks_no_strategys_promise() -> None:
     told = chain(4, 1.0)
     slow = CostCurve(CURVE.widths, tuple(3 * ms for ms in CURVE.ms))
-    true = ChainCosts(tuple(Stage(s.layers, slow.at(1), slow) for s in told.stages), (3.0,) * 5)
-    tuner, knowing = Tuner(told), Tuner(true).setting(DrafterProfile(GOOD))
-    first = tuner.setting(DrafterProfile(GOOD))
+    true = ChainCosts(tuple(Stage(s.layers, slow.ms_at(1), slow) for s in told.stages), (3.0,) * 5)
+    tuner, knowing = SpeculationController(told), SpeculationController(true).decide(DrafterProfile(GOOD))
+    first = tuner.decide(DrafterProfile(GOOD))
     assert first.strategy is knowing.strategy is Strategy.PIPELINED_TREE
     assert first.tokens_per_s > 2 * knowing.tokens_per_s
     for _ in range(RECHOOSE_TOKENS // 3):
-        tuner.settled(observed(true, 8), 3, 2, 2.0, 3e3 / knowing.tokens_per_s)
+        tuner.on_commit(observed(true, 8), 3, 2, 2.0, 3e3 / knowing.tokens_per_s)
     assert tuner._record[Strategy.PIPELINED_TREE].ratio == pytest.approx(1.0, abs=0.15)
-    assert tuner.setting(DrafterProfile(GOOD)).tokens_per_s == pytest.approx(knowing.tokens_per_s, rel=0.2)
+    assert tuner.decide(DrafterProfile(GOOD)).tokens_per_s == pytest.approx(knowing.tokens_per_s, rel=0.2)
 
 
 def test_it_does_not_change_its_mind_between_two_choices() -> None:
-    tuner = Tuner(chain(4, 20.0))
-    first = tuner.setting(DrafterProfile(GOOD))
-    tuner.settled(observed(chain(4, 20.0), 1), RECHOOSE_TOKENS - 1, 0, 0.0, 10.0)
-    second = tuner.setting(DrafterProfile(POOR))
+    tuner = SpeculationController(chain(4, 20.0))
+    first = tuner.decide(DrafterProfile(GOOD))
+    tuner.on_commit(observed(chain(4, 20.0), 1), RECHOOSE_TOKENS - 1, 0, 0.0, 10.0)
+    second = tuner.decide(DrafterProfile(POOR))
     assert (second.strategy, second.reason) == (first.strategy, first.reason)
-    tuner.settled(observed(chain(4, 20.0), 1), 1, 0, 0.0, 10.0)
-    assert tuner.setting(DrafterProfile(POOR)).reason != first.reason
+    tuner.on_commit(observed(chain(4, 20.0), 1), 1, 0, 0.0, 10.0)
+    assert tuner.decide(DrafterProfile(POOR)).reason != first.reason
 
 
 def test_a_boasting_drafter_must_be_surer() -> None:
     costs = chain(2, 1.0)
     forecast = tree(costs, DrafterProfile(GOOD))
     assert forecast is not None
-    tuner = Tuner(costs, Strategy.TREE)
+    tuner = SpeculationController(costs, Strategy.TREE)
     for _ in range(200):
-        tuner.settled(observed(costs, 8), 1, 0, 2.0, 10.0)
-    assert tuner.trust < 0.1
-    assert policy_of(forecast, costs, tuner.trust).floor > 3 * policy_of(forecast, costs).floor
+        tuner.on_commit(observed(costs, 8), 1, 0, 2.0, 10.0)
+    assert tuner.calibration < 0.1
+    assert policy_of(forecast, costs, tuner.calibration).min_node_prob > 3 * policy_of(forecast, costs).min_node_prob
     assert policy_of(sequential(costs), costs) == SEQUENTIAL
 
 
 def test_widths_are_checked() -> None:
     with pytest.raises(UsageError):
-        Tuner(chain(2, 1.0), widths=())
+        SpeculationController(chain(2, 1.0), widths=())
 
 
 def test_a_record_is_tokens_over_time_and_not_the_mean_of_bursts() -> None:
     """Three tokens in 10 ms, then one in 140, again and again, where 20 a second were promised."""
-    record = _Record()
+    record = _ForecastBias()
     for _ in range(60):
         record.add(3, 20 * 0.01)
         record.add(0, 20 * 0.07)
         record.add(1, 20 * 0.07)
     assert record.ratio == pytest.approx(4 / (20 * 0.15), rel=0.1)
     before = record.ratio
-    record.forgive()
-    assert record.ratio == pytest.approx(before + SECOND_CHANCE * (1 - before))
+    record.recover()
+    assert record.ratio == pytest.approx(before + BIAS_RECOVERY * (1 - before))

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarm.planner.generation.state_machine import SendStep, StepSettled
+from swarm.planner.generation.state_machine import SendStep, StepDone
 
 
 def toy_model(tokens: list[int]) -> int:
@@ -49,13 +49,13 @@ class ToyHop:
 
     def run(self, step: SendStep) -> tuple[int, ...]:
         """What a tail would draw."""
-        target = step.base + len(step.commit)
-        assert len(self.held) >= step.base, "a hop lacks tokens that the step stands on"
+        target = step.committed_before + len(step.commit_slots)
+        assert len(self.held) >= step.committed_before, "a hop lacks tokens that the step stands on"
         if len(self.held) > target:
             assert step.epoch > self.ran, "only a new epoch takes tokens back"
             del self.held[target:]
             self.tree.clear()
-        for slot in step.commit[len(self.held) - step.base :]:
+        for slot in step.commit_slots[len(self.held) - step.committed_before :]:
             path = self.tree[slot]
             assert len(path) == 1, "a committed slot must follow the last committed token"
             self.held += path
@@ -92,7 +92,7 @@ class ToyChain:
             if self.rng.random() < 0.5:
                 hop.epoch = max(hop.epoch, epoch)
 
-    def settle(self) -> StepSettled | None:
+    def settle(self) -> StepDone | None:
         """The next result, or None when nothing is on its way."""
         while any(hop.queue for hop in self.hops):
             index = self.rng.choice([i for i, hop in enumerate(self.hops) if hop.queue])
@@ -103,7 +103,7 @@ class ToyChain:
             if index + 1 < len(self.hops):
                 self.hops[index + 1].arrive(step)
             else:
-                return StepSettled(step.epoch, step.step, tokens)
+                return StepDone(step.epoch, step.step, tokens)
         return None
 
     def lose(self, held: int) -> None:

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UsageError
-from swarm_kernels.draft.file import DraftCard, DraftWeights, read_card
+from swarm_kernels.draft.file import DraftMetadata, DraftWeights, read_card
 from swarm_kernels.draft.models import TrainedDraft
 from swarm_kernels.draft.session import DraftSession
 from swarm_training.distill.corpus import Corpus
-from swarm_training.distill.features import Features, Lesson
+from swarm_training.distill.features import Features, TrainingExample
 from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe
 from swarm_training.distill.run import TrainingPlan
 from swarm_training.distill.student import LayersStudent
@@ -32,7 +32,7 @@ KINDS = ["llama", "qwen2", "qwen3"]
 
 def weights_of(source: ModelTensors, base: int, copied: tuple[int, ...], quantised: bool, path: Path) -> DraftWeights:
     student = LayersStudent.of_target(source, base, copied)
-    card = DraftCard("tiny", source.weight_hash, base, len(copied))
+    card = DraftMetadata("tiny", source.weight_hash, base, len(copied))
     DraftWeights(card, student.weights(), torch.arange(0, VOCAB, 2)).save(path, quantise=quantised)
     return DraftWeights.load(path)
 
@@ -51,7 +51,7 @@ def test_what_is_trained_is_what_runs(kind: str, base: int, tmp_path: Path) -> N
     logits = source.tensor("model.embed_tokens.weight").float() @ hidden
     session = DraftSession(TrainedDraft(weights, source))
     session.reset(text)
-    guesses = dict(session.guess([()], 16)[0])
+    guesses = dict(session.propose([()], 16)[0])
     sayable = sorted({*range(0, VOCAB, 2), *text})
     expected = logits[sayable].log_softmax(-1)
     for token, logprob in guesses.items():
@@ -64,9 +64,9 @@ def test_the_texts_own_rare_tokens_can_be_guessed(tmp_path: Path) -> None:
     model = TrainedDraft(weights_of(source, 0, (0,), True, tmp_path / "d.safetensors"), source)
     session = DraftSession(model)
     session.reset([2, 4])
-    assert 77 not in dict(session.guess([()], VOCAB)[0])
+    assert 77 not in dict(session.propose([()], VOCAB)[0])
     session.extend([77])
-    assert 77 in dict(session.guess([()], VOCAB)[0])
+    assert 77 in dict(session.propose([()], VOCAB)[0])
 
 
 def test_eight_bits_lose_little(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_eight_bits_lose_little(tmp_path: Path) -> None:
 def test_learning_and_going_on_where_it_stopped(tmp_path: Path) -> None:
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=True))
     chats = [counting(start, step) for start in range(0, 100, 5) for step in (1, 2)]
-    lessons = [Lesson(*pair) for pair in zip(chats, Features(source, 0, CPU).of(chats), strict=True)]
+    lessons = [TrainingExample(*pair) for pair in zip(chats, Features(source, 0, CPU).of(chats), strict=True)]
     vocabulary = frequent_tokens(chats, 110, VOCAB)
     assert vocabulary.tolist() == sorted(set(vocabulary.tolist()))
 

@@ -18,11 +18,11 @@ from swarm.types import LayerSpan
 from swarm_kernels.draft.file import DraftWeights, read_card
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.draft.models import TrainedDraft
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.runtime.load import load_span
 from swarm_training.distill import features
 from swarm_training.distill.corpus import ANSWER, GIVEN, Corpus
-from swarm_training.distill.features import Features, Lesson, Question
+from swarm_training.distill.features import Features, TeacherTopK, TrainingExample
 from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe
 from swarm_training.distill.run import TrainingPlan, train
 from swarm_training.distill.student import HeadsStudent, LayersStudent
@@ -51,12 +51,12 @@ def source() -> ModelTensors:
 
 
 @pytest.fixture(scope="module")
-def lessons(source: ModelTensors) -> list[Lesson]:
-    return [Lesson(*pair) for pair in zip(CHATS, Features(source, LAYERS, CPU).of(CHATS), strict=True)]
+def lessons(source: ModelTensors) -> list[TrainingExample]:
+    return [TrainingExample(*pair) for pair in zip(CHATS, Features(source, LAYERS, CPU).of(CHATS), strict=True)]
 
 
 def saved(student: HeadsStudent | LayersStudent, source: ModelTensors, path: Path, **changes: Any) -> Path:
-    card = replace(student.card(source.name, source.weight_hash), **changes)
+    card = replace(student.metadata(source.name, source.weight_hash), **changes)
     DraftWeights(card, student.weights(), torch.arange(0, VOCAB, 2)).save(path)
     return path
 
@@ -74,20 +74,22 @@ def test_what_the_heads_learn_is_what_the_tail_runs(source: ModelTensors, tmp_pa
     expected = F.linear(hidden, source.tensor("model.embed_tokens.weight").float()[::2]).log_softmax(-1)
     span: Any = load_span(source, LayerSpan(2, LAYERS), torch.float32)
     first: Any = load_span(source, LayerSpan(0, 2), torch.float32)
-    rows = [RowsRequest(b"a", 0, len(text))]
+    rows = [StepRequest(b"a", 0, len(text))]
     found = first.embed(text)
     for part in (first, span):
         cache = part.new_cache(64)
         cache.open(b"a", 64)
         found = part.forward(found, cache.plan(rows), cache)
     heads = MedusaHeads.of(saved(student, source, tmp_path / "h"), span, source)
-    ids, logprobs = heads.guess(span.normed(found), 4)
+    ids, logprobs = heads.propose(span.normed(found), 4)
     assert (len(heads), tuple(ids.shape)) == (HEADS, (HEADS, len(text), 4))
     assert not (ids % 2).any()
     torch.testing.assert_close(logprobs, expected.gather(2, ids // 2), atol=0.1, rtol=0.05)  # both in 8 bits
 
 
-def test_heads_learn_and_go_on_where_they_stopped(source: ModelTensors, lessons: list[Lesson], tmp_path: Path) -> None:
+def test_heads_learn_and_go_on_where_they_stopped(
+    source: ModelTensors, lessons: list[TrainingExample], tmp_path: Path
+) -> None:
     vocabulary = frequent_tokens(CHATS, 110, VOCAB)
 
     def trainer(heads: int = HEADS) -> Trainer:
@@ -119,9 +121,9 @@ def test_only_what_a_head_could_have_said_is_asked_for() -> None:
     """Place i stands for the token `ahead` places on, and all from the next one on must be of one answer."""
     chat = chat_of(list(range(9)))
     chat.origin[:] = torch.tensor([GIVEN, GIVEN, ANSWER, ANSWER, ANSWER, GIVEN, GIVEN, ANSWER, ANSWER])
-    lessons = [Lesson(chat, torch.zeros(9, 4)), Lesson(chat_of([1, 2]), torch.zeros(2, 4))]
+    lessons = [TrainingExample(chat, torch.zeros(9, 4)), TrainingExample(chat_of([1, 2]), torch.zeros(2, 4))]
     for ahead, places in ((1, [1, 2, 3, 6, 7]), (2, [1, 2, 6]), (3, [1]), (4, []), (12, [])):
-        question = Question.of(lessons, ahead, CPU)
+        question = TeacherTopK.of(lessons, ahead, CPU)
         assert question.asked.nonzero().tolist() == [[0, place] for place in places]
         assert question.ids[:, 0].tolist() == [place + ahead for place in places]
 
@@ -132,15 +134,15 @@ def test_states_are_kept_and_damaged_ones_made_again(
     corpus = Corpus(tmp_path, source.weight_hash)
     corpus.append(CHATS[:3])
     corpus.append(CHATS[3:5])
-    made = Features(source, LAYERS, CPU).lessons(corpus)
+    made = Features(source, LAYERS, CPU).examples(corpus)
     for lesson, states in zip(made, Features(source, LAYERS, CPU).of(CHATS[:5]), strict=True):
         assert torch.equal(lesson.states, states)
     damaged = tmp_path / "states-06-00001.safetensors"
     damaged.unlink()  # `made` still reads what was there
     damaged.write_bytes(b"\0" * 20)
-    again = Features(source, LAYERS, CPU).lessons(corpus)
+    again = Features(source, LAYERS, CPU).examples(corpus)
     monkeypatch.delattr(features, "load_teacher")  # nothing is left to be run
-    for lessons in (again, Features(source, LAYERS, CPU).lessons(corpus)):
+    for lessons in (again, Features(source, LAYERS, CPU).examples(corpus)):
         assert all(torch.equal(a.states, b.states) for a, b in zip(made, lessons, strict=True))
 
 
@@ -192,7 +194,7 @@ def test_heads_that_cannot_be_used_are_one_sentence(source: ModelTensors, tmp_pa
     assert "is a draft and holds no heads" in refused(UnsupportedModel, draft)
     wide = HeadsStudent(replace(source.config, hidden_size=source.config.hidden_size + 1), 2)
     assert "these heads are for another model" in refused(CorruptModel, saved(wide, source, tmp_path / "wide"))
-    card = heads.card(source.name, source.weight_hash)
+    card = heads.metadata(source.name, source.weight_hash)
     DraftWeights(card, heads.weights(), torch.tensor([3, VOCAB])).save(tmp_path / "rich")
     assert "can say tokens that the model does not have" in refused(CorruptModel, tmp_path / "rich")
     assert "swarm-draft train --kind heads" in refused(ModelNotFound, tmp_path / "none")

@@ -14,14 +14,14 @@ from tiny_models import ModelTensors, tiny_model
 from swarm.errors import CorruptModel, Infeasible, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.draft.file import DraftWeights, read_card
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 from swarm_training.distill import run, self_chat
 from swarm_training.distill.corpus import ANSWER, GIVEN, USER, Corpus, RecordedChat
 from swarm_training.distill.greedy import greedy_answers
 from swarm_training.distill.run import TrainingPlan, train
-from swarm_training.distill.self_chat import MAX_CHAT, MAX_TURN, Writer
+from swarm_training.distill.self_chat import MAX_CHAT, MAX_TURN, ChatGenerator
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def span(source: ModelTensors) -> Span:
 
 @pytest.fixture(scope="module")
 def chats(span: Span) -> list[RecordedChat]:
-    return list(itertools.islice(Writer(span, TinyTokenizer(), 6, "seed").write(), 12))
+    return list(itertools.islice(ChatGenerator(span, TinyTokenizer(), 6, "seed").write(), 12))
 
 
 def test_turns_follow_the_template(chats: list[RecordedChat]) -> None:
@@ -81,7 +81,7 @@ def test_what_the_teacher_expected_is_what_a_plain_pass_expects(span: Span, chat
     cache = span.new_cache(len(chat) + 16)
     cache.open(b"plain", len(chat))
     tokens = chat.tokens.tolist()
-    hidden = span.forward(span.embed(tokens), cache.plan([RowsRequest(b"plain", 0, len(tokens))]), cache)
+    hidden = span.forward(span.embed(tokens), cache.schedule([StepRequest(b"plain", 0, len(tokens))]), cache)
     expected = span.logits(hidden).log_softmax(-1)
     for place in range(1, len(tokens)):
         if chat.origin[place] == GIVEN:
@@ -92,7 +92,7 @@ def test_what_the_teacher_expected_is_what_a_plain_pass_expects(span: Span, chat
 
 
 def test_the_same_seed_writes_the_same_chats(span: Span, chats: list[RecordedChat]) -> None:
-    again = list(itertools.islice(Writer(span, TinyTokenizer(), 6, "seed").write(), 3))
+    again = list(itertools.islice(ChatGenerator(span, TinyTokenizer(), 6, "seed").write(), 3))
     for found, expected in zip(again, chats, strict=False):
         assert torch.equal(found.tokens, expected.tokens)
 
@@ -107,7 +107,7 @@ def test_a_template_that_rewrites_messages_cannot_be_used(span: Span) -> None:
     tokenizer = TinyTokenizer()
     tokenizer.rewrites = True
     with pytest.raises(UnsupportedModel, match="chat template rewrites messages"):
-        Writer(span, tokenizer, 2, "seed")
+        ChatGenerator(span, tokenizer, 2, "seed")
 
 
 class Clock:

@@ -21,7 +21,7 @@ MAX_STOP_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GenerationOptions:
     """How to generate. Temperature 0 is greedy; a `seed` of None draws a fresh one, which the answer reports.
 
     `decoding`: one of STRATEGIES, or OUTLINE; a plain prompt, which asks nothing, is continued as with `auto` then.
@@ -74,12 +74,12 @@ class Options:
         )
 
     @property
-    def guesses(self) -> bool:
+    def speculates(self) -> bool:
         """Whether tokens may be guessed ahead. A repetition penalty needs every token before the next is drawn."""
         return self.decoding != Strategy.SEQUENTIAL and self.repetition_penalty == 1.0
 
     @property
-    def only(self) -> Strategy | None:
+    def fixed_strategy(self) -> Strategy | None:
         """The one strategy to use, None to choose."""
         return None if self.decoding in ("auto", OUTLINE) else Strategy(self.decoding)
 

@@ -12,7 +12,7 @@ from swarm.planner.generation.state_machine import FinishReason
 class PointReport:
     """One part of an answer. Times in seconds after the request.
 
-    `prompt_tokens`: of its prompt. `begins_alike`: with how many of them an earlier prompt of this answer begins
+    `prompt_tokens`: of its prompt. `shared_prefix_tokens`: with how many of them an earlier prompt of this answer begins
     too, so that hops which share pages need not compute them again; `held`: how many no hop did compute again.
     `attempts`: 1 unless it was redone. `error`: why there is no more of it, "" if it is complete.
     """
@@ -25,8 +25,8 @@ class PointReport:
     began_s: float
     first_token_s: float | None
     ended_s: float
-    begins_alike: int
-    held: int
+    shared_prefix_tokens: int
+    cached_tokens: int
     strategy: str
     attempts: int
     error: str = ""
@@ -42,8 +42,8 @@ class PointReport:
             "first_token_s": None if self.first_token_s is None else round(self.first_token_s, 4),
             "ended_s": round(self.ended_s, 4),
             "prompt_tokens": len(self.prompt_token_ids),
-            "begins_alike": self.begins_alike,
-            "held": self.held,
+            "begins_alike": self.shared_prefix_tokens,
+            "held": self.cached_tokens,
             "strategy": self.strategy,
             "attempts": self.attempts,
             "error": self.error,

@@ -14,7 +14,7 @@ from swarm_client.api.outline_report import OutlineReport
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextChunk:
     """Text that one step settled. `trace`: (queue ms, compute ms) of each hop for that step; `text` may be empty
     while a character or a possible stop string is incomplete.
 
@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GenerationResult:
     """One finished generation. `tokens_per_second` counts from the first token on (the prompt is not in it)."""
 
     text: str
@@ -45,7 +45,7 @@ class Answer:
     hop_ms: tuple[tuple[float, float], ...] = ()  # mean (queue, compute) of each hop over the decoded tokens
     network_ms: float = 0.0  # mean of what a token took beyond the hops' own time
     cached_prompt_tokens: int = 0  # of the prompt, that all hops had behind them and did not compute again
-    speculation: dict[str, Any] | None = None  # see `Speculator.to_json`; None when nothing was guessed
+    speculation: dict[str, Any] | None = None  # see `ClientSpeculation.to_json`; None when nothing was guessed
     outline: OutlineReport | None = None  # of an answer that was asked for as an outline, or became one
 
     def to_json(self) -> dict[str, Any]:
@@ -69,16 +69,16 @@ class Answer:
         }
 
 
-class AnswerStream(ABC):
+class GenerationStream(ABC):
     """`async for piece in stream`, then `stream.answer`. Leaving it early, or `cancel()`, ends it on all hops.
 
-    Use as an async context manager so that an exception in the loop also ends it. Subclasses set `_pieces`.
+    Use as an async context manager so that an exception in the loop also ends it. Subclasses set `_chunks`.
     """
 
-    _pieces: AsyncGenerator[Piece, None]
+    _chunks: AsyncGenerator[TextChunk, None]
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self._pieces
+    def __aiter__(self) -> AsyncIterator[TextChunk]:
+        return self._chunks
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,12 +88,12 @@ class AnswerStream(ABC):
     ) -> None:
         await self.cancel()
 
-    async def read(self) -> Answer:
+    async def read(self) -> GenerationResult:
         """Read to the end."""
         async with self:
             async for _ in self:
                 pass
-        return self.answer
+        return self.result
 
     @abstractmethod
     async def cancel(self) -> None:
@@ -106,5 +106,5 @@ class AnswerStream(ABC):
 
     @property
     @abstractmethod
-    def answer(self) -> Answer:
+    def result(self) -> GenerationResult:
         """Raises RuntimeError before the stream has ended."""

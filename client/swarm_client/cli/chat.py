@@ -17,7 +17,7 @@ from swarm import old_names
 from swarm.config import ClientConfig, listed, load, local_swarm, variable
 from swarm.errors import SwarmError, UsageError
 from swarm.invite import parse
-from swarm_client.api.options import OUTLINE, STRATEGIES, Options, check_messages
+from swarm_client.api.options import OUTLINE, STRATEGIES, GenerationOptions, check_messages
 from swarm_client.network.discovery import peers_nearby
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -27,7 +27,7 @@ CHAT_TEMPERATURE, CHAT_TOP_P = 0.2, 0.9  # what the built-in model's card advise
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ChatRequest:
     """What the command line asked for, apart from the config."""
 
     system: str
@@ -61,7 +61,7 @@ def _option(flag: str, *short: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, *short, help=help, envvar=variable, show_envvar=False, **more)
 
 
-@app.command(cls=old_names.Command, help="Talk to a swarm. Without --prompt, an interactive terminal.")
+@app.command(cls=old_names.CommandWithOldNames, help="Talk to a swarm. Without --prompt, an interactive terminal.")
 def run(
     prompt: Annotated[str | None, _option("--prompt", help="Answer this one prompt and exit.", metavar="TEXT")] = None,
     peer: _Peers = None,
@@ -106,7 +106,7 @@ def run(
         }
         if prompt is None and as_json:
             raise UsageError("--json answers one prompt; give it with --prompt")
-        request = Request(system, options, as_json)
+        request = ChatRequest(system, options, as_json)
         if prompt is None:
             from swarm_client.cli.repl import interact  # the terminal's libraries are not needed for --prompt
 
@@ -119,12 +119,12 @@ def run(
         raise typer.Exit(130) from None
 
 
-async def answer_once(settings: ClientConfig, prompt: str, request: Request) -> None:
+async def answer_once(settings: ClientConfig, prompt: str, request: ChatRequest) -> None:
     """Print the answer as it comes, or with --json one object at the end."""
     from swarm_client.client import SwarmClient
 
     # What is wrong with the request is told before anything is loaded or dialled.
-    Options(**request.options, decoding=settings.decoding)
+    GenerationOptions(**request.options, decoding=settings.decoding)
     messages = [{"role": "system", "content": request.system}] if request.system else []
     messages.append({"role": "user", "content": prompt})
     check_messages(messages)
@@ -136,7 +136,7 @@ async def answer_once(settings: ClientConfig, prompt: str, request: Request) -> 
             if not request.as_json:
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
-        answer = stream.answer
+        answer = stream.result
         if request.as_json:
             sys.stdout.write(json.dumps(answer.to_json()) + "\n")
         else:

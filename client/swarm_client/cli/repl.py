@@ -26,9 +26,9 @@ from rich.text import Text
 from swarm import old_names
 from swarm.config import ClientConfig, state_dir
 from swarm.errors import SwarmError
-from swarm_client.api.options import Options
+from swarm_client.api.options import GenerationOptions
 from swarm_client.api.outline_report import OutlineReport
-from swarm_client.api.results import Answer, AnswerStream
+from swarm_client.api.results import GenerationResult, GenerationStream
 from swarm_client.cli.conversation import Conversation
 from swarm_client.client import SwarmClient
 
@@ -53,7 +53,7 @@ class Quit(Exception):
 
 
 @dataclass(slots=True)
-class Chat:
+class ChatRepl:
     """One interactive chat; `handle(line)` does what a line asks for."""
 
     client: SwarmClient
@@ -61,8 +61,8 @@ class Chat:
     options: Mapping[str, Any]
     console: Console
     decoding: str | None = None  # None: the config's
-    last: Answer | None = None
-    answers: list[Answer] = field(default_factory=list)
+    last: GenerationResult | None = None
+    answers: list[GenerationResult] = field(default_factory=list)
 
     async def handle(self, line: str) -> None:
         """Raises Quit; every SwarmError is shown and survived."""
@@ -107,7 +107,7 @@ class Chat:
             except asyncio.CancelledError:
                 stopped = True
                 _uncancel()
-        self.last = answer = stream.answer
+        self.last = answer = stream.result
         self.answers.append(answer)
         self.conversation.add(text, answer.text)
         for repair in answer.repairs:
@@ -122,7 +122,7 @@ class Chat:
             soft_wrap=True,
         )
 
-    async def _show(self, stream: AnswerStream) -> None:
+    async def _show(self, stream: GenerationStream) -> None:
         """Stream as markdown on a terminal, as plain text into a pipe."""
         if not self.console.is_terminal:
             async for piece in stream:
@@ -167,7 +167,7 @@ class Chat:
     async def _set_decoding(self, name: str) -> None:
         if name:
             _, name = old_names.current("decoding", name)
-            Options(decoding=name)
+            GenerationOptions(decoding=name)
             self.decoding = name
         self.console.print(self.decoding or "(the config's)", highlight=False, markup=False)
 
@@ -208,7 +208,7 @@ async def interact(settings: ClientConfig, system: str, options: Mapping[str, An
             f"[bold]{client.config.model}[/bold]: {len(snapshot.serving())} nodes serve {snapshot.num_layers} layers. "
             "/help for help."
         )
-        chat = Chat(client, Conversation(client.config.model, system), options, console)
+        chat = ChatRepl(client, Conversation(client.config.model, system), options, console)
         prompts = _prompts()
         while True:
             try:
@@ -226,7 +226,7 @@ async def interact(settings: ClientConfig, system: str, options: Mapping[str, An
 def _points(outline: OutlineReport) -> Table:
     table = Table("point", "tokens", "began s", "ended s", "prompt", "held", title="points of the last answer")
     for point in outline.points:
-        counts = str(len(point.prompt_token_ids)), str(point.held)
+        counts = str(len(point.prompt_token_ids)), str(point.cached_tokens)
         title = Text(point.title)  # a model's words are no markup
         table.add_row(title, str(len(point.token_ids)), f"{point.began_s:.2f}", f"{point.ended_s:.2f}", *counts)
     return table

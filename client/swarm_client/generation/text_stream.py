@@ -14,8 +14,8 @@ from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import EmitTokens, Finish, FinishReason, StopRequested
 from swarm.planner.speculation.forecast import Strategy
 from swarm.types import Chain
-from swarm_client.api.results import Answer, AnswerStream, Piece
-from swarm_client.generation.generation_loop import Driver, Waiting
+from swarm_client.api.results import GenerationResult, GenerationStream, TextChunk
+from swarm_client.generation.generation_loop import GenerationLoop, Waiting
 from swarm_client.generation.stop_strings import StopStrings
 
 Trace = tuple[tuple[float, float], ...]
@@ -30,7 +30,7 @@ class TextDecoder(Protocol):
 
 
 @dataclass(slots=True)
-class Timing:
+class GenerationTiming:
     """When tokens came, by an injected clock in seconds, and where their time went."""
 
     clock: Callable[[], float]
@@ -79,12 +79,12 @@ class Timing:
         return max(0.0, ((self.last - self.first) * 1e3 - inside) / len(self.decode_traces))
 
 
-class TextStream(AnswerStream):
+class TextStream(GenerationStream):
     """One generation along chains of hops."""
 
     def __init__(
         self,
-        driver: Driver,
+        driver: GenerationLoop,
         decoder: TextDecoder,
         stops: StopStrings,
         clock: Callable[[], float],
@@ -95,16 +95,16 @@ class TextStream(AnswerStream):
         self._driver = driver
         self._decoder = decoder
         self._stops = stops
-        self._timing = Timing(clock)
+        self._timing = GenerationTiming(clock)
         self._seed = seed
         self._explain = explain
         self._text: list[str] = []
         self._reason: FinishReason | None = None
-        self._pieces = self._run()
+        self._chunks = self._run()
 
     async def cancel(self) -> None:
         """End the generation where it is; what was shown so far is the answer. Idempotent."""
-        await self._pieces.aclose()
+        await self._chunks.aclose()
         if self._reason is None:
             self._reason = FinishReason.CANCELLED
             self._driver.generation.handle(StopRequested(self._reason))
@@ -115,15 +115,15 @@ class TextStream(AnswerStream):
         return self._driver.chain
 
     @property
-    def answer(self) -> Answer:
+    def result(self) -> GenerationResult:
         """Raises RuntimeError before the stream has ended."""
         if self._reason is None:
             raise RuntimeError("the generation has not ended; read the stream to its end, or cancel it")
         generation, chain = self._driver.generation, self._driver.chain or Chain(())
-        return Answer(
+        return GenerationResult(
             text="".join(self._text),
             token_ids=generation.generated,
-            prompt_token_ids=generation.plan.prompt,
+            prompt_token_ids=generation.request.prompt,
             finish_reason=self._reason,
             tokens_per_second=self._timing.tokens_per_second,
             time_to_first_token_s=self._timing.time_to_first_token_s,
@@ -134,7 +134,7 @@ class TextStream(AnswerStream):
             repairs=tuple(self._driver.repairs),
             hop_ms=self._timing.hop_ms(len(chain)),
             network_ms=self._timing.network_ms(),
-            cached_prompt_tokens=self._driver.held,
+            cached_prompt_tokens=self._driver.cached_tokens,
             speculation=self.speculation,
         )
 
@@ -154,29 +154,29 @@ class TextStream(AnswerStream):
         """The strategy in use at the end."""
         return str((self.speculation or {}).get("strategy", Strategy.SEQUENTIAL))
 
-    async def _run(self) -> AsyncGenerator[Piece, None]:
+    async def _run(self) -> AsyncGenerator[TextChunk, None]:
         async with aclosing(self._driver.run()) as actions:
             async for action in actions:
                 match action:
                     case EmitTokens():
                         self._timing.settle(len(action.tokens), action.trace)
                         text = self._show(action)
-                        yield Piece(text, action.tokens, action.trace)
+                        yield TextChunk(text, action.tokens, action.trace)
                         if self._stops.hit is not None:
                             self._reason = FinishReason.STOP
                             self._driver.generation.handle(StopRequested(self._reason))
                             return
                     case Waiting():
-                        yield Piece("", (), (), waiting=action.reason)
+                        yield TextChunk("", (), (), waiting=action.reason)
                     case Finish():
                         rest = self._stops.push(self._decoder.finish()) + self._stops.flush()
                         self._text.append(rest)
                         self._reason = action.reason
                         if rest:
-                            yield Piece(rest, (), ())
+                            yield TextChunk(rest, (), ())
 
     def _show(self, action: EmitTokens) -> str:
-        eos = self._driver.generation.plan.eos_ids
+        eos = self._driver.generation.request.eos_ids
         text = "".join(self._stops.push(self._decoder.push(t)) for t in action.tokens if t not in eos)
         self._text.append(text)
         return text

@@ -16,13 +16,13 @@ from swarm.types import PeerId
 
 PINGS = 2  # unanswered ones: a peer is silent
 MAX_PINGS = 4  # those that we ourselves were late for included
-LATE = 1.5  # times what a wait was meant to take: then it was us who slept
-MAX_DOUBT = 8  # times the patience, after so many suspicions
-USUAL = 6.0  # times the slowest answer so far
+SELF_DELAY_FACTOR = 1.5  # times what a wait was meant to take: then it was us who slept
+MAX_BACKOFF = 8  # times the patience, after so many suspicions
+RTT_FACTOR = 6.0  # times the slowest answer so far
 
 
 @dataclass(slots=True)
-class Pulse:
+class PingFailureDetector:
     """One a session. `ping_timeout_s`: how long a peer may leave pings unanswered when nothing else is known.
 
     A node's event loop answers pings also while it computes. On machines that are overloaded answers take longer, so
@@ -35,7 +35,7 @@ class Pulse:
     _suspicions: int = 0
     _slowest_s: float = 0.0
 
-    async def silent(self, peers: Collection[PeerId]) -> list[PeerId]:
+    async def unresponsive(self, peers: Collection[PeerId]) -> list[PeerId]:
         """Those of `peers` that do not answer, all asked at once."""
         alive = await asyncio.gather(*map(self._answers, peers))
         silent = [peer for peer, answers in zip(peers, alive, strict=True) if not answers]
@@ -43,12 +43,12 @@ class Pulse:
         return silent
 
     @property
-    def patience_s(self) -> float:
-        doubt = min(1 << self._suspicions, MAX_DOUBT)
-        return min(max(self.ping_timeout_s * doubt, USUAL * self._slowest_s), self.ping_timeout_s * MAX_DOUBT)
+    def next_timeout_s(self) -> float:
+        doubt = min(1 << self._suspicions, MAX_BACKOFF)
+        return min(max(self.ping_timeout_s * doubt, RTT_FACTOR * self._slowest_s), self.ping_timeout_s * MAX_BACKOFF)
 
     async def _answers(self, peer: PeerId) -> bool:
-        within_s, missed = self.patience_s / PINGS, 0
+        within_s, missed = self.next_timeout_s / PINGS, 0
         clock = asyncio.get_running_loop().time
         for _ in range(MAX_PINGS):
             asked = clock()
@@ -56,7 +56,7 @@ class Pulse:
                 async with asyncio.timeout(within_s):
                     rtt_ms = await self.pool.rtt(peer)
             except (NetworkError, TimeoutError):
-                missed += clock() - asked < LATE * within_s
+                missed += clock() - asked < SELF_DELAY_FACTOR * within_s
                 if missed == PINGS:
                     return False
             else:

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-async def patiently(work: Coroutine[Any, Any, _T], patience_s: float, look: Callable[[], Awaitable[None]]) -> _T:
+async def wait_with_watchdog(
+    work: Coroutine[Any, Any, _T], patience_s: float, look: Callable[[], Awaitable[None]]
+) -> _T:
     """Await `work`. Whenever that has taken `patience_s` more, `look` runs beside it, and raises if there is no use in
     waiting on; it never holds up what `work` brings."""
     task = asyncio.ensure_future(work)

@@ -13,12 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from swarm.config import Libp2pImpl, Limits
-from swarm.net.base.transport import Carrier, Directory
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.base.transport import Directory, Transport
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret
-from swarm_client.network.session_demux import Inboxes
+from swarm.net.security.swarm_secret import SwarmSecret
+from swarm_client.network.session_demux import SessionDemux
 
 
 async def _nobody(addresses: Sequence[str]) -> int:
@@ -26,53 +26,53 @@ async def _nobody(addresses: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class ClientNetwork:
     """`meet`: get to know the peers at these addresses again; how many answered. Raises NetworkError."""
 
     directory: Directory
     pool: ConnectionPool
-    inboxes: Inboxes
-    meet: Callable[[Sequence[str]], Awaitable[int]] = _nobody
+    demux: SessionDemux
+    rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _nobody
     wall_clock: Callable[[], float] = time.time  # what the records of this network are dated by
     clock: Callable[[], float] = time.perf_counter  # what rounds are measured by, in seconds
 
     @classmethod
-    def over(
+    def from_transport(
         cls,
-        carrier: Carrier,
+        carrier: Transport,
         directory: Directory,
         limits: Limits,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         meet: Callable[[Sequence[str]], Awaitable[int]] = _nobody,
-    ) -> Network:
-        inboxes = Inboxes()
+    ) -> ClientNetwork:
+        inboxes = SessionDemux()
         pool = ConnectionPool(carrier, inboxes.on_frame, inboxes.on_lost, limits)
         return cls(directory, pool, inboxes, meet, wall_clock, clock)
 
 
 @asynccontextmanager
 async def connect(
-    options: DaemonOptions,
+    options: HostOptions,
     limits: Limits,
     *,
     direct: bool = True,
     secret: str = "",
     libp2p_impl: Libp2pImpl = "go",
-) -> AsyncIterator[Network]:
+) -> AsyncIterator[ClientNetwork]:
     """Join the swarm of `options.peers` as a client: it dials out, serves nothing and is gone at the end.
 
     `direct`: also dial nodes directly, past the p2p daemon. `libp2p_impl`: who speaks libp2p. `secret`: that of a
     private swarm.
     Raises PeerUnreachable when none of them answers, UsageError if `secret` cannot be one.
     """
-    keys = await asyncio.to_thread(NetworkSecret, secret) if secret else None
+    keys = await asyncio.to_thread(SwarmSecret, secret) if secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")  # a second in which others can work
     from swarm.net.dht.directory import DhtDirectory
-    from swarm.net.transports.multi import ReachCarrier
+    from swarm.net.transports.multi import MultiTransport
 
     async with AsyncExitStack() as stack:
-        carrier = await ReachCarrier.start(
+        carrier = await MultiTransport.start(
             Identity.generate(),
             options,
             direct=direct,
@@ -84,6 +84,6 @@ async def connect(
         stack.push_async_callback(carrier.close)
         directory = await DhtDirectory.start(carrier.daemon, options.peers, client=True, secret=keys)
         stack.push_async_callback(directory.close)
-        network = Network.over(carrier, directory, limits, meet=directory.meet)
+        network = ClientNetwork.from_transport(carrier, directory, limits, meet=directory.rebootstrap)
         async with network.pool:
             yield network

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import InvalidRequest
-from swarm_client.api.options import ChatMessage, Options
-from swarm_client.outline.router import Routing, route
+from swarm_client.api.options import ChatMessage, GenerationOptions
+from swarm_client.outline.router import OutlineDecision, route
 from swarm_client.outline.stream import AskOptions, OutlineStream, Tokenizer
 from swarm_client.outline.templates import BUILT_IN, Template
 
@@ -22,7 +22,7 @@ TITLES_TOKENS = 64  # for a point's own title, in its question and its heading; 
 
 
 @dataclass(frozen=True, slots=True)
-class Outliner:
+class SkeletonDecoder:
     """`ask` begins an ordinary generation. `context_length`: tokens of the model. `slots`: points written at once."""
 
     ask: AskOptions
@@ -32,7 +32,7 @@ class Outliner:
     templates: tuple[Template, ...] = BUILT_IN
     clock: Callable[[], float] = time.perf_counter
 
-    def route(self, messages: Sequence[ChatMessage], options: Options) -> Routing:
+    def route(self, messages: Sequence[ChatMessage], options: GenerationOptions) -> OutlineDecision:
         """Whether an outline fits the request, and the conversation with an outline in it the model's context."""
         routing = route(messages, options.max_new_tokens, self.templates)
         if routing.template is None:
@@ -42,13 +42,15 @@ class Outliner:
             outline = self.tokenizer.apply_chat_template(template.outline_prompt(messages, routing.points))
             point = self.tokenizer.apply_chat_template(template.point_prompt(messages, [""], 1))
         except InvalidRequest as error:
-            return Routing(None, f"an outline cannot be asked for in this conversation: {error}")
+            return OutlineDecision(None, f"an outline cannot be asked for in this conversation: {error}")
         needed = len(outline), len(point) + template.point_tokens + TITLES_TOKENS
         if max(needed) + template.outline_tokens > self.context_length:
-            return Routing(None, "the conversation leaves no room for an outline in the model's context")
+            return OutlineDecision(None, "the conversation leaves no room for an outline in the model's context")
         return routing
 
-    def stream(self, messages: Sequence[ChatMessage], options: Options, routing: Routing) -> OutlineStream:
+    def stream(
+        self, messages: Sequence[ChatMessage], options: GenerationOptions, routing: OutlineDecision
+    ) -> OutlineStream:
         """An answer as `routing` says. Raises InvalidRequest."""
         return OutlineStream(self.ask, self.tokenizer, messages, options, routing, self.slots, self.clock)
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from swarm.errors import InvalidRequest, NetworkError, NoRoute
 from swarm.planner.generation.state_machine import FinishReason
 from swarm_client.api.outline_report import PointReport
-from swarm_client.api.results import Answer, AnswerStream, Piece
+from swarm_client.api.results import GenerationResult, GenerationStream, TextChunk
 from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextDecoder
 
 ATTEMPTS = 3
 
-Ask = Callable[[Sequence[int], int], AnswerStream]
+Ask = Callable[[Sequence[int], int], GenerationStream]
 """(prompt, max_new_tokens) -> the generation. Raises InvalidRequest."""
 
 
-class Turns:
+class PointSlots:
     """The parts of one answer are written together, as many at once as `slots` has room for; redone ones alone."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
@@ -54,27 +54,27 @@ class Turns:
 
 
 @dataclass(slots=True)
-class Point:
+class PointGeneration:
     """`run` writes it; whoever shows it takes `pieces` until None comes. `error`: why it is incomplete, if it is.
 
-    `clock`: seconds after the request. `begins_alike`: see PointReport.
+    `clock`: seconds after the request. `shared_prefix_tokens`: see PointReport.
     """
 
     title: str
     heading: str
     prompt: tuple[int, ...]
     max_new_tokens: int
-    begins_alike: int
+    shared_prefix_tokens: int
     decoder: TextDecoder
     eos_ids: Collection[int]
     stops: StopStrings
     clock: Callable[[], float]
-    pieces: asyncio.Queue[Piece | None] = field(default_factory=asyncio.Queue)
+    pieces: asyncio.Queue[TextChunk | None] = field(default_factory=asyncio.Queue)
     tokens: list[int] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)  # of each attempt
+    answers: list[GenerationResult] = field(default_factory=list)  # of each attempt
     error: InvalidRequest | NoRoute | NetworkError | None = None
     reason: FinishReason | None = None
-    stream: AnswerStream | None = None  # of the attempt under way
+    stream: GenerationStream | None = None  # of the attempt under way
     began: float = field(init=False)
     first: float | None = None
     ended: float = 0.0
@@ -85,7 +85,7 @@ class Point:
     def __post_init__(self) -> None:
         self.began = self.clock()
 
-    async def run(self, ask: Ask, turns: Turns) -> None:
+    async def run(self, ask: Ask, turns: PointSlots) -> None:
         """Leaves in `error` what three attempts could not overcome."""
         try:
             async with turns.together():
@@ -98,7 +98,7 @@ class Point:
             self.pieces.put_nowait(None)
 
     @property
-    def longest(self) -> Answer | None:
+    def longest(self) -> GenerationResult | None:
         """The attempt that brought most of it."""
         return max(self.answers, key=lambda a: len(a.token_ids), default=None)
 
@@ -112,7 +112,7 @@ class Point:
             self.began,
             self.first,
             self.ended or self.clock(),
-            self.begins_alike,
+            self.shared_prefix_tokens,
             max((a.cached_prompt_tokens for a in self.answers), default=0),
             self.longest.strategy if self.longest else "",
             self._attempts,
@@ -131,13 +131,13 @@ class Point:
                         if self.stops.hit is not None:
                             break
             finally:
-                self.answers.append(stream.answer)
+                self.answers.append(stream.result)
         except (InvalidRequest, NoRoute, NetworkError) as error:
             self.error = None if self._complete() else error
         if self.error is None:
             self._finish()
 
-    def _settle(self, piece: Piece) -> None:
+    def _settle(self, piece: TextChunk) -> None:
         if piece.token_ids and self.first is None:
             self.first = self.clock()
         text, before = "", len(self.tokens)
@@ -148,7 +148,7 @@ class Point:
             if self.stops.hit is not None:
                 break  # a lucky guess may have brought more, and guesses change no token
         if piece.token_ids or piece.waiting:
-            self.pieces.put_nowait(Piece(text, tuple(self.tokens[before:]), piece.trace, piece.waiting))
+            self.pieces.put_nowait(TextChunk(text, tuple(self.tokens[before:]), piece.trace, piece.waiting))
 
     def _complete(self) -> bool:
         """Whether an attempt failed when there was nothing left to write."""
@@ -170,7 +170,7 @@ class Point:
         held = self.stops.flush()
         self._text.append(held)
         if shown + held:
-            self.pieces.put_nowait(Piece(shown + held, (), ()))
+            self.pieces.put_nowait(TextChunk(shown + held, (), ()))
         if self.stops.hit is not None:
             self.reason = FinishReason.STOP
         elif self.tokens and self.tokens[-1] in self.eos_ids:

@@ -19,7 +19,7 @@ _LOOKED_AT = 600  # characters at either end of a request: the instruction is th
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class OutlineDecision:
     """`template` is None when an outline does not fit; `reason` is a sentence without its full stop, either way."""
 
     template: Template | None
@@ -142,29 +142,31 @@ _COUNT = re.compile(
 
 def route(
     messages: Sequence[Mapping[str, str]], max_new_tokens: int, templates: Sequence[Template] = BUILT_IN
-) -> Routing:
+) -> OutlineDecision:
     """Whether the last message wants an answer that has parts. The first template that matches it is used.
 
     `max_new_tokens`: for the whole answer; its parts share it evenly.
     """
     if messages[-1]["role"] != "user":
-        return Routing(None, "the last message is not a question")
+        return OutlineDecision(None, "the last message is not a question")
     request = _instruction(messages[-1]["content"])
     for rule in _NEVER:
         if rule.pattern.search(request):
-            return Routing(None, rule.reason)
+            return OutlineDecision(None, rule.reason)
     template = next((t for t in templates if t.matches(request)), None)
     if template is None:
         known = _SHORT.pattern.search(request)
-        return Routing(None, _SHORT.reason if known else "nothing in the request shows that its answer has parts")
+        return OutlineDecision(
+            None, _SHORT.reason if known else "nothing in the request shows that its answer has parts"
+        )
     points = _wanted(request) or template.points
     if not MIN_POINTS <= points <= MAX_POINTS:
-        return Routing(None, f"it asks for {points} points, and an outline has {MIN_POINTS} to {MAX_POINTS}")
+        return OutlineDecision(None, f"it asks for {points} points, and an outline has {MIN_POINTS} to {MAX_POINTS}")
     if max_new_tokens < points * MIN_POINT_TOKENS:
-        return Routing(
+        return OutlineDecision(
             None, f"{max_new_tokens} tokens are too few for {points} points of at least {MIN_POINT_TOKENS} each"
         )
-    return Routing(template, template.fits, points)
+    return OutlineDecision(template, template.fits, points)
 
 
 def _instruction(text: str) -> str:

@@ -14,20 +14,20 @@ from itertools import takewhile
 from typing import Protocol
 
 from swarm.errors import NetworkError, NoRoute
-from swarm.net.base.tasks import TaskScope
+from swarm.net.base.tasks import TaskSet
 from swarm.planner.generation.state_machine import FinishReason
 from swarm.types import Chain
-from swarm_client.api.options import OUTLINE, ChatMessage, Options
+from swarm_client.api.options import OUTLINE, ChatMessage, GenerationOptions
 from swarm_client.api.outline_report import OutlineReport
-from swarm_client.api.results import Answer, AnswerStream, Piece
+from swarm_client.api.results import GenerationResult, GenerationStream, TextChunk
 from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextDecoder
 from swarm_client.outline.parser import OutlineParser
-from swarm_client.outline.point import Point, Turns
-from swarm_client.outline.router import Routing
+from swarm_client.outline.point import PointGeneration, PointSlots
+from swarm_client.outline.router import OutlineDecision
 from swarm_client.outline.templates import MIN_POINTS, Template
 
-AskOptions = Callable[[Sequence[int], Options], AnswerStream]
+AskOptions = Callable[[Sequence[int], GenerationOptions], GenerationStream]
 """(prompt, options) -> an ordinary generation. Raises InvalidRequest."""
 
 
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
     def stream(self) -> TextDecoder: ...
 
 
-class OutlineStream(AnswerStream):
+class OutlineStream(GenerationStream):
     """An outline and its points, or the ordinary answer where an outline does not do.
 
     All points are drawn with the same seed, by the position in their own session: each has the tokens that a session
@@ -55,8 +55,8 @@ class OutlineStream(AnswerStream):
         ask: AskOptions,
         tokenizer: Tokenizer,
         messages: Sequence[ChatMessage],
-        options: Options,
-        routing: Routing,
+        options: GenerationOptions,
+        routing: OutlineDecision,
         slots: asyncio.Semaphore,
         clock: Callable[[], float],
     ) -> None:
@@ -65,20 +65,20 @@ class OutlineStream(AnswerStream):
         self._options = replace(options, decoding=options.point_decoding, seed=options.sampling().seed)
         self._routing, self._reason_why = routing, routing.reason
         self._clock, self._started = clock, clock()
-        self._scope, self._turns = TaskScope(OUTLINE), Turns(slots)
+        self._scope, self._turns = TaskSet(OUTLINE), PointSlots(slots)
         self._stops = StopStrings(options.stop)
         self._parser = OutlineParser(routing.points)
         self._prompt: list[int] = []
-        self._outline: AnswerStream | None = None
+        self._outline: GenerationStream | None = None
         self._outline_tokens: list[int] = []
         self._outline_ended = 0.0
         self._error: NoRoute | NetworkError | None = None  # of the outline
-        self._points: list[Point] = []
+        self._points: list[PointGeneration] = []
         self._writing: list[asyncio.Task[None]] = []  # of the points
-        self._found: asyncio.Queue[Point | Piece | None] = asyncio.Queue()  # None: no more points
-        self._ordinary: AnswerStream | None = None
+        self._found: asyncio.Queue[PointGeneration | TextChunk | None] = asyncio.Queue()  # None: no more points
+        self._ordinary: GenerationStream | None = None
         self._ordinary_began = 0.0
-        self._live: AnswerStream | None = None
+        self._live: GenerationStream | None = None
         self._text: list[str] = []
         self._blanks = ""  # at the end of the text so far, shown only if more of the same point follows
         self._reason: FinishReason | None = None
@@ -86,11 +86,11 @@ class OutlineStream(AnswerStream):
             self._ordinary = self._ask_ordinary()
         else:
             self._outline = self._ask_outline(routing.template)
-        self._pieces = self._run()
+        self._chunks = self._run()
 
     async def cancel(self) -> None:
         """End all generations where they are; what was shown so far is the answer. Idempotent."""
-        await self._pieces.aclose()
+        await self._chunks.aclose()
         for stream in (self._outline, self._ordinary):
             if stream is not None:
                 await stream.cancel()
@@ -103,19 +103,19 @@ class OutlineStream(AnswerStream):
         return self._live.chain if self._live is not None else None
 
     @property
-    def answer(self) -> Answer:
+    def result(self) -> GenerationResult:
         """Raises RuntimeError before the stream has ended."""
         if self._reason is None:
             raise RuntimeError("the generation has not ended; read the stream to its end, or cancel it")
         if self._ordinary is not None:
-            answer = self._ordinary.answer
+            answer = self._ordinary.result
             waited = answer.time_to_first_token_s + self._ordinary_began
             return replace(answer, time_to_first_token_s=waited, outline=self._report())
         return self._joined()
 
     # What is shown ---------------------------------------------------------------------------------------------------
 
-    async def _run(self) -> AsyncGenerator[Piece, None]:
+    async def _run(self) -> AsyncGenerator[TextChunk, None]:
         try:
             if self._outline is not None:
                 async with aclosing(self._show_points(self._outline)) as pieces:
@@ -128,20 +128,20 @@ class OutlineStream(AnswerStream):
                 self._live = self._ordinary
                 async for piece in self._ordinary:
                     yield piece
-                self._reason = self._ordinary.answer.finish_reason
+                self._reason = self._ordinary.result.finish_reason
         finally:
             await self._scope.close()
 
-    async def _show_points(self, outline: AnswerStream) -> AsyncGenerator[Piece, None]:
+    async def _show_points(self, outline: GenerationStream) -> AsyncGenerator[TextChunk, None]:
         """Shows nothing when there is no outline. Raises what a point or the outline could not overcome, at the end."""
         assert self._routing.template is not None
         self._live = outline
         writing = self._scope.start(self._write_outline(outline, self._routing.template), "outline")
         while (found := await self._found.get()) is not None:
-            if isinstance(found, Piece):
+            if isinstance(found, TextChunk):
                 yield found
                 continue
-            yield Piece(self._show_heading(found), (), ())
+            yield TextChunk(self._show_heading(found), (), ())
             while (piece := await found.pieces.get()) is not None and self._stops.hit is None:
                 self._live = found.stream
                 yield replace(piece, text=self._show(piece.text))
@@ -158,9 +158,9 @@ class OutlineStream(AnswerStream):
             rest = self._stops.flush()
             self._text.append(rest)
             if rest:
-                yield Piece(rest, (), ())
+                yield TextChunk(rest, (), ())
 
-    def _show_heading(self, point: Point) -> str:
+    def _show_heading(self, point: PointGeneration) -> str:
         self._blanks = ""
         text = self._stops.push(("\n\n" if self._text else "") + point.heading)
         self._text.append(text)
@@ -180,17 +180,17 @@ class OutlineStream(AnswerStream):
 
     # What is written -------------------------------------------------------------------------------------------------
 
-    def _ask_ordinary(self) -> AnswerStream:
+    def _ask_ordinary(self) -> GenerationStream:
         return self._ask(self._tokenizer.apply_chat_template(self._messages), self._options)
 
-    def _ask_outline(self, template: Template) -> AnswerStream:
+    def _ask_outline(self, template: Template) -> GenerationStream:
         asked = template.outline_prompt(self._messages, self._routing.points)
         self._prompt = self._tokenizer.apply_chat_template(asked)
         self._prompt += self._tokenizer.encode(template.begin, add_special_tokens=False)
         options = replace(self._options, max_new_tokens=template.outline_tokens, stop=())
         return self._ask(self._prompt, options)
 
-    async def _write_outline(self, outline: AnswerStream, template: Template) -> None:
+    async def _write_outline(self, outline: GenerationStream, template: Template) -> None:
         """Begins the points as their lines are complete, and leaves the outline when there are enough."""
         parser = self._parser
         parser.push(template.begin)
@@ -205,7 +205,7 @@ class OutlineStream(AnswerStream):
                         break
                     if template.eager:
                         self._begin_points(template)
-            parser.finish(cut=outline.answer.finish_reason is not FinishReason.EOS)
+            parser.finish(cut=outline.result.finish_reason is not FinishReason.EOS)
             self._begin_points(template)
             if not self._points:
                 self._reason_why = f"asking for an outline brought {_count(len(parser.titles))}"
@@ -225,12 +225,12 @@ class OutlineStream(AnswerStream):
             self._writing.append(self._scope.start(point.run(self._ask_point, self._turns), f"point {number}"))
             self._found.put_nowait(point)
 
-    def _point(self, template: Template, number: int, titles: Sequence[str]) -> Point:
+    def _point(self, template: Template, number: int, titles: Sequence[str]) -> PointGeneration:
         title = titles[number - 1]
         heading = template.heading(number, title)
         prompt = self._tokenizer.apply_chat_template(template.point_prompt(self._messages, titles, number))
         prompt += self._tokenizer.encode(heading, add_special_tokens=False)
-        return Point(
+        return PointGeneration(
             title,
             heading,
             tuple(prompt),
@@ -242,7 +242,7 @@ class OutlineStream(AnswerStream):
             lambda: self._clock() - self._started,
         )
 
-    def _ask_point(self, prompt: Sequence[int], max_new_tokens: int) -> AnswerStream:
+    def _ask_point(self, prompt: Sequence[int], max_new_tokens: int) -> GenerationStream:
         return self._ask(prompt, replace(self._options, max_new_tokens=max_new_tokens, stop=()))
 
     # What is reported ------------------------------------------------------------------------------------------------
@@ -259,12 +259,12 @@ class OutlineStream(AnswerStream):
             tuple(point.report() for point in self._points),
         )
 
-    def _joined(self) -> Answer:
+    def _joined(self) -> GenerationResult:
         """The points as one answer. What it says of hops and guesses is true of the longest generation in it."""
         assert self._outline is not None
         assert self._reason is not None
         report = self._report()
-        written = [self._outline.answer, *(answer for point in self._points for answer in point.answers)]
+        written = [self._outline.result, *(answer for point in self._points for answer in point.answers)]
         longest = max(written[1:], key=lambda a: len(a.token_ids), default=written[0])
         tokens = tuple(token for point in self._points for token in point.tokens)
         began = min((p.first_token_s for p in report.points if p.first_token_s is not None), default=0.0)

@@ -31,7 +31,7 @@ def prompt_chunks(length: int, costs: ChainCosts) -> tuple[int, ...]:
     cuts = [tuple(part for chunk in planned for part in _split(chunk, MAX_CHUNK))]
     widths = {width for stage in costs.stages for width in stage.cost.widths if MIN_CHUNK <= width <= MAX_CHUNK}
     cuts += [_split(length, width) for width in sorted(widths)]
-    return min(cuts, key=lambda cut: costs.pipelined_ms(cut, STEP_MS))
+    return min(cuts, key=lambda cut: costs.prefill_ms(cut, STEP_MS))
 
 
 def _split(chunk: int, most: int) -> tuple[int, ...]:

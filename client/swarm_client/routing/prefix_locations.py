@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from swarm.block_hash import BLOCK
+from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.types import Chain
 
 MAX_TEXTS = 32
 
 
-class Beginnings:
+class PrefixLocations:
     """`names` are `swarm.block_hash.digests` of a text, each of which covers all before it."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[bytes, tuple[tuple[bytes, ...], Chain]] = OrderedDict()  # by their last name
 
-    def note(self, names: Sequence[bytes], chain: Chain) -> None:
+    def record(self, names: Sequence[bytes], chain: Chain) -> None:
         """`chain` has this text behind it, or soon will."""
         if not names:
             return
@@ -29,14 +29,14 @@ class Beginnings:
         while len(self._texts) > MAX_TEXTS:
             self._texts.popitem(last=False)
 
-    def find(self, names: Sequence[bytes]) -> tuple[Chain, int] | None:
+    def longest_match(self, names: Sequence[bytes]) -> tuple[Chain, int] | None:
         """The chain that has been furthest along this text, and how many of its tokens; the latest of equals."""
         best, furthest = None, 0
         for text, chain in reversed(self._texts.values()):
             shared = _shared(text, names)
             if shared > furthest:
                 best, furthest = chain, shared
-        return (best, furthest * BLOCK) if best is not None else None
+        return (best, furthest * HASH_BLOCK_TOKENS) if best is not None else None
 
 
 def _shared(a: Sequence[bytes], b: Sequence[bytes]) -> int:

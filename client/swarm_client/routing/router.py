@@ -12,27 +12,27 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 from swarm.errors import NetworkError, NoRoute, WrongModel
-from swarm.net.base.tasks import TaskScope
+from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Directory
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.security import identity
 from swarm.planner.costs.chain_costs import ChainCosts
-from swarm.planner.routing.load_spreading import spread
+from swarm.planner.routing.load_spreading import spread_load
 from swarm.planner.routing.repair import Repair, repair
 from swarm.planner.routing.route import DEFAULT_LINK_MS, RouteTable, explain_snapshot, snapshot_rho
 from swarm.records import to_snapshot
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
-from swarm_client.routing.blocklist import Bans
+from swarm_client.routing.blocklist import PeerBlocklist
 
 MAX_AGE_S = 1.0
 LINK_AGE_S = 30.0  # how long a measured link time is believed
 PING_TIMEOUT_S = 0.6  # a node that is slower than this to answer counts as unmeasured
 MAX_PINGED = 32
-MAX_MET = 16
-HURRY_S = 0.3  # how long a repair waits for a newer map than the one at hand
+MAX_REBOOTSTRAP_PEERS = 16
+STALE_OK_S = 0.3  # how long a repair waits for a newer map than the one at hand
 
 
-class SwarmView:
+class ChainRouter:
     """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `meet`: see `network.Network`."""
 
     def __init__(
@@ -58,8 +58,8 @@ class SwarmView:
         self._wall_clock = wall_clock
         self._snapshot: Snapshot | None = None
         self._links: dict[PeerId, tuple[float, float]] = {}  # peer -> (when measured, one-way ms)
-        self._bans = Bans()
-        self._scope = TaskScope("view")
+        self._blocklist = PeerBlocklist()
+        self._scope = TaskSet("view")
         self._reading: asyncio.Task[NetworkError | None] | None = None
 
     async def close(self) -> None:
@@ -71,12 +71,12 @@ class SwarmView:
         Raises NetworkError.
         """
         known = self._snapshot
-        if known is not None and not fresh and self._wall_clock() - known.taken_at <= MAX_AGE_S:
+        if known is not None and not fresh and self._wall_clock() - known.observed_at <= MAX_AGE_S:
             return known
         if self._reading is None or self._reading.done():
             self._reading = self._scope.start(self._read(), "snapshot")
         reading = self._reading
-        await asyncio.wait({reading}, timeout=HURRY_S if hurry and known is not None else None)
+        await asyncio.wait({reading}, timeout=STALE_OK_S if hurry and known is not None else None)
         if not (hurry and known is not None) and (error := reading.result()) is not None:
             raise error
         assert self._snapshot is not None  # it has just been read, or was there before
@@ -93,7 +93,7 @@ class SwarmView:
             return error
         self._snapshot = to_snapshot(records, self._model, now, identity.verify, num_layers=self._num_layers)
         addresses = tuple(node.addresses[0] for node in self._snapshot.nodes if node.addresses)
-        self._met = addresses[:MAX_MET] or self._met
+        self._met = addresses[:MAX_REBOOTSTRAP_PEERS] or self._met
         return None
 
     async def route(self, min_free_tokens: int = 0) -> tuple[Chain, Snapshot]:
@@ -103,25 +103,25 @@ class SwarmView:
         lost a while ago and answers, is taken back when there is no other way.
         """
         snapshot = await self.snapshot()
-        if self._banned(snapshot):
+        if self._blocked(snapshot):
             snapshot = await self.snapshot(fresh=True)
-        banned = self._banned(snapshot)
+        banned = self._blocked(snapshot)
         await self._measure([n for n in snapshot.serving() if n.peer not in banned])
         table = self._table(snapshot, min_free_tokens)
         try:
             chain = table.route(client_ms=self._client_ms(), banned=banned)
         except NoRoute as error:
-            await self._take_back(snapshot)
+            await self._reinstate(snapshot)
             try:
-                chain = table.route(client_ms=self._client_ms(), banned=self._banned(snapshot, and_slow=False))
+                chain = table.route(client_ms=self._client_ms(), banned=self._blocked(snapshot, and_slow=False))
             except NoRoute:
-                raise self._refusal(snapshot, error) from None
+                raise self._explain_no_route(snapshot, error) from None
         return chain, snapshot
 
-    def again(self, chain: Chain, min_free_tokens: int = 0) -> Chain | None:
+    def reprice(self, chain: Chain, min_free_tokens: int = 0) -> Chain | None:
         """`chain` at what it costs now, by the map at hand; None if one of its hops would not take a session."""
         assert self._snapshot is not None  # the quickest chain was routed on one
-        banned, table = self._banned(self._snapshot), self._table(self._snapshot, min_free_tokens)
+        banned, table = self._blocked(self._snapshot), self._table(self._snapshot, min_free_tokens)
         spans = {node.peer: node.span for group in table.groups.values() for node in group if node.peer not in banned}
         for hop in chain.hops:
             span = spans.get(hop.peer)
@@ -139,7 +139,7 @@ class SwarmView:
         min_free_tokens: int = 0,
         avoid: Collection[PeerId] = (),
         *,
-        insist: bool = False,
+        include_unresponsive: bool = False,
     ) -> tuple[Repair, Snapshot]:
         """How `chain` goes on without the hops of `lost`. Raises NoRoute, and NetworkError without any snapshot.
 
@@ -150,34 +150,34 @@ class SwarmView:
         snapshot = await self.snapshot(fresh=True, hurry=True)
         table = self._table(snapshot, min_free_tokens)
         left = replace(chain, hops=tuple(hop for hop in chain.hops if hop.peer not in lost))
-        banned = self._banned(snapshot).union(avoid)
+        banned = self._blocked(snapshot).union(avoid)
         try:
             return repair(table, left, (), client_ms=self._client_ms(), banned=banned), snapshot
         except NoRoute:
-            if insist:
-                await self._take_back(snapshot)
-            banned = self._banned(snapshot, and_slow=False).union(avoid)
+            if include_unresponsive:
+                await self._reinstate(snapshot)
+            banned = self._blocked(snapshot, and_slow=False).union(avoid)
             return repair(table, left, (), client_ms=self._client_ms(), banned=banned), snapshot
 
-    def ban(self, peer: PeerId, cause: NetworkError) -> None:
+    def block(self, peer: PeerId, cause: NetworkError) -> None:
         """Leave a node out, for as long as `cause` suggests (`bans`)."""
-        self._bans.add(peer, cause, asyncio.get_running_loop().time(), self._wall_clock())
+        self._blocklist.add(peer, cause, asyncio.get_running_loop().time(), self._wall_clock())
 
-    def _banned(self, snapshot: Snapshot, *, and_slow: bool = True) -> frozenset[PeerId]:
-        return self._bans.of(snapshot.nodes, asyncio.get_running_loop().time(), and_slow=and_slow)
+    def _blocked(self, snapshot: Snapshot, *, and_slow: bool = True) -> frozenset[PeerId]:
+        return self._blocklist.of(snapshot.nodes, asyncio.get_running_loop().time(), and_slow=and_slow)
 
-    async def _take_back(self, snapshot: Snapshot) -> None:
+    async def _reinstate(self, snapshot: Snapshot) -> None:
         """Nodes that were lost a while ago, but answer: what they publish reaches us later than their voice."""
-        lost = self._bans.lost(snapshot.nodes, self._wall_clock())[:MAX_PINGED]
+        lost = self._blocklist.lost(snapshot.nodes, self._wall_clock())[:MAX_PINGED]
         now = asyncio.get_running_loop().time()
         await asyncio.gather(*(self._ping(node, now) for node in lost))
         for node in lost:
             if node.peer in self._links:
-                self._bans.lift(node.peer)
+                self._blocklist.unblock(node.peer)
 
     def _table(self, snapshot: Snapshot, min_free_tokens: int) -> RouteTable:
         return RouteTable(
-            spread(snapshot, self._pool.peer),
+            spread_load(snapshot, self._pool.peer),
             dtype=self._dtype,
             weight_hash=self._weight_hash,
             min_free_tokens=min_free_tokens,
@@ -203,7 +203,7 @@ class SwarmView:
             return f"{chain}; a node of it has left the swarm since"
         return explain_snapshot(chain, self._snapshot, self._client_ms())
 
-    def _refusal(self, snapshot: Snapshot, error: NoRoute) -> NoRoute | WrongModel:
+    def _explain_no_route(self, snapshot: Snapshot, error: NoRoute) -> NoRoute | WrongModel:
         """Say what is really missing: nodes at all, nodes with our weights, nodes of our dtype, or layers."""
         serving = snapshot.serving()
         if not serving:

@@ -14,38 +14,38 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from swarm.block_hash import digests
+from swarm.block_hash import block_hashes
 from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, ProtocolError
 from swarm.messages import (
-    MAX_PREFIX,
+    MAX_BLOCK_HASHES,
     AnyMessage,
-    Close,
-    Failed,
-    Locate,
-    Located,
-    Opened,
-    Prune,
+    CloseSession,
+    DropInFlight,
+    ProgressQuery,
+    ProgressReport,
     Reroute,
-    Result,
+    SessionFailed,
+    SessionOpened,
     Step,
+    StepResult,
 )
 from swarm.net.pool.connection_pool import ConnectionPool
-from swarm.net.pool.migratable_link import Link
+from swarm.net.pool.migratable_link import MigratableLink
 from swarm.planner.generation.state_machine import SendStep
 from swarm.planner.routing.repair import Repair
-from swarm.types import Chain, Hop, Legacy, NodeProfile, PeerId
-from swarm_client.health.ping_failure_detector import Pulse
-from swarm_client.health.stall_locator import Place, Standstill, suspects
-from swarm_client.health.watchdog import patiently
-from swarm_client.network.session_demux import Inboxes, Incoming
+from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId
+from swarm_client.health.ping_failure_detector import PingFailureDetector
+from swarm_client.health.stall_locator import HopProgress, StallTimer, stalled_hops
+from swarm_client.health.watchdog import wait_with_watchdog
+from swarm_client.network.session_demux import ReceivedMessage, SessionDemux
 from swarm_client.session.session_messages import (
     SessionSpec,
-    legacies_of,
+    kv_sources,
+    leading_replacements,
     open_message,
     remote_error,
-    replaced,
     reroute_message,
 )
 
@@ -67,8 +67,8 @@ class HopFailed(NetworkError):
 
 
 @dataclass(slots=True)
-class ChainSession:
-    """Use `await ChainSession.open(...)`; then `send`, `receive`, `close`, and `repair` after HopFailed.
+class InferenceSession:
+    """Use `await InferenceSession.open(...)`; then `send`, `receive`, `close`, and `repair` after HopFailed.
 
     `lost`: the peers that are known to be lost, and why. `whole`: the last chain that was ready, whose hops hold what
     has settled; `chain` runs ahead of it during a repair.
@@ -78,25 +78,25 @@ class ChainSession:
     chain: Chain
     spec: SessionSpec
     _pool: ConnectionPool
-    _inboxes: Inboxes
+    _demux: SessionDemux
     _limits: Limits
-    _inbox: asyncio.Queue[Incoming]
-    prefix: Sequence[bytes] = ()  # what hops may share of the client's other sessions
+    _inbox: asyncio.Queue[ReceivedMessage]
+    block_hashes: Sequence[bytes] = ()  # what hops may share of the client's other sessions
     epoch: int = 0  # of the last repair: older answers are stale
-    held: int = 0  # tokens that all hops had behind them when the session was opened
-    lost: dict[PeerId, NetworkError] = field(default_factory=dict)
-    whole: Chain = field(default_factory=lambda: Chain(()))
-    _parted: dict[PeerId, int] = field(default_factory=dict)  # nodes that left, and still hold so many tokens
-    _connections: dict[PeerId, Link] = field(default_factory=dict)
+    cached_tokens: int = 0  # tokens that all hops had behind them when the session was opened
+    failed_hops: dict[PeerId, NetworkError] = field(default_factory=dict)
+    last_ready_chain: Chain = field(default_factory=lambda: Chain(()))
+    _detached: dict[PeerId, int] = field(default_factory=dict)  # nodes that left, and still hold so many tokens
+    _connections: dict[PeerId, MigratableLink] = field(default_factory=dict)
     _relayed: set[PeerId] = field(default_factory=set)
-    _pulse: Pulse = field(init=False)
+    _failure_detector: PingFailureDetector = field(init=False)
     _step: int = 0  # the last that was sent
-    _places: dict[PeerId, Place] = field(default_factory=dict)  # what hops said of it
-    _placed: asyncio.Event = field(default_factory=asyncio.Event)  # all have said
-    _standstill: Standstill = field(default_factory=Standstill)
+    _hop_progress: dict[PeerId, HopProgress] = field(default_factory=dict)  # what hops said of it
+    _progress_changed: asyncio.Event = field(default_factory=asyncio.Event)  # all have said
+    _stall_timer: StallTimer = field(default_factory=StallTimer)
 
     def __post_init__(self) -> None:
-        self._pulse = Pulse(self._pool, self._limits.ping_timeout_s)
+        self._failure_detector = PingFailureDetector(self._pool, self._limits.ping_timeout_s)
 
     @classmethod
     async def open(
@@ -106,21 +106,23 @@ class ChainSession:
         spec: SessionSpec,
         history: Sequence[int],
         pool: ConnectionPool,
-        inboxes: Inboxes,
+        inboxes: SessionDemux,
         limits: Limits,
         epoch: int = 0,
-    ) -> ChainSession:
+    ) -> InferenceSession:
         """Dial every hop, open the session on all of them at once and wait until all are ready. Raises HopFailed."""
         session = os.urandom(16)
-        names = digests(history[:-1])[:MAX_PREFIX]  # the last token is sent anyway: the next is drawn after it
+        names = block_hashes(history[:-1])[
+            :MAX_BLOCK_HASHES
+        ]  # the last token is sent anyway: the next is drawn after it
         self = cls(session, chain, spec, pool, inboxes, limits, inboxes.register(session), names, epoch)
         try:
             held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
-            self.held = min(held.values())
+            self.cached_tokens = min(held.values())
         except BaseException:
             await self.close()
             raise
-        self.whole, self.prefix = chain, ()  # a replacement is fed everything, for the others hold it
+        self.last_ready_chain, self.block_hashes = chain, ()  # a replacement is fed everything, for the others hold it
         return self
 
     async def send(self, action: SendStep) -> None:
@@ -129,18 +131,18 @@ class ChainSession:
             session=self.id,
             epoch=action.epoch,
             step=action.step,
-            base=action.base,
-            line=len(action.tokens),
+            committed_before=action.committed_before,
+            causal_rows=len(action.tokens),
             sample=action.sample,
             tokens=[*action.tokens, *action.rows],
             parents=list(action.parents),
             slots=list(action.slots),
-            commit=list(action.commit),
+            commit_slots=list(action.commit_slots),
         )
         self._step = action.step
-        await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.ping_timeout_s)
+        await self._await_with_pings(self._send_to(self.chain.hops[0].peer, step), self._limits.ping_timeout_s)
 
-    async def receive(self, patience_s: float, late: Callable[[], Awaitable[None]]) -> Result:
+    async def receive(self, patience_s: float, late: Callable[[], Awaitable[None]]) -> StepResult:
         """The tail's next result. Whenever `patience_s` passes without one, all hops are asked whether they live, and
         if they do, `late` is awaited, which may raise HopFailed as well. It may ask for `places`.
 
@@ -151,52 +153,52 @@ class ChainSession:
             await self._probe()
             await late()
 
-        return await patiently(self._result(), patience_s, look)
+        return await wait_with_watchdog(self._result(), patience_s, look)
 
-    async def places(self) -> Mapping[PeerId, Place]:
+    async def hop_progress(self) -> Mapping[PeerId, HopProgress]:
         """How far the steps have come at all hops, or at those that say so in time.
 
         While `receive` waits: it is what reads the hops' answers. Raises HopFailed.
         """
-        self._places.clear()
-        self._placed.clear()
+        self._hop_progress.clear()
+        self._progress_changed.clear()
         for peer in self.chain.peers:
-            await self._send_to(peer, Locate(self.id))
+            await self._send_to(peer, ProgressQuery(self.id))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._pulse.patience_s):
-                await self._placed.wait()
-        return dict(self._places)
+            async with asyncio.timeout(self._failure_detector.next_timeout_s):
+                await self._progress_changed.wait()
+        return dict(self._hop_progress)
 
-    def suspects(self, places: Mapping[PeerId, Place], still_s: float) -> tuple[PeerId, ...]:
+    def stalled_hops(self, places: Mapping[PeerId, HopProgress], still_s: float) -> tuple[PeerId, ...]:
         """The hops that the last step may hang at, likeliest first; () as long as anything moved within `still_s`."""
-        lasted_s = self._standstill.lasted_s(places, asyncio.get_running_loop().time())
-        return suspects(self.chain.peers, places, self._step) if lasted_s >= still_s else ()
+        lasted_s = self._stall_timer.lasted_s(places, asyncio.get_running_loop().time())
+        return stalled_hops(self.chain.peers, places, self._step) if lasted_s >= still_s else ()
 
-    async def drop_stale(self, epoch: int) -> None:
+    async def discard_in_flight(self, epoch: int) -> None:
         """Tell every hop that steps before `epoch` are void, best effort: the next step says so too, only later."""
         for connection in self._connections.values():
             with contextlib.suppress(NetworkError):
-                await connection.send(Prune(self.id, epoch))
+                await connection.send(DropInFlight(self.id, epoch))
 
     async def close(self, tokens: Sequence[int] = ()) -> None:
         """Tell every hop, best effort: a hop that cannot be told notices when the connection goes.
 
         `tokens`: all that were known, for hops that keep them for the next session that begins so.
         """
-        self._inboxes.forget(self.id)
-        await self._dismiss(list(self._connections), digests(tokens))
+        self._demux.forget(self.id)
+        await self._close_hops(list(self._connections), block_hashes(tokens))
 
     # Repair ----------------------------------------------------------------------------------------------------------
 
-    def leave(self, peer: PeerId, cause: NetworkError) -> HopFailed:
+    def mark_failed(self, peer: PeerId, cause: NetworkError) -> HopFailed:
         """Count a hop as lost for a reason that shows elsewhere."""
         return self._lose(peer, cause)
 
-    def note_losses(self) -> None:
+    def drain_failures(self) -> None:
         """Take in what is known of further losses without waiting for more."""
         while not self._inbox.empty():
             with contextlib.suppress(HopFailed):
-                self._judge(self._inbox.get_nowait())
+                self._dispatch(self._inbox.get_nowait())
 
     async def repair(
         self, repair: Repair, nodes: Mapping[PeerId, NodeProfile], tokens: Sequence[int], settled: int, epoch: int
@@ -208,9 +210,9 @@ class ChainSession:
         Raises HopFailed, and may then be tried again with another repair and a newer epoch.
         """
         hops, kept = repair.chain.hops, set(repair.kept)
-        legacies = legacies_of(set(hops) - kept, self.whole, self._parted, nodes, settled)
+        legacies = kv_sources(set(hops) - kept, self.last_ready_chain, self._detached, nodes, settled)
         needed = {hop.peer for hop in kept} | {legacy.peer for legacy in legacies.values()}
-        await self._dismiss([p for p in self._connections if p not in needed])
+        await self._close_hops([p for p in self._connections if p not in needed])
         self.chain, self.epoch = repair.chain, epoch
         fresh: dict[Hop, int] = {}
         for i, hop in enumerate(hops):
@@ -225,15 +227,17 @@ class ChainSession:
             if hop in kept and any(other not in kept for other in beside):
                 rerouted.append((i, hop))
         for i, hop in rerouted:
-            replay = settled if fed.intersection(replaced(hops[i + 1 :], kept)) else 0
-            await self._patiently(self._send_to(hop.peer, self._reroute(i, nodes, replay)), self._limits.ping_timeout_s)
+            replay = settled if fed.intersection(leading_replacements(hops[i + 1 :], kept)) else 0
+            await self._await_with_pings(
+                self._send_to(hop.peer, self._reroute(i, nodes, replay)), self._limits.ping_timeout_s
+            )
         await self._all_open({hop.peer for _, hop in rerouted})
-        if fed.intersection(replaced(hops, kept)):
+        if fed.intersection(leading_replacements(hops, kept)):
             await self._replay(tokens[:settled])
-        await self._dismiss([legacy.peer for legacy in legacies.values()])
-        self.whole = repair.chain
-        self.lost.clear()
-        self._parted.clear()
+        await self._close_hops([legacy.peer for legacy in legacies.values()])
+        self.last_ready_chain = repair.chain
+        self.failed_hops.clear()
+        self._detached.clear()
 
     def _reroute(self, index: int, nodes: Mapping[PeerId, NodeProfile], replay: int) -> Reroute:
         return reroute_message(self.id, self.epoch, *self._neighbours(index), nodes, replay)
@@ -243,7 +247,7 @@ class ChainSession:
         for start in range(0, len(tokens), REPLAY_ROWS):
             part = list(tokens[start : start + REPLAY_ROWS])
             step = Step(self.id, self.epoch, 0, start, len(part), sample=False, tokens=part)
-            await self._patiently(self._send_to(self.chain.hops[0].peer, step), self._limits.ping_timeout_s)
+            await self._await_with_pings(self._send_to(self.chain.hops[0].peer, step), self._limits.ping_timeout_s)
 
     # Opening ---------------------------------------------------------------------------------------------------------
 
@@ -252,9 +256,9 @@ class ChainSession:
         hops: Mapping[Hop, int],
         nodes: Mapping[PeerId, NodeProfile],
         history: Sequence[int],
-        legacies: Mapping[PeerId, Legacy] | None = None,
+        legacies: Mapping[PeerId, KvSource] | None = None,
     ) -> dict[PeerId, int]:
-        """Open the session on `hops` (of the chain; with their `onward_from`) and wait until all are ready.
+        """Open the session on `hops` (of the chain; with their `replay_silent_until`) and wait until all are ready.
 
         -> how many tokens each of them has behind it.
         """
@@ -281,11 +285,13 @@ class ChainSession:
         onward_from: int,
         nodes: Mapping[PeerId, NodeProfile],
         history: Sequence[int],
-        legacy: Legacy | None,
+        legacy: KvSource | None,
     ) -> None:
         before, after = self._neighbours(self.chain.hops.index(hop))
         message = open_message(self.id, self.spec, hop, before, after, nodes, history, legacy)
-        message = msgspec.structs.replace(message, epoch=self.epoch, onward_from=onward_from, prefix=list(self.prefix))
+        message = msgspec.structs.replace(
+            message, epoch=self.epoch, onward_from=onward_from, prefix=list(self.block_hashes)
+        )
         patience_s = self._limits.next_hop_dial_timeout_s if self.epoch else self._limits.dial_timeout_s
         try:
             self._connections[hop.peer] = await self._pool.get(hop.peer, nodes[hop.peer].addresses, patience_s)
@@ -302,33 +308,33 @@ class ChainSession:
         """Wait until all of `waiting` have answered an Open or Reroute of this epoch. -> tokens that each holds."""
         held: dict[PeerId, int] = {}
         while waiting:
-            incoming = await self._patiently(self._next(), self._limits.ping_timeout_s)
+            incoming = await self._await_with_pings(self._next(), self._limits.ping_timeout_s)
             opened = incoming.message
-            if isinstance(opened, Opened) and opened.epoch == self.epoch:
+            if isinstance(opened, SessionOpened) and opened.epoch == self.epoch:
                 waiting.discard(incoming.peer)
-                held[incoming.peer] = opened.held
-                (self._relayed.add if opened.relay else self._relayed.discard)(incoming.peer)
+                held[incoming.peer] = opened.cached_tokens
+                (self._relayed.add if opened.client_relays_next_edge else self._relayed.discard)(incoming.peer)
         return held
 
     # Frames ----------------------------------------------------------------------------------------------------------
 
-    async def _result(self) -> Result:
+    async def _result(self) -> StepResult:
         while True:
             incoming = await self._next()
-            if isinstance(incoming.message, Result) and incoming.peer == self.chain.peers[-1]:
+            if isinstance(incoming.message, StepResult) and incoming.peer == self.chain.peers[-1]:
                 return incoming.message
 
-    async def _next(self) -> Incoming:
+    async def _next(self) -> ReceivedMessage:
         """The next answer. Edges that hops could not dial are relayed on the way. Raises HopFailed."""
         while True:
-            incoming = self._judge(await self._inbox.get())
+            incoming = self._dispatch(await self._inbox.get())
             if incoming is None:
                 continue
             step = incoming.message
-            if isinstance(step, Located):
-                self._places[incoming.peer] = Place(step.arrived, step.done, step.busy_ms)
-                if self._places.keys() >= set(self.chain.peers):
-                    self._placed.set()
+            if isinstance(step, ProgressReport):
+                self._hop_progress[incoming.peer] = HopProgress(step.received, step.completed, step.compute_ms)
+                if self._hop_progress.keys() >= set(self.chain.peers):
+                    self._progress_changed.set()
                 continue
             if not isinstance(step, Step):
                 return incoming
@@ -338,23 +344,25 @@ class ChainSession:
                 _, after = self._neighbours(self.chain.peers.index(incoming.peer))
                 await self._send_to(after, step, incoming.body)
 
-    def _judge(self, incoming: Incoming) -> Incoming | None:
+    def _dispatch(self, incoming: ReceivedMessage) -> ReceivedMessage | None:
         """None for what is none of our business: another session's node, or one that is out. Raises HopFailed."""
         if incoming.peer not in self.chain.peers:
             return None
         if incoming.error is not None:
             raise self._lose(incoming.peer, incoming.error)
         failed = incoming.message
-        if not isinstance(failed, Failed):
+        if not isinstance(failed, SessionFailed):
             return incoming
         if failed.epoch < self.epoch:
             return None  # from before a repair
-        if not failed.lost:
-            self._parted[incoming.peer] = failed.held
+        if not failed.unreachable_next_hop:
+            self._detached[incoming.peer] = failed.kv_retained_tokens
             raise self._lose(incoming.peer, remote_error(incoming.peer, failed))
-        if failed.lost not in self.chain.peers:
+        if failed.unreachable_next_hop not in self.chain.peers:
             return None
-        raise self._lose(failed.lost, ConnectionLost(failed.detail))  # it is dead, or it will publish again
+        raise self._lose(
+            failed.unreachable_next_hop, ConnectionLost(failed.detail)
+        )  # it is dead, or it will publish again
 
     async def _send_to(self, peer: PeerId, message: AnyMessage, body: Buffer = b"") -> None:
         try:
@@ -362,36 +370,36 @@ class ChainSession:
         except NetworkError as error:
             raise self._lose(peer, error) from error
 
-    async def _dismiss(self, peers: Collection[PeerId], keep: Sequence[bytes] = ()) -> None:
+    async def _close_hops(self, peers: Collection[PeerId], keep: Sequence[bytes] = ()) -> None:
         """These have nothing to do with this session any more."""
         leaving = [self._connections.pop(peer) for peer in peers if peer in self._connections]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):  # one that does not read must not hold us up
-                await asyncio.gather(*(_tell_closed(link, self.id, keep) for link in leaving))
+                await asyncio.gather(*(_notify_closed(link, self.id, keep) for link in leaving))
 
     # Who is alive ----------------------------------------------------------------------------------------------------
 
     def _lose(self, peer: PeerId, cause: NetworkError) -> HopFailed:
-        self.lost.setdefault(peer, cause)
+        self.failed_hops.setdefault(peer, cause)
         return HopFailed(peer, cause)
 
-    async def _patiently(self, work: Coroutine[Any, Any, _T], patience_s: float) -> _T:
+    async def _await_with_pings(self, work: Coroutine[Any, Any, _T], patience_s: float) -> _T:
         """Await `work`; whenever it has taken `patience_s` more, ask all hops for a sign of life.
 
         All of them, for one that should answer may be waiting for another. A ping is answered by a node's event loop,
         so a node that is only busy answers. Raises HopFailed.
         """
-        return await patiently(work, patience_s, self._probe)
+        return await wait_with_watchdog(work, patience_s, self._probe)
 
     async def _probe(self) -> None:
         """Raises HopFailed for one of those that are silent; `lost` has them all."""
-        silent = await self._pulse.silent(self.chain.peers)
+        silent = await self._failure_detector.unresponsive(self.chain.peers)
         for peer in silent:
             self._lose(peer, ConnectionLost(f"node {peer} fell silent"))
         if silent:
-            raise HopFailed(silent[0], self.lost[silent[0]])
+            raise HopFailed(silent[0], self.failed_hops[silent[0]])
 
 
-async def _tell_closed(link: Link, session: bytes, keep: Sequence[bytes]) -> None:
+async def _notify_closed(link: MigratableLink, session: bytes, keep: Sequence[bytes]) -> None:
     with contextlib.suppress(NetworkError):
-        await link.send(Close(session, list(keep[:MAX_PREFIX])))
+        await link.send(CloseSession(session, list(keep[:MAX_BLOCK_HASHES])))

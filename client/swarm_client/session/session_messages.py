@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import NetworkError, NodeBusy, RemoteError, WrongModel
-from swarm.messages import Failed, Open, Reroute, WireSampling
-from swarm.types import Chain, Hop, Legacy, NodeProfile, PeerId, Sampling
+from swarm.messages import OpenSession, Reroute, SessionFailed, WireSampling
+from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,29 +23,29 @@ class SessionSpec:
     dtype: str
     max_tokens: int
     sampling: Sampling
-    guesses: int = 0  # of each of the tail's heads
+    num_medusa_candidates: int = 0  # of each of the tail's heads
 
 
-def legacies_of(
+def kv_sources(
     fresh: Collection[Hop],
     chain: Chain,
     held: Mapping[PeerId, int],
     nodes: Mapping[PeerId, NodeProfile],
     settled: int,
-) -> dict[PeerId, Legacy]:
+) -> dict[PeerId, KvSource]:
     """Replacement -> what it may have of the node that it comes for.
 
     `fresh`: the hops that `chain` gets. `held`: tokens that nodes of `chain` which have left it still hold.
     """
     return {
-        hop.peer: Legacy(old.peer, nodes[old.peer].addresses, settled)
+        hop.peer: KvSource(old.peer, nodes[old.peer].addresses, settled)
         for hop in fresh
         for old in chain.hops
         if (old.start, old.end) == (hop.start, hop.end) and old.peer in nodes and 0 < settled <= held.get(old.peer, 0)
     }
 
 
-def replaced(hops: Sequence[Hop], kept: Collection[Hop]) -> list[PeerId]:
+def leading_replacements(hops: Sequence[Hop], kept: Collection[Hop]) -> list[PeerId]:
     """The replacements that `hops` begin with."""
     return [hop.peer for hop in itertools.takewhile(lambda hop: hop not in kept, hops)]
 
@@ -58,11 +58,11 @@ def open_message(
     after: PeerId,
     nodes: Mapping[PeerId, NodeProfile],
     history: Sequence[int],
-    legacy: Legacy | None,
-) -> Open:
+    legacy: KvSource | None,
+) -> OpenSession:
     """`before`, `after`: the peers beside `hop`, "" for the client. `history`: all tokens so far."""
     tail = not after
-    return Open(
+    return OpenSession(
         session=session,
         model=spec.model,
         weight_hash=spec.weight_hash,
@@ -74,11 +74,11 @@ def open_message(
         downstream=after,
         downstream_addresses=_addresses(after, nodes),
         sampling=WireSampling.of(spec.sampling) if tail else None,
-        guesses=spec.guesses if tail else 0,
-        history=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
-        heir_of=legacy.peer if legacy else "",
-        heir_addresses=list(legacy.addresses) if legacy else [],
-        inherit=legacy.tokens if legacy else 0,
+        num_medusa_candidates=spec.num_medusa_candidates if tail else 0,
+        penalty_tokens=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
+        kv_source=legacy.peer if legacy else "",
+        kv_source_addresses=list(legacy.addresses) if legacy else [],
+        kv_source_tokens=legacy.tokens if legacy else 0,
     )
 
 
@@ -93,7 +93,7 @@ def _addresses(peer: PeerId, nodes: Mapping[PeerId, NodeProfile]) -> list[str]:
     return list(nodes[peer].addresses) if peer in nodes else []
 
 
-def remote_error(peer: PeerId, failed: Failed) -> NetworkError:
+def remote_error(peer: PeerId, failed: SessionFailed) -> NetworkError:
     """What `peer` said of itself, as the error that it is."""
     if failed.error == NodeBusy.code:
         return NodeBusy(failed.detail, peer, failed.retry_after_s)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.errors import DrafterFailed, ModelError
-from swarm_client.speculation.controller import Guesser
+from swarm_client.speculation.controller import AsyncDrafter
 from swarm_client.speculation.drafters.base import Drafter
-from swarm_client.speculation.drafters.bundled import find_shipped
+from swarm_client.speculation.drafters.bundled import find_bundled
 from swarm_client.speculation.drafters.inline import InlineDrafter
-from swarm_client.speculation.drafters.medusa import HeadsDrafter
-from swarm_client.speculation.drafters.mixture import CombinedDrafter
+from swarm_client.speculation.drafters.medusa import MedusaDrafter
+from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
-from swarm_client.speculation.drafters.threaded import DraftRunner
+from swarm_client.speculation.drafters.threaded import ThreadedDrafter
 
 if TYPE_CHECKING:  # a client that drafts with no model loads none
     from swarm_kernels.models.open import ModelSource
@@ -34,7 +34,7 @@ BUNDLED = "bundled"  # the trained draft that comes along for the target
 TRAINED_SUFFIX = ".draft"
 
 
-class Drafting:
+class DrafterFactory:
     """`await Drafting.load(...)`, then `guesser()` for each generation."""
 
     def __init__(self, model: Callable[[], Drafter] | None = None) -> None:
@@ -42,26 +42,26 @@ class Drafting:
         self._model = model
 
     @classmethod
-    async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Drafting:
+    async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> DrafterFactory:
         """`drafter`: NGRAM, MEDUSA, BUNDLED (if there is one for the target), a trained draft's file, or a model.
 
         One that cannot be used is done without, and logged.
         """
         if drafter == MEDUSA:
-            return cls(HeadsDrafter)
+            return cls(MedusaDrafter)
         try:
-            if drafter == NGRAM or (drafter == BUNDLED and find_shipped(target) is None):
+            if drafter == NGRAM or (drafter == BUNDLED and find_bundled(target) is None):
                 return cls()
             return cls(await asyncio.to_thread(_open, drafter, target, tokenizer))
         except (DrafterFailed, ModelError) as error:
             logger.warning("guessing by look-up alone: %s", error)
             return cls()
 
-    def guesser(self) -> Guesser:
+    def drafter(self) -> AsyncDrafter:
         if self._model is None:
             return InlineDrafter(NgramDrafter())
-        drafter = CombinedDrafter([NgramDrafter(), self._model()])
-        return InlineDrafter(drafter) if drafter.instant else DraftRunner(drafter)
+        drafter = MixtureDrafter([NgramDrafter(), self._model()])
+        return InlineDrafter(drafter) if drafter.is_synchronous else ThreadedDrafter(drafter)
 
 
 def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
@@ -71,7 +71,7 @@ def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callab
     from swarm_kernels.models.open import open_model
     from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 
-    path = (drafter == BUNDLED and find_shipped(target)) or Path(drafter)
+    path = (drafter == BUNDLED and find_bundled(target)) or Path(drafter)
     if path.suffix == TRAINED_SUFFIX:
         trained = open_draft(path, target)
         return lambda: ModelDrafter(trained, "trained draft")

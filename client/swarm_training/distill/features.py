@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from swarm.types import LayerSpan
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.source import ModelSource
-from swarm_kernels.runtime.llama_span import EMBEDDING, LeanSpan
+from swarm_kernels.runtime.llama_span import EMBEDDING, LlamaSpan
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 from swarm_training.distill.corpus import ANSWER, Corpus, RecordedChat
@@ -27,7 +27,7 @@ _CHATS_A_PASS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lesson:
+class TrainingExample:
     """A chat and what the student sees of it: `states [n, hidden]`, bf16."""
 
     chat: RecordedChat
@@ -48,14 +48,16 @@ class Features:
         self._embedding = None if base else source.tensor(EMBEDDING).float()
         self._span: Span | None = None  # loaded when a state is asked for that is not on disk
 
-    def lessons(self, corpus: Corpus, progress: Callable[[float], None] = lambda share: None) -> list[Lesson]:
+    def examples(self, corpus: Corpus, progress: Callable[[float], None] = lambda share: None) -> list[TrainingExample]:
         """Of the whole corpus, in its order. States that took running layers are kept in its folder, and are the
         operating system's to page in. Raises as `load_span`, CorruptModel for a damaged corpus."""
-        made: list[Lesson] = []
+        made: list[TrainingExample] = []
         for number in range(len(corpus)):
             chats = list(corpus.shard(number))
             path = corpus.folder / f"states-{self._base:02d}-{number:05d}.safetensors"
-            made += map(Lesson, chats, self.of(chats) if self._embedding is not None else self._kept(chats, path))
+            made += map(
+                TrainingExample, chats, self.of(chats) if self._embedding is not None else self._kept(chats, path)
+            )
             progress((number + 1) / len(corpus))
         self._span = None
         return made
@@ -87,16 +89,16 @@ class Features:
         keys = [number.to_bytes(2, "little") for number in range(len(chats))]
         for key, size in zip(keys, sizes, strict=True):
             cache.open(key, size)
-        plan = cache.plan([RowsRequest(key, 0, size) for key, size in zip(keys, sizes, strict=True)])
+        plan = cache.schedule([StepRequest(key, 0, size) for key, size in zip(keys, sizes, strict=True)])
         tokens = [token for chat in chats for token in chat.tokens.tolist()]
         hidden = span.forward(span.embed(tokens), plan, cache)
-        if isinstance(span, LeanSpan) and span.is_last:
-            hidden = span.normed(hidden)
+        if isinstance(span, LlamaSpan) and span.is_last:
+            hidden = span.final_hidden(hidden)
         return [rows.bfloat16().cpu().clone() for rows in torch.split(hidden, sizes)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class TeacherTopK:
     """Which of a batch's places are asked for a token further on, and what the teacher expects there.
 
     Only the `m` tokens of answers are asked for: only answers are drafted.
@@ -107,7 +109,7 @@ class Question:
     logprobs: torch.Tensor  # [m, TOP]
 
     @classmethod
-    def of(cls, lessons: Sequence[Lesson], ahead: int, device: torch.device) -> Question:
+    def of(cls, lessons: Sequence[TrainingExample], ahead: int, device: torch.device) -> TeacherTopK:
         """Place i asks for token i + `ahead`, if it and all from i + 1 on are of one answer."""
         asked = torch.zeros(len(lessons), max(len(lesson.chat) for lesson in lessons), dtype=torch.bool)
         ids, logprobs = [], []
@@ -123,6 +125,6 @@ class Question:
         return cls(*(part.to(device) for part in parts))
 
 
-def padded_states(lessons: Sequence[Lesson], device: torch.device) -> torch.Tensor:
+def padded_states(lessons: Sequence[TrainingExample], device: torch.device) -> torch.Tensor:
     """`[b, n, hidden]` fp32, `n` the longest chat's."""
     return torch.nn.utils.rnn.pad_sequence([lesson.states.float() for lesson in lessons], batch_first=True).to(device)

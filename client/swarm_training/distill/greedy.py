@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from swarm.types import LayerSpan
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.load import load_span
 
@@ -28,9 +28,9 @@ def greedy_answers(
     answers: list[list[int]] = [[] for _ in prompts]
     pending = {i: list(prompt) for i, prompt in enumerate(prompts)}
     for done in range(tokens):
-        rows = [RowsRequest(keys[i], cache.length(keys[i]), len(fresh)) for i, fresh in pending.items()]
+        rows = [StepRequest(keys[i], cache.length(keys[i]), len(fresh)) for i, fresh in pending.items()]
         ends_at = torch.tensor([len(fresh) for fresh in pending.values()]).cumsum(0) - 1
-        plan = cache.plan(rows)
+        plan = cache.schedule(rows)
         hidden = span.forward(span.embed([t for fresh in pending.values() for t in fresh]), plan, cache)
         chosen = span.logits(hidden[ends_at]).argmax(-1).tolist()
         for i, token in zip(list(pending), chosen, strict=True):

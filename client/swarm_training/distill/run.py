@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from swarm.errors import Infeasible, UnsupportedModel, UsageError
-from swarm_kernels.draft.file import DraftCard, DraftWeights
+from swarm_kernels.draft.file import DraftMetadata, DraftWeights
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_training.distill.corpus import Corpus, RecordedChat
-from swarm_training.distill.features import Features, Lesson, load_teacher
+from swarm_training.distill.features import Features, TrainingExample, load_teacher
 from swarm_training.distill.recipes import LayersRecipe, Recipe
-from swarm_training.distill.self_chat import Writer
+from swarm_training.distill.self_chat import ChatGenerator
 from swarm_training.distill.student import Student
 from swarm_training.distill.training import Trainer, frequent_tokens
 from swarm_training.distill.validation import Score, measure
@@ -63,14 +63,14 @@ class TrainingPlan:
 
 def train(
     source: ModelSource, plan: TrainingPlan, report: Report, clock: Callable[[], float] = time.monotonic
-) -> DraftCard:
+) -> DraftMetadata:
     """Write, learn, export; go on from what `plan.work` holds. -> what was made.
 
     Raises UsageError, UnsupportedModel (not a Llama-like model, or none that chats), CorruptModel (the work folder is
     another model's), Infeasible (too little time to write or learn anything).
     """
     plan.checked(source.config.num_layers)
-    if not source.config.lean:
+    if not source.config.has_fast_path:
         raise UnsupportedModel(f"{source.name} is a {source.config.model_type}; drafts are made of Llama-like models")
     started = clock()
     corpus = Corpus(plan.work, source.weight_hash)
@@ -84,7 +84,7 @@ def train(
         if clock() >= started + plan.minutes * 60:
             raise Infeasible("no time was left to learn; run it again with this --work, it goes on where it stopped")
 
-    lessons = Features(source, student.base, torch.device(plan.device)).lessons(corpus, prepared)
+    lessons = Features(source, student.base, torch.device(plan.device)).examples(corpus, prepared)
     held_out, learnt = _split(lessons)
     trainer = _trainer(source, plan, student, learnt)
     _learn(source, plan, trainer, report, started, clock)
@@ -102,7 +102,7 @@ def _write(
         return
     report("loading", 0.0, "")
     span = load_teacher(source, source.config.num_layers, torch.device(plan.device))
-    writer = Writer(span, load_tokenizer(source), plan.batch, seed=len(corpus))
+    writer = ChatGenerator(span, load_tokenizer(source), plan.batch, seed=len(corpus))
     began, before = clock(), corpus.tokens
     shard: list[RecordedChat] = []
     for chat in writer.write():
@@ -118,13 +118,13 @@ def _write(
             return
 
 
-def _split(lessons: list[Lesson]) -> tuple[list[Lesson], list[Lesson]]:
+def _split(lessons: list[TrainingExample]) -> tuple[list[TrainingExample], list[TrainingExample]]:
     """(held out, learnt from): by place, so that a longer corpus holds out the same and more."""
     held = [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT == HELD_OUT // 2]
     return held or lessons[:1], [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT != HELD_OUT // 2]
 
 
-def _trainer(source: ModelSource, plan: TrainingPlan, student: Student, learnt: list[Lesson]) -> Trainer:
+def _trainer(source: ModelSource, plan: TrainingPlan, student: Student, learnt: list[TrainingExample]) -> Trainer:
     checkpoint = plan.work / plan.recipe.checkpoint
     resumed = checkpoint.is_file()
     vocabulary = (
@@ -168,7 +168,7 @@ def _learn(
 def _export(source: ModelSource, plan: TrainingPlan, trainer: Trainer, score: Score | None) -> DraftWeights:
     student = trainer.averaged()
     card = replace(
-        student.card(source.name, source.weight_hash),
+        student.metadata(source.name, source.weight_hash),
         trained_tokens=trainer.tokens,
         seen_tokens=trainer.seen,
         date=datetime.now(UTC).date().isoformat(),

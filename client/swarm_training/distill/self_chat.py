@@ -15,11 +15,11 @@ import torch
 
 from swarm.errors import UnsupportedModel
 from swarm_kernels.draft.models import top_tokens
-from swarm_kernels.kvcache.cache import RowsRequest
+from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.runtime.span import Span
 from swarm_kernels.tokenizer.tokenizer import ChatTokenizer
 from swarm_training.distill.corpus import ANSWER, GIVEN, TOP, USER, RecordedChat
-from swarm_training.distill.seed_prompts import OPENINGS, Opening
+from swarm_training.distill.seed_prompts import SEED_PROMPTS, SeedPrompt
 
 MAX_TURN = {USER: 160, ANSWER: 224}
 MAX_CHAT = 640
@@ -103,15 +103,15 @@ class _Chat:
         )
 
 
-class Writer:
+class ChatGenerator:
     """`for chat in Writer(...).write()`: an endless stream of finished chats. `span` is the whole model."""
 
     def __init__(self, span: Span, tokenizer: ChatTokenizer, batch: int, seed: int) -> None:
         """Raises UnsupportedModel for a model without a chat template, OutOfMemory."""
         self._span = span
         self._ends = frozenset(tokenizer.eos_token_ids)
-        self._openings = [_template(tokenizer, opening) for opening in OPENINGS]
-        self._weights = [opening.weight for opening in OPENINGS]
+        self._openings = [_template(tokenizer, opening) for opening in SEED_PROMPTS]
+        self._weights = [opening.weight for opening in SEED_PROMPTS]
         self._batch, self._seed, self._started = batch, seed, 0
         self._cache = span.new_cache(batch * (MAX_CHAT + 192))
         self._live: list[_Chat] = []
@@ -142,9 +142,9 @@ class Writer:
     def _step(self) -> None:
         """Run every chat's pending tokens and let each say its next."""
         live, span = self._live, self._span
-        requests = [RowsRequest(c.key, len(c.tokens) - len(c.pending), len(c.pending)) for c in live]
+        requests = [StepRequest(c.key, len(c.tokens) - len(c.pending), len(c.pending)) for c in live]
         tokens = [token for chat in live for token in chat.pending]
-        plan = self._cache.plan(requests)
+        plan = self._cache.schedule(requests)
         hidden = span.forward(span.embed(tokens), plan, self._cache)
         ends = torch.from_numpy(np.cumsum([len(chat.pending) for chat in live]) - 1)
         ids, logprobs = top_tokens(span.logits(hidden[ends]), 4 * TOP)
@@ -153,7 +153,7 @@ class Writer:
             chat.speak(top, logprob, self._ends)
 
 
-def _template(tokenizer: ChatTokenizer, opening: Opening) -> list[list[int]]:
+def _template(tokenizer: ChatTokenizer, opening: SeedPrompt) -> list[list[int]]:
     """The template's own tokens between the turns of two rounds; the first ends with the user's given words."""
     system = [{"role": "system", "content": opening.system}] if opening.system else []
     turns = [{"role": role, "content": _MARK} for role in ("user", "assistant", "user")]

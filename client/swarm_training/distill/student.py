@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from swarm_kernels.draft.file import FINAL_NORM, DraftCard, layer_tensors
+from swarm_kernels.draft.file import FINAL_NORM, DraftMetadata, layer_tensors
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.rope import RopeTable
@@ -35,7 +35,7 @@ class Student(nn.Module, ABC):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     @abstractmethod
-    def soften(self, scale: float) -> None:
+    def scale_logits(self, scale: float) -> None:
         """Before the first step: it knows less than the target, so make its logits `scale` as sharp as they began."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class Student(nn.Module, ABC):
         """As its file names them."""
 
     @abstractmethod
-    def card(self, model: str, weight_hash: str) -> DraftCard:
+    def metadata(self, model: str, weight_hash: str) -> DraftMetadata:
         """Its kind and shape, for its file."""
 
 
@@ -68,7 +68,7 @@ class HeadsStudent(Student):
         heads = zip(self.blocks, self.turns, strict=True)
         return torch.stack([F.linear(hidden + F.silu(block(hidden)), turn) for block, turn in heads])
 
-    def soften(self, scale: float) -> None:
+    def scale_logits(self, scale: float) -> None:
         with torch.no_grad():
             for turn in self.turns:
                 turn.mul_(scale)
@@ -79,8 +79,8 @@ class HeadsStudent(Student):
             named[name.replace(".", ".0.linear.")] = weight.detach()
         return named
 
-    def card(self, model: str, weight_hash: str) -> DraftCard:
-        return DraftCard(model, weight_hash, self.base, 0, len(self.blocks))
+    def metadata(self, model: str, weight_hash: str) -> DraftMetadata:
+        return DraftMetadata(model, weight_hash, self.base, 0, len(self.blocks))
 
 
 class LayersStudent(Student):
@@ -114,12 +114,12 @@ class LayersStudent(Student):
         hidden = F.rms_norm(hidden, tuple(self.norm.shape), self.norm.to(hidden.dtype), self.config.rms_norm_eps)
         return hidden[None]
 
-    def soften(self, scale: float) -> None:
+    def scale_logits(self, scale: float) -> None:
         with torch.no_grad():
             self.norm.mul_(scale)
 
-    def card(self, model: str, weight_hash: str) -> DraftCard:
-        return DraftCard(model, weight_hash, self.base, len(self.own))
+    def metadata(self, model: str, weight_hash: str) -> DraftMetadata:
+        return DraftMetadata(model, weight_hash, self.base, len(self.own))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """As a draft file names them: the layers come after the target's first `base`."""

@@ -23,7 +23,7 @@ from swarm.errors import CorruptModel
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
 from swarm_training.distill.corpus import GIVEN, RecordedChat
-from swarm_training.distill.features import Lesson, Question, padded_states
+from swarm_training.distill.features import TeacherTopK, TrainingExample, padded_states
 from swarm_training.distill.student import Student
 
 CHATS_A_STEP = 8
@@ -47,7 +47,7 @@ class Trainer:
         self._place = torch.full((source.config.vocab_size,), -1)
         self._place[vocabulary] = torch.arange(len(vocabulary))
         self._place = self._place.to(device)
-        self._lessons: list[Lesson] = []
+        self._lessons: list[TrainingExample] = []
         self._queue: list[int] = []
         decayed = [p for p in student.parameters() if p.dim() > 1]
         plain = [p for p in student.parameters() if p.dim() == 1]
@@ -56,7 +56,7 @@ class Trainer:
         self._average = [p.detach().clone() for p in student.parameters()]
         self.steps = self.seen = 0
 
-    def add(self, lessons: Sequence[Lesson]) -> None:
+    def add(self, lessons: Sequence[TrainingExample]) -> None:
         """More to learn from."""
         self._lessons += lessons
 
@@ -65,14 +65,14 @@ class Trainer:
         return sum(len(lesson.chat) for lesson in self._lessons)
 
     def settle_scale(self) -> None:
-        """Before the first step: see `Student.soften`."""
+        """Before the first step: see `Student.scale_logits`."""
         losses = {}
         for scale in _SCALES:
             tried = copy.deepcopy(self.student)
-            tried.soften(scale)
+            tried.scale_logits(scale)
             with torch.no_grad():
                 losses[scale] = float(self._loss(tried, range(min(CHATS_A_STEP, len(self._lessons)))))
-        self.student.soften(min(losses, key=lambda scale: losses[scale]))
+        self.student.scale_logits(min(losses, key=lambda scale: losses[scale]))
         self._average = [p.detach().clone() for p in self.student.parameters()]
 
     def learn(self, rate: float) -> float:
@@ -160,12 +160,12 @@ class Trainer:
         levels = student(padded_states(lessons, self._device))  # [levels, b, n, hidden]
         total, weights = torch.zeros((), device=self._device), 0.0
         for level, (states, ahead) in enumerate(zip(levels, student.ahead, strict=True)):
-            question = Question.of(lessons, ahead, self._device)
+            question = TeacherTopK.of(lessons, ahead, self._device)
             total = total + LEVEL_DECAY**level * self._surprise(states[question.asked], question)
             weights += LEVEL_DECAY**level
         return total / weights
 
-    def _surprise(self, states: torch.Tensor, question: Question) -> torch.Tensor:
+    def _surprise(self, states: torch.Tensor, question: TeacherTopK) -> torch.Tensor:
         """How far the guesses of `states [m, hidden]` are from what the teacher expects, a place."""
         logits = F.linear(states, self._head)
         total = logits.logsumexp(-1, keepdim=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
-from swarm_training.distill.features import Lesson, Question, padded_states
+from swarm_training.distill.features import TeacherTopK, TrainingExample, padded_states
 from swarm_training.distill.student import Student
 
 RANKS = (1, 4, 8)
@@ -36,7 +36,9 @@ class Score:
 
 
 @torch.no_grad()
-def measure(student: Student, source: ModelSource, vocabulary: torch.Tensor, lessons: Sequence[Lesson]) -> Score:
+def measure(
+    student: Student, source: ModelSource, vocabulary: torch.Tensor, lessons: Sequence[TrainingExample]
+) -> Score:
     """`student` on the CPU."""
     name = HEAD if source.has(HEAD) and not source.config.tie_word_embeddings else EMBEDDING
     head = source.tensor(name)[vocabulary].float()
@@ -48,7 +50,7 @@ def measure(student: Student, source: ModelSource, vocabulary: torch.Tensor, les
         batch = lessons[i : i + _CHATS]
         levels = student(padded_states(batch, torch.device("cpu")))
         for level, (states, ahead) in enumerate(zip(levels, student.ahead, strict=True)):
-            question = Question.of(batch, ahead, torch.device("cpu"))
+            question = TeacherTopK.of(batch, ahead, torch.device("cpu"))
             guesses = vocabulary[F.linear(states[question.asked], head).topk(max(RANKS), -1).indices]
             choice = question.ids[:, :1]
             places[level] += len(choice)

@@ -13,8 +13,8 @@ from typing import Any
 
 from swarm.errors import DrafterFailed
 from swarm_client.speculation.drafters.base import Drafter, TokenPath
-from swarm_client.speculation.drafters.bundled import find_shipped
-from swarm_client.speculation.drafters.mixture import CombinedDrafter
+from swarm_client.speculation.drafters.bundled import find_bundled
+from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.model import ModelDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
 from swarm_kernels.draft.models import open_draft
@@ -22,10 +22,10 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_training.distill.greedy import greedy_answers
 from swarm_training.evaluation.eval_prompts import PROMPTS
-from swarm_training.evaluation.recorded_medusa import ToldHeads, thoughts
+from swarm_training.evaluation.recorded_medusa import RecordedMedusa, run_heads
 
 RANKS = (1, 4, 8)
-SURE = 0.9
+CONFIDENT = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Recorded:
     answer: Sequence[int]
 
 
-def judge(
+def evaluate(
     source: ModelSource,
     draft: Path | None,
     heads: Path | None,
@@ -51,7 +51,7 @@ def judge(
     `draft` None: the one that came with swarm, unless there are `heads`. Raises ModelNotFound, CorruptModel,
     UnsupportedModel, DrafterFailed.
     """
-    path = draft or (None if heads is not None else find_shipped(source))
+    path = draft or (None if heads is not None else find_bundled(source))
     if path is None and heads is None:
         raise DrafterFailed(f"no draft for {source.name} came with swarm; make one with 'swarm-draft train'")
     model = open_draft(path, source) if path is not None else None
@@ -60,21 +60,21 @@ def judge(
     drafters: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
     if model is not None:
         drafters["draft"] = lambda: ModelDrafter(model)
-        drafters["combined"] = lambda: CombinedDrafter([NgramDrafter(), ModelDrafter(model)])
+        drafters["combined"] = lambda: MixtureDrafter([NgramDrafter(), ModelDrafter(model)])
     if heads is not None:
-        told = thoughts(source, heads, [(one.prompt, one.answer) for one in every], max(RANKS))
-        drafters["heads"] = lambda: ToldHeads(told)
-        drafters["combined_heads"] = lambda: CombinedDrafter([NgramDrafter(), ToldHeads(told)])
+        told = run_heads(source, heads, [(one.prompt, one.answer) for one in every], max(RANKS))
+        drafters["heads"] = lambda: RecordedMedusa(told)
+        drafters["combined_heads"] = lambda: MixtureDrafter([NgramDrafter(), RecordedMedusa(told)])
     figures: dict[str, Any] = {"answer_tokens": sum(len(one.answer) for one in every)}
     for number, (name, made) in enumerate(drafters.items()):
         report("measuring", number / len(drafters), name)
         figures[name] = {
             "hit_rate_at_1_4_8": [[round(hit, 3) for hit in row] for row in hits_by_depth(made(), every, depths)],
             f"tokens_per_step_{nodes}": {
-                kind: round(tokens_a_round(made(), some, nodes, max(depths, 4)), 3) for kind, some in records.items()
+                kind: round(tokens_per_step(made(), some, nodes, max(depths, 4)), 3) for kind, some in records.items()
             },
             "confidence_accuracy": {
-                kind: [round(share, 3) for share in sureness(made(), some)] for kind, some in records.items()
+                kind: [round(share, 3) for share in confidence_accuracy(made(), some)] for kind, some in records.items()
             },
         }
     report("measuring", 1.0, "")
@@ -118,21 +118,21 @@ def hits_by_depth(drafter: Drafter, records: Sequence[Recorded], depths: int, st
     return [[hit / max(1, count) for hit in row] for row, count in zip(hits, asked, strict=True)]
 
 
-def sureness(drafter: Drafter, records: Sequence[Recorded]) -> tuple[float, float]:
-    """-> (the part of all places where the first guess was called at least `SURE`, how often it was right there)."""
+def confidence_accuracy(drafter: Drafter, records: Sequence[Recorded]) -> tuple[float, float]:
+    """-> (the part of all places where the first guess was called at least `CONFIDENT`, how often it was right there)."""
     places = sure = right = 0
     for record in records:
         drafter.reset(record.prompt)
         for token in record.answer:
             guesses = drafter.propose_many([()], 1)[0]
             places += 1
-            if guesses and guesses[0].logprob >= math.log(SURE):
+            if guesses and guesses[0].logprob >= math.log(CONFIDENT):
                 sure, right = sure + 1, right + (guesses[0].token == token)
             drafter.extend([token])
     return sure / max(1, places), right / max(1, sure)
 
 
-def tokens_a_round(drafter: Drafter, records: Sequence[Recorded], nodes: int, depth: int, width: int = 4) -> float:
+def tokens_per_step(drafter: Drafter, records: Sequence[Recorded], nodes: int, depth: int, width: int = 4) -> float:
     """Mean tokens settled by rounds that each verify the `nodes` likeliest paths; 1 is no gain."""
     rounds = tokens = 0
     for record in records:

@@ -14,13 +14,13 @@ import torch
 from swarm.errors import ResourceError
 from swarm.types import CostCurve
 from swarm_kernels.device.device import INT4, physical_cores
-from swarm_kernels.kvcache.cache import KVCache, KvShape, RowsRequest
+from swarm_kernels.kvcache.cache import KVCacheManager, KvShape, StepRequest
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int4_linear
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.ops.base.torch_reference import decoder_layer
-from swarm_kernels.runtime.llama_span import LeanSpan, load_layer
+from swarm_kernels.runtime.llama_span import LlamaSpan, load_layer
 from swarm_kernels.runtime.span import Span
 
 DEFAULT_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 256)
@@ -30,7 +30,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, to
 """By the weights' dtype: largest honest relative L2 distance of what a layer adds from the same layer in fp32."""
 
 
-class Stopwatch:
+class StepTimer:
     """Times batches of one session of `context` tokens on a span, each undone afterwards. Holds a cache of its own."""
 
     def __init__(self, span: Span, context: int, widest: int) -> None:
@@ -50,7 +50,7 @@ class Stopwatch:
         return 1e3 * seconds
 
     def _run(self, base: int, rows: int) -> float:
-        plan = self._cache.plan([RowsRequest(_SESSION, base, rows)])
+        plan = self._cache.schedule([StepRequest(_SESSION, base, rows)])
         hidden = self._rows[:rows].to(device=self._span.device, dtype=self._span.dtype)
         self._wait()
         start = time.perf_counter()
@@ -73,7 +73,7 @@ def measure_cost(
     taken, and one that still came out dearer than a wider one takes the wider one's time, so the curve never falls.
     Raises OutOfMemory.
     """
-    stopwatch = Stopwatch(span, context, max(widths))
+    stopwatch = StepTimer(span, context, max(widths))
     for width in widths:
         for _ in range(2):  # the first run of a shape pays for buffers and code, on a GPU the second for its graph
             stopwatch.ms(width)
@@ -99,7 +99,7 @@ def choose_threads(span: Span, most: int | None = None, budget_s: float = 2.0) -
     if len(candidates) == 1:
         dispatch.set_threads(most)
         return most
-    stopwatch = Stopwatch(span, 64, 16)
+    stopwatch = StepTimer(span, 64, 16)
     cost = dict.fromkeys(candidates, 1.0)
     for width in (1, 16):
         best = dict.fromkeys(candidates, float("inf"))
@@ -117,12 +117,12 @@ def choose_threads(span: Span, most: int | None = None, budget_s: float = 2.0) -
     return chosen
 
 
-def self_check(span: Span, source: ModelSource) -> None:
+def verify_layer(span: Span, source: ModelSource) -> None:
     """Compare the span's first layer with the plain reference in fp32, on a chunk and a tree. Lean spans only.
 
     Raises ResourceError if this machine's kernels compute something else, CorruptModel if the layer cannot be read.
     """
-    if not isinstance(span, LeanSpan):
+    if not isinstance(span, LlamaSpan):
         return
     layer = span.layers.start
     four_bits = span.weight_dtype == INT4  # whose rounding depends on the model, and is no fault
@@ -130,19 +130,19 @@ def self_check(span: Span, source: ModelSource) -> None:
     plain = load_layer(source, layer, torch.float32, torch.device("cpu"), pack)
     config = span.config
     ours = span.new_cache(64)
-    theirs = KVCache(KvShape(1, config.num_kv_heads, config.head_dim, torch.float32), 64)
+    theirs = KVCacheManager(KvShape(1, config.num_kv_heads, config.head_dim, torch.float32), 64)
     generator = torch.Generator().manual_seed(1)
     steps = (
-        RowsRequest(_SESSION, 0, 21),
-        RowsRequest(_SESSION, 21, 0, (-1, 0, 0, 2), (0, 1, 2, 5)),
-        RowsRequest(_SESSION, 21, 0, (5, -1), (1, 3), commit=(0, 2)),
+        StepRequest(_SESSION, 0, 21),
+        StepRequest(_SESSION, 21, 0, (-1, 0, 0, 2), (0, 1, 2, 5)),
+        StepRequest(_SESSION, 21, 0, (5, -1), (1, 3), commit_slots=(0, 2)),
     )
     for cache in (ours, theirs):
         cache.open(_SESSION, 48)
     for step in steps:
         hidden = torch.randn(step.rows, config.hidden_size, generator=generator).to(span.dtype)
-        got = span.forward(hidden, ours.plan([step]), ours, layer, layer + 1)
-        plan = theirs.plan([step])
+        got = span.forward(hidden, ours.schedule([step]), ours, layer, layer + 1)
+        plan = theirs.schedule([step])
         cos, sin = span.rope.at(plan.positions.to(span.device), theirs.top_position)
         want = decoder_layer(hidden.float(), plain, cos.cpu(), sin.cpu(), theirs.k[0], theirs.v[0], plan)
         error = float((got.cpu().float() - want).norm() / (want - hidden.float()).norm())

@@ -13,19 +13,19 @@ _LAST_CACHE = "cache/index3/shared_cpu_list"
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class CoreGroups:
     """A thread for each of these cores. The narrow unit does `thousandths` of the columns of each linear layer."""
 
-    wide: tuple[int, ...]
-    narrow: tuple[int, ...]
-    thousandths: int = 0
+    fast: tuple[int, ...]
+    slow: tuple[int, ...]
+    slow_permille: int = 0
 
     @property
     def threads(self) -> int:
-        return len(self.wide) + len(self.narrow)
+        return len(self.fast) + len(self.slow)
 
 
-def find_units(cores: Collection[int] | None = None, system: Path = _SYSTEM) -> Units | None:
+def find_core_groups(cores: Collection[int] | None = None, system: Path = _SYSTEM) -> CoreGroups | None:
     """The cores this process may use, or `cores`, as a wide and a narrow unit; None if there is but one core.
 
     Fast and slow cores where the system tells them apart, else those that share a last-level cache, else halves.
@@ -44,8 +44,8 @@ def find_units(cores: Collection[int] | None = None, system: Path = _SYSTEM) -> 
     return _units(usable, apart or usable[-(-len(usable) // 2) :])
 
 
-def _units(cores: list[int], narrow: list[int]) -> Units:
-    return Units(tuple(core for core in cores if core not in narrow), tuple(narrow))
+def _units(cores: list[int], narrow: list[int]) -> CoreGroups:
+    return CoreGroups(tuple(core for core in cores if core not in narrow), tuple(narrow))
 
 
 def _allowed() -> Collection[int]:

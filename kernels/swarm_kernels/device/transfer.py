@@ -37,10 +37,10 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[tor
     """The arrays as tensors on `device`, in one transfer; on the CPU they share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return unpack(pack(arrays, pinned=device.type == "cuda").to(device, non_blocking=True), arrays)
+    return split(flatten(arrays, pinned=device.type == "cuda").to(device, non_blocking=True), arrays)
 
 
-def pack(arrays: Sequence[npt.NDArray[Any]], pinned: bool) -> torch.Tensor:
+def flatten(arrays: Sequence[npt.NDArray[Any]], pinned: bool) -> torch.Tensor:
     """All arrays behind one another in one buffer of bytes, each aligned."""
     flat = torch.empty(sum(_padded(array) for array in arrays), dtype=torch.uint8, pin_memory=pinned)
     target, at = flat.numpy(), 0
@@ -50,7 +50,7 @@ def pack(arrays: Sequence[npt.NDArray[Any]], pinned: bool) -> torch.Tensor:
     return flat
 
 
-def unpack(flat: torch.Tensor, like: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+def split(flat: torch.Tensor, like: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
     """Views of `pack`'s buffer, with the dtypes and shapes of the arrays it was made of."""
     tensors, at = [], 0
     for array in like:

@@ -27,7 +27,7 @@ _FORMAT = "swarm-draft-1"
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCard:
+class DraftMetadata:
     """What the file holds and how good that was when it was made. `evaluation`: figures by name, of chats that it never
     saw."""
 
@@ -47,7 +47,7 @@ class DraftWeights:
     """`tensors`: fp32; layers by Hugging Face's names, numbered from `card.base`, heads by Medusa's (`draft_heads`).
     `vocabulary [v]`: the ids they can say, ascending."""
 
-    card: DraftCard
+    card: DraftMetadata
     tensors: Mapping[str, torch.Tensor]
     vocabulary: torch.Tensor
 
@@ -94,7 +94,7 @@ def is_draft(path: Path) -> bool:
         return False
 
 
-def read_card(path: Path) -> DraftCard:
+def read_card(path: Path) -> DraftMetadata:
     """Raises ModelNotFound, CorruptModel."""
     if not path.is_file():
         raise ModelNotFound(f"there is no draft at {path}; make one with 'swarm-draft train'")
@@ -103,7 +103,7 @@ def read_card(path: Path) -> DraftCard:
             metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
             raise CorruptModel(f"{path} is no draft of this version; train it again with 'swarm-draft train'")
-        return DraftCard(**json.loads(metadata["card"]))
+        return DraftMetadata(**json.loads(metadata["card"]))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         raise CorruptModel(f"{path} is not the file of a draft; train it again with 'swarm-draft train'") from None
 

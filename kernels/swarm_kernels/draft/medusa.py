@@ -29,7 +29,7 @@ from swarm_kernels.draft.models import top_tokens
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
-from swarm_kernels.runtime.llama_span import LeanSpan
+from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.span import Span
 
 MAX_HEADS = 16
@@ -64,7 +64,7 @@ class MedusaHeads:
     @classmethod
     def of(cls, path: Path, span: Span, source: ModelSource) -> MedusaHeads:
         """Beside the head of `span`, the last of the model `source`. Raises as `load`, and UnsupportedModel."""
-        if not isinstance(span, LeanSpan) or span.head is None:
+        if not isinstance(span, LlamaSpan) or span.head is None:
             raise UnsupportedModel("Medusa heads are run on the last layers of Llama-like models only")
         if is_draft(path):
             card = read_card(path)
@@ -88,7 +88,7 @@ class MedusaHeads:
         tensors, vocabulary = _read(path)
         small = vocabulary is not None and device.type == "cpu"  # trained here, and there are kernels for 8 bits
         build = _Build(
-            config, path, shared is not None, device, dispatch.quantise_linear if small else dispatch.pack_linear
+            config, path, shared is not None, device, dispatch.quantize_linear if small else dispatch.pack_linear
         )
         parts = _sorted_parts(tensors, path)
         heads = [build.head(parts[k], k) for k in range(len(parts))]
@@ -115,7 +115,7 @@ class MedusaHeads:
             rows.append(output(state).float())
         return torch.stack(rows)
 
-    def guess(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def propose(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """-> ids and log-probabilities `[heads, n, width]`, likeliest first."""
         logits = self.logits(hidden)
         ids, logprobs = top_tokens(logits.flatten(0, 1), width)

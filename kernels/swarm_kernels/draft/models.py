@@ -16,10 +16,10 @@ import torch
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UnsupportedModel
 from swarm.types import LayerSpan
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
-from swarm_kernels.draft.session import Guesses
-from swarm_kernels.kvcache.cache import KVCache
+from swarm_kernels.draft.session import DraftCandidates
+from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
@@ -32,7 +32,7 @@ _STORED = torch.bfloat16  # the target's head, from which rows are taken
 
 def _dtype(config: ModelConfig, device: torch.device | str) -> torch.dtype:
     """8 bits where there are kernels for them: a draft reads all of its weights for every level of a tree."""
-    return torch.int8 if config.lean and torch.device(device).type == "cpu" else torch.bfloat16
+    return torch.int8 if config.has_fast_path and torch.device(device).type == "cpu" else torch.bfloat16
 
 
 class LocalModel:
@@ -44,10 +44,10 @@ class LocalModel:
         self._span = _SharedSpan(load_span(source, LayerSpan(0, source.config.num_layers), dtype, device))
         self.context_length = source.config.context_length
 
-    def new_cache(self, max_tokens: int) -> KVCache:
+    def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
 
-    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
         return self._span.run(tokens, plan, cache)
 
     def new_head(self) -> FullHead:
@@ -60,10 +60,10 @@ class FullHead:
     def __init__(self, span: _SharedSpan) -> None:
         self._span = span
 
-    def admit(self, tokens: Sequence[int]) -> None:
+    def allow(self, tokens: Sequence[int]) -> None:
         """It can say these anyhow."""
 
-    def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
+    def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
         return _pairs(*top_tokens(self._span.logits(hidden), width))
 
 
@@ -75,7 +75,7 @@ class TrainedDraft:
         card, config = weights.card, target.config
         if card.weight_hash != target.weight_hash:
             raise DrafterFailed(f"the draft was trained for {card.model}, not for {target.name}; train one for it")
-        if not config.lean:
+        if not config.has_fast_path:
             raise UnsupportedModel(f"{target.name} is a {config.model_type}; drafts are run for Llama-like models only")
         if card.heads:
             raise DrafterFailed("these are Medusa heads, which a node runs: 'swarm-node join --medusa-heads FILE'")
@@ -89,20 +89,20 @@ class TrainedDraft:
         self._norm, self._eps = norm, config.rms_norm_eps
         name = HEAD if target.has(HEAD) and not config.tie_word_embeddings else EMBEDDING
         self._rows = target.tensor(name).to(_STORED)
-        self._frequent = weights.vocabulary, dispatch.quantise_linear(self._rows[weights.vocabulary])
+        self._frequent = weights.vocabulary, dispatch.quantize_linear(self._rows[weights.vocabulary])
         self._known = frozenset(weights.vocabulary.tolist())
 
-    def new_cache(self, max_tokens: int) -> KVCache:
+    def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
 
-    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
         return self._span.run(tokens, plan, cache)
 
-    def new_head(self) -> ReducedHead:
-        return ReducedHead(self._rows, self._frequent, self._known, self._norm, self._eps)
+    def new_head(self) -> TrimmedVocabHead:
+        return TrimmedVocabHead(self._rows, self._frequent, self._known, self._norm, self._eps)
 
 
-class ReducedHead:
+class TrimmedVocabHead:
     """Says the frequent tokens, which all texts share, and those of its own text."""
 
     def __init__(
@@ -117,22 +117,22 @@ class ReducedHead:
         self._rows, self._norm, self._eps = rows, norm, eps
         self._ids, self._head = frequent
         self._known = known
-        self._own: dict[int, None] = {}  # in order of appearance
+        self._context_vocab: dict[int, None] = {}  # in order of appearance
         self._own_head: tuple[torch.Tensor, dispatch.Linear] | None = None  # None: to be packed again
 
-    def admit(self, tokens: Sequence[int]) -> None:
-        fresh = [token for token in tokens if token not in self._known and token not in self._own]
+    def allow(self, tokens: Sequence[int]) -> None:
+        fresh = [token for token in tokens if token not in self._known and token not in self._context_vocab]
         if fresh:
-            self._own.update(dict.fromkeys(fresh))
+            self._context_vocab.update(dict.fromkeys(fresh))
             self._own_head = None
 
-    def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
+    def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
         states = dispatch.rms_norm(hidden.float(), self._norm, self._eps)
         logits, ids = self._head(states), self._ids
-        if self._own:
+        if self._context_vocab:
             if self._own_head is None:
-                own = torch.tensor(list(self._own))
-                self._own_head = own, dispatch.quantise_linear(self._rows[own])
+                own = torch.tensor(list(self._context_vocab))
+                self._own_head = own, dispatch.quantize_linear(self._rows[own])
             own_ids, head = self._own_head
             logits, ids = torch.cat((logits, head(states)), 1), torch.cat((ids, own_ids))
         places, logprobs = top_tokens(logits, width)
@@ -145,10 +145,10 @@ class _SharedSpan:
     def __init__(self, span: Span) -> None:
         self._span, self._lock = span, threading.Lock()
 
-    def new_cache(self, max_tokens: int) -> KVCache:
+    def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
 
-    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
         with self._lock:
             return self._span.forward(self._span.embed(tokens), plan, cache)
 
@@ -195,7 +195,7 @@ def top_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     return best.gather(1, places // block) * block + places % block, values - total
 
 
-def _pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[Guesses]:
+def _pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[DraftCandidates]:
     rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
     return [[(token, min(0.0, p)) for token, p in zip(*row, strict=True) if p > -math.inf] for row in rows]
 

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from swarm_kernels.batch import BatchPlan
-from swarm_kernels.kvcache.cache import KVCache, RowsRequest
+from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 
 Path = tuple[int, ...]
-Guesses = list[tuple[int, float]]
+DraftCandidates = list[tuple[int, float]]
 """(token, ln of its probability), likeliest first."""
 
 MAX_NODES = 1024  # tree slots in use before all are given back
@@ -28,11 +28,11 @@ _ROOT = -1
 class DraftHead(Protocol):
     """From hidden states to guesses, for one text."""
 
-    def admit(self, tokens: Sequence[int]) -> None:
+    def allow(self, tokens: Sequence[int]) -> None:
         """These tokens occur in the text, so they should be among what can be guessed."""
         ...
 
-    def guess(self, hidden: torch.Tensor, width: int) -> list[Guesses]:
+    def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
         """For each row of `[n, hidden]` the `width` likeliest next tokens."""
         ...
 
@@ -45,9 +45,9 @@ class DraftModel(Protocol):
 
     def new_head(self) -> DraftHead: ...
 
-    def new_cache(self, max_tokens: int) -> KVCache: ...
+    def new_cache(self, max_tokens: int) -> KVCacheManager: ...
 
-    def run(self, tokens: Sequence[int], plan: BatchPlan, cache: KVCache) -> torch.Tensor:
+    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
         """-> `[n, hidden]`, what `guess` takes."""
         ...
 
@@ -58,7 +58,7 @@ class _Node:
 
     slot: int
     hidden: torch.Tensor  # [hidden]
-    guesses: Guesses
+    guesses: DraftCandidates
 
 
 class DraftSession:
@@ -84,19 +84,19 @@ class DraftSession:
         self._cache.rollback(_SESSION, common)
         self._tokens = list(tokens)
         self._head = self._model.new_head()
-        self._head.admit(tokens)
+        self._head.allow(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These follow the text. Nothing is computed before it is asked for."""
         self._tokens += tokens
-        self._head.admit(tokens)
+        self._head.allow(tokens)
 
-    def guess(self, paths: Sequence[Path], width: int) -> list[Guesses]:
+    def propose(self, paths: Sequence[Path], width: int) -> list[DraftCandidates]:
         """What may follow the text and each of `paths`; nothing once the context is full."""
         longest = max((len(path) for path in paths), default=0)
         if not self._tokens or not paths or len(self._tokens) + longest > self._limit:
             return [[] for _ in paths]
-        commit = self._settle()
+        commit = self._sync_with_text()
         missing = self._missing(paths)
         if len(missing) > len(self._free):
             self._drop_tree()
@@ -105,11 +105,11 @@ class DraftSession:
         wanted = [p for p in dict.fromkeys(paths) if p in self._nodes and len(self._nodes[p].guesses) < width]
         if wanted:
             rows = torch.stack([self._nodes[path].hidden for path in wanted])
-            for path, guesses in zip(wanted, self._head.guess(rows, width), strict=True):
+            for path, guesses in zip(wanted, self._head.propose(rows, width), strict=True):
                 self._nodes[path].guesses = guesses
         return [self._nodes[path].guesses[:width] if path in self._nodes else [] for path in paths]
 
-    def _settle(self) -> list[int]:
+    def _sync_with_text(self) -> list[int]:
         """Turn tokens that are certain now and were guessed before into slots to commit; the tree goes on below them.
 
         Where a token was not guessed, nothing of the tree is left.
@@ -141,22 +141,22 @@ class DraftSession:
         base = self._cache.length(_SESSION)
         line = self._tokens[base + len(commit) :]
         while len(line) > CHUNK:
-            self._run(RowsRequest(_SESSION, base, CHUNK, commit=commit), line[:CHUNK])
+            self._run(StepRequest(_SESSION, base, CHUNK, commit_slots=commit), line[:CHUNK])
             base, line, commit = base + len(commit) + CHUNK, line[CHUNK:], []
         slots = [self._free.pop() for _ in missing]
         place = dict(zip(missing, slots, strict=True))
         parents = [place[p[:-1]] if p[:-1] in place else self._slot(p[:-1]) for p in missing]
         if not (line or commit or slots):
             return
-        request = RowsRequest(_SESSION, base, len(line), parents, slots, commit)
+        request = StepRequest(_SESSION, base, len(line), parents, slots, commit)
         hidden = self._run(request, [*line, *(path[-1] for path in missing)])
         if line:
             self._nodes[()] = _Node(_ROOT, hidden[len(line) - 1], [])
         for row, (path, slot) in enumerate(place.items(), len(line)):
             self._nodes[path] = _Node(slot, hidden[row], [])
 
-    def _run(self, request: RowsRequest, tokens: Sequence[int]) -> torch.Tensor:
-        return self._model.run(tokens, self._cache.plan([request]), self._cache)
+    def _run(self, request: StepRequest, tokens: Sequence[int]) -> torch.Tensor:
+        return self._model.run(tokens, self._cache.schedule([request]), self._cache)
 
     def _slot(self, path: Path) -> int:
         return self._nodes[path].slot if path else _ROOT

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.errors import OutOfMemory
-from swarm_kernels.batch import PAGE
+from swarm_kernels.batch import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class KvShape:
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
-    def bytes_per_page(self) -> int:
+    def bytes_per_block(self) -> int:
         """Bytes of one page in all layers."""
-        return PAGE * self.layers * self.bytes_per_token_per_layer
+        return BLOCK_SIZE * self.layers * self.bytes_per_token_per_layer
 
 
-class PagePool:
+class BlockPool:
     """`pages` pages; `k[layer]` is `[pages, G, D, PAGE]`, `v[layer]` is `[pages, G, PAGE, D]`, zero until written.
 
     On a CPU the tensors are a private anonymous mapping, so a page costs physical memory once it is first written.
@@ -56,18 +56,18 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes of address space; what is resident is at most this."""
-        return self.pages * self.shape.bytes_per_page
+        return self.pages * self.shape.bytes_per_block
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """A free page with one reference. Callers count before they take: an empty pool is a bug of ours."""
         page = self._free.pop()
         self.refs[page] = 1
         return page
 
-    def share(self, page: int) -> None:
+    def incref(self, page: int) -> None:
         self.refs[page] += 1
 
-    def drop(self, page: int) -> None:
+    def decref(self, page: int) -> None:
         """Give up one reference; the last one frees the page."""
         self.refs[page] -= 1
         if self.refs[page] == 0:
@@ -80,26 +80,26 @@ class PagePool:
         """
         at = torch.tensor(pages, dtype=torch.long, device=self.k[layer].device)
         k, v = self.k[layer][at], self.v[layer][at]  # copies
-        used = tokens - (len(pages) - 1) * PAGE
+        used = tokens - (len(pages) - 1) * BLOCK_SIZE
         k[-1, :, :, used:] = 0
         v[-1, :, used:] = 0
         return b"".join(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in (k, v))
 
     def write(self, layer: int, pages: Sequence[int], body: bytes | bytearray | memoryview) -> None:
-        """`body` must be of `page_bytes` for each of `pages`."""
+        """`body` must be of `block_bytes` for each of `pages`."""
         at = torch.tensor(pages, dtype=torch.long, device=self.k[layer].device)
         both = torch.frombuffer(bytearray(body), dtype=self.shape.dtype).view(2, -1).to(at.device)
         self.k[layer][at] = both[0].view(-1, *self.k[layer].shape[1:])
         self.v[layer][at] = both[1].view(-1, *self.v[layer].shape[1:])
 
-    def free_pages(self) -> frozenset[int]:
+    def free_blocks(self) -> frozenset[int]:
         return frozenset(self._free)
 
 
 def _allocate(shape: KvShape, pages: int, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    k_size = (pages, shape.kv_heads, shape.head_dim, PAGE)
-    v_size = (pages, shape.kv_heads, PAGE, shape.head_dim)
-    total = pages * shape.bytes_per_page
+    k_size = (pages, shape.kv_heads, shape.head_dim, BLOCK_SIZE)
+    v_size = (pages, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    total = pages * shape.bytes_per_block
     try:
         flat = _lazy_zeros(total, device)
     except (OSError, RuntimeError, MemoryError, OverflowError):

@@ -1,6 +1,6 @@
 """The two-level paged KV cache of one span: committed pages, shared between forks, and of uncommitted tree slots.
 
-Owns which page belongs to whom, and turns requests for rows into a `BatchPlan`. Knows neither models nor peers, and
+Owns which page belongs to whom, and turns requests for rows into a `AttentionMetadata`. Knows neither models nor peers, and
 never reads a key or a value: copies are part of the plan and are carried out by whoever runs it.
 
 Plans must be run in the order they were made, each exactly once: `plan` updates the bookkeeping at once, on the promise
@@ -20,18 +20,18 @@ import numpy.typing as npt
 import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.device.transfer import upload
-from swarm_kernels.kvcache.block_pool import KvShape, PagePool
-from swarm_kernels.kvcache.sequence import BlockDelta, RowsRequest, SessionKey, SessionPages, pages_of
+from swarm_kernels.kvcache.block_pool import BlockPool, KvShape
+from swarm_kernels.kvcache.sequence import BlockDelta, SequenceBlocks, SessionKey, StepRequest, blocks_for
 from swarm_kernels.ops.base.validate import mark_validated
 
-__all__ = ["DEFAULT_MAX_SLOTS", "KVCache", "KvShape", "RowsRequest"]
+__all__ = ["DEFAULT_MAX_SLOTS", "KVCacheManager", "KvShape", "StepRequest"]
 
 DEFAULT_MAX_SLOTS = 4096  # tree slots a session may number, as `messages.MAX_SLOTS`
 
 
-class KVCache:
+class KVCacheManager:
     """Keys and values of `shape.layers` layers for at most `max_tokens` tokens in all, rounded up to whole pages.
 
     `k[i]`, `v[i]` are the tensors of the span's i-th layer, see `kv_pool`. Not thread-safe: one owner calls it.
@@ -47,21 +47,21 @@ class KVCache:
         self.shape = shape
         self.device = torch.device(device)
         self.max_slots = max_slots
-        self.pool = PagePool(shape, max(1, pages_of(max_tokens)), self.device)
+        self.pool = BlockPool(shape, max(1, blocks_for(max_tokens)), self.device)
         self.k, self.v = self.pool.k, self.pool.v
         self.top_position = 0  # the largest position any plan has held
-        self._sessions: dict[SessionKey, SessionPages] = {}
+        self._sessions: dict[SessionKey, SequenceBlocks] = {}
 
     # --- what there is ------------------------------------------------------------------------------------------
 
     @property
     def capacity_tokens(self) -> int:
-        return self.pool.pages * PAGE
+        return self.pool.pages * BLOCK_SIZE
 
     @property
     def free_tokens(self) -> int:
         """Tokens nobody holds or was promised: the largest reservation a new session can get."""
-        return (self.pool.free - self._promised()) * PAGE
+        return (self.pool.free - self._reserved()) * BLOCK_SIZE
 
     @property
     def nbytes(self) -> int:
@@ -86,8 +86,8 @@ class KVCache:
     def open(self, session: SessionKey, max_tokens: int) -> None:
         """Start an empty session that may commit `max_tokens`. Raises OutOfMemory, InvalidRequest."""
         self._check_new(session, max_tokens)
-        self._check_promise(pages_of(max_tokens))
-        self._sessions[session] = SessionPages(max_tokens)
+        self._check_reservation(blocks_for(max_tokens))
+        self._sessions[session] = SequenceBlocks(max_tokens)
 
     def fork(self, parent: SessionKey, child: SessionKey, max_tokens: int, length: int | None = None) -> None:
         """Start `child` with committed tokens of `parent`; the pages are shared until one of them writes.
@@ -100,19 +100,21 @@ class KVCache:
         length = source.length if length is None else length
         if not 0 <= length <= min(source.length, max_tokens):
             raise InvalidRequest(f"{length} of {source.length} tokens cannot be shared by a session of {max_tokens}")
-        count, partial = pages_of(length), length % PAGE != 0
-        own = pages_of(max_tokens) - (count - partial)
+        count, partial = blocks_for(length), length % BLOCK_SIZE != 0
+        own = blocks_for(max_tokens) - (count - partial)
         last = partial and count == source.count  # the parent's last page is shared, and it may want to go on in it
         holds = source.count - last + len(source.tree_pages)
-        self._check_promise(own + max(0, source.guarantee - holds) - source.debt(self.pool) if last else own)
-        forked = SessionPages(max_tokens)
+        self._check_reservation(
+            own + max(0, source.reserved_blocks - holds) - source.unallocated_reservation(self.pool) if last else own
+        )
+        forked = SequenceBlocks(max_tokens)
         forked.table = source.table[:count].copy()
         forked.length, forked.count = length, count
         for page in source.table[:count].tolist():
-            self.pool.share(page)
+            self.pool.incref(page)
         self._sessions[child] = forked
 
-    def seal(self, session: SessionKey, length: int) -> None:
+    def freeze_prefix(self, session: SessionKey, length: int) -> None:
         """Keep the first `length` committed tokens for others to share; nothing more will be written.
 
         What was promised to the session is free again. Raises InvalidRequest.
@@ -149,12 +151,12 @@ class KVCache:
         pages = self._get(session)
         if not 0 <= length <= pages.length:
             raise InvalidRequest(f"cannot roll {pages.length} committed tokens back to {length}")
-        kept = pages_of(length)
+        kept = blocks_for(length)
         refs = self.pool.refs
         freed = sum(refs[page] == 1 for page in pages.table[kept : pages.count].tolist())
-        unusable = length % PAGE != 0 and refs[pages.table[kept - 1]] > 1
-        debt = max(0, pages.guarantee - (kept - unusable))
-        self._check_promise(debt - pages.debt(self.pool) - freed - len(pages.tree_pages))
+        unusable = length % BLOCK_SIZE != 0 and refs[pages.table[kept - 1]] > 1
+        debt = max(0, pages.reserved_blocks - (kept - unusable))
+        self._check_reservation(debt - pages.unallocated_reservation(self.pool) - freed - len(pages.tree_pages))
         self.drop_tree(session)
         pages.truncate(length, self.pool)
 
@@ -165,9 +167,9 @@ class KVCache:
         pages = self._get(session)
         if not 0 <= tokens <= pages.length:
             raise InvalidRequest(f"{tokens} of {pages.length} committed tokens were asked for")
-        return [int(page) for page in pages.table[: pages_of(tokens)]]
+        return [int(page) for page in pages.table[: blocks_for(tokens)]]
 
-    def adopt(self, session: SessionKey, tokens: int) -> list[int]:
+    def import_blocks(self, session: SessionKey, tokens: int) -> list[int]:
         """Count `tokens` of an empty session as committed. -> the pages to fill by `pool.write`. Raises InvalidRequest.
 
         Nothing may be computed for the session before they are.
@@ -180,17 +182,17 @@ class KVCache:
 
     # --- the main call ------------------------------------------------------------------------------------------
 
-    def plan(self, requests: Sequence[RowsRequest]) -> BatchPlan:
+    def schedule(self, requests: Sequence[StepRequest]) -> AttentionMetadata:
         """Place the rows of `requests`, one a session at most, in their order.
 
         Raises InvalidRequest (a step its session does not allow) or OutOfMemory (no pages left), and then nothing has
         changed for any of the sessions.
         """
         checked = self._check(requests)
-        writer = _PlanWriter(sum(request.rows for request in requests))
+        writer = _MetadataBuilder(sum(request.rows for request in requests))
         moved = []
         for pages, request, draft in checked:  # a slot that moves is addressed before its page is given back
-            moved.append([pages.slot_address(slot) for slot in request.commit])
+            moved.append([pages.slot_address(slot) for slot in request.commit_slots])
             if draft.give:
                 pages.release_tree_pages(draft.tree_pages, self.pool)
         for index, (pages, request, draft) in enumerate(checked):
@@ -201,7 +203,7 @@ class KVCache:
             mark_validated(plan, self.pool.pages)
         return plan
 
-    def _check(self, requests: Sequence[RowsRequest]) -> list[tuple[SessionPages, RowsRequest, BlockDelta]]:
+    def _check(self, requests: Sequence[StepRequest]) -> list[tuple[SequenceBlocks, StepRequest, BlockDelta]]:
         checked = []
         beyond = False
         for request in requests:
@@ -212,22 +214,24 @@ class KVCache:
         if len(checked) > 1 and len({request.session for request in requests}) < len(checked):
             raise InvalidRequest("a batch may hold one step of a session")
         if beyond:
-            needed = sum(draft.take - draft.give + pages.debt_after(draft, self.pool) for pages, _, draft in checked)
-            self._check_promise(needed - sum(pages.debt(self.pool) for pages, _, _ in checked))
+            needed = sum(
+                draft.take - draft.give + pages.unallocated_after(draft, self.pool) for pages, _, draft in checked
+            )
+            self._check_reservation(needed - sum(pages.unallocated_reservation(self.pool) for pages, _, _ in checked))
         return checked
 
     def _apply(
         self,
-        pages: SessionPages,
-        request: RowsRequest,
+        pages: SequenceBlocks,
+        request: StepRequest,
         draft: BlockDelta,
         moved: list[int],
-        writer: _PlanWriter,
+        writer: _MetadataBuilder,
         index: int,
     ) -> None:
         if draft.copy_last:
-            old, new = pages.own_last_page(self.pool)
-            writer.copy_page(old, new, pages.length % PAGE)
+            old, new = pages.copy_on_write_last(self.pool)
+            writer.copy_page(old, new, pages.length % BLOCK_SIZE)
         start = pages.length
         line_start = start + len(moved)
         pages.grow(draft.new_length, self.pool)
@@ -235,13 +239,13 @@ class KVCache:
         pages.tree = draft.tree
         writer.copy_from.extend(moved)
         writer.copy_to.extend(pages.address(position) for position in range(start, line_start))
-        writer.add_line(index, pages, line_start, request.line)
+        writer.add_line(index, pages, line_start, request.causal_rows)
         if request.slots:
             writer.add_tree(index, pages, request.slots)
 
     # --- accounting ---------------------------------------------------------------------------------------------
 
-    def _get(self, session: SessionKey) -> SessionPages:
+    def _get(self, session: SessionKey) -> SequenceBlocks:
         pages = self._sessions.get(session)
         if pages is None:
             raise InvalidRequest("this session is not open here")
@@ -253,18 +257,18 @@ class KVCache:
         if max_tokens < 1:
             raise InvalidRequest(f"a session cannot reserve {max_tokens} tokens")
 
-    def _promised(self) -> int:
+    def _reserved(self) -> int:
         """Pages promised to open sessions and not yet taken."""
-        return sum(pages.debt(self.pool) for pages in self._sessions.values())
+        return sum(pages.unallocated_reservation(self.pool) for pages in self._sessions.values())
 
-    def _check_promise(self, pages: int) -> None:
+    def _check_reservation(self, pages: int) -> None:
         """Raise OutOfMemory unless `pages` more can be taken or promised."""
         if pages <= 0:
             return
-        available = self.pool.free - self._promised()
+        available = self.pool.free - self._reserved()
         if pages > available:
             raise OutOfMemory(
-                f"{pages * PAGE} more tokens of KV memory are needed, {available * PAGE} of {self.capacity_tokens} free"
+                f"{pages * BLOCK_SIZE} more tokens of KV memory are needed, {available * BLOCK_SIZE} of {self.capacity_tokens} free"
             )
 
     def check_integrity(self) -> None:
@@ -276,18 +280,20 @@ class KVCache:
                 refs[page] += 1
             for index in pages.tree_pages:
                 refs[int(pages.tree_table[index])] += 1
-        free = self.pool.free_pages()
+        free = self.pool.free_blocks()
         _require(refs == self.pool.refs, "reference counts are not what the sessions hold")
         _require(len(free) == self.pool.free, "a page is free twice")
         _require(free == {page for page, count in enumerate(refs) if count == 0}, "the free list is not what is free")
-        _require(self._promised() <= self.pool.free, "more pages are promised than there are")
+        _require(self._reserved() <= self.pool.free, "more pages are promised than there are")
 
-    def _check_session(self, pages: SessionPages) -> None:
+    def _check_session(self, pages: SequenceBlocks) -> None:
         held = pages.table[: pages.count].tolist()
-        _require(pages.count == pages_of(pages.length), "a session's pages are not what its tokens need")
+        _require(pages.count == blocks_for(pages.length), "a session's pages are not what its tokens need")
         _require(len(set(held)) == len(held), "a session holds a page twice")
         _require(pages.length <= pages.max_tokens, "a session is longer than its reservation")
-        _require(set(pages.tree_pages) == {slot // PAGE for slot in pages.tree}, "a tree's pages are not what it needs")
+        _require(
+            set(pages.tree_pages) == {slot // BLOCK_SIZE for slot in pages.tree}, "a tree's pages are not what it needs"
+        )
         for index in pages.tree_pages:
             _require(self.pool.refs[int(pages.tree_table[index])] == 1, "a tree page is shared")
         for slot, node in pages.tree.items():
@@ -298,7 +304,7 @@ class KVCache:
             _require(node.position == position, "a tree slot's position is wrong")
 
 
-class _PlanWriter:
+class _MetadataBuilder:
     """Collects the rows of a plan in numpy arrays, which become tensors without a copy."""
 
     __slots__ = ("copy_from", "copy_to", "masks", "past", "positions", "row", "rows", "session", "top", "write")
@@ -316,10 +322,10 @@ class _PlanWriter:
         self.copy_to: list[int] = []
 
     def copy_page(self, old: int, new: int, tokens: int) -> None:
-        self.copy_from.extend(range(old * PAGE, old * PAGE + tokens))
-        self.copy_to.extend(range(new * PAGE, new * PAGE + tokens))
+        self.copy_from.extend(range(old * BLOCK_SIZE, old * BLOCK_SIZE + tokens))
+        self.copy_to.extend(range(new * BLOCK_SIZE, new * BLOCK_SIZE + tokens))
 
-    def add_line(self, index: int, pages: SessionPages, start: int, rows: int) -> None:
+    def add_line(self, index: int, pages: SequenceBlocks, start: int, rows: int) -> None:
         row = self.row
         if rows == 1:
             self.positions[row] = start
@@ -330,13 +336,15 @@ class _PlanWriter:
             part = slice(row, row + rows)
             positions = np.arange(start, start + rows, dtype=np.int64)
             self.positions[part] = positions
-            self.write[part] = pages.table[positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+            self.write[part] = (
+                pages.table[positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+            )
             self.past[part] = positions + 1
             self.session[part] = index
         self.row += rows
         self.top = max(self.top, start + rows - 1)
 
-    def add_tree(self, index: int, pages: SessionPages, slots: Sequence[int]) -> None:
+    def add_tree(self, index: int, pages: SequenceBlocks, slots: Sequence[int]) -> None:
         row = self.row
         for slot in slots:
             node = pages.tree[slot]
@@ -349,7 +357,7 @@ class _PlanWriter:
         self.session[self.row : row] = index
         self.row = row
 
-    def finish(self, sessions: Sequence[SessionPages], device: torch.device) -> BatchPlan:
+    def finish(self, sessions: Sequence[SequenceBlocks], device: torch.device) -> AttentionMetadata:
         tree_sessions = sessions if self.masks else ()
         words = max((pages.tree_words() for pages in tree_sessions), default=0)
         tree_mask = np.zeros((self.rows, words), np.int64)
@@ -361,12 +369,12 @@ class _PlanWriter:
             self.past,
             self.write,
             _table([pages.table[: pages.count] for pages in sessions]),
-            _table([pages.tree_table[: words * (64 // PAGE)] for pages in sessions]),
+            _table([pages.tree_table[: words * (64 // BLOCK_SIZE)] for pages in sessions]),
             tree_mask,
             np.array(self.copy_from, np.int64),
             np.array(self.copy_to, np.int64),
         )
-        return BatchPlan(*upload(tensors, device))
+        return AttentionMetadata(*upload(tensors, device))
 
 
 def _table(rows: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:

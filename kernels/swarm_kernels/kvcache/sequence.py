@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.errors import InvalidRequest
-from swarm_kernels.batch import PAGE
-from swarm_kernels.kvcache.block_pool import PagePool
+from swarm_kernels.batch import BLOCK_SIZE
+from swarm_kernels.kvcache.block_pool import BlockPool
 
 SessionKey = bytes
 ROOT = -1  # parent of a child of the last committed token
@@ -26,19 +26,19 @@ _NO_PAGES: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class RowsRequest:
+class StepRequest:
     """New rows of one session, in the words of `messages.Step`: `commit` moves, then `line`, then tree rows."""
 
     session: SessionKey
-    base: int
-    line: int = 1
+    committed_before: int
+    causal_rows: int = 1
     parents: Sequence[int] = ()
     slots: Sequence[int] = ()
-    commit: Sequence[int] = ()
+    commit_slots: Sequence[int] = ()
 
     @property
     def rows(self) -> int:
-        return self.line + len(self.slots)
+        return self.causal_rows + len(self.slots)
 
 
 class TreeNode(NamedTuple):
@@ -61,7 +61,7 @@ class BlockDelta:
     give: int  # ... and tree pages to give back first
 
 
-class SessionPages:
+class SequenceBlocks:
     """Mutable bookkeeping of one session. `check` is pure; `apply` cannot fail."""
 
     __slots__ = ("count", "length", "max_tokens", "table", "tree", "tree_pages", "tree_table")
@@ -79,54 +79,56 @@ class SessionPages:
     # --- what it may still take ---------------------------------------------------------------------------------
 
     @property
-    def guarantee(self) -> int:
-        return pages_of(self.max_tokens)
+    def reserved_blocks(self) -> int:
+        return blocks_for(self.max_tokens)
 
-    def debt(self, pool: PagePool) -> int:
+    def unallocated_reservation(self, pool: BlockPool) -> int:
         """Pages it was promised and does not hold yet. A shared page it would have to copy to go on is not held."""
-        return max(0, self.guarantee - (self.count - self._last_is_shared(pool) + len(self.tree_pages)))
+        return max(0, self.reserved_blocks - (self.count - self._last_is_shared(pool) + len(self.tree_pages)))
 
-    def debt_after(self, draft: BlockDelta, pool: PagePool) -> int:
+    def unallocated_after(self, draft: BlockDelta, pool: BlockPool) -> int:
         still_shared = draft.new_length == self.length and self._last_is_shared(pool)
-        return max(0, self.guarantee - (pages_of(draft.new_length) - still_shared + len(draft.tree_pages)))
+        return max(0, self.reserved_blocks - (blocks_for(draft.new_length) - still_shared + len(draft.tree_pages)))
 
-    def _last_is_shared(self, pool: PagePool) -> bool:
+    def _last_is_shared(self, pool: BlockPool) -> bool:
         """Whether the last page has room left but others read it too."""
-        return self.length % PAGE != 0 and pool.refs[self.table[self.count - 1]] > 1
+        return self.length % BLOCK_SIZE != 0 and pool.refs[self.table[self.count - 1]] > 1
 
     # --- checking a request -------------------------------------------------------------------------------------
 
-    def check(self, request: RowsRequest, pool: PagePool, max_slots: int) -> BlockDelta:
+    def check(self, request: StepRequest, pool: BlockPool, max_slots: int) -> BlockDelta:
         """What `request` would do. Raises InvalidRequest; changes nothing."""
-        if request.base != self.length:
-            raise InvalidRequest(f"the step starts at {request.base} committed tokens, this session has {self.length}")
-        if request.line < 0 or request.rows + len(request.commit) == 0:
+        if request.committed_before != self.length:
+            raise InvalidRequest(
+                f"the step starts at {request.committed_before} committed tokens, this session has {self.length}"
+            )
+        if request.causal_rows < 0 or request.rows + len(request.commit_slots) == 0:
             raise InvalidRequest("the step has no rows and commits nothing")
         if len(request.parents) != len(request.slots):
             raise InvalidRequest(f"the step names {len(request.parents)} parents for {len(request.slots)} tree rows")
-        new_length = self.length + len(request.commit) + request.line
+        new_length = self.length + len(request.commit_slots) + request.causal_rows
         if new_length > self.max_tokens:
             raise InvalidRequest(f"the step needs {new_length} tokens, the session reserved {self.max_tokens}")
         copy_last = new_length > self.length and self._last_is_shared(pool)
-        take = pages_of(new_length) - self.count + copy_last
-        if not (self.tree or request.slots or request.commit):
+        take = blocks_for(new_length) - self.count + copy_last
+        if not (self.tree or request.slots or request.commit_slots):
             return BlockDelta(self.tree, _NO_PAGES, new_length, copy_last, take, 0)
         tree = self._tree_after_commit(request)
         if request.slots:
             tree = self._with_rows(tree, request, new_length, max_slots)
-        pages = {slot // PAGE for slot in tree}
+        pages = {slot // BLOCK_SIZE for slot in tree}
         give = len(self.tree_pages - pages)
         return BlockDelta(tree, pages, new_length, copy_last, take + len(pages - self.tree_pages), give)
 
-    def _tree_after_commit(self, request: RowsRequest) -> dict[int, TreeNode]:
+    def _tree_after_commit(self, request: StepRequest) -> dict[int, TreeNode]:
         """The slots that still hang on the last committed token once `commit` has moved and the line is written."""
         parent, moved = ROOT, 0
-        for slot in request.commit:
+        for slot in request.commit_slots:
             node = self.tree.get(slot)
             if node is None or node.parent != parent:
                 raise InvalidRequest(f"tree slot {slot} cannot be committed: it is not a child of the token before it")
             parent, moved = slot, moved | 1 << slot
-        if request.line:
+        if request.causal_rows:
             return {}
         if not moved:
             return self.tree
@@ -138,7 +140,7 @@ class SessionPages:
         }
 
     @staticmethod
-    def _with_rows(tree: dict[int, TreeNode], request: RowsRequest, length: int, max_slots: int) -> dict[int, TreeNode]:
+    def _with_rows(tree: dict[int, TreeNode], request: StepRequest, length: int, max_slots: int) -> dict[int, TreeNode]:
         tree = dict(tree)
         for parent, slot in zip(request.parents, request.slots, strict=True):
             if not 0 <= slot < max_slots:
@@ -157,19 +159,19 @@ class SessionPages:
 
     def slot_address(self, slot: int) -> int:
         """Flat address of a live tree slot."""
-        return int(self.tree_table[slot // PAGE]) * PAGE + slot % PAGE
+        return int(self.tree_table[slot // BLOCK_SIZE]) * BLOCK_SIZE + slot % BLOCK_SIZE
 
     def address(self, position: int) -> int:
         """Flat address of a committed position."""
-        return int(self.table[position // PAGE]) * PAGE + position % PAGE
+        return int(self.table[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
 
-    def release_tree_pages(self, keep: Collection[int], pool: PagePool) -> None:
+    def release_tree_pages(self, keep: Collection[int], pool: BlockPool) -> None:
         """Give back the tree pages whose index is not in `keep`."""
         for index in sorted(self.tree_pages - set(keep)):
-            pool.drop(int(self.tree_table[index]))
+            pool.decref(int(self.tree_table[index]))
         self.tree_pages = self.tree_pages & set(keep)
 
-    def take_tree_pages(self, wanted: Collection[int], pool: PagePool) -> None:
+    def take_tree_pages(self, wanted: Collection[int], pool: BlockPool) -> None:
         missing = set(wanted) - self.tree_pages
         if not missing:
             return
@@ -177,39 +179,39 @@ class SessionPages:
         table = np.zeros(max(top, len(self.tree_table)), np.int32)  # a new one: earlier plans look at the old
         table[: len(self.tree_table)] = self.tree_table
         for index in sorted(missing):
-            table[index] = pool.take()
+            table[index] = pool.allocate()
         self.tree_table = table
         self.tree_pages = set(wanted) | self.tree_pages
 
-    def own_last_page(self, pool: PagePool) -> tuple[int, int]:
+    def copy_on_write_last(self, pool: BlockPool) -> tuple[int, int]:
         """Swap the shared last page for one of our own. -> (old page, new page); the caller copies the contents."""
-        old, new = int(self.table[self.count - 1]), pool.take()
+        old, new = int(self.table[self.count - 1]), pool.allocate()
         table = self.table.copy()
         table[self.count - 1] = new
         self.table = table
-        pool.drop(old)
+        pool.decref(old)
         return old, new
 
-    def grow(self, length: int, pool: PagePool) -> None:
+    def grow(self, length: int, pool: BlockPool) -> None:
         """Take pages for `length` committed tokens."""
-        count = pages_of(length)
+        count = blocks_for(length)
         if count > len(self.table):
             table = np.zeros(max(count, 2 * len(self.table)), np.int32)
             table[: self.count] = self.table[: self.count]
             self.table = table
         for index in range(self.count, count):
-            self.table[index] = pool.take()
+            self.table[index] = pool.allocate()
         self.count, self.length = count, length
 
-    def truncate(self, length: int, pool: PagePool) -> None:
+    def truncate(self, length: int, pool: BlockPool) -> None:
         """Forget all committed tokens from `length` on."""
-        count = pages_of(length)
+        count = blocks_for(length)
         for index in range(count, self.count):
-            pool.drop(int(self.table[index]))
+            pool.decref(int(self.table[index]))
         self.table = self.table.copy()
         self.count, self.length = count, length
 
-    def prune(self, slots: Collection[int], pool: PagePool) -> None:
+    def prune(self, slots: Collection[int], pool: BlockPool) -> None:
         """Drop those of `slots` that are alive, and everything that hangs on them."""
         gone = 0
         for slot in slots:
@@ -217,12 +219,12 @@ class SessionPages:
                 gone |= 1 << slot
         if gone:
             self.tree = {slot: node for slot, node in self.tree.items() if not node.mask & gone}
-            self.release_tree_pages({slot // PAGE for slot in self.tree}, pool)
+            self.release_tree_pages({slot // BLOCK_SIZE for slot in self.tree}, pool)
 
     def tree_words(self) -> int:
         """64-bit words that a mask over its tree slots takes."""
         return (max(self.tree) >> 6) + 1 if self.tree else 0
 
 
-def pages_of(tokens: int) -> int:
-    return -(-tokens // PAGE)
+def blocks_for(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)

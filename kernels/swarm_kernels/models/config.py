@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LEAN_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+FAST_PATH_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """`model_type`s the lean span runs; SmolLM and SmolLM2 are `llama`. All others take transformers' own layers."""
 
 
@@ -45,7 +45,7 @@ class ModelConfig:
     hf: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def lean(self) -> bool:
+    def has_fast_path(self) -> bool:
         """Whether the lean span covers this model exactly; else the general path runs it."""
         full_window = self.sliding_window is None or self.sliding_window >= self.context_length
-        return self.model_type in LEAN_ARCHITECTURES and self.hidden_act in ("silu", "swish") and full_window
+        return self.model_type in FAST_PATH_ARCHITECTURES and self.hidden_act in ("silu", "swish") and full_window

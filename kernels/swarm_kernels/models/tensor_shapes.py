@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from swarm.errors import CorruptModel
-from swarm_kernels.models.config import LEAN_ARCHITECTURES, ModelConfig
+from swarm_kernels.models.config import FAST_PATH_ARCHITECTURES, ModelConfig
 
 
 class _Shaped(Protocol):
@@ -19,7 +19,7 @@ def check_shapes(config: ModelConfig, tensors: Mapping[str, _Shaped], where: str
 
     Other architectures name their tensors differently and are left to whoever runs them.
     """
-    if config.model_type not in LEAN_ARCHITECTURES:
+    if config.model_type not in FAST_PATH_ARCHITECTURES:
         return
     for name, shape in _promised(config):
         if name not in tensors:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops import gpu
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
@@ -20,23 +20,23 @@ from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
 from swarm_kernels.ops.base.validate import check_cache, check_plan, check_rows, check_slots, check_step
 from swarm_kernels.ops.cpu import cpu_library, cpu_linear
 from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
-from swarm_kernels.ops.cpu.cpu_library import available, describe, set_threads, use
+from swarm_kernels.ops.cpu.cpu_library import describe, isa, select_isa, set_threads
 
 __all__ = [
     "LayerWeights",
     "Linear",
     "apply_rope",
     "attend",
-    "available",
     "commit_tree_slots",
     "decoder_layer",
     "decoder_layers",
     "describe",
+    "isa",
     "pack_linear",
-    "quantise_linear",
+    "quantize_linear",
     "rms_norm",
+    "select_isa",
     "set_threads",
-    "use",
 ]
 
 
@@ -54,7 +54,7 @@ def attend(
     v: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    plan: BatchPlan,
+    plan: AttentionMetadata,
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -94,7 +94,7 @@ def decoder_layer(
     sin: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    plan: BatchPlan,
+    plan: AttentionMetadata,
 ) -> torch.Tensor:
     """`decoder_layers` of one layer."""
     return decoder_layers(hidden, (weights,), cos, sin, ((k_pages, v_pages),), plan)
@@ -106,7 +106,7 @@ def decoder_layers(
     cos: torch.Tensor,
     sin: torch.Tensor,
     caches: Sequence[LayerCache],
-    plan: BatchPlan,
+    plan: AttentionMetadata,
 ) -> torch.Tensor:
     """See `LayerStack.run`. Raises KernelError.
 
@@ -140,7 +140,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     return plain_linear(weight, bias)
 
 
-def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Linear:
+def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Linear:
     """Prepare a linear layer in 8 or 4 `bits`, see `quantised` and `quantised4`. `weight [N, K]` of any float dtype,
     best fp32, `bias [N]`.
 
@@ -151,8 +151,8 @@ def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits
     if bits not in (4, 8):
         raise KernelError(f"a linear layer cannot be held in {bits} bits")
     if weight.device.type == "cpu" and cpu_library.library() is not None:
-        return (cpu_linear.quantise_linear4 if bits == 4 else cpu_linear.quantise_linear)(weight, bias)
-    return (int4_linear.quantise_linear if bits == 4 else int8_linear.quantise_linear)(weight, bias)
+        return (cpu_linear.quantize_linear4 if bits == 4 else cpu_linear.quantize_linear)(weight, bias)
+    return (int4_linear.quantize_linear if bits == 4 else int8_linear.quantize_linear)(weight, bias)
 
 
 def _check_shapes(weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """The general span: any decoder that transformers can run through its attention interface, on our paged attention.
 
 Owns how transformers' own forward code is made to run a slice of its layers on packed rows. Each decoder layer sits
-behind a `_Gate`: those before the slice pass on what they get, the one right before it hands in our hidden states, the
+behind a `_LayerTap`: those before the slice pass on what they get, the one right before it hands in our hidden states, the
 last one of the slice ends the run. So everything a model does around its layers (positions, scales, caps on logits) is
 transformers' own code and need not be known here. Only code that ships with transformers runs, never a model's own.
 
@@ -21,12 +21,12 @@ from transformers import AttentionInterface
 
 from swarm.errors import InvalidRequest, OutOfMemory, UnsupportedModel
 from swarm.types import LayerSpan
-from swarm_kernels.batch import BatchPlan
-from swarm_kernels.kvcache.cache import KVCache, KvShape
+from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
-from swarm_kernels.runtime.hf_weights import Skeleton, load_weights, skeleton
+from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
 from swarm_kernels.runtime.span import Progress, check_part, check_tokens
 
 ATTENTION = "swarm"
@@ -44,8 +44,8 @@ _PROBE_ERRORS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, 
 class _Run:
     """What the attention of the layers needs to know while a batch is in flight."""
 
-    plan: BatchPlan
-    cache: KVCache | None  # None: note the shapes, compute nothing
+    plan: AttentionMetadata
+    cache: KVCacheManager | None  # None: note the shapes, compute nothing
     first_layer: int
     seen: list[tuple[int, int, int]] = field(default_factory=list)  # (layer of the span, key heads, head size)
 
@@ -85,7 +85,7 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-class _Finished(Exception):
+class _StopForward(Exception):
     """Ends transformers' forward once the last layer asked for has run. Never leaves this module."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class _Finished(Exception):
 
 
 @dataclass(slots=True)
-class _Route:
+class _TapState:
     """What the gates of one model do in the run at hand."""
 
     start: int = 0
@@ -104,10 +104,10 @@ class _Route:
     probe: torch.nn.Module | None = None  # a layer to run in place of layer 0, to learn `tuples`
 
 
-class _Gate(torch.nn.Module):
+class _LayerTap(torch.nn.Module):
     """Stands where layer `index` was; attributes the model reads from its layers are the layer's."""
 
-    def __init__(self, layer: torch.nn.Module, index: int, route: _Route) -> None:
+    def __init__(self, layer: torch.nn.Module, index: int, route: _TapState) -> None:
         super().__init__()
         self.layer = layer
         self.index = index
@@ -119,7 +119,7 @@ class _Gate(torch.nn.Module):
             output = (route.probe or self.layer)(hidden, *args, **kwargs)
             if self.index == route.end - 1:
                 route.tuples = isinstance(output, tuple)
-                raise _Finished(output[0] if route.tuples else output)
+                raise _StopForward(output[0] if route.tuples else output)
             return output
         if self.index == route.start - 1 and route.hidden is not None:
             hidden = route.hidden
@@ -132,11 +132,11 @@ class _Gate(torch.nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
 
-class GeneralSpan:
+class HfSpan:
     """See `span.Span`. Use `load`."""
 
     def __init__(
-        self, config: ModelConfig, layers: LayerSpan, dtype: torch.dtype, device: torch.device, model: Skeleton
+        self, config: ModelConfig, layers: LayerSpan, dtype: torch.dtype, device: torch.device, model: MetaModel
     ) -> None:
         """`model`: its weights loaded. Raises UnsupportedModel if its layers cannot run on our attention."""
         self.config = config
@@ -151,21 +151,21 @@ class GeneralSpan:
         self._embedding_size = int(next(model.embedding.parameters()).shape[-1])
         self.layer_bytes = max(_nbytes(model.layers[index]) for index in layers)
         self.edge_bytes = _nbytes(model.causal_lm) - sum(_nbytes(layer) for layer in model.layers)
-        self._route = _Route()
+        self._route = _TapState()
         first_layer = model.layers[layers.start]
         for index, layer in enumerate(model.layers):
-            model.layers[index] = _Gate(layer, index, self._route)
+            model.layers[index] = _LayerTap(layer, index, self._route)
         self._kv_heads, self._head_dim = self._probe(first_layer)
 
     @classmethod
     def load(
         cls, source: ModelSource, layers: LayerSpan, dtype: torch.dtype, device: torch.device, progress: Progress
-    ) -> GeneralSpan:
+    ) -> HfSpan:
         """see `span_loading.load_span`."""
         if not dtype.is_floating_point:
             raise UnsupportedModel(f"models of type {source.config.model_type} are not served in 8 or 4 bits; use bf16")
         try:
-            model = skeleton(source.config, ATTENTION, dtype)
+            model = meta_model(source.config, ATTENTION, dtype)
             load_weights(model, source, layers, device, progress)
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
@@ -178,8 +178,8 @@ class GeneralSpan:
     def _kv_shape(self) -> KvShape:
         return KvShape(len(self.layers), self._kv_heads, self._head_dim, self.dtype)
 
-    def new_cache(self, max_tokens: int) -> KVCache:
-        return KVCache(self._kv_shape(), max_tokens, self.device)
+    def new_cache(self, max_tokens: int) -> KVCacheManager:
+        return KVCacheManager(self._kv_shape(), max_tokens, self.device)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -191,7 +191,12 @@ class GeneralSpan:
 
     @torch.inference_mode()
     def forward(
-        self, hidden: torch.Tensor, plan: BatchPlan, cache: KVCache, start: int | None = None, end: int | None = None
+        self,
+        hidden: torch.Tensor,
+        plan: AttentionMetadata,
+        cache: KVCacheManager,
+        start: int | None = None,
+        end: int | None = None,
     ) -> torch.Tensor:
         first, last = check_part(self.layers, start, end)
         hidden = hidden.to(device=self.device, dtype=self.dtype)
@@ -220,7 +225,7 @@ class GeneralSpan:
         with self._routed(start, end, hidden):
             try:
                 self._decoder(inputs_embeds=inputs, position_ids=positions[None], use_cache=False)
-            except _Finished as finished:
+            except _StopForward as finished:
                 return finished.hidden[0]
         raise self._unsupported("transformers does not run its layers one after another")
 
@@ -240,7 +245,7 @@ class GeneralSpan:
 
     def _probe(self, first_layer: torch.nn.Module) -> tuple[int, int]:
         """Run one row through every layer here and see how it calls attention. -> (key heads, head size)."""
-        plan = KVCache(KvShape(1, 1, 1, self.dtype), 1).plan([])
+        plan = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])
         run = _Run(plan, None, self.layers.start)
         row = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         position = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -26,7 +26,7 @@ _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 @dataclass(slots=True)
-class Skeleton:
+class MetaModel:
     """A transformers model, all on the meta device until `load_weights`."""
 
     causal_lm: Any  # PreTrainedModel: hidden states -> logits
@@ -35,7 +35,7 @@ class Skeleton:
     embedding: torch.nn.Module
 
 
-def skeleton(config: ModelConfig, attention: str, dtype: torch.dtype) -> Skeleton:
+def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype) -> MetaModel:
     """Build the model a config describes, without weights and with `attention` as its attention.
 
     Raises UnsupportedModel if transformers has no such decoder, or it does more than attend to all or the last tokens.
@@ -57,7 +57,7 @@ def skeleton(config: ModelConfig, attention: str, dtype: torch.dtype) -> Skeleto
     )
     if layers is None:
         raise UnsupportedModel(f"models of type {kind} have no plain list of {config.num_layers} layers")
-    return Skeleton(model.requires_grad_(False), decoder, layers, model.get_input_embeddings())
+    return MetaModel(model.requires_grad_(False), decoder, layers, model.get_input_embeddings())
 
 
 def _check_layer_kinds(kind: str, hf: Any) -> None:
@@ -69,14 +69,14 @@ def _check_layer_kinds(kind: str, hf: Any) -> None:
 
 
 def load_weights(
-    model: Skeleton, source: ModelSource, layers: LayerSpan, device: torch.device, progress: Progress
+    model: MetaModel, source: ModelSource, layers: LayerSpan, device: torch.device, progress: Progress
 ) -> None:
     """Fill the parameters of `layers`, of what surrounds all layers, and of the embedding and head where they belong.
 
     Everything else stays on the meta device and costs nothing. Raises CorruptModel, UnsupportedModel.
     """
     _fill_buffers(model.causal_lm, device)
-    filler = _Filler(model.causal_lm, source, device)
+    filler = _WeightLoader(model.causal_lm, source, device)
     filler.fill(_outside_names(model, layers), None)
     progress(1 / (len(layers) + 1))
     list_name = next(name for name, module in model.causal_lm.named_modules() if module is model.layers)
@@ -86,7 +86,7 @@ def load_weights(
         progress(done / (len(layers) + 1))
 
 
-def _outside_names(model: Skeleton, layers: LayerSpan) -> set[str]:
+def _outside_names(model: MetaModel, layers: LayerSpan) -> set[str]:
     """What belongs to no layer, without the embedding or head that this span does not need. Tied ones are both."""
     inside = {id(p) for p in model.layers.state_dict(keep_vars=True).values()}
     embedding = {id(p) for p in model.embedding.parameters()}
@@ -109,7 +109,7 @@ def _fill_buffers(causal_lm: Any, device: torch.device) -> None:
             causal_lm._init_weights(module)
 
 
-class _Filler:
+class _WeightLoader:
     """Puts tensors of a source into a model, under their own names or by transformers' conversions."""
 
     def __init__(self, causal_lm: Any, source: ModelSource, device: torch.device) -> None:

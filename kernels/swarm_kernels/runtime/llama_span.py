@@ -13,10 +13,10 @@ import torch
 
 from swarm.errors import CorruptModel, InvalidRequest, OutOfMemory
 from swarm.types import LayerSpan
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.device.device import INT4, activation_dtype, state_dtype
 from swarm_kernels.device.transfer import to_device
-from swarm_kernels.kvcache.cache import KVCache, KvShape
+from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
@@ -34,7 +34,7 @@ Pack = Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear]
 
 
 @dataclass(slots=True)
-class LeanSpan:
+class LlamaSpan:
     """See `span.Span`. Use `load`."""
 
     config: ModelConfig
@@ -57,14 +57,14 @@ class LeanSpan:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress,
-        like: LeanSpan | None = None,
-    ) -> LeanSpan:
+        like: LlamaSpan | None = None,
+    ) -> LlamaSpan:
         """see `span_loading.load_span`."""
         config = source.config
         whole = not dtype.is_floating_point
         stored = torch.float32 if whole else dtype
-        edge_pack = dispatch.quantise_linear if whole else dispatch.pack_linear  # 8 bits: rounding the head costs most
-        pack = partial(dispatch.quantise_linear, bits=4) if dtype == INT4 else edge_pack
+        edge_pack = dispatch.quantize_linear if whole else dispatch.pack_linear  # 8 bits: rounding the head costs most
+        pack = partial(dispatch.quantize_linear, bits=4) if dtype == INT4 else edge_pack
         reader = _Reader(source, stored, device)
         is_first, is_last = layers.start == 0, layers.end == config.num_layers
         steps = len(layers) + is_first + is_last
@@ -77,7 +77,7 @@ class LeanSpan:
                 embedding, norm, head = like.embedding, like.final_norm, like.head
             elif is_first:
                 both = is_last and _tied(source)
-                plain = int8_linear.quantise_linear if whole else plain_linear
+                plain = int8_linear.quantize_linear if whole else plain_linear
                 held = edge_pack if both else plain
                 embedding = held(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
                 head = embedding if both else None
@@ -122,8 +122,8 @@ class LeanSpan:
     def _kv_shape(self) -> KvShape:
         return KvShape(len(self.layers), self.config.num_kv_heads, self.config.head_dim, self.dtype)
 
-    def new_cache(self, max_tokens: int) -> KVCache:
-        return KVCache(self._kv_shape(), max_tokens, self.device)
+    def new_cache(self, max_tokens: int) -> KVCacheManager:
+        return KVCacheManager(self._kv_shape(), max_tokens, self.device)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -135,7 +135,12 @@ class LeanSpan:
 
     @torch.inference_mode()
     def forward(
-        self, hidden: torch.Tensor, plan: BatchPlan, cache: KVCache, start: int | None = None, end: int | None = None
+        self,
+        hidden: torch.Tensor,
+        plan: AttentionMetadata,
+        cache: KVCacheManager,
+        start: int | None = None,
+        end: int | None = None,
     ) -> torch.Tensor:
         first, last = check_part(self.layers, start, end)
         part = slice(first - self.layers.start, last - self.layers.start)
@@ -150,12 +155,12 @@ class LeanSpan:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = self.normed(hidden)
+        normed = self.final_hidden(hidden)
         assert self.head is not None  # whoever has the norm has the head
         return self.head(normed).float()
 
     @torch.inference_mode()
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def final_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[m, hidden]` as the last layer left them -> as the head sees them. Raises InvalidRequest."""
         if self.head is None or self.final_norm is None:
             raise InvalidRequest(f"layers {self.layers} do not hold the head")

@@ -11,7 +11,7 @@ from swarm.errors import UsageError
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import release_free_memory
 from swarm_kernels.models.source import ModelSource
-from swarm_kernels.runtime.llama_span import LeanSpan
+from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.span import Progress, Span
 
 
@@ -33,12 +33,12 @@ def load_span(
     if layers.end > source.config.num_layers:
         raise UsageError(f"layers {layers} are asked for, but the model has {source.config.num_layers}")
     report = progress or (lambda share: None)
-    if source.config.lean:
-        shared = like if isinstance(like, LeanSpan) else None
-        span: Span = LeanSpan.load(source, layers, dtype, torch.device(device), report, shared)
+    if source.config.has_fast_path:
+        shared = like if isinstance(like, LlamaSpan) else None
+        span: Span = LlamaSpan.load(source, layers, dtype, torch.device(device), report, shared)
     else:
-        from swarm_kernels.runtime.hf_span import GeneralSpan  # imports transformers, which takes seconds
+        from swarm_kernels.runtime.hf_span import HfSpan  # imports transformers, which takes seconds
 
-        span = GeneralSpan.load(source, layers, dtype, torch.device(device), report)
+        span = HfSpan.load(source, layers, dtype, torch.device(device), report)
     release_free_memory()  # what reading and packing took: up to half of a span's size
     return span

@@ -12,8 +12,8 @@ import torch
 
 from swarm.errors import InvalidRequest
 from swarm.types import LayerSpan
-from swarm_kernels.batch import BatchPlan
-from swarm_kernels.kvcache.cache import KVCache
+from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.models.config import ModelConfig
 
 Progress = Callable[[float], None]
@@ -56,7 +56,7 @@ class Span(Protocol):
         """Bytes of the embedding, final norm and head this span holds."""
         ...
 
-    def new_cache(self, max_tokens: int) -> KVCache:
+    def new_cache(self, max_tokens: int) -> KVCacheManager:
         """A cache for all layers of this span, `max_tokens` tokens in all sessions together. Raises OutOfMemory."""
         ...
 
@@ -65,7 +65,12 @@ class Span(Protocol):
         ...
 
     def forward(
-        self, hidden: torch.Tensor, plan: BatchPlan, cache: KVCache, start: int | None = None, end: int | None = None
+        self,
+        hidden: torch.Tensor,
+        plan: AttentionMetadata,
+        cache: KVCacheManager,
+        start: int | None = None,
+        end: int | None = None,
     ) -> torch.Tensor:
         """Run `hidden [n, hidden]` through layers `[start, end)` of the model, the whole span by default.
 

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from swarm.errors import CorruptModel, UnsupportedModel
 from swarm_kernels.models.gguf_header import GgufHeader
-from swarm_kernels.tokenizer.parts import TokenizerParts, add_tokens, malformed, wrap_with
+from swarm_kernels.tokenizer.parts import MalformedTokenizer, TokenizerParts, add_tokens, wrap_with
 
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = {
@@ -155,5 +155,5 @@ def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[
 
 
 def _bpe(tokens: Sequence[str], merges: list[tuple[str, str]], where: str, **options: object) -> Tokenizer:
-    with malformed(f"the tokenizer in {where}"):
+    with MalformedTokenizer(f"the tokenizer in {where}"):
         return Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, **options))

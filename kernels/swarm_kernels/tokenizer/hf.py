@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from swarm_kernels.models.safetensors import read_json
-from swarm_kernels.tokenizer.parts import TokenizerParts, malformed
+from swarm_kernels.tokenizer.parts import MalformedTokenizer, TokenizerParts
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OTHER_KINDS = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "tiktoken.model")
@@ -30,7 +30,7 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         raise ModelNotFound(f"{folder} has no tokenizer.json")
-    with malformed(str(file)):
+    with MalformedTokenizer(str(file)):
         tokenizer = Tokenizer.from_str(_read_text(file))
     tokenizer.no_truncation()  # baked into some files, and never wanted here
     tokenizer.no_padding()

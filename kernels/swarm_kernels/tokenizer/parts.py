@@ -34,7 +34,7 @@ def add_tokens(tokenizer: Tokenizer, control: list[str], user_defined: list[str]
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in user_defined])
 
 
-class malformed:  # reads as a statement: `with malformed(file):`
+class MalformedTokenizer:  # reads as a statement: `with malformed(file):`
     """Turns the errors of the `tokenizers` library into CorruptModel.
 
     The library raises plain `Exception`, so exactly that class is taken and none of its subclasses.

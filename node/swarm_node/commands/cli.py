@@ -17,7 +17,7 @@ import typer
 from swarm import old_names
 from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load, variable
 from swarm_node.commands import control_commands, flags, network_commands
-from swarm_node.commands.runner import Errors, run, start_log
+from swarm_node.commands.runner import exit_on_error, run, start_log
 
 STARTED = psutil.Process().create_time()  # what "serving after" is counted from, imports included
 
@@ -31,7 +31,7 @@ app = typer.Typer(
 )
 
 
-@app.command(cls=old_names.Command)
+@app.command(cls=old_names.CommandWithOldNames)
 def join(
     ctx: typer.Context,
     gpu: flags.Gpu = None,
@@ -71,7 +71,7 @@ def join(
     verbose: flags.Verbose = False,
 ) -> None:
     """Lend this machine: measure it, join, take the layers the swarm needs most and serve them until Ctrl-C."""
-    with Errors(as_json):
+    with exit_on_error(as_json):
         settings = flags.config_of(ctx.params)
         start_log(verbose, settings.log_format)
         run(lambda stop: _join(settings, stop))
@@ -93,7 +93,7 @@ def local(
     """Start a private swarm of several node processes on 127.0.0.1 and say how to talk to it."""
     from swarm_node.commands import local as private
 
-    with Errors(as_json):
+    with exit_on_error(as_json):
         given = {"--dtype": dtype, "--max-memory": max_memory, "--threads": threads}
         passed_on = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
         passed_on += ["--verbose"] if verbose else []
@@ -103,7 +103,7 @@ def local(
         run(lambda stop: private.run(options, stop))
 
 
-@app.command(cls=old_names.Command)
+@app.command(cls=old_names.CommandWithOldNames)
 def status(
     peer: flags.Peers = None,
     model: flags.Model = None,
@@ -113,7 +113,7 @@ def status(
     verbose: flags.Verbose = False,
 ) -> None:
     """Show a swarm: who serves what, load, coverage of each layer, missing layers; and the nodes on this machine."""
-    with Errors(as_json):
+    with exit_on_error(as_json):
         start_log(verbose)
         from swarm_node.commands.status import show
 
@@ -141,7 +141,7 @@ async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
         if stop.is_set():
             reporter.event("stopped", "stopped")
         else:
-            config = await mdns_join.resolved(
+            config = await mdns_join.peers_or_mdns(
                 config, lambda sentence, peers: reporter.event("found", sentence, peers=peers)
             )
             await importing.result().join(config, reporter, stop)

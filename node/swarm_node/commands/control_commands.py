@@ -14,7 +14,7 @@ import psutil
 import typer
 
 from swarm.errors import NetworkError
-from swarm_node.commands.runner import Errors, run
+from swarm_node.commands.runner import exit_on_error, run
 from swarm_node.owner import control_socket
 from swarm_node.owner.control_socket import Command
 
@@ -34,13 +34,13 @@ def add_to(app: typer.Typer) -> None:
 
 def pause(node: Node = None, as_json: Json = False) -> None:
     """Have the node on this machine take no new sessions; those that are open go on elsewhere, or finish."""
-    with Errors(as_json):
+    with exit_on_error(as_json):
         run(lambda stop: _tell("pause", node, as_json))
 
 
 def resume(node: Node = None, as_json: Json = False) -> None:
     """Have a paused node serve again."""
-    with Errors(as_json):
+    with exit_on_error(as_json):
         run(lambda stop: _tell("resume", node, as_json))
 
 
@@ -50,7 +50,7 @@ def leave(
     as_json: Json = False,
 ) -> None:
     """Have the node on this machine leave the swarm: hand its sessions on or finish them, and end."""
-    with Errors(as_json):
+    with exit_on_error(as_json):
         run(lambda stop: _tell("leave", node, as_json, LEAVE_WITHIN_S if wait else 0.0))
 
 

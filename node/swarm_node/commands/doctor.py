@@ -21,16 +21,16 @@ import psutil
 from rich.console import Console
 
 from swarm.config import NodeConfig, data_dir
-from swarm.errors import ClockWrong, DeviceUnavailable, NetworkError, NotAdmitted, PeerUnreachable, SwarmError
-from swarm.net.base.tls_addresses import is_relayed, listened
+from swarm.errors import ClockSkew, DeviceUnavailable, NetworkError, PeerUnreachable, SwarmError, WrongSwarm
+from swarm.net.base.tls_addresses import is_relayed, listen_ip
 from swarm.net.base.transport import Connection
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret
+from swarm.net.security.swarm_secret import SwarmSecret
 
 if TYPE_CHECKING:
-    from swarm.net.discovery.autonat import DialledBack
-    from swarm.net.transports.multi import ReachCarrier
+    from swarm.net.discovery.autonat import ReachabilityReport
+    from swarm.net.transports.multi import MultiTransport
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ async def examine(config: NodeConfig) -> AsyncIterator[Finding]:
             return
         yield ports(carrier.addresses)
         yield reachability(carrier.addresses)
-        yield direct(carrier.without_direct)
+        yield direct(carrier.direct_disabled_reason)
         async for finding in _others(config, carrier, stack):
             yield finding
 
@@ -128,7 +128,7 @@ def ports(addresses: tuple[str, ...]) -> Finding:
 
 def reachability(addresses: tuple[str, ...]) -> Finding:
     """Judged by our own addresses: that a router really lets others in, only they can tell."""
-    hosts = {ipaddress.ip_address(host) for a in addresses if (host := listened(a)) is not None and not is_relayed(a)}
+    hosts = {ipaddress.ip_address(host) for a in addresses if (host := listen_ip(a)) is not None and not is_relayed(a)}
     if any(host.is_global for host in hosts):
         return Finding("reachability", "ok", "this machine has a public address; its firewall must let the ports in")
     if any(map(is_relayed, addresses)):
@@ -149,14 +149,14 @@ def direct(problem: str) -> Finding:
     return Finding("direct", "ok", "direct TLS connections work on this machine")
 
 
-async def _open(config: NodeConfig, stack: AsyncExitStack) -> ReachCarrier:
+async def _open(config: NodeConfig, stack: AsyncExitStack) -> MultiTransport:
     """A carrier that listens where the node would, and has joined nobody yet. Raises SwarmError."""
-    options = DaemonOptions(listen=config.listen, relays=config.relay_via, offer_relay=config.relay_server)
-    secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
+    options = HostOptions(listen=config.listen, relays=config.relay_via, relay_server=config.relay_server)
+    secret = await asyncio.to_thread(SwarmSecret, config.secret) if config.secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")
-    from swarm.net.transports.multi import ReachCarrier
+    from swarm.net.transports.multi import MultiTransport
 
-    carrier = await ReachCarrier.start(
+    carrier = await MultiTransport.start(
         Identity.generate(),
         options,
         direct=config.transport != "libp2p",
@@ -168,7 +168,7 @@ async def _open(config: NodeConfig, stack: AsyncExitStack) -> ReachCarrier:
     return carrier
 
 
-async def _others(config: NodeConfig, carrier: ReachCarrier, stack: AsyncExitStack) -> AsyncIterator[Finding]:
+async def _others(config: NodeConfig, carrier: MultiTransport, stack: AsyncExitStack) -> AsyncIterator[Finding]:
     """What only others can tell: relays, the peers to join, the clock, the directory."""
     for relay in config.relay_via:
         yield await _relay(carrier, relay)
@@ -186,7 +186,7 @@ async def _others(config: NodeConfig, carrier: ReachCarrier, stack: AsyncExitSta
             yield finding
 
 
-async def _relay(carrier: ReachCarrier, relay: str) -> Finding:
+async def _relay(carrier: MultiTransport, relay: str) -> Finding:
     peer = relay.rpartition("/p2p/")[2]
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -198,12 +198,12 @@ async def _relay(carrier: ReachCarrier, relay: str) -> Finding:
     return Finding("relay", "ok", f"{relay} relays")
 
 
-async def _peer(carrier: ReachCarrier, address: str) -> Finding:
+async def _peer(carrier: MultiTransport, address: str) -> Finding:
     peer = address.rpartition("/p2p/")[2]
     try:
         async with asyncio.timeout(ANSWER_S):
             await (await carrier.dial(peer, (address,))).close()
-    except NotAdmitted as error:
+    except WrongSwarm as error:
         return Finding("peers", "broken", str(error))
     except (TimeoutError, PeerUnreachable):
         return Finding(
@@ -214,17 +214,17 @@ async def _peer(carrier: ReachCarrier, address: str) -> Finding:
     return Finding("peers", "ok", f"{address} answers")
 
 
-async def _dialled_back(carrier: ReachCarrier, peers: Sequence[str]) -> Finding:
+async def _dialled_back(carrier: MultiTransport, peers: Sequence[str]) -> Finding:
     await carrier.serve(_hang_up)
     for address in peers:
         try:
-            return dialled_back(await carrier.ask_back(address.rpartition("/p2p/")[2]))
+            return dialled_back(await carrier.check_reachability(address.rpartition("/p2p/")[2]))
         except NetworkError as error:
             logger.info("%s was not asked to dial back: %s", address, error)
     return Finding("dial-back", "warning", "no peer could be asked to dial this machine; only its own addresses tell")
 
 
-def dialled_back(verdict: DialledBack) -> Finding:
+def dialled_back(verdict: ReachabilityReport) -> Finding:
     """What another peer says of reaching us."""
     if not verdict.observed:
         return Finding("dial-back", "warning", "this machine is reached through a relay; nobody dialled it directly")
@@ -256,17 +256,17 @@ async def _hang_up(connection: Connection) -> None:
 
 
 async def _directory(
-    config: NodeConfig, carrier: ReachCarrier, peers: list[str], stack: AsyncExitStack
+    config: NodeConfig, carrier: MultiTransport, peers: list[str], stack: AsyncExitStack
 ) -> list[Finding]:
     from swarm.net.dht.directory import DhtDirectory
 
-    secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
+    secret = await asyncio.to_thread(SwarmSecret, config.secret) if config.secret else None
     try:
         directory = await DhtDirectory.start(carrier.daemon, peers, client=True, secret=secret)
         stack.push_async_callback(directory.close)
         await directory.check_clock()
         found = await directory.read(config.model)
-    except ClockWrong as error:
+    except ClockSkew as error:
         return [Finding("clock", "broken", str(error))]
     except NetworkError as error:
         return [Finding("directory", "broken", str(error))]

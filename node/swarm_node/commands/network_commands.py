@@ -14,7 +14,7 @@ from swarm import old_names
 from swarm.config import DEFAULT_MODEL, NodeConfig, load, local_swarm, switched, variable
 from swarm.errors import UsageError
 from swarm.invite import Invite, parse
-from swarm_node.commands.runner import Errors, run, start_log
+from swarm_node.commands.runner import exit_on_error, run, start_log
 
 Peers = Annotated[
     list[str] | None, typer.Option("--peer", metavar="MADDR", help="A node of the swarm; repeatable. [the local swarm]")
@@ -46,7 +46,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of sentences.")
 
 def add_to(app: typer.Typer) -> None:
     for command in (invite, doctor):
-        app.command(cls=old_names.Command)(command)
+        app.command(cls=old_names.CommandWithOldNames)(command)
 
 
 def invited(token: str | None) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def invite(
     as_json: Json = False,
 ) -> None:
     """Print an invitation to a swarm: one string to paste, and a QR code of it."""
-    with Errors(as_json):
+    with exit_on_error(as_json):
         from swarm_node.network.invite import show
 
         peers = tuple(peer or ())
@@ -100,7 +100,7 @@ def doctor(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to stderr.")] = False,
 ) -> None:
     """Find out what would keep this machine from serving, and what to do about it. Exit code 2 if anything would."""
-    with Errors(as_json):
+    with exit_on_error(as_json):
         given = {
             "peers": tuple(peer) if peer else None,
             "listen": tuple(listen) if listen else None,

@@ -40,9 +40,9 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
             signals += 1
             if signals == 2:
                 task.cancel()
-                loop.call_later(AT_ONCE_S, end, 130)
+                loop.call_later(AT_ONCE_S, hard_exit, 130)
             elif signals > 2:
-                end(130)
+                hard_exit(130)
             stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -56,7 +56,7 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
         raise typer.Exit(130) from None
 
 
-class Errors:
+class exit_on_error:
     """Turns a SwarmError into one sentence on stderr (and one JSON line on stdout) and its exit code.
 
     Ends the process there and then: a download or a measurement in some thread must not hold up the exit.
@@ -70,17 +70,17 @@ class Errors:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            end(0)
+            hard_exit(0)
         if isinstance(error, typer.Exit):
-            end(error.exit_code)
+            hard_exit(error.exit_code)
         if isinstance(error, SwarmError):
             if self._as_json:
                 sys.stdout.write(json.dumps({"event": "error", "error": error.code, "message": str(error)}) + "\n")
             sys.stderr.write(f"swarm-node: {error}\n")
-            end(error.exit_code)
+            hard_exit(error.exit_code)
 
 
-def end(code: int) -> None:
+def hard_exit(code: int) -> None:
     """Exit now, and take along what is still running on our behalf, such as a download."""
     for child in psutil.Process().children(recursive=True):
         try:

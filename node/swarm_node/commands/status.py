@@ -20,11 +20,11 @@ from rich.table import Table
 from swarm.config import DEFAULT_MODEL, Libp2pImpl, local_swarm
 from swarm.errors import UsageError
 from swarm.net.security.identity import Identity, verify
-from swarm.net.security.swarm_secret import NetworkSecret
+from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.records import to_snapshot
 from swarm.types import NodeProfile, Snapshot
 from swarm_node.owner import control_socket
-from swarm_node.owner.node_metrics import Vitals
+from swarm_node.owner.node_metrics import NodeMetrics
 
 
 async def show(
@@ -34,7 +34,7 @@ async def show(
 
     Without peers: that of the nodes on this machine, and what these say of themselves.
     """
-    here: list[Vitals] = []
+    here: list[NodeMetrics] = []
     if not peers:
         here = [found.vitals for found in await control_socket.find()]
         peers, model = _known_here(here, model)
@@ -47,7 +47,7 @@ async def show(
         Console(highlight=False, width=wide).print(*text, sep="\n", markup=False)
 
 
-def _known_here(here: Sequence[Vitals], model: str | None) -> tuple[tuple[str, ...], str | None]:
+def _known_here(here: Sequence[NodeMetrics], model: str | None) -> tuple[tuple[str, ...], str | None]:
     """Peers to ask and the model to ask for. Raises UsageError."""
     try:
         local_model, peers = local_swarm()
@@ -59,7 +59,7 @@ def _known_here(here: Sequence[Vitals], model: str | None) -> tuple[tuple[str, .
     return tuple(node.address for node in here if node.model == chosen) or (here[0].address,), chosen
 
 
-def table_of(here: Sequence[Vitals]) -> Table:
+def table_of(here: Sequence[NodeMetrics]) -> Table:
     table = Table(title="On this machine", title_justify="left")
     for column in ("process", "name", "state", "layers", "sessions", "tokens", "sent", "paused because"):
         table.add_column(column)
@@ -84,7 +84,7 @@ def to_json(snapshot: Snapshot) -> dict[str, Any]:
         "nodes": [_node_json(node) for node in snapshot.nodes],
         "coverage": snapshot.coverage(),
         "missing": [list(gap) for gap in snapshot.missing()],
-        "ignored": dict(snapshot.ignored),
+        "ignored": dict(snapshot.rejected_records),
     }
 
 
@@ -112,7 +112,7 @@ def to_text(snapshot: Snapshot) -> list[Table | str]:
         verdict = "Nobody serves layers " + ", ".join(f"{a}:{b}" for a, b in missing) + "."
     else:
         verdict = f"Every layer is served, by {min(snapshot.coverage())} or more nodes."
-    ignored = [f"{count} records ignored: {reason}" for reason, count in sorted(snapshot.ignored.items())]
+    ignored = [f"{count} records ignored: {reason}" for reason, count in sorted(snapshot.rejected_records.items())]
     return [table, verdict, *ignored]
 
 
@@ -152,11 +152,11 @@ def _name_of(spec: str) -> str:
 
 async def _read(peers: tuple[str, ...], model: str, secret: str, libp2p_impl: Libp2pImpl) -> Snapshot:
     from swarm.net.dht.directory import DhtDirectory
-    from swarm.net.libp2p.options import DaemonOptions
-    from swarm.net.transports.libp2p_streams import DaemonCarrier
+    from swarm.net.libp2p.options import HostOptions
+    from swarm.net.transports.libp2p_streams import Libp2pTransport
 
-    keys = NetworkSecret(secret) if secret else None
-    carrier = await DaemonCarrier.start(Identity.generate(), DaemonOptions(peers=peers), libp2p_impl=libp2p_impl)
+    keys = SwarmSecret(secret) if secret else None
+    carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
     try:
         directory = await DhtDirectory.start(carrier, peers, client=True, secret=keys)
         try:

@@ -18,20 +18,20 @@ from swarm.errors import OutOfMemory
 from swarm_kernels.device.device import available_memory, choose_device, parse_dtype
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
-from swarm_node.membership.memory_plan import Weights
-from swarm_node.membership.placement import asked
+from swarm_node.membership.memory_plan import ModelMemory
+from swarm_node.membership.placement import manual_span
 from swarm_node.membership.profiler import Calibration, calibrate
 
 MEMORY_SHARE = 0.8  # of what is free, unless --max-memory says otherwise
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Hardware:
     source: ModelSource
     device: torch.device
     dtype: torch.dtype
     calibration: Calibration
-    weights: Weights
+    weights: ModelMemory
     budget: int  # bytes for weights, keys and values
     capacity: int  # layers
     heads: Path | None = None  # Medusa's, for the last of them
@@ -41,16 +41,16 @@ class Machine:
         return self.source.config.num_layers
 
 
-def measure(config: NodeConfig) -> Machine:
+def measure(config: NodeConfig) -> Hardware:
     """Open the model and find out what this machine can do with it. Raises SwarmError."""
     device = choose_device(config.gpu)
     dtype = parse_dtype(config.dtype)
     source = open_model(config.model)
     try:
-        weights = Weights.of(source, dtype)
+        weights = ModelMemory.of(source, dtype)
         budget = config.max_memory or int(MEMORY_SHARE * available_memory(device) * config.model_fraction)
         if config.layers:  # the mistakes of a flag are told before anybody hears of this node
-            weights.kv_tokens(budget, asked(config.layers, weights.num_layers).span, most=1)
+            weights.kv_tokens(budget, manual_span(config.layers, weights.num_layers).span, most=1)
         share = math.ceil(weights.num_layers * config.model_fraction)
         capacity = min(weights.capacity(budget), share)
         with memory_for("measuring this machine"):
@@ -58,7 +58,7 @@ def measure(config: NodeConfig) -> Machine:
     except BaseException:
         source.close()
         raise
-    return Machine(source, device, dtype, calibration, weights, budget, capacity, config.medusa_heads)
+    return Hardware(source, device, dtype, calibration, weights, budget, capacity, config.medusa_heads)
 
 
 @contextlib.contextmanager

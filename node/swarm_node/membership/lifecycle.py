@@ -8,7 +8,7 @@ from swarm.types import LayerSpan, NodeState
 
 
 @dataclass(slots=True)
-class Standing:
+class Lifecycle:
     """`phase`: how far it has come with its layers. `leaving`: others should take them over. `closed`: it takes no new
     sessions, whatever the phase."""
 

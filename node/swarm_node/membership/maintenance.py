@@ -11,21 +11,21 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from swarm.errors import ClockWrong, NetworkError, OutOfMemory
-from swarm.planner.rebalancing.rebalancer import Decision, Keeper
+from swarm.errors import ClockSkew, NetworkError, OutOfMemory
+from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.types import PeerId, Snapshot
-from swarm_node.network.connection import Network
+from swarm_node.network.connection import NodeNetwork
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 1.0
-MEET_EVERY_S = 3.0
-MEET_AT_ONCE = 8
+TICK_S = 1.0
+REBOOTSTRAP_EVERY_S = 3.0
+REBOOTSTRAP_PEERS = 8
 REMEMBER_S = 600.0  # how long somebody who is gone may come back and be known
 CLOCK_EVERY_S = 10.0
 
 
-class Upkeep:
+class MaintenanceLoop:
     """`await run()` in a task.
 
     `look()`: the nodes that could be in one chain with us, ourselves as we are now. `settled()`: whether we serve.
@@ -34,12 +34,12 @@ class Upkeep:
 
     def __init__(
         self,
-        network: Network,
-        keeper: Keeper,
+        network: NodeNetwork,
+        keeper: Rebalancer,
         *,
         look: Callable[[], Awaitable[Snapshot]],
         settled: Callable[[], bool],
-        move: Callable[[Decision], Awaitable[None]],
+        move: Callable[[RebalanceDecision], Awaitable[None]],
     ) -> None:
         self._network = network
         self._keeper = keeper
@@ -50,10 +50,10 @@ class Upkeep:
         self._next_meeting = self._next_clock = 0.0
 
     async def run(self) -> None:
-        """Raises ClockWrong; every other trouble with the network passes."""
+        """Raises ClockSkew; every other trouble with the network passes."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(TICK_S)
             try:
                 snapshot = await self._look()
                 await self._stay_in_touch(snapshot, loop.time())
@@ -81,7 +81,7 @@ class Upkeep:
         self._next_clock = now + CLOCK_EVERY_S
         try:
             await self._network.check_clock()
-        except ClockWrong:
+        except ClockSkew:
             raise
         except NetworkError as error:
             logger.info("no peer to compare clocks with: %s", error)
@@ -94,10 +94,10 @@ class Upkeep:
         """
         here = {node.peer for node in snapshot.nodes}
         for node in snapshot.nodes:
-            if node.addresses and node.peer != self._network.carrier.peer:
+            if node.addresses and node.peer != self._network.transport.peer:
                 self._met[node.peer] = node.addresses[0], now
         self._met = {peer: met for peer, met in self._met.items() if now - met[1] < REMEMBER_S}
         vanished = sorted((-at, address) for peer, (address, at) in self._met.items() if peer not in here)
         if vanished and now >= self._next_meeting:
-            self._next_meeting = now + MEET_EVERY_S
-            await self._network.meet([address for _, address in vanished[:MEET_AT_ONCE]])
+            self._next_meeting = now + REBOOTSTRAP_EVERY_S
+            await self._network.rebootstrap([address for _, address in vanished[:REBOOTSTRAP_PEERS]])

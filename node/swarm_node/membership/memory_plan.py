@@ -28,7 +28,7 @@ _INPUT = re.compile(r"embed_tokens|embed_in|wte|wpe|embeddings?\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ModelMemory:
     """What the parts of a model weigh in one number format, in bytes."""
 
     num_layers: int
@@ -40,7 +40,7 @@ class Weights:
     tied: bool = False
 
     @classmethod
-    def of(cls, source: ModelSource, dtype: torch.dtype) -> Weights:
+    def of(cls, source: ModelSource, dtype: torch.dtype) -> ModelMemory:
         """Of weights in `dtype`, one of `swarm_kernels.device.device.DTYPES`."""
         config = source.config
         tied = config.tie_word_embeddings or not source.has(_HEAD)

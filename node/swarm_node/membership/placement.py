@@ -30,7 +30,7 @@ def compatible(snapshot: Snapshot, me: NodeProfile) -> Snapshot:
     return replace(snapshot, nodes=tuple(sorted((*alike, me), key=lambda n: n.peer)))
 
 
-def asked(layers: str, num_layers: int) -> Placement:
+def manual_span(layers: str, num_layers: int) -> Placement:
     """The span of `--layers`. Raises UsageError."""
     span = LayerSpan.parse(layers)
     if span.end > num_layers:
@@ -53,7 +53,7 @@ def choose(snapshot: Snapshot, me: NodeProfile) -> Placement:
     return Placement(span, f"layers {span}, because the swarm has the least room for sessions there", view)
 
 
-def still_wanted(snapshot: Snapshot, me: NodeProfile) -> bool:
+def still_valid(snapshot: Snapshot, me: NodeProfile) -> bool:
     """Whether to keep the span of `me` although others have chosen meanwhile.
 
     Nodes that did not see each other may have taken the same layers and left a gap elsewhere. Then those whose layers

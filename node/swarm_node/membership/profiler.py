@@ -24,7 +24,7 @@ import swarm
 from swarm.types import CostCurve, LayerSpan
 from swarm_kernels.calibration import hetero_cores
 from swarm_kernels.calibration.cost_curve import DEFAULT_WIDTHS, choose_threads, measure_cost
-from swarm_kernels.device.core_groups import find_units
+from swarm_kernels.device.core_groups import find_core_groups
 from swarm_kernels.device.device import physical_cores, state_dtype
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch, gpu
@@ -38,7 +38,7 @@ UNITS_BUDGET_S = 0.3
 COST_BUDGET_S = 0.7
 MAX_AGE_S = 86400.0  # of a remembered measurement
 BUSY_AGE_S = 120.0  # of one that was taken while others kept the machine busy: for the nodes that start together
-CALM_SHARE = 0.75  # of the cores, that may have been busy in the last minute of a calm machine
+IDLE_SHARE = 0.75  # of the cores, that may have been busy in the last minute of a calm machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,18 @@ def calibrate(
     One process of a machine measures at a time: two at once would measure each other. Raises ModelError, OutOfMemory.
     """
     file = folder / f"{_key(source, dtype, device, threads)}.json"
-    with _alone(file):
-        found = _recall(file)
+    with _exclusive(file):
+        found = _load_cached(file)
         if found is None:
-            calm = _calm()
+            calm = _is_idle()
             found = _measure(source, dtype, device, threads)
-            _remember(file, found, calm)
+            _store_cached(file, found, calm)
     _set_threads(found.threads, source, found.narrow_thousandths)
     return found
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[None]:
+def _exclusive(file: Path) -> Iterator[None]:
     """Hold the lock beside `file`. On a full or read-only disk there is none, and no memory of measurements."""
     lock = FileLock(file.with_suffix(".lock"))
     try:
@@ -94,24 +94,24 @@ def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, thre
     probe = load_span(source, LayerSpan(start, min(start + PROBE_LAYERS, num_layers)), dtype, device)
     _set_threads(threads or physical_cores(), source)
     chosen = threads or (choose_threads(probe, budget_s=THREADS_BUDGET_S) if device.type == "cpu" else 1)
-    units = hetero_cores.choose_division(probe, chosen, UNITS_BUDGET_S).units if threads is None else None
-    narrow = units.thousandths if units else 0
+    units = hetero_cores.choose_division(probe, chosen, UNITS_BUDGET_S).groups if threads is None else None
+    narrow = units.slow_permille if units else 0
     _set_threads(chosen, source, narrow)
     cost = measure_cost(probe, budget_s=COST_BUDGET_S)
-    logger.info("calibrated in %.1f s: %d threads, %.3f ms a layer", time.perf_counter() - begun, chosen, cost.at(1))
+    logger.info("calibrated in %.1f s: %d threads, %.3f ms a layer", time.perf_counter() - begun, chosen, cost.ms_at(1))
     return Calibration(chosen, cost, narrow)
 
 
-def _calm() -> bool:
+def _is_idle() -> bool:
     """Whether a measurement taken now tells what this machine can do, and not what others leave of it."""
-    return os.getloadavg()[0] < CALM_SHARE * physical_cores()
+    return os.getloadavg()[0] < IDLE_SHARE * physical_cores()
 
 
 def _set_threads(count: int, source: ModelSource, narrow_thousandths: int = 0) -> None:
     """torch's own threads wait for each other by spinning, which ruins a shared machine: none where we have kernels."""
-    units = find_units() if narrow_thousandths else None
-    hetero_cores.apply(replace(units, thousandths=narrow_thousandths) if units else None, count)
-    compiled = source.config.lean and dispatch.available() != "reference"
+    units = find_core_groups() if narrow_thousandths else None
+    hetero_cores.apply(replace(units, slow_permille=narrow_thousandths) if units else None, count)
+    compiled = source.config.has_fast_path and dispatch.isa() != "reference"
     torch.set_num_threads(1 if compiled else count)
 
 
@@ -125,7 +125,7 @@ def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
-def _recall(file: Path) -> Calibration | None:
+def _load_cached(file: Path) -> Calibration | None:
     try:
         age_s = abs(time.time() - file.stat().st_mtime)
         stored = json.loads(file.read_bytes())
@@ -140,7 +140,7 @@ def _recall(file: Path) -> Calibration | None:
     return calibration if sound else None
 
 
-def _remember(file: Path, calibration: Calibration, calm: bool) -> None:
+def _store_cached(file: Path, calibration: Calibration, calm: bool) -> None:
     cost = calibration.cost
     measured = {"widths": cost.widths, "ms": cost.ms, "calm": calm}
     threads = {"threads": calibration.threads, "narrow_thousandths": calibration.narrow_thousandths}

@@ -19,13 +19,13 @@ from swarm.types import NodeProfile
 
 logger = logging.getLogger(__name__)
 
-INSIST_S = 15.0
+PUBLISH_RETRY_FOR_S = 15.0
 RETRY_S = 1.0
 MIN_INTERVAL_S = 0.2  # between two publications, however often something changes
 WITHDRAW_S = 2.0  # that leaving may take
 
 
-class Announcer:
+class RecordPublisher:
     """`await run()` in a task; `changed()` when the profile did; `withdraw()` at the end, or until `appear()`."""
 
     def __init__(
@@ -71,10 +71,10 @@ class Announcer:
             except TimeoutError:
                 continue
 
-    async def insist(self) -> None:
+    async def publish_until_ok(self) -> None:
         """Publish now, and again until it succeeds. Raises NetworkError once that has taken INSIST_S: peers that are
         overloaded answer a little later."""
-        deadline = asyncio.get_running_loop().time() + INSIST_S
+        deadline = asyncio.get_running_loop().time() + PUBLISH_RETRY_FOR_S
         while True:
             try:
                 return await self.publish()
@@ -106,7 +106,7 @@ class Announcer:
         except (NetworkError, TimeoutError) as error:
             logger.warning("could not withdraw our record, it expires by itself: %s", error)
 
-    def appear(self) -> None:
+    def resume(self) -> None:
         """Publish again."""
         self._withdrawn = False
         self.changed()

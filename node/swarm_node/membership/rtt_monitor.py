@@ -28,7 +28,7 @@ class Pinger(Protocol):
         ...
 
 
-class Links:
+class RttMonitor:
     """`link_ms` is what our record says; `await run(...)` in a task keeps it fresh."""
 
     def __init__(self, pinger: Pinger, own: PeerId) -> None:
@@ -55,7 +55,7 @@ class Links:
 
     async def measure(self, snapshot: Snapshot, span: LayerSpan) -> None:
         """Ping the likely next hops once, some at a time, all of them in turn."""
-        peers = neighbours(snapshot, self._own, span)
+        peers = possible_next_hops(snapshot, self._own, span)
         for gone in self._ms.keys() - {p.peer for p in peers}:
             self._forget(gone)
         turn = self._round * MAX_NEIGHBOURS % max(1, len(peers))
@@ -81,7 +81,7 @@ class Links:
         self._misses.pop(peer, None)
 
 
-def neighbours(snapshot: Snapshot, own: PeerId, span: LayerSpan) -> list[NodeProfile]:
+def possible_next_hops(snapshot: Snapshot, own: PeerId, span: LayerSpan) -> list[NodeProfile]:
     """Serving nodes that could take over within or right after `span`, in order of peer id."""
     return [
         node

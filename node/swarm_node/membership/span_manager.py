@@ -13,23 +13,23 @@ from typing import TypeVar
 
 from swarm.config import Limits
 from swarm.errors import NodeLeaving
-from swarm.planner.rebalancing.migration import Move
+from swarm.planner.rebalancing.migration import SpanMove
 from swarm.planner.scheduling.layer_time import BatchStats
 from swarm.types import LayerSpan, NodeState
-from swarm_kernels.calibration.cost_curve import self_check
+from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.load import load_span
-from swarm_node.membership.hardware import Machine, memory_for
-from swarm_node.membership.lifecycle import Standing
-from swarm_node.serving.drain import Elsewhere, clear
+from swarm_node.membership.hardware import Hardware, memory_for
+from swarm_node.membership.lifecycle import Lifecycle
+from swarm_node.serving.drain import CoverageCheck, drain_sessions
 from swarm_node.serving.executor import Executor, ThreadDevice
-from swarm_node.serving.served_spans import Home
-from swarm_node.serving.session_server import Service
+from swarm_node.serving.served_spans import ServedSpan
+from swarm_node.serving.session_server import SessionServer
 from swarm_node.serving.span_engine import SpanEngine
 
 T = TypeVar("T")
 
-LINGER_S = 1.5  # what clients route by may be so old: the layers we give up take sessions for so long
+ROUTE_STALENESS_S = 1.5  # what clients route by may be so old: the layers we give up take sessions for so long
 
 
 class Loading(Exception):
@@ -49,14 +49,14 @@ class SharedDevice:
         """The thread lives on, for the others."""
 
 
-class Spans:
+class SpanManager:
     """The layers of this node. `engine`: of the newest span; None while there is none."""
 
     def __init__(
         self,
-        machine: Machine,
-        service: Service,
-        standing: Standing,
+        machine: Hardware,
+        service: SessionServer,
+        standing: Lifecycle,
         limits: Limits,
         *,
         observe: Callable[[BatchStats], None],
@@ -71,8 +71,8 @@ class Spans:
         self._observe = observe
         self._progress = progress
         self._device = ThreadDevice()
-        self._home: Home | None = None
-        self._executors: dict[Home, Executor] = {}
+        self._home: ServedSpan | None = None
+        self._executors: dict[ServedSpan, Executor] = {}
 
     def claim(self, span: LayerSpan) -> None:
         """These are the layers we take: what others are told from now on. Raises OutOfMemory."""
@@ -95,31 +95,35 @@ class Spans:
         standing.span, standing.phase = self.engine.span, NodeState.SERVING
         standing.kv_tokens = self.engine.cache.capacity_tokens
 
-    async def change(self, move: Move, elsewhere: Elsewhere, published: Callable[[], None]) -> None:
+    async def change(self, move: SpanMove, elsewhere: CoverageCheck, published: Callable[[], None]) -> None:
         """Serve `move.new` instead of the present layers. `published` is told whenever our record has changed.
 
         Raises OutOfMemory, with everything as it was, if the move depends on room for both spans and there is none.
         """
         if move.overlap:
-            await self._beside(move.new, elsewhere, published)
+            await self._make_before_break(move.new, elsewhere, published)
         else:
-            await self._instead(move.new, elsewhere, published)
+            await self._break_before_make(move.new, elsewhere, published)
         self.moves += 1
 
-    async def _beside(self, span: LayerSpan, elsewhere: Elsewhere, published: Callable[[], None]) -> None:
+    async def _make_before_break(
+        self, span: LayerSpan, elsewhere: CoverageCheck, published: Callable[[], None]
+    ) -> None:
         old = self._home
         assert old is not None  # only a node that serves is asked to move
         self.engine = await self._load(span, self._kv_tokens(span), beside=self.engine)
         self.serve()
         published()
-        await asyncio.sleep(LINGER_S)
+        await asyncio.sleep(ROUTE_STALENESS_S)
         await self._give_up(old, elsewhere, grace_s=self._limits.drain_timeout_s)
 
-    async def _instead(self, span: LayerSpan, elsewhere: Elsewhere, published: Callable[[], None]) -> None:
+    async def _break_before_make(
+        self, span: LayerSpan, elsewhere: CoverageCheck, published: Callable[[], None]
+    ) -> None:
         assert self._home is not None  # as above
         self.claim(span)
         published()
-        await asyncio.sleep(LINGER_S)
+        await asyncio.sleep(ROUTE_STALENESS_S)
         await self._give_up(self._home, elsewhere)
         self.engine = self._home = None  # gives the memory back before the new weights need it
         await self.load()
@@ -139,14 +143,14 @@ class Spans:
             await executor.close()
         self._device.close()
 
-    async def _give_up(self, home: Home, elsewhere: Elsewhere, grace_s: float = 0.0) -> None:
+    async def _give_up(self, home: ServedSpan, elsewhere: CoverageCheck, grace_s: float = 0.0) -> None:
         home.open = False
         why = NodeLeaving("this node changes its layers")
         limit_s = grace_s + self._limits.drain_timeout_s
-        await clear(self._service, why, elsewhere, home=home, grace_s=grace_s, within_s=limit_s)
+        await drain_sessions(self._service, why, elsewhere, home=home, grace_s=grace_s, within_s=limit_s)
         await self._end(home)
 
-    async def _end(self, home: Home) -> None:
+    async def _end(self, home: ServedSpan) -> None:
         await self._service.end(home)
         await self._executors.pop(home).close()
 
@@ -169,7 +173,7 @@ class Spans:
             with memory_for(f"layers {span}"):
                 like = beside.loaded if beside is not None else None
                 loaded = load_span(machine.source, span, machine.dtype, machine.device, progress, like)
-                self_check(loaded, machine.source)
+                verify_layer(loaded, machine.source)
                 path = machine.heads if span.end == machine.num_layers else None
                 heads = MedusaHeads.of(path, loaded, machine.source) if path is not None else None
                 return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads)

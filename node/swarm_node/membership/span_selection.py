@@ -14,24 +14,24 @@ from swarm.planner.schemas import placement_request_json
 from swarm.types import NodeProfile, Snapshot
 from swarm_node.membership import placement
 from swarm_node.membership.placement import Placement
-from swarm_node.membership.span_manager import Spans
-from swarm_node.owner.event_log import Reporter
+from swarm_node.membership.span_manager import SpanManager
+from swarm_node.owner.event_log import EventReporter
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S = 1.0  # a node's choice of layers must stand for so long before it acts on it
-SETTLE_AT_MOST_S = 4.0
-SETTLE_POLL_S = 0.2
+STABLE_S = 1.0  # a node's choice of layers must stand for so long before it acts on it
+MAX_SELECT_S = 4.0
+POLL_S = 0.2
 
 
-class Settler:
+class SpanSelector:
     """`profile()`: ours as it is now; `publish()`: tell the others at once."""
 
     def __init__(
         self,
         config: NodeConfig,
-        report: Reporter,
-        spans: Spans,
+        report: EventReporter,
+        spans: SpanManager,
         *,
         snapshot: Callable[[], Awaitable[Snapshot]],
         profile: Callable[[], NodeProfile],
@@ -44,7 +44,7 @@ class Settler:
         self._profile = profile
         self._publish = publish
 
-    async def settle(self) -> None:
+    async def select(self) -> None:
         """Take layers and load them, again if others turn out to have chosen the same ones at the same moment.
 
         Raises NetworkError, ModelError, OutOfMemory.
@@ -53,7 +53,7 @@ class Settler:
             placed = await self._choose()
             await self._claim(placed)
             await self._spans.load()
-            if self._config.layers or placement.still_wanted(await self._snapshot(), self._profile()):
+            if self._config.layers or placement.still_valid(await self._snapshot(), self._profile()):
                 return
             logger.warning("other nodes took layers %s at the same moment; choosing again", placed.span)
             await self._spans.rest()
@@ -63,13 +63,13 @@ class Settler:
         """The layers to take, once the choice has stood for a while: then all that join now have seen each other."""
         snapshot = await self._snapshot()
         if self._config.layers:
-            return placement.asked(self._config.layers, snapshot.num_layers)
+            return placement.manual_span(self._config.layers, snapshot.num_layers)
         loop = asyncio.get_running_loop()
         begun = since = loop.time()
         choice = placement.choose(snapshot, self._profile())
         alone = not self._config.peers and len(snapshot.nodes) <= 1
-        while not alone and loop.time() < min(begun + SETTLE_AT_MOST_S, since + SETTLE_S):
-            await asyncio.sleep(SETTLE_POLL_S)
+        while not alone and loop.time() < min(begun + MAX_SELECT_S, since + STABLE_S):
+            await asyncio.sleep(POLL_S)
             before, choice = choice, placement.choose(await self._snapshot(), self._profile())
             if choice.span != before.span:
                 since = loop.time()

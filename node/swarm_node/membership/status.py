@@ -16,40 +16,40 @@ import swarm
 from swarm.config import NodeConfig
 from swarm.errors import Infeasible
 from swarm.net.security.identity import verify
-from swarm.net.transports.rate_limit import Upload
-from swarm.planner.rebalancing.target import target
+from swarm.net.transports.rate_limit import UploadBucket
+from swarm.planner.rebalancing.target import target_allocation
 from swarm.planner.scheduling.layer_time import LayerTimeEstimator
 from swarm.records import to_snapshot
 from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, Snapshot, coverage
-from swarm_node.membership.hardware import Machine
-from swarm_node.membership.lifecycle import Standing
+from swarm_node.membership.hardware import Hardware
+from swarm_node.membership.lifecycle import Lifecycle
 from swarm_node.membership.placement import compatible
-from swarm_node.membership.rtt_monitor import Links
-from swarm_node.membership.span_manager import Spans
-from swarm_node.network.connection import Network
-from swarm_node.owner.availability import Duty
-from swarm_node.owner.node_metrics import Vitals
-from swarm_node.serving.session_server import Service
+from swarm_node.membership.rtt_monitor import RttMonitor
+from swarm_node.membership.span_manager import SpanManager
+from swarm_node.network.connection import NodeNetwork
+from swarm_node.owner.availability import Availability
+from swarm_node.owner.node_metrics import NodeMetrics
+from swarm_node.serving.session_server import SessionServer
 
 
 @dataclass(slots=True, eq=False)
-class Portrait:
+class NodeStatus:
     config: NodeConfig
-    machine: Machine
-    network: Network
+    hardware: Hardware
+    network: NodeNetwork
     served: ModelId
-    standing: Standing
-    duty: Duty
-    spans: Spans
-    service: Service
-    links: Links
+    lifecycle: Lifecycle
+    availability: Availability
+    spans: SpanManager
+    service: SessionServer
+    links: RttMonitor
     layer_time: LayerTimeEstimator
-    upload: Upload
+    upload: UploadBucket
     since: float = field(default_factory=time.monotonic)
 
     def profile(self, now: float) -> NodeProfile:
         """What the record says, as of `now` (seconds since the epoch)."""
-        standing, machine, carrier = self.standing, self.machine, self.network.carrier
+        standing, machine, carrier = self.lifecycle, self.hardware, self.network.transport
         span, engine = standing.span, self.spans.engine
         loaded = engine is not None and engine.span == span
         return NodeProfile(
@@ -84,30 +84,34 @@ class Portrait:
     async def snapshot(self) -> Snapshot:
         """The swarm of our model now. Raises NetworkError."""
         found = await self.network.directory.read(self.served.model)
-        return to_snapshot(found, self.served.model, self.network.wall_clock(), verify, self.machine.num_layers)
+        return to_snapshot(found, self.served.model, self.network.wall_clock(), verify, self.hardware.num_layers)
 
-    async def alike(self) -> Snapshot:
+    async def compatible_snapshot(self) -> Snapshot:
         """The nodes that could be in one chain with this one, and this one as it is now. Raises NetworkError."""
         return compatible(await self.snapshot(), self.now())
 
-    async def elsewhere(self) -> Callable[[LayerSpan], bool]:
+    async def coverage_by_others(self) -> Callable[[LayerSpan], bool]:
         """-> whether other nodes serve all these layers. Raises NetworkError."""
-        others = [n for n in (await self.alike()).serving() if n.peer != self.network.carrier.peer and not n.going]
-        held = coverage((node.span for node in others if node.span is not None), self.machine.num_layers)
+        others = [
+            n
+            for n in (await self.compatible_snapshot()).serving()
+            if n.peer != self.network.transport.peer and not n.departing
+        ]
+        held = coverage((node.span for node in others if node.span is not None), self.hardware.num_layers)
         return lambda span: all(held[layer] for layer in span)
 
     async def replaceable(self) -> bool:
         """Whether the others could hold the model without us. Raises NetworkError."""
-        view = await self.alike()
-        others = tuple(node for node in view.nodes if node.peer != self.network.carrier.peer)
+        view = await self.compatible_snapshot()
+        others = tuple(node for node in view.nodes if node.peer != self.network.transport.peer)
         try:
-            target(replace(view, nodes=others))
+            target_allocation(replace(view, nodes=others))
         except Infeasible:
             return False
         return True
 
-    def introduction(self) -> dict[str, Any]:
-        carrier, machine = self.network.carrier, self.machine
+    def startup_facts(self) -> dict[str, Any]:
+        carrier, machine = self.network.transport, self.hardware
         return {
             "peer": carrier.peer,
             "addresses": list(carrier.addresses),
@@ -117,16 +121,16 @@ class Portrait:
 
     def serving(self) -> tuple[str, dict[str, Any]]:
         """A sentence and its facts, for whoever started us."""
-        span, tokens, layer_ms = self.standing.span, self.standing.kv_tokens, self.layer_ms
+        span, tokens, layer_ms = self.lifecycle.span, self.lifecycle.kv_tokens, self.layer_ms
         assert span is not None  # a node that serves has layers
-        threads = self.machine.calibration.threads
+        threads = self.hardware.calibration.threads
         sentence = f"serves layers {span}: {layer_ms:.3f} ms a layer with {threads} threads, room for {tokens} tokens"
         facts = {"start": span.start, "end": span.end, "layer_ms": round(layer_ms, 4), "kv_tokens": tokens}
-        return sentence, {**self.introduction(), **facts}
+        return sentence, {**self.startup_facts(), **facts}
 
-    def vitals(self) -> Vitals:
+    def metrics(self) -> NodeMetrics:
         profile, counters = self.now(), self.service.counters
-        return Vitals(
+        return NodeMetrics(
             pid=os.getpid(),
             name=profile.name,
             peer=profile.peer,
@@ -135,7 +139,7 @@ class Portrait:
             dtype=profile.dtype,
             version=profile.version,
             state=str(NodeState(profile.state)),
-            paused=tuple(self.duty.reasons.values()),
+            paused=tuple(self.availability.reasons.values()),
             start=profile.span.start if profile.span else None,
             end=profile.span.end if profile.span else None,
             layer_ms=self.layer_ms,

@@ -16,12 +16,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 
 from swarm.config import NodeConfig
-from swarm.errors import NetworkError, NotAdmitted, PeerUnreachable, WrongModel
-from swarm.messages import Close, Failed, Open
-from swarm.net.base.transport import Carrier, Directory
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.errors import NetworkError, PeerUnreachable, WrongModel, WrongSwarm
+from swarm.messages import CloseSession, OpenSession, SessionFailed
+from swarm.net.base.transport import Directory, Transport
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret
+from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.records import Sign
 from swarm.types import ModelId, PeerId
 from swarm_node.network import mdns_join
@@ -49,46 +49,46 @@ class Daemon:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NodeNetwork:
     """`failed` is set when the network is lost for good. `wall_clock`: what records are dated by.
 
-    `meet(addresses)` makes the directory know these peers again; `check_clock()` raises ClockWrong when ours is off.
+    `meet(addresses)` makes the directory know these peers again; `check_clock()` raises ClockSkew when ours is off.
     """
 
-    carrier: Carrier
+    transport: Transport
     directory: Directory
     sign: Sign
     failed: asyncio.Event = field(default_factory=asyncio.Event)
-    meet: Callable[[Sequence[str]], Awaitable[int]] = _nobody
+    rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _nobody
     check_clock: Callable[[], Awaitable[None]] = _in_time
     daemon: Daemon = Daemon()
     wall_clock: Callable[[], float] = time.time
 
 
-Connect = Callable[[NodeConfig], AbstractAsyncContextManager[Network]]
+Connect = Callable[[NodeConfig], AbstractAsyncContextManager[NodeNetwork]]
 
 
 @asynccontextmanager
-async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
+async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
     """Start a p2p daemon, join the DHT of `config.peers` or begin a new one.
 
     Raises UsageError, IdentityError, AddressInUse, PeerUnreachable, NetworkError.
     """
     identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
-    options = DaemonOptions(
-        listen=config.listen, peers=config.peers, relays=config.relay_via, offer_relay=config.relay_server
+    options = HostOptions(
+        listen=config.listen, peers=config.peers, relays=config.relay_via, relay_server=config.relay_server
     )
-    secret = await asyncio.to_thread(NetworkSecret, config.secret) if config.secret else None
+    secret = await asyncio.to_thread(SwarmSecret, config.secret) if config.secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")  # slow, and others can work meanwhile
     from swarm.net.dht.directory import DhtDirectory
-    from swarm.net.transports.multi import ReachCarrier
+    from swarm.net.transports.multi import MultiTransport
 
     async with AsyncExitStack() as stack:
         deadline = asyncio.get_running_loop().time() + config.join_timeout_s
         while True:
             try:
                 async with AsyncExitStack() as attempt:
-                    carrier = await ReachCarrier.start(
+                    carrier = await MultiTransport.start(
                         identity,
                         options,
                         direct=config.transport != "libp2p",
@@ -105,24 +105,26 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[Network]:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
                 await asyncio.sleep(RETRY_S)
-        if carrier.without_direct and config.transport != "libp2p":
-            logger.warning("no direct connections, so the p2p daemon carries everything: %s", carrier.without_direct)
-        await stack.enter_async_context(mdns_join.found(config, secret, carrier.addresses, directory.meet))
+        if carrier.direct_disabled_reason and config.transport != "libp2p":
+            logger.warning(
+                "no direct connections, so the p2p daemon carries everything: %s", carrier.direct_disabled_reason
+            )
+        await stack.enter_async_context(mdns_join.advertise(config, secret, carrier.addresses, directory.rebootstrap))
         process = carrier.daemon.daemon
-        yield Network(
+        yield NodeNetwork(
             carrier,
             directory,
             identity.sign,
             process.failed,
-            directory.meet,
+            directory.rebootstrap,
             directory.check_clock,
             Daemon(lambda: process.pid, lambda: process.restarts),
         )
 
 
-async def check_peers(carrier: Carrier, peers: Sequence[str], served: ModelId) -> None:
+async def check_peers(carrier: Transport, peers: Sequence[str], served: ModelId) -> None:
     """Ask each of `peers` (multiaddrs) whether it serves what we do. Raises WrongModel with its own words, and
-    NotAdmitted if one is of another swarm.
+    WrongSwarm if one is of another swarm.
 
     A peer that takes no sessions (a client, a node of another kind) is none of our business.
     """
@@ -131,7 +133,7 @@ async def check_peers(carrier: Carrier, peers: Sequence[str], served: ModelId) -
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = await _ask(carrier, peer, address, served)
-        except NotAdmitted:
+        except WrongSwarm:
             raise
         except (NetworkError, TimeoutError) as error:
             logger.info("%s does not say what it serves: %s", address, error)
@@ -140,19 +142,19 @@ async def check_peers(carrier: Carrier, peers: Sequence[str], served: ModelId) -
             raise WrongModel(f"the peer {address} does not serve what you ask for: {answer.detail}")
 
 
-async def _ask(carrier: Carrier, peer: PeerId, address: str, served: ModelId) -> Failed | None:
+async def _ask(carrier: Transport, peer: PeerId, address: str, served: ModelId) -> SessionFailed | None:
     """Open a session on no layers at all: every node refuses it, and says first if it is the model."""
     session = os.urandom(16)
     connection = await carrier.dial(peer, (address,))
     try:
         await connection.send(
-            Open(session, served.model, served.weight_hash, served.dtype, start=0, end=0, max_tokens=0)
+            OpenSession(session, served.model, served.weight_hash, served.dtype, start=0, end=0, max_tokens=0)
         )
         while True:
             message, _ = await connection.receive()
-            if isinstance(message, Failed) and message.session == session:
+            if isinstance(message, SessionFailed) and message.session == session:
                 return message
     finally:
         with contextlib.suppress(NetworkError):
-            await connection.send(Close(session))
+            await connection.send(CloseSession(session))
         await connection.close()

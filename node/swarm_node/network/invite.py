@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swarm.config import NodeConfig
 from swarm.invite import Invite
-from swarm.net.base.tls_addresses import is_direct, is_relayed, listened
+from swarm.net.base.tls_addresses import is_direct, is_relayed, listen_ip
 
 MAX_ADDRESSES = 3  # a token should stay short enough for a message and a QR code
 
@@ -73,7 +73,7 @@ _PUBLIC, _RELAYED, _PRIVATE, _LOOPBACK = range(4)
 
 
 def _rank(address: str) -> int:
-    host = listened(address)
+    host = listen_ip(address)
     if is_relayed(address):
         return _RELAYED
     if host is None:

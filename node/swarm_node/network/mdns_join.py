@@ -15,21 +15,21 @@ from dataclasses import replace
 from swarm.config import NodeConfig
 from swarm.errors import NetworkError
 from swarm.net.base.tls_addresses import is_loopback
-from swarm.net.discovery.mdns import Group, Neighbourhood, find
-from swarm.net.security.swarm_secret import NetworkSecret
+from swarm.net.discovery.mdns import MdnsService, SwarmTag, browse
+from swarm.net.security.swarm_secret import SwarmSecret
 from swarm_node.network.invite import shareable
 
 logger = logging.getLogger(__name__)
 
 
-async def resolved(config: NodeConfig, on_found: Callable[[str, Sequence[str]], None]) -> NodeConfig:
+async def peers_or_mdns(config: NodeConfig, on_found: Callable[[str, Sequence[str]], None]) -> NodeConfig:
     """Without peers, those of the same swarm nearby take their place; if there are none, a new swarm begins.
 
     `on_found(sentence, peers)` is called when there are some.
     """
-    if config.peers or not _is_sociable(config):
+    if config.peers or not _discovery_enabled(config):
         return config
-    peers = await find(await _group(config))
+    peers = await browse(await _group(config))
     if not peers:
         return config
     sentence = f"joining a swarm found in the local network, by {peers[0]}; --no-discovery begins one of your own"
@@ -38,15 +38,15 @@ async def resolved(config: NodeConfig, on_found: Callable[[str, Sequence[str]], 
 
 
 @asynccontextmanager
-async def found(
+async def advertise(
     config: NodeConfig,
-    secret: NetworkSecret | None,
+    secret: SwarmSecret | None,
     addresses: Sequence[str],
     meet: Callable[[Sequence[str]], Awaitable[int]],
 ) -> AsyncIterator[None]:
     """Be found by others while the block runs, and `meet` those that come: two that began at once become one swarm."""
     tellable = [address for address in shareable(addresses) if not is_loopback(address)]
-    if not tellable or not _is_sociable(config):
+    if not tellable or not _discovery_enabled(config):
         yield
         return
 
@@ -57,23 +57,23 @@ async def found(
             logger.info("cannot meet a node nearby: %s", error)
 
     try:
-        neighbourhood = await Neighbourhood.start(await _group(config, secret), heard)
+        neighbourhood = await MdnsService.start(await _group(config, secret), heard)
     except OSError as error:
         logger.info("the local network is not told of us: %s", error)
         yield
         return
     try:
-        await neighbourhood.announce(tellable)
+        await neighbourhood.advertise(tellable)
         yield
     finally:
         await neighbourhood.close()
 
 
-def _is_sociable(config: NodeConfig) -> bool:
+def _discovery_enabled(config: NodeConfig) -> bool:
     return config.discovery and not all(map(is_loopback, config.listen))
 
 
-async def _group(config: NodeConfig, secret: NetworkSecret | None = None) -> Group:
+async def _group(config: NodeConfig, secret: SwarmSecret | None = None) -> SwarmTag:
     if config.secret and secret is None:
-        secret = await asyncio.to_thread(NetworkSecret, config.secret)
-    return Group.of(config.network, config.model, secret)
+        secret = await asyncio.to_thread(SwarmSecret, config.secret)
+    return SwarmTag.of(config.network, config.model, secret)

@@ -17,13 +17,13 @@ _WINDOW = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ActiveHours:
     """`windows`: (from, to) in minutes after midnight; one whose end is not after its start ends on the next day."""
 
     windows: tuple[tuple[int, int], ...]
 
     @classmethod
-    def parse(cls, text: str) -> Schedule:
+    def parse(cls, text: str) -> ActiveHours:
         """Raises UsageError."""
         windows = []
         for part in text.replace(" ", "").split(","):

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from datetime import datetime
 
 from swarm.errors import NodeBusy
-from swarm_node.owner.active_hours import Schedule
-from swarm_node.owner.machine_usage import SAMPLE_S, CpuUse, Hysteresis
+from swarm_node.owner.active_hours import ActiveHours
+from swarm_node.owner.machine_usage import SAMPLE_S, Hysteresis, OtherCpuUsage
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ CHECK_HOURS_S = 5.0
 RETRY_AFTER_S = 30.0  # what clients of a paused node are told
 
 
-class Duty:
+class Availability:
     """`reasons` not to serve, by kind; none: serve."""
 
     def __init__(self) -> None:
@@ -61,18 +61,18 @@ class Duty:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def check_hours(self, schedule: Schedule, moment: datetime) -> None:
+    def check_hours(self, schedule: ActiveHours, moment: datetime) -> None:
         if schedule.open_at(moment):
             self.resume(HOURS)
         else:
             self.stop(HOURS, f"outside its hours until {schedule.opens_after(moment):%H:%M}")
 
-    async def keep_hours(self, schedule: Schedule, clock: Callable[[], datetime]) -> None:
+    async def keep_hours(self, schedule: ActiveHours, clock: Callable[[], datetime]) -> None:
         while True:
             self.check_hours(schedule, clock())
             await asyncio.sleep(CHECK_HOURS_S)
 
-    async def watch_use(self, use: CpuUse) -> None:
+    async def watch_use(self, use: OtherCpuUsage) -> None:
         """Pause while others use the machine."""
         in_use, loop = Hysteresis(), asyncio.get_running_loop()
         while True:

@@ -24,7 +24,7 @@ import msgspec
 
 from swarm.config import state_dir
 from swarm.errors import SwarmError, UsageError
-from swarm_node.owner.node_metrics import Vitals
+from swarm_node.owner.node_metrics import NodeMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +36,29 @@ ANSWER_S = 5.0
 MAX_SOCKET_PATH = 100  # bytes; systems allow 104 to 108
 
 
-class Request(msgspec.Struct, frozen=True):
+class ControlRequest(msgspec.Struct, frozen=True):
     do: Command
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ControlReply(msgspec.Struct, frozen=True):
     ok: bool
     message: str
-    vitals: Vitals | None = None
+    vitals: NodeMetrics | None = None
 
 
-_decode_request = msgspec.json.Decoder(Request).decode
-_decode_reply = msgspec.json.Decoder(Reply).decode
+_decode_request = msgspec.json.Decoder(ControlRequest).decode
+_decode_reply = msgspec.json.Decoder(ControlReply).decode
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Actions:
+class ControlActions:
     """What the commands do; each returns a sentence, or raises SwarmError. `vitals` goes with every answer."""
 
     pause: Callable[[], str]
     resume: Callable[[], str]
     leave: Callable[[], str]
-    vitals: Callable[[], Vitals]
+    metrics: Callable[[], NodeMetrics]
 
 
 def folder() -> Path:
@@ -66,7 +66,7 @@ def folder() -> Path:
 
 
 @asynccontextmanager
-async def answering(actions: Actions) -> AsyncIterator[None]:
+async def serve_control(actions: ControlActions) -> AsyncIterator[None]:
     """Answer on `<pid>.sock` until the block ends. A node whose socket cannot be made goes on without, and says so."""
     path = folder() / f"{os.getpid()}.sock"
     server = _Server(actions)
@@ -91,7 +91,7 @@ async def answering(actions: Actions) -> AsyncIterator[None]:
 
 
 class _Server:
-    def __init__(self, actions: Actions) -> None:
+    def __init__(self, actions: ControlActions) -> None:
         self._actions = actions
         self._callers: set[asyncio.Task[None]] = set()
 
@@ -110,18 +110,18 @@ class _Server:
             self._callers.discard(task)
             writer.close()
 
-    def _answer(self, line: bytes) -> Reply:
+    def _answer(self, line: bytes) -> ControlReply:
         try:
             request = _decode_request(line)
         except (msgspec.DecodeError, RecursionError) as error:
-            return Reply(False, f"not a command: {error}")
+            return ControlReply(False, f"not a command: {error}")
         actions = self._actions
         act = {"pause": actions.pause, "resume": actions.resume, "leave": actions.leave}.get(request.do)
         try:
             message = act() if act is not None else ""
         except SwarmError as error:
-            return Reply(False, str(error), actions.vitals())
-        return Reply(True, message, actions.vitals())
+            return ControlReply(False, str(error), actions.metrics())
+        return ControlReply(True, message, actions.metrics())
 
     async def close(self) -> None:
         for task in self._callers:
@@ -134,24 +134,24 @@ class _Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocalNode:
     """A node that runs on this machine."""
 
     path: Path
-    vitals: Vitals
+    vitals: NodeMetrics
 
 
-async def find() -> list[Found]:
+async def find() -> list[LocalNode]:
     """The nodes of this user on this machine, by process id. What dead ones left behind is swept away."""
     found = []
     for path in sorted(folder().glob("*.sock")):
         reply = await ask(path, "status")
         if reply is not None and reply.vitals is not None:
-            found.append(Found(path, reply.vitals))
+            found.append(LocalNode(path, reply.vitals))
     return sorted(found, key=lambda node: node.vitals.pid)
 
 
-async def choose(wanted: str | None) -> Found:
+async def choose(wanted: str | None) -> LocalNode:
     """The node that `wanted`, a name or process id, means; None: the only one. Raises UsageError."""
     nodes = await find()
     if not nodes:
@@ -165,7 +165,7 @@ async def choose(wanted: str | None) -> Found:
     raise UsageError(f"several nodes run here; say which with --node NAME or PID: {names}")
 
 
-async def ask(path: Path, command: Command) -> Reply | None:
+async def ask(path: Path, command: Command) -> ControlReply | None:
     """Send a command; None if nobody is there."""
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -178,7 +178,7 @@ async def ask(path: Path, command: Command) -> Reply | None:
         return None
     try:
         async with asyncio.timeout(ANSWER_S):
-            writer.write(_encode(Request(command)) + b"\n")
+            writer.write(_encode(ControlRequest(command)) + b"\n")
             return _decode_reply(await reader.readline())
     except (OSError, TimeoutError, msgspec.DecodeError, ValueError):
         return None

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
-class Reporter(Protocol):
+class EventReporter(Protocol):
     def event(self, name: str, sentence: str, **fields: Any) -> None:
         """`sentence` for people; `name` and `fields` for programs."""
         ...
@@ -25,14 +25,14 @@ class Reporter(Protocol):
         """Share of the weights read so far, 0 to 1. May be called from another thread."""
         ...
 
-    def __enter__(self) -> Reporter: ...
+    def __enter__(self) -> EventReporter: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
-class JsonReporter:
+class JsonEventReporter:
     """`{"event": ..., "seconds": since the start, ...}`, one a line, written at once."""
 
     def __init__(self, since: float, stream: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -52,7 +52,7 @@ class JsonReporter:
             self._loaded = share
             self.event("loading", f"{share:.0%} of the weights", fraction=round(share, 3))
 
-    def __enter__(self) -> JsonReporter:
+    def __enter__(self) -> JsonEventReporter:
         return self
 
     def __exit__(
@@ -61,7 +61,7 @@ class JsonReporter:
         self._stream.flush()
 
 
-class HumanReporter:
+class HumanEventReporter:
     """Sentences; while weights are read, a progress bar if somebody watches."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -84,7 +84,7 @@ class HumanReporter:
         if share >= 1.0:
             self._stop()
 
-    def __enter__(self) -> HumanReporter:
+    def __enter__(self) -> HumanEventReporter:
         return self
 
     def __exit__(
@@ -98,6 +98,6 @@ class HumanReporter:
             self._progress = None
 
 
-def make(as_json: bool, since: float) -> Reporter:
+def make(as_json: bool, since: float) -> EventReporter:
     """`since`: when the program started, seconds since the epoch."""
-    return JsonReporter(since) if as_json else HumanReporter()
+    return JsonEventReporter(since) if as_json else HumanEventReporter()

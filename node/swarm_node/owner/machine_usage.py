@@ -13,13 +13,13 @@ import psutil
 SAMPLE_S = 2.0
 BUSY_SHARE = 0.4  # of all cores, taken by others: the machine is in use ...
 BUSY_AFTER_S = 6.0  # ... when it has been so for this long,
-CALM_SHARE = 0.2  # and free again below this,
-CALM_AFTER_S = 30.0  # for this long
+IDLE_SHARE = 0.2  # and free again below this,
+IDLE_AFTER_S = 30.0  # for this long
 
 IN_USER_AND_NICE = ("guest", "guest_nice")  # Linux counts these there as well
 
 
-class CpuUse:
+class OtherCpuUsage:
     """`others()`: the share of all cores that processes other than ours took since it was last asked."""
 
     def __init__(self, own: Callable[[], Sequence[int]]) -> None:
@@ -57,13 +57,13 @@ class Hysteresis:
 
     def observe(self, share: float, now: float) -> bool:
         """Whether the machine is in use as of `now`, seconds of any clock."""
-        turning = share < CALM_SHARE if self.busy else share > BUSY_SHARE
+        turning = share < IDLE_SHARE if self.busy else share > BUSY_SHARE
         if not turning:
             self._since = None
             return self.busy
         if self._since is None:
             self._since = now
-        if now - self._since >= (CALM_AFTER_S if self.busy else BUSY_AFTER_S):
+        if now - self._since >= (IDLE_AFTER_S if self.busy else BUSY_AFTER_S):
             self.busy, self._since = not self.busy, None
         return self.busy
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Vitals(msgspec.Struct, frozen=True, kw_only=True):
+class NodeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts are since the start; times in the unit that the name ends with."""
 
     pid: int

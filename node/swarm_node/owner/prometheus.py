@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from swarm.errors import AddressInUse
 from swarm.types import NodeState
-from swarm_node.owner.node_metrics import Vitals
+from swarm_node.owner.node_metrics import NodeMetrics
 
 ANSWER_S = 5.0
 
@@ -42,8 +42,8 @@ COUNTERS = {
 }
 
 
-class VitalsCollector(Collector):
-    def __init__(self, vitals: Callable[[], Vitals]) -> None:
+class NodeMetricsCollector(Collector):
+    def __init__(self, vitals: Callable[[], NodeMetrics]) -> None:
         self._vitals = vitals
 
     def collect(self) -> Iterable[Metric]:
@@ -64,15 +64,15 @@ class VitalsCollector(Collector):
 
 
 @contextlib.contextmanager
-def serving(vitals: Callable[[], Vitals], host: str, port: int) -> Iterator[int]:
+def serving(vitals: Callable[[], NodeMetrics], host: str, port: int) -> Iterator[int]:
     """Serve `/metrics` in a thread until the block ends; yields the port. Raises AddressInUse."""
     loop = asyncio.get_running_loop()
 
-    async def now() -> Vitals:
+    async def now() -> NodeMetrics:
         return vitals()
 
     registry = CollectorRegistry()
-    registry.register(VitalsCollector(lambda: asyncio.run_coroutine_threadsafe(now(), loop).result(ANSWER_S)))
+    registry.register(NodeMetricsCollector(lambda: asyncio.run_coroutine_threadsafe(now(), loop).result(ANSWER_S)))
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from swarm.codec import Buffer
-from swarm.errors import LogLost
+from swarm.errors import ActivationLogEvicted
 from swarm.messages import Step
 
 REPLAY_ROWS = 256  # rows of one replayed step
@@ -25,7 +25,7 @@ class _Log:
     size: int = 0
 
 
-class HopLogs:
+class ActivationLog:
     """One a node. When the cap is passed the longest log goes, so that a greedy session costs nobody else theirs."""
 
     def __init__(self, cap_bytes: int) -> None:
@@ -66,12 +66,12 @@ class HopLogs:
         row_bytes = len(view) // step.rows
         rows = [bytes(view[at : at + row_bytes]) for at in range(0, len(view), row_bytes)]
         before = log.size
-        log.rows.extend(log.tree.pop(slot) for slot in step.commit)
-        if step.line:  # rows committed on arrival end every branch that is not committed by now
+        log.rows.extend(log.tree.pop(slot) for slot in step.commit_slots)
+        if step.causal_rows:  # rows committed on arrival end every branch that is not committed by now
             self._forget_tree(log)
-        log.rows.extend(rows[: step.line])
+        log.rows.extend(rows[: step.causal_rows])
         log.size += len(view)
-        for slot, row in zip(step.slots, rows[step.line :], strict=True):
+        for slot, row in zip(step.slots, rows[step.causal_rows :], strict=True):
             log.size -= len(log.tree.pop(slot, b""))
             log.tree[slot] = row
         self._size += log.size - before
@@ -88,13 +88,13 @@ class HopLogs:
             self._size += log.size - before
 
     def replay(self, key: int, count: int) -> Iterator[tuple[int, int, bytes]]:
-        """The rows of the first `count` committed tokens as (first position, rows, body). Raises LogLost at once.
+        """The rows of the first `count` committed tokens as (first position, rows, body). Raises ActivationLogEvicted at once.
 
         What was promised is delivered even if the log is dropped meanwhile.
         """
         log = self._logs.get(key)
         if log is None or len(log.rows) < count:
-            raise LogLost("the outputs of this session were dropped for want of memory")
+            raise ActivationLogEvicted("the outputs of this session were dropped for want of memory")
         return _chunks(log.rows[:count])
 
     def _drop_longest(self) -> None:

@@ -14,20 +14,20 @@ from collections.abc import Awaitable, Callable
 
 from swarm.errors import NetworkError, NodeLeaving
 from swarm.types import LayerSpan
-from swarm_node.serving.served_spans import Home
-from swarm_node.serving.session_server import Service
+from swarm_node.serving.served_spans import ServedSpan
+from swarm_node.serving.session_server import SessionServer
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0  # in which short sessions end by themselves
 CHECK_S = 0.5
 
-Elsewhere = Callable[[], Awaitable[Callable[[LayerSpan], bool]]]
+CoverageCheck = Callable[[], Awaitable[Callable[[LayerSpan], bool]]]
 """-> whether other nodes serve all of these layers now. Raises NetworkError."""
 
 
-async def hand_over(
-    span: LayerSpan, elsewhere: Elsewhere, replaceable: Callable[[], Awaitable[bool]], within_s: float
+async def wait_for_takeover(
+    span: LayerSpan, elsewhere: CoverageCheck, replaceable: Callable[[], Awaitable[bool]], within_s: float
 ) -> bool:
     """Wait until other nodes serve `span`; False if they cannot, or do not in time.
 
@@ -44,12 +44,12 @@ async def hand_over(
     return False
 
 
-async def clear(
-    service: Service,
+async def drain_sessions(
+    service: SessionServer,
     why: NodeLeaving,
-    elsewhere: Elsewhere,
+    elsewhere: CoverageCheck,
     *,
-    home: Home | None = None,
+    home: ServedSpan | None = None,
     grace_s: float = GRACE_S,
     within_s: float | None = None,
 ) -> int:

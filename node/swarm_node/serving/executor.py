@@ -24,7 +24,7 @@ from swarm.errors import ResourceError, SwarmError
 from swarm.planner.scheduling.batch_scheduler import BatchScheduler
 from swarm.planner.scheduling.layer_time import BatchStats
 from swarm.types import LayerSpan
-from swarm_node.serving.session import Arrival, Session
+from swarm_node.serving.session import HopSession, InboundStep
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +32,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class StepOutput:
     """What a step became: hidden rows as raw bytes, or on the tail the tokens it drew, and what follows them if its
     `heads` Medusa heads are right (`messages.Result`)."""
 
     body: Buffer = b""
     tokens: tuple[int, ...] = ()
-    heads: int = 0
-    guessed: tuple[int, ...] = ()
-    doubts: tuple[int, ...] = ()
+    num_medusa_heads: int = 0
+    medusa_ids: tuple[int, ...] = ()
+    medusa_neg_logprob_centinats: tuple[int, ...] = ()
 
 
-Compute = Callable[[], Sequence[Output | SwarmError]]
+Compute = Callable[[], Sequence[StepOutput | SwarmError]]
 """A planned batch, ready to run: one Output a step, or what is wrong with that one step."""
 
 
@@ -54,7 +54,7 @@ class StepOutcome:
     `sessions`: how many decode here at this time, this one included.
     """
 
-    output: Output
+    output: StepOutput
     queue_ms: float
     compute_ms: float
     sessions: int = 1
@@ -64,8 +64,8 @@ class StepOutcome:
 class ScheduledStep:
     """A session's step whose turn has come, waiting for the device."""
 
-    session: Session
-    arrival: Arrival
+    session: HopSession
+    arrival: InboundStep
     done: asyncio.Future[StepOutcome]
     entered: float
 
@@ -83,14 +83,14 @@ class ScheduledStep:
 
     @property
     def prefill(self) -> bool:
-        return self.arrival.step.line > 1
+        return self.arrival.step.causal_rows > 1
 
     @property
     def dropped(self) -> bool:
         return self.done.done()
 
 
-class Engine(Protocol):
+class StepEngine(Protocol):
     """The span, its cache and the sampler, as the executor sees them."""
 
     def prepare(self, works: Sequence[ScheduledStep]) -> Compute:
@@ -101,10 +101,10 @@ class Engine(Protocol):
         ...
 
 
-_Timed = tuple[Sequence[Output | SwarmError], float]  # outputs, compute ms
+_Timed = tuple[Sequence[StepOutput | SwarmError], float]  # outputs, compute ms
 
 
-class Device(Protocol):
+class ComputeDevice(Protocol):
     """Where computations run, one at a time."""
 
     def run(self, compute: Callable[[], T]) -> asyncio.Future[T]: ...
@@ -150,8 +150,8 @@ class Executor:
 
     def __init__(
         self,
-        engine: Engine,
-        device: Device,
+        engine: StepEngine,
+        device: ComputeDevice,
         batch_tokens: int,
         observe: Callable[[BatchStats], None] = lambda stats: None,
         clock: Callable[[], float] = time.perf_counter,
@@ -170,7 +170,7 @@ class Executor:
     def waiting_rows(self) -> int:
         return self._scheduler.rows
 
-    async def run(self, session: Session, arrival: Arrival) -> StepOutcome:
+    async def run(self, session: HopSession, arrival: InboundStep) -> StepOutcome:
         """Compute one step. Raises SwarmError. Cancelling it forgets the step, or its result if it runs already."""
         done: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
         self._scheduler.push(ScheduledStep(session, arrival, done, self._clock()))
@@ -245,7 +245,7 @@ class Executor:
         self._schedule()
 
     def _answer(
-        self, batch: list[ScheduledStep], outputs: Sequence[Output | SwarmError], started: float, compute_ms: float
+        self, batch: list[ScheduledStep], outputs: Sequence[StepOutput | SwarmError], started: float, compute_ms: float
     ) -> None:
         now = self._clock()
         alive = (step for step in batch if not step.session.closed)  # it may have ended while its step was computed

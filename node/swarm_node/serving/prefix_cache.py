@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarm.block_hash import BLOCK
+from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.types import LayerSpan, PeerId
 
 KEPT_SHARE = 0.25  # of the cache, at most, for sessions that have ended
@@ -26,7 +26,7 @@ class _Entry:
     names: list[_Name] = field(default_factory=list)
 
 
-class Prefixes:
+class PrefixCache:
     """Of one loaded span. `computed` tells how many tokens a living session has behind it."""
 
     def __init__(self, capacity_tokens: int, computed: Callable[[int], int]) -> None:
@@ -40,10 +40,10 @@ class Prefixes:
         """The session that shares the longest beginning, and how many tokens; (-1, 0) if none does."""
         for count in range(len(digests), 0, -1):
             key = self._keys.get((owner, span, digests[count - 1]))
-            if key is not None and self._tokens(key) >= count * BLOCK:
+            if key is not None and self._tokens(key) >= count * HASH_BLOCK_TOKENS:
                 if key in self._kept:
                     self._kept[key] = self._kept.pop(key)  # used last
-                return key, count * BLOCK
+                return key, count * HASH_BLOCK_TOKENS
         return -1, 0
 
     def add(self, key: int, owner: PeerId, span: LayerSpan, digests: Sequence[bytes]) -> None:
@@ -51,11 +51,11 @@ class Prefixes:
         self._entries[key] = _Entry(owner, span)
         self._name(key, digests)
 
-    def keep(self, key: int, digests: Sequence[bytes]) -> tuple[int, list[int]]:
+    def retain(self, key: int, digests: Sequence[bytes]) -> tuple[int, list[int]]:
         """A session has ended. -> (how many of its tokens to keep, 0 for none; ended sessions that must go for it)."""
         entry = self._entries[key]
         self._name(key, digests)
-        tokens = min(self._computed(key), len(digests) * BLOCK) // BLOCK * BLOCK
+        tokens = min(self._computed(key), len(digests) * HASH_BLOCK_TOKENS) // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
         if not 0 < tokens <= self._room:
             return 0, []
         going: list[int] = []
@@ -72,7 +72,7 @@ class Prefixes:
         entry.tokens = self._kept[key] = tokens
         return tokens, going
 
-    def oldest(self) -> int | None:
+    def evict_candidate(self) -> int | None:
         """The ended session whose room is wanted first."""
         return next(iter(self._kept), None)
 

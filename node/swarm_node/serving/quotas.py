@@ -15,7 +15,7 @@ from swarm.errors import NodeBusy
 from swarm.ewma import Ewma
 from swarm.types import PeerId
 
-MAX_UNREAD_ANSWERS = 32
+MAX_UNREAD_REPLIES = 32
 RETRY_AFTER_S = (0.5, 30.0)  # the least and the most that a full node sends a client away for
 EWMA_DECAY = 0.8  # weight of what was seen before, in how often a session ends
 
@@ -58,14 +58,14 @@ class Quotas:
         least, most = RETRY_AFTER_S
         return min(most, max(least, self._end_every_s.value))
 
-    def take_answer(self, peer: PeerId) -> bool:
+    def take_reply(self, peer: PeerId) -> bool:
         """Whether one more answer may wait until `peer` reads it."""
-        if self._answers[peer] >= MAX_UNREAD_ANSWERS:
+        if self._answers[peer] >= MAX_UNREAD_REPLIES:
             return False
         self._answers[peer] += 1
         return True
 
-    def give_answer(self, peer: PeerId) -> None:
+    def give_reply(self, peer: PeerId) -> None:
         _decrement(self._answers, peer)
 
 

@@ -9,31 +9,31 @@ import asyncio
 import logging
 
 from swarm.errors import ConnectionLost
-from swarm.messages import Failed, Located
-from swarm.net.base.tasks import TaskScope
+from swarm.messages import ProgressReport, SessionFailed
+from swarm.net.base.tasks import TaskSet
 from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.session import Link
+from swarm_node.serving.session import PeerChannel
 
 logger = logging.getLogger(__name__)
 
 
-class Answers:
+class ReplySender:
     """`tell` is best effort: a peer that does not read loses its answers and holds up nobody else."""
 
-    def __init__(self, scope: TaskScope, quotas: Quotas, timeout_s: float) -> None:
+    def __init__(self, scope: TaskSet, quotas: Quotas, timeout_s: float) -> None:
         self._scope = scope
         self._quotas = quotas
         self._timeout_s = timeout_s
 
-    def tell(self, peer: Link, message: Failed | Located) -> None:
-        if self._quotas.take_answer(peer.peer):
+    def send_best_effort(self, peer: PeerChannel, message: SessionFailed | ProgressReport) -> None:
+        if self._quotas.take_reply(peer.peer):
             self._scope.start(self._send(peer, message), f"answer to {peer.peer}")
 
-    async def _send(self, peer: Link, message: Failed | Located) -> None:
+    async def _send(self, peer: PeerChannel, message: SessionFailed | ProgressReport) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await peer.send(message)
         except (ConnectionLost, TimeoutError):
             logger.debug("%s does not listen to: %s", peer.peer, message)
         finally:
-            self._quotas.give_answer(peer.peer)
+            self._quotas.give_reply(peer.peer)

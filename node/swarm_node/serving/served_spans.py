@@ -10,22 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from swarm.block_hash import BLOCK
+from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.errors import NodeBusy, NoRoute, OutOfMemory
 from swarm.types import LayerSpan, PeerId
-from swarm_node.serving.executor import Engine, Executor
-from swarm_node.serving.prefix_cache import Prefixes
-from swarm_node.serving.session import Rows, Session
+from swarm_node.serving.executor import Executor, StepEngine
+from swarm_node.serving.prefix_cache import PrefixCache
+from swarm_node.serving.session import ActivationSpec, HopSession
 
 
-class ServedEngine(Engine, Protocol):
+class SpanEngineApi(StepEngine, Protocol):
     """An engine together with what it serves and the pages of its sessions."""
 
     @property
     def span(self) -> LayerSpan: ...
 
     @property
-    def rows(self) -> Rows: ...
+    def rows(self) -> ActivationSpec: ...
 
     @property
     def capacity_tokens(self) -> int:
@@ -40,7 +40,7 @@ class ServedEngine(Engine, Protocol):
         """`admit`, with the first `length` tokens of another session, whose pages are shared."""
         ...
 
-    def seal(self, key: int, length: int) -> None:
+    def freeze_prefix(self, key: int, length: int) -> None:
         """Nothing more comes; keep the first `length` tokens for forks."""
         ...
 
@@ -53,14 +53,14 @@ class ServedEngine(Engine, Protocol):
         ...
 
     @property
-    def page_tokens(self) -> int: ...
+    def block_tokens(self) -> int: ...
 
     @property
-    def page_bytes(self) -> int:
+    def block_bytes(self) -> int:
         """Of the keys and values of one page in one layer."""
         ...
 
-    def adopt(self, key: int, tokens: int) -> None:
+    def import_blocks(self, key: int, tokens: int) -> None:
         """Count them as committed, before `fill` brings what was computed for them. Raises InvalidRequest."""
         ...
 
@@ -77,32 +77,32 @@ class ServedEngine(Engine, Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Home:
+class ServedSpan:
     """A loaded span, what runs on it, and the keys of the sessions it took in. `open`: it takes more.
 
     `on_gone` is told of every key whose pages are given back: when a session ends, or later if it was kept for others.
     """
 
-    engine: ServedEngine
+    engine: SpanEngineApi
     executor: Executor
     on_gone: Callable[[int], None] = lambda key: None
     open: bool = True
     keys: set[int] = field(default_factory=set)
     empty: asyncio.Event = field(default_factory=asyncio.Event)
-    prefixes: Prefixes = field(init=False)
+    prefixes: PrefixCache = field(init=False)
     _computed: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.empty.set()
-        self.prefixes = Prefixes(self.engine.capacity_tokens, self._computed.__getitem__)
+        self.prefixes = PrefixCache(self.engine.capacity_tokens, self._computed.__getitem__)
 
-    def admit(self, session: Session, prefix: Sequence[bytes], retry_after_s: float) -> int:
+    def admit(self, session: HopSession, prefix: Sequence[bytes], retry_after_s: float) -> int:
         """Take a session in. -> the one whose first tokens it shares, -1 if none; it holds `session.committed` then.
 
         Raises ContextOverflow, OutOfMemory (it never fits) or NodeBusy (not now).
         """
         key, max_tokens = session.key, session.max_tokens
-        parent, held = self.prefixes.find(session.client.peer, session.span, prefix[: max_tokens // BLOCK])
+        parent, held = self.prefixes.find(session.client.peer, session.span, prefix[: max_tokens // HASH_BLOCK_TOKENS])
         while True:
             try:
                 if held:
@@ -111,7 +111,7 @@ class Home:
                     self.engine.admit(key, max_tokens)
                 break
             except OutOfMemory as error:
-                old = self.prefixes.oldest()
+                old = self.prefixes.evict_candidate()
                 if max_tokens > self.engine.capacity_tokens:
                     raise
                 if old is None:
@@ -133,11 +133,11 @@ class Home:
 
     def release(self, key: int, prefix: Sequence[bytes] = ()) -> None:
         """The session is over; what `prefix` names of it may be kept for others."""
-        kept, going = self.prefixes.keep(key, prefix) if prefix else (0, [])
+        kept, going = self.prefixes.retain(key, prefix) if prefix else (0, [])
         for old in going:
             self._let_go(old)
         if kept:
-            self.engine.seal(key, kept)
+            self.engine.freeze_prefix(key, kept)
         else:
             self._let_go(key)
         self.executor.forget(key)
@@ -152,7 +152,7 @@ class Home:
 
     def forget_all(self) -> None:
         """Keep nothing."""
-        while (key := self.prefixes.oldest()) is not None:
+        while (key := self.prefixes.evict_candidate()) is not None:
             self._let_go(key)
 
     def _let_go(self, key: int) -> None:
@@ -162,25 +162,25 @@ class Home:
         self.on_gone(key)
 
 
-class Homes:
+class ServedSpans:
     """The newest first."""
 
     def __init__(self, on_gone: Callable[[int], None] = lambda key: None) -> None:
-        self._homes: list[Home] = []
+        self._homes: list[ServedSpan] = []
         self._on_gone = on_gone
 
-    def add(self, engine: ServedEngine, executor: Executor) -> Home:
+    def add(self, engine: SpanEngineApi, executor: Executor) -> ServedSpan:
         """Sessions whose layers it holds are taken in here from now on."""
-        home = Home(engine, executor, self._on_gone)
+        home = ServedSpan(engine, executor, self._on_gone)
         self._homes.insert(0, home)
         return home
 
-    def remove(self, home: Home) -> None:
+    def remove(self, home: ServedSpan) -> None:
         """Forget a home without sessions, and what it kept of those that have ended."""
         self._homes.remove(home)
         home.forget_all()
 
-    def find(self, start: int, end: int) -> Home:
+    def find(self, start: int, end: int) -> ServedSpan:
         """Where a session on layers `[start, end)` is to live. Raises NodeBusy while none is loaded, NoRoute."""
         if not self._homes:
             raise NodeBusy("this node is still loading its layers")
@@ -191,9 +191,9 @@ class Homes:
         spans = ", ".join(str(home.engine.span) for home in held) or "none now"
         raise NoRoute(f"this node serves layers {spans}, not {start}:{end}")
 
-    def __iter__(self) -> Iterator[Home]:
+    def __iter__(self) -> Iterator[ServedSpan]:
         return iter(self._homes)
 
-    def of(self, key: int) -> Home | None:
+    def of(self, key: int) -> ServedSpan | None:
         """Where a session lives; None once it has been released."""
         return next((home for home in self._homes if key in home.keys), None)

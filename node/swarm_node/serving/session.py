@@ -15,14 +15,14 @@ import msgspec
 
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
-from swarm.messages import MAX_HOPS, AnyMessage, Located, Open, Prune, Reroute, Step
-from swarm.types import LayerSpan, Legacy, PeerId, Sampling
+from swarm.messages import MAX_HOPS, AnyMessage, DropInFlight, OpenSession, ProgressReport, Reroute, Step
+from swarm.types import KvSource, LayerSpan, PeerId, Sampling
 
 MAX_WAITING_STEPS = 64  # of one session; a client that keeps more in flight is not listening to us
-FORMER_UPSTREAMS = 8  # that may send a late step without offence
+PREVIOUS_UPSTREAMS = 8  # that may send a late step without offence
 
 
-class Link(Protocol):
+class PeerChannel(Protocol):
     """The sending half of a connection."""
 
     @property
@@ -34,7 +34,7 @@ class Link(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ActivationSpec:
     """The shapes this hop accepts: hidden size and bytes an element of the session's dtype, and the vocabulary."""
 
     num_layers: int
@@ -44,7 +44,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class InboundStep:
     """A step as it came in."""
 
     step: Step
@@ -52,40 +52,40 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class HopSession:
     """One session on one hop. `key` names its pages in the engine and is never reused."""
 
     id: bytes
     key: int
-    client: Link
+    client: PeerChannel
     upstream: PeerId
     downstream: PeerId  # "" on the tail
     downstream_addresses: tuple[str, ...]
     span: LayerSpan
-    rows: Rows
+    rows: ActivationSpec
     max_tokens: int
     sampling: Sampling
-    history: list[int]
-    guesses: int = 0  # of each Medusa head, with every token drawn
-    onward_from: int = 0  # rows at positions before it are neither sent on nor answered
+    penalty_tokens: list[int]
+    num_medusa_candidates: int = 0  # of each Medusa head, with every token drawn
+    replay_silent_until: int = 0  # rows at positions before it are neither sent on nor answered
     epoch: int = 0  # the newest that has arrived; older steps are dropped
     ran_epoch: int = 0  # of the last step that ran here
     committed: int = 0
-    arrived: int = 0  # the newest step that came, and that was dealt with: their numbers plus 1
-    done: int = 0
+    received: int = 0  # the newest step that came, and that was dealt with: their numbers plus 1
+    completed: int = 0
     begun_s: float | None = None  # when the step that is being computed had its turn, by the event loop's clock
-    next_hop: Link | None = None  # where outputs go; the client itself when it relays this edge
+    next_hop: PeerChannel | None = None  # where outputs go; the client itself when it relays this edge
     stalled: bool = False  # the next hop is lost: steps are dropped until a Reroute names another
-    told_epoch: int = 0  # of the step for which the client was last told so
+    notified_epoch: int = 0  # of the step for which the client was last told so
     sending: asyncio.Timeout | None = None  # around a send to the next hop
-    legacy: Legacy | None = None
-    parted: bool = False  # it goes on elsewhere; what it computed here is kept a little for its heir
+    kv_source: KvSource | None = None
+    detached: bool = False  # it goes on elsewhere; what it computed here is kept a little for its heir
     closed: bool = False
-    former: deque[PeerId] = field(default_factory=lambda: deque(maxlen=FORMER_UPSTREAMS))
-    waiting: asyncio.Queue[Arrival | Reroute] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
+    previous_upstreams: deque[PeerId] = field(default_factory=lambda: deque(maxlen=PREVIOUS_UPSTREAMS))
+    waiting: asyncio.Queue[InboundStep | Reroute] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
 
     @classmethod
-    def of(cls, message: Open, client: Link, key: int, rows: Rows) -> Session:
+    def of(cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec) -> HopSession:
         return cls(
             id=message.session,
             key=key,
@@ -97,12 +97,14 @@ class Session:
             rows=rows,
             max_tokens=message.max_tokens,
             sampling=message.sampling.to_sampling() if message.sampling else Sampling(),
-            history=list(message.history),
-            guesses=message.guesses,
-            onward_from=message.onward_from,
+            penalty_tokens=list(message.penalty_tokens),
+            num_medusa_candidates=message.num_medusa_candidates,
+            replay_silent_until=message.replay_silent_until,
             epoch=message.epoch,
             ran_epoch=message.epoch,
-            legacy=Legacy(message.heir_of, tuple(message.heir_addresses), message.inherit) if message.inherit else None,
+            kv_source=KvSource(message.kv_source, tuple(message.kv_source_addresses), message.kv_source_tokens)
+            if message.kv_source_tokens
+            else None,
         )
 
     def start_from(self, held: int) -> None:
@@ -125,21 +127,21 @@ class Session:
         """Whether `sender` may send steps."""
         return sender in (self.upstream, self.client.peer)
 
-    def arrive(self, sender: PeerId, arrival: Arrival) -> None:
+    def arrive(self, sender: PeerId, arrival: InboundStep) -> None:
         """Queue a step of `sender`. Raises ProtocolError when its form is wrong and NodeBusy when too many wait.
 
         A step of an older epoch is dropped without a word: it was sent before its sender knew. So is one of a sender
         that was our upstream before a Reroute.
         """
         if not self.allows(sender):
-            if sender in self.former:
+            if sender in self.previous_upstreams:
                 return
             raise ProtocolError("a step from a peer that is neither this session's upstream nor its client")
         check_form(arrival.step, len(memoryview(arrival.body)), self.first, self.rows)
         if arrival.step.epoch < self.epoch:
             return
         self.epoch = arrival.step.epoch
-        self.arrived = max(self.arrived, arrival.step.step + 1)
+        self.received = max(self.received, arrival.step.step + 1)
         self._enqueue(arrival)
 
     def redirect(self, message: Reroute) -> None:
@@ -153,23 +155,25 @@ class Session:
         self.epoch = max(self.epoch, message.epoch)
         self._enqueue(message)
 
-    def _enqueue(self, item: Arrival | Reroute) -> None:
+    def _enqueue(self, item: InboundStep | Reroute) -> None:
         try:
             self.waiting.put_nowait(item)
         except asyncio.QueueFull:
             raise NodeBusy(f"more than {MAX_WAITING_STEPS} steps of this session wait here", self.client.peer) from None
 
-    async def next(self) -> Arrival | Reroute:
+    async def next(self) -> InboundStep | Reroute:
         """What is to be done next, in order of arrival: a step of the current epoch, or a new route."""
         while True:
             item = await self.waiting.get()
             if isinstance(item, Reroute) or item.step.epoch >= self.epoch:
                 return item
 
-    def located(self) -> Located:
+    def progress(self) -> ProgressReport:
         """How far its steps have come, and for how long the one that is computed has been."""
         now = asyncio.get_running_loop().time()
-        return Located(self.id, self.arrived, self.done, 0.0 if self.begun_s is None else (now - self.begun_s) * 1e3)
+        return ProgressReport(
+            self.id, self.received, self.completed, 0.0 if self.begun_s is None else (now - self.begun_s) * 1e3
+        )
 
     def admit(self, step: Step) -> Step:
         """Check a step's turn, count what it commits, and return it as this hop has to run it.
@@ -181,37 +185,39 @@ class Session:
 
         Raises ProtocolError and ContextOverflow.
         """
-        held, target = self.committed, step.base + len(step.commit)
-        if held < step.base:
-            raise ProtocolError(f"step {step.step} begins after {step.base} committed tokens and this hop holds {held}")
+        held, target = self.committed, step.committed_before + len(step.commit_slots)
+        if held < step.committed_before:
+            raise ProtocolError(
+                f"step {step.step} begins after {step.committed_before} committed tokens and this hop holds {held}"
+            )
         if held > target and step.epoch <= self.ran_epoch:
             raise ProtocolError(f"step {step.step} commits up to {target} tokens and this hop holds {held}")
-        after = target + step.line
+        after = target + step.causal_rows
         if after > self.max_tokens:
             raise ContextOverflow(f"step {step.step} makes {after} tokens and the session reserved {self.max_tokens}")
-        if (after < self.onward_from and step.slots) or target < self.onward_from < after:
-            raise ProtocolError(f"step {step.step} has rows both before and after position {self.onward_from}")
+        if (after < self.replay_silent_until and step.slots) or target < self.replay_silent_until < after:
+            raise ProtocolError(f"step {step.step} has rows both before and after position {self.replay_silent_until}")
         self.committed, self.ran_epoch = after, step.epoch
         base = min(held, target)
-        if base == step.base:
+        if base == step.committed_before:
             return step
-        return msgspec.structs.replace(step, base=base, commit=step.commit[base - step.base :])
+        return msgspec.structs.replace(step, base=base, commit=step.commit_slots[base - step.committed_before :])
 
-    def silent(self, step: Step) -> bool:
+    def is_replay(self, step: Step) -> bool:
         """Whether a step that has run only rebuilt what the hops behind hold already."""
-        return not step.slots and self.committed <= self.onward_from
+        return not step.slots and self.committed <= self.replay_silent_until
 
-    def prune(self, message: Prune) -> None:
+    def prune(self, message: DropInFlight) -> None:
         """Steps of an epoch before the message's are dropped when their turn comes."""
         self.epoch = max(self.epoch, message.epoch)
 
-    def drew(self, token: int, position: int) -> None:
+    def record_sample(self, token: int, position: int) -> None:
         """Remember that the tail drew `token` for `position`, in place of what was drawn there before."""
-        del self.history[position:]
-        self.history.append(token)
+        del self.penalty_tokens[position:]
+        self.penalty_tokens.append(token)
 
 
-def check_form(step: Step, body_bytes: int, first: bool, rows: Rows) -> None:
+def check_form(step: Step, body_bytes: int, first: bool, rows: ActivationSpec) -> None:
     """Everything about a step that can be judged without its session's state. Raises ProtocolError."""
     n = step.rows
     if n == 0:
@@ -223,7 +229,7 @@ def check_form(step: Step, body_bytes: int, first: bool, rows: Rows) -> None:
         raise ProtocolError(f"step {step.step} claims to have passed {len(step.trace)} hops")
     if len(step.parents) != len(step.slots):
         raise ProtocolError(f"step {step.step} has {len(step.parents)} parents for {len(step.slots)} slots")
-    if len(set(step.slots)) != len(step.slots) or len(set(step.commit)) != len(step.commit):
+    if len(set(step.slots)) != len(step.slots) or len(set(step.commit_slots)) != len(step.commit_slots):
         raise ProtocolError(f"step {step.step} names a tree slot twice")
     if first:
         if body_bytes or len(step.tokens) != n:

@@ -28,7 +28,7 @@ FRAME_COST = 256  # bytes that one queued frame takes besides its content
 CLOSE_GRACE_S = 5.0  # for the other side to take what is still buffered
 
 
-class FrameStream(asyncio.BufferedProtocol):
+class FramedStream(asyncio.BufferedProtocol):
     """One end of a connection; see `carrier.Connection`. Made by an asyncio transport factory.
 
     `preamble`: before the frames come messages of other protocols, each preceded by its length as a varint. They are
@@ -40,7 +40,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self,
         limits: FrameLimits = DEFAULT_LIMITS,
         preamble: bool = False,
-        on_made: Callable[[FrameStream], None] | None = None,
+        on_made: Callable[[FramedStream], None] | None = None,
     ) -> None:
         self.peer: PeerId = ""
         self._limits = limits
@@ -51,7 +51,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._writable.set()
         self._arrived = asyncio.Event()
         self._gone = asyncio.Event()  # the transport is closed
-        self._on_gone: Callable[[FrameStream], None] | None = None
+        self._on_gone: Callable[[FramedStream], None] | None = None
         # Writing: small frames of this turn of the loop, which go as one.
         self._small: list[Buffer] = []
         self._small_size = 0
@@ -136,7 +136,7 @@ class FrameStream(asyncio.BufferedProtocol):
         """Wait until the transport is gone, what was buffered sent or given up."""
         await self._gone.wait()
 
-    def on_gone(self, callback: Callable[[FrameStream], None]) -> None:
+    def on_gone(self, callback: Callable[[FramedStream], None]) -> None:
         """Have `callback(self)` called once the transport is gone, at once if it is."""
         self._on_gone = callback
         if self._gone.is_set():

@@ -15,19 +15,19 @@ import hmac
 import os
 from collections.abc import Callable
 
-from swarm.errors import ConnectionLost, NotAdmitted, PeerUnreachable, ProtocolError
-from swarm.net.base.frame_stream import FrameStream
+from swarm.errors import ConnectionLost, PeerUnreachable, ProtocolError, WrongSwarm
+from swarm.net.base.frame_stream import FramedStream
 from swarm.types import PeerId
 
 NONCE = 32
 PROOF = 32
 TIMEOUT_S = 5.0
 
-Prove = Callable[..., bytes]
-"""(*parts) -> PROOF bytes; `network_secret.NetworkSecret.prove`."""
+Authenticator = Callable[..., bytes]
+"""(*parts) -> PROOF bytes; `network_secret.SwarmSecret.prove`."""
 
 
-async def welcome(stream: FrameStream, own: PeerId, prove: Prove) -> None:
+async def accept_handshake(stream: FramedStream, own: PeerId, prove: Authenticator) -> None:
     """The acceptor's part; frames may follow. Raises ProtocolError, ConnectionLost; the stream is then of no use."""
     ours = os.urandom(NONCE)
     try:
@@ -44,8 +44,8 @@ async def welcome(stream: FrameStream, own: PeerId, prove: Prove) -> None:
     stream.begin()
 
 
-async def introduce(stream: FrameStream, own: PeerId, prove: Prove) -> None:
-    """The dialler's part; frames may follow. Raises PeerUnreachable, NotAdmitted if the peer is of another swarm."""
+async def dial_handshake(stream: FramedStream, own: PeerId, prove: Authenticator) -> None:
+    """The dialler's part; frames may follow. Raises PeerUnreachable, WrongSwarm if the peer is of another swarm."""
     ours = os.urandom(NONCE)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -54,11 +54,11 @@ async def introduce(stream: FrameStream, own: PeerId, prove: Prove) -> None:
             await stream.write_delimited(ours + prove(b"dial", *parts))
             proof = await stream.preamble(limit=PROOF)
     except (ConnectionLost, ProtocolError):
-        raise NotAdmitted(
+        raise WrongSwarm(
             f"{stream.peer} did not let us in: the network secret is wrong, or the invitation old"
         ) from None
     except TimeoutError:
         raise PeerUnreachable(f"{stream.peer} said no hello within {TIMEOUT_S:g} s") from None
     if not hmac.compare_digest(proof, prove(b"accept", *parts)):
-        raise NotAdmitted(f"{stream.peer} could not prove that it is of this swarm")
+        raise WrongSwarm(f"{stream.peer} could not prove that it is of this swarm")
     stream.begin()

@@ -10,12 +10,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from swarm.errors import NotAdmitted, PeerUnreachable
+from swarm.errors import PeerUnreachable, WrongSwarm
 
 _C = TypeVar("_C")
 
 
-async def first_of(ways: Sequence[Callable[[], Awaitable[_C]]], stagger_s: float, discard: Callable[[_C], None]) -> _C:
+async def staggered_race(
+    ways: Sequence[Callable[[], Awaitable[_C]]], stagger_s: float, discard: Callable[[_C], None]
+) -> _C:
     """What the first of `ways` leads to; each begins `stagger_s` after the one before it, or as soon as one fails.
 
     `discard` closes what came too late. Raises PeerUnreachable if all of them do: the error that says why we are not
@@ -49,4 +51,4 @@ async def first_of(ways: Sequence[Callable[[], Awaitable[_C]]], stagger_s: float
             discard(late)
     if won:
         return results[0]
-    raise max(errors.items(), key=lambda item: (isinstance(item[1], NotAdmitted), item[0]))[1]
+    raise max(errors.items(), key=lambda item: (isinstance(item[1], WrongSwarm), item[0]))[1]

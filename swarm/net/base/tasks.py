@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-class TaskScope:
+class TaskSet:
     """The parent of tasks. A task that dies of an exception nobody expected is reported to the loop's handler."""
 
     def __init__(self, name: str) -> None:

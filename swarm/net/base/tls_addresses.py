@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from swarm.types import PeerId
 
-MAX_ANNOUNCED = 3  # a record has room for eight addresses in all
+MAX_ADVERTISED = 3  # a record has room for eight addresses in all
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class TlsEndpoint:
     """An IP address, written as text, and a TCP port."""
 
     host: str
@@ -36,18 +36,18 @@ def is_relayed(address: str) -> bool:
     return "/p2p-circuit" in address
 
 
-def parse(address: str, peer: PeerId) -> Endpoint | None:
+def parse(address: str, peer: PeerId) -> TlsEndpoint | None:
     """The endpoint of a direct address of `peer`; None if it is none."""
     match address.split("/"):
         case ["", "ip4" | "ip6", host, "tcp", port, "tls", "p2p", owner] if owner == peer and re.fullmatch(
             r"[0-9]{1,5}", port
         ):
             ip = _ip(host)
-            return Endpoint(host, int(port)) if ip is not None and 0 < int(port) < 1 << 16 else None
+            return TlsEndpoint(host, int(port)) if ip is not None and 0 < int(port) < 1 << 16 else None
     return None
 
 
-def listened(address: str) -> str | None:
+def listen_ip(address: str) -> str | None:
     """The IP address that a daemon's listen address is on; None if it has none."""
     parts = address.split("/")
     return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6") and _ip(parts[2]) is not None else None
@@ -55,30 +55,30 @@ def listened(address: str) -> str | None:
 
 def is_loopback(address: str) -> bool:
     """Whether only this machine can dial it."""
-    host = listened(address)
+    host = listen_ip(address)
     return host is not None and ipaddress.ip_address(host).is_loopback
 
 
-def announced(bound: Sequence[Endpoint], daemon_addresses: Iterable[str]) -> list[Endpoint]:
+def advertised(bound: Sequence[TlsEndpoint], daemon_addresses: Iterable[str]) -> list[TlsEndpoint]:
     """Where others may reach the sockets in `bound`, given the addresses that the daemon found out to be ours.
 
     Loopback only if there is nothing else; public addresses first.
     """
-    found: dict[str, Endpoint] = {}
+    found: dict[str, TlsEndpoint] = {}
     for address in daemon_addresses:
-        host = listened(address)
+        host = listen_ip(address)
         if host is None or is_relayed(address):
             continue
         for socket in bound:
             if socket.host == host or (ipaddress.ip_address(socket.host).is_unspecified and _same_kind(socket, host)):
-                found.setdefault(host, Endpoint(host, socket.port))
+                found.setdefault(host, TlsEndpoint(host, socket.port))
     ips = {host: ipaddress.ip_address(host) for host in found}
     outside = [host for host in found if not (ips[host].is_loopback or ips[host].is_link_local)]
     chosen = sorted(outside or found, key=lambda host: ips[host].is_private)
-    return [found[host] for host in chosen[:MAX_ANNOUNCED]]
+    return [found[host] for host in chosen[:MAX_ADVERTISED]]
 
 
-def _same_kind(socket: Endpoint, host: str) -> bool:
+def _same_kind(socket: TlsEndpoint, host: str) -> bool:
     return (":" in socket.host) == (":" in host)
 
 

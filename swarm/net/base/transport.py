@@ -48,7 +48,7 @@ Handler = Callable[[Connection], Awaitable[None]]
 """Runs one accepted connection to its end, in a task that the carrier owns and cancels at `close`."""
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One endpoint of the network under one identity."""
 
     @property
@@ -72,15 +72,15 @@ class Carrier(Protocol):
         ...
 
 
-OnBetter = Callable[[Connection, Connection], Awaitable[None]]
+OnUpgrade = Callable[[Connection, Connection], Awaitable[None]]
 """(a connection that was dialled, a better one to the same peer), which it may use instead or must close."""
 
 
 @runtime_checkable
-class Improving(Protocol):
+class UpgradingTransport(Protocol):
     """A carrier that goes on looking for a better way to the peers it has dialled."""
 
-    def on_better(self, found: OnBetter) -> None:
+    def on_upgrade(self, found: OnUpgrade) -> None:
         """Have `found` awaited, in a task of the carrier's, for every better connection."""
         ...
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from swarm.errors import ClockWrong, NetworkError, PeerUnreachable, ProtocolError
-from swarm.net.dht.validation import OwnedSubkeys, guard
+from swarm.errors import ClockSkew, NetworkError, PeerUnreachable, ProtocolError
+from swarm.net.dht.validation import SignedSubkeyValidator, install_validators
 from swarm.net.libp2p._hivemind import DHTID, DHTNode, DHTValidationError, PeerID
-from swarm.net.security.swarm_secret import NetworkSecret
-from swarm.net.transports.libp2p_streams import DaemonCarrier
+from swarm.net.security.swarm_secret import SwarmSecret
+from swarm.net.transports.libp2p_streams import Libp2pTransport
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
 from swarm.types import PeerId
 
@@ -43,13 +43,13 @@ class DhtDirectory:
     """
 
     def __init__(
-        self, carrier: DaemonCarrier, peers: Sequence[str], client: bool, secret: NetworkSecret | None = None
+        self, carrier: Libp2pTransport, peers: Sequence[str], client: bool, secret: SwarmSecret | None = None
     ) -> None:
         self._carrier = carrier
         self._secret = secret
         self._peers = tuple(peers)
         self._client = client
-        self._validator = OwnedSubkeys(carrier.identity, time.time)
+        self._validator = SignedSubkeyValidator(carrier.identity, time.time)
         self._joined: tuple[Any, DHTNode] | None = None  # None while the daemon is down
         self._calls: set[asyncio.Task[Any]] = set()
         self._published: dict[str, tuple[bytes, float]] = {}  # by model: our last record, and when it expires
@@ -57,15 +57,15 @@ class DhtDirectory:
     @classmethod
     async def start(
         cls,
-        carrier: DaemonCarrier,
+        carrier: Libp2pTransport,
         peers: Sequence[str] = (),
         client: bool = False,
-        secret: NetworkSecret | None = None,
+        secret: SwarmSecret | None = None,
     ) -> DhtDirectory:
         """Join the DHT by way of `peers`, or begin one. A `client` reads, but keeps nothing for others. With `secret`
         the records are those of a private swarm: stored under names that strangers cannot guess, and sealed.
 
-        Raises PeerUnreachable if none of `peers` answers, ClockWrong if this machine's clock is off, NetworkError.
+        Raises PeerUnreachable if none of `peers` answers, ClockSkew if this machine's clock is off, NetworkError.
         """
         self = cls(carrier, peers, client, secret)
         await self._join(peers)
@@ -99,7 +99,7 @@ class DhtDirectory:
         except BaseException:
             await p2p.shutdown()
             raise
-        guard(node, self._validator)
+        install_validators(node, self._validator)
         self._joined = p2p, node
 
     def _down(self) -> None:
@@ -118,20 +118,20 @@ class DhtDirectory:
         await self._join(())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MEET_TIMEOUT_S):
-                await self.meet(self._peers)
+                await self.rebootstrap(self._peers)
         for model, (record, expires_at) in before.items():
             if expires_at > time.time():
                 with contextlib.suppress(NetworkError):  # whose record it is will publish it again
                     await self._store(record, model, expires_at)
 
-    async def meet(self, addresses: Sequence[str]) -> int:
+    async def rebootstrap(self, addresses: Sequence[str]) -> int:
         """Get to know the peers at these multiaddrs (again), and they us; how many answered. Raises NetworkError."""
         node = self._node
         async with asyncio.TaskGroup() as group:
-            meetings = [group.create_task(self._meet(node, address)) for address in addresses]
+            meetings = [group.create_task(self._rebootstrap(node, address)) for address in addresses]
         return sum(meeting.result() for meeting in meetings)
 
-    async def _meet(self, node: DHTNode, address: str) -> bool:
+    async def _rebootstrap(self, node: DHTNode, address: str) -> bool:
         peer = address.rpartition("/p2p/")[2]
         try:
             peer_id = PeerID.from_base58(peer)
@@ -143,7 +143,7 @@ class DhtDirectory:
             return False
 
     async def check_clock(self) -> None:
-        """Compare our clock with that of a few peers. Raises ClockWrong when it differs from all of theirs.
+        """Compare our clock with that of a few peers. Raises ClockSkew when it differs from all of theirs.
 
         One peer alone proves nothing: it may be the one whose clock is wrong.
         """
@@ -268,7 +268,7 @@ def _about(peer: PeerId, model: str) -> bytes:
 def _refused(error: DHTValidationError) -> NetworkError:
     """hivemind says in one kind of error that clocks differ and that we cannot be reached."""
     if "local time" in str(error):
-        return ClockWrong(
+        return ClockSkew(
             "this machine's clock differs from the others' by more than 3 s; set it (for instance with "
             "`timedatectl set-ntp true`) and start again"
         )

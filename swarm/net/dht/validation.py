@@ -35,7 +35,7 @@ _decode_dictionary = msgspec.msgpack.Decoder(tuple[float | int | None, float, _E
 _decode_subkey = msgspec.msgpack.Decoder(_Subkey).decode
 
 
-class OwnedSubkeys(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
+class SignedSubkeyValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
     """Every entry lies under a subkey that is a peer id, is signed by that peer and lives MAX_LIFETIME_S at most.
 
     The signature covers key, subkey, expiry and value, so that nobody can prolong what another peer once published.
@@ -48,7 +48,7 @@ class OwnedSubkeys(RecordValidatorBase):  # type: ignore[misc]  # hivemind is un
     def validate(self, record: DHTRecord) -> bool:
         if len(record.value) > MAX_VALUE:
             return False
-        if not self.timely(record.expiration_time):
+        if not self.within_ttl(record.expiration_time):
             return False
         value, signature = record.value[:-SIGNATURE], record.value[-SIGNATURE:]
         try:
@@ -58,7 +58,7 @@ class OwnedSubkeys(RecordValidatorBase):  # type: ignore[misc]  # hivemind is un
             return False
         return verify(peer, _signed(record, value), signature)
 
-    def timely(self, expires_at: float) -> bool:
+    def within_ttl(self, expires_at: float) -> bool:
         """Whether an entry may live so long; no for NaN."""
         return expires_at <= self._clock() + MAX_LIFETIME_S + MAX_CLOCK_SKEW_S
 
@@ -94,7 +94,7 @@ class StrictSerializer(MSGPackSerializer):  # type: ignore[misc]
             return dictionary
 
 
-def guard(node: DHTNode, validator: OwnedSubkeys) -> None:
+def install_validators(node: DHTNode, validator: SignedSubkeyValidator) -> None:
     """Have a DHT node decode strictly, drop bad entries of a dictionary instead of the dictionary, believe no peer that
     claims to have the last word on a key, which would end the search for other replicas, and count no peer as a replica
     that refuses what it is to keep.
@@ -103,10 +103,10 @@ def guard(node: DHTNode, validator: OwnedSubkeys) -> None:
     protocol.serializer = StrictSerializer
     protocol._validate_dictionary = functools.partial(_keep_valid, validator)
     protocol.call_find = functools.partial(_find_timely, validator, protocol.call_find)
-    protocol.call_store = functools.partial(_store_willingly, protocol.call_store)
+    protocol.call_store = functools.partial(_store_if_valid, protocol.call_store)
 
 
-async def _store_willingly(store: Callable[..., Awaitable[list[bool] | None]], *args: Any, **kwargs: Any) -> Any:
+async def _store_if_valid(store: Callable[..., Awaitable[list[bool] | None]], *args: Any, **kwargs: Any) -> Any:
     """`DHTProtocol.call_store`; None, as if it had not answered, of a peer that keeps nothing.
 
     `DHTNode.store` reports what the last peer said: one that has the entry already would make a failure of a success.
@@ -116,17 +116,17 @@ async def _store_willingly(store: Callable[..., Awaitable[list[bool] | None]], *
 
 
 async def _find_timely(
-    validator: OwnedSubkeys, find: Callable[..., Awaitable[Any]], peer: Any, keys: Collection[Any]
+    validator: SignedSubkeyValidator, find: Callable[..., Awaitable[Any]], peer: Any, keys: Collection[Any]
 ) -> Any:
     """`DHTProtocol.call_find`, without the answers that expire too late: {key: (answer or None, nearest peers)}."""
     answers = await find(peer, keys)
     for key, (answer, nearest) in list((answers or {}).items()):
-        if answer is not None and not validator.timely(answer.expiration_time):
+        if answer is not None and not validator.within_ttl(answer.expiration_time):
             answers[key] = None, nearest
     return answers
 
 
-def _keep_valid(validator: OwnedSubkeys, key: bytes, dictionary: DictionaryDHTValue) -> bool:
+def _keep_valid(validator: SignedSubkeyValidator, key: bytes, dictionary: DictionaryDHTValue) -> bool:
     with dictionary.freeze():
         for subkey, (value, expires_at) in list(dictionary.items()):
             if not validator.validate(DHTRecord(key, MSGPackSerializer.dumps(subkey), value, expires_at)):

@@ -23,11 +23,11 @@ from msgspec import Meta
 
 from swarm.codec import UNDECODABLE
 from swarm.errors import NetworkError, ProtocolError
-from swarm.net.base.frame_stream import FrameStream
-from swarm.net.base.tasks import TaskScope
-from swarm.net.base.tls_addresses import is_direct, is_relayed, listened
+from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.tasks import TaskSet
+from swarm.net.base.tls_addresses import is_direct, is_relayed, listen_ip
 from swarm.net.libp2p.go_daemon_control import accepted_from
-from swarm.net.libp2p.host import Host
+from swarm.net.libp2p.host import Libp2pHost
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ _Address = Annotated[str, Meta(max_length=160)]
 _Addresses = Annotated[list[_Address], Meta(max_length=MAX_ADDRESSES)]
 
 
-class _Asked(msgspec.Struct, frozen=True, array_like=True):
+class _ProbeRequest(msgspec.Struct, frozen=True, array_like=True):
     addresses: _Addresses
 
 
-class _Told(msgspec.Struct, frozen=True, array_like=True):
+class _ProbeReply(msgspec.Struct, frozen=True, array_like=True):
     observed: Annotated[str, Meta(max_length=64)]
     reached: _Addresses
     missed: _Addresses
@@ -61,15 +61,15 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_asked = msgspec.msgpack.Decoder(_Asked).decode
-_decode_told = msgspec.msgpack.Decoder(_Told).decode
+_decode_request = msgspec.msgpack.Decoder(_ProbeRequest).decode
+_decode_reply = msgspec.msgpack.Decoder(_ProbeReply).decode
 
 Dial = Callable[[PeerId, str], Awaitable[bool]]
 """Whether a direct address of a peer leads to that peer."""
 
 
 @dataclass(frozen=True, slots=True)
-class DialledBack:
+class ReachabilityReport:
     """What another peer found out. `observed`: the IP address it sees us at; "" if we came by way of a relay."""
 
     observed: str
@@ -77,14 +77,14 @@ class DialledBack:
     missed: tuple[str, ...]
 
 
-async def ask(host: Host, peer: PeerId, addresses: Sequence[str]) -> DialledBack:
+async def probe(host: Libp2pHost, peer: PeerId, addresses: Sequence[str]) -> ReachabilityReport:
     """Have `peer`, which we are connected to, dial our `addresses`. Raises NetworkError, with its words if any."""
     try:
         async with asyncio.timeout(ANSWER_S):
             stream = await host.control.open_stream(peer, PROTOCOL)
             try:
-                await stream.write_delimited(_encode(_Asked(list(addresses[:MAX_ADDRESSES]))))
-                told = _decode_told(await stream.preamble(MAX_MESSAGE))
+                await stream.write_delimited(_encode(_ProbeRequest(list(addresses[:MAX_ADDRESSES]))))
+                told = _decode_reply(await stream.preamble(MAX_MESSAGE))
             finally:
                 stream.abort()
     except TimeoutError:
@@ -94,13 +94,13 @@ async def ask(host: Host, peer: PeerId, addresses: Sequence[str]) -> DialledBack
     if told.refusal:
         raise NetworkError(f"{peer} does not dial back: {told.refusal!r}")
     ours = set(addresses)
-    return DialledBack(told.observed, tuple(ours & set(told.reached)), tuple(ours & set(told.missed)))
+    return ReachabilityReport(told.observed, tuple(ours & set(told.reached)), tuple(ours & set(told.missed)))
 
 
-class DialBack:
+class AutoNatServer:
     """Answers those who ask. `serve` it; close it before the host."""
 
-    def __init__(self, host: Host, dial: Dial, clock: Callable[[], float]) -> None:
+    def __init__(self, host: Libp2pHost, dial: Dial, clock: Callable[[], float]) -> None:
         """`dial`: for direct addresses, whose owner it proves. `clock`: seconds."""
         self._host = host
         self._dial = dial
@@ -108,12 +108,12 @@ class DialBack:
         self._asked: OrderedDict[PeerId, float] = OrderedDict()
         self._last = float("-inf")
         self._server: asyncio.Server | None = None
-        self._scope = TaskScope("dial back")
+        self._scope = TaskSet("dial back")
 
     async def serve(self) -> None:
         path = self._host.inbound.with_name("dial-back")
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: FrameStream(preamble=True, on_made=self._made), str(path))
+        self._server = await loop.create_unix_server(lambda: FramedStream(preamble=True, on_made=self._made), str(path))
 
         async def accept() -> None:
             await self._host.control.accept_streams(PROTOCOL, path)
@@ -126,27 +126,27 @@ class DialBack:
             self._server.close()
         await self._scope.close()
 
-    def _made(self, stream: FrameStream) -> None:
+    def _made(self, stream: FramedStream) -> None:
         if len(self._scope) >= MAX_AT_ONCE or self._scope.closed:
             stream.abort()
         else:
             self._scope.start(self._serve(stream), "answer")
 
-    async def _serve(self, stream: FrameStream) -> None:
+    async def _serve(self, stream: FramedStream) -> None:
         try:
             async with asyncio.timeout(REQUEST_S):
                 peer, observed = accepted_from(await stream.preamble())
-                asked = _decode_asked(await stream.preamble(MAX_MESSAGE))
+                asked = _decode_request(await stream.preamble(MAX_MESSAGE))
             await stream.write_delimited(_encode(await self._answer(peer, observed, asked.addresses)))
             await stream.close()
         except (TimeoutError, NetworkError, *UNDECODABLE) as error:
             logger.debug("a request to dial back came to nothing: %s", error)
             stream.abort()
 
-    async def _answer(self, peer: PeerId, observed: str, addresses: Sequence[str]) -> _Told:
+    async def _answer(self, peer: PeerId, observed: str, addresses: Sequence[str]) -> _ProbeReply:
         now = self._clock()
         if now - self._last < ALL_INTERVAL_S or now - self._asked.get(peer, float("-inf")) < PEER_INTERVAL_S:
-            return _Told("", [], [], "asked too often")
+            return _ProbeReply("", [], [], "asked too often")
         self._last = now
         self._asked[peer] = now
         self._asked.move_to_end(peer)
@@ -155,7 +155,7 @@ class DialBack:
         own = [a for a in dict.fromkeys(addresses) if _is_at(a, observed) and a.endswith(f"/p2p/{peer}")][:MAX_DIALLED]
         results = await asyncio.gather(*(self._reaches(peer, address) for address in own))
         found = dict(zip(own, results, strict=True))
-        return _Told(observed, [a for a, ok in found.items() if ok], [a for a, ok in found.items() if not ok])
+        return _ProbeReply(observed, [a for a, ok in found.items() if ok], [a for a, ok in found.items() if not ok])
 
     async def _reaches(self, peer: PeerId, address: str) -> bool:
         try:
@@ -169,7 +169,7 @@ class DialBack:
 
 def _is_at(address: str, ip: str) -> bool:
     """Whether it is a TCP address at that very IP address."""
-    host = listened(address)
+    host = listen_ip(address)
     if not ip or host is None or is_relayed(address):
         return False
     return ipaddress.ip_address(host) == ipaddress.ip_address(ip) and address.split("/")[3] == "tcp"

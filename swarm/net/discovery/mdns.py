@@ -23,10 +23,10 @@ from zeroconf import NonUniqueNameException, ServiceInfo, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from swarm.errors import ProtocolError, UsageError
-from swarm.net.base.tasks import TaskScope
-from swarm.net.base.tls_addresses import listened
-from swarm.net.libp2p.options import DaemonOptions
-from swarm.net.security.swarm_secret import NetworkSecret
+from swarm.net.base.tasks import TaskSet
+from swarm.net.base.tls_addresses import listen_ip
+from swarm.net.libp2p.options import HostOptions
+from swarm.net.security.swarm_secret import SwarmSecret
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +43,20 @@ Heard = Callable[[tuple[str, ...]], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SwarmTag:
     """Whose announcements concern us: those of the same network name, model and secret."""
 
     network: str
     model: str
-    secret: NetworkSecret | None = None
+    secret: SwarmSecret | None = None
 
     @classmethod
-    def of(cls, network: str, model: str, secret: NetworkSecret | None) -> Group:
+    def of(cls, network: str, model: str, secret: SwarmSecret | None) -> SwarmTag:
         """`model`: as in a config, a name or the path of one's own file, of which others know but the name."""
         path = Path(model).expanduser()
         return cls(network, path.stem if path.exists() else model, secret)
 
-    def say(self, addresses: Sequence[str]) -> dict[str, bytes]:
+    def encode(self, addresses: Sequence[str]) -> dict[str, bytes]:
         """What to announce, as the values of a TXT record."""
         data = "\n".join(addresses[:MAX_ADDRESSES]).encode()
         open_ = {"network": self.network.encode()[:PIECE], "model": self.model.encode()[:PIECE]}
@@ -65,7 +65,7 @@ class Group:
         pieces = {f"d{i // PIECE}": data[i : i + PIECE] for i in range(0, len(data), PIECE)}
         return {**open_, **pieces}
 
-    def understand(self, said: dict[str, bytes]) -> tuple[str, ...]:
+    def decode(self, said: dict[str, bytes]) -> tuple[str, ...]:
         """The addresses in an announcement of this group; none if it is of another, or nonsense."""
         data = b"".join(said.get(f"d{i}", b"") for i in range(MAX_ADDRESSES + 1))
         if self.secret is not None:
@@ -76,7 +76,7 @@ class Group:
         elif said.get("network") != self.network.encode()[:PIECE] or said.get("model") != self.model.encode()[:PIECE]:
             return ()
         try:
-            return DaemonOptions(peers=tuple(data.decode().splitlines()[:MAX_ADDRESSES])).peers
+            return HostOptions(peers=tuple(data.decode().splitlines()[:MAX_ADDRESSES])).peers
         except (UnicodeDecodeError, UsageError):
             return ()
 
@@ -84,31 +84,31 @@ class Group:
         return f"local {self.network} {self.model}".encode()
 
 
-class Neighbourhood:
+class MdnsService:
     """Hears the others of a group, and says where we are. Made by `await Neighbourhood.start(...)`; `close` it."""
 
-    def __init__(self, group: Group, heard: Heard, mdns: AsyncZeroconf) -> None:
+    def __init__(self, group: SwarmTag, heard: Heard, mdns: AsyncZeroconf) -> None:
         self._group = group
         self._heard = heard
         self._mdns = mdns
         self._own = f"{os.urandom(8).hex()}.{SERVICE}"
         self._known: set[str] = set()
-        self._scope = TaskScope("neighbourhood")
+        self._scope = TaskSet("neighbourhood")
         self._browser = AsyncServiceBrowser(mdns.zeroconf, SERVICE, handlers=[self._changed])
 
     @classmethod
-    async def start(cls, group: Group, heard: Heard, interfaces: Sequence[str] | None = None) -> Neighbourhood:
+    async def start(cls, group: SwarmTag, heard: Heard, interfaces: Sequence[str] | None = None) -> MdnsService:
         """Listen on all interfaces, or on those with these IP addresses. Raises OSError where that cannot be done."""
         return cls(group, heard, AsyncZeroconf(interfaces=list(interfaces)) if interfaces else AsyncZeroconf())
 
-    async def announce(self, addresses: Sequence[str]) -> None:
+    async def advertise(self, addresses: Sequence[str]) -> None:
         """Say where we are from now on. What only this machine can dial is of no use to others."""
-        hosts = [host for address in addresses if (host := listened(address)) is not None]
+        hosts = [host for address in addresses if (host := listen_ip(address)) is not None]
         info = ServiceInfo(
             SERVICE,
             self._own,
             port=1,  # unused: the addresses have theirs
-            properties=self._group.say(addresses),
+            properties=self._group.encode(addresses),
             server=f"{os.urandom(8).hex()}.local.",
             addresses=[socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host) for host in hosts],
         )
@@ -135,12 +135,12 @@ class Neighbourhood:
             logger.debug("an announcement that cannot be read: %s", error)
             return
         said = {key.decode(errors="replace"): value or b"" for key, value in info.properties.items()}
-        addresses = self._group.understand(said)
+        addresses = self._group.decode(said)
         if addresses:
             await self._heard(addresses)
 
 
-async def find(group: Group, interfaces: Sequence[str] | None = None, wait_s: float = FIND_S) -> tuple[str, ...]:
+async def browse(group: SwarmTag, interfaces: Sequence[str] | None = None, wait_s: float = FIND_S) -> tuple[str, ...]:
     """Addresses of members nearby that take connections, as soon as one does; none if nobody is heard in `wait_s`."""
     found: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
 
@@ -150,7 +150,7 @@ async def find(group: Group, interfaces: Sequence[str] | None = None, wait_s: fl
             found.set_result(alive)
 
     try:
-        neighbourhood = await Neighbourhood.start(group, try_them, interfaces)
+        neighbourhood = await MdnsService.start(group, try_them, interfaces)
     except OSError as error:
         logger.info("cannot look for a swarm in the local network: %s", error)
         return ()
@@ -165,7 +165,7 @@ async def find(group: Group, interfaces: Sequence[str] | None = None, wait_s: fl
 
 async def _answers(address: str) -> bool:
     """Whether somebody listens there: an announcement outlives its maker by up to two minutes."""
-    host, parts = listened(address), address.split("/")
+    host, parts = listen_ip(address), address.split("/")
     if host is None or parts[3] != "tcp" or not ipaddress.ip_address(host).is_private:
         return False  # nobody in the local network has us dial the world
     try:

@@ -13,7 +13,7 @@ import warnings
 from importlib import resources
 from pathlib import Path
 
-from swarm.net.libp2p.hivemind_task_scope import KeptTasks
+from swarm.net.libp2p.hivemind_task_scope import CancelWithParent
 
 
 def _register_bare(package: str) -> None:
@@ -63,7 +63,7 @@ with warnings.catch_warnings():
     from hivemind.utils.serializer import MSGPackSerializer
     from hivemind.utils.timed_storage import ValueWithExpiration
 
-hivemind.dht.node.asyncio = hivemind.dht.traverse.asyncio = KeptTasks()
+hivemind.dht.node.asyncio = hivemind.dht.traverse.asyncio = CancelWithParent()
 logging.getLogger("hivemind").setLevel(logging.ERROR)
 
 P2PD = resources.files(hivemind.hivemind_cli).joinpath("p2pd")

@@ -26,13 +26,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, SwarmError, UsageError
-from swarm.net.base.frame_stream import FrameStream
-from swarm.net.base.tasks import TaskScope
-from swarm.net.base.tls_addresses import is_loopback, listened
+from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.tasks import TaskSet
+from swarm.net.base.tls_addresses import is_loopback, listen_ip
 from swarm.net.libp2p._hivemind import P2P, P2PD, HivemindMultiaddr
-from swarm.net.libp2p.go_daemon_control import Control
-from swarm.net.libp2p.options import DaemonOptions, same_ports
-from swarm.net.libp2p.socket_dir import PrivateFolder
+from swarm.net.libp2p.go_daemon_control import GoDaemonControl
+from swarm.net.libp2p.options import HostOptions, same_ports
+from swarm.net.libp2p.socket_dir import SocketDir
 from swarm.net.security.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -56,26 +56,26 @@ PR_SET_PDEATHSIG = 1
 _KEY = "identity"
 
 
-class P2PDaemon:
-    """`await P2PDaemon.start(...)`; then ask its `control`; then `await stop()`.
+class GoDaemonHost:
+    """`await GoDaemonHost.start(...)`; then ask its `control`; then `await stop()`.
 
     `failed` is set when it has died and cannot be brought back; `reason` says why.
     """
 
-    def __init__(self, identity: Identity, options: DaemonOptions) -> None:
+    def __init__(self, identity: Identity, options: HostOptions) -> None:
         """Raises NetworkError when there is no room for its sockets."""
         self._identity = identity
         self._options = options
-        self._home = PrivateFolder()
+        self._home = SocketDir()
         self._folder = self._home.path
-        self.control = Control(self._folder / "control")
+        self.control = GoDaemonControl(self._folder / "control")
         self.inbound = self._folder / "inbound"  # for the socket to which it delivers streams
         self.addresses: tuple[str, ...] = ()
         self.failed = asyncio.Event()
         self.restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._tasks = TaskScope("p2p daemon")
-        self._lifeline: FrameStream | None = None
+        self._tasks = TaskSet("p2p daemon")
+        self._liveness: FramedStream | None = None
         self._ready = asyncio.Event()  # it answers, or has ended
         self._ended = asyncio.Event()
         self._serving = False  # it has answered, and its death would be news
@@ -86,9 +86,9 @@ class P2PDaemon:
         self._on_up: list[Callable[[], Awaitable[None]]] = []
 
     @classmethod
-    async def start(cls, identity: Identity, options: DaemonOptions | None = None) -> P2PDaemon:
+    async def start(cls, identity: Identity, options: HostOptions | None = None) -> GoDaemonHost:
         """Raises UsageError, AddressInUse, IdentityError, PeerUnreachable (of `peers`, none answered), NetworkError."""
-        options = options or DaemonOptions()
+        options = options or HostOptions()
         self = cls(identity, options)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -139,11 +139,11 @@ class P2PDaemon:
                         await self._ended.wait()
         finally:
             self._tasks.cancel()
-            if self._lifeline is not None:
-                self._lifeline.abort()
+            if self._liveness is not None:
+                self._liveness.abort()
             self._reap()
 
-    async def _launch(self, options: DaemonOptions) -> None:
+    async def _launch(self, options: HostOptions) -> None:
         """Start a process and wait until it answers. Raises as `start`."""
         _check_ports(options.listen)
         self._ready.clear()
@@ -155,7 +155,7 @@ class P2PDaemon:
         (self._folder / _KEY).unlink(missing_ok=True)  # it has been read, and should not outlive a sudden death
         if self._ended.is_set():
             raise _start_error(self.reason, options)
-        self._lifeline = await self.control.lifeline()
+        self._liveness = await self.control.liveness_stream()
         peer, self.addresses = await self.control.identify()
         if peer != self._identity.peer:
             raise NetworkError(f"the p2p daemon runs as {peer} instead of {self._identity.peer}")
@@ -179,13 +179,13 @@ class P2PDaemon:
             except TimeoutError:
                 missed += clock() - asked < 1.5 * HEALTH_ANSWER_S  # or else it was us who were late
             except NetworkError:
-                missed = 0  # it is dead, or about to answer again: `_watch` and `_revive` see to that
+                missed = 0  # it is dead, or about to answer again: `_watch` and `_restart` see to that
             if missed > 1 and self._serving and self._process is not None:
                 logger.warning("the p2p daemon does not answer; ending it")
                 self._process.kill()
                 missed = 0
 
-    async def _revive(self) -> None:
+    async def _restart(self) -> None:
         """Bring a daemon that died back, with its identity and its ports; set `failed` if that cannot be done."""
         logger.warning("the p2p daemon has died: %s; starting it again", self.reason)
         self._kill()
@@ -217,12 +217,12 @@ class P2PDaemon:
         logger.error("the p2p daemon is dead for good: %s", self.reason)
         self.failed.set()
 
-    def _spawn(self, options: DaemonOptions) -> subprocess.Popen[bytes]:
+    def _spawn(self, options: HostOptions) -> subprocess.Popen[bytes]:
         """Not asyncio's way of it: here is no moment at which a cancellation could lose the child."""
         key = self._folder / _KEY
         key.unlink(missing_ok=True)
         self._identity.save(key)
-        one_thread = {"GOMAXPROCS": "1"} if options.offer_relay else {}
+        one_thread = {"GOMAXPROCS": "1"} if options.relay_server else {}
         try:
             return subprocess.Popen(
                 self._command(key, options),
@@ -245,7 +245,7 @@ class P2PDaemon:
             self._process.kill()
             self._process.wait()
 
-    def _command(self, key: Path, options: DaemonOptions) -> list[str]:
+    def _command(self, key: Path, options: HostOptions) -> list[str]:
         outside = not all(map(is_loopback, options.listen))
         command = [
             str(P2PD),
@@ -260,8 +260,8 @@ class P2PDaemon:
             "-connManager=1",
             "-idleTimeout=30s",
         ]
-        if options.announce:
-            command.append(f"-announceAddrs={','.join(options.announce)}")
+        if options.advertise:
+            command.append(f"-announceAddrs={','.join(options.advertise)}")
         if options.peers:
             command += ["-b=1", f"-bootstrapPeers={','.join(options.peers)}"]
         return command
@@ -284,11 +284,11 @@ class P2PDaemon:
             self._ready.set()
             if self._serving and not self._stopping:
                 self._serving = False
-                self._tasks.start(self._revive(), "revive")
+                self._tasks.start(self._restart(), "revive")
 
 
-def _relay_flags(options: DaemonOptions) -> list[str]:
-    if options.offer_relay:
+def _relay_flags(options: HostOptions) -> list[str]:
+    if options.relay_server:
         caps = (
             f"-relayDataLimit={RELAY_BYTES}",
             f"-relayMaxCircuits={RELAY_CIRCUITS}",
@@ -305,7 +305,7 @@ def _relay_flags(options: DaemonOptions) -> list[str]:
 def _check_ports(listen: Sequence[str]) -> None:
     """Daemons would share a TCP port and take each other's callers. Raises AddressInUse."""
     for address in listen:
-        host, port = listened(address), _port(address)
+        host, port = listen_ip(address), _port(address)
         if host is None or not port or "/tcp/" not in address:
             continue
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -319,7 +319,7 @@ def _check_ports(listen: Sequence[str]) -> None:
                     ) from None
 
 
-def _start_error(said: str, options: DaemonOptions) -> NetworkError | AddressInUse | UsageError:
+def _start_error(said: str, options: HostOptions) -> NetworkError | AddressInUse | UsageError:
     if "address already in use" in said:
         return AddressInUse(
             f"cannot listen on {', '.join(options.listen)}: the port is taken; choose another, or 0 for any"

@@ -16,13 +16,13 @@ from multiaddr import Multiaddr
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable
-from swarm.net.base.frame_stream import FrameStream
+from swarm.net.base.frame_stream import FramedStream
 from swarm.net.libp2p._hivemind import p2pd_pb2 as pb
-from swarm.net.libp2p.host import NotSpoken
+from swarm.net.libp2p.host import ProtocolNotSupported
 from swarm.types import PeerId
 
 
-class Control:
+class GoDaemonControl:
     """Talks to the daemon that listens on the unix socket `path`. All raise NetworkError if it is not there."""
 
     def __init__(self, path: Path) -> None:
@@ -44,14 +44,14 @@ class Control:
         except Refused as error:
             raise PeerUnreachable(f"cannot reach {peer}: {error}") from None
 
-    async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FrameStream:
+    async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FramedStream:
         """A stream to a peer that we are connected to, or whose address the daemon knows. Raises PeerUnreachable."""
         opening = pb.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol])
         try:
             response, stream = await self._open(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=opening), limits)
         except Refused as error:
             if "protocols not supported" in str(error):
-                raise NotSpoken(f"{peer} takes no streams of this protocol") from None
+                raise ProtocolNotSupported(f"{peer} takes no streams of this protocol") from None
             raise PeerUnreachable(f"cannot open a stream to {peer}: {error}") from None
         stream.peer = base58.b58encode(response.streamInfo.peer).decode()
         return stream
@@ -61,7 +61,7 @@ class Control:
         handler = pb.StreamHandlerRequest(addr=_unix_address(path), proto=[protocol], balanced=False)
         await self._ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler))
 
-    async def lifeline(self) -> FrameStream:
+    async def liveness_stream(self) -> FramedStream:
         """A connection whose end is the end of the daemon."""
         _, stream = await self._open(pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE))
         return stream
@@ -71,10 +71,12 @@ class Control:
         stream.abort()
         return response
 
-    async def _open(self, request: pb.Request, limits: FrameLimits = DEFAULT_LIMITS) -> tuple[pb.Response, FrameStream]:
+    async def _open(
+        self, request: pb.Request, limits: FrameLimits = DEFAULT_LIMITS
+    ) -> tuple[pb.Response, FramedStream]:
         loop = asyncio.get_running_loop()
         try:
-            _, stream = await loop.create_unix_connection(lambda: FrameStream(limits, preamble=True), str(self.path))
+            _, stream = await loop.create_unix_connection(lambda: FramedStream(limits, preamble=True), str(self.path))
         except OSError as error:
             raise NetworkError(f"the p2p daemon does not answer: {error}") from None
         try:

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-class KeptTasks:
+class CancelWithParent:
     """`asyncio`, but for `create_task`."""
 
     def __getattr__(self, name: str) -> Any:

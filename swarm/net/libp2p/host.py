@@ -1,6 +1,6 @@
 """What carries streams between peers that prove their identity: hivemind's p2p daemon, or py-libp2p in a thread.
 
-Owns what both promise to the carrier above (`daemon_streams`) and to the directory beside it. They are `p2pd.P2PDaemon`
+Owns what both promise to the carrier above (`daemon_streams`) and to the directory beside it. They are `p2pd.GoDaemonHost`
 and `py_host.PyHost`; on the wire they are the same, so that a swarm may mix them.
 """
 
@@ -15,17 +15,17 @@ from typing import Any, Protocol, Self
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.config import Libp2pImpl
 from swarm.errors import PeerUnreachable
-from swarm.net.base.frame_stream import FrameStream
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.base.frame_stream import FramedStream
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.types import PeerId
 
 
-class NotSpoken(PeerUnreachable):
+class ProtocolNotSupported(PeerUnreachable):
     """The peer was reached, but takes no streams of that protocol."""
 
 
-class Switchboard(Protocol):
+class HostControl(Protocol):
     """What a host is asked for. All raise NetworkError when it is gone."""
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
@@ -36,8 +36,8 @@ class Switchboard(Protocol):
         """Make sure of a connection to `peer`; addresses that make no sense are passed over. Raises PeerUnreachable."""
         ...
 
-    async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FrameStream:
-        """A stream to a peer that we are connected to, or that the host can find. Raises PeerUnreachable, NotSpoken."""
+    async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FramedStream:
+        """A stream to a peer that we are connected to, or that the host can find. Raises PeerUnreachable, ProtocolNotSupported."""
         ...
 
     async def accept_streams(self, protocol: str, path: Path) -> None:
@@ -47,7 +47,7 @@ class Switchboard(Protocol):
         ...
 
 
-class Host(Protocol):
+class Libp2pHost(Protocol):
     """One of them at work. `failed` is set when it has died and cannot be brought back."""
 
     failed: asyncio.Event
@@ -56,12 +56,12 @@ class Host(Protocol):
     restarts: int
 
     @classmethod
-    async def start(cls, identity: Identity, options: DaemonOptions | None = None) -> Self:
+    async def start(cls, identity: Identity, options: HostOptions | None = None) -> Self:
         """Raises UsageError, AddressInUse, IdentityError, PeerUnreachable (of `peers`, none answered), NetworkError."""
         ...
 
     @property
-    def control(self) -> Switchboard: ...
+    def control(self) -> HostControl: ...
 
     @property
     def pid(self) -> int:
@@ -89,9 +89,9 @@ class Host(Protocol):
         ...
 
 
-async def start(identity: Identity, options: DaemonOptions | None, libp2p_impl: Libp2pImpl) -> Host:
-    """Start the host of that kind. Importing either takes seconds, in which others can work. Raises as `Host.start`."""
+async def start(identity: Identity, options: HostOptions | None, libp2p_impl: Libp2pImpl) -> Libp2pHost:
+    """Start the host of that kind. Importing either takes seconds, in which others can work. Raises as `Libp2pHost.start`."""
     name, kind = ("py_host", "PyHost") if libp2p_impl == "python" else ("p2pd", "P2PDaemon")
     module = await asyncio.to_thread(importlib.import_module, f"swarm.net.{name}")
-    made: type[Host] = getattr(module, kind)
+    made: type[Libp2pHost] = getattr(module, kind)
     return await made.start(identity, options)

@@ -11,24 +11,24 @@ from swarm.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class DaemonOptions:
+class HostOptions:
     """Multiaddrs: where to listen, whom to join (each ends in `/p2p/<peer id>`), what to announce instead.
 
-    `relays`: peers to be reached through, for a machine that nobody can dial. `offer_relay`: be one for others.
+    `relays`: peers to be reached through, for a machine that nobody can dial. `relay_server`: be one for others.
     """
 
     listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
     peers: tuple[str, ...] = ()
-    announce: tuple[str, ...] = ()
+    advertise: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()
-    offer_relay: bool = False
+    relay_server: bool = False
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
         _check(self)
 
 
-def _check(options: DaemonOptions) -> None:
+def _check(options: HostOptions) -> None:
     for flag in ("listen", "announce", "peers", "relays"):
         addresses: tuple[str, ...] = getattr(options, flag)
         for text in addresses:
@@ -38,7 +38,7 @@ def _check(options: DaemonOptions) -> None:
                 raise UsageError(f"'{text}' is not a multiaddr: {error}") from None
             if flag in ("peers", "relays") and (not names or names[-1] != "p2p"):
                 raise UsageError(f"'{text}' does not say which peer it is; it must end in /p2p/<peer id>")
-    if options.relays and options.offer_relay:
+    if options.relays and options.relay_server:
         raise UsageError("a machine that needs a relay cannot be one: give either --relay-via or --relay-server")
     if not options.listen:
         raise UsageError("no address to listen on; /ip4/0.0.0.0/tcp/0 is any port on all networks")

@@ -21,12 +21,12 @@ import trio
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.errors import AddressInUse, NetworkError, SwarmError, UsageError
-from swarm.net.base.frame_stream import FrameStream
-from swarm.net.base.tasks import TaskScope
-from swarm.net.libp2p.options import DaemonOptions, same_ports
+from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.tasks import TaskSet
+from swarm.net.libp2p.options import HostOptions, same_ports
 from swarm.net.libp2p.py_node import PyNode
-from swarm.net.libp2p.py_rpc import PyCalls
-from swarm.net.libp2p.socket_dir import PrivateFolder
+from swarm.net.libp2p.py_rpc import PyRpc
+from swarm.net.libp2p.socket_dir import SocketDir
 from swarm.net.security.identity import Identity
 from swarm.types import PeerId
 
@@ -45,26 +45,26 @@ class PyHost:
 
     pid = 0  # it is no process of its own
 
-    def __init__(self, identity: Identity, options: DaemonOptions) -> None:
+    def __init__(self, identity: Identity, options: HostOptions) -> None:
         self.addresses: tuple[str, ...] = ()
         self.failed = asyncio.Event()
         self.restarts = 0
         self._identity = identity
         self._options = options
-        self._home = PrivateFolder()
+        self._home = SocketDir()
         self._folder = self._home.path
         self.inbound = self._folder / "inbound"  # for the socket to which streams are delivered
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="py-libp2p")
         self._node: PyNode | None = None  # None while it is down
         self._running: asyncio.Future[None] | None = None
-        self._tasks = TaskScope("py-libp2p")
+        self._tasks = TaskSet("py-libp2p")
         self._on_down: list[Callable[[], None]] = []
         self._on_up: list[Callable[[], Awaitable[None]]] = []
 
     @classmethod
-    async def start(cls, identity: Identity, options: DaemonOptions | None = None) -> PyHost:
+    async def start(cls, identity: Identity, options: HostOptions | None = None) -> PyHost:
         """See `host.Host.start`."""
-        self = cls(identity, options or DaemonOptions())
+        self = cls(identity, options or HostOptions())
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._launch(self._options)
@@ -87,8 +87,8 @@ class PyHost:
     def on_up(self, tell: Callable[[], Awaitable[None]]) -> None:
         self._on_up.append(tell)
 
-    async def calls(self) -> PyCalls:
-        return await PyCalls.start(self, self._identity.peer, self._folder)
+    async def calls(self) -> PyRpc:
+        return await PyRpc.start(self, self._identity.peer, self._folder)
 
     async def refresh(self) -> None:
         _, self.addresses = await self.identify()
@@ -111,10 +111,10 @@ class PyHost:
     async def connect(self, peer: PeerId, addresses: Sequence[str]) -> None:
         await self._in_trio(self._alive.connect, peer, addresses)
 
-    async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FrameStream:
+    async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FramedStream:
         near = await self.open_socket(peer, protocol)
         loop = asyncio.get_running_loop()
-        _, stream = await loop.create_unix_connection(lambda: FrameStream(limits, preamble=True), sock=near)
+        _, stream = await loop.create_unix_connection(lambda: FramedStream(limits, preamble=True), sock=near)
         stream.peer = peer  # as it has proven to the host, or there would be no stream
         return stream
 
@@ -151,7 +151,7 @@ class PyHost:
         finally:
             cancel()
 
-    async def _launch(self, options: DaemonOptions) -> None:
+    async def _launch(self, options: HostOptions) -> None:
         """Start a host and wait until it has joined. Raises as `start`."""
         loop = asyncio.get_running_loop()
         node = PyNode(self._identity, options)
@@ -191,9 +191,9 @@ class PyHost:
         self._node = None
         for tell in self._on_down:
             tell()
-        self._tasks.start(self._revive(), "revive")
+        self._tasks.start(self._restart(), "revive")
 
-    async def _revive(self) -> None:
+    async def _restart(self) -> None:
         # No peers: they may be gone by now, and it would refuse to start without them.
         same = replace(self._options, listen=same_ports(self._options.listen, self.addresses), peers=())
         for pause_s in RESTART_AFTER_S if self.restarts < MAX_RESTARTS else ():

@@ -25,8 +25,8 @@ from multiaddr import Multiaddr
 from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, UsageError
 from swarm.net.libp2p import _libp2p as lp
 from swarm.net.libp2p._hivemind import p2pd_pb2 as pb
-from swarm.net.libp2p.host import NotSpoken
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.host import ProtocolNotSupported
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.types import PeerId
 
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 class PyNode:
     """`run` it in trio. Of the other methods, coroutines run in the same trio, by `call`."""
 
-    def __init__(self, identity: Identity, options: DaemonOptions) -> None:
+    def __init__(self, identity: Identity, options: HostOptions) -> None:
         """Raises UsageError for what only the daemon can do."""
         _check(options)
         self._identity = identity
@@ -84,7 +84,7 @@ class PyNode:
         if self._ended:
             return
         listen = [Multiaddr(address) for address in self._options.listen]
-        announced = [Multiaddr(address) for address in self._options.announce] or None
+        announced = [Multiaddr(address) for address in self._options.advertise] or None
         _claim(self._options.listen)
         self._host = _make_host(self._identity, listen, announced)
         async with self._host.run(listen_addrs=listen):
@@ -128,11 +128,11 @@ class PyNode:
                 await self._find(peer)
 
     async def open(self, peer: PeerId, protocol: str, far: socket.socket) -> None:
-        """Open a stream and connect it with the socket `far`, which is ours then. Raises PeerUnreachable, NotSpoken."""
+        """Open a stream and connect it with the socket `far`, which is ours then. Raises PeerUnreachable, ProtocolNotSupported."""
         assert self._streams is not None
         try:
             stream = await self._new_stream(peer, protocol)
-        except NotSpoken:
+        except ProtocolNotSupported:
             raise
         except PeerUnreachable:
             with contextlib.suppress(*LOST):  # a connection that broke is not always noticed before it is used
@@ -263,7 +263,7 @@ def _reaching(peer: PeerId) -> Iterator[None]:
         raise
     except LOST as error:
         if "protocols not supported" in str(error.__cause__):
-            raise NotSpoken(f"{peer} takes no streams of this protocol") from None
+            raise ProtocolNotSupported(f"{peer} takes no streams of this protocol") from None
         words = str(error) or type(error).__name__
         raise PeerUnreachable(f"cannot reach {peer}: {words.splitlines()[0]}") from None
 
@@ -303,8 +303,8 @@ def _is_of(kind: str, host: str) -> bool:
     return ip.version == (6 if kind == "ip6" else 4) and not ip.is_link_local
 
 
-def _check(options: DaemonOptions) -> None:
-    if options.relays or options.offer_relay:
+def _check(options: HostOptions) -> None:
+    if options.relays or options.relay_server:
         raise UsageError("relays need the p2p daemon: leave out --libp2p python, or --relay-via and --relay-server")
     for address in options.listen:
         if not re.fullmatch(r"/ip[46]/[^/]+/tcp/\d+", address):

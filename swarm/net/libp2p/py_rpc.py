@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from swarm.errors import ConnectionLost, NetworkError, ProtocolError, SwarmError
 from swarm.net.base.frame_stream import varint
-from swarm.net.base.tasks import TaskScope
+from swarm.net.base.tasks import TaskSet
 from swarm.net.libp2p._hivemind import P2PContext, PeerID
 from swarm.net.libp2p._hivemind import p2pd_pb2 as pb
 from swarm.types import PeerId
@@ -37,7 +37,7 @@ REFUSED = (SwarmError, DecodeError, ValueError, TypeError, KeyError, IndexError,
 Handle = Callable[[Any, Any], Awaitable[Any]]
 
 
-class Opener(Protocol):
+class StreamOpener(Protocol):
     """What calls need of `py_host.PyHost`."""
 
     async def open_socket(self, peer: PeerId, protocol: str) -> socket: ...
@@ -51,19 +51,19 @@ class _Handler:
     request: Any  # a protobuf class
 
 
-class PyCalls:
-    """Looks like `hivemind.P2P` to a `DHTNode`. Made by `await PyCalls.start(...)`; ended by `shutdown`."""
+class PyRpc:
+    """Looks like `hivemind.P2P` to a `DHTNode`. Made by `await PyRpc.start(...)`; ended by `shutdown`."""
 
-    def __init__(self, host: Opener, own: PeerId, path: Path) -> None:
+    def __init__(self, host: StreamOpener, own: PeerId, path: Path) -> None:
         self.peer_id = PeerID.from_base58(own)
         self._host = host
         self._path = path
         self._handlers: dict[str, _Handler] = {}
         self._server: asyncio.Server | None = None
-        self._scope = TaskScope("calls")
+        self._scope = TaskSet("calls")
 
     @classmethod
-    async def start(cls, host: Opener, own: PeerId, folder: Path) -> PyCalls:
+    async def start(cls, host: StreamOpener, own: PeerId, folder: Path) -> PyRpc:
         """`folder`: where its socket may be."""
         self = cls(host, own, folder / f"calls-{os.urandom(4).hex()}")
         self._server = await asyncio.start_unix_server(self._accept, str(self._path))

@@ -21,13 +21,13 @@ _PREFIX = "swarm-"
 _OWNER = "owner"
 
 
-class PrivateFolder:
+class SocketDir:
     """A new one, at `path`. Those of owners that were killed are removed as it is made."""
 
     def __init__(self) -> None:
         """Raises NetworkError."""
         place = tempfile.gettempdir() if len(os.fsencode(tempfile.gettempdir())) <= MAX_PATH else "/tmp"
-        sweep(Path(place))
+        remove_stale(Path(place))
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))  # 0700
             self._lock = FileLock(self.path / f"{_OWNER}.new", thread_local=False)
@@ -42,7 +42,7 @@ class PrivateFolder:
         self._lock.release()
 
 
-def sweep(place: Path) -> None:
+def remove_stale(place: Path) -> None:
     """Remove the folders in `place` that were ours and whose owner is gone."""
     for folder in place.glob(f"{_PREFIX}*"):
         try:

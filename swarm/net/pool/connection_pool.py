@@ -17,17 +17,17 @@ from typing import Self
 
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
-from swarm.messages import AnyMessage, Move, Ping, Pong
-from swarm.net.base.tasks import TaskScope
-from swarm.net.base.transport import Carrier, Connection, Improving
-from swarm.net.pool.migratable_link import Link
+from swarm.messages import AnyMessage, PathSwitch, Ping, Pong
+from swarm.net.base.tasks import TaskSet
+from swarm.net.base.transport import Connection, Transport, UpgradingTransport
+from swarm.net.pool.migratable_link import MigratableLink
 from swarm.net.pool.violations import ProtocolViolations
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-OnFrame = Callable[[Link, AnyMessage, memoryview], Awaitable[None]]
-OnLost = Callable[[Link, NetworkError], Awaitable[None]]
+OnFrame = Callable[[MigratableLink, AnyMessage, memoryview], Awaitable[None]]
+OnLost = Callable[[MigratableLink, NetworkError], Awaitable[None]]
 
 MAX_ACCEPTED_PER_PEER = 4
 MAX_PONGS = 16  # answers a peer may leave unread
@@ -36,7 +36,7 @@ KEEPALIVE_MISSES = 3
 MOVE_TIMEOUT_S = 10.0  # between a peer's Move on one path and on the other
 
 
-class _Link(Link):
+class _PooledLink(MigratableLink):
     """A live link and what the pool keeps about it."""
 
     def __init__(self, connection: Connection, outgoing: bool) -> None:
@@ -46,16 +46,16 @@ class _Link(Link):
         self.fresh = True  # nothing has come yet
         self.heard = True  # a frame came since the last keepalive tick
         self.misses = 0  # ticks in silence
-        self.adopter: _Link | None = None  # the link whose new path this was; it reads it now
+        self.adopter: _PooledLink | None = None  # the link whose new path this was; it reads it now
 
 
-class _Move:
+class _PendingSwitch:
     """Where the two paths of a peer's move meet: the new one arrives, the link it belongs to takes it."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.arrived: asyncio.Future[Connection] = loop.create_future()
-        self.taken: asyncio.Future[_Link] = loop.create_future()
+        self.taken: asyncio.Future[_PooledLink] = loop.create_future()
 
 
 class ConnectionPool:
@@ -72,7 +72,7 @@ class ConnectionPool:
 
     def __init__(
         self,
-        carrier: Carrier,
+        carrier: Transport,
         on_frame: OnFrame,
         on_lost: OnLost | None = None,
         limits: Limits | None = None,
@@ -84,15 +84,15 @@ class ConnectionPool:
         self._limits = limits or Limits()
         self.violations = ProtocolViolations(self._limits.max_protocol_errors)  # shared with those who serve its frames
         self._keepalive_s = keepalive_s
-        self._scope = TaskScope(f"pool of {carrier.peer[-6:]}")
-        self._links: set[_Link] = set()
-        self._outgoing: dict[PeerId, _Link] = {}
-        self._dialling: dict[PeerId, asyncio.Future[_Link]] = {}
-        self._moves: dict[tuple[PeerId, int], _Move] = {}
+        self._scope = TaskSet(f"pool of {carrier.peer[-6:]}")
+        self._links: set[_PooledLink] = set()
+        self._outgoing: dict[PeerId, _PooledLink] = {}
+        self._dialling: dict[PeerId, asyncio.Future[_PooledLink]] = {}
+        self._moves: dict[tuple[PeerId, int], _PendingSwitch] = {}
         self._nonces = itertools.count()
         self._keeper: asyncio.Task[None] | None = None
-        if isinstance(carrier, Improving):
-            carrier.on_better(self._move)
+        if isinstance(carrier, UpgradingTransport):
+            carrier.on_upgrade(self._move)
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,7 +114,7 @@ class ConnectionPool:
         """Accept connections from now on. A client, which only dials, does not call this."""
         await self._carrier.serve(self._accept)
 
-    async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> Link:
+    async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> MigratableLink:
         """The link to `peer`, dialled if there is none. Raises PeerUnreachable, after `timeout_s` at the latest.
 
         A dial that others may wait for too goes on after that, for `Limits.dial_timeout_s` in all.
@@ -125,7 +125,7 @@ class ConnectionPool:
         except TimeoutError:
             raise PeerUnreachable(f"{peer} did not answer within {timeout_s:g} s") from None
 
-    async def _get(self, peer: PeerId, addresses: Sequence[str]) -> _Link:
+    async def _get(self, peer: PeerId, addresses: Sequence[str]) -> _PooledLink:
         if (link := self._outgoing.get(peer)) is not None:
             return link
         if self._scope.closed:
@@ -156,7 +156,7 @@ class ConnectionPool:
         finally:
             link.pings.pop(nonce, None)
 
-    async def reject(self, link: Link, error: ProtocolError) -> None:
+    async def reject(self, link: MigratableLink, error: ProtocolError) -> None:
         """Close a link for something that came over it and record a violation, as if `on_frame` had raised."""
         if link in self._links and link.reason is None:
             await link.close(error)
@@ -173,7 +173,7 @@ class ConnectionPool:
 
     # One task for each connection, dialled or accepted.
 
-    async def _dial(self, peer: PeerId, addresses: tuple[str, ...], result: asyncio.Future[_Link]) -> None:
+    async def _dial(self, peer: PeerId, addresses: tuple[str, ...], result: asyncio.Future[_PooledLink]) -> None:
         """Dial, tell all who wait for it, and read the connection to its end."""
         failure = PeerUnreachable("this end is shutting down")
         try:
@@ -216,14 +216,14 @@ class ConnectionPool:
         finally:
             reader.cancel()
 
-    def _add(self, connection: Connection, outgoing: bool) -> _Link:
-        link = _Link(connection, outgoing)
+    def _add(self, connection: Connection, outgoing: bool) -> _PooledLink:
+        link = _PooledLink(connection, outgoing)
         self._links.add(link)
         if self._keepalive_s is not None and (self._keeper is None or self._keeper.done()):
             self._keeper = self._scope.start(self._keep_alive(self._keepalive_s), "keepalive")
         return link
 
-    def _remove(self, link: _Link) -> None:
+    def _remove(self, link: _PooledLink) -> None:
         self._links.discard(link)
         link.ended.set()
         if self._outgoing.get(link.peer) is link:
@@ -233,12 +233,12 @@ class ConnectionPool:
                 answer.set_exception(ConnectionLost(f"the connection to {link.peer} was lost"))
                 answer.exception()
 
-    async def _read(self, link: _Link) -> None:
+    async def _read(self, link: _PooledLink) -> None:
         """Hand on frames until the connection ends, then say so."""
         error: NetworkError = ConnectionLost(f"the connection to {link.peer} was closed here")
         try:
             while link.adopter is None:
-                await self._take(link, *await link.receive())
+                await self._dispatch(link, *await link.receive())
         except ProtocolError as fault:
             error = fault
             await link.close(fault)
@@ -252,7 +252,7 @@ class ConnectionPool:
                 if self._on_lost is not None and not self._scope.closed:
                     await self._on_lost(link, error)
 
-    async def _take(self, link: _Link, message: AnyMessage, body: memoryview) -> None:
+    async def _dispatch(self, link: _PooledLink, message: AnyMessage, body: memoryview) -> None:
         fresh, link.fresh = link.fresh, False
         link.heard, link.misses = True, 0
         if isinstance(message, Ping):
@@ -264,12 +264,12 @@ class ConnectionPool:
             answer = link.pings.get(message.nonce)
             if answer is not None and not answer.done():
                 answer.set_result(asyncio.get_running_loop().time())
-        elif isinstance(message, Move):
-            await (self._offer(link, message.nonce) if fresh else self._move_along(link, message.nonce))
+        elif isinstance(message, PathSwitch):
+            await (self._join_path(link, message.nonce) if fresh else self._switch_path(link, message.nonce))
         else:
             await self._on_frame(link, message, body)
 
-    async def _pong(self, link: _Link, nonce: int) -> None:
+    async def _pong(self, link: _PooledLink, nonce: int) -> None:
         try:
             await link.send(Pong(nonce))
         except ConnectionLost:
@@ -285,31 +285,31 @@ class ConnectionPool:
         try:
             if link is None or link.reason is not None:
                 await new.close()
-            elif await link.move(new):
+            elif await link.switch_path(new):
                 logger.info("the connection to %s has moved to a direct one", link.peer)
         except ConnectionLost:
             await new.close()  # the old path broke; its reader says so
 
-    async def _offer(self, link: _Link, nonce: int) -> None:
+    async def _join_path(self, link: _PooledLink, nonce: int) -> None:
         """An accepted connection turns out to be the new path of another link of its peer's. Raises ProtocolError."""
-        async with self._meeting(link.peer, nonce) as move:
+        async with self._path_switch(link.peer, nonce) as move:
             if move.arrived.done():
                 raise ProtocolError("a second path for one move")
             move.arrived.set_result(link.path)
             link.adopter = await move.taken
 
-    async def _move_along(self, link: _Link, nonce: int) -> None:
+    async def _switch_path(self, link: _PooledLink, nonce: int) -> None:
         """The old path has said its last; go on over the new one. Raises ProtocolError, ConnectionLost."""
-        async with self._meeting(link.peer, nonce) as move:
+        async with self._path_switch(link.peer, nonce) as move:
             if move.taken.done():
                 raise ProtocolError("a second link for one move")
             new = await move.arrived
             move.taken.set_result(link)
-            await link.move_along(nonce, new)
+            await link.accept_switch(nonce, new)
 
     @contextlib.asynccontextmanager
-    async def _meeting(self, peer: PeerId, nonce: int) -> AsyncIterator[_Move]:
-        move = self._moves.setdefault((peer, nonce), _Move())
+    async def _path_switch(self, peer: PeerId, nonce: int) -> AsyncIterator[_PendingSwitch]:
+        move = self._moves.setdefault((peer, nonce), _PendingSwitch())
         try:
             async with asyncio.timeout(MOVE_TIMEOUT_S):
                 yield move
@@ -338,7 +338,7 @@ class ConnectionPool:
                 else:
                     self._scope.start(self._probe(link, interval_s), f"probe {link.peer}")
 
-    async def _probe(self, link: _Link, timeout_s: float) -> None:
+    async def _probe(self, link: _PooledLink, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await link.send(Ping(next(self._nonces)))

@@ -16,12 +16,12 @@ import secrets
 
 from swarm.codec import Buffer
 from swarm.errors import ConnectionLost, NetworkError, ProtocolError
-from swarm.messages import AnyMessage, Move
+from swarm.messages import AnyMessage, PathSwitch
 from swarm.net.base.transport import Connection
 from swarm.types import PeerId
 
 
-class Link:
+class MigratableLink:
     """Made by the pool for each connection, dialled (`outgoing`) or accepted. What sessions send on."""
 
     def __init__(self, connection: Connection, outgoing: bool) -> None:
@@ -30,7 +30,7 @@ class Link:
         self.reason: NetworkError | None = None  # why it was closed, if it was from here
         self.ended = asyncio.Event()  # set by the pool when nobody reads it any more
         self._in = self._out = connection
-        self._moving: tuple[int, Connection] | None = None  # of a dialler that waits for the acceptor's Move
+        self._switching: tuple[int, Connection] | None = None  # of a dialler that waits for the acceptor's Move
 
     @property
     def path(self) -> Connection:
@@ -45,43 +45,43 @@ class Link:
         """See `carrier.Connection.receive`. A `Move` of the acceptor's is followed here; a dialler's is handed on."""
         while True:
             message, body = await self._in.receive()
-            if not (self.outgoing and isinstance(message, Move)):
+            if not (self.outgoing and isinstance(message, PathSwitch)):
                 return message, body
             await self._follow(message.nonce)
 
     async def close(self, reason: NetworkError | None = None) -> None:
         """Idempotent; the first `reason` stands."""
         self.reason = self.reason or reason
-        paths = {self._in, self._out, *([self._moving[1]] if self._moving else [])}
+        paths = {self._in, self._out, *([self._switching[1]] if self._switching else [])}
         for path in paths:
             await path.close()
 
-    async def move(self, new: Connection) -> bool:
+    async def switch_path(self, new: Connection) -> bool:
         """A dialler's part: go on over `new`. False, with `new` closed, if that is not to be had."""
-        if self._moving is not None or self._in is not self._out:
+        if self._switching is not None or self._in is not self._out:
             await new.close()
             return False
         nonce = secrets.randbits(53)
-        self._moving = nonce, new
+        self._switching = nonce, new
         try:
-            await new.send(Move(nonce))
+            await new.send(PathSwitch(nonce))
         except ConnectionLost:
-            self._moving = None
+            self._switching = None
             await new.close()
             return False
         old, self._out = self._out, new
-        await old.send(Move(nonce))
+        await old.send(PathSwitch(nonce))
         return True
 
-    async def move_along(self, nonce: int, new: Connection) -> None:
+    async def accept_switch(self, nonce: int, new: Connection) -> None:
         """An acceptor's part, once both paths have said Move. Raises ConnectionLost."""
         old, self._out = self._out, new
-        await old.send(Move(nonce))
+        await old.send(PathSwitch(nonce))
         self._in = new
         await old.close()
 
     async def _follow(self, nonce: int) -> None:
-        if self._moving is None or self._moving[0] != nonce:
+        if self._switching is None or self._switching[0] != nonce:
             raise ProtocolError("a move that nobody began")
-        old, (_, self._in), self._moving = self._in, self._moving, None
+        old, (_, self._in), self._switching = self._in, self._switching, None
         await old.close()

@@ -24,7 +24,7 @@ OVERHEAD = NONCE + 16  # bytes that sealing adds
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1, "dklen": 96}
 
 
-class NetworkSecret:
+class SwarmSecret:
     """The keys that a secret stands for. Takes tens of milliseconds to make."""
 
     def __init__(self, secret: str) -> None:
@@ -37,7 +37,7 @@ class NetworkSecret:
     def __repr__(self) -> str:
         return "NetworkSecret(...)"
 
-    def prove(self, *parts: bytes) -> bytes:
+    def authenticate(self, *parts: bytes) -> bytes:
         """-> 32 bytes that only members can compute from `parts`."""
         return _mac(self._hello, *parts)
 
@@ -58,8 +58,8 @@ class NetworkSecret:
             raise ProtocolError("not sealed by a member of this swarm") from None
 
 
-def open_proof(*parts: bytes) -> bytes:
-    """What `NetworkSecret.prove` is in an open swarm: anybody can compute it."""
+def public_authenticator(*parts: bytes) -> bytes:
+    """What `SwarmSecret.prove` is in an open swarm: anybody can compute it."""
     return _mac(bytes(32), *parts)
 
 

@@ -86,17 +86,17 @@ def make_certificate(identity: Identity) -> tuple[bytes, bytes]:
     return certificate.public_bytes(Encoding.PEM), key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def proven_peer(tls: ssl.SSLObject) -> PeerId:
+def peer_id_of_connection(tls: ssl.SSLObject) -> PeerId:
     """Who is at the other end of a finished handshake. Raises ProtocolError if it did not prove it."""
     if tls.selected_alpn_protocol() != ALPN or tls.version() != "TLSv1.3":
         raise ProtocolError("not a connection of this protocol")
     der = tls.getpeercert(binary_form=True)
     if der is None:
         raise ProtocolError("the other side showed no certificate")
-    return certified_peer(der)
+    return peer_id_of_certificate(der)
 
 
-def certified_peer(der: bytes) -> PeerId:
+def peer_id_of_certificate(der: bytes) -> PeerId:
     """The peer id that a certificate is for. Raises ProtocolError unless it is whole, in date and signed by that peer.
 
     That the other side holds the certificate's key is the handshake's to prove.

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.config import Libp2pImpl
-from swarm.errors import NetworkError, NotAdmitted, PeerUnreachable
-from swarm.net.base.frame_stream import FrameStream
-from swarm.net.base.handshake import Prove, introduce, welcome
-from swarm.net.base.tasks import TaskScope
+from swarm.errors import NetworkError, PeerUnreachable, WrongSwarm
+from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.handshake import Authenticator, accept_handshake, dial_handshake
+from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Handler
 from swarm.net.libp2p import host
 from swarm.net.libp2p.go_daemon_control import accepted_peer
-from swarm.net.libp2p.host import Host, NotSpoken, Switchboard
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.libp2p.host import HostControl, Libp2pHost, ProtocolNotSupported
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.types import PeerId
 
@@ -33,17 +33,17 @@ PREAMBLE_TIMEOUT_S = 5.0
 FLUSH_S = 0.5  # for what is buffered when the carrier closes
 
 
-class DaemonCarrier:
-    """See `carrier.Carrier`. Made by `await DaemonCarrier.start(...)`."""
+class Libp2pTransport:
+    """See `carrier.Carrier`. Made by `await Libp2pTransport.start(...)`."""
 
     def __init__(
         self,
         identity: Identity,
-        daemon: Host,
+        daemon: Libp2pHost,
         limits: FrameLimits,
         max_connections: int,
         dial_timeout_s: float,
-        prove: Prove | None = None,
+        prove: Authenticator | None = None,
     ) -> None:
         self._identity = identity
         self._daemon = daemon
@@ -54,24 +54,24 @@ class DaemonCarrier:
         self._protocol = PROTOCOL if prove is None else PRIVATE_PROTOCOL
         self._handler: Handler | None = None
         self._server: asyncio.Server | None = None
-        self._streams: set[FrameStream] = set()
-        self._scope = TaskScope("daemon carrier")
+        self._streams: set[FramedStream] = set()
+        self._scope = TaskSet("daemon carrier")
 
     @classmethod
     async def start(
         cls,
         identity: Identity,
-        options: DaemonOptions | None = None,
+        options: HostOptions | None = None,
         *,
         limits: FrameLimits = DEFAULT_LIMITS,
         max_connections: int = MAX_CONNECTIONS,
         dial_timeout_s: float = 10.0,
-        prove: Prove | None = None,
+        prove: Authenticator | None = None,
         libp2p_impl: Libp2pImpl = "go",
-    ) -> DaemonCarrier:
+    ) -> Libp2pTransport:
         """Start a host and join `options.peers`. With `prove`, members of a private swarm only are connected.
 
-        Raises what `Host.start` does.
+        Raises what `Libp2pHost.start` does.
         """
         daemon = await host.start(identity, options, libp2p_impl)
         return cls(identity, daemon, limits, max_connections, dial_timeout_s, prove)
@@ -89,12 +89,12 @@ class DaemonCarrier:
         return self._daemon.addresses
 
     @property
-    def control(self) -> Switchboard:
+    def control(self) -> HostControl:
         """For others that share the daemon, such as the directory."""
         return self._daemon.control
 
     @property
-    def daemon(self) -> Host:
+    def daemon(self) -> Libp2pHost:
         """For others that share it. If it dies, every connection is lost; it is started again."""
         return self._daemon
 
@@ -107,7 +107,7 @@ class DaemonCarrier:
     def daemon_pid(self) -> int:
         return self._daemon.pid
 
-    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FrameStream:
+    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FramedStream:
         if self._scope.closed or self.failed.is_set():
             raise PeerUnreachable("this carrier is closed")
         if len(self._streams) >= self._max_connections:
@@ -127,10 +127,10 @@ class DaemonCarrier:
         self._adopt(stream)
         return stream
 
-    async def _open(self, peer: PeerId) -> FrameStream:
+    async def _open(self, peer: PeerId) -> FramedStream:
         try:
             return await self.control.open_stream(peer, self._protocol, self._limits)
-        except NotSpoken as error:
+        except ProtocolNotSupported as error:
             none = error
         try:
             other = await self.control.open_stream(peer, PROTOCOL if self._prove else PRIVATE_PROTOCOL, self._limits)
@@ -138,15 +138,15 @@ class DaemonCarrier:
             raise none from None
         other.abort()
         if self._prove:
-            raise NotAdmitted(f"{peer} is of an open swarm, which has no secret: join it without one")
-        raise NotAdmitted(f"{peer} is of a private swarm: ask its members for an invitation")
+            raise WrongSwarm(f"{peer} is of an open swarm, which has no secret: join it without one")
+        raise WrongSwarm(f"{peer} is of a private swarm: ask its members for an invitation")
 
-    async def _introduce(self, stream: FrameStream) -> None:
+    async def _introduce(self, stream: FramedStream) -> None:
         if self._prove is None:
             stream.begin()
             return
         try:
-            await introduce(stream, self.peer, self._prove)
+            await dial_handshake(stream, self.peer, self._prove)
         except BaseException:
             stream.abort()
             raise
@@ -157,7 +157,7 @@ class DaemonCarrier:
             loop = asyncio.get_running_loop()
             inbound = self._daemon.inbound
             self._server = await loop.create_unix_server(
-                lambda: FrameStream(self._limits, preamble=True, on_made=self._made), str(inbound)
+                lambda: FramedStream(self._limits, preamble=True, on_made=self._made), str(inbound)
             )
             await self._accept_streams()
             self._daemon.on_up(self._accept_streams)
@@ -189,18 +189,18 @@ class DaemonCarrier:
         except TimeoutError:
             logger.debug("some peers did not take their last frames")
 
-    def _made(self, stream: FrameStream) -> None:
+    def _made(self, stream: FramedStream) -> None:
         if len(self._streams) >= self._max_connections:
             stream.abort()
             return
         self._adopt(stream)
         self._scope.start(self._accept(stream), "accepted stream")
 
-    def _adopt(self, stream: FrameStream) -> None:
+    def _adopt(self, stream: FramedStream) -> None:
         self._streams.add(stream)
         stream.on_gone(self._streams.discard)
 
-    async def _accept(self, stream: FrameStream) -> None:
+    async def _accept(self, stream: FramedStream) -> None:
         """Run one accepted stream to its end."""
         try:
             async with asyncio.timeout(PREAMBLE_TIMEOUT_S):
@@ -213,7 +213,7 @@ class DaemonCarrier:
             if self._prove is None:
                 stream.begin()
             else:
-                await welcome(stream, self.peer, self._prove)
+                await accept_handshake(stream, self.peer, self._prove)
         except NetworkError as error:
             logger.info("refused a stream: %s", error)
             stream.abort()

@@ -16,17 +16,17 @@ from functools import partial
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.config import Libp2pImpl
 from swarm.errors import NetworkError, PeerUnreachable
-from swarm.net.base.frame_stream import FrameStream
-from swarm.net.base.happy_eyeballs import first_of
-from swarm.net.base.tasks import TaskScope
-from swarm.net.base.tls_addresses import announced, is_direct, is_relayed, listened
-from swarm.net.base.transport import Connection, Handler, OnBetter
-from swarm.net.discovery.autonat import DialBack, DialledBack, ask
-from swarm.net.libp2p.options import DaemonOptions
+from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.happy_eyeballs import staggered_race
+from swarm.net.base.tasks import TaskSet
+from swarm.net.base.tls_addresses import advertised, is_direct, is_relayed, listen_ip
+from swarm.net.base.transport import Connection, Handler, OnUpgrade
+from swarm.net.discovery.autonat import AutoNatServer, ReachabilityReport, probe
+from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import NetworkSecret, open_proof
-from swarm.net.transports.libp2p_streams import DaemonCarrier
-from swarm.net.transports.tls import DirectCarrier
+from swarm.net.security.swarm_secret import SwarmSecret, public_authenticator
+from swarm.net.transports.libp2p_streams import Libp2pTransport
+from swarm.net.transports.tls import TlsTransport
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -38,63 +38,63 @@ REFRESH_S = 5.0  # between two looks at the daemon's own addresses
 PROBE_AFTER_S = (1.0, 5.0, 30.0, 120.0)  # between probes of one peer; the last again and again
 
 
-class ReachCarrier:
-    """See `carrier.Carrier` and `carrier.Improving`. Made by `await ReachCarrier.start(...)`.
+class MultiTransport:
+    """See `carrier.Carrier` and `carrier.Improving`. Made by `await MultiTransport.start(...)`.
 
-    `without_direct`: why there are no direct connections here; "" if there are.
+    `direct_disabled_reason`: why there are no direct connections here; "" if there are.
     """
 
     def __init__(
-        self, daemon: DaemonCarrier, direct: DirectCarrier | None, without_direct: str, relays: Sequence[str] = ()
+        self, daemon: Libp2pTransport, direct: TlsTransport | None, without_direct: str, relays: Sequence[str] = ()
     ) -> None:
         self.daemon = daemon
         # The daemon does not tell the addresses by way of its relays, but they follow from the relays'.
         self._relayed = tuple(f"{relay}/p2p-circuit/p2p/{daemon.peer}" for relay in relays)
-        self.without_direct = without_direct
+        self.direct_disabled_reason = without_direct
         self._direct = direct
-        self._on_better: OnBetter | None = None
+        self._on_better: OnUpgrade | None = None
         self._refreshing = False
-        self._dial_back = DialBack(daemon.daemon, self._leads_to, time.monotonic)
-        self._scope = TaskScope("reach")
+        self._dial_back = AutoNatServer(daemon.daemon, self._verify_address, time.monotonic)
+        self._scope = TaskSet("reach")
 
     @classmethod
     async def start(
         cls,
         identity: Identity,
-        options: DaemonOptions | None = None,
+        options: HostOptions | None = None,
         *,
         direct: bool = True,
         direct_port: int = 0,
         accept: bool = True,
-        secret: NetworkSecret | None = None,
+        secret: SwarmSecret | None = None,
         limits: FrameLimits = DEFAULT_LIMITS,
         dial_timeout_s: float = 10.0,
         libp2p_impl: Libp2pImpl = "go",
-    ) -> ReachCarrier:
+    ) -> MultiTransport:
         """Start a p2p daemon (or what stands in for it), and direct connections beside it if `direct` and this system
         can.
 
         `accept`: also listen for direct connections, on `direct_port` (0: any) of the IP addresses that the daemon
-        listens on. Raises what `DaemonCarrier.start` does, AddressInUse also for a `direct_port` that is taken.
+        listens on. Raises what `Libp2pTransport.start` does, AddressInUse also for a `direct_port` that is taken.
         """
-        options = options or DaemonOptions()
-        beside: DirectCarrier | None = None
+        options = options or HostOptions()
+        beside: TlsTransport | None = None
         problem = "" if direct else "they are turned off"
         if direct:
-            hosts = [host for address in options.listen if (host := listened(address)) is not None] if accept else []
-            prove = secret.prove if secret else open_proof
+            hosts = [host for address in options.listen if (host := listen_ip(address)) is not None] if accept else []
+            prove = secret.authenticate if secret else public_authenticator
             try:
-                beside = await DirectCarrier.start(identity, hosts, direct_port, prove=prove, limits=limits)
+                beside = await TlsTransport.start(identity, hosts, direct_port, prove=prove, limits=limits)
             except NetworkError as error:
                 problem = str(error)
                 logger.warning("no direct connections, everything goes through the p2p daemon: %s", error)
         try:
-            daemon = await DaemonCarrier.start(
+            daemon = await Libp2pTransport.start(
                 identity,
                 options,
                 limits=limits,
                 dial_timeout_s=dial_timeout_s,
-                prove=secret.prove if secret else None,
+                prove=secret.authenticate if secret else None,
                 libp2p_impl=libp2p_impl,
             )
         except BaseException:
@@ -118,19 +118,21 @@ class ReachCarrier:
         """One of the daemon's leads, for people to pass on; then the direct ones, those through relays, the others."""
         own = [address for address in self.daemon.addresses if not is_relayed(address)]
         bound = self._direct.bound if self._direct is not None else ()
-        direct = [endpoint.address(self.peer) for endpoint in announced(bound, own)]
+        direct = [endpoint.address(self.peer) for endpoint in advertised(bound, own)]
         return (*own[:1], *direct, *self._relayed, *own[1:])
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
         direct = tuple(address for address in addresses if is_direct(address)) if self._direct is not None else ()
         others = tuple(address for address in addresses if not is_direct(address))
         ways = [partial(self._dial_directly, peer, direct)] if direct else []
-        stream = await first_of([*ways, partial(self.daemon.dial, peer, others)], DIRECT_FIRST_S, FrameStream.abort)
+        stream = await staggered_race(
+            [*ways, partial(self.daemon.dial, peer, others)], DIRECT_FIRST_S, FramedStream.abort
+        )
         if direct and self._on_better is not None and not (self._direct and self._direct.owns(stream)):
             self._scope.start(self._probe(stream, direct, self._on_better), f"probe of {peer}")
         return stream
 
-    async def _dial_directly(self, peer: PeerId, addresses: Sequence[str]) -> FrameStream:
+    async def _dial_directly(self, peer: PeerId, addresses: Sequence[str]) -> FramedStream:
         """Raises PeerUnreachable."""
         assert self._direct is not None  # or no address would count as direct
         try:
@@ -148,7 +150,7 @@ class ReachCarrier:
             await self._dial_back.serve()
             self._scope.start(self._refresh(), "addresses")
 
-    def on_better(self, found: OnBetter) -> None:
+    def on_upgrade(self, found: OnUpgrade) -> None:
         self._on_better = found
 
     async def close(self) -> None:
@@ -160,11 +162,11 @@ class ReachCarrier:
         finally:
             await self.daemon.close()
 
-    async def ask_back(self, peer: PeerId) -> DialledBack:
+    async def check_reachability(self, peer: PeerId) -> ReachabilityReport:
         """Have a peer that runs this version find out whether it can dial us. Raises NetworkError."""
-        return await ask(self.daemon.daemon, peer, self.addresses)
+        return await probe(self.daemon.daemon, peer, self.addresses)
 
-    async def _leads_to(self, peer: PeerId, address: str) -> bool:
+    async def _verify_address(self, peer: PeerId, address: str) -> bool:
         if self._direct is None:
             return False
         await (await self._direct.dial(peer, (address,))).close()
@@ -190,7 +192,7 @@ class ReachCarrier:
             except NetworkError as error:
                 logger.debug("the p2p daemon does not tell its addresses: %s", error)
 
-    async def _probe(self, stream: FrameStream, addresses: Sequence[str], found: OnBetter) -> None:
+    async def _probe(self, stream: FramedStream, addresses: Sequence[str], found: OnUpgrade) -> None:
         """Try a peer that is connected through the daemon directly, until it works or the stream is gone."""
         turn = 0
         while not await _gone_within(stream, PROBE_AFTER_S[min(turn, len(PROBE_AFTER_S) - 1)]):
@@ -204,7 +206,7 @@ class ReachCarrier:
             return
 
 
-async def _gone_within(stream: FrameStream, seconds: float) -> bool:
+async def _gone_within(stream: FramedStream, seconds: float) -> bool:
     try:
         async with asyncio.timeout(seconds):
             await stream.closed()

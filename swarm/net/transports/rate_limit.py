@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 
 from swarm.codec import Buffer
 from swarm.messages import AnyMessage
-from swarm.net.base.transport import Carrier, Connection, Handler, Improving, OnBetter
+from swarm.net.base.transport import Connection, Handler, OnUpgrade, Transport, UpgradingTransport
 from swarm.types import PeerId
 
 FRAME_BYTES = 160  # about what prefix, header and encryption add to a frame's body
 BURST_S = 0.25  # of the rate that may leave at once after a pause
 
 
-class Upload:
+class UploadBucket:
     """What a node sends. `rate`: bytes a second, infinite for no cap. `sent`: bytes so far."""
 
     def __init__(self, rate: float = math.inf) -> None:
@@ -38,10 +38,10 @@ class Upload:
             await asyncio.sleep(self._free_at - now)
 
 
-class ThrottledConnection:
+class RateLimitedConnection:
     """See `carrier.Connection`."""
 
-    def __init__(self, inner: Connection, upload: Upload, on_closed: Callable[[Connection], None]) -> None:
+    def __init__(self, inner: Connection, upload: UploadBucket, on_closed: Callable[[Connection], None]) -> None:
         self._inner = inner
         self._upload = upload
         self._on_closed = on_closed
@@ -64,13 +64,13 @@ class ThrottledConnection:
         await self._inner.close()
 
 
-class ThrottledCarrier:
+class RateLimitedTransport:
     """See `carrier.Carrier` and `carrier.Improving`. Closing it closes the carrier inside."""
 
-    def __init__(self, inner: Carrier, upload: Upload) -> None:
+    def __init__(self, inner: Transport, upload: UploadBucket) -> None:
         self._inner = inner
         self._upload = upload
-        self._live: dict[Connection, ThrottledConnection] = {}  # by the connection inside
+        self._live: dict[Connection, RateLimitedConnection] = {}  # by the connection inside
 
     @property
     def peer(self) -> PeerId:
@@ -93,7 +93,7 @@ class ThrottledCarrier:
 
         await self._inner.serve(throttled)
 
-    def on_better(self, found: OnBetter) -> None:
+    def on_upgrade(self, found: OnUpgrade) -> None:
         """Does nothing where the carrier inside does not look for better connections."""
 
         async def wrapped(old: Connection, better: Connection) -> None:
@@ -103,14 +103,14 @@ class ThrottledCarrier:
             else:
                 await found(known, self._wrap(better))
 
-        if isinstance(self._inner, Improving):
-            self._inner.on_better(wrapped)
+        if isinstance(self._inner, UpgradingTransport):
+            self._inner.on_upgrade(wrapped)
 
     async def close(self) -> None:
         await self._inner.close()
 
-    def _wrap(self, inner: Connection) -> ThrottledConnection:
-        connection = self._live[inner] = ThrottledConnection(inner, self._upload, self._forget)
+    def _wrap(self, inner: Connection) -> RateLimitedConnection:
+        connection = self._live[inner] = RateLimitedConnection(inner, self._upload, self._forget)
         return connection
 
     def _forget(self, inner: Connection) -> None:

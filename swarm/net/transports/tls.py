@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
-from swarm.errors import AddressInUse, NetworkError, NotAdmitted, PeerUnreachable, UsageError
+from swarm.errors import AddressInUse, NetworkError, PeerUnreachable, UsageError, WrongSwarm
 from swarm.messages import Ping
-from swarm.net.base.frame_stream import FrameStream
-from swarm.net.base.handshake import Prove, introduce, welcome
-from swarm.net.base.happy_eyeballs import first_of
-from swarm.net.base.tasks import TaskScope
-from swarm.net.base.tls_addresses import Endpoint, parse
+from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.handshake import Authenticator, accept_handshake, dial_handshake
+from swarm.net.base.happy_eyeballs import staggered_race
+from swarm.net.base.tasks import TaskSet
+from swarm.net.base.tls_addresses import TlsEndpoint, parse
 from swarm.net.base.transport import Handler
 from swarm.net.security.identity import Identity
-from swarm.net.security.swarm_secret import open_proof
-from swarm.net.security.tls_certificates import contexts, proven_peer
+from swarm.net.security.swarm_secret import public_authenticator
+from swarm.net.security.tls_certificates import contexts, peer_id_of_connection
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -38,15 +38,15 @@ SELF_TEST_S = 5.0
 FLUSH_S = 0.5  # for what is buffered when the carrier closes
 
 
-class DirectCarrier:
-    """See `carrier.Carrier`. Made by `await DirectCarrier.start(...)`."""
+class TlsTransport:
+    """See `carrier.Carrier`. Made by `await TlsTransport.start(...)`."""
 
     def __init__(
         self,
         identity: Identity,
         tls: tuple[ssl.SSLContext, ssl.SSLContext],
         sockets: Sequence[socket.socket],
-        prove: Prove,
+        prove: Authenticator,
         limits: FrameLimits,
         max_connections: int,
     ) -> None:
@@ -58,9 +58,9 @@ class DirectCarrier:
         self._max_connections = max_connections
         self._handler: Handler | None = None
         self._servers: list[asyncio.Server] = []
-        self._streams: set[FrameStream] = set()
-        self._scope = TaskScope("direct carrier")
-        self.bound = tuple(Endpoint(*s.getsockname()[:2]) for s in sockets)
+        self._streams: set[FramedStream] = set()
+        self._scope = TaskSet("direct carrier")
+        self.bound = tuple(TlsEndpoint(*s.getsockname()[:2]) for s in sockets)
 
     @classmethod
     async def start(
@@ -69,10 +69,10 @@ class DirectCarrier:
         hosts: Sequence[str] = (),
         port: int = 0,
         *,
-        prove: Prove = open_proof,
+        prove: Authenticator = public_authenticator,
         limits: FrameLimits = DEFAULT_LIMITS,
         max_connections: int = MAX_CONNECTIONS,
-    ) -> DirectCarrier:
+    ) -> TlsTransport:
         """Bind `port` (0: any) of each of the IP addresses `hosts`, none to dial out only, and test that it works.
 
         Raises AddressInUse, UsageError, and NetworkError where this system cannot do it.
@@ -98,7 +98,7 @@ class DirectCarrier:
     def addresses(self) -> tuple[str, ...]:
         return tuple(endpoint.address(self.peer) for endpoint in self.bound)
 
-    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FrameStream:
+    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FramedStream:
         """Try the direct ones of `addresses` all at once; the first that is `peer` wins. Raises PeerUnreachable."""
         if self._scope.closed:
             raise PeerUnreachable("this carrier is closed")
@@ -108,11 +108,11 @@ class DirectCarrier:
         if not endpoints:
             raise PeerUnreachable(f"{peer} has no direct address")
         ways = [partial(self._attempt, peer, endpoint) for endpoint in endpoints]
-        stream = await first_of(ways, 0.0, FrameStream.abort)
+        stream = await staggered_race(ways, 0.0, FramedStream.abort)
         self._adopt(stream)
         return stream
 
-    def owns(self, stream: FrameStream) -> bool:
+    def owns(self, stream: FramedStream) -> bool:
         """Whether a live connection is one of these."""
         return stream in self._streams
 
@@ -121,7 +121,7 @@ class DirectCarrier:
         loop = asyncio.get_running_loop()
         while len(self._servers) < len(self._sockets):
             server = await loop.create_server(
-                lambda: FrameStream(self._limits, preamble=True, on_made=self._made),
+                lambda: FramedStream(self._limits, preamble=True, on_made=self._made),
                 sock=self._sockets[len(self._servers)],
                 ssl=self._server_tls,
                 ssl_handshake_timeout=HANDSHAKE_S,
@@ -151,12 +151,12 @@ class DirectCarrier:
 
     # Dialling.
 
-    async def _attempt(self, peer: PeerId, endpoint: Endpoint) -> FrameStream:
+    async def _attempt(self, peer: PeerId, endpoint: TlsEndpoint) -> FramedStream:
         """Raises PeerUnreachable."""
         loop = asyncio.get_running_loop()
         try:
             _, stream = await loop.create_connection(
-                lambda: FrameStream(self._limits, preamble=True),
+                lambda: FramedStream(self._limits, preamble=True),
                 endpoint.host,
                 endpoint.port,
                 ssl=self._client_tls,
@@ -168,7 +168,7 @@ class DirectCarrier:
         try:
             _tune(stream)
             await self._introduce(stream, peer)
-        except NotAdmitted:
+        except WrongSwarm:
             stream.abort()
             raise
         except NetworkError as error:
@@ -179,19 +179,19 @@ class DirectCarrier:
             raise
         return stream
 
-    async def _introduce(self, stream: FrameStream, peer: PeerId) -> None:
+    async def _introduce(self, stream: FramedStream, peer: PeerId) -> None:
         """Raises NetworkError unless `peer` is at the other end and lets us in."""
-        stream.peer = proven_peer(stream.transport_info("ssl_object"))
+        stream.peer = peer_id_of_connection(stream.transport_info("ssl_object"))
         if stream.peer != peer:
             raise PeerUnreachable(f"{stream.peer} answered instead")
-        await introduce(stream, self.peer, self._prove)
+        await dial_handshake(stream, self.peer, self._prove)
 
     # Accepting.
 
-    def _made(self, stream: FrameStream) -> None:
+    def _made(self, stream: FramedStream) -> None:
         """TLS is up. Nothing that the other side sends is looked at unless it has proven who it is."""
         try:
-            stream.peer = proven_peer(stream.transport_info("ssl_object"))
+            stream.peer = peer_id_of_connection(stream.transport_info("ssl_object"))
         except NetworkError as error:
             logger.info("refused a connection: %s", error)
             stream.abort()
@@ -203,9 +203,9 @@ class DirectCarrier:
         self._adopt(stream)
         self._scope.start(self._accept(stream), "accepted connection")
 
-    async def _accept(self, stream: FrameStream) -> None:
+    async def _accept(self, stream: FramedStream) -> None:
         try:
-            await welcome(stream, self.peer, self._prove)
+            await accept_handshake(stream, self.peer, self._prove)
         except NetworkError as error:
             logger.info("refused a connection: %s", error)
             stream.abort()
@@ -216,7 +216,7 @@ class DirectCarrier:
         finally:
             await stream.close()
 
-    def _adopt(self, stream: FrameStream) -> None:
+    def _adopt(self, stream: FramedStream) -> None:
         self._streams.add(stream)
         stream.on_gone(self._streams.discard)
 
@@ -226,7 +226,7 @@ class DirectCarrier:
         """Shake hands with ourselves and pass a frame, which shows at once what this system's ssl or loop cannot do."""
         near, far = socket.socketpair()
         loop = asyncio.get_running_loop()
-        streams = [FrameStream(self._limits, preamble=True) for _ in range(2)]
+        streams = [FramedStream(self._limits, preamble=True) for _ in range(2)]
         server, client = streams
         try:
             async with asyncio.timeout(SELF_TEST_S), asyncio.TaskGroup() as group:
@@ -234,9 +234,9 @@ class DirectCarrier:
                 group.create_task(
                     loop.create_unix_connection(lambda: client, sock=near, ssl=self._client_tls, server_hostname="")
                 )
-            server.peer = proven_peer(server.transport_info("ssl_object"))
+            server.peer = peer_id_of_connection(server.transport_info("ssl_object"))
             async with asyncio.timeout(SELF_TEST_S), asyncio.TaskGroup() as group:
-                group.create_task(welcome(server, self.peer, self._prove))
+                group.create_task(accept_handshake(server, self.peer, self._prove))
                 group.create_task(self._introduce(client, self.peer))
             async with asyncio.timeout(SELF_TEST_S):
                 await client.send(Ping(1))
@@ -285,7 +285,7 @@ _OPTIONS = (
 )
 
 
-def _tune(stream: FrameStream) -> None:
+def _tune(stream: FramedStream) -> None:
     raw = stream.transport_info("socket")
     for name, level, value in _OPTIONS:
         option = getattr(socket, name, None)

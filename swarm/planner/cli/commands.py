@@ -25,7 +25,7 @@ from swarm.planner.speculation import forecast
 from swarm.types import CostCurve, Hop, LayerSpan, NodeProfile, NodeState, Snapshot
 
 if TYPE_CHECKING:
-    from swarm.planner.rebalancing.migration import Move
+    from swarm.planner.rebalancing.migration import SpanMove
 
 SMALLEST = 1e-30  # of what others are divided by
 STEPS_PER_MS = 1000  # of `budget.Budget`: the same file gives the same answer, however busy the machine
@@ -67,12 +67,12 @@ def _count(number: int, thing: str) -> str:
 
 def allocate(request: schemas.AllocateRequest) -> CommandResult:
     from swarm.planner.placement import allocation
-    from swarm.planner.placement.work_budget import Budget
+    from swarm.planner.placement.work_budget import WorkBudget
 
     ids = IdMap(n.id for n in request.nodes)
     pool = ids.renamed(request.nodes)
-    price = allocation.Price(request.compute_ms, request.hop_ms, request.alpha)
-    budget = None if request.budget_ms is None else Budget(int(request.budget_ms * STEPS_PER_MS))
+    price = allocation.Objective(request.compute_ms, request.hop_ms, request.alpha)
+    budget = None if request.budget_ms is None else WorkBudget(int(request.budget_ms * STEPS_PER_MS))
     found = allocation.allocate(request.num_layers, pool, price, budget)
     fields = {
         "replicas": [_spans(replica, ids) for replica in found.replicas],
@@ -152,7 +152,7 @@ def place(request: schemas.PlaceRequest) -> CommandResult:
     words = [f"Joining: {_runs(joiners, ids)}."] if joiners else ["Nobody is joining."]
     fields: dict[str, Any] = {"joiners": _spans(joiners, ids)}
     try:
-        found = planner.target(snapshot, request.alpha, request.threshold)
+        found = planner.target_allocation(snapshot, request.alpha, request.threshold)
     except Infeasible as error:
         return CommandResult({**fields, "waves": [], "reason": str(error)}, [*words, f"Nobody can move: {error}."])
     waves = [[_move(move, ids) for move in wave] for wave in found.plan.waves]
@@ -165,7 +165,7 @@ def place(request: schemas.PlaceRequest) -> CommandResult:
     return CommandResult(fields, words)
 
 
-def _move(move: Move, ids: IdMap) -> dict[str, Any]:
+def _move(move: SpanMove, ids: IdMap) -> dict[str, Any]:
     old = None if move.old is None else [move.old.start, move.old.end]
     return {"node": ids.original(move.peer), "from": old, "to": [move.new.start, move.new.end]}
 
@@ -265,7 +265,9 @@ def speculate(request: schemas.SpeculateRequest) -> CommandResult:
         _check_curve(stage.cost, f"stages[{i}].cost")
     costs = ChainCosts(tuple(request.stages), tuple(request.link_ms), request.row_ms)
     asked = request.drafter
-    drafter = forecast.DrafterProfile(asked.acceptance, asked.level_ms, asked.round_ms, doubtful=asked.doubtful)
+    drafter = forecast.DrafterProfile(
+        asked.acceptance, asked.level_ms, asked.round_ms, uncertain_fraction=asked.doubtful
+    )
     current = forecast.Strategy(request.current) if request.current is not None else None
     found = forecast.choose(costs, drafter, max_in_flight=request.max_in_flight, current=current, margin=request.margin)
     fields = _forecast(found.best) | {

@@ -16,21 +16,21 @@ from swarm.simulator.baselines.heft import Heft
 from swarm.simulator.baselines.hexgen import HexGen
 from swarm.simulator.baselines.petals import Petals
 from swarm.simulator.baselines.round_robin import RoundRobin
-from swarm.simulator.churn import Faults
-from swarm.simulator.des_engine import Engine, Trace
+from swarm.simulator.churn import Churn
+from swarm.simulator.des_engine import DiscreteEventEngine, Trace
 from swarm.simulator.metrics import summary
-from swarm.simulator.model.network import Network
+from swarm.simulator.model.network import NetworkModel
 from swarm.simulator.model.workload import requests
 from swarm.simulator.policies.hyperion import Hyperion
 from swarm.simulator.policies.jupiter import Jupiter
-from swarm.simulator.policies.swarm import Swarm
-from swarm.simulator.policy import Policy
+from swarm.simulator.policies.swarm import SwarmPolicy
+from swarm.simulator.policy import ServingPolicy
 from swarm.simulator.scenario import Scenario, changed, parse, runs
 
 __all__ = ["Scenario", "changed", "parse", "runs", "simulate", "simulate_table"]
 
-POLICIES: Mapping[str, type[Policy]] = {
-    "swarm": Swarm,
+POLICIES: Mapping[str, type[ServingPolicy]] = {
+    "swarm": SwarmPolicy,
     "hyperion": Hyperion,
     "jupiter": Jupiter,
     "petals": Petals,
@@ -49,9 +49,9 @@ def simulate(scenario: Scenario, trace: Trace | None = None) -> dict[str, Any]:
     """
     if scenario.policy.outline_tokens and scenario.churn.periods:
         raise UsageError("outlines are not followed through churn; set outline_tokens or periods to 0")
-    network = Network(scenario.network, scenario.seed)
-    engine = Engine(scenario, POLICIES[scenario.policy.name](scenario, network), network, trace)
-    faults = Faults(engine)
+    network = NetworkModel(scenario.network, scenario.seed)
+    engine = DiscreteEventEngine(scenario, POLICIES[scenario.policy.name](scenario, network), network, trace)
+    faults = Churn(engine)
     faults.begin()
     for request in requests(scenario.workload, scenario.network.clients, scenario.seed):
         engine.clock.at(request.at, lambda request=request: engine.arrive(request))  # type: ignore[misc]

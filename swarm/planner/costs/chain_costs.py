@@ -29,7 +29,7 @@ class Stage(Schema, frozen=True):
 
     def ms(self, width: float) -> float:
         """A step of `width` rows, ms: waiting for others does not grow with our width, computing does."""
-        return self.layers * max(0.0, self.layer_ms + self.cost.at(width) - self.cost.at(1))
+        return self.layers * max(0.0, self.layer_ms + self.cost.ms_at(width) - self.cost.ms_at(1))
 
     def chunk_cost(self) -> ChunkCost:
         """The line through the curve's wide points that is least off, relatively: one of them alone may be noise."""
@@ -72,7 +72,7 @@ class ChainCosts:
         numbers = [*self.link_ms, self.row_ms, *(s.layer_ms for s in self.stages)]
         if not all(0 <= x < math.inf for x in numbers) or any(s.layers < 1 for s in self.stages):
             raise UsageError("a chain's times must be finite and not negative, and each hop needs a layer")
-        if self.round_ms(1) <= 0:
+        if self.iteration_ms(1) <= 0:
             raise UsageError("a chain whose round takes no time cannot be planned for; give its layer or link times")
 
     @classmethod
@@ -87,7 +87,7 @@ class ChainCosts:
                 raise UsageError(f"the snapshot does not know {hop.peer}, which the chain runs over")
             times = node.layer_ms[hop.start - node.span.start : hop.end - node.span.start] if node.span else ()
             stages.append(
-                Stage(hop.end - hop.start, math.fsum(times) / len(times) if times else node.cost.at(1), node.cost)
+                Stage(hop.end - hop.start, math.fsum(times) / len(times) if times else node.cost.ms_at(1), node.cost)
             )
         ends = (client, *chain.peers, client)
         return cls(tuple(stages), tuple(link_ms(a, b) for a, b in pairwise(ends)))
@@ -98,7 +98,7 @@ class ChainCosts:
     def links_ms(self, width: float) -> float:
         return math.fsum(self.link_ms) + self.row_ms * (width - 1) * (len(self.stages) - 1)
 
-    def round_ms(self, width: float) -> float:
+    def iteration_ms(self, width: float) -> float:
         """From sending a step of `width` rows to its result."""
         return self.compute_ms(width) + self.links_ms(width)
 
@@ -106,12 +106,12 @@ class ChainCosts:
         """What a chunk of a prompt costs at the slowest hop, as one line."""
         return max((stage.chunk_cost() for stage in self.stages), key=lambda cost: cost.ms(CHUNK, 0))
 
-    def pipelined_ms(self, chunks: Sequence[int], step_ms: float = 0.0) -> float:
+    def prefill_ms(self, chunks: Sequence[int], step_ms: float = 0.0) -> float:
         """From the first chunk's start until the last hop has done the last one (Jupiter, eq. 4), links left out."""
-        each = {length: self.slowest_ms(length) + step_ms for length in set(chunks)}
+        each = {length: self.bottleneck_ms(length) + step_ms for length in set(chunks)}
         return math.fsum(each[length] for length in chunks) + (len(self.stages) - 1) * max(each.values())
 
-    def slowest_ms(self, width: float) -> float:
+    def bottleneck_ms(self, width: float) -> float:
         """How often a step of `width` rows can follow another: the slowest hop, or a link's sending time."""
         between = self.row_ms * width if len(self.stages) > 1 else 0.0
         return max(between, *(stage.ms(width) for stage in self.stages))

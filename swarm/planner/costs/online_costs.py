@@ -23,20 +23,20 @@ LEAST_RATIO = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One settled step: `width` rows it had, `trace` of (queue ms, compute ms) a hop, `round_ms` from send to result.
+    """One settled step: `width` rows it had, `trace` of (queue ms, compute ms) a hop, `iteration_ms` from send to result.
 
-    `round_ms` is None when others were under way as it was sent, whose time is in it too. `crowded`: others were under
+    `iteration_ms` is None when others were under way as it was sent, whose time is in it too. `crowded`: others were under
     way at some time before it came back. `sessions`: how many the busiest hop decodes for, this one included.
     """
 
     width: int
     trace: tuple[tuple[float, float], ...]
     round_ms: float | None
-    crowded: bool = False
-    sessions: int = 1
+    overlapped: bool = False
+    active_sessions: int = 1
 
 
-class LiveCosts:
+class OnlineChainCosts:
     """`observe` every settled step, `now()` is what the next one will cost by itself.
 
     `crowding`: how much longer hops compute while other steps of this generation are under way: above 1 where several
@@ -46,7 +46,7 @@ class LiveCosts:
 
     def __init__(self, predicted: ChainCosts, crowding: float = 1.0) -> None:
         self._predicted = predicted
-        self._fits = [_Fit() for _ in predicted.stages]
+        self._fits = [_LogLinearFit() for _ in predicted.stages]
         self._queue_ms = [Ewma(EWMA_DECAY, 0.0) for _ in predicted.stages]
         self._links_ms = Ewma(EWMA_DECAY)  # all of a round's
         self._crowding = Ewma(EWMA_DECAY, crowding)
@@ -54,11 +54,11 @@ class LiveCosts:
         self._now: ChainCosts | None = None
 
     @property
-    def crowding(self) -> float:
+    def contention(self) -> float:
         return self._crowding.value
 
     @property
-    def company(self) -> float:
+    def batch_sharing(self) -> float:
         queueing = sum(mean.value for mean in self._queue_ms)
         computing = self.now().compute_ms(1) - queueing
         return max(self._sessions.value, 1.0 + queueing / computing if computing > 0 else 1.0)
@@ -69,15 +69,17 @@ class LiveCosts:
             return
         self._now = None
         computing = sum(compute for _, compute in seen.trace)
-        self._sessions.update(seen.sessions)
-        if seen.crowded:
-            alone = sum(self._curve(i).at(seen.width) * stage.layers for i, stage in enumerate(self._predicted.stages))
+        self._sessions.update(seen.active_sessions)
+        if seen.overlapped:
+            alone = sum(
+                self._curve(i).ms_at(seen.width) * stage.layers for i, stage in enumerate(self._predicted.stages)
+            )
             if alone > 0:
                 self._crowding.value = max(1.0, self._crowding.update(computing / alone))
         else:
             self._crowding.value = 1.0 + (self._crowding.value - 1.0) * CONTENTION_DECAY
             for i, ((queue, compute), stage) in enumerate(zip(seen.trace, self._predicted.stages, strict=True)):
-                expected = stage.layers * stage.cost.at(seen.width)
+                expected = stage.layers * stage.cost.ms_at(seen.width)
                 if expected > 0:
                     self._fits[i].add(math.log2(max(1, seen.width)), compute / expected)
                 self._queue_ms[i].update(queue)
@@ -94,7 +96,7 @@ class LiveCosts:
         stages = []
         for i, (stage, queue) in enumerate(zip(costs.stages, self._queue_ms, strict=True)):
             cost = self._curve(i)
-            stages.append(Stage(stage.layers, cost.at(1) + queue.value / stage.layers, cost))
+            stages.append(Stage(stage.layers, cost.ms_at(1) + queue.value / stage.layers, cost))
         if not self._links_ms.samples:
             return replace(costs, stages=tuple(stages))
         total = sum(costs.link_ms)
@@ -108,7 +110,7 @@ class LiveCosts:
         return CostCurve(told.widths, tuple(itertools.accumulate(ms, max)))
 
 
-class _Fit:
+class _LogLinearFit:
     """Measured over predicted time as a straight line over the logarithm of the width, the last steps weighing most."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.errors import ContextOverflow, InvalidRequest, UsageError
-from swarm.planner.generation.draft_tree import Hints
+from swarm.planner.generation.draft_tree import MedusaCandidates
 
 
 class FinishReason(enum.StrEnum):
@@ -28,15 +28,15 @@ class FinishReason(enum.StrEnum):
 class ChainReady:
     """Every hop has opened the session. `held`: tokens whose keys and values the whole chain already holds.
 
-    `chunks`: how to cut the known tokens after them (`plan.prefill`); `GenerationPlan.prefill_chunk` beyond that.
+    `chunks`: how to cut the known tokens after them (`plan.prefill`); `GenerationRequest.prefill_chunk` beyond that.
     """
 
-    held: int = 0
+    cached_tokens: int = 0
     chunks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class StepSettled:
+class StepDone:
     """The tail's result for one step: a token after the line's last row if it was sampled, one after each tree row.
 
     `tokens` is empty for a prefill chunk that was not to be sampled. `sessions`: how many the busiest hop decodes for.
@@ -47,23 +47,23 @@ class StepSettled:
     step: int
     tokens: tuple[int, ...]
     trace: tuple[tuple[float, float], ...] = ()
-    sessions: int = 1
-    hints: tuple[Hints, ...] = ()
+    active_sessions: int = 1
+    medusa_candidates: tuple[MedusaCandidates, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftsProposed:
     """The answer to `Draft`: for each of its paths, (token, ln p) of what may follow, likeliest first.
 
     `open`: for each, the part of belief that only a thorough question can place; empty if there is none.
     """
 
     candidates: tuple[tuple[tuple[int, float], ...], ...]
-    open: tuple[float, ...] = ()
+    unassigned_mass: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class DraftsEnded:
+class DrafterDisabled:
     """The drafter failed for good; the generation goes on without one."""
 
 
@@ -82,7 +82,7 @@ class StopRequested:
     reason: FinishReason
 
 
-Event = ChainReady | StepSettled | Drafted | DraftsEnded | HopLost | StopRequested
+Event = ChainReady | StepDone | DraftsProposed | DrafterDisabled | HopLost | StopRequested
 
 # Actions ------------------------------------------------------------------------------------------------------------
 
@@ -97,10 +97,10 @@ class SendStep:
 
     epoch: int
     step: int
-    base: int
+    committed_before: int
     tokens: tuple[int, ...]
     sample: bool
-    commit: tuple[int, ...] = ()
+    commit_slots: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
@@ -108,28 +108,28 @@ class SendStep:
     @property
     def after(self) -> int:
         """Tokens a hop has committed once it ran this step."""
-        return self.base + len(self.commit) + len(self.tokens)
+        return self.committed_before + len(self.commit_slots) + len(self.tokens)
 
     @property
-    def draws(self) -> int:
+    def samples(self) -> int:
         """How many tokens the tail must answer with."""
         return (len(self.rows) + bool(self.tokens)) if self.sample else 0
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class RequestDrafts:
     """Ask the drafter what follows the known tokens and then each of `paths`: at most `width` tokens for each.
 
-    Not `thorough`: only what can be said in no time. Answered with `Drafted`, or `DraftsEnded`, before any other event.
+    Not `thorough`: only what can be said in no time. Answered with `DraftsProposed`, or `DrafterDisabled`, before any other event.
     """
 
     paths: tuple[tuple[int, ...], ...]
     width: int
-    thorough: bool = True
+    use_model: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class DropStale:
+class DiscardInFlight:
     """Tell the hops, out of band, that steps before `epoch` are void: a guess they stand on was wrong."""
 
     epoch: int
@@ -144,7 +144,7 @@ class EmitTokens:
 
     tokens: tuple[int, ...]
     trace: tuple[tuple[float, float], ...]
-    hints: Hints = ()
+    medusa_candidates: MedusaCandidates = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class RepairChain:
 
     lost: str
     reason: str
-    settled: int = 0
+    committed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +164,16 @@ class Finish:
     reason: FinishReason
 
 
-Action = SendStep | Draft | DropStale | EmitTokens | RepairChain | Finish
+Action = SendStep | RequestDrafts | DiscardInFlight | EmitTokens | RepairChain | Finish
 
 # Settings -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SpeculationPolicy:
     """How far to guess ahead (design section 8). `rows`: tree nodes a step may bring, 0 for plain decoding.
 
-    `levels`: how many of them may hang on each other in one step. `in_flight`: unanswered steps while decoding.
+    `levels`: how many of them may hang on each other in one step. `max_steps_in_flight`: unanswered steps while decoding.
     `floor`: a node whose path is less likely than this is not worth its row. One step in flight with many levels is
     tree verification, one level a step with many in flight is PipeDec.
 
@@ -183,35 +183,40 @@ class Policy:
     they bring later may go in the next one.
     """
 
-    rows: int = 0
-    levels: int = 1
-    in_flight: int = 1
-    floor: float = 0.0
-    reach: float = 0.0
-    ask: float | None = None
-    muse: float = 0.0
-    thoughts: int = 1
+    max_tree_rows: int = 0
+    max_depth_per_step: int = 1
+    max_steps_in_flight: int = 1
+    min_node_prob: float = 0.0
+    min_path_prob: float = 0.0
+    min_mass_blocking: float | None = None
+    min_mass_idle: float = 0.0
+    max_model_calls: int = 1
 
     def __post_init__(self) -> None:
-        if self.rows < 0 or self.levels < 1 or self.in_flight < 1 or not 0 <= self.floor <= 1:
+        if (
+            self.max_tree_rows < 0
+            or self.max_depth_per_step < 1
+            or self.max_steps_in_flight < 1
+            or not 0 <= self.min_node_prob <= 1
+        ):
             raise UsageError("a policy has rows >= 0, levels and steps in flight >= 1 and a floor from 0 to 1")
-        if min(self.reach, self.ask or 0.0, self.muse) < 0:
+        if min(self.min_path_prob, self.min_mass_blocking or 0.0, self.min_mass_idle) < 0:
             raise UsageError("what a step must reach and a question must bring is not negative")
 
     @property
-    def log_floor(self) -> float:
-        return math.log(self.floor) if self.floor > 0 else -math.inf
+    def min_node_logprob(self) -> float:
+        return math.log(self.min_node_prob) if self.min_node_prob > 0 else -math.inf
 
 
-SEQUENTIAL = Policy()
+SEQUENTIAL = SpeculationPolicy()
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationPlan:
+class GenerationRequest:
     """What to generate. Lengths in tokens.
 
     `prefill_chunk`: the most rows in one step. `window`: the most unanswered prefill steps; more than one lets chunks
-    follow each other through the hops. `tree_room`: tree nodes the hops must have room for beside the tokens.
+    follow each other through the hops. `reserved_tree_slots`: tree nodes the hops must have room for beside the tokens.
     `vocab_size`: token ids lie below it, whatever a tail says.
     """
 
@@ -219,8 +224,8 @@ class GenerationPlan:
     max_new_tokens: int
     eos_ids: frozenset[int] = frozenset()
     prefill_chunk: int = 256
-    window: int = 16
-    tree_room: int = 0
+    prefill_window: int = 16
+    reserved_tree_slots: int = 0
     vocab_size: int = 1 << 31
 
     @classmethod
@@ -235,7 +240,7 @@ class GenerationPlan:
         prefill_chunk: int = 256,
         window: int = 16,
         tree_room: int = 0,
-    ) -> GenerationPlan:
+    ) -> GenerationRequest:
         """A plan that a swarm can serve. Raises InvalidRequest and ContextOverflow."""
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one token of text")

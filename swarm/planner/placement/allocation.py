@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from swarm.errors import Infeasible, UsageError
 from swarm.planner.placement.bounds import least_stages
-from swarm.planner.placement.min_nodes import Staircase
+from swarm.planner.placement.min_nodes import MinNodesByReplicas
 from swarm.planner.placement.water_filling import PoolNode, check_pool, fill, lay_out
-from swarm.planner.placement.work_budget import Budget
+from swarm.planner.placement.work_budget import WorkBudget
 from swarm.types import Hop
 
 _MOST_MS, _MOST_ALPHA = 1e30, 40.0  # keep scores of millions of replicas within a float
@@ -30,7 +30,7 @@ _TIE = 1e-9  # scores closer than this, relatively, are equal: `pow` may differ 
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class Objective:
     """What the score knows of time: `compute_ms` a replica takes on average (T_comp), `hop_ms` a stage adds (r_RTT).
 
     `alpha`: above 1 replicas count for more than their number. Raises UsageError.
@@ -84,7 +84,9 @@ def default_steps(nodes: int) -> int:
     return max(10_000, 40 * nodes)
 
 
-def allocate(num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Budget | None = None) -> Allocation:
+def allocate(
+    num_layers: int, nodes: Sequence[PoolNode], price: Objective, budget: WorkBudget | None = None
+) -> Allocation:
     """Choose k and form k replicas of `num_layers` layers. Raises Infeasible if there is no room for one, UsageError.
 
     Nodes of a replica are in pipeline order, the largest first. Without a `budget` there are `default_steps`.
@@ -95,7 +97,9 @@ def allocate(num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: B
         raise Infeasible(
             f"{len(nodes)} nodes hold {held} of {num_layers} layers; {num_layers - held} layers of memory are missing"
         )
-    pools, ladder = _climb(num_layers, nodes, price, Budget(default_steps(len(nodes))) if budget is None else budget)
+    pools, ladder = _search_k(
+        num_layers, nodes, price, WorkBudget(default_steps(len(nodes))) if budget is None else budget
+    )
     best = _best(ladder, price)
     stages, split = ladder.found[best]
     score = price.score(best, stages)
@@ -116,13 +120,13 @@ def allocate(num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: B
 
 
 @dataclass(frozen=True, slots=True)
-class _Ladder:
+class _ReplicaBounds:
     """`bounds[k]`: nodes that k replicas need at least; `found[k]`: nodes that form them, and k by pool."""
 
     bounds: list[int]
     found: dict[int, tuple[int, tuple[int, ...]]]
 
-    def beside(self, other: _Ladder) -> _Ladder:
+    def beside(self, other: _ReplicaBounds) -> _ReplicaBounds:
         """The best over all ways to split k replicas between two pools."""
         bounds = [
             min(self.bounds[i] + other.bounds[k - i] for i in range(max(0, k - other.most), min(k, self.most) + 1))
@@ -133,19 +137,19 @@ class _Ladder:
             for j, (right, right_split) in other.found.items():
                 if i + j not in found or left + right < found[i + j][0]:
                     found[i + j] = left + right, left_split + right_split
-        return _Ladder(bounds, found)
+        return _ReplicaBounds(bounds, found)
 
-    def below(self, other: _Ladder) -> _Ladder:
+    def below(self, other: _ReplicaBounds) -> _ReplicaBounds:
         """All that was found here, and on top of the most replicas of it those of `other`."""
         top = max(self.found)
         stages, split = self.found[top]
         more = {top + k: (stages + above, split + by_pool) for k, (above, by_pool) in other.found.items() if k}
         bounds = self.bounds[: top + 1] + [stages + bound for bound in other.bounds[1:]]
-        return _Ladder(bounds, self.found | more)
+        return _ReplicaBounds(bounds, self.found | more)
 
-    def above(self, k: int, bounds: Sequence[int]) -> _Ladder:
+    def above(self, k: int, bounds: Sequence[int]) -> _ReplicaBounds:
         """With `bounds` instead of its own for more than k replicas."""
-        return _Ladder(self.bounds[: k + 1] + list(bounds[k + 1 :]), self.found)
+        return _ReplicaBounds(self.bounds[: k + 1] + list(bounds[k + 1 :]), self.found)
 
     @property
     def most(self) -> int:
@@ -155,10 +159,10 @@ class _Ladder:
 class _Pool:
     """Nodes that form replicas among themselves."""
 
-    def __init__(self, num_layers: int, nodes: Iterable[PoolNode], budget: Budget) -> None:
+    def __init__(self, num_layers: int, nodes: Iterable[PoolNode], budget: WorkBudget) -> None:
         self._num_layers = num_layers
         self._nodes = sorted((n for n in nodes if n.layer_capacity), key=lambda n: (-self._capacity(n), n.id))
-        self._stairs = Staircase([self._capacity(node) for node in self._nodes], num_layers, budget)
+        self._stairs = MinNodesByReplicas([self._capacity(node) for node in self._nodes], num_layers, budget)
 
     def _capacity(self, node: PoolNode) -> int:
         return min(node.layer_capacity, self._num_layers)
@@ -168,19 +172,19 @@ class _Pool:
         """Whether it is known how many replicas these nodes form at most, and with how many nodes."""
         return self._stairs.settled(self._stairs.most)
 
-    def sharpen(self, price: Price, budget: Budget) -> None:
+    def sharpen(self, price: Objective, budget: WorkBudget) -> None:
         """Settle which k scores best, then, with a share of what is left of the budget, s*(k) for every k.
 
         Hard ones are left until the easy ones are done.
         """
         for deep in (False, True):
             self._settle_best(price, budget, deep)
-        rest = budget.part(_FOR_OTHERS)
+        rest = budget.share(_FOR_OTHERS)
         for deep in (False, True):
             for k in range(1, self._stairs.most + 1):
                 self._stairs.sharpen(k, rest, deep)
 
-    def _settle_best(self, price: Price, budget: Budget, deep: bool) -> None:
+    def _settle_best(self, price: Objective, budget: WorkBudget, deep: bool) -> None:
         """Work on each k whose bound scores more than what was found for any, the most promising first."""
         stairs = self._stairs
         best = max((price.score(k, stages) for k, stages in stairs.found()), default=0.0)
@@ -194,11 +198,11 @@ class _Pool:
             if stages is not None:
                 best = max(best, price.score(k, stages))
 
-    def ladder(self) -> _Ladder:
+    def ladder(self) -> _ReplicaBounds:
         stairs = self._stairs
         found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
         found |= {k: (stages, (k,)) for k, stages in stairs.found()}
-        return _Ladder([0] + [stairs.bound(k) for k in range(1, stairs.most + 1)], found)
+        return _ReplicaBounds([0] + [stairs.bound(k) for k in range(1, stairs.most + 1)], found)
 
     def form(self, k: int) -> list[list[PoolNode]]:
         """The nodes of k replicas, the largest first in each; among equal capacities lower ids go first."""
@@ -210,14 +214,16 @@ class _Pool:
         return [[waiting[c].pop() for c in members] for members in bins]
 
 
-def _climb(num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Budget) -> tuple[list[_Pool], _Ladder]:
+def _search_k(
+    num_layers: int, nodes: Sequence[PoolNode], price: Objective, budget: WorkBudget
+) -> tuple[list[_Pool], _ReplicaBounds]:
     """-> the pools, one a region and one of what they leave over, and what they form together."""
     regions = sorted({node.region for node in nodes})
     turns = len(regions) if len(regions) == 1 else len(regions) + 1
     pools: list[_Pool] = []
-    ladder = _Ladder([0], {0: (0, ())})
+    ladder = _ReplicaBounds([0], {0: (0, ())})
     for turn, region in enumerate(regions):
-        share = budget.part(1 / (turns - turn))
+        share = budget.share(1 / (turns - turn))
         pools.append(_Pool(num_layers, (node for node in nodes if node.region == region), share))
         pools[-1].sharpen(price, share)
         ladder = ladder.beside(pools[-1].ladder())
@@ -236,7 +242,7 @@ def _climb(num_layers: int, nodes: Sequence[PoolNode], price: Price, budget: Bud
     return pools, ladder
 
 
-def _best(ladder: _Ladder, price: Price) -> int:
+def _best(ladder: _ReplicaBounds, price: Objective) -> int:
     """The k with the highest score; of equal scores the one with the fewest stages."""
     scores = {k: price.score(k, stages) for k, (stages, _) in ladder.found.items() if k}
     enough = max(scores.values()) * (1 - _TIE)

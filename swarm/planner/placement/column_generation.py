@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from swarm.planner.placement.bounds import Dual, Ints
 from swarm.planner.placement.greedy import Bin, form, longest_first, repair
-from swarm.planner.placement.work_budget import Budget
+from swarm.planner.placement.work_budget import WorkBudget
 
 Floats = npt.NDArray[np.float64]
 Number = TypeVar("Number", np.int64, np.float64)
@@ -35,7 +35,7 @@ _AT_ONCE = 12  # patterns found in one go
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class FractionalPacking:
     """`amounts[i]` of a replica made of the capacities `patterns[i]`, within the pool."""
 
     patterns: tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class Relaxation:
         self._seen: set[tuple[int, ...]] = set()
         self._patterns: Ints = np.zeros((0, num_layers + 1), dtype=np.int64)  # counts by capacity
 
-    def learn(self, patterns: Iterable[Sequence[int]]) -> None:
+    def add_columns(self, patterns: Iterable[Sequence[int]]) -> None:
         """Replicas found elsewhere, or in a pool much like the next one."""
         new = {tuple(sorted(pattern)) for pattern in patterns} - self._seen
         if not new:
@@ -62,7 +62,9 @@ class Relaxation:
                 row[capacity] += 1
         self._patterns = np.concatenate([self._patterns, counts])[-_REMEMBERED:]
 
-    def dive(self, capacities: Sequence[int], replicas: int, budget: Budget) -> list[Bin] | Dual | None:
+    def round_iteratively(
+        self, capacities: Sequence[int], replicas: int, budget: WorkBudget
+    ) -> list[Bin] | Dual | None:
         """`replicas` bins found by rounding the relaxation again and again, a proof that there are none, or None.
 
         `capacities`: what `match_pairs` leaves, sorted downwards.
@@ -71,9 +73,9 @@ class Relaxation:
         rest = Counter(capacities)
         while rest:
             answer = self._solve(sorted(rest.elements(), reverse=True), replicas - len(fixed), budget)
-            if not isinstance(answer, Mixture):
+            if not isinstance(answer, FractionalPacking):
                 return None if fixed else answer
-            self.learn(answer.patterns)
+            self.add_columns(answer.patterns)
             taken = _whole_parts(answer, rest, replicas - len(fixed))
             fixed += taken
             found = _finish(fixed, sorted(rest.elements(), reverse=True), replicas, self._num_layers, budget)
@@ -86,17 +88,17 @@ class Relaxation:
                 fixed.append(list(largest))
         return None
 
-    def best_dual(self, capacities: Sequence[int], budget: Budget) -> Dual | None:
+    def best_dual(self, capacities: Sequence[int], budget: WorkBudget) -> Dual | None:
         """The dual that leaves the least room above the replicas that `capacities` form; None when out of budget."""
         simplex = _Simplex(capacities, self._num_layers, self._patterns)
         return simplex.dual() if simplex.run(None, budget) is not None else None
 
-    def _solve(self, capacities: Sequence[int], replicas: int, budget: Budget) -> Dual | Mixture | None:
+    def _solve(self, capacities: Sequence[int], replicas: int, budget: WorkBudget) -> Dual | FractionalPacking | None:
         """A dual that rules out `replicas`, or fractions that form them, as far as rounding can tell; or None."""
         return _Simplex(capacities, self._num_layers, self._patterns).run(replicas, budget)
 
 
-def _whole_parts(answer: Mixture, rest: Counter[int], most: int) -> list[Bin]:
+def _whole_parts(answer: FractionalPacking, rest: Counter[int], most: int) -> list[Bin]:
     """Bins for the whole part of each pattern's amount, taken out of `rest`."""
     taken: list[Bin] = []
     for pattern, amount in zip(answer.patterns, answer.amounts, strict=True):
@@ -117,7 +119,7 @@ def _take(pattern: Sequence[int], copies: int, rest: Counter[int]) -> int:
     return copies
 
 
-def _finish(fixed: list[Bin], rest: list[int], replicas: int, num_layers: int, budget: Budget) -> list[Bin] | None:
+def _finish(fixed: list[Bin], rest: list[int], replicas: int, num_layers: int, budget: WorkBudget) -> list[Bin] | None:
     """`fixed` and what `rest` forms by hand; failing that, with repairs across both."""
     left = replicas - len(fixed)
     if left == 0:
@@ -161,7 +163,7 @@ class _Simplex:
         absent[sizes] = False
         self._known: Ints = patterns[~patterns[:, absent].any(axis=1)][:, sizes]  # [patterns, rows]
 
-    def run(self, replicas: int | None, budget: Budget) -> Dual | Mixture | None:
+    def run(self, replicas: int | None, budget: WorkBudget) -> Dual | FractionalPacking | None:
         """Improve until `replicas` are formed or ruled out, or the solution is the best; None when out of budget."""
         for _ in range(_MOST_PIVOTS * len(self._sizes)):
             if replicas is not None and self.value() >= replicas - _TINY:
@@ -189,13 +191,13 @@ class _Simplex:
         """Replicas of the current solution."""
         return float(self._tableau[-1, -1])
 
-    def mixture(self) -> Mixture:
+    def mixture(self) -> FractionalPacking:
         chosen = [
             (tuple(self._sizes[row] for row in sorted(column.rows) for _ in range(column.rows[row])), amount)
             for amount, column in zip(self._amounts.tolist(), self._basis, strict=True)
             if column.value and amount > _TINY
         ]
-        return Mixture(tuple(pattern for pattern, _ in chosen), tuple(amount for _, amount in chosen))
+        return FractionalPacking(tuple(pattern for pattern, _ in chosen), tuple(amount for _, amount in chosen))
 
     def _slack(self) -> _Column | None:
         """A row whose price is negative is better left slack."""

@@ -21,7 +21,7 @@ import numpy as np
 from swarm.planner.placement.bounds import Dual, rounding_dual_rows
 from swarm.planner.placement.column_generation import cover_costs
 from swarm.planner.placement.greedy import Bin
-from swarm.planner.placement.work_budget import Budget
+from swarm.planner.placement.work_budget import WorkBudget
 
 _METRICS = 8  # duals to measure waste by
 _STATE_STEPS = 10
@@ -31,7 +31,7 @@ Residuals = tuple[int, ...]
 
 
 def decide(
-    capacities: Sequence[int], replicas: int, num_layers: int, budget: Budget, proofs: Sequence[Dual] = ()
+    capacities: Sequence[int], replicas: int, num_layers: int, budget: WorkBudget, proofs: Sequence[Dual] = ()
 ) -> list[Bin] | bool | None:
     """`replicas` bins out of `capacities` (sorted downwards, each below L), False if there are none, None if unknown.
 
@@ -75,7 +75,7 @@ class _Frame:
 
 
 class _Search:
-    def __init__(self, capacities: Sequence[int], num_layers: int, metrics: list[_Metric], budget: Budget) -> None:
+    def __init__(self, capacities: Sequence[int], num_layers: int, metrics: list[_Metric], budget: WorkBudget) -> None:
         self._capacities = capacities
         self._num_layers = num_layers
         self._metrics = metrics

@@ -10,7 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from swarm.planner.placement.work_budget import Budget
+from swarm.planner.placement.work_budget import WorkBudget
 
 Bin = list[int]
 """The capacities of one replica's nodes. Shared between answers: replaced as a whole, never changed."""
@@ -39,7 +39,7 @@ def match_pairs(capacities: Sequence[int], num_layers: int) -> tuple[list[Bin], 
     return pairs, sorted(counts.elements(), reverse=True)
 
 
-def form(capacities: Sequence[int], replicas: int, num_layers: int, budget: Budget) -> list[Bin] | None:
+def form(capacities: Sequence[int], replicas: int, num_layers: int, budget: WorkBudget) -> list[Bin] | None:
     """`replicas` bins of at least L layers out of `capacities`, sorted downwards; None if not found."""
     pairs, rest = match_pairs(capacities, num_layers)
     left = replicas - len(pairs)
@@ -66,7 +66,7 @@ def longest_first(capacities: Sequence[int], replicas: int) -> list[Bin]:
     return bins
 
 
-def repair(bins: list[Bin], num_layers: int, budget: Budget) -> bool:
+def repair(bins: list[Bin], num_layers: int, budget: WorkBudget) -> bool:
     """Move members between `bins` until each holds L layers; False, with bins half repaired, if that fails."""
     loads = [sum(members) for members in bins]
     short = sorted([i for i, load in enumerate(loads) if load < num_layers], key=loads.__getitem__)
@@ -74,7 +74,7 @@ def repair(bins: list[Bin], num_layers: int, budget: Budget) -> bool:
 
 
 def extend(
-    bins: Sequence[Bin], loads: Sequence[int], extra: Sequence[int], num_layers: int, budget: Budget
+    bins: Sequence[Bin], loads: Sequence[int], extra: Sequence[int], num_layers: int, budget: WorkBudget
 ) -> tuple[list[Bin], list[int]] | None:
     """-> `bins` and one more, of `extra` topped up with layers that the others can spare, and their loads; or None."""
     grown, sums = [*bins, list(extra)], [*loads, sum(extra)]
@@ -93,7 +93,7 @@ def trim(bins: Sequence[Bin], loads: Sequence[int], num_layers: int) -> list[Bin
     return trimmed
 
 
-def _top_up(short: int, bins: list[Bin], loads: list[int], num_layers: int, budget: Budget, tries: int) -> bool:
+def _top_up(short: int, bins: list[Bin], loads: list[int], num_layers: int, budget: WorkBudget, tries: int) -> bool:
     """Bring bin `short` to L layers at the cost of the others, or return False; updates `bins` and `loads`, their sums.
 
     It is pooled with another bin, which keeps the fewest layers that still reach L: the richest bins first, then, to

@@ -61,14 +61,14 @@ def place_joiners(snapshot: Snapshot) -> dict[PeerId, LayerSpan]:
         (n for n in snapshot.nodes if n.state is NodeState.JOINING and n.span is None and n.layer_capacity > 0),
         key=lambda n: n.peer,
     )
-    shared, in_turn = _Placing(snapshot), _Placing(snapshot)
+    shared, in_turn = _JoinPlanner(snapshot), _JoinPlanner(snapshot)
     shared.fill_gaps(joiners)
     shared.at_bottleneck(joiners)
     in_turn.at_bottleneck(joiners)
     return min((shared, in_turn), key=lambda placing: placing.tokens.count(0.0)).placed
 
 
-class _Placing:
+class _JoinPlanner:
     """Joiners placed so far, and the KV tokens held for each layer with them."""
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -114,7 +114,7 @@ def _fewest(waiting: Sequence[NodeProfile], layers: int) -> list[NodeProfile]:
 
 def _shares(team: Sequence[NodeProfile], start: int, end: int) -> list[tuple[NodeProfile, LayerSpan]]:
     """Who of `team` takes which part of `[start, end)`; a node too slow to be given a layer takes none."""
-    pool = [PoolNode(n.peer, n.layer_capacity, 1000.0 / max(n.cost.at(1), 1e-3)) for n in team]
+    pool = [PoolNode(n.peer, n.layer_capacity, 1000.0 / max(n.cost.ms_at(1), 1e-3)) for n in team]
     if sum(n.layer_capacity for n in team) >= end - start:
         hops = balance(end - start, pool).spans
     else:

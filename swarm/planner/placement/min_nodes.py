@@ -18,13 +18,13 @@ from swarm.planner.placement.bounds import Dual, least_stages
 from swarm.planner.placement.column_generation import Relaxation
 from swarm.planner.placement.exact_dp import decide
 from swarm.planner.placement.greedy import Bin, extend, form, match_pairs, trim
-from swarm.planner.placement.work_budget import Budget
+from swarm.planner.placement.work_budget import WorkBudget
 
 
-class Staircase:
+class MinNodesByReplicas:
     """For k = 1..`most`, the largest k not ruled out: `bound(k) <= s*(k) <= stages(k)`."""
 
-    def __init__(self, capacities: Sequence[int], num_layers: int, budget: Budget) -> None:
+    def __init__(self, capacities: Sequence[int], num_layers: int, budget: WorkBudget) -> None:
         """`capacities`: sorted downwards, each in 1..num_layers."""
         self._num_layers = num_layers
         self._whole = sum(1 for c in capacities if c == num_layers)  # nodes that are a replica each
@@ -35,7 +35,7 @@ class Staircase:
         self._proofs: list[Dual] = []
         self._relaxation = Relaxation(num_layers)
         self._rounded: set[tuple[int, int]] = set()  # (nodes, replicas) that rounding did not settle
-        self._climb(budget.part(0.5))
+        self._climb(budget.share(0.5))
 
     @property
     def most(self) -> int:
@@ -67,7 +67,7 @@ class Staircase:
         """Whether s*(k) is known."""
         return self.bound(k) == self.stages(k)
 
-    def sharpen(self, k: int, budget: Budget, deep: bool) -> bool:
+    def sharpen(self, k: int, budget: WorkBudget, deep: bool) -> bool:
         """Work on s*(k) until it is known, or k is ruled out; False if the budget or the searches give up before.
 
         `deep`: where rounding the relaxation settles nothing, run the dynamic program.
@@ -81,7 +81,7 @@ class Staircase:
                 self._keep(row, near)
                 continue
             pairs, rest = match_pairs(self._parts[: self._bounds[row]], self._num_layers)
-            self._relaxation.learn(next((bins for bins in reversed(self._found[: row + 1]) if bins), ()))
+            self._relaxation.add_columns(next((bins for bins in reversed(self._found[: row + 1]) if bins), ()))
             answer = self._decide(rest, row + 1 - len(pairs), budget, deep)
             if answer is None:
                 return False
@@ -91,7 +91,7 @@ class Staircase:
                 self._raise_bound(row)
         return True
 
-    def _one_more(self, row: int, budget: Budget) -> list[Bin] | None:
+    def _one_more(self, row: int, budget: WorkBudget) -> list[Bin] | None:
         """Replicas for `row` from those of the one before, if they are known to need the fewest nodes."""
         smaller = self._found[row - 1] if row else None
         if smaller is None or self._stages[row - 1] != self._bounds[row - 1]:
@@ -125,14 +125,14 @@ class Staircase:
                     bins[i][j] = free.pop()
         return bins
 
-    def _decide(self, rest: Sequence[int], replicas: int, budget: Budget, deep: bool) -> list[Bin] | bool | None:
+    def _decide(self, rest: Sequence[int], replicas: int, budget: WorkBudget, deep: bool) -> list[Bin] | bool | None:
         """`replicas` bins out of `rest`, False if there are none, None if unknown."""
         if any(proof.replicas(rest) < replicas for proof in reversed(self._proofs)):
             return False
         if replicas <= 0:
             return []
         if (len(rest), replicas) not in self._rounded:
-            answer = self._relaxation.dive(rest, replicas, budget)
+            answer = self._relaxation.round_iteratively(rest, replicas, budget)
             if isinstance(answer, Dual):
                 self._proofs.append(answer)
                 return False
@@ -156,7 +156,7 @@ class Staircase:
             self._found.pop()
             self._stages.pop()
 
-    def _climb(self, budget: Budget) -> None:
+    def _climb(self, budget: WorkBudget) -> None:
         """Find replicas for k = 1, 2, ... each in the shortest prefix that the quick ways manage."""
         bins: list[Bin] = []
         loads: list[int] = []

@@ -9,18 +9,18 @@ from __future__ import annotations
 from swarm.errors import UsageError
 
 
-class Budget:
+class WorkBudget:
     """`steps` of work. Raises UsageError if negative."""
 
     def __init__(self, steps: int) -> None:
         if steps < 0:
             raise UsageError(f"a budget of {steps} steps is not one; it must be zero or more")
         self._steps = steps
-        self._whole: Budget | None = None
+        self._whole: WorkBudget | None = None
 
-    def part(self, share: float) -> Budget:
+    def share(self, share: float) -> WorkBudget:
         """`share` of the steps that are left; what is spent from it is spent here too."""
-        part = Budget(max(int(self._steps * share), 0))
+        part = WorkBudget(max(int(self._steps * share), 0))
         part._whole = self
         return part
 

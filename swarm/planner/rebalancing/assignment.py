@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-def assign(cost: Ints) -> list[int]:
+def min_cost_assignment(cost: Ints) -> list[int]:
     """The place of each agent, one each, at least total cost; `cost`: `[n, n]` by (agent, place). O(n³), vectorised."""
     n = len(cost)
     far = np.int64(np.iinfo(np.int64).max // 4)

@@ -101,4 +101,4 @@ def judge_spans(
 
 def speed(node: NodeProfile) -> float:
     """Layers a second, by its calibration (not by its queue), to two digits, so that noise changes no plan."""
-    return float(f"{1000.0 / min(max(node.cost.at(1), 1e-3), 1e6):.1e}")
+    return float(f"{1000.0 / min(max(node.cost.ms_at(1), 1e-3), 1e6):.1e}")

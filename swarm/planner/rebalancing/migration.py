@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swarm.planner.rebalancing.assignment import assign
+from swarm.planner.rebalancing.assignment import min_cost_assignment
 from swarm.types import LayerSpan, PeerId, coverage
 
 IMPOSSIBLE = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SpanMove:
     """A node changes its layers; `old` None: it had none. `overlap`: there is room to serve `old` while it reads."""
 
     peer: PeerId
@@ -32,17 +32,17 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class MigrationPlan:
     """`waves`: moves that may go on at the same time, wave after wave; each wave once the one before serves.
 
     `held_back`: moves that would leave a layer with nobody, whatever the order; their nodes stay where they are.
     """
 
-    waves: tuple[tuple[Move, ...], ...]
-    held_back: tuple[Move, ...]
+    waves: tuple[tuple[SpanMove, ...], ...]
+    held_back: tuple[SpanMove, ...]
 
 
-def redeal(
+def relabel_equivalent(
     old: Mapping[PeerId, LayerSpan],
     new: Mapping[PeerId, LayerSpan | None],
     alike: Mapping[PeerId, Hashable],
@@ -61,7 +61,7 @@ def redeal(
     for peers in classes.values():
         spans = [new[peer] for peer in peers]
         cost = [[_price(old.get(peer), span, capacity[peer], len(peers)) for span in spans] for peer in peers]
-        for peer, place in zip(peers, assign(np.array(cost, np.int64)), strict=True):
+        for peer, place in zip(peers, min_cost_assignment(np.array(cost, np.int64)), strict=True):
             span = spans[place] or old.get(peer)
             if span is not None:
                 result[peer] = span
@@ -71,10 +71,10 @@ def redeal(
 def _price(old: LayerSpan | None, new: LayerSpan | None, capacity: int, nodes: int) -> int:
     if new is None or old == new:
         return 0
-    return 1 + loads(old, new) * (nodes + 1) if len(new) <= capacity else IMPOSSIBLE
+    return 1 + layers_to_load(old, new) * (nodes + 1) if len(new) <= capacity else IMPOSSIBLE
 
 
-def loads(old: LayerSpan | None, new: LayerSpan) -> int:
+def layers_to_load(old: LayerSpan | None, new: LayerSpan) -> int:
     """Layers of `new` that a node which holds `old` has to read."""
     if old is None:
         return len(new)
@@ -83,23 +83,23 @@ def loads(old: LayerSpan | None, new: LayerSpan) -> int:
 
 def list_moves(
     old: Mapping[PeerId, LayerSpan], new: Mapping[PeerId, LayerSpan], capacity: Mapping[PeerId, int]
-) -> list[Move]:
+) -> list[SpanMove]:
     """The nodes whose span changes, by peer id. `capacity`: layers each can hold."""
     moves = []
     for peer, span in sorted(new.items()):
         before = old.get(peer)
         if before != span:
-            together = (len(before) if before else 0) + loads(before, span)
-            moves.append(Move(peer, before, span, overlap=together <= capacity[peer]))
+            together = (len(before) if before else 0) + layers_to_load(before, span)
+            moves.append(SpanMove(peer, before, span, overlap=together <= capacity[peer]))
     return moves
 
 
-def schedule(
+def migration_plan(
     serving: Mapping[PeerId, LayerSpan],
-    moves: Sequence[Move],
+    moves: Sequence[SpanMove],
     num_layers: int,
     loading: Mapping[PeerId, LayerSpan] | None = None,
-) -> Schedule:
+) -> MigrationPlan:
     """Order `moves` so that every layer covered by `serving` stays covered throughout.
 
     A node without room for both spans serves nothing while it reads; one with room leaves its old layers only when it
@@ -110,10 +110,10 @@ def schedule(
     covered = np.array(coverage(serving.values(), num_layers), np.int64)
     coming = np.array(coverage((loading or {}).values(), num_layers), np.int64)
     waiting = list(moves)
-    waves: list[tuple[Move, ...]] = []
+    waves: list[tuple[SpanMove, ...]] = []
     while waiting:
         left = covered.copy()
-        wave: list[Move] = []
+        wave: list[SpanMove] = []
         for move in sorted(waiting, key=lambda m: _urgency(m, covered)):
             leaves = _leaves(move) if move.peer in serving else []
             if all(left[a:b].min(initial=2) >= 2 for a, b in leaves):
@@ -130,16 +130,16 @@ def schedule(
                 covered[move.old.start : move.old.end] -= 1
             covered[move.new.start : move.new.end] += 1
         waves.append(tuple(sorted(wave, key=lambda m: m.peer)))
-    return Schedule(tuple(waves), tuple(waiting))
+    return MigrationPlan(tuple(waves), tuple(waiting))
 
 
-def _urgency(move: Move, covered: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[int, int, int, PeerId]:
+def _urgency(move: SpanMove, covered: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[int, int, int, PeerId]:
     fills = int((covered[move.new.start : move.new.end] == 0).sum())
     gives_up = sum(b - a for a, b in _leaves(move))
-    return -fills, gives_up, loads(move.old, move.new), move.peer
+    return -fills, gives_up, layers_to_load(move.old, move.new), move.peer
 
 
-def _leaves(move: Move) -> list[tuple[int, int]]:
+def _leaves(move: SpanMove) -> list[tuple[int, int]]:
     """Layers that lose this node when its move begins (or, if it has room for both, when it ends)."""
     old, new = move.old, move.new
     if old is None:

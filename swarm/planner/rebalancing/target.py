@@ -12,11 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, permutations
 
 from swarm.errors import Infeasible
-from swarm.planner.placement.allocation import Price, allocate
+from swarm.planner.placement.allocation import Objective, allocate
 from swarm.planner.placement.join import join_span, layer_capacity_tokens, place_joiners
 from swarm.planner.placement.water_filling import PoolNode
 from swarm.planner.rebalancing.imbalance import ALPHA, THRESHOLD, ImbalanceVerdict, judge_spans, speed
-from swarm.planner.rebalancing.migration import Schedule, list_moves, loads, redeal, schedule
+from swarm.planner.rebalancing.migration import (
+    MigrationPlan,
+    layers_to_load,
+    list_moves,
+    migration_plan,
+    relabel_equivalent,
+)
 from swarm.planner.routing.route import DEFAULT_LINK_MS
 from swarm.types import Hop, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot, coverage, missing_ranges
 
@@ -24,16 +30,16 @@ MOST_PERMUTED = 6  # nodes of a replica whose orders are all tried
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetAllocation:
     """Where everybody should be. `spans`: of all nodes that take part; `before`, `after`: verdicts on now and then."""
 
     spans: Mapping[PeerId, LayerSpan]
-    plan: Schedule
+    plan: MigrationPlan
     before: ImbalanceVerdict
     after: ImbalanceVerdict
 
 
-def target(snapshot: Snapshot, alpha: float = ALPHA, threshold: float = THRESHOLD) -> Target:
+def target_allocation(snapshot: Snapshot, alpha: float = ALPHA, threshold: float = THRESHOLD) -> TargetAllocation:
     """Phase 1 over everybody who can move, then the fewest moves that get there; the same for all readers.
 
     `snapshot`: nodes of one weight hash and dtype. Those that are going count for nothing, those `pinned` stay. A node
@@ -41,25 +47,25 @@ def target(snapshot: Snapshot, alpha: float = ALPHA, threshold: float = THRESHOL
     without those that cannot, they fill the gaps as if they all joined now. Raises Infeasible if that leaves a gap.
     """
     num_layers = snapshot.num_layers
-    nodes = {n.peer: n for n in snapshot.nodes if not n.going}
+    nodes = {n.peer: n for n in snapshot.nodes if not n.departing}
     now = {peer: n.span for peer, n in nodes.items() if n.span is not None}
     movable = {peer: n for peer, n in nodes.items() if not n.pinned and n.layer_capacity > 0}
     fixed = {peer: span for peer, span in now.items() if peer not in movable}
     try:
         wanted: Mapping[PeerId, LayerSpan | None] = _allocated(movable, now, num_layers)
     except Infeasible:
-        wanted = _refilled(snapshot, movable, fixed)
+        wanted = _repack_around_fixed(snapshot, movable, fixed)
     alike = {peer: (n.region, round(math.log(speed(n), 1.3))) for peer, n in movable.items()}
     capacity = {peer: max(n.layer_capacity, len(n.span) if n.span else 0) for peer, n in nodes.items()}
-    spans = {**fixed, **redeal(now, wanted, alike, capacity)}
+    spans = {**fixed, **relabel_equivalent(now, wanted, alike, capacity)}
     for peer in sorted(set(movable) - set(spans)):
         held = [replace(nodes[p], span=span, state=NodeState.SERVING) for p, span in spans.items()]
         spans[peer] = join_span(layer_capacity_tokens(held, num_layers), movable[peer].layer_capacity, slide=True)
     serving = {peer: span for peer, span in now.items() if nodes[peer].serving}
     loading = {peer: span for peer, span in now.items() if peer not in serving}
-    return Target(
+    return TargetAllocation(
         spans=dict(sorted(spans.items())),
-        plan=schedule(serving, list_moves(now, spans, capacity), num_layers, loading),
+        plan=migration_plan(serving, list_moves(now, spans, capacity), num_layers, loading),
         before=judge_spans(nodes, now, num_layers, alpha, threshold),
         after=judge_spans(nodes, spans, num_layers, alpha, threshold),
     )
@@ -73,9 +79,9 @@ def _allocated(
     if not pool:
         raise Infeasible("no node can be moved")
     hops = [ms for n in movable.values() for peer, ms in sorted(n.link_ms.items()) if peer in movable]
-    price = Price(
-        compute_ms=_rough(num_layers * math.fsum(1000.0 / node.compute for node in pool) / len(pool)),
-        hop_ms=_rough(math.fsum(hops) / len(hops) if hops else DEFAULT_LINK_MS),
+    price = Objective(
+        compute_ms=_two_digits(num_layers * math.fsum(1000.0 / node.compute for node in pool) / len(pool)),
+        hop_ms=_two_digits(math.fsum(hops) / len(hops) if hops else DEFAULT_LINK_MS),
     )
     wanted: dict[PeerId, LayerSpan | None] = dict.fromkeys(movable)
     for replica in allocate(num_layers, pool, price).replicas:
@@ -83,7 +89,7 @@ def _allocated(
     return wanted
 
 
-def _rough(value: float) -> float:
+def _two_digits(value: float) -> float:
     """Two digits: what differs from one second to the next must not change a plan."""
     return float(f"{value:.1e}")
 
@@ -98,15 +104,15 @@ def _in_place(replica: Sequence[Hop], now: Mapping[PeerId, LayerSpan]) -> dict[P
         ends = accumulate(shares[peer] for peer in order)
         return {peer: LayerSpan(end - shares[peer], end) for peer, end in zip(order, ends, strict=True)}
 
-    return min(map(laid_out, orders), key=lambda spans: sum(loads(now.get(p), s) for p, s in spans.items()))
+    return min(map(laid_out, orders), key=lambda spans: sum(layers_to_load(now.get(p), s) for p, s in spans.items()))
 
 
-def _refilled(
+def _repack_around_fixed(
     snapshot: Snapshot, movable: Mapping[PeerId, NodeProfile], fixed: Mapping[PeerId, LayerSpan]
 ) -> dict[PeerId, LayerSpan | None]:
     """Everybody who can move joins anew around those who cannot. Raises Infeasible if a layer remains uncovered."""
     joining = [replace(n, span=None, state=NodeState.JOINING) for n in movable.values()]
-    staying = [n for n in snapshot.nodes if n.peer in fixed and not n.going]
+    staying = [n for n in snapshot.nodes if n.peer in fixed and not n.departing]
     nodes = tuple(sorted((*joining, *staying), key=lambda n: n.peer))
     placed = place_joiners(replace(snapshot, nodes=nodes))
     missing = missing_ranges(coverage((*placed.values(), *fixed.values()), snapshot.num_layers))

@@ -14,48 +14,48 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from swarm.planner.routing.dag import NEVER, Dag, Ints, sweep_capped
-from swarm.planner.routing.simple_paths import best_simple, price
-from swarm.planner.routing.traceback import Path, Visit, walk
+from swarm.planner.routing.dag import INFINITE, Ints, LayerDag, relax_backward_capped
+from swarm.planner.routing.simple_paths import best_simple_path, price
+from swarm.planner.routing.traceback import Path, PathSegment, trace_back
 
 EXPANSIONS = 4_000  # chain prefixes looked at in one search
 EXPANSIONS_PER_CAP = 400
 HALVINGS = 12
 
 
-def best_pipeline(dag: Dag, entries: Ints, exits: Ints) -> tuple[int, Path] | None:
+def best_pipeline(dag: LayerDag, entries: Ints, exits: Ints) -> tuple[int, Path] | None:
     """The least slowest hop and, among the chains that meet it, the cheapest; None if there is no chain.
 
     `dag` has one row a node, in the order of their first layers. Exact while the budgets of this search and of
-    `best_simple` last.
+    `best_simple_path` last.
     """
     cap, visits = _Stages(dag).least_cap()
     known = price(dag, visits, entries, exits, cap) if visits else None
     if known is None:  # where links are missing the search may give up before it has any cover
-        known = best_simple(dag, entries, exits)
+        known = best_simple_path(dag, entries, exits)
         if known is None:
             return None
-        cap = max(int(dag.spent[v.end, v.row] - dag.spent[v.start, v.row]) for v in known.visits)
-    forward = Dag(dag.owner, dag.tau, np.where(np.tri(dag.count, dtype=np.bool_), NEVER, dag.rho))
-    in_order = walk(
-        forward, sweep_capped(forward, exits, cap), entries, exits, cap
+        cap = max(int(dag.prefix_cost[v.end, v.row] - dag.prefix_cost[v.start, v.row]) for v in known.visits)
+    forward = LayerDag(dag.owner, dag.tau, np.where(np.tri(dag.count, dtype=np.bool_), INFINITE, dag.rho))
+    in_order = trace_back(
+        forward, relax_backward_capped(forward, exits, cap), entries, exits, cap
     )  # rows in their order repeat nobody
     known = min((p for p in (known, in_order) if p), key=lambda p: p.key)
-    return cap, best_simple(dag, entries, exits, cap, known) or known
+    return cap, best_simple_path(dag, entries, exits, cap, known) or known
 
 
 class _Stages:
     """Which caps on the slowest hop can be met by a cover of all layers with different, linked rows."""
 
-    def __init__(self, dag: Dag) -> None:
+    def __init__(self, dag: LayerDag) -> None:
         self.num_layers, self.count = dag.num_layers, dag.count
         self.ends = (dag.num_layers - dag.holds[::-1].argmax(axis=0)).tolist()
         self.lengths: Ints = dag.holds.sum(axis=0)
-        self.fastest: Ints = np.maximum(dag.tau.min(axis=0, initial=NEVER), 1)
-        self.spent: list[list[int]] = dag.spent.T.tolist()
-        self.least = int(dag.tau.min(axis=1).max()) if dag.count else NEVER
+        self.fastest: Ints = np.maximum(dag.tau.min(axis=0, initial=INFINITE), 1)
+        self.spent: list[list[int]] = dag.prefix_cost.T.tolist()
+        self.least = int(dag.tau.min(axis=1).max()) if dag.count else INFINITE
         off_diagonal = ~np.eye(dag.count, dtype=np.bool_)
-        self.linked = None if (dag.rho[off_diagonal] < NEVER).all() else (dag.rho < NEVER)
+        self.linked = None if (dag.rho[off_diagonal] < INFINITE).all() else (dag.rho < INFINITE)
         twins: dict[bytes, int] = {}  # rows nobody could tell apart here; with missing links every row is itself
         self.kind = [
             twins.setdefault(dag.tau[:, r].tobytes() if self.linked is None else bytes(str(r), "ascii"), r)
@@ -68,11 +68,11 @@ class _Stages:
         ]
         self.expansions = EXPANSIONS
 
-    def least_cap(self) -> tuple[int, list[Visit] | None]:
+    def least_cap(self) -> tuple[int, list[PathSegment] | None]:
         """The least cap that was found to be possible, and a cover that meets it; None if there is no cover at all."""
-        best = self._cover(NEVER)
+        best = self._cover(INFINITE)
         if best is None:
-            return NEVER, None
+            return INFINITE, None
         high, low = self._slowest(best), self.least - 1
         for _ in range(HALVINGS):
             middle = (low + high) // 2
@@ -87,15 +87,15 @@ class _Stages:
             best, high = found, self._slowest(found)
         return high, best
 
-    def _slowest(self, visits: list[Visit]) -> int:
+    def _slowest(self, visits: list[PathSegment]) -> int:
         return max(self.spent[v.row][v.end] - self.spent[v.row][v.start] for v in visits)
 
-    def _cover(self, cap: int) -> list[Visit] | None:
+    def _cover(self, cap: int) -> list[PathSegment] | None:
         """Depth first, each row as far as it may go; None if impossible or the budget ran out."""
         room = np.minimum(self.lengths, cap // self.fastest)  # most layers a row can take, wherever it starts
-        left, budget = int(room.sum()), min(self.expansions, EXPANSIONS_PER_CAP if cap < NEVER else EXPANSIONS)
+        left, budget = int(room.sum()), min(self.expansions, EXPANSIONS_PER_CAP if cap < INFINITE else EXPANSIONS)
         reached: dict[tuple[int, ...], int] = {}
-        visits: list[Visit] = []
+        visits: list[PathSegment] = []
         choices = [self._choices(0, visits, cap)]
         while choices:
             visit = next(choices[-1], None)
@@ -118,7 +118,7 @@ class _Stages:
             choices.append(self._choices(visit.end, visits, cap))
         return None
 
-    def _choices(self, start: int, visits: list[Visit], cap: int) -> Iterator[Visit]:
+    def _choices(self, start: int, visits: list[PathSegment], cap: int) -> Iterator[PathSegment]:
         """Visits from `start`, one for each kind of row not used yet; shorter ones too where links are missing."""
         used = {v.row for v in visits}
         reachable = self.linked[visits[-1].row] if self.linked is not None and visits else None
@@ -131,9 +131,9 @@ class _Stages:
             furthest = bisect.bisect_right(spent, spent[start] + cap, start, self.ends[row] + 1) - 1
             nearest = furthest if self.linked is None else start + 1
             for end in range(furthest, max(start, nearest - 1), -1):
-                yield Visit(row, start, end)
+                yield PathSegment(row, start, end)
 
-    def _known(self, reached: dict[tuple[int, ...], int], visits: list[Visit]) -> bool:
+    def _known(self, reached: dict[tuple[int, ...], int], visits: list[PathSegment]) -> bool:
         """Whether as much had been reached before with the same rows spent, so far as they still matter."""
         end = visits[-1].end
         spent = sorted(self.kind[v.row] for v in visits if self.ends[v.row] > end)

@@ -24,14 +24,14 @@ else:
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-HOP = 1
-TICK = 1 << 10  # up to 1,023 hops
-LAYER = 1 << 50  # up to 2^40 ticks: 18 minutes in nanoseconds
-NEVER = 1 << 61  # two of them, and the layers of a chain on top, still add without overflow; so in _relax.c
+HOP_TIE_BREAK = 1
+TIME_UNIT = 1 << 10  # up to 1,023 hops
+REBUILD_PENALTY = 1 << 50  # up to 2^40 ticks: 18 minutes in nanoseconds
+INFINITE = 1 << 61  # two of them, and the layers of a chain on top, still add without overflow; so in _relax.c
 MAX_LAYERS = 1000
 
 
-class Dag:
+class LayerDag:
     """R rows (a node, or one way of using it) over L layers, ready to be swept.
 
     `owner`: rank of the row's node among all ids, `[R]`; ties go to the lower. `tau`: cost of a layer, NEVER where the
@@ -45,7 +45,7 @@ class Dag:
     ) -> None:
         self.owner, self.tau, self.rho = owner, np.ascontiguousarray(tau), np.ascontiguousarray(rho)
         self.may_enter, self.may_leave = may_enter, may_leave
-        self.holds: Flags = tau < NEVER
+        self.holds: Flags = tau < INFINITE
         self.num_layers, self.count = tau.shape
 
     @cached_property
@@ -58,15 +58,15 @@ class Dag:
             return self._complete
         return bool((self.holds & ~closed).any(axis=1).all())
 
-    def take(self, rows: Ints) -> Dag:
+    def take(self, rows: Ints) -> LayerDag:
         """The part of this Dag between the rows `rows`, ascending."""
         enter = None if self.may_enter is None else self.may_enter.take(rows, axis=1)
         leave = None if self.may_leave is None else self.may_leave.take(rows, axis=1)
         rho = self.rho.take(rows, axis=0).take(rows, axis=1)
-        return Dag(self.owner[rows], self.tau.take(rows, axis=1), rho, enter, leave)
+        return LayerDag(self.owner[rows], self.tau.take(rows, axis=1), rho, enter, leave)
 
     @cached_property
-    def spent(self) -> Ints:
+    def prefix_cost(self) -> Ints:
         """Cost of the held layers before a boundary, `[L + 1, R]`."""
         spent = np.zeros((self.num_layers + 1, self.count), np.int64)
         np.cumsum(np.where(self.holds, self.tau, 0), axis=0, out=spent[1:])
@@ -78,54 +78,54 @@ class Dag:
         return 1 + int((self.holds.sum(axis=1, dtype=np.int64) ** 2).sum())
 
 
-def sweep(dag: Dag, exits: Ints, closed: Flags | None = None) -> Ints:
+def relax_backward(dag: LayerDag, exits: Ints, closed: Flags | None = None) -> Ints:
     """`go[b, r]`: least cost from boundary b on if row r runs layer b, `[L + 1, R]`; NEVER where it cannot.
 
     One backward pass, O(L R²). `exits`: cost after the last layer, `[R]`. `closed`: rows to do without, `[R]`.
     """
-    tau = dag.tau if closed is None else np.where(closed, NEVER, dag.tau)
+    tau = dag.tau if closed is None else np.where(closed, INFINITE, dag.tau)
     if compiled is None:
-        return sweep_plain(dag, tau, exits)
+        return relax_backward_plain(dag, tau, exits)
     go = np.empty((dag.num_layers + 1, dag.count), np.int64)
     compiled(dag.num_layers, dag.count, tau, dag.rho, exits, dag.may_enter, dag.may_leave, go)
     return go
 
 
-def sweep_plain(dag: Dag, tau: Ints, exits: Ints) -> Ints:
+def relax_backward_plain(dag: LayerDag, tau: Ints, exits: Ints) -> Ints:
     """`sweep` in numpy; `_relax.c` gives the same. `tau` takes the place of the Dag's."""
-    go = np.full((dag.num_layers + 1, dag.count), NEVER)
+    go = np.full((dag.num_layers + 1, dag.count), INFINITE)
     for layer in range(dag.num_layers - 1, -1, -1):
-        rows, boundary = np.flatnonzero(tau[layer] < NEVER), layer + 1
+        rows, boundary = np.flatnonzero(tau[layer] < INFINITE), layer + 1
         if boundary == dag.num_layers:
             best = exits[rows]
         else:
-            entry = go[boundary] if dag.may_enter is None else np.where(dag.may_enter[boundary], go[boundary], NEVER)
-            onto = np.flatnonzero(entry < NEVER)
-            switch = (dag.rho.take(rows, axis=0).take(onto, axis=1) + entry[onto]).min(axis=1, initial=NEVER)
+            entry = go[boundary] if dag.may_enter is None else np.where(dag.may_enter[boundary], go[boundary], INFINITE)
+            onto = np.flatnonzero(entry < INFINITE)
+            switch = (dag.rho.take(rows, axis=0).take(onto, axis=1) + entry[onto]).min(axis=1, initial=INFINITE)
             if dag.may_leave is not None:
-                switch[~dag.may_leave[boundary, rows]] = NEVER
+                switch[~dag.may_leave[boundary, rows]] = INFINITE
             best = np.minimum(switch, go[boundary, rows])
-        go[layer, rows] = np.minimum(best + tau[layer, rows], NEVER)
+        go[layer, rows] = np.minimum(best + tau[layer, rows], INFINITE)
     return go
 
 
-def sweep_capped(dag: Dag, exits: Ints, cap: int) -> Ints:
+def relax_backward_capped(dag: LayerDag, exits: Ints, cap: int) -> Ints:
     """`sweep` where no visit may take longer than `cap`, O(L R² + L² R)."""
-    go = np.full((dag.num_layers + 1, dag.count), NEVER)
+    go = np.full((dag.num_layers + 1, dag.count), INFINITE)
     leave = go.copy()
-    leave[-1] = np.where(dag.holds[-1], exits, NEVER)
-    spent, holds = dag.spent, dag.holds
+    leave[-1] = np.where(dag.holds[-1], exits, INFINITE)
+    spent, holds = dag.prefix_cost, dag.holds
     for start in range(dag.num_layers - 1, -1, -1):
         boundary = start + 1
         if boundary < dag.num_layers:
             entry = go[boundary]
             if dag.may_enter is not None:
-                entry = np.where(dag.may_enter[boundary], entry, NEVER)
+                entry = np.where(dag.may_enter[boundary], entry, INFINITE)
             leave[boundary] = (dag.rho + entry).min(axis=1)
             if dag.may_leave is not None:
-                leave[boundary, ~dag.may_leave[boundary]] = NEVER
-            leave[boundary, ~holds[start]] = NEVER
+                leave[boundary, ~dag.may_leave[boundary]] = INFINITE
+            leave[boundary, ~holds[start]] = INFINITE
         run = spent[boundary:] - spent[start]
-        total = np.where(run <= cap, run + leave[boundary:], NEVER).min(axis=0)
-        go[start] = np.where(holds[start], np.minimum(total, NEVER), NEVER)
+        total = np.where(run <= cap, run + leave[boundary:], INFINITE).min(axis=0)
+        go[start] = np.where(holds[start], np.minimum(total, INFINITE), INFINITE)
     return go

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from swarm.errors import NoRoute, UsageError
 from swarm.planner.routing.bottleneck import best_pipeline
-from swarm.planner.routing.dag import HOP, MAX_LAYERS, NEVER, TICK, Dag, Ints
+from swarm.planner.routing.dag import HOP_TIE_BREAK, INFINITE, MAX_LAYERS, TIME_UNIT, Ints, LayerDag
 from swarm.planner.routing.nodes import Links, Objective, RouteNode, row_order
-from swarm.planner.routing.simple_paths import best_simple, cheapest, repeats
+from swarm.planner.routing.simple_paths import best_simple_path, has_repeat, shortest_path
 from swarm.planner.routing.traceback import Path
 from swarm.types import Chain, Hop, missing_ranges
 
@@ -44,7 +44,7 @@ def link_matrix(ids: Sequence[str], link_ms: Links) -> Floats:
     return rho
 
 
-class Graph:
+class LayerGraph:
     """Nodes that may be chained together, and what their layers and links cost.
 
     `ids`: node of each row, in row order (by first layer, last layer, id), `[R]`. `tau_ms`: `[L, R]`, infinite where a
@@ -67,13 +67,13 @@ class Graph:
         self.ticks_per_ms = NANOSECONDS / max(1.0, self._longest_ms(times) * NANOSECONDS / MOST_TICKS)
         rank = {peer: i for i, peer in enumerate(sorted(set(self.ids)))}
         self.owner = np.array([rank[peer] for peer in self.ids], np.int64)
-        tau = np.full(self.tau_ms.shape, NEVER)
+        tau = np.full(self.tau_ms.shape, INFINITE)
         tau[layers, rows] = self.ticks(times)
-        rho = self.ticks(self.rho_ms, HOP)
-        np.fill_diagonal(rho, NEVER)
+        rho = self.ticks(self.rho_ms, HOP_TIE_BREAK)
+        np.fill_diagonal(rho, INFINITE)
         if len(rank) < len(self.ids):
-            rho[self.owner[:, None] == self.owner] = NEVER
-        self.dag = Dag(self.owner, tau, rho)
+            rho[self.owner[:, None] == self.owner] = INFINITE
+        self.dag = LayerDag(self.owner, tau, rho)
 
     def _times(self) -> tuple[Ints, Ints, Floats]:
         """Layers, rows and τ in ms of all that is held, flat. Raises UsageError for a span or τ that is none."""
@@ -106,12 +106,12 @@ class Graph:
         scaled = ms * self.ticks_per_ms
         np.minimum(scaled, MOST_TICKS, out=scaled)
         np.rint(scaled, out=scaled)
-        scaled *= TICK  # below 2^53: still whole
+        scaled *= TIME_UNIT  # below 2^53: still whole
         if hops:
             scaled += hops
         cost: Ints = scaled.astype(np.int64)
         if not ms.max(initial=0.0) < np.inf:
-            cost[np.isinf(ms)] = NEVER
+            cost[np.isinf(ms)] = INFINITE
         return cost
 
     def best(
@@ -132,8 +132,8 @@ class Graph:
         entries, exits = self.ticks(entry_ms), self.ticks(exit_ms)
         path: Path | None = None
         if objective == "latency":
-            path = cheapest(dag, entries, exits, closed)
-            if path is not None and (revisits or not repeats(path)):
+            path = shortest_path(dag, entries, exits, closed)
+            if path is not None and (revisits or not has_repeat(path)):
                 return self.chain(path, rows, objective, entry_ms, exit_ms)
         if closed is not None:
             rows = np.flatnonzero(~closed)
@@ -142,7 +142,7 @@ class Graph:
             found = best_pipeline(dag, entries, exits)
             path = found[1] if found else None
         else:
-            path = best_simple(dag, entries, exits, first=path)
+            path = best_simple_path(dag, entries, exits, first=path)
         if path is None:
             raise NoRoute("every layer is held, but no links join the nodes that hold them into a chain")
         return self.chain(path, rows, objective, entry_ms, exit_ms)

@@ -15,7 +15,7 @@ from operator import itemgetter
 import numpy as np
 
 from swarm.errors import NoRoute, UsageError
-from swarm.planner.routing.graph import Floats, Graph, link_matrix, no_route_sentence
+from swarm.planner.routing.graph import Floats, LayerGraph, link_matrix, no_route_sentence
 from swarm.planner.routing.nodes import Links, Objective, RouteNode, links
 from swarm.types import Chain, NodeProfile, PeerId, Snapshot, coverage, missing_ranges
 
@@ -71,7 +71,7 @@ def route(
         twice = next(peer for peer in ids if ids.count(peer) > 1)
         raise UsageError(f"node {twice} is listed twice; give each node an id of its own")
     _check_coverage(usable, num_layers)
-    graph = Graph(usable, num_layers, link_matrix(ids, link_ms))
+    graph = LayerGraph(usable, num_layers, link_matrix(ids, link_ms))
     if source is None:
         return graph.best(objective, revisits=revisits)
     rho = links(link_ms)
@@ -126,8 +126,8 @@ class RouteTable:
             if not node.kv_capacity_tokens or node.kv_free_tokens >= min_free_tokens:
                 groups.setdefault((node.weight_hash, node.dtype), []).append(node)
         self.groups = dict(sorted(groups.items()))
-        self.graphs: dict[tuple[str, str], Graph] = {
-            key: Graph(profile_nodes(group), snapshot.num_layers, snapshot_rho(group))
+        self.graphs: dict[tuple[str, str], LayerGraph] = {
+            key: LayerGraph(profile_nodes(group), snapshot.num_layers, snapshot_rho(group))
             for key, group in self.groups.items()
         }
 
@@ -182,14 +182,14 @@ def _check_coverage(nodes: Iterable[RouteNode], num_layers: int) -> None:
 
 
 def times_are_sane(node: NodeProfile) -> bool:
-    times = (*node.layer_ms, node.cost.at(1))
+    times = (*node.layer_ms, node.cost.ms_at(1))
     return sum(times) < math.inf and min(times) >= 0.0  # with NaN or both infinities among them, the sum is NaN
 
 
 def profile_nodes(profiles: Iterable[NodeProfile]) -> list[RouteNode]:
     """The profiles that have a span, as phase 2 sees them; τ not yet measured is read off the cost curve."""
     return [
-        RouteNode(p.peer, p.span.start, p.span.end, p.layer_ms if len(p.layer_ms) == len(p.span) else p.cost.at(1))
+        RouteNode(p.peer, p.span.start, p.span.end, p.layer_ms if len(p.layer_ms) == len(p.span) else p.cost.ms_at(1))
         for p in profiles
         if p.span is not None
     ]
@@ -221,10 +221,10 @@ def snapshot_rho(profiles: Sequence[NodeProfile]) -> Floats:
 def _distances(profiles: Sequence[NodeProfile]) -> Floats:
     """Euclidean distances of network coordinates of the same dimension, else `DEFAULT_LINK_MS`, `[N, N]`."""
     result = np.full((len(profiles), len(profiles)), DEFAULT_LINK_MS)
-    for dimensions in sorted({len(p.coordinate) for p in profiles} - {0}):
-        rows = [i for i, p in enumerate(profiles) if len(p.coordinate) == dimensions]
-        rows = [i for i in rows if all(map(math.isfinite, profiles[i].coordinate))]
-        points = np.array([profiles[i].coordinate for i in rows]).reshape(-1, dimensions)
+    for dimensions in sorted({len(p.network_coordinate) for p in profiles} - {0}):
+        rows = [i for i, p in enumerate(profiles) if len(p.network_coordinate) == dimensions]
+        rows = [i for i in rows if all(map(math.isfinite, profiles[i].network_coordinate))]
+        points = np.array([profiles[i].network_coordinate for i in rows]).reshape(-1, dimensions)
         squares, difference = np.zeros((len(rows), len(rows))), np.empty((len(rows), len(rows)))
         for axis in points.T:
             np.subtract.outer(axis, axis, out=difference)
@@ -253,7 +253,7 @@ def snapshot_links(
     return rho
 
 
-def client_edges(graph: Graph, client_ms: Mapping[PeerId, float] | None) -> Floats | None:
+def client_edges(graph: LayerGraph, client_ms: Mapping[PeerId, float] | None) -> Floats | None:
     """ρ between the client and each row of `graph`, ms, `[R]`; None if they do not count."""
     if client_ms is None:
         return None
@@ -321,4 +321,8 @@ def _link_origin(a: NodeProfile | None, b: NodeProfile | None) -> str:
         return "assumed"
     if b.peer in a.link_ms or a.peer in b.link_ms:
         return "measured"
-    return "estimated from coordinates" if a.coordinate and len(a.coordinate) == len(b.coordinate) else "assumed"
+    return (
+        "estimated from coordinates"
+        if a.network_coordinate and len(a.network_coordinate) == len(b.network_coordinate)
+        else "assumed"
+    )

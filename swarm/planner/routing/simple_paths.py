@@ -15,25 +15,25 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from swarm.planner.routing.dag import NEVER, Dag, Flags, Ints, sweep, sweep_capped
-from swarm.planner.routing.traceback import Path, Visit, walk
+from swarm.planner.routing.dag import INFINITE, Flags, Ints, LayerDag, relax_backward, relax_backward_capped
+from swarm.planner.routing.traceback import Path, PathSegment, trace_back
 
 BUDGET = 1 << 27  # relaxations spent on finding a chain that visits nobody twice
 MOST_ROUNDS = 400
 MOST_ROUNDS_CAPPED = 32  # where sweeps are dearer and repeats tempting
 
 
-def cheapest(dag: Dag, entries: Ints, exits: Ints, closed: Flags | None = None) -> Path | None:
+def shortest_path(dag: LayerDag, entries: Ints, exits: Ints, closed: Flags | None = None) -> Path | None:
     """The best chain in the DAG without the rows that are `closed`, `[R]`; a node may come twice. None for no chain."""
-    return walk(dag, sweep(dag, exits, closed), entries, exits)
+    return trace_back(dag, relax_backward(dag, exits, closed), entries, exits)
 
 
-def repeats(path: Path) -> bool:
+def has_repeat(path: Path) -> bool:
     return len(set(path.owners)) < len(path.owners)
 
 
-def best_simple(
-    dag: Dag, entries: Ints, exits: Ints, cap: int = NEVER, known: Path | None = None, first: Path | None = None
+def best_simple_path(
+    dag: LayerDag, entries: Ints, exits: Ints, cap: int = INFINITE, known: Path | None = None, first: Path | None = None
 ) -> Path | None:
     """The best chain that visits no owner twice; None if none was found.
 
@@ -42,15 +42,15 @@ def best_simple(
     A repeat splits the subproblem into ones that cannot contain it (`_branches`).
     """
 
-    def solve(part: Dag) -> Path | None:
-        if cap >= NEVER:
-            return cheapest(part, entries, exits)
-        return walk(part, sweep_capped(part, exits, cap), entries, exits, cap)
+    def solve(part: LayerDag) -> Path | None:
+        if cap >= INFINITE:
+            return shortest_path(part, entries, exits)
+        return trace_back(part, relax_backward_capped(part, exits, cap), entries, exits, cap)
 
     tickets = itertools.count()
     root = first or solve(dag)
     heap = [(root.key, next(tickets), root, dag)] if root else []
-    most_rounds = MOST_ROUNDS if cap >= NEVER else MOST_ROUNDS_CAPPED
+    most_rounds = MOST_ROUNDS if cap >= INFINITE else MOST_ROUNDS_CAPPED
     for _ in range(max(2, min(most_rounds, BUDGET // dag.work))):
         if not heap or (known and heap[0][0] >= known.key):
             return known
@@ -68,10 +68,10 @@ def best_simple(
     return min([*rest, *([known] if known else [])], key=lambda p: p.key, default=None)
 
 
-def _repeat(path: Path) -> tuple[Visit, Visit] | None:
+def _repeat(path: Path) -> tuple[PathSegment, PathSegment] | None:
     """The closest two visits of one owner."""
     last: dict[int, int] = {}
-    closest: tuple[int, Visit, Visit] | None = None
+    closest: tuple[int, PathSegment, PathSegment] | None = None
     for i, owner in enumerate(path.owners):
         if owner in last and (closest is None or i - last[owner] < closest[0]):
             closest = (i - last[owner], path.visits[last[owner]], path.visits[i])
@@ -79,7 +79,7 @@ def _repeat(path: Path) -> tuple[Visit, Visit] | None:
     return closest and closest[1:]
 
 
-def _branches(dag: Dag, one: Visit, two: Visit) -> Iterator[Dag]:
+def _branches(dag: LayerDag, one: PathSegment, two: PathSegment) -> Iterator[LayerDag]:
     """Subproblems that together hold every chain without repeats, and none of which holds these two visits.
 
     Two rows of one owner: one of them goes. One row, left at b and entered again at c: a chain that visits it once does
@@ -96,22 +96,22 @@ def _branches(dag: Dag, one: Visit, two: Visit) -> Iterator[Dag]:
     may_leave = _allowed(dag.may_leave, dag)
     may_enter[left : back + 1, row] = False
     may_leave[left : back + 1, row] = False
-    yield Dag(dag.owner, dag.tau, dag.rho, may_enter, may_leave)
+    yield LayerDag(dag.owner, dag.tau, dag.rho, may_enter, may_leave)
 
 
-def _with_tau(dag: Dag, row: int, start: int, end: int) -> Dag:
+def _with_tau(dag: LayerDag, row: int, start: int, end: int) -> LayerDag:
     tau = dag.tau.copy()
-    tau[start:end, row] = NEVER
-    return Dag(dag.owner, tau, dag.rho, dag.may_enter, dag.may_leave)
+    tau[start:end, row] = INFINITE
+    return LayerDag(dag.owner, tau, dag.rho, dag.may_enter, dag.may_leave)
 
 
-def _allowed(flags: Flags | None, dag: Dag) -> Flags:
+def _allowed(flags: Flags | None, dag: LayerDag) -> Flags:
     return np.ones((dag.num_layers + 1, dag.count), np.bool_) if flags is None else flags.copy()
 
 
-def _merged(dag: Dag, path: Path, entries: Ints, exits: Ints, cap: int) -> Path | None:
+def _merged(dag: LayerDag, path: Path, entries: Ints, exits: Ints, cap: int) -> Path | None:
     """`path` with every repeated row staying instead of coming back; None if that breaks the cap or rows differ."""
-    visits: list[Visit] = []
+    visits: list[PathSegment] = []
     for visit in path.visits:
         again = next((i for i, v in enumerate(visits) if dag.owner[v.row] == dag.owner[visit.row]), None)
         if again is None:
@@ -119,15 +119,15 @@ def _merged(dag: Dag, path: Path, entries: Ints, exits: Ints, cap: int) -> Path 
             continue
         if visits[again].row != visit.row:
             return None
-        visits[again:] = [Visit(visit.row, visits[again].start, visit.end)]
+        visits[again:] = [PathSegment(visit.row, visits[again].start, visit.end)]
     return price(dag, visits, entries, exits, cap)
 
 
-def price(dag: Dag, visits: Sequence[Visit], entries: Ints, exits: Ints, cap: int = NEVER) -> Path | None:
+def price(dag: LayerDag, visits: Sequence[PathSegment], entries: Ints, exits: Ints, cap: int = INFINITE) -> Path | None:
     """The cost of given visits; None if a visit costs more than `cap`, or a link is missing."""
-    runs = [int(dag.spent[v.end, v.row] - dag.spent[v.start, v.row]) for v in visits]
+    runs = [int(dag.prefix_cost[v.end, v.row] - dag.prefix_cost[v.start, v.row]) for v in visits]
     links = [int(dag.rho[a.row, b.row]) for a, b in itertools.pairwise(visits)]
     cost = sum(runs) + sum(links) + int(entries[visits[0].row]) + int(exits[visits[-1].row])
-    if max(runs) > cap or cost >= NEVER:
+    if max(runs) > cap or cost >= INFINITE:
         return None
     return Path(cost, tuple(int(dag.owner[v.row]) for v in visits), tuple(visits))

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swarm.planner.routing.dag import NEVER, Dag, Ints
+from swarm.planner.routing.dag import INFINITE, Ints, LayerDag
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class PathSegment:
     """Layers `[start, end)` run by row `row` of a Dag."""
 
     row: int
@@ -28,7 +28,7 @@ class Path:
 
     cost: int
     owners: tuple[int, ...]
-    visits: tuple[Visit, ...]
+    visits: tuple[PathSegment, ...]
 
     @property
     def key(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -36,15 +36,15 @@ class Path:
         return self.cost, self.owners, tuple(-v.end for v in self.visits)
 
 
-def walk(dag: Dag, go: Ints, entries: Ints, exits: Ints, cap: int = NEVER) -> Path | None:
+def trace_back(dag: LayerDag, go: Ints, entries: Ints, exits: Ints, cap: int = INFINITE) -> Path | None:
     """The best chain in a sweep: least cost, then lowest owners hop by hop, then the longest first hops; None for none.
 
     `entries`: cost before the first layer, `[R]`. Equal chains may differ in where they switch, so each step keeps all
     layers at which the next node can be entered without losing anything.
     """
     start = entries + go[0]
-    best = int(start.min(initial=NEVER))
-    if best >= NEVER:
+    best = int(start.min(initial=INFINITE))
+    if best >= INFINITE:
         return None
     row = _lowest_owner(dag, np.flatnonzero(start == best))
     rows, steps = [row], []  # steps[i]: entry layer of hop i -> the boundaries where it may end
@@ -63,16 +63,16 @@ def walk(dag: Dag, go: Ints, entries: Ints, exits: Ints, cap: int = NEVER) -> Pa
         entered = [b for b in boundaries if row in following[b]]
 
 
-def _leaving(dag: Dag, go: Ints, exits: Ints, row: int, start: int) -> tuple[Ints, Ints]:
+def _leaving(dag: LayerDag, go: Ints, exits: Ints, row: int, start: int) -> tuple[Ints, Ints]:
     """-> (τ of each layer from `start` on as far as `row` goes, the least cost after each if `row` is left there)."""
     held = dag.holds[start:, row]
     stop = dag.num_layers if held.all() else start + int(held.argmin())
     entry = go[start + 1 : stop + 1]
     if dag.may_enter is not None:
-        entry = np.where(dag.may_enter[start + 1 : stop + 1], entry, NEVER)
+        entry = np.where(dag.may_enter[start + 1 : stop + 1], entry, INFINITE)
     leave: Ints = (entry + dag.rho[row]).min(axis=1)
     if dag.may_leave is not None:
-        leave[~dag.may_leave[start + 1 : stop + 1, row]] = NEVER
+        leave[~dag.may_leave[start + 1 : stop + 1, row]] = INFINITE
     if stop == dag.num_layers:
         leave[-1] = exits[row]
     return dag.tau[start:stop, row], leave
@@ -82,23 +82,23 @@ def _ends(tau: Ints, leave: Ints, cost: int, start: int, cap: int) -> list[int]:
     """Where a visit that begins at `start` and costs `cost` from there on may end. `tau`, `leave`: from `start` on."""
     run = tau.cumsum()
     good = run + leave == cost
-    if cap < NEVER:
+    if cap < INFINITE:
         good &= run <= cap
     return [start + 1 + int(i) for i in np.flatnonzero(good)]
 
 
-def _successors(dag: Dag, go: Ints, row: int, boundary: int, leave: int) -> Ints:
+def _successors(dag: LayerDag, go: Ints, row: int, boundary: int, leave: int) -> Ints:
     good = dag.rho[row] + go[boundary] == leave
     if dag.may_enter is not None:
         good &= dag.may_enter[boundary]
     return np.flatnonzero(good)
 
 
-def _lowest_owner(dag: Dag, rows: Ints) -> int:
+def _lowest_owner(dag: LayerDag, rows: Ints) -> int:
     return int(rows[np.argmin(dag.owner[rows])])
 
 
-def _read(dag: Dag, cost: int, rows: list[int], steps: list[dict[int, list[int]]]) -> Path:
+def _read(dag: LayerDag, cost: int, rows: list[int], steps: list[dict[int, list[int]]]) -> Path:
     """Of all ways to split the layers among `rows` at this cost, the one whose first hops are longest."""
     wanted = {dag.num_layers}
     for i in range(len(rows) - 1, -1, -1):
@@ -106,6 +106,6 @@ def _read(dag: Dag, cost: int, rows: list[int], steps: list[dict[int, list[int]]
         wanted = set(steps[i])
     visits, start = [], 0
     for row, ends in zip(rows, steps, strict=True):
-        visits.append(Visit(row, start, max(ends[start])))
+        visits.append(PathSegment(row, start, max(ends[start])))
         start = visits[-1].end
     return Path(cost, tuple(int(dag.owner[v.row]) for v in visits), tuple(visits))

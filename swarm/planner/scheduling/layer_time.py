@@ -56,7 +56,7 @@ class LayerTimeEstimator:
         """Learn from a batch that only decoded; what prefill costs says little of a token."""
         if stats.decode_steps < stats.steps or not stats.steps:
             return
-        ratio = stats.compute_ms / len(stats.span) / self._cost.at(stats.rows)
+        ratio = stats.compute_ms / len(stats.span) / self._cost.ms_at(stats.rows)
         ratio = min(self._policy.max_ratio, max(1 / self._policy.max_ratio, ratio))
         self._recent.value = self._ratio(now_s)
         self._recent.update(ratio)
@@ -65,7 +65,7 @@ class LayerTimeEstimator:
 
     def ms(self, sessions: int, now_s: float) -> float:
         """ms a layer takes for a token of a session that joins `sessions` others."""
-        return self._ratio(now_s) * self._cost.at(sessions + 1)
+        return self._ratio(now_s) * self._cost.ms_at(sessions + 1)
 
     def _ratio(self, now_s: float) -> float:
         """What recent batches say; without any, it fades to what is usual here."""

@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 from swarm.errors import UsageError
 from swarm.ewma import DecayedRatio
 from swarm.planner.costs.chain_costs import ChainCosts
-from swarm.planner.costs.online_costs import LiveCosts, Observation
-from swarm.planner.generation.events import SEQUENTIAL, Policy
+from swarm.planner.costs.online_costs import Observation, OnlineChainCosts
+from swarm.planner.generation.events import SEQUENTIAL, SpeculationPolicy
 from swarm.planner.speculation.forecast import (
     MAX_IN_FLIGHT,
     DrafterProfile,
     Forecast,
     Strategy,
-    hybrid,
-    pipelined,
+    pipedec,
+    pipelined_tree,
     sequential,
     tree,
 )
-from swarm.planner.speculation.marginal_policy import Prices, marginal_policy, steps_held
+from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, steps_held
 
 BIAS_DECAY = 0.92  # what a strategy's speed before the last token weighs
 TRUST_DECAY = 0.99  # what the drafter's odds before the last result weigh
@@ -36,7 +36,7 @@ TRUST_AFTER = 4.0  # guesses' worth of belief in the drafter's odds before any w
 RECHOOSE_TOKENS = 12  # until the strategy is chosen afresh; twice as long each time that changes nothing,
 RECHOOSE_AT_LEAST = 48  # up to here
 MARGIN = 0.08  # another strategy must promise so much more before a generation changes its mind
-SECOND_CHANCE = 0.3  # a strategy that disappointed is forgiven so much with every choice of another
+BIAS_RECOVERY = 0.3  # a strategy that disappointed is forgiven so much with every choice of another
 WIDTHS = (1, 2, 4, 8, 16, 32)
 MAX_DEPTH = MAX_IN_FLIGHT  # levels of acceptance looked at,
 USUAL_DEPTH = 12  # and how many where no more fit into the chain
@@ -44,16 +44,16 @@ SPARE_ROWS = 3.0  # times the mean tree: room for the steps whose guesses are be
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Decision:
     """What to do from here on, how fast it should be, and why."""
 
     strategy: Strategy
-    policy: Policy
+    policy: SpeculationPolicy
     tokens_per_s: float
     reason: str
 
 
-class Tuner:
+class SpeculationController:
     """`settled` with every result, then `setting` tells whether to change. One a generation and chain.
 
     `only`: the strategy the user asked for. None leaves the choice to the tuner: to decode plainly, or the hybrid,
@@ -68,46 +68,46 @@ class Tuner:
         *,
         crowding: float = 1.0,
     ) -> None:
-        """`crowding`: of the chain, as it was measured before (`live_costs.LiveCosts`)."""
+        """`crowding`: of the chain, as it was measured before (`live_costs.OnlineChainCosts`)."""
         if not widths or min(widths) < 1:
             raise UsageError("a tuner needs widths of at least 1")
-        self._costs = LiveCosts(costs, crowding)
+        self._costs = OnlineChainCosts(costs, crowding)
         self._only = only
         self._widths = tuple(widths)
-        self._record = {strategy: _Record() for strategy in Strategy}
-        self._current: Setting | None = None
+        self._record = {strategy: _ForecastBias() for strategy in Strategy}
+        self._current: Decision | None = None
         self._since = 0  # tokens settled since the last choice
         self._patience = RECHOOSE_TOKENS
         self._trust = DecayedRatio(TRUST_AFTER, TRUST_AFTER)  # right guesses over promised ones
-        self._pace = _Pace(costs.round_ms(1))
-        self._chosen_for_ms = costs.round_ms(1)  # a plain step's round, as it was known at the last choice
+        self._pace = _Throughput(costs.iteration_ms(1))
+        self._chosen_for_ms = costs.iteration_ms(1)  # a plain step's round, as it was known at the last choice
 
     @property
-    def trust(self) -> float:
+    def calibration(self) -> float:
         """Right guesses over those that the drafter's odds promised; below 1 it boasts."""
         return self._trust.value
 
     @property
-    def crowding(self) -> float:
-        return self._costs.crowding
+    def contention(self) -> float:
+        return self._costs.contention
 
     @property
     def costs(self) -> ChainCosts:
         """As measured."""
         return self._costs.now()
 
-    def settled(self, seen: Observation, tokens: int, hits: int, expected: float, took_ms: float) -> None:
+    def on_commit(self, seen: Observation, tokens: int, hits: int, expected: float, took_ms: float) -> None:
         """`tokens` came `took_ms` after those before; `hits` were guessed, where the odds promised `expected`."""
         self._costs.observe(seen)
         self._trust.add(hits, expected, TRUST_DECAY)
         self._since += tokens
-        round_ms = self._costs.now().round_ms(1)
+        round_ms = self._costs.now().iteration_ms(1)
         self._pace.add(tokens, took_ms, round_ms)
         if self._current is not None:  # a chain that is slower than was known breaks no strategy's promise
             promised = self._current.tokens_per_s * self._chosen_for_ms / round_ms
             self._record[self._current.strategy].add(tokens, promised * took_ms / 1e3)
 
-    def setting(self, drafter: DrafterProfile) -> Setting:
+    def decide(self, drafter: DrafterProfile) -> Decision:
         """The setting to use now. The strategy is chosen afresh from time to time, the hybrid's prices with every
         result."""
         if self._current is not None and self._since < self._patience:
@@ -120,23 +120,23 @@ class Tuner:
         if not forecasts:
             forecasts = [sequential(costs)]
         ranked = sorted(forecasts, key=lambda f: -self._promise(f))
-        best = _as_hybrid(ranked[0]) if self._only is None else ranked[0]
+        best = _as_pipelined_tree(ranked[0]) if self._only is None else ranked[0]
         kept = self._kept(ranked)
         if kept is not None and self._promise(best) <= self._promise(kept) * (1 + MARGIN):
             best = kept
         for strategy, record in self._record.items():
             if strategy is not best.strategy:
-                record.forgive()
+                record.recover()
         same = self._current is not None and best.strategy is self._current.strategy
         self._patience = min(RECHOOSE_AT_LEAST, 2 * self._patience) if same else RECHOOSE_TOKENS
-        self._current, self._chosen_for_ms = self._as_setting(best, ranked, costs, drafter), costs.round_ms(1)
+        self._current, self._chosen_for_ms = self._as_setting(best, ranked, costs, drafter), costs.iteration_ms(1)
         return self._current
 
     def _kept(self, ranked: Sequence[Forecast]) -> Forecast | None:
         """What is to be expected of the strategy in use."""
         if self._current is None:
             return None
-        candidates = ranked if self._only is not None else [_as_hybrid(f) for f in ranked]
+        candidates = ranked if self._only is not None else [_as_pipelined_tree(f) for f in ranked]
         return next((f for f in candidates if f.strategy is self._current.strategy), None)
 
     def _forecasts(self, costs: ChainCosts, drafter: DrafterProfile) -> list[Forecast | None]:
@@ -146,35 +146,37 @@ class Tuner:
         forecast: dict[Strategy, Callable[[], Forecast | None]] = {
             Strategy.SEQUENTIAL: lambda: sequential(costs),
             Strategy.TREE: lambda: tree(costs, usual, self._widths),
-            Strategy.PIPEDEC: lambda: pipelined(costs, deep, self._widths),
-            Strategy.PIPELINED_TREE: lambda: hybrid(costs, usual, self._widths),
+            Strategy.PIPEDEC: lambda: pipedec(costs, deep, self._widths),
+            Strategy.PIPELINED_TREE: lambda: pipelined_tree(costs, usual, self._widths),
         }
         return [make() for strategy, make in forecast.items() if self._only in (None, strategy)]
 
     def _promise(self, forecast: Forecast) -> float:
         """Tokens/s, by the prediction and by how predictions of this strategy have come true."""
-        strategy = forecast.strategy if self._only is not None else _as_hybrid(forecast).strategy
+        strategy = forecast.strategy if self._only is not None else _as_pipelined_tree(forecast).strategy
         return forecast.tokens_per_s * self._record[strategy].ratio
 
     def _as_setting(
         self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: DrafterProfile
-    ) -> Setting:
+    ) -> Decision:
         others = "; ".join(f"{f.strategy} {self._promise(f):.1f}" for f in ranked if f.reason != best.reason)
         reason = f"{best.strategy}, about {self._promise(best):.1f} tokens/s: {best.reason}"
         if best.strategy is Strategy.PIPELINED_TREE:
             policy = self._marginal(costs, drafter)
         else:
-            policy = policy_of(best, costs, self.trust, guess_anyway=self._only is None)
-        return Setting(best.strategy, policy, best.tokens_per_s, f"{reason} ({others})" if others else reason)
+            policy = policy_of(best, costs, self.calibration, guess_anyway=self._only is None)
+        return Decision(best.strategy, policy, best.tokens_per_s, f"{reason} ({others})" if others else reason)
 
-    def _marginal(self, costs: ChainCosts, drafter: DrafterProfile) -> Policy:
+    def _marginal(self, costs: ChainCosts, drafter: DrafterProfile) -> SpeculationPolicy:
         live = self._costs
         pace = self._pace.tokens_per_ms
-        prices = Prices(pace, drafter.level_ms, drafter.hits, self.trust, live.crowding, live.company)
-        return marginal_policy(costs, prices)
+        prices = SpeculationCosts(
+            pace, drafter.level_ms, drafter.model_hit_rate, self.calibration, live.contention, live.batch_sharing
+        )
+        return choose_policy(costs, prices)
 
 
-class _Record:
+class _ForecastBias:
     """How a strategy's predictions have come true: tokens that came over those that were promised for the same time.
 
     Both are summed before they are divided, for tokens come in bursts with waits between them.
@@ -190,11 +192,11 @@ class _Record:
     def add(self, came: int, promised: float) -> None:
         self._tokens.add(came, promised, BIAS_DECAY**came)
 
-    def forgive(self) -> None:
-        self._tokens.numerator += SECOND_CHANCE * (self._tokens.denominator - self._tokens.numerator)
+    def recover(self) -> None:
+        self._tokens.numerator += BIAS_RECOVERY * (self._tokens.denominator - self._tokens.numerator)
 
 
-class _Pace:
+class _Throughput:
     """Tokens a millisecond, lately. Before any came: as plain decoding."""
 
     def __init__(self, round_ms: float) -> None:
@@ -208,12 +210,14 @@ class _Pace:
         self._tokens.add(tokens, took_ms, math.exp(-took_ms / (PACE_ROUNDS * round_ms)))
 
 
-def _as_hybrid(forecast: Forecast) -> Forecast:
+def _as_pipelined_tree(forecast: Forecast) -> Forecast:
     """The hybrid does at least as well as any other that guesses."""
     return forecast if forecast.strategy is Strategy.SEQUENTIAL else replace(forecast, strategy=Strategy.PIPELINED_TREE)
 
 
-def policy_of(forecast: Forecast, costs: ChainCosts, trust: float = 1.0, *, guess_anyway: bool = False) -> Policy:
+def policy_of(
+    forecast: Forecast, costs: ChainCosts, trust: float = 1.0, *, guess_anyway: bool = False
+) -> SpeculationPolicy:
     """The policy that runs a forecast. `trust`: right guesses over promised ones.
 
     A node that is right with probability p adds p tokens to a step and its row's time to it, so it is worth its row if
@@ -222,15 +226,30 @@ def policy_of(forecast: Forecast, costs: ChainCosts, trust: float = 1.0, *, gues
     that are nearly sure.
     """
     wide = max(2, forecast.width, 8 if forecast.strategy is Strategy.SEQUENTIAL else 0)
-    row_ms = (costs.round_ms(wide) - costs.round_ms(1)) / (wide - 1)
-    floor = forecast.tokens * row_ms / forecast.period_ms / max(0.05, trust)
+    row_ms = (costs.iteration_ms(wide) - costs.iteration_ms(1)) / (wide - 1)
+    floor = forecast.tokens_per_iteration * row_ms / forecast.iteration_ms / max(0.05, trust)
     match forecast.strategy:
         case Strategy.SEQUENTIAL if not guess_anyway:
             return SEQUENTIAL
         case Strategy.SEQUENTIAL:
-            return Policy(rows=8, levels=8, floor=min(1.0, 1.5 * floor), ask=math.inf, muse=math.inf)
+            return SpeculationPolicy(
+                max_tree_rows=8,
+                max_depth_per_step=8,
+                min_node_prob=min(1.0, 1.5 * floor),
+                min_mass_blocking=math.inf,
+                min_mass_idle=math.inf,
+            )
         case Strategy.PIPEDEC:
-            return Policy(rows=forecast.width, levels=1, in_flight=forecast.in_flight, floor=min(0.5, floor / 4))
+            return SpeculationPolicy(
+                max_tree_rows=forecast.width,
+                max_depth_per_step=1,
+                max_steps_in_flight=forecast.in_flight,
+                min_node_prob=min(0.5, floor / 4),
+            )
         case _:
             rows = round(SPARE_ROWS * (forecast.width - 1))
-            return Policy(rows=min(48, max(4, rows)), levels=max(4, forecast.depth), floor=min(1.0, floor))
+            return SpeculationPolicy(
+                max_tree_rows=min(48, max(4, rows)),
+                max_depth_per_step=max(4, forecast.depth),
+                min_node_prob=min(1.0, floor),
+            )

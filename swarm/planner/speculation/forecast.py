@@ -26,7 +26,7 @@ from swarm.planner.speculation.static_tree import (
     check_acceptance,
     expected_tokens,
 )
-from swarm.planner.speculation.tree_forecast import Level, levels, run_of
+from swarm.planner.speculation.tree_forecast import LevelForecast, expected_run, forecast_levels
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # powers of two suit vector units (Ghidorah §III-C 2)
 MAX_IN_FLIGHT = 32
@@ -51,7 +51,7 @@ class Strategy(enum.StrEnum):
 class DrafterProfile:
     """How well and how fast guesses come. `acceptance[depth][rank]` as in `arca`; no deeper level is drafted.
 
-    `level_ms`: drafting one more level, which waits for the level above; `round_ms`: once a round, whatever the depth.
+    `level_ms`: drafting one more level, which waits for the level above; `iteration_ms`: once a round, whatever the depth.
     `hits`: how often an answer that takes so long holds the target's token. `doubtful`: the part of all places that it
     has doubts about and says so, which steps in flight can use and the one shape of a static tree cannot.
     """
@@ -59,16 +59,18 @@ class DrafterProfile:
     acceptance: AcceptanceTable
     level_ms: float = 0.0
     round_ms: float = 0.0
-    hits: float = 0.5
-    doubtful: float = 1.0
+    model_hit_rate: float = 0.5
+    uncertain_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         check_acceptance(self.acceptance)
         if not all(0 <= x < math.inf for x in (self.level_ms, self.round_ms)):
             raise UsageError("a drafter's times must be finite and not negative")
         wrong = max((1 - row[0] for row in self.acceptance if row), default=0.0)
-        if not 0 < self.doubtful <= 1 or wrong > self.doubtful + 1e-9:
-            raise UsageError(f"a drafter is wrong at {wrong:g} of all places and doubts {self.doubtful:g} of them")
+        if not 0 < self.uncertain_fraction <= 1 or wrong > self.uncertain_fraction + 1e-9:
+            raise UsageError(
+                f"a drafter is wrong at {wrong:g} of all places and doubts {self.uncertain_fraction:g} of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +78,21 @@ class Forecast:
     """One setting and what it is expected to give.
 
     `width`: rows a step (for a tree its root's too, for pipelining one level). `depth`: levels drafted ahead.
-    `tokens`: settled a round, or a run up to the next miss if pipelined; `period_ms`: how long that takes.
+    `tokens`: settled a round, or a run up to the next miss if pipelined; `iteration_ms`: how long that takes.
     """
 
     strategy: Strategy
     width: int
     depth: int
     in_flight: int
-    tokens: float
-    period_ms: float
+    tokens_per_iteration: float
+    iteration_ms: float
     reason: str
     shape: TreeShape = field(default_factory=TreeShape)
 
     @property
     def tokens_per_s(self) -> float:
-        return 1000 * self.tokens / self.period_ms
+        return 1000 * self.tokens_per_iteration / self.iteration_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,8 @@ def choose(
     forecasts = [
         sequential(costs),
         tree(costs, drafter, widths),
-        pipelined(costs, drafter, widths, max_in_flight),
-        hybrid(costs, drafter, widths, max_in_flight),
+        pipedec(costs, drafter, widths, max_in_flight),
+        pipelined_tree(costs, drafter, widths, max_in_flight),
     ]
     ranked = sorted((f for f in forecasts if f is not None), key=lambda f: -f.tokens_per_s)
     best = ranked[0]
@@ -134,7 +136,7 @@ def choose(
 
 def sequential(costs: ChainCosts) -> Forecast:
     """One node a step, one step in flight."""
-    period = costs.round_ms(1)
+    period = costs.iteration_ms(1)
     reason = f"every token waits a whole round of {period:.1f} ms"
     return Forecast(Strategy.SEQUENTIAL, 1, 0, 1, 1.0, period, reason)
 
@@ -150,7 +152,7 @@ def tree(costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WID
         for rows, (path, chance) in enumerate(nodes, 2):
             tokens, depth = tokens + chance, max(depth, len(path))
             if rows in wanted or rows == len(nodes) + 1:
-                period = drafter.round_ms + drafter.level_ms * depth + costs.round_ms(rows)
+                period = drafter.round_ms + drafter.level_ms * depth + costs.iteration_ms(rows)
                 candidates.append((tokens / period, -rows, -depth, limit))
     if not candidates:
         return None
@@ -162,7 +164,7 @@ def tree(costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WID
 def _tree_forecast(costs: ChainCosts, drafter: DrafterProfile, shape: TreeShape) -> Forecast:
     tokens = expected_tokens(shape, drafter.acceptance)
     draft = drafter.round_ms + drafter.level_ms * shape.depth
-    period = draft + costs.round_ms(shape.width)
+    period = draft + costs.iteration_ms(shape.width)
     reason = (
         f"a tree of {shape.width} rows, {shape.depth} deep, settles {tokens:.2f} tokens a round of"
         f" {period:.1f} ms ({draft:.1f} drafting, {costs.compute_ms(shape.width):.1f} computing,"
@@ -171,7 +173,7 @@ def _tree_forecast(costs: ChainCosts, drafter: DrafterProfile, shape: TreeShape)
     return Forecast(Strategy.TREE, shape.width, shape.depth, 1, tokens, period, reason, shape)
 
 
-def pipelined(
+def pipedec(
     costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
 ) -> Forecast | None:
     """One tree level a step, several in flight (PipeDec). None if nothing can be guessed."""
@@ -181,7 +183,7 @@ def pipelined(
     )
 
 
-def hybrid(
+def pipelined_tree(
     costs: ChainCosts, drafter: DrafterProfile, widths: Sequence[int] = WIDTHS, max_in_flight: int = MAX_IN_FLIGHT
 ) -> Forecast | None:
     """Several tree levels a step, several steps in flight. None if nothing can be guessed."""
@@ -193,9 +195,12 @@ def hybrid(
     )
 
 
-def _levels_by_width(drafter: DrafterProfile, widths: Sequence[int]) -> Iterator[tuple[int, Sequence[Level]]]:
+def _levels_by_width(drafter: DrafterProfile, widths: Sequence[int]) -> Iterator[tuple[int, Sequence[LevelForecast]]]:
     for width in sorted(set(widths)):
-        yield width, tuple(levels(drafter.acceptance, width, len(drafter.acceptance), drafter.doubtful))
+        yield (
+            width,
+            tuple(forecast_levels(drafter.acceptance, width, len(drafter.acceptance), drafter.uncertain_fraction)),
+        )
 
 
 def _best(forecasts: Iterable[Forecast | None]) -> Forecast | None:
@@ -211,7 +216,7 @@ def _flow(
     strategy: Strategy,
     costs: ChainCosts,
     drafter: DrafterProfile,
-    below: Sequence[Level],
+    below: Sequence[LevelForecast],
     width: int,
     together: int,
     max_in_flight: int,
@@ -229,16 +234,16 @@ def _flow(
         return None
     opening = together if together > 1 else 0  # levels that go out with the known token
     most = max(2, math.ceil(depth / together) + (1 if not opening else 0))
-    run = run_of(below[:depth], together)
+    run = expected_run(below[:depth], together)
     for _ in range(2):  # how many are in flight depends on their rows, and their rows on how far ahead they are
-        busy = max(costs.slowest_ms(together * run.rows), drafter.level_ms * together)
-        held = math.ceil(costs.round_ms(together * run.rows) / busy) if busy > 0 else most
+        busy = max(costs.bottleneck_ms(together * run.rows), drafter.level_ms * together)
+        held = math.ceil(costs.iteration_ms(together * run.rows) / busy) if busy > 0 else most
         flight = min(most, max_in_flight, max(2, held))
-        run = run_of(below[: min(depth, together * flight - (1 if not opening else 0))], together)
+        run = expected_run(below[: min(depth, together * flight - (1 if not opening else 0))], together)
     rows = together * run.rows
-    slot = max(busy, costs.round_ms(rows) / flight)
+    slot = max(busy, costs.iteration_ms(rows) / flight)
     stale = costs.stages[0].ms(rows) ** 2 / (2 * slot)
-    first = drafter.round_ms + drafter.level_ms * opening + costs.round_ms(rows if opening else 1) + stale
+    first = drafter.round_ms + drafter.level_ms * opening + costs.iteration_ms(rows if opening else 1) + stale
     tokens, period = 1.0 + run.hits, first + slot * run.steps
     what = f"{flight} levels of {width}" if together == 1 else f"{flight} trees of {together} levels of {width}"
     every = "a token settles" if together == 1 else f"up to {together} tokens settle"

@@ -12,35 +12,35 @@ import math
 from dataclasses import dataclass
 
 from swarm.planner.costs.chain_costs import ChainCosts
-from swarm.planner.generation.events import Policy
+from swarm.planner.generation.events import SpeculationPolicy
 from swarm.planner.speculation.forecast import MAX_IN_FLIGHT
 
 ROWS = (32, 24, 16, 12)  # tree nodes a step may have: the most with which hops take no more than
-DEAR = 2.0  # times what they take without, or else
+MAX_COMPUTE_RATIO = 2.0  # times what they take without, or else
 LEAST_ROWS = 8
 LEVELS = 16
-WIDE = 9  # rows of a usual tree: what one of them costs is measured up to there
-LEAST_TRUST, MOST_TRUST = 0.2, 1.5
+PROBE_WIDTH = 9  # rows of a usual tree: what one of them costs is measured up to there
+MIN_CALIBRATION, MAX_CALIBRATION = 0.2, 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class SpeculationCosts:
     """What guesses cost and what they are worth now.
 
     `pace`: tokens/ms that come. `level_ms`: a thorough question to the drafter; `hits`: how often its answer holds the
     target's token. `trust`: right guesses over those that the drafter's odds promise. `crowding`, `company`: as
-    `live_costs.LiveCosts` has them.
+    `live_costs.OnlineChainCosts` has them.
     """
 
-    pace: float
+    tokens_per_ms: float
     level_ms: float = 0.0
-    hits: float = 0.5
-    trust: float = 1.0
-    crowding: float = 1.0
-    company: float = 1.0
+    model_hit_rate: float = 0.5
+    calibration: float = 1.0
+    contention: float = 1.0
+    batch_sharing: float = 1.0
 
 
-def marginal_policy(costs: ChainCosts, prices: Prices) -> Policy:
+def choose_policy(costs: ChainCosts, prices: SpeculationCosts) -> SpeculationPolicy:
     """The policy whose every part earns its time.
 
     A row right with probability p brings p tokens and lengthens the round, for everybody at the hops. A step of
@@ -50,25 +50,33 @@ def marginal_policy(costs: ChainCosts, prices: Prices) -> Policy:
     of them than another step would cost. Where more than eight rows double what the hops compute a step has no more, or
     guesses of a few percent, each worth its row, would hold up the steps behind them.
     """
-    round_ms, slowest = costs.round_ms(1), costs.slowest_ms(1)
-    row_ms = (costs.round_ms(WIDE) - round_ms) / (WIDE - 1) * prices.company
-    rows = next((n for n in ROWS if costs.compute_ms(n) <= DEAR * costs.compute_ms(1)), LEAST_ROWS)
-    floor = prices.pace * row_ms / min(MOST_TRUST, max(LEAST_TRUST, prices.trust))
+    round_ms, slowest = costs.iteration_ms(1), costs.bottleneck_ms(1)
+    row_ms = (costs.iteration_ms(PROBE_WIDTH) - round_ms) / (PROBE_WIDTH - 1) * prices.batch_sharing
+    rows = next((n for n in ROWS if costs.compute_ms(n) <= MAX_COMPUTE_RATIO * costs.compute_ms(1)), LEAST_ROWS)
+    floor = prices.tokens_per_ms * row_ms / min(MAX_CALIBRATION, max(MIN_CALIBRATION, prices.calibration))
     saved = max(0.0, round_ms - slowest)
-    another = slowest * prices.company + (prices.crowding - 1.0) * costs.compute_ms(1)  # what a further step takes
+    another = slowest * prices.batch_sharing + (prices.contention - 1.0) * costs.compute_ms(
+        1
+    )  # what a further step takes
     held_up = another - slowest / 2  # on average half of it is done when a miss is known
     reach = held_up / (held_up + saved) if saved > 0 else 2.0  # never: a chain of one hop and no links
-    apart = min(1.0, prices.company - 1.0) * costs.compute_ms(1)  # who asks misses the batches that the others share
-    ask = prices.pace * (prices.level_ms * prices.company + apart) / max(0.05, prices.hits) if prices.level_ms else 0.0
-    idle = min(1.0, prices.level_ms / (2 * round_ms) + prices.crowding - 1.0)
-    room = (max(1, steps_held(costs)) + 1) / prices.company
+    apart = min(1.0, prices.batch_sharing - 1.0) * costs.compute_ms(
+        1
+    )  # who asks misses the batches that the others share
+    ask = (
+        prices.tokens_per_ms * (prices.level_ms * prices.batch_sharing + apart) / max(0.05, prices.model_hit_rate)
+        if prices.level_ms
+        else 0.0
+    )
+    idle = min(1.0, prices.level_ms / (2 * round_ms) + prices.contention - 1.0)
+    room = (max(1, steps_held(costs)) + 1) / prices.batch_sharing
     in_flight = min(MAX_IN_FLIGHT, max(1, round(room)))
     lone = reach >= 1.0 or prices.level_ms * LEVELS <= another
     thoughts = LEVELS if lone else max(1, round(another / prices.level_ms))
-    return Policy(rows, LEVELS, in_flight, min(1.0, floor), reach, ask, ask * idle, thoughts)
+    return SpeculationPolicy(rows, LEVELS, in_flight, min(1.0, floor), reach, ask, ask * idle, thoughts)
 
 
 def steps_held(costs: ChainCosts) -> int:
     """How many plain steps fit into the chain one behind the other."""
-    slowest = costs.slowest_ms(1)
-    return min(MAX_IN_FLIGHT, math.ceil(costs.round_ms(1) / slowest)) if slowest > 0 else MAX_IN_FLIGHT
+    slowest = costs.bottleneck_ms(1)
+    return min(MAX_IN_FLIGHT, math.ceil(costs.iteration_ms(1) / slowest)) if slowest > 0 else MAX_IN_FLIGHT

@@ -14,7 +14,7 @@ from swarm.planner.speculation.static_tree import AcceptanceTable
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LevelForecast:
     """`hit`: how likely it holds the target's token, given that the level above held the one before. `rows`: its
     guesses, on average."""
 
@@ -22,35 +22,37 @@ class Level:
     rows: float
 
 
-def levels(acceptance: AcceptanceTable, width: int, depth: int, doubtful: float = 1.0) -> Iterator[Level]:
+def forecast_levels(
+    acceptance: AcceptanceTable, width: int, depth: int, doubtful: float = 1.0
+) -> Iterator[LevelForecast]:
     """The levels below a known token: each holds the `width` likeliest paths that continue the level above.
 
     `doubtful`: the part of all places that a drafter has doubts about and says so; it is right about the others, and
     paths branch at the doubtful ones only. `acceptance` holds for all places together. Ends with the first level that
     cannot be hit.
     """
-    spans = list(_doubts(acceptance, width, min(depth, len(acceptance)), doubtful))
+    spans = list(_branching_levels(acceptance, width, min(depth, len(acceptance)), doubtful))
     inside = 1.0
     for level in range(1, len(spans)):
         doubts = [(spans[k], _binomial(level, k, doubtful)) for k in range(level if doubtful == 1 else 0, level + 1)]
         covered = math.fsum(chance * span.hit for span, chance in doubts)
         if covered <= 0:
             return
-        yield Level(min(1.0, covered / inside), math.fsum(chance * span.rows for span, chance in doubts))
+        yield LevelForecast(min(1.0, covered / inside), math.fsum(chance * span.rows for span, chance in doubts))
         inside = covered
 
 
-def _doubts(acceptance: AcceptanceTable, width: int, depth: int, doubtful: float) -> Iterator[Level]:
+def _branching_levels(acceptance: AcceptanceTable, width: int, depth: int, doubtful: float) -> Iterator[LevelForecast]:
     """After 0, 1, ... doubtful places: how likely the text is among the paths kept, and how many these are."""
     paths, inside = [1.0], 1.0
-    yield Level(inside, 1.0)
+    yield LevelForecast(inside, 1.0)
     for k in range(1, depth + 1):
         place = min(len(acceptance), round(k / doubtful))  # where the k-th doubt lies, on average
         first, *others = acceptance[place - 1] or (0.0,)
         row = (max(0.0, 1 - (1 - first) / doubtful), *(p / doubtful for p in others))
         paths = sorted((path * p for path in paths for p in row if p > 0), reverse=True)[:width]
         inside = min(inside, math.fsum(paths))
-        yield Level(inside, float(len(paths)))
+        yield LevelForecast(inside, float(len(paths)))
 
 
 def _binomial(n: int, k: int, p: float) -> float:
@@ -58,7 +60,7 @@ def _binomial(n: int, k: int, p: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AcceptedRun:
     """What to expect between two misses: `hits` in a row, `steps` that were whole among them, and the `rows` of a level
     that was hit."""
 
@@ -67,7 +69,7 @@ class Run:
     rows: float
 
 
-def run_of(ahead: Sequence[Level], together: int = 1) -> Run:
+def expected_run(ahead: Sequence[LevelForecast], together: int = 1) -> AcceptedRun:
     """With the levels `ahead` in flight, `together` of them a step.
 
     Levels 1, 2, ... were guessed from further and further away, up to the levels in flight; from there on each is
@@ -82,4 +84,4 @@ def run_of(ahead: Sequence[Level], together: int = 1) -> Run:
     missing = together - len(ahead) % together  # to the end of the next step
     steps += alive * steady**missing / (1 - steady**together)
     beyond = alive * steady / (1 - steady)
-    return Run(hits + beyond, steps, (rows + beyond * ahead[-1].rows) / (hits + beyond))
+    return AcceptedRun(hits + beyond, steps, (rows + beyond * ahead[-1].rows) / (hits + beyond))

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.policies.hyperion import Tiers, require
+from swarm.simulator.policies.hyperion import TieredPolicy, require
 from swarm.simulator.policies.pipelines import equal_shares
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import LayerSpan
 
 
-class GPipe(Tiers):
+class GPipe(TieredPolicy):
     """Equal split."""
 
-    def split(self, tiers: Sequence[SimNode], view: View) -> Sequence[LayerSpan | None]:
+    def split(self, tiers: Sequence[SimNode], view: StaleSnapshot) -> Sequence[LayerSpan | None]:
         ends = [0, *accumulate(equal_shares(view.num_layers, len(tiers)))]
         spans = [LayerSpan(a, b) for a, b in pairwise(ends)]
         require(tiers, spans, view)

@@ -11,22 +11,22 @@ from collections.abc import Sequence
 
 from swarm.errors import Infeasible
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.policies.hyperion import Tiers, require, weights
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.policies.hyperion import TieredPolicy, require, weights
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import LayerSpan
 
 
-class Heft(Tiers):
+class Heft(TieredPolicy):
     """Memory decides who gets how much; speed does not."""
 
-    def split(self, tiers: Sequence[SimNode], view: View) -> Sequence[LayerSpan | None]:
+    def split(self, tiers: Sequence[SimNode], view: StaleSnapshot) -> Sequence[LayerSpan | None]:
         proportional = self.spec.partition == "proportional"
         spans = _proportional(tiers, view) if proportional else _fill(tiers, view)
         require(tiers, spans, view)
         return spans
 
 
-def _proportional(tiers: Sequence[SimNode], view: View) -> list[LayerSpan]:
+def _proportional(tiers: Sequence[SimNode], view: StaleSnapshot) -> list[LayerSpan]:
     """Layer after layer to the tier whose memory would be used to the least share; in order, at least one each."""
     counts = [1] * len(tiers)
     for _ in range(view.num_layers - len(tiers)):
@@ -34,7 +34,7 @@ def _proportional(tiers: Sequence[SimNode], view: View) -> list[LayerSpan]:
     return _consecutive(counts)
 
 
-def _fill(tiers: Sequence[SimNode], view: View) -> list[LayerSpan]:
+def _fill(tiers: Sequence[SimNode], view: StaleSnapshot) -> list[LayerSpan]:
     """The first tier as full as memory allows, then the next; every later tier keeps at least one layer."""
     costs = weights(view)
     counts: list[int] = []

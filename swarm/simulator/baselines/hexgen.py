@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from swarm.errors import Infeasible, Unsupported
+from swarm.errors import Infeasible, UnsupportedRequest
 from swarm.planner.pipeline.partition import Device, LayerCost, partition
 from swarm.simulator.model.node import SimNode
 from swarm.simulator.policies.pipelines import StaticPipelines, bottleneck_ms, lay_out, pipeline_ms
 from swarm.simulator.policy import alive
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Hop
 
 MOST_NODES = 12
@@ -31,10 +31,12 @@ class HexGen(StaticPipelines):
     request in each pipeline, it yields a token a passage, links included.
     """
 
-    def form(self, view: View) -> Sequence[Sequence[Hop]]:
+    def form(self, view: StaleSnapshot) -> Sequence[Sequence[Hop]]:
         nodes = [node for node in alive(view) if node.capacity > 0]
         if len(nodes) > MOST_NODES:
-            raise Unsupported(f"HexGen's best partition is searched exhaustively, for at most {MOST_NODES} nodes")
+            raise UnsupportedRequest(
+                f"HexGen's best partition is searched exhaustively, for at most {MOST_NODES} nodes"
+            )
         kinds = sorted({node.cost.device.name for node in nodes})
         members = [[node for node in nodes if node.cost.device.name == kind] for kind in kinds]
         layouts: dict[Kinds, tuple[int, ...] | None] = {}
@@ -55,7 +57,7 @@ class HexGen(StaticPipelines):
             raise Infeasible("no group of nodes holds the model")
         return self._deal(best[1], members, layouts)
 
-    def _token_ms(self, view: View, pipeline: Sequence[Hop]) -> float:
+    def _token_ms(self, view: StaleSnapshot, pipeline: Sequence[Hop]) -> float:
         links = sum(self.network.latency(a.peer, b.peer) for a, b in itertools.pairwise(pipeline))
         return pipeline_ms(view.nodes, pipeline) + links
 
@@ -66,7 +68,7 @@ class HexGen(StaticPipelines):
         if group not in known:
             stages = [nodes[0] for count, nodes in zip(group, members, strict=True) for _ in range(count)]
             layers = self.scenario.model.layers
-            devices = [Device(n.capacity, layer_ms=(n.cost.curve.at(1),) * layers) for n in stages]
+            devices = [Device(n.capacity, layer_ms=(n.cost.curve.ms_at(1),) * layers) for n in stages]
             try:
                 found = partition([LayerCost(1.0)] * layers, devices, allow_idle=True)
                 known[group] = tuple(len(span) if span else 0 for span in found.spans)

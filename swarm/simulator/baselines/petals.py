@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from swarm.errors import NoRoute
 from swarm.planner.routing.repair import Repair
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.rng import Stream
-from swarm.simulator.model.session import Session
-from swarm.simulator.policy import Policy, Repeat, alive, covered
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.model.rng import NamedStream
+from swarm.simulator.model.session import SimSession
+from swarm.simulator.policy import ReplayPlan, ServingPolicy, alive, covered
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Chain, Hop, LayerSpan, NodeProfile, PeerId, missing_ranges
 
 ALLOC_DELAY_MS = 10_000.0
@@ -26,12 +26,12 @@ EPS = 1e-3
 BENCHMARK_ROWS = 1024  # tokens of the batch with which a server measures its throughput
 
 
-class Petals(Policy):
+class Petals(ServingPolicy):
     """Servers choose blocks one after the other; clients route by static speeds."""
 
-    def place(self, view: View) -> Mapping[PeerId, LayerSpan]:
+    def place(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         nodes = [node for node in alive(view) if node.capacity > 0]
-        self._random = Stream(self.scenario.seed, "petals")
+        self._random = NamedStream(self.scenario.seed, "petals")
         speed = {node.id: self._throughput(node) for node in nodes}
         spans: dict[PeerId, LayerSpan] = {}
         for node in nodes:
@@ -93,16 +93,16 @@ class Petals(Policy):
                 moved = moved or best != spans[peer]
                 spans[peer] = best
 
-    def join(self, view: View) -> Mapping[PeerId, LayerSpan]:
+    def join(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         seen = {n.peer: n.span for n in view.take(self.scenario.serving.record_lifetime_ms).nodes if n.span}
         speed = {peer: self._throughput(view.nodes[peer]) for peer in seen}
         blocks = _throughputs(seen, speed, view.num_layers)
         return {n.id: _best_span(blocks, n.capacity) for n in alive(view) if n.span is None and n.capacity > 0}
 
-    def choose(self, session: Session, view: View) -> Chain:
+    def choose(self, session: SimSession, view: StaleSnapshot) -> Chain:
         return self._route(session, view, 0, view.num_layers, session.banned)
 
-    def repair(self, session: Session, view: View) -> Repeat:
+    def repair(self, session: SimSession, view: StaleSnapshot) -> ReplayPlan:
         """New servers for the blocks of each lost one; the client kept what it had sent there."""
         hops: list[Hop] = []
         anew: list[Hop] = []
@@ -115,9 +115,9 @@ class Petals(Policy):
             hops.extend(found)
             anew.extend(found)
         kept = tuple(hop for hop in hops if hop not in anew)
-        return Repeat(Repair(Chain(tuple(hops)), kept, tuple(anew)), from_client=True)
+        return ReplayPlan(Repair(Chain(tuple(hops)), kept, tuple(anew)), from_client=True)
 
-    def _route(self, session: Session, view: View, start: int, end: int, banned: set[PeerId]) -> Chain:
+    def _route(self, session: SimSession, view: StaleSnapshot, start: int, end: int, banned: set[PeerId]) -> Chain:
         """Least cost from the client through blocks `[start, end)` and back. Raises NoRoute."""
         servers = [n for n in view.snapshot().serving() if n.peer not in banned]
         at: list[list[NodeProfile]] = [[] for _ in range(end)]
@@ -143,11 +143,11 @@ class Petals(Policy):
                         reached[stop][server.peer] = (total, hop, last)
         return _trace_back(reached, end, client_ms)
 
-    def _server_ms(self, session: Session, server: NodeProfile, view: View, blocks: int) -> float:
+    def _server_ms(self, session: SimSession, server: NodeProfile, view: StaleSnapshot, blocks: int) -> float:
         """Overhead, blocks at the speed measured at start, and the penalty for cache that is full."""
         full = server.kv_free_tokens < session.most_tokens
         step = view.nodes[server.peer].cost.device.step_overhead_ms / len(server.span or (0,))
-        return self.spec.overhead_ms + blocks * (server.cost.at(1) + step) + (ALLOC_DELAY_MS if full else 0.0)
+        return self.spec.overhead_ms + blocks * (server.cost.ms_at(1) + step) + (ALLOC_DELAY_MS if full else 0.0)
 
 
 def _throughputs(spans: Mapping[PeerId, LayerSpan], speed: Mapping[PeerId, float], num_layers: int) -> list[float]:

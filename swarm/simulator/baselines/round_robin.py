@@ -8,14 +8,14 @@ from swarm.errors import Infeasible
 from swarm.simulator.model.node import SimNode
 from swarm.simulator.policies.pipelines import StaticPipelines, equal_shares, lay_out
 from swarm.simulator.policy import alive
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Hop
 
 
 class RoundRobin(StaticPipelines):
     """Takes nodes until an equal split fits into each of them, then starts the next pipeline."""
 
-    def form(self, view: View) -> Sequence[Sequence[Hop]]:
+    def form(self, view: StaleSnapshot) -> Sequence[Sequence[Hop]]:
         pipelines: list[list[Hop]] = []
         group: list[SimNode] = []
         for node in alive(view):

@@ -48,7 +48,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"device {self.name} needs memory_gb above 0 and a count from 0 up")
 
 
-class LayerCost:
+class DeviceCostModel:
     """One device running one model; all times in ms."""
 
     def __init__(self, device: DeviceSpec, model: ModelSpec) -> None:
@@ -62,7 +62,7 @@ class LayerCost:
         """One layer. `kv_tokens`: context that is read, all sessions; `row_context`: context summed over the rows."""
         model, overhead = self.model, self.device.layer_overhead_ms
         if self._measured is not None:
-            return overhead + self._measured.at(rows) + self.device.context_ms * row_context / 1000.0
+            return overhead + self._measured.ms_at(rows) + self.device.context_ms * row_context / 1000.0
         moved = (model.layer_bytes + kv_tokens * model.kv_token_bytes) / self._bytes_per_ms
         worked = (rows * model.row_flops + row_context * model.context_flops) / self._flops_per_ms
         return overhead + max(moved, worked)
@@ -71,7 +71,7 @@ class LayerCost:
         """The LM head for `rows` rows; a measured device takes as long as a layer of its size would."""
         model = self.model
         if self._measured is not None:
-            return self._measured.at(rows) * model.head_bytes / model.layer_bytes
+            return self._measured.ms_at(rows) * model.head_bytes / model.layer_bytes
         flops = 2.0 * rows * model.hidden * model.vocabulary
         return max(model.head_bytes / self._bytes_per_ms, flops / self._flops_per_ms)
 
@@ -84,7 +84,7 @@ class LayerCost:
     def flops_per_s(self) -> float:
         """What it reaches on long prompts."""
         if self._measured is not None:
-            return self.model.row_flops * WIDTHS[-1] / self._measured.at(WIDTHS[-1]) * 1e3
+            return self.model.row_flops * WIDTHS[-1] / self._measured.ms_at(WIDTHS[-1]) * 1e3
         return self._flops_per_ms * 1e3
 
     @property

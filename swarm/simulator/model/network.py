@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from swarm.simulator.model.rng import Stream
+from swarm.simulator.model.rng import NamedStream
 
 
 class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,7 +21,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     clients: int = 1  # places that requests come from
 
 
-class Network:
+class NetworkModel:
     """Latencies are drawn once for each pair and each place, from the seed and the names alone."""
 
     def __init__(self, spec: NetworkSpec, seed: int) -> None:
@@ -37,7 +37,7 @@ class Network:
         if self.spec.kind != "plane":
             return ()
         if name not in self._points:
-            stream = Stream(self._seed, "place", name)
+            stream = NamedStream(self._seed, "place", name)
             side = self.spec.latency_ms
             self._points[name] = (stream.uniform(0.0, side), stream.uniform(0.0, side))
         return self._points[name]
@@ -55,7 +55,7 @@ class Network:
             return self.spec.latency_ms
         pair = (min(a, b), max(a, b))
         if pair not in self._pairs:
-            share = Stream(self._seed, "pair", *pair).uniform(-self.spec.spread, self.spec.spread)
+            share = NamedStream(self._seed, "pair", *pair).uniform(-self.spec.spread, self.spec.spread)
             self._pairs[pair] = self.spec.latency_ms * (1.0 + share)
         return self._pairs[pair]
 

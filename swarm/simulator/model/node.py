@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from swarm.planner.scheduling.batch_scheduler import BatchScheduler
 from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
 from swarm.planner.scheduling.session_order import SessionOrder
-from swarm.simulator.model.devices import LayerCost
-from swarm.simulator.model.session import Session, Step
+from swarm.simulator.model.devices import DeviceCostModel
+from swarm.simulator.model.session import SimSession, SimStep
 from swarm.types import Hop, LayerSpan, NodeProfile, NodeState
 
 
 @dataclass(slots=True)
-class Held:
+class QueuedStep:
     """A session at a node: the layers it has there and the bytes set aside for its KV."""
 
-    session: Session
+    session: SimSession
     hop: Hop
     size: float
     done_ms: float = 0.0  # of its work here
@@ -41,7 +41,7 @@ class Usage:
 @dataclass(slots=True)
 class SimNode:
     id: str
-    cost: LayerCost
+    cost: DeviceCostModel
     capacity: int  # layers
     batch_tokens: int
     batch_sessions: int | None  # steps of one batch; None: as many as fit
@@ -54,13 +54,13 @@ class SimNode:
     span: LayerSpan | None = None
     kv_room: float = 0.0
     kv_used: float = 0.0
-    held: dict[int, Held] = field(default_factory=dict)
-    opening: deque[tuple[Session, Hop]] = field(default_factory=deque)  # sessions that queue for room here
+    held: dict[int, QueuedStep] = field(default_factory=dict)
+    opening: deque[tuple[SimSession, Hop]] = field(default_factory=deque)  # sessions that queue for room here
     busy: bool = False
     start_at: float | None = None  # when the next batch is to be taken, ms
     usage: Usage = field(default_factory=Usage)
-    scheduler: BatchScheduler[Step] = field(init=False)
-    _order: SessionOrder[Step] = field(init=False)
+    scheduler: BatchScheduler[SimStep] = field(init=False)
+    _order: SessionOrder[SimStep] = field(init=False)
     _layer_time: LayerTimeEstimator = field(init=False)
     _last: tuple[object, NodeProfile] | None = None  # what it published last, and what that depends on
 
@@ -88,22 +88,22 @@ class SimNode:
 
     # Sessions --------------------------------------------------------------------------------------------------------
 
-    def kv_size(self, session: Session, hop: Hop) -> float:
+    def kv_size(self, session: SimSession, hop: Hop) -> float:
         return session.most_tokens * (hop.end - hop.start) * self.cost.model.kv_token_bytes
 
-    def can_open(self, session: Session, hop: Hop) -> bool:
+    def can_open(self, session: SimSession, hop: Hop) -> bool:
         own = self.held.get(session.number)
         free = self.kv_room - self.kv_used + (own.size if own else 0.0)
         return (len(self.held) < self.most_sessions or own is not None) and self.kv_size(session, hop) <= free
 
-    def open(self, session: Session, hop: Hop) -> None:
+    def open(self, session: SimSession, hop: Hop) -> None:
         self.close(session)
         size = self.kv_size(session, hop)
-        self.held[session.number] = Held(session, hop, size)
+        self.held[session.number] = QueuedStep(session, hop, size)
         self.kv_used += size
         self.usage.most_kv = max(self.usage.most_kv, self.kv_used)
 
-    def close(self, session: Session) -> bool:
+    def close(self, session: SimSession) -> bool:
         """Whether the session was open here."""
         self.scheduler.forget(session.number)
         self._order.forget(session.number)
@@ -115,14 +115,14 @@ class SimNode:
 
     # Work ------------------------------------------------------------------------------------------------------------
 
-    def push(self, step: Step) -> bool:
+    def push(self, step: SimStep) -> bool:
         """Whether the step waits for a batch now, and not for another of its session."""
         ready = self._order.arrive(step)
         if ready is not None:
             self.scheduler.push(ready)
         return ready is not None
 
-    def batch_ms(self, batch: list[Step]) -> float:
+    def batch_ms(self, batch: list[SimStep]) -> float:
         rows = kv_tokens = sampled = 0
         context = 0.0
         for step in batch:
@@ -136,7 +136,7 @@ class SimNode:
             ms += cost.head_ms(sampled)
         return ms
 
-    def ran(self, batch: list[Step], compute_ms: float, now: float) -> None:
+    def ran(self, batch: list[SimStep], compute_ms: float, now: float) -> None:
         """Count a batch that is done, and let the next steps of its sessions in."""
         self.usage.busy_ms += compute_ms
         self.usage.batches += 1
@@ -174,12 +174,12 @@ class SimNode:
             kv_free_tokens=0 if full or not span else int((self.kv_room - self.kv_used) / token),
             sessions=len(self.held),
             region=self.cost.device.region,
-            coordinate=self.coordinate,
+            network_coordinate=self.coordinate,
             link_ms=self.link_ms,
         )
         self._last = depends, profile
         return profile
 
-    def waiting(self) -> Iterator[Session]:
+    def waiting(self) -> Iterator[SimSession]:
         """Sessions that queue for room here and still want it."""
         return (session for session, _ in self.opening if session.live)

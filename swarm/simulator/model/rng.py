@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 T = TypeVar("T")
 
 
-class Stream:
+class NamedStream:
     """Independent draws for one purpose; `path` names it."""
 
     def __init__(self, seed: int, *path: str | int) -> None:

@@ -5,41 +5,41 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from swarm.simulator.model.workload import Request
+from swarm.simulator.model.workload import SimRequest
 from swarm.types import Hop, LayerSpan
 
 
-class Phase(enum.Enum):
+class SimPhase(enum.Enum):
     CONNECTING = "connecting"
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
 
 
-_LIVE = (Phase.CONNECTING, Phase.RUNNING)
+_LIVE = (SimPhase.CONNECTING, SimPhase.RUNNING)
 
 
 @dataclass(slots=True)
-class Session:
+class SimSession:
     """`held`: tokens whose keys and values the whole chain has. `ready`: peers of `hops` that have them."""
 
     number: int
-    request: Request
+    request: SimRequest
     prompt: int
     output: int
-    parent: Session | None = None  # of a point of an outline
-    phase: Phase = Phase.CONNECTING
+    parent: SimSession | None = None  # of a point of an outline
+    phase: SimPhase = SimPhase.CONNECTING
     epoch: int = 0
     hops: list[Hop] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     banned: set[str] = field(default_factory=set)
-    gate: str = ""
+    admission_queue: str = ""
     held: int = 0
     produced: int = 0
     steps: int = 0
     chunks: tuple[int, ...] = ()
     replays: int = 0  # runs of lost hops that are still being fed again
-    parked: list[Step] = field(default_factory=list)  # activations that wait for the next hop to let it in
+    parked: list[SimStep] = field(default_factory=list)  # activations that wait for the next hop to let it in
     points_left: int = 0
     repairs: int = 0
     dials: int = 0  # nodes it tried that were gone or full
@@ -60,14 +60,14 @@ class Session:
 
 
 @dataclass(slots=True)
-class Step:
+class SimStep:
     """`rows` rows after `base` tokens, at hop `index` of its session; `last`: the hop a replay ends at, -1 if none.
 
     `hop` stays what it was when the step set out for it, whatever becomes of the session meanwhile. A
     `plan.scheduling` step.
     """
 
-    session: Session
+    session: SimSession
     epoch: int
     rows: int
     base: int

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from swarm.simulator.model.rng import Stream
+from swarm.simulator.model.rng import NamedStream
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,7 +17,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     least: int = 1
     most: int = 1 << 20
 
-    def draw(self, stream: Stream) -> int:
+    def draw(self, stream: NamedStream) -> int:
         length = round(stream.lognormal(self.median, self.sigma)) if self.sigma else self.median
         return max(self.least, min(length, self.most))
 
@@ -45,7 +45,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("rate_per_s must be above 0")
 
 
-class Request(msgspec.Struct, frozen=True):
+class SimRequest(msgspec.Struct, frozen=True):
     """`at`: ms. `client`: the place it comes from."""
 
     number: int
@@ -55,18 +55,18 @@ class Request(msgspec.Struct, frozen=True):
     client: str
 
 
-def requests(spec: WorkloadSpec, clients: int, seed: int) -> list[Request]:
+def requests(spec: WorkloadSpec, clients: int, seed: int) -> list[SimRequest]:
     """All requests in order of arrival. Arrivals and lengths are drawn apart: another rate, the same requests."""
-    arrivals, lengths, places = (Stream(seed, "workload", part) for part in ("arrivals", "lengths", "places"))
+    arrivals, lengths, places = (NamedStream(seed, "workload", part) for part in ("arrivals", "lengths", "places"))
     trace = spec.trace
-    found: list[Request] = []
+    found: list[SimRequest] = []
     at = 0.0
     for number in range(len(trace) or spec.requests):
         client = f"client{places.below(max(clients, 1))}"
         if trace:
             asked = trace[number]
-            found.append(Request(number, asked.at_s * 1e3, asked.prompt, asked.output, client))
+            found.append(SimRequest(number, asked.at_s * 1e3, asked.prompt, asked.output, client))
             continue
         at += arrivals.exponential(1e3 / spec.rate_per_s) if spec.arrivals == "poisson" else 0.0
-        found.append(Request(number, at, spec.prompt.draw(lengths), spec.output.draw(lengths), client))
+        found.append(SimRequest(number, at, spec.prompt.draw(lengths), spec.output.draw(lengths), client))
     return sorted(found, key=lambda request: (request.at, request.number))

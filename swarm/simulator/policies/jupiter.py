@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from swarm.planner.pipeline.partition import Device, partition
 from swarm.planner.pipeline.prefill_chunking import ChunkCost, plan_prefill
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.session import Session
+from swarm.simulator.model.session import SimSession
 from swarm.simulator.policies.hyperion import weights
 from swarm.simulator.policies.pipelines import StaticPipelines, lay_out
 from swarm.simulator.policy import alive
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Hop
 
 
 class Jupiter(StaticPipelines):
     """Balanced by what a layer takes at the width of a decoding step."""
 
-    def form(self, view: View) -> Sequence[Sequence[Hop]]:
+    def form(self, view: StaleSnapshot) -> Sequence[Sequence[Hop]]:
         devices = [node for node in alive(view) if node.capacity > 0]
         rows = 1 + self.spec.draft_tokens
         times = [node.cost.layer_ms(rows, 0.0, 0.0) for node in devices]
@@ -31,7 +31,7 @@ class Jupiter(StaticPipelines):
         found = partition(weights(view), stages, "jupiter", allow_idle=True)
         return [lay_out(devices, [len(span) if span else 0 for span in found.spans])]
 
-    def chunks(self, session: Session, view: View) -> tuple[int, ...]:
+    def chunks(self, session: SimSession, view: StaleSnapshot) -> tuple[int, ...]:
         """The cut of least pipelined latency for the slowest stage's cost."""
         pipeline = self.pipelines[0]
         costs = [self._cost(view.nodes[hop.peer], hop) for hop in pipeline]

@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 
 from swarm.errors import NoRoute
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.session import Session
-from swarm.simulator.policy import Policy
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.model.session import SimSession
+from swarm.simulator.policy import ServingPolicy
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Chain, Hop, LayerSpan, PeerId
 
 
-class StaticPipelines(Policy):
+class StaticPipelines(ServingPolicy):
     """`pipelines` are formed once. A request stays with the one it is dealt to and waits in line for it."""
 
     @abstractmethod
-    def form(self, view: View) -> Sequence[Sequence[Hop]]:
+    def form(self, view: StaleSnapshot) -> Sequence[Sequence[Hop]]:
         """The pipelines. Raises Infeasible."""
 
-    def place(self, view: View) -> Mapping[PeerId, LayerSpan]:
+    def place(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         self.pipelines = [tuple(pipeline) for pipeline in self.form(view)]
         self._rates = [1.0 / bottleneck_ms(view.nodes, pipeline) for pipeline in self.pipelines]
         self._dealt: Counter[int] = Counter()
@@ -30,7 +30,7 @@ class StaticPipelines(Policy):
         self._of: dict[int, int] = {}  # session -> pipeline
         return {hop.peer: hop.span for pipeline in self.pipelines for hop in pipeline}
 
-    def gate(self, session: Session) -> str:
+    def admission_queue(self, session: SimSession) -> str:
         """Deal the request to a pipeline.
 
         least_loaded: the fewest open requests for its speed; weighted: shares in proportion to speed, whatever is open;
@@ -45,7 +45,7 @@ class StaticPipelines(Policy):
         self._of[session.number] = chosen
         return str(chosen)
 
-    def choose(self, session: Session, view: View) -> Chain:
+    def choose(self, session: SimSession, view: StaleSnapshot) -> Chain:
         """Its own pipeline, once there is room at every stage. Raises NoRoute."""
         pipeline = self.pipelines[self._of[session.number]]
         for hop in pipeline:
@@ -55,7 +55,7 @@ class StaticPipelines(Policy):
                 raise NoRoute(f"stage {hop.peer} is gone")
         return Chain(pipeline)
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: SimSession) -> None:
         self._open[self._of[session.number]] -= 1
 
 

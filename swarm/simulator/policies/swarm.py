@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from swarm.planner.placement.allocation import Price, allocate
+from swarm.planner.placement.allocation import Objective, allocate
 from swarm.planner.placement.join import join_span, place_joiners
 from swarm.planner.placement.water_filling import PoolNode
 from swarm.planner.rebalancing.imbalance import judge_spans
-from swarm.planner.rebalancing.migration import Schedule
-from swarm.planner.rebalancing.target import target
+from swarm.planner.rebalancing.migration import MigrationPlan
+from swarm.planner.rebalancing.target import target_allocation
 from swarm.planner.routing.repair import repair
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.session import Session
-from swarm.simulator.policy import Policy, Repeat, alive, covered
-from swarm.simulator.stale_snapshot import View
+from swarm.simulator.model.session import SimSession
+from swarm.simulator.policy import ReplayPlan, ServingPolicy, alive, covered
+from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Chain, LayerSpan, PeerId
 
 MIN_GAIN = 0.2  # relative fall of the loads' coefficient of variation that is worth moving for, as for a real node
 
 
-class Swarm(Policy):
+class SwarmPolicy(ServingPolicy):
     """Parallax's two phases on live data; every decision is a function of `swarm.planner`."""
 
-    def place(self, view: View) -> Mapping[PeerId, LayerSpan]:
+    def place(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         """Phase 1 over everybody; those it has no use for join at the bottleneck, one after the other."""
         nodes = [node for node in alive(view) if node.capacity > 0]
         allocation = allocate(view.num_layers, [_pool_node(node) for node in nodes], self._price(nodes, view))
@@ -38,33 +38,33 @@ class Swarm(Policy):
         covered(spans, view.num_layers)
         return spans
 
-    def _price(self, nodes: list[SimNode], view: View) -> Price:
-        idle = math.fsum(node.cost.curve.at(1) for node in nodes) / len(nodes)
+    def _price(self, nodes: list[SimNode], view: StaleSnapshot) -> Objective:
+        idle = math.fsum(node.cost.curve.ms_at(1) for node in nodes) / len(nodes)
         some = nodes[:32]
         links = [self.network.latency(a.id, b.id) for a in some for b in some if a is not b]
         hop_ms = math.fsum(links) / len(links) if links else 0.0
-        return Price(compute_ms=view.num_layers * idle, hop_ms=hop_ms, alpha=self.spec.alpha)
+        return Objective(compute_ms=view.num_layers * idle, hop_ms=hop_ms, alpha=self.spec.alpha)
 
-    def join(self, view: View) -> Mapping[PeerId, LayerSpan]:
+    def join(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         """A joining node reads the directory, which still lists nodes that have just gone."""
         return place_joiners(view.take(self.scenario.serving.record_lifetime_ms))
 
-    def rebalance(self, view: View) -> Schedule | None:
+    def rebalance(self, view: StaleSnapshot) -> MigrationPlan | None:
         """By the planner's two triggers; for imbalance alone nobody moves unless it falls by MIN_GAIN."""
         snapshot = view.take()
         nodes = {n.peer: n for n in snapshot.nodes}
         verdict = judge_spans(nodes, {n.peer: n.span for n in snapshot.nodes if n.span}, view.num_layers)
         if not verdict.rebalance:
             return None
-        found = target(snapshot)
+        found = target_allocation(snapshot)
         gap = verdict.reason.startswith("coverage")
         return found.plan if gap or found.after.cv <= (1 - MIN_GAIN) * found.before.cv else None
 
-    def choose(self, session: Session, view: View) -> Chain:
+    def choose(self, session: SimSession, view: StaleSnapshot) -> Chain:
         table = view.table(session.most_tokens)
         return table.route(client_ms=view.client_ms(session.request.client), banned=session.banned)
 
-    def repair(self, session: Session, view: View) -> Repeat:
+    def repair(self, session: SimSession, view: StaleSnapshot) -> ReplayPlan:
         intact = Chain(tuple(hop for hop in session.hops if hop.peer in session.ready))
         found = repair(
             view.table(session.most_tokens),
@@ -73,11 +73,11 @@ class Swarm(Policy):
             client_ms=view.client_ms(session.request.client),
             banned=session.banned,
         )
-        return Repeat(found)
+        return ReplayPlan(found)
 
 
 def _pool_node(node: SimNode) -> PoolNode:
-    return PoolNode(node.id, node.capacity, 1.0 / node.cost.curve.at(1), node.cost.device.region)
+    return PoolNode(node.id, node.capacity, 1.0 / node.cost.curve.ms_at(1), node.cost.device.region)
 
 
 def _add(tokens: list[float], node: SimNode, span: LayerSpan) -> None:

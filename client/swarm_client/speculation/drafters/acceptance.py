@@ -18,7 +18,7 @@ DECAY = 0.99
 """What an observation still weighs once another of its depth came: text changes its kind within one answer."""
 
 
-class Acceptance:
+class AcceptanceRates:
     """Counts, older ones weighing less. `observe` as guesses are settled; `table()` whenever a plan is made.
 
     `prior`: the first level's row before anything was seen. A deeper level starts from what the level above it has

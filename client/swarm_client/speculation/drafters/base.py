@@ -6,7 +6,7 @@ ids only: hidden states live on the tail.
 
 A drafter is synchronous code for one generation, called from one thread at a time. What it guesses changes the speed
 and never the text, so it may be arbitrarily bad, but it may also raise or stall: the engine calls it through
-`runner.DraftRunner`, which turns both into `DrafterFailed`. Some of it may be worth hearing before the rest has been
+`runner.ThreadedDrafter`, which turns both into `DrafterFailed`. Some of it may be worth hearing before the rest has been
 thought out: `glance` says what can be said in no time.
 """
 
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from swarm.errors import UsageError
-from swarm.planner.generation.draft_tree import Hints
-from swarm_client.speculation.drafters.acceptance import Acceptance
+from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm_client.speculation.drafters.acceptance import AcceptanceRates
 
 TokenPath = tuple[int, ...]
 """Drafted tokens after the certain ones, from the first level down; `()` asks what follows the certain text itself."""
@@ -34,29 +34,29 @@ class Candidate(NamedTuple):
     logprob: float
 
 
-class Glance(NamedTuple):
+class CachedProposal(NamedTuple):
     """What a drafter can say at once. `open`: for each path the belief that only its whole answer would place."""
 
     candidates: list[list[Candidate]]
-    open: list[float]
+    unassigned_mass: list[float]
 
 
 class Drafter(ABC):
     """Subclasses write `_begin`, `_advance` and `_draft`; the engine calls the public methods.
 
-    `instant`: all of its answers take microseconds. `learns_instantly`: `extend` does.
+    `instant`: all of its answers take microseconds. `extend_is_synchronous`: `extend` does.
 
     Acceptance is measured by itself: a proposal is remembered until the tokens that became certain confirm or refute
     it, at the depth it was made for.
     """
 
-    instant = False
-    learns_instantly = False
+    is_synchronous = False
+    extend_is_synchronous = False
 
-    def __init__(self, name: str, acceptance: Acceptance | None = None) -> None:
+    def __init__(self, name: str, acceptance: AcceptanceRates | None = None) -> None:
         """`name`: what statistics call it. `acceptance`: where to go on measuring; a fresh one by default."""
         self.name = name
-        self.acceptance = acceptance or Acceptance()
+        self.acceptance = acceptance or AcceptanceRates()
         self._waiting: dict[TokenPath, list[_Proposal]] = {}
 
     def reset(self, prompt_ids: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class Drafter(ABC):
         self._judge(tokens)
         self._advance(tokens)
 
-    def hint(self, hints: Hints) -> None:  # noqa: B027, most have no use for it
+    def set_medusa_candidates(self, hints: MedusaCandidates) -> None:  # noqa: B027, most have no use for it
         """What the tail's own heads think comes after the certain tokens, just after `extend`."""
 
     def propose(self, path: Sequence[int], width: int) -> list[Candidate]:
@@ -86,11 +86,11 @@ class Drafter(ABC):
             self._remember(path, candidates, width)
         return drafted
 
-    def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
+    def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
         """What takes no time of `propose_many`."""
         asked = [tuple(path) for path in paths]
-        seen = self._glance(asked, width)
-        for path, candidates, still_open in zip(asked, seen.candidates, seen.open, strict=True):
+        seen = self._propose_cached(asked, width)
+        for path, candidates, still_open in zip(asked, seen.candidates, seen.unassigned_mass, strict=True):
             if candidates or not still_open:
                 self._remember(path, candidates, width)
         return seen
@@ -100,7 +100,7 @@ class Drafter(ABC):
         self._waiting.clear()
 
     @property
-    def thought_hits(self) -> float:
+    def model_hit_rate(self) -> float:
         """How often the target's token was among those that the slow part of it, if there is one, proposed."""
         return min(1.0, math.fsum(self.acceptance.table(1)[0]))
 
@@ -114,10 +114,10 @@ class Drafter(ABC):
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
         """As `propose_many`, `width` >= 1."""
 
-    def _glance(self, paths: Sequence[TokenPath], width: int) -> Glance:
-        if self.instant:
-            return Glance(self._draft(paths, width), [0.0] * len(paths))
-        return Glance([[] for _ in paths], [1.0] * len(paths))
+    def _propose_cached(self, paths: Sequence[TokenPath], width: int) -> CachedProposal:
+        if self.is_synchronous:
+            return CachedProposal(self._draft(paths, width), [0.0] * len(paths))
+        return CachedProposal([[] for _ in paths], [1.0] * len(paths))
 
     def _remember(self, path: TokenPath, candidates: Sequence[Candidate], width: int) -> None:
         if len(self._waiting) < MAX_REMEMBERED or path in self._waiting:

@@ -10,7 +10,7 @@ from swarm_kernels.models.source import ModelSource
 DATA = Path(__file__).parent / "data"
 
 
-def find_shipped(target: ModelSource) -> Path | None:
+def find_bundled(target: ModelSource) -> Path | None:
     """The file of the draft for exactly these weights, if there is one. Raises CorruptModel."""
     for path in sorted(DATA.glob("*.draft")):
         if read_card(path).weight_hash == target.weight_hash:

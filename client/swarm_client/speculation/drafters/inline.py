@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from swarm.errors import DrafterFailed
-from swarm.planner.generation.draft_tree import Hints
-from swarm_client.speculation.drafters.base import Candidate, Drafter, Glance
+from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter
 
 _T = TypeVar("_T")
 
@@ -24,15 +24,15 @@ class InlineDrafter:
     async def reset(self, prompt_ids: Sequence[int]) -> None:
         self._call(lambda: self.drafter.reset(prompt_ids))
 
-    async def extend(self, tokens: Sequence[int], hints: Hints = ()) -> None:
+    async def extend(self, tokens: Sequence[int], hints: MedusaCandidates = ()) -> None:
         self._call(lambda: self.drafter.extend(tokens))
-        self._call(lambda: self.drafter.hint(hints))
+        self._call(lambda: self.drafter.set_medusa_candidates(hints))
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
         return self._call(lambda: self.drafter.propose_many(paths, width))
 
-    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
-        return self._call(lambda: self.drafter.glance(paths, width))
+    async def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
+        return self._call(lambda: self.drafter.propose_cached(paths, width))
 
     def close(self) -> None:
         """Nothing to let go."""

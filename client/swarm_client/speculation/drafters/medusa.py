@@ -8,34 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarm.messages import Result
-from swarm.planner.generation.draft_tree import Hints
+from swarm.messages import StepResult
+from swarm.planner.generation.draft_tree import MedusaCandidates
 from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
 
-GUESSES = 4  # of each head, with every token drawn
+NUM_CANDIDATES = 4  # of each head, with every token drawn
 
 
-def hints_of(result: Result) -> tuple[Hints, ...]:
+def medusa_candidates(result: StepResult) -> tuple[MedusaCandidates, ...]:
     """What came along with each token of a result; () if nothing did, or if it does not add up."""
-    draws, heads, guesses = len(result.tokens), result.heads, len(result.guessed)
-    if not guesses or not draws * heads or guesses % (draws * heads) or len(result.doubts) != guesses:
+    draws, heads, guesses = len(result.tokens), result.num_medusa_heads, len(result.medusa_ids)
+    if (
+        not guesses
+        or not draws * heads
+        or guesses % (draws * heads)
+        or len(result.medusa_neg_logprob_centinats) != guesses
+    ):
         return ()
     width = guesses // (draws * heads)
-    pairs = [(token, -doubt / 100) for token, doubt in zip(result.guessed, result.doubts, strict=True)]
+    pairs = [
+        (token, -doubt / 100)
+        for token, doubt in zip(result.medusa_ids, result.medusa_neg_logprob_centinats, strict=True)
+    ]
     ranked = [tuple(pairs[at : at + width]) for at in range(0, guesses, width)]
     return tuple(tuple(ranked[at : at + heads]) for at in range(0, len(ranked), heads))
 
 
-class HeadsDrafter(Drafter):
+class MedusaDrafter(Drafter):
     """It has the guesses already, so asking it takes no time."""
 
     instant = learns_instantly = True
 
     def __init__(self, name: str = "heads") -> None:
         super().__init__(name)
-        self._hints: Hints = ()
+        self._hints: MedusaCandidates = ()
 
-    def hint(self, hints: Hints) -> None:
+    def set_medusa_candidates(self, hints: MedusaCandidates) -> None:
         self._hints = hints
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:

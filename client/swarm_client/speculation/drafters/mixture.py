@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from swarm.errors import UsageError
 from swarm.ewma import DecayedRatio
-from swarm.planner.generation.draft_tree import Hints
-from swarm_client.speculation.drafters.base import Candidate, Drafter, Glance, TokenPath
+from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
 
 _BOUNDS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97)
 """Claims between two of these are calibrated together."""
@@ -21,7 +21,7 @@ _STRENGTH = 10.0
 _DECAY = 0.995
 
 
-class CombinedDrafter(Drafter):
+class MixtureDrafter(Drafter):
     """Members are asked in order: the look-up first, and what belief it does not claim goes to the next.
 
     So a long match, which comes true nine times in ten, stands first by itself, and where nothing matches a model says
@@ -34,31 +34,31 @@ class CombinedDrafter(Drafter):
         if not members or len({member.name for member in members}) < len(members):
             raise UsageError("a combination needs drafters with different names")
         self.members = tuple(members)
-        self.instant = all(member.instant for member in members)
-        self.learns_instantly = all(member.learns_instantly for member in members)
-        self._calibration = [Calibration() for _ in members]
+        self.is_synchronous = all(member.is_synchronous for member in members)
+        self.extend_is_synchronous = all(member.extend_is_synchronous for member in members)
+        self._calibration = [ProbabilityCalibrator() for _ in members]
         self._claims: dict[int, list[Candidate]] = {}  # by member, about what follows the certain text
 
     @property
-    def thought_hits(self) -> float:
-        slow = [member for member in self.members if not member.instant]
-        return max((member.thought_hits for member in slow), default=0.0)
+    def model_hit_rate(self) -> float:
+        slow = [member for member in self.members if not member.is_synchronous]
+        return max((member.model_hit_rate for member in slow), default=0.0)
 
-    def hint(self, hints: Hints) -> None:
+    def set_medusa_candidates(self, hints: MedusaCandidates) -> None:
         for member in self.members:
-            member.hint(hints)
+            member.set_medusa_candidates(hints)
 
     def close(self) -> None:
         super().close()
         for member in self.members:
             member.close()
 
-    def without(self, name: str) -> CombinedDrafter | None:
+    def drop_member(self, name: str) -> MixtureDrafter | None:
         """The others, as they are, if one has failed; None if nobody is left."""
         kept = [(m, c) for m, c in zip(self.members, self._calibration, strict=True) if m.name != name]
         if not kept:
             return None
-        rest = CombinedDrafter([member for member, _ in kept], self.name)
+        rest = MixtureDrafter([member for member, _ in kept], self.name)
         rest.acceptance, rest._calibration = self.acceptance, [calibration for _, calibration in kept]
         return rest
 
@@ -76,16 +76,18 @@ class CombinedDrafter(Drafter):
             drafter.extend(tokens)
 
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
-        return [merge(claims, width) for claims in self._heard(range(len(self.members)), paths, width)]
+        return [mix_candidates(claims, width) for claims in self._learn_from(range(len(self.members)), paths, width)]
 
-    def _glance(self, paths: Sequence[TokenPath], width: int) -> Glance:
-        instant = [i for i, member in enumerate(self.members) if member.instant]
-        heard = [merge(claims, width) for claims in self._heard(instant, paths, width)]
-        if self.instant:
-            return Glance(heard, [0.0] * len(paths))
-        return Glance(heard, [max(0.0, 1.0 - math.fsum(math.exp(c.logprob) for c in made)) for made in heard])
+    def _propose_cached(self, paths: Sequence[TokenPath], width: int) -> CachedProposal:
+        instant = [i for i, member in enumerate(self.members) if member.is_synchronous]
+        heard = [mix_candidates(claims, width) for claims in self._learn_from(instant, paths, width)]
+        if self.is_synchronous:
+            return CachedProposal(heard, [0.0] * len(paths))
+        return CachedProposal(heard, [max(0.0, 1.0 - math.fsum(math.exp(c.logprob) for c in made)) for made in heard])
 
-    def _heard(self, members: Sequence[int], paths: Sequence[TokenPath], width: int) -> list[list[list[Candidate]]]:
+    def _learn_from(
+        self, members: Sequence[int], paths: Sequence[TokenPath], width: int
+    ) -> list[list[list[Candidate]]]:
         """What each of `members` says to each path, corrected: `[path][member]`."""
         proposed = {i: self.members[i].propose_many(paths, width) for i in members}
         if () in paths:
@@ -95,7 +97,7 @@ class CombinedDrafter(Drafter):
         ]
 
 
-class Calibration:
+class ProbabilityCalibrator:
     """What a drafter's claims are worth: per range of claimed probability, how often the token came.
 
     Starts from taking every claim at its word.
@@ -124,7 +126,7 @@ class Calibration:
         return min(1.0, max(1e-9, p * factor))
 
 
-def merge(proposals: Sequence[Sequence[Candidate]], width: int) -> list[Candidate]:
+def mix_candidates(proposals: Sequence[Sequence[Candidate]], width: int) -> list[Candidate]:
     """One list of at most `width`, likeliest first: each list shares out what belief those before it left over."""
     beliefs: dict[int, float] = {}
     left = 1.0

@@ -57,7 +57,7 @@ class ModelDrafter(Drafter):
         self._session.extend(tokens)
 
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
-        return [[Candidate(*guess) for guess in guesses] for guesses in self._session.guess(paths, width)]
+        return [[Candidate(*guess) for guess in guesses] for guesses in self._session.propose(paths, width)]
 
 
 def check_vocabulary(

@@ -15,12 +15,12 @@ from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
 from swarm_client.speculation.drafters.suffix_automaton import Follower, Match, SuffixAutomaton
 
 MAX_SUFFIXES = 6  # suffixes that share out the belief
-MIN_BELIEF = 1e-4
+MIN_PROB = 1e-4
 _LENGTHS = (1, 2, 3, 4, 6, 9, 14, 22)  # a match belongs to the last of these that it reaches
 _PRIOR_STRENGTH = 12.0
 _DECAY = 0.995
-_EXPECTED_SURE = (0.27, 0.52, 0.63, 0.72, 0.82, 0.88, 0.93, 0.97)
-_EXPECTED_TORN = (0.32, 0.43, 0.50, 0.53, 0.58, 0.68, 0.82, 0.93)
+_PRIOR_UNIQUE = (0.27, 0.52, 0.63, 0.72, 0.82, 0.88, 0.93, 0.97)
+_PRIOR_AMBIGUOUS = (0.32, 0.43, 0.50, 0.53, 0.58, 0.68, 0.82, 0.93)
 """By length: how often the next token is one that followed before, where that was always the same one, or several. As
 measured on 150 chats that SmolLM2-135M wrote; only where to start from, for both are measured as the text goes on."""
 
@@ -36,7 +36,7 @@ class NgramDrafter(Drafter):
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         self._automaton = SuffixAutomaton()
-        self._belief = _Belief()
+        self._belief = _MatchAccuracy()
         self._walked: dict[TokenPath, Match] = {}
         self._advance(prompt_ids)
 
@@ -64,7 +64,7 @@ class NgramDrafter(Drafter):
         left = 1.0
         for number, (length, followers) in enumerate(self._automaton.suffixes(match)):
             fresh = {t: f for t, f in followers.items() if t not in beliefs}
-            if number == MAX_SUFFIXES or left < MIN_BELIEF:
+            if number == MAX_SUFFIXES or left < MIN_PROB:
                 break
             if not fresh:
                 continue
@@ -84,11 +84,11 @@ def _weights(followers: dict[int, Follower]) -> dict[int, float]:
     return {t: f.count + (1.0 if f.latest == latest else 0.0) for t, f in followers.items()}
 
 
-class _Belief:
+class _MatchAccuracy:
     """How often the next token was among the followers of a match, by its length and whether they were several."""
 
     def __init__(self) -> None:
-        expected = (_EXPECTED_SURE, _EXPECTED_TORN)
+        expected = (_PRIOR_UNIQUE, _PRIOR_AMBIGUOUS)
         self._hits = [[DecayedRatio(p * _PRIOR_STRENGTH, _PRIOR_STRENGTH) for p in row] for row in expected]
 
     def of(self, length: int, followers: int) -> float:

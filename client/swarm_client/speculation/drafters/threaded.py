@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from swarm.errors import DrafterFailed
-from swarm.planner.generation.draft_tree import Hints
-from swarm_client.speculation.drafters.base import Candidate, Drafter, Glance
+from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter
 
 _T = TypeVar("_T")
 _Work = tuple[Callable[[], object], "Future[object]"]
@@ -25,7 +25,7 @@ STALL_S = 2.0  # a proposal that took longer is worth nothing
 FIRST_STALL_S = 60.0  # a model reads the whole prompt before its first
 
 
-class DraftRunner:
+class ThreadedDrafter:
     """Asynchronous twin of a Drafter: `reset`, `extend`, `glance` and `propose_many` in the order they are called.
 
     Raises DrafterFailed from each of them; after the first, from every further call at once.
@@ -51,18 +51,18 @@ class DraftRunner:
         await self._call(lambda: self.drafter.reset(prompt_ids), self._first_stall_s)
         self._reading = self._post(lambda: self.drafter.propose_many([()], 1))
 
-    async def extend(self, tokens: Sequence[int], hints: Hints = ()) -> None:
+    async def extend(self, tokens: Sequence[int], hints: MedusaCandidates = ()) -> None:
         def learn() -> None:
             self.drafter.extend(tokens)
-            self.drafter.hint(hints)
+            self.drafter.set_medusa_candidates(hints)
 
-        if not self.drafter.learns_instantly:
+        if not self.drafter.extend_is_synchronous:
             await self._call(learn, self._patience_s())
         else:
             await self._at_once(learn)
 
-    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> Glance:
-        return await self._at_once(lambda: self.drafter.glance(paths, width))
+    async def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
+        return await self._at_once(lambda: self.drafter.propose_cached(paths, width))
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
         drafted = await self._call(lambda: self.drafter.propose_many(paths, width), self._patience_s())

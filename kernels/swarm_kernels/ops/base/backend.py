@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.base.validate import check_stack
 
@@ -54,7 +54,7 @@ class LayerStack(ABC):
         cos: torch.Tensor,
         sin: torch.Tensor,
         caches: Sequence[LayerCache],
-        plan: BatchPlan,
+        plan: AttentionMetadata,
     ) -> torch.Tensor:
         """`hidden [n, width]` through all layers, each with its own cache -> a new `[n, width]` of its dtype.
 
@@ -100,7 +100,7 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
-        plan: BatchPlan,
+        plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,

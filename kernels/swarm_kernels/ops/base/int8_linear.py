@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from swarm.errors import KernelError
 
-GROUP = 64
+ACTIVATION_GROUP_SIZE = 64
 """Inputs that share a step."""
 
 MAX_INPUTS = 1 << 17
@@ -24,7 +24,7 @@ _LARGEST = 127.0
 _TINY = 1e-30  # a group below this counts as zero
 
 
-def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`[N, K]` of any float dtype -> int8 `[N, K]`, and fp32 `[N]` to multiply each output's integers by."""
     if weight.shape[1] > MAX_INPUTS:
         raise KernelError(f"a linear layer of {weight.shape[1]} inputs cannot be held in 8 bits: {MAX_INPUTS} at most")
@@ -34,9 +34,9 @@ def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers, scale
 
 
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[n, K]` -> whole numbers up to 127 as fp32 `[n, groups, GROUP]`, zero-padded, and steps `[n, groups]`."""
-    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(x.shape[0], -1, GROUP)
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, K]` -> whole numbers up to 127 as fp32 `[n, groups, ACTIVATION_GROUP_SIZE]`, zero-padded, and steps `[n, groups]`."""
+    groups = F.pad(x.float(), (0, -x.shape[1] % ACTIVATION_GROUP_SIZE)).view(x.shape[0], -1, ACTIVATION_GROUP_SIZE)
     peak = groups.abs().amax(2)
     tiny = peak <= _TINY
     inverse = torch.where(tiny, 0.0, _LARGEST / peak)
@@ -64,9 +64,9 @@ class Int8Linear:
         return self.numbers.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        numbers, steps = quantise_rows(x)
+        numbers, steps = quantize_rows(x)
         total = torch.zeros(x.shape[0], self.out_features, device=x.device)
-        for group, weights in enumerate(torch.split(self.numbers, GROUP, 1)):
+        for group, weights in enumerate(torch.split(self.numbers, ACTIVATION_GROUP_SIZE, 1)):
             sums = numbers[:, group, : weights.shape[1]] @ weights.float().T  # below 2^24: exact in any order
             total += steps[:, group, None] * sums
         total = total * self.scale
@@ -76,6 +76,6 @@ class Int8Linear:
         return self.numbers.index_select(0, ids).float() * self.scale.index_select(0, ids)[:, None]
 
 
-def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
     """Prepare `[N, K]` weights of any float dtype. Raises KernelError for more inputs than `MAX_INPUTS`."""
-    return Int8Linear(*quantise_weight(weight), None if bias is None else bias.float())
+    return Int8Linear(*quantize_weight(weight), None if bias is None else bias.float())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 
@@ -38,13 +38,13 @@ class ReferenceBackend(AttentionBackend):
         v: torch.Tensor,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
-        plan: BatchPlan,
+        plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
         self.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
-        append(k, v, k_pages, v_pages, plan.write)
+        append(k, v, k_pages, v_pages, plan.slot_mapping)
         out = torch.empty_like(q)
         for group in _groups(plan):
             visible = group.visible
@@ -86,7 +86,7 @@ class _ReferenceStack(LayerStack):
         cos: torch.Tensor,
         sin: torch.Tensor,
         caches: Sequence[LayerCache],
-        plan: BatchPlan,
+        plan: AttentionMetadata,
     ) -> torch.Tensor:
         for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
             hidden = decoder_layer(hidden, weights, cos, sin, k_pages, v_pages, plan)
@@ -100,7 +100,7 @@ def decoder_layer(
     sin: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    plan: BatchPlan,
+    plan: AttentionMetadata,
 ) -> torch.Tensor:
     """One layer of a stack, see `LayerStack.run`; unchecked."""
     w = weights
@@ -144,7 +144,7 @@ def append(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: tor
 
 
 def _split_slots(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return flat // PAGE, flat % PAGE
+    return flat // BLOCK_SIZE, flat % BLOCK_SIZE
 
 
 def _key_slots(k_pages: torch.Tensor) -> torch.Tensor:
@@ -165,32 +165,32 @@ class _Group:
     visible: torch.Tensor  # [r, keys] bool
 
 
-_groups_of: tuple[BatchPlan, list[_Group]] | None = None  # of the last plan: a batch asks once a layer
+_groups_of: tuple[AttentionMetadata, list[_Group]] | None = None  # of the last plan: a batch asks once a layer
 
 
-def _groups(plan: BatchPlan) -> list[_Group]:
+def _groups(plan: AttentionMetadata) -> list[_Group]:
     global _groups_of
     known = _groups_of
     if known is not None and known[0] is plan:
         return known[1]
-    past = plan.past.cpu()
-    session = plan.session.cpu()
+    past = plan.context_lens.cpu()
+    session = plan.sequence_index.cpu()
     groups = []
     for index in sorted(set(session.tolist())):
         rows = (session == index).nonzero().flatten()
-        groups.append(_group(plan, rows.to(plan.past.device), index, int(past[rows].max())))
+        groups.append(_group(plan, rows.to(plan.context_lens.device), index, int(past[rows].max())))
     _groups_of = (plan, groups)
     return groups
 
 
-def _group(plan: BatchPlan, rows: torch.Tensor, session: int, longest: int) -> _Group:
+def _group(plan: AttentionMetadata, rows: torch.Tensor, session: int, longest: int) -> _Group:
     device = rows.device
-    used = -(-longest // PAGE)
-    committed = torch.arange(used * PAGE, device=device)
-    dense = committed < plan.past[rows, None]
+    used = -(-longest // BLOCK_SIZE)
+    committed = torch.arange(used * BLOCK_SIZE, device=device)
+    dense = committed < plan.context_lens[rows, None]
     words = plan.tree_mask.shape[1]
-    tree_pages = plan.tree_pages[session][: -(-words * 64 // PAGE)]
-    slots = torch.arange(tree_pages.numel() * PAGE, device=device)
+    tree_pages = plan.tree_block_tables[session][: -(-words * 64 // BLOCK_SIZE)]
+    slots = torch.arange(tree_pages.numel() * BLOCK_SIZE, device=device)
     if slots.numel():
         sparse = (plan.tree_mask[rows][:, slots // 64] >> (slots % 64) & 1).bool()
     else:
@@ -198,7 +198,7 @@ def _group(plan: BatchPlan, rows: torch.Tensor, session: int, longest: int) -> _
     endless = torch.full_like(slots, torch.iinfo(torch.int64).max)
     return _Group(
         rows=rows,
-        pages=torch.cat((plan.pages[session, :used], tree_pages)).long(),
+        pages=torch.cat((plan.block_tables[session, :used], tree_pages)).long(),
         position=torch.cat((committed, endless)),
         visible=torch.cat((dense, sparse), 1),
     )

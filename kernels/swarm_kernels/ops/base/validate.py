@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.cpu.binding import PLAN_FAULTS
 
@@ -21,13 +21,13 @@ def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Size:
     """Keys `[pages, G, D, PAGE]` and values `[pages, G, PAGE, D]` of one dtype, contiguous, on one device; -> the
     keys' shape."""
     shape = k_pages.shape
-    if len(shape) != 4 or shape[3] != PAGE:
-        raise KernelError(f"key pages have shape {tuple(shape)}, not [pages, kv heads, head size, {PAGE}]")
+    if len(shape) != 4 or shape[3] != BLOCK_SIZE:
+        raise KernelError(f"key pages have shape {tuple(shape)}, not [pages, kv heads, head size, {BLOCK_SIZE}]")
     pages, groups, dim, _ = shape
     if not (groups and dim):
         raise KernelError(f"attention with {groups} key heads of size {dim} cannot be computed")
-    if v_pages.shape != (pages, groups, PAGE, dim):
-        raise KernelError(f"value pages have shape {tuple(v_pages.shape)}, not {(pages, groups, PAGE, dim)}")
+    if v_pages.shape != (pages, groups, BLOCK_SIZE, dim):
+        raise KernelError(f"value pages have shape {tuple(v_pages.shape)}, not {(pages, groups, BLOCK_SIZE, dim)}")
     if v_pages.dtype is not k_pages.dtype or v_pages.device != k_pages.device:
         raise KernelError("key and value pages differ in dtype or device")
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
@@ -41,7 +41,7 @@ def check_rows(
     v: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    plan: BatchPlan,
+    plan: AttentionMetadata,
 ) -> torch.Size:
     """`q [n, H, D]`, `k` and `v` `[n, G, D]` for the plan's n rows and this cache; H a multiple of G; -> the shape of
     the cache's keys."""
@@ -85,7 +85,7 @@ def check_stack(layers: Sequence[LayerWeights], caches: Sequence[tuple[torch.Ten
 
 
 def check_step(
-    hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, head_dim: int, plan: BatchPlan
+    hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, head_dim: int, plan: AttentionMetadata
 ) -> None:
     """`hidden [n, width]`, `cos` and `sin` `[n, rot]` for the plan's n rows; rot even and at most the head size."""
     check_plan_shapes(plan)
@@ -99,19 +99,23 @@ def check_step(
         raise KernelError("hidden states, rotary tables and plan are on different devices")
 
 
-_shaped: BatchPlan | None = None  # the last whose shapes were found to agree: a batch asks once a layer
+_shaped: AttentionMetadata | None = None  # the last whose shapes were found to agree: a batch asks once a layer
 
 
-def check_plan_shapes(plan: BatchPlan) -> None:
+def check_plan_shapes(plan: AttentionMetadata) -> None:
     """The plan's tensors agree on the number of rows, sessions and copies."""
     global _shaped
     if plan is _shaped:
         return
     rows = plan.rows
-    per_row = (plan.session, plan.past, plan.write, plan.tree_mask)
+    per_row = (plan.sequence_index, plan.context_lens, plan.slot_mapping, plan.tree_mask)
     if any(tensor.shape[0] != rows for tensor in per_row) or plan.tree_mask.dim() != 2:
         raise KernelError(f"a plan of {rows} rows has tensors of another length")
-    if plan.pages.dim() != 2 or plan.tree_pages.dim() != 2 or plan.pages.shape[0] != plan.tree_pages.shape[0]:
+    if (
+        plan.block_tables.dim() != 2
+        or plan.tree_block_tables.dim() != 2
+        or plan.block_tables.shape[0] != plan.tree_block_tables.shape[0]
+    ):
         raise KernelError("the page tables of a plan disagree on the number of sessions")
     if plan.copy_from.shape != plan.copy_to.shape:
         raise KernelError("a plan copies from and to different numbers of slots")
@@ -122,28 +126,28 @@ def check_slots(copy_from: torch.Tensor, copy_to: torch.Tensor, pages: int) -> N
     """As many sources as targets, all of them slots of a cache of `pages` pages."""
     if copy_from.shape != copy_to.shape:
         raise KernelError("there are not as many slots to copy from as to copy to")
-    if copy_from.numel() and bool(_outside(torch.stack((copy_from, copy_to)), pages * PAGE)):
+    if copy_from.numel() and bool(_outside(torch.stack((copy_from, copy_to)), pages * BLOCK_SIZE)):
         raise KernelError(PLAN_FAULTS[16])
 
 
-_checked: tuple[BatchPlan, int] | None = None  # the last: a batch asks once a layer
+_checked: tuple[AttentionMetadata, int] | None = None  # the last: a batch asks once a layer
 
 
-def check_plan(plan: BatchPlan, pages: int) -> None:
+def check_plan(plan: AttentionMetadata, pages: int) -> None:
     """The plan's sessions, pages, slots and masks lie within a cache of `pages` pages: `swarm_check_plan` in torch."""
     global _checked
     known = _checked
     if known is not None and known[0] is plan and known[1] == pages:
         return
-    slots = pages * PAGE
-    tree_slots = plan.tree_pages.shape[1] * PAGE
+    slots = pages * BLOCK_SIZE
+    tree_slots = plan.tree_block_tables.shape[1] * BLOCK_SIZE
     faults = torch.stack(
         (
-            _outside(plan.session, plan.pages.shape[0]),
-            _outside(plan.past, plan.pages.shape[1] * PAGE + 1),
-            _outside(plan.write, slots),
-            _outside(plan.pages, pages),
-            _outside(plan.tree_pages, pages),
+            _outside(plan.sequence_index, plan.block_tables.shape[0]),
+            _outside(plan.context_lens, plan.block_tables.shape[1] * BLOCK_SIZE + 1),
+            _outside(plan.slot_mapping, slots),
+            _outside(plan.block_tables, pages),
+            _outside(plan.tree_block_tables, pages),
             _beyond(plan.tree_mask, tree_slots),
             _outside(plan.copy_from, slots) | _outside(plan.copy_to, slots),
         )
@@ -154,7 +158,7 @@ def check_plan(plan: BatchPlan, pages: int) -> None:
     _checked = (plan, pages)
 
 
-def mark_validated(plan: BatchPlan, pages: int) -> None:
+def mark_validated(plan: AttentionMetadata, pages: int) -> None:
     """Take a plan as checked: our own cache made it, and to look at it the host would have to wait for the GPU."""
     global _checked
     _checked = (plan, pages)

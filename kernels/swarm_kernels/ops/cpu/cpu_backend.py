@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.cpu import cpu_library
@@ -54,7 +54,7 @@ class CpuBackend(AttentionBackend):
         v: torch.Tensor,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
-        plan: BatchPlan,
+        plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.cpu import binding, cpu_library
@@ -71,7 +71,7 @@ class CpuLayerStack(LayerStack):
         cos: torch.Tensor,
         sin: torch.Tensor,
         caches: Sequence[LayerCache],
-        plan: BatchPlan,
+        plan: AttentionMetadata,
     ) -> torch.Tensor:
         out = hidden.clone(memory_format=torch.contiguous_format)
         turn_cos, turn_sin = cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
@@ -123,7 +123,7 @@ _PLAN_FIELDS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    plan: BatchPlan
+    plan: AttentionMetadata
     pages: int
     tensors: tuple[torch.Tensor, ...]  # contiguous; the structure points into them
     structure: binding.PlanDesc
@@ -132,7 +132,7 @@ class _Prepared:
 _prepared: _Prepared | None = None  # the last: a batch asks once a layer
 
 
-def prepared_plan(library: ctypes.CDLL, plan: BatchPlan, pages: int) -> binding.PlanDesc:
+def prepared_plan(library: ctypes.CDLL, plan: AttentionMetadata, pages: int) -> binding.PlanDesc:
     """The plan as the library takes it, its slots checked against a cache of `pages` pages. Raises KernelError."""
     global _prepared
     known = _prepared
@@ -140,9 +140,9 @@ def prepared_plan(library: ctypes.CDLL, plan: BatchPlan, pages: int) -> binding.
         tensors = tuple(getattr(plan, name).to(dtype).contiguous() for name, dtype in _PLAN_FIELDS)
         structure = binding.PlanDesc(
             plan.rows,
-            plan.pages.shape[0],
-            plan.pages.shape[1],
-            plan.tree_pages.shape[1],
+            plan.block_tables.shape[0],
+            plan.block_tables.shape[1],
+            plan.tree_block_tables.shape[1],
             plan.tree_mask.shape[1],
             plan.copy_from.shape[0],
             *(tensor.data_ptr() for tensor in tensors),

@@ -8,7 +8,7 @@ import threading
 import torch
 
 from swarm.errors import KernelError, OutOfMemory
-from swarm_kernels.device.core_groups import Units
+from swarm_kernels.device.core_groups import CoreGroups
 from swarm_kernels.ops.cpu import binding, build
 
 REFERENCE = "reference"
@@ -56,7 +56,7 @@ def loaded() -> ctypes.CDLL:
     return _choice.loaded
 
 
-def available() -> str:
+def isa() -> str:
     """The implementation in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "generic" (compiled), or "reference"
     (plain torch)."""
     native = library()
@@ -65,13 +65,13 @@ def available() -> str:
 
 def describe() -> str:
     """`available()` in words, with the reason, for a program to show."""
-    name = available()
+    name = isa()
     if name != REFERENCE:
         return f"compiled ({name})"
     return f"plain torch: {_choice.reason}"
 
 
-def use(name: str) -> None:
+def select_isa(name: str) -> None:
     """Choose the implementation by `available`'s names; "best" undoes it. Linears already packed keep working under any
     compiled one. Raises KernelError if this machine does not have it."""
     library()
@@ -94,7 +94,7 @@ def set_threads(count: int) -> None:
         native.swarm_set_threads(count)
 
 
-def divide(units: Units) -> None:
+def split_columns(units: CoreGroups) -> None:
     """From now on two units of threads share the work of an op: each has its columns of a linear layer, the wide one
     the committed keys and the narrow one the tree's (Ghidorah, section III-B). `set_threads` undoes it.
 
@@ -104,9 +104,9 @@ def divide(units: Units) -> None:
     if native is None:
         raise KernelError(f"there are no units of threads without compiled kernels: {_choice.reason}")
     torch.set_num_threads(units.threads)
-    cores = [(ctypes.c_int32 * len(part))(*part) for part in (units.wide, units.narrow)]
+    cores = [(ctypes.c_int32 * len(part))(*part) for part in (units.fast, units.slow)]
     native.swarm_divide(
-        units.threads, len(units.narrow), units.thousandths, cores[0], len(cores[0]), cores[1], len(cores[1])
+        units.threads, len(units.slow), units.slow_permille, cores[0], len(cores[0]), cores[1], len(cores[1])
     )
 
 

@@ -69,16 +69,16 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear
     return _pack(weight, None, bias, binding.BF16 if weight.dtype == torch.bfloat16 else binding.FP32)
 
 
-def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     """See `ops.quantise_linear`; `weight` on the CPU."""
-    numbers, scale = int8_linear.quantise_weight(weight)
+    numbers, scale = int8_linear.quantize_weight(weight)
     raised = (numbers.view(torch.uint8) ^ _OFFSET).contiguous()  # of an int8: plus 128
     return _pack(raised, scale, bias, binding.INT8)
 
 
-def quantise_linear4(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+def quantize_linear4(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     """See `ops.quantise_linear`; `weight` on the CPU."""
-    blocks = _four_bit_blocks(int4_linear.quantise_weight(weight))
+    blocks = _four_bit_blocks(int4_linear.quantize_weight(weight))
     packed = _roomy(blocks.shape, torch.uint8).copy_(blocks)
     return _describe(packed, None, _padded(bias), weight.shape, binding.INT4)
 
@@ -89,7 +89,7 @@ def _four_bit_blocks(weights: int4_linear.FourBitWeights) -> torch.Tensor:
     Of the 8 quads of an output's 32 numbers, the even ones are the low halves of the bytes, the odd ones the high.
     """
     padding = -weights.numbers.shape[0] % BLOCK
-    numbers, scale, least = (F.pad(x, (0, 0, 0, padding)) for x in (weights.numbers, weights.scale, weights.least))
+    numbers, scale, least = (F.pad(x, (0, 0, 0, padding)) for x in (weights.numbers, weights.scale, weights.minimum))
     quads = numbers.view(-1, BLOCK, scale.shape[1], 4, 2, 4)  # [block, output, share, pair, of the pair, input]
     pairs = (quads[..., 0, :] | quads[..., 1, :] << 4).permute(0, 2, 3, 1, 4).flatten(2)
     heads = torch.stack((scale, least)).view(2, -1, BLOCK, scale.shape[1]).permute(1, 3, 0, 2)

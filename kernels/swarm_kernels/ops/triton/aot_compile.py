@@ -17,7 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from swarm_kernels.batch import PAGE
+from swarm_kernels.batch import BLOCK_SIZE
 from swarm_kernels.ops.triton import attention, attention_kernels, cache_kernels, row_kernels
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -103,7 +103,7 @@ def _attend(
         },
         constants={
             "GROUPS": heads.groups, "JOINT": heads.joint, "D": heads.dim, "BLOCK_D": heads.block_d,
-            "BLOCK_M": block_m, "BLOCK_N": attention.block_n(heads, dtype), "PAGE": PAGE, "SPLIT": split,
+            "BLOCK_M": block_m, "BLOCK_N": attention.block_n(heads, dtype), "PAGE": BLOCK_SIZE, "SPLIT": split,
             "WINDOWED": extras, "CAPPED": extras, "DOT": attention.dot_type(dtype),
         },
         options=attention.launch_options(heads, dtype, block_m),
@@ -118,7 +118,16 @@ def _place(dtype: torch.dtype) -> Variant:
         f"place {_NAMES[dtype]}",
         cache_kernels.place_heads,
         {**data, **tables, **counts, "write": "*i64", "eps": "fp32"},
-        {"HEADS": 9, "GROUPS": 3, "D": 80, "BLOCK_D": 128, "PAGE": PAGE, "TURN": True, "NORM_Q": True, "NORM_K": True},
+        {
+            "HEADS": 9,
+            "GROUPS": 3,
+            "D": 80,
+            "BLOCK_D": 128,
+            "PAGE": BLOCK_SIZE,
+            "TURN": True,
+            "NORM_Q": True,
+            "NORM_K": True,
+        },
         {"num_warps": 1},
     )
 
@@ -148,7 +157,7 @@ def _merge() -> Variant:
 
 def _move() -> Variant:
     types = {"k_pages": "*bf16", "v_pages": "*bf16", "copy_from": "*i64", "copy_to": "*i64", "count": "i32"}
-    constants = {"GROUPS": 8, "D": 128, "PAGE": PAGE, "BLOCK_C": 512, "BLOCK_D": 16}
+    constants = {"GROUPS": 8, "D": 128, "PAGE": BLOCK_SIZE, "BLOCK_C": 512, "BLOCK_D": 16}
     return Variant("move_slots", cache_kernels.move_slots, types, constants, {})
 
 

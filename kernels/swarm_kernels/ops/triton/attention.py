@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.torch_reference import REFERENCE
 from swarm_kernels.ops.triton import attention_kernels, cache_kernels
 
@@ -116,10 +116,10 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 64
 
 
-def tiling_of(plan: BatchPlan, heads: AttentionShape, dtype: torch.dtype) -> TileConfig:
+def tiling_of(plan: AttentionMetadata, heads: AttentionShape, dtype: torch.dtype) -> TileConfig:
     """The tiling for a plan, whose shapes are all it looks at."""
-    sessions, width = plan.pages.shape
-    return choose_tiling(plan.rows, sessions, width * PAGE, heads, dtype, processors(plan.pages.device))
+    sessions, width = plan.block_tables.shape
+    return choose_tiling(plan.rows, sessions, width * BLOCK_SIZE, heads, dtype, processors(plan.block_tables.device))
 
 
 def wider(q: torch.dtype, cache: torch.dtype) -> torch.dtype:
@@ -127,17 +127,17 @@ def wider(q: torch.dtype, cache: torch.dtype) -> torch.dtype:
     return q if q.itemsize >= cache.itemsize else cache
 
 
-def plain(plan: BatchPlan) -> BatchPlan:
-    """`plan` itself if its tensors are as the kernels read them (`BatchPlan`), else a copy that is."""
+def plain(plan: AttentionMetadata) -> AttentionMetadata:
+    """`plan` itself if its tensors are as the kernels read them (`AttentionMetadata`), else a copy that is."""
     tensors = [getattr(plan, name).to(dtype).contiguous() for name, dtype in _PLAN_DTYPES.items()]
     same = all(tensor is getattr(plan, name) for name, tensor in zip(_PLAN_DTYPES, tensors, strict=True))
-    return plan if same else BatchPlan(*tensors)
+    return plan if same else AttentionMetadata(*tensors)
 
 
-def cut(plan: BatchPlan, tiling: TileConfig) -> SplitPlan:
+def cut(plan: AttentionMetadata, tiling: TileConfig) -> SplitPlan:
     """Find the tiles of a plan, on the device."""
-    starts = torch.empty(plan.rows + 2, dtype=torch.int32, device=plan.session.device)
-    attention_kernels.cut_tiles[(1,)](plan.session, starts, plan.rows, TILE=tiling.tile, BLOCK=_CUT_BLOCK)
+    starts = torch.empty(plan.rows + 2, dtype=torch.int32, device=plan.sequence_index.device)
+    attention_kernels.cut_tiles[(1,)](plan.sequence_index, starts, plan.rows, TILE=tiling.tile, BLOCK=_CUT_BLOCK)
     return SplitPlan(tiling, starts)
 
 
@@ -156,7 +156,7 @@ def commit_tree_slots(
     block_d = min(int(triton.next_power_of_2(dim)), max(16, 4096 // block_c))
     cache_kernels.move_slots[(groups, triton.cdiv(dim, block_d))](
         k_pages, v_pages, copy_from, copy_to, count,
-        GROUPS=groups, D=dim, PAGE=PAGE, BLOCK_C=block_c, BLOCK_D=block_d,
+        GROUPS=groups, D=dim, PAGE=BLOCK_SIZE, BLOCK_C=block_c, BLOCK_D=block_d,
     )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def append(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: tor
     k, v = _rows(k), _rows(v)
     cache_kernels.place_heads[(rows, 2 * groups)](
         k, k, v, k, k_pages, v_pages, write, k, k, k, k, 0, k.stride(0), v.stride(0), 0, 0.0,
-        HEADS=0, GROUPS=groups, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), PAGE=PAGE,
+        HEADS=0, GROUPS=groups, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), PAGE=BLOCK_SIZE,
         TURN=False, NORM_Q=False, NORM_K=False, num_warps=1,
     )  # fmt: skip
 
@@ -181,7 +181,7 @@ def attend_placed(
     q: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    plan: BatchPlan,
+    plan: AttentionMetadata,
     tiles: SplitPlan,
     scale: float,
     sliding_window: int | None,
@@ -199,11 +199,11 @@ def attend_placed(
         stats = q.new_empty(tiling.splits, rows, count, 2, dtype=torch.float32)
     factor, cap = (scale * _LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
     attention_kernels.attend_tiles[(tiling.tiles, heads.groups, tiling.splits)](
-        q, k_pages, v_pages, sums, stats, plan.positions, plan.session, plan.past, plan.pages, plan.tree_pages,
-        plan.tree_mask, tiles.starts, rows, plan.pages.shape[1], plan.tree_pages.shape[1], plan.tree_mask.shape[1],
+        q, k_pages, v_pages, sums, stats, plan.positions, plan.sequence_index, plan.context_lens, plan.block_tables, plan.tree_block_tables,
+        plan.tree_mask, tiles.starts, rows, plan.block_tables.shape[1], plan.tree_block_tables.shape[1], plan.tree_mask.shape[1],
         sliding_window or 0, q.stride(0), factor, cap,
         GROUPS=heads.groups, JOINT=heads.joint, D=dim, BLOCK_D=heads.block_d, BLOCK_M=tiling.block_m,
-        BLOCK_N=block_n(heads, widest), PAGE=PAGE, SPLIT=tiling.splits > 1,
+        BLOCK_N=block_n(heads, widest), PAGE=BLOCK_SIZE, SPLIT=tiling.splits > 1,
         WINDOWED=sliding_window is not None, CAPPED=softcap is not None, DOT=dot_type(q.dtype),
         **launch_options(heads, widest, tiling.block_m),
     )  # fmt: skip

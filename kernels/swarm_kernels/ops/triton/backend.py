@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.triton import attention
@@ -22,7 +22,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: tuple[BatchPlan, BatchPlan, SplitPlan] | None = None  # a batch asks once a layer
+        self._last: tuple[AttentionMetadata, AttentionMetadata, SplitPlan] | None = None  # a batch asks once a layer
 
     def supports_cache(self, k_pages: torch.Tensor) -> bool:
         return True
@@ -44,7 +44,7 @@ class TritonBackend(AttentionBackend):
         v: torch.Tensor,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
-        plan: BatchPlan,
+        plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
@@ -58,7 +58,7 @@ class TritonBackend(AttentionBackend):
                 known = self._last = (plan, read, attention.cut(read, tiling))
             _, read, tiles = known
             attention.commit_tree_slots(k_pages, v_pages, read.copy_from, read.copy_to)
-            attention.append(k, v, k_pages, v_pages, read.write)
+            attention.append(k, v, k_pages, v_pages, read.slot_mapping)
             return attention.attend_placed(q, k_pages, v_pages, read, tiles, scale, sliding_window, softcap)
 
     def commit_tree_slots(

@@ -1,7 +1,7 @@
 """CUDA graphs over stacks of decoder layers: a step of a few rows is one launch instead of hundreds.
 
 Owns which batches are captured, when, and for how long a graph is kept. What is captured is `layers.decoder_layers` on
-a `FixedBatch`; the arithmetic is the same as without a graph.
+a `PaddedBatch`; the arithmetic is the same as without a graph.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarm_kernels.batch import BatchPlan
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.triton.attention import processors
 from swarm_kernels.ops.triton.layers import decoder_layers, heads_of
-from swarm_kernels.ops.triton.padded_batch import FixedBatch, Size
+from swarm_kernels.ops.triton.padded_batch import PaddedBatch, Size
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE as _PoolHandle
@@ -32,7 +32,7 @@ class _Graph:
     """One captured step. It reads the pages and weights it was captured with wherever they lay then."""
 
     def __init__(
-        self, batch: FixedBatch, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], pool: _PoolHandle
+        self, batch: PaddedBatch, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], pool: _PoolHandle
     ) -> None:
         """Capture while `batch` is blank: the run that warms up must leave the cache as it is. Raises RuntimeError."""
         self.batch = batch
@@ -46,7 +46,7 @@ class _Graph:
         with torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             self._out = decoder_layers(batch.hidden, layers, batch.cos, batch.sin, caches, batch.plan, tiling)
 
-    def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionMetadata) -> torch.Tensor:
         self.batch.load(hidden, cos, sin, plan)
         self._graph.replay()
         return self._out[: hidden.shape[0]].clone()
@@ -69,7 +69,7 @@ class TritonLayerStack(LayerStack):
         cos: torch.Tensor,
         sin: torch.Tensor,
         caches: Sequence[LayerCache],
-        plan: BatchPlan,
+        plan: AttentionMetadata,
     ) -> torch.Tensor:
         """A size is captured when it comes the second time."""
         with torch.cuda.device(hidden.get_device()):
@@ -95,7 +95,7 @@ class TritonLayerStack(LayerStack):
             self._graphs.popitem(last=False)
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            batch = FixedBatch(size, hidden.shape[1], rot, hidden.dtype, hidden.device)
+            batch = PaddedBatch(size, hidden.shape[1], rot, hidden.dtype, hidden.device)
             made = self._graphs[size] = _Graph(batch, layers, caches, self._pool)
         except RuntimeError as error:  # too little memory for its buffers, or a driver that cannot capture
             logger.warning("no CUDA graphs from here on: %s", str(error).splitlines()[0])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.triton import cache_kernels, row_kernels
@@ -48,7 +48,7 @@ def decoder_layers(
     cos: torch.Tensor,
     sin: torch.Tensor,
     caches: Sequence[LayerCache],
-    plan: BatchPlan,
+    plan: AttentionMetadata,
     tiling: TileConfig | None = None,
 ) -> torch.Tensor:
     """See `LayerStack.run`. `tiling`: None to choose it by the plan's shapes."""
@@ -63,7 +63,7 @@ def decoder_layers(
         else:
             hidden, normed = add_rms_norm(hidden, delta, w.attn_norm, w.eps)
         commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
-        q = place(w.qkv(normed), w, cos, sin, k_pages, v_pages, plan.write)
+        q = place(w.qkv(normed), w, cos, sin, k_pages, v_pages, plan.slot_mapping)
         mixed = attend_placed(q, k_pages, v_pages, plan, tiles, w.scale, None, None)
         hidden, normed = add_rms_norm(hidden, w.o(mixed.view(rows, -1)), w.mlp_norm, w.eps)
         delta = w.down(silu_times(w.gate_up(normed)))
@@ -90,7 +90,7 @@ def place(
         packed, packed[:, keys:], packed[:, keys + w.kv_heads * w.head_dim :], q, k_pages, v_pages, write, cos, sin,
         cos if w.q_norm is None else w.q_norm, cos if w.k_norm is None else w.k_norm,
         stride, stride, stride, cos.shape[1], w.eps,
-        HEADS=w.heads, GROUPS=w.kv_heads, D=w.head_dim, BLOCK_D=heads_of(w).block_d, PAGE=PAGE,
+        HEADS=w.heads, GROUPS=w.kv_heads, D=w.head_dim, BLOCK_D=heads_of(w).block_d, PAGE=BLOCK_SIZE,
         TURN=True, NORM_Q=w.q_norm is not None, NORM_K=w.k_norm is not None, num_warps=1,
     )  # fmt: skip
     return q

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.triton.attention import AttentionShape, TileConfig, choose_tiling, plain
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -33,21 +33,21 @@ class Size:
     tiling: TileConfig
 
     @classmethod
-    def of(cls, plan: BatchPlan, heads: AttentionShape, dtype: torch.dtype, processors: int) -> Size | None:
+    def of(cls, plan: AttentionMetadata, heads: AttentionShape, dtype: torch.dtype, processors: int) -> Size | None:
         """The size that holds `plan`, or None if it is too large for any."""
         rows = next((width for width in WIDTHS if width >= plan.rows), 0)
         copies = next((count for count in _COPIES if count >= plan.copy_from.shape[0]), -1)
         if not rows or not plan.rows or copies < 0:
             return None
-        sessions, columns = plan.pages.shape
+        sessions, columns = plan.block_tables.shape
         words = plan.tree_mask.shape[1]
         pages = max(_FEWEST_PAGES, int(triton.next_power_of_2(columns)))
         share = min(rows, int(triton.next_power_of_2(-(-plan.rows // max(1, sessions)))))  # rows of a session
-        tiling = choose_tiling(rows, -(-rows // share), pages * PAGE, heads, dtype, processors)
+        tiling = choose_tiling(rows, -(-rows // share), pages * BLOCK_SIZE, heads, dtype, processors)
         return cls(rows, pages, int(triton.next_power_of_2(words)) if words else 0, copies, tiling)
 
 
-class FixedBatch:
+class PaddedBatch:
     """Buffers of one `Size`: `hidden [rows, width]`, `cos`, `sin` `[rows, rot]`, `plan`. Blank until loaded.
 
     The plan's tables have a line a row, for every row may be of another session. Entries that a batch does not set keep
@@ -65,7 +65,7 @@ class FixedBatch:
         self._copies = 0
 
     @torch.no_grad()
-    def load(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: BatchPlan) -> None:
+    def load(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionMetadata) -> None:
         """Copy a batch in and make the rest padding. Nothing waits for the device."""
         rows, copies, mine, other = plan.rows, plan.copy_from.shape[0], self.plan, plain(plan)
         self.hidden[:rows].copy_(hidden)
@@ -73,10 +73,10 @@ class FixedBatch:
         self.sin[:rows].copy_(sin)
         for name in ("positions", "session", "past", "write"):
             getattr(mine, name)[:rows].copy_(getattr(other, name))
-        _corner(mine.pages, other.pages)
+        _corner(mine.block_tables, other.block_tables)
         if self.size.words:
             words = other.tree_mask.shape[1]
-            _corner(mine.tree_pages, other.tree_pages)
+            _corner(mine.tree_block_tables, other.tree_block_tables)
             mine.tree_mask[:rows, :words].copy_(other.tree_mask)
             mine.tree_mask[:rows, words:].zero_()
         if copies:
@@ -88,10 +88,10 @@ class FixedBatch:
         """Blank what the batch before left beyond this one."""
         if rows < self._rows:
             stale = slice(rows, self._rows)
-            self.plan.session[stale].zero_()
-            self.plan.past[stale].zero_()
+            self.plan.sequence_index[stale].zero_()
+            self.plan.context_lens[stale].zero_()
             self.plan.tree_mask[stale].zero_()
-            self.plan.write[stale].fill_(_SKIP)
+            self.plan.slot_mapping[stale].fill_(_SKIP)
         if copies < self._copies:
             self.plan.copy_from[copies : self._copies].fill_(_SKIP)
         self._rows, self._copies = rows, copies
@@ -102,17 +102,17 @@ def _corner(table: torch.Tensor, smaller: torch.Tensor) -> None:
     table[:lines, :columns].copy_(smaller[:lines, :columns])
 
 
-def _blank_plan(size: Size, device: torch.device) -> BatchPlan:
+def _blank_plan(size: Size, device: torch.device) -> AttentionMetadata:
     def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
-    return BatchPlan(
+    return AttentionMetadata(
         positions=filled(0, torch.int64, size.rows),
-        session=filled(0, torch.int32, size.rows),
-        past=filled(0, torch.int32, size.rows),
-        write=filled(_SKIP, torch.int64, size.rows),
-        pages=filled(0, torch.int32, size.rows, size.pages),
-        tree_pages=filled(0, torch.int32, size.rows, size.words * (64 // PAGE)),
+        sequence_index=filled(0, torch.int32, size.rows),
+        context_lens=filled(0, torch.int32, size.rows),
+        slot_mapping=filled(_SKIP, torch.int64, size.rows),
+        block_tables=filled(0, torch.int32, size.rows, size.pages),
+        tree_block_tables=filled(0, torch.int32, size.rows, size.words * (64 // BLOCK_SIZE)),
         tree_mask=filled(0, torch.int64, size.rows, size.words),
         copy_from=filled(_SKIP, torch.int64, size.copies),
         copy_to=filled(0, torch.int64, size.copies),

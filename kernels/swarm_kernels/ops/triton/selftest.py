@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels.batch import PAGE, BatchPlan
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
 from swarm_kernels.ops.base.torch_reference import REFERENCE, decoder_layer
 from swarm_kernels.ops.triton import layers
@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest honest relative L2 distance of one layer's output from the reference's in the same format."""
 
 _HEADS, _GROUPS, _WIDTH, _MIDDLE = 6, 2, 96, 160
-_LONG = 40 * PAGE  # committed tokens of the session whose context is split
+_LONG = 40 * BLOCK_SIZE  # committed tokens of the session whose context is split
 
 
 def run(device: torch.device, dtype: torch.dtype, dim: int = 64) -> None:
@@ -29,7 +29,7 @@ def run(device: torch.device, dtype: torch.dtype, dim: int = 64) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     plan, pages = _batch(device)
-    shapes = (pages, _GROUPS, dim, PAGE), (pages, _GROUPS, PAGE, dim)
+    shapes = (pages, _GROUPS, dim, BLOCK_SIZE), (pages, _GROUPS, BLOCK_SIZE, dim)
     ours = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     theirs = [tensor.clone() for tensor in ours]
     weights = _layer(device, dtype, dim, generator)
@@ -55,9 +55,9 @@ def _compare(what: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtyp
         raise KernelError(f"the kernels compute {what} in {dtype} with an error of {error:.2g}")
 
 
-def _batch(device: torch.device) -> tuple[BatchPlan, int]:
+def _batch(device: torch.device) -> tuple[AttentionMetadata, int]:
     """Session 0: five prompt rows after three; 1: three tree slots on 20 tokens; 2: one row at _LONG. And a copy."""
-    long_pages = _LONG // PAGE + 1
+    long_pages = _LONG // BLOCK_SIZE + 1
     pages = torch.zeros(3, long_pages, dtype=torch.int32)
     pages[0, 0], pages[1, :2] = 1, torch.tensor([2, 3])
     pages[2] = torch.arange(5, 5 + long_pages).flip(0)
@@ -65,19 +65,19 @@ def _batch(device: torch.device) -> tuple[BatchPlan, int]:
     positions = [3, 4, 5, 6, 7, 20, 21, 21, _LONG]
     past = [4, 5, 6, 7, 8, 20, 20, 20, _LONG + 1]
     session = [0] * 5 + [1] * 3 + [2]
-    write = [PAGE + i for i in range(3, 8)] + [4 * PAGE + slot for slot in (0, 2, 5)] + [5 * PAGE]
+    write = [BLOCK_SIZE + i for i in range(3, 8)] + [4 * BLOCK_SIZE + slot for slot in (0, 2, 5)] + [5 * BLOCK_SIZE]
     mask = [0] * 5 + [0b1, 0b101, 0b100001] + [0]
-    copies = [4 * PAGE + 7], [2 * PAGE + 9]
-    plan = BatchPlan(
+    copies = [4 * BLOCK_SIZE + 7], [2 * BLOCK_SIZE + 9]
+    plan = AttentionMetadata(
         torch.tensor(positions), torch.tensor(session).int(), torch.tensor(past).int(), torch.tensor(write), pages,
         tree_pages, torch.tensor(mask)[:, None], torch.tensor(copies[0]), torch.tensor(copies[1]),
     )  # fmt: skip
     return on_device(plan, device), 5 + long_pages
 
 
-def on_device(plan: BatchPlan, device: torch.device) -> BatchPlan:
+def on_device(plan: AttentionMetadata, device: torch.device) -> AttentionMetadata:
     """The same plan with its tensors on `device`."""
-    return BatchPlan(*(getattr(plan, name).to(device) for name in BatchPlan.__dataclass_fields__))
+    return AttentionMetadata(*(getattr(plan, name).to(device) for name in AttentionMetadata.__dataclass_fields__))
 
 
 def _layer(device: torch.device, dtype: torch.dtype, dim: int, generator: torch.Generator) -> LayerWeights:
