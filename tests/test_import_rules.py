@@ -15,8 +15,9 @@ ROOMS = {
     "swarm_kernels": ROOT / "kernels" / "swarm_kernels",
     "swarm_node": ROOT / "node" / "swarm_node",
     "swarm_client": ROOT / "client" / "swarm_client",
+    "swarm_training": ROOT / "client" / "swarm_training",
 }
-OURS = ("swarm", "swarm_kernels", "swarm_node", "swarm_client")
+OURS = ("swarm", "swarm_kernels", "swarm_node", "swarm_client", "swarm_training")
 HEAVY = ("torch", "transformers", "triton")
 
 MAY_IMPORT = {
@@ -24,6 +25,14 @@ MAY_IMPORT = {
     "swarm_kernels": ("swarm", "swarm_kernels"),
     "swarm_node": ("swarm", "swarm_kernels", "swarm_node"),
     "swarm_client": ("swarm", "swarm_kernels", "swarm_client"),
+    "swarm_training": ("swarm", "swarm_kernels", "swarm_client", "swarm_training"),
+}
+SWARM_ROOMS = {  # a room of `swarm` -> rooms that it may import; the root imports none
+    "swarm.planner.cli": ("swarm.planner", "swarm.simulator"),
+    "swarm.planner": ("swarm.planner",),
+    "swarm.simulator": ("swarm.planner", "swarm.simulator"),
+    "swarm.net": ("swarm.net",),
+    "swarm.testing": ("swarm.net", "swarm.testing"),
 }
 NODE_ROOMS = {  # a room of the node -> those below it
     "swarm_node.serving": (),
@@ -86,10 +95,12 @@ def test_imports_run_downwards(room: str, name: str, file: Path) -> None:
             assert within(module, *MAY_IMPORT[room]), f"{name} imports {module}"
     if room == "swarm":
         assert not [m for m in imported if within(m, *HEAVY)], f"{name} must not need torch"
-    if room == "swarm" and not within(name, "swarm.planner", "swarm.net"):
-        assert not [m for m in imported if within(m, "swarm.planner", "swarm.net")], f"{name} imports a room"
-    if within(name, "swarm.net"):
-        assert not [m for m in imported if within(m, "swarm.planner")], f"{name} imports the planner"
+    if room == "swarm":
+        allowed = next((below for own, below in SWARM_ROOMS.items() if within(name, own)), ())
+        rooms = [m for m in imported if within(m, *SWARM_ROOMS) and not within(m, *allowed)]
+        assert not rooms, f"{name} imports {rooms}"
+    if room != "swarm":
+        assert not [m for m in imported if within(m, "swarm.simulator", "swarm.testing")], f"{name} is no test"
     if room == "swarm_kernels":
         allowed = [m for m in imported if within(m, "swarm") and not within(m, "swarm.types", "swarm.errors")]
         assert not [m for m in allowed if m not in ("swarm", "swarm.config") and not within(m, "swarm.config")]

@@ -77,7 +77,7 @@ def reason(data: bytes, peer: str = ALICE.peer, now: float = NOW) -> str:
         {"layer_ms": (2.0,) * 20},
         {"layer_ms": ()},
         {"cost": UNMEASURED},
-        {"addresses": (), "link_ms": {}, "coordinate": (), "region": "", "name": ""},
+        {"addresses": (), "link_ms": {}, "network_coordinate": (), "region": "", "name": ""},
     ],
 )
 def test_profiles_survive(changes: dict[str, Any]) -> None:

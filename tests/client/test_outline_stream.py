@@ -120,7 +120,7 @@ class Reply:
             script.running -= 1
 
     @property
-    def answer(self) -> GenerationResult:
+    def result(self) -> GenerationResult:
         assert self.reason is not None
         text = "".join(map(chr, self.said)).rstrip("\0")
         seed = self.options.seed or 0

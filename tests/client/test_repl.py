@@ -41,7 +41,7 @@ class ScriptedStream:
                 await asyncio.sleep(60)
 
     @property
-    def answer(self) -> GenerationResult:
+    def result(self) -> GenerationResult:
         text = "".join(self.words[: self.shown])
         return GenerationResult(
             text, tuple(range(self.shown)), (7,), FinishReason.EOS, 10.0, 0.5, CHAIN, "sequential", 3,

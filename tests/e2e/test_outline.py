@@ -134,7 +134,7 @@ async def test_a_node_that_dies_under_the_points_costs_no_token(after: int, vict
                 if seen >= after and not dead:
                     dead = stream.chain.peers[victim]
                     swarm.kill(dead)
-            answer = stream.answer
+            answer = stream.result
         assert points_of(answer) == points_of(calm)
         assert answer.text == calm.text
         assert bool(answer.repairs) or after == 40
@@ -162,7 +162,7 @@ async def test_cancelling_ends_all_sessions(pieces: int, templates: Path) -> Non
                     pieces -= 1
                     if not pieces:
                         break
-        assert stream.answer.finish_reason is FinishReason.CANCELLED
+        assert stream.result.finish_reason is FinishReason.CANCELLED
         await assert_clean(swarm)
         assert (await client.chat(QUESTION, decoding="outline")).finish_reason is FinishReason.LENGTH
 

@@ -119,7 +119,7 @@ def test_forks_read_the_pages_they_share(isa: str) -> None:
     plan, pages = make_plan([Part(200, tree=chain(5)), Part(170, tree=random_tree(40, generator))], generator)
     tables = plan.block_tables.clone()
     tables[1, :10] = tables[0, :10]
-    plan = replace(plan, pages=tables)
+    plan = replace(plan, block_tables=tables)
     case = random_case(plan, pages, (6, 2, 48), torch.bfloat16, 12)
     expected = REFERENCE.attend(*copied(case), plan, 0.2)
     assert_near(dispatch.attend(*case, plan, 0.2), expected, torch.bfloat16)
@@ -166,7 +166,7 @@ def test_it_does_not_matter_how_keys_are_spread_between_committed_pages_and_tree
                 tree_pages.repeat_interleave(BLOCK_SIZE)[:branch].long() * BLOCK_SIZE
                 + torch.arange(branch) % BLOCK_SIZE
             )
-            tree = replace(tree, pages=plan.block_tables, tree_pages=tree_pages, write=write)
+            tree = replace(tree, block_tables=plan.block_tables, tree_block_tables=tree_pages, slot_mapping=write)
             rest = slice(committed, None)
             out = dispatch.attend(q[rest], k[rest], v[rest], k_pages, v_pages, tree, dim**-0.5)
         outputs.append(out[-1])
@@ -197,7 +197,7 @@ def test_unseen_keys_cannot_poison_a_row(isa: str, dtype: torch.dtype) -> None:
 
 def test_a_row_that_sees_nothing_gets_zeros(isa: str) -> None:
     plan, pages = make_plan([Part(0, line=1), Part(40, line=1)], torch.Generator().manual_seed(0))
-    blind = replace(plan, past=torch.zeros(2, dtype=torch.int32))
+    blind = replace(plan, context_lens=torch.zeros(2, dtype=torch.int32))
     case = random_case(plan, pages, (2, 1, 32), torch.float32, 0)
     assert torch.equal(dispatch.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
     assert torch.equal(REFERENCE.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))

@@ -49,19 +49,19 @@ def changed(tensor: torch.Tensor, value: int) -> torch.Tensor:
 
 SLOTS = torch.zeros(1, dtype=torch.int64)
 BAD_PLANS: dict[str, Callable[[AttentionMetadata, int], AttentionMetadata]] = {
-    "session": lambda p, n: replace(p, session=changed(p.sequence_index, 2)),
-    "negative session": lambda p, n: replace(p, session=changed(p.sequence_index, -1)),
-    "past": lambda p, n: replace(p, past=changed(p.context_lens, p.block_tables.shape[1] * BLOCK_SIZE + 1)),
-    "write": lambda p, n: replace(p, write=changed(p.slot_mapping, n * BLOCK_SIZE)),
-    "negative write": lambda p, n: replace(p, write=changed(p.slot_mapping, -1)),
-    "page": lambda p, n: replace(p, pages=changed(p.block_tables, n)),
-    "tree page": lambda p, n: replace(p, tree_pages=changed(p.tree_block_tables, n)),
+    "session": lambda p, n: replace(p, sequence_index=changed(p.sequence_index, 2)),
+    "negative session": lambda p, n: replace(p, sequence_index=changed(p.sequence_index, -1)),
+    "past": lambda p, n: replace(p, context_lens=changed(p.context_lens, p.block_tables.shape[1] * BLOCK_SIZE + 1)),
+    "write": lambda p, n: replace(p, slot_mapping=changed(p.slot_mapping, n * BLOCK_SIZE)),
+    "negative write": lambda p, n: replace(p, slot_mapping=changed(p.slot_mapping, -1)),
+    "page": lambda p, n: replace(p, block_tables=changed(p.block_tables, n)),
+    "tree page": lambda p, n: replace(p, tree_block_tables=changed(p.tree_block_tables, n)),
     "tree mask": lambda p, n: replace(p, tree_mask=changed(p.tree_mask, 1 << 16)),
     "sign bit of the mask": lambda p, n: replace(p, tree_mask=changed(p.tree_mask, -(1 << 63))),
     "copy from": lambda p, n: replace(p, copy_from=SLOTS + n * BLOCK_SIZE, copy_to=SLOTS),
     "copy to": lambda p, n: replace(p, copy_from=SLOTS, copy_to=SLOTS - 1),
-    "rows": lambda p, n: replace(p, past=p.context_lens[1:]),
-    "tables": lambda p, n: replace(p, pages=p.block_tables[:1]),
+    "rows": lambda p, n: replace(p, context_lens=p.context_lens[1:]),
+    "tables": lambda p, n: replace(p, block_tables=p.block_tables[:1]),
     "copies": lambda p, n: replace(p, copy_from=SLOTS),
 }
 

@@ -170,7 +170,7 @@ def test_unseen_keys_cannot_poison_a_row() -> None:
 
 def test_a_row_that_sees_nothing_gets_zeros() -> None:
     plan, pages = make_plan([Part(0, line=1), Part(40, line=1)], torch.Generator().manual_seed(0))
-    blind = replace(plan, past=torch.zeros(2, dtype=torch.int32))
+    blind = replace(plan, context_lens=torch.zeros(2, dtype=torch.int32))
     out = compare(random_case(blind, pages, (2, 1, 32), torch.float32, 0), blind, 0.2)
     assert torch.equal(out, torch.zeros(2, 2, 32))
 

@@ -50,7 +50,7 @@ def test_the_faster_tokens_come_the_surer_a_row_must_be() -> None:
 
 def test_a_question_must_bring_its_time_and_less_while_the_chain_is_busy() -> None:
     costs = chain(4, 20.0)
-    cheap, dear = (choose_policy(costs, plain(costs, level_ms=ms, hits=0.5)) for ms in (1.0, 30.0))
+    cheap, dear = (choose_policy(costs, plain(costs, level_ms=ms, model_hit_rate=0.5)) for ms in (1.0, 30.0))
     assert cheap.min_mass_blocking is not None
     assert dear.min_mass_blocking == pytest.approx(30 * cheap.min_mass_blocking)
     assert dear.min_mass_blocking == pytest.approx(30 / 0.5 / costs.iteration_ms(1))
@@ -60,14 +60,14 @@ def test_a_question_must_bring_its_time_and_less_while_the_chain_is_busy() -> No
 def test_boasting_crowding_and_company_make_it_careful() -> None:
     costs = chain(4, 5.0)
     calm = choose_policy(costs, plain(costs))
-    assert choose_policy(costs, plain(costs, trust=0.5)).min_node_prob == pytest.approx(2 * calm.min_node_prob)
-    assert choose_policy(costs, plain(costs, company=2.0)).min_node_prob == pytest.approx(2 * calm.min_node_prob)
-    assert choose_policy(costs, plain(costs, crowding=1.6)).min_path_prob > 1.5 * calm.min_path_prob
+    assert choose_policy(costs, plain(costs, calibration=0.5)).min_node_prob == pytest.approx(2 * calm.min_node_prob)
+    assert choose_policy(costs, plain(costs, batch_sharing=2.0)).min_node_prob == pytest.approx(2 * calm.min_node_prob)
+    assert choose_policy(costs, plain(costs, contention=1.6)).min_path_prob > 1.5 * calm.min_path_prob
 
 
 def test_several_sessions_share_what_a_chain_holds_and_pay_for_each_others_rows() -> None:
     costs = chain(4, 20.0)
-    alone, four, many = (choose_policy(costs, plain(costs, level_ms=2.0, company=n)) for n in (1.0, 4.0, 100.0))
+    alone, four, many = (choose_policy(costs, plain(costs, level_ms=2.0, batch_sharing=n)) for n in (1.0, 4.0, 100.0))
     assert four.max_steps_in_flight == round((steps_held(costs) + 1) / 4)
     assert many.max_steps_in_flight == 1
     assert four.min_node_prob == pytest.approx(4 * alone.min_node_prob)
@@ -124,6 +124,6 @@ def test_hops_that_share_a_machine_show_when_steps_overlap() -> None:
 
 
 def test_impossible_policies_are_refused() -> None:
-    for wrong in ({"reach": -0.1}, {"ask": -1.0}, {"muse": -1.0}):
+    for wrong in ({"min_path_prob": -0.1}, {"min_mass_blocking": -1.0}, {"min_mass_idle": -1.0}):
         with pytest.raises(UsageError):
             SpeculationPolicy(max_tree_rows=1, **wrong)  # type: ignore[arg-type]

@@ -32,10 +32,10 @@ A, B, C = serving("a", 0, 6), serving("b", 6, 12), serving("c", 6, 12)
 
 
 def test_links_are_measured_else_measured_backwards_else_estimated_else_assumed() -> None:
-    a = replace(A, link_ms={"b": 3.0, "gone": 1.0, "c": math.nan}, coordinate=(0.0, 0.0))
-    b = replace(B, coordinate=(3.0, 4.0))
-    c = replace(C, coordinate=(6.0, 8.0))
-    d = replace(C, peer="d", coordinate=(1.0,))
+    a = replace(A, link_ms={"b": 3.0, "gone": 1.0, "c": math.nan}, network_coordinate=(0.0, 0.0))
+    b = replace(B, network_coordinate=(3.0, 4.0))
+    c = replace(C, network_coordinate=(6.0, 8.0))
+    d = replace(C, peer="d", network_coordinate=(1.0,))
     rho = snapshot_links(of(a, b, c, d))
     assert [rho("a", "b"), rho("b", "a"), rho("a", "c"), rho("b", "c"), rho("a", "d")] == [
         3.0,
@@ -46,7 +46,7 @@ def test_links_are_measured_else_measured_backwards_else_estimated_else_assumed(
     ]
     asymmetric = snapshot_links(of(a, replace(b, link_ms={"a": 8.0})))
     assert (asymmetric("a", "b"), asymmetric("b", "a")) == (3.0, 8.0)
-    strange = replace(b, coordinate=(math.inf, 0.0), link_ms={"a": -1.0, "c": math.inf})
+    strange = replace(b, network_coordinate=(math.inf, 0.0), link_ms={"a": -1.0, "c": math.inf})
     assert snapshot_rho([strange, c])[0, 1] == DEFAULT_LINK_MS
 
 

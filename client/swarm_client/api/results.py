@@ -70,7 +70,7 @@ class GenerationResult:
 
 
 class GenerationStream(ABC):
-    """`async for piece in stream`, then `stream.answer`. Leaving it early, or `cancel()`, ends it on all hops.
+    """`async for piece in stream`, then `stream.result`. Leaving it early, or `cancel()`, ends it on all hops.
 
     Use as an async context manager so that an exception in the loop also ends it. Subclasses set `_chunks`.
     """

@@ -1,6 +1,6 @@
 """What carries streams between peers that prove their identity: hivemind's p2p daemon, or py-libp2p in a thread.
 
-Owns what both promise to the carrier above (`daemon_streams`) and to the directory beside it. They are `p2pd.GoDaemonHost`
+Owns what both promise to the carrier above (`libp2p_streams`) and to the directory beside it. They are `go_daemon.GoDaemonHost`
 and `py_host.PyHost`; on the wire they are the same, so that a swarm may mix them.
 """
 
@@ -91,7 +91,7 @@ class Libp2pHost(Protocol):
 
 async def start(identity: Identity, options: HostOptions | None, libp2p_impl: Libp2pImpl) -> Libp2pHost:
     """Start the host of that kind. Importing either takes seconds, in which others can work. Raises as `Libp2pHost.start`."""
-    name, kind = ("py_host", "PyHost") if libp2p_impl == "python" else ("p2pd", "P2PDaemon")
-    module = await asyncio.to_thread(importlib.import_module, f"swarm.net.{name}")
+    name, kind = ("py_host", "PyHost") if libp2p_impl == "python" else ("go_daemon", "GoDaemonHost")
+    module = await asyncio.to_thread(importlib.import_module, f"swarm.net.libp2p.{name}")
     made: type[Libp2pHost] = getattr(module, kind)
     return await made.start(identity, options)

@@ -29,7 +29,7 @@ class HostOptions:
 
 
 def _check(options: HostOptions) -> None:
-    for flag in ("listen", "announce", "peers", "relays"):
+    for flag in ("listen", "advertise", "peers", "relays"):
         addresses: tuple[str, ...] = getattr(options, flag)
         for text in addresses:
             try:

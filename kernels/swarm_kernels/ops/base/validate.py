@@ -14,7 +14,17 @@ import torch
 from swarm.errors import KernelError
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.layer_weights import LayerWeights
-from swarm_kernels.ops.cpu.binding import PLAN_FAULTS
+
+PLAN_FAULTS = {
+    10: "a row's session is not in the page table",
+    11: "a row's past is longer than its session's pages",
+    12: "a row is written to a slot beyond the cache",
+    13: "a committed page is beyond the cache",
+    14: "a tree page is beyond the cache",
+    15: "a row's tree mask reaches beyond its session's tree pages",
+    16: "a slot to copy is beyond the cache",
+}
+"""Statuses of the C++ `swarm_check_plan`, in words; the checks here say the same."""
 
 
 def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Size:

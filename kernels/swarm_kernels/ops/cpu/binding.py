@@ -1,4 +1,4 @@
-"""The C interface of the compiled kernels (cpu/abi.h, cpu/api.cpp) as ctypes sees it. Knows no torch."""
+"""The C interface of the compiled kernels (abi.h, api.cpp) as ctypes sees it. Knows no torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ from pathlib import Path
 
 OK, NO_MEMORY, UNKNOWN_ISA = 0, 1, 2
 FP32, BF16, INT8, INT4 = 0, 1, 2, 3  # SwarmFormat
-
-PLAN_FAULTS = {
-    10: "a row's session is not in the page table",
-    11: "a row's past is longer than its session's pages",
-    12: "a row is written to a slot beyond the cache",
-    13: "a committed page is beyond the cache",
-    14: "a tree page is beyond the cache",
-    15: "a row's tree mask reaches beyond its session's tree pages",
-    16: "a slot to copy is beyond the cache",
-}
-"""Statuses of `swarm_check_plan` in words."""
 
 
 class LinearDesc(ctypes.Structure):

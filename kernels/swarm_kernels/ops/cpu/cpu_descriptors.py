@@ -110,11 +110,11 @@ def _describe_layer(weights: LayerWeights, norms: list[torch.Tensor]) -> binding
 
 _PLAN_FIELDS = (
     ("positions", torch.int64),
-    ("session", torch.int32),
-    ("past", torch.int32),
-    ("write", torch.int64),
-    ("pages", torch.int32),
-    ("tree_pages", torch.int32),
+    ("sequence_index", torch.int32),
+    ("context_lens", torch.int32),
+    ("slot_mapping", torch.int64),
+    ("block_tables", torch.int32),
+    ("tree_block_tables", torch.int32),
     ("tree_mask", torch.int64),
     ("copy_from", torch.int64),
     ("copy_to", torch.int64),

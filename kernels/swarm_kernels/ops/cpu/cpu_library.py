@@ -9,6 +9,7 @@ import torch
 
 from swarm.errors import KernelError, OutOfMemory
 from swarm_kernels.device.core_groups import CoreGroups
+from swarm_kernels.ops.base.validate import PLAN_FAULTS
 from swarm_kernels.ops.cpu import binding, build
 
 REFERENCE = "reference"
@@ -116,4 +117,4 @@ def check(status: int) -> None:
         return
     if status == binding.NO_MEMORY:
         raise OutOfMemory("too little memory for the kernels' scratch space; use smaller batches")
-    raise KernelError(binding.PLAN_FAULTS.get(status, f"the kernels failed with status {status}"))
+    raise KernelError(PLAN_FAULTS.get(status, f"the kernels failed with status {status}"))

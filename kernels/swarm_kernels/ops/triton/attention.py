@@ -24,11 +24,11 @@ MAX_JOINT = 64
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _PLAN_DTYPES = {
     "positions": torch.int64,
-    "session": torch.int32,
-    "past": torch.int32,
-    "write": torch.int64,
-    "pages": torch.int32,
-    "tree_pages": torch.int32,
+    "sequence_index": torch.int32,
+    "context_lens": torch.int32,
+    "slot_mapping": torch.int64,
+    "block_tables": torch.int32,
+    "tree_block_tables": torch.int32,
     "tree_mask": torch.int64,
     "copy_from": torch.int64,
     "copy_to": torch.int64,

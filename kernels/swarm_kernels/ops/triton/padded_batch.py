@@ -71,7 +71,7 @@ class PaddedBatch:
         self.hidden[:rows].copy_(hidden)
         self.cos[:rows].copy_(cos)
         self.sin[:rows].copy_(sin)
-        for name in ("positions", "session", "past", "write"):
+        for name in ("positions", "sequence_index", "context_lens", "slot_mapping"):
             getattr(mine, name)[:rows].copy_(getattr(other, name))
         _corner(mine.block_tables, other.block_tables)
         if self.size.words:
