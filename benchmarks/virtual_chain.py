@@ -259,7 +259,7 @@ class TimedGuesser(InlineDrafter):
         self._chain.now += self._cost_ms(len(paths))
         return await super().propose_many(paths, width)
 
-    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
+    async def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
         self._chain.now += self._glance_ms
         return await super().propose_cached(paths, width)
 

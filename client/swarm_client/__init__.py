@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from swarm_client.sync import SyncSwarmClient
 
 _HOMES = {
-    "Answer": "answer",
-    "Options": "request",
-    "Piece": "answer",
+    "GenerationOptions": "api.options",
+    "GenerationResult": "api.results",
     "SwarmClient": "client",
     "SyncSwarmClient": "sync",
-    "TextStream": "generation",
+    "TextChunk": "api.results",
+    "TextStream": "generation.text_stream",
 }
 
 __all__ = ["GenerationOptions", "GenerationResult", "SwarmClient", "SyncSwarmClient", "TextChunk", "TextStream"]

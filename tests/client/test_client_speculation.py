@@ -38,7 +38,7 @@ class SlowThinker:
     async def extend(self, tokens: Sequence[int], hints: object = ()) -> None:
         self.drafter.extend(tokens)
 
-    async def glance(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
+    async def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
         return CachedProposal([[] for _ in paths], [1.0] * len(paths))
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:

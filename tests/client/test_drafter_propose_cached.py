@@ -17,7 +17,7 @@ from swarm_client.speculation.drafters.threaded import ThreadedDrafter
 class Thinker(Drafter):
     """Says 7, half sure; counts how often it was asked."""
 
-    learns_instantly = True
+    extend_is_synchronous = True
 
     def __init__(self) -> None:
         super().__init__("thinker")

@@ -25,7 +25,7 @@ async def begin(client: ToyClient, tokens: list[int]) -> None:
 async def replace_middle(client: ToyClient, settled: int, epoch: int = 1) -> None:
     """What a client does when n1 is lost."""
     message = open_message(A, NEW, 1, 2, 4)
-    await client.send("spare", msgspec.structs.replace(message, epoch=epoch, onward_from=settled))
+    await client.send("spare", msgspec.structs.replace(message, epoch=epoch, replay_silent_until=settled))
     assert await opened(client) == ("spare", epoch)
     await client.send("n0", Reroute(A, epoch, "", "spare", replay=settled))
     await client.send("n2", Reroute(A, epoch, "spare", ""))

@@ -126,7 +126,7 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
                 {"downstream": rng.choice(["", "node", "nobody"]), "end": rng.randrange(9)},
                 {"model": "another"},
                 {"upstream": "somebody"},
-                {"heir_of": rng.choice(["node", "nobody"]), "inherit": rng.choice([1, 5, 2000])},
+                {"kv_source": rng.choice(["node", "nobody"]), "kv_source_tokens": rng.choice([1, 5, 2000])},
             ]
             message = msgspec.structs.replace(message, **rng.choice(changes))
         return message, b""

@@ -82,18 +82,18 @@ def test_a_step_beyond_the_reservation_is_refused() -> None:
 
 
 def test_a_replacement_is_silent_about_what_the_others_hold() -> None:
-    session = hop(onward_from=6)
+    session = hop(replay_silent_until=6)
     first, second, third = step(0, line=4), step(4, line=2), step(6)
     for arriving, silent in ((first, True), (second, True), (third, False)):
         assert session.is_replay(session.admit(arriving)) is silent
-    tree = hop(6, onward_from=6)
+    tree = hop(6, replay_silent_until=6)
     assert not tree.is_replay(tree.admit(step(6, line=0, tree=2)))
 
 
 @pytest.mark.parametrize("arriving", [step(4, line=3), step(4, line=1, tree=1), step(4, line=0, tree=1)])
 def test_no_step_may_be_on_both_sides_of_what_is_sent_on(arriving: Step) -> None:
     with pytest.raises(ProtocolError):
-        hop(4, onward_from=6).admit(arriving)
+        hop(4, replay_silent_until=6).admit(arriving)
 
 
 async def test_steps_of_before_a_reroute_are_dropped_and_its_old_upstream_is_forgiven() -> None:

@@ -290,7 +290,7 @@ class InferenceSession:
         before, after = self._neighbours(self.chain.hops.index(hop))
         message = open_message(self.id, self.spec, hop, before, after, nodes, history, legacy)
         message = msgspec.structs.replace(
-            message, epoch=self.epoch, onward_from=onward_from, prefix=list(self.block_hashes)
+            message, epoch=self.epoch, replay_silent_until=onward_from, block_hashes=list(self.block_hashes)
         )
         patience_s = self._limits.next_hop_dial_timeout_s if self.epoch else self._limits.dial_timeout_s
         try:

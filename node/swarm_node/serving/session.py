@@ -201,7 +201,9 @@ class HopSession:
         base = min(held, target)
         if base == step.committed_before:
             return step
-        return msgspec.structs.replace(step, base=base, commit=step.commit_slots[base - step.committed_before :])
+        return msgspec.structs.replace(
+            step, committed_before=base, commit_slots=step.commit_slots[base - step.committed_before :]
+        )
 
     def is_replay(self, step: Step) -> bool:
         """Whether a step that has run only rebuilt what the hops behind hold already."""

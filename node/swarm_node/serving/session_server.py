@@ -337,7 +337,9 @@ class SessionServer:
             task.cancel()
         self._note_failure(session, why)
         news = _failed(session.id, why, session.epoch)
-        self._answers.send_best_effort(session.client, msgspec.structs.replace(news, held=session.committed))
+        self._answers.send_best_effort(
+            session.client, msgspec.structs.replace(news, kv_retained_tokens=session.committed)
+        )
         self._scope.start(self._forget(session), f"parted session {session.key}")
 
     async def _forget(self, session: HopSession) -> None:

@@ -20,7 +20,7 @@ _PROBES = ("Hello, world!", "def f(x):\n    return 2 * x", "naïve façade, 東�
 class ModelDrafter(Drafter):
     """A level of a tree is one pass of the model, whatever its width."""
 
-    learns_instantly = True  # nothing is computed before it is asked for
+    extend_is_synchronous = True  # nothing is computed before it is asked for
 
     def __init__(self, model: DraftModel, name: str = "model", max_tokens: int | None = None) -> None:
         """`max_tokens`: of prompt and answer; beyond them it has no guesses. Raises OutOfMemory."""
