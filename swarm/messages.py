@@ -187,7 +187,7 @@ class StepResult(Message, frozen=True, tag="result"):
     ] = []
 
 
-class DropInFlight(Message, frozen=True, tag="prune"):
+class DropInFlight(Message, frozen=True, tag="drop_in_flight"):
     """Out of band: drop these tree slots, and queued steps of an epoch before `epoch`."""
 
     session: SessionId
@@ -195,13 +195,13 @@ class DropInFlight(Message, frozen=True, tag="prune"):
     slots: Slots = []
 
 
-class ProgressQuery(Message, frozen=True, tag="locate"):
+class ProgressQuery(Message, frozen=True, tag="progress_query"):
     """Out of band: how far have this session's steps come? Answered at once by Located."""
 
     session: SessionId
 
 
-class ProgressReport(Message, frozen=True, tag="located"):
+class ProgressReport(Message, frozen=True, tag="progress_report"):
     """The newest step that has arrived, and the newest that was computed and sent on: their numbers plus 1, 0: none.
 
     `compute_ms`: since when it is the turn of the one that is being computed, 0 if none is.
@@ -240,7 +240,7 @@ class SessionFailed(Message, frozen=True, tag="failed"):
     kv_retained_tokens: Count = 0
 
 
-class KvFetch(Message, frozen=True, tag="fetch"):
+class KvFetch(Message, frozen=True, tag="kv_fetch"):
     """To a node that has left a session: `count` pages from page `page` on of its first `tokens` tokens, in layer
     `layer` of the model. Whoever knows the session's id may ask. Answered by Pages, or by Failed.
 
@@ -255,7 +255,7 @@ class KvFetch(Message, frozen=True, tag="fetch"):
     tokens: Count
 
 
-class KvBlocks(Message, frozen=True, tag="pages"):
+class KvBlocks(Message, frozen=True, tag="kv_blocks"):
     """The body has the keys of all pages that were asked for, then their values."""
 
     session: SessionId
@@ -273,7 +273,7 @@ class Pong(Message, frozen=True, tag="pong"):
     nonce: Serial
 
 
-class PathSwitch(Message, frozen=True, tag="move"):
+class PathSwitch(Message, frozen=True, tag="path_switch"):
     """The last frame of one direction of a connection that goes on over another path, and the first on a new path that
     its dialler opened; see `net.link`. Peers pair the paths by the nonce."""
 

@@ -154,7 +154,7 @@ async def test_options_that_cannot_work() -> None:
 async def test_nothing_is_offered_or_taken_in_clear() -> None:
     async with running() as listener:
         await listener.serve(echo)
-        for protocol in (b"/plaintext/2.0.0", b"/plaintext/1.0.0", b"/secio/1.0.0", b"/swarm/rpc/1"):
+        for protocol in (b"/plaintext/2.0.0", b"/plaintext/1.0.0", b"/secio/1.0.0", b"/swarm/rpc/2"):
             reader, writer = await asyncio.open_connection(*endpoint(listener))
             writer.write(MULTISTREAM + bytes([len(protocol) + 1]) + protocol + b"\n")
             async with asyncio.timeout(5):

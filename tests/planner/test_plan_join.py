@@ -292,7 +292,7 @@ def test_what_a_node_says_it_followed_from_is_what_swarm_plan_decides_by() -> No
                 )
             )
         seen = snapshot(num_layers, nodes)
-        said = VERB["place"].run(json.dumps(placement_request_json(seen)).encode()).fields
+        said = VERB["place-all"].run(json.dumps(placement_request_json(seen)).encode()).fields
         placed = {joiner["node"]: LayerSpan(joiner["start"], joiner["end"]) for joiner in said["joiners"]}
         assert placed == place_joiners(seen)
         try:

@@ -30,7 +30,7 @@ from swarm.net.security.identity import Identity, verify
 from swarm.types import PeerId
 
 EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
-ALPN = "swarm/1"
+ALPN = "swarm/2"
 MAX_CERTIFICATE = 4096  # bytes; ours take 400
 _SIGNED = b"libp2p-tls-handshake:"  # what the peer's signature of its certificate's key begins with
 # DER: SEQUENCE { OCTET STRING public key protobuf, OCTET STRING signature }, of 36 and 64 bytes for Ed25519.

@@ -26,8 +26,8 @@ from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "/swarm/rpc/1"
-PRIVATE_PROTOCOL = "/swarm/private/1"  # frames come after a `hello`
+PROTOCOL = "/swarm/rpc/2"
+PRIVATE_PROTOCOL = "/swarm/private/2"  # frames come after a `hello`
 MAX_CONNECTIONS = 256
 PREAMBLE_TIMEOUT_S = 5.0
 FLUSH_S = 0.5  # for what is buffered when the carrier closes

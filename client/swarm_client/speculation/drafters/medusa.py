@@ -37,7 +37,7 @@ def medusa_candidates(result: StepResult) -> tuple[MedusaCandidates, ...]:
 class MedusaDrafter(Drafter):
     """It has the guesses already, so asking it takes no time."""
 
-    is_synchronous = learns_instantly = True
+    is_synchronous = extend_is_synchronous = True
 
     def __init__(self, name: str = "heads") -> None:
         super().__init__(name)

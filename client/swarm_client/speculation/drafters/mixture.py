@@ -79,7 +79,7 @@ class MixtureDrafter(Drafter):
         return [mix_candidates(claims, width) for claims in self._learn_from(range(len(self.members)), paths, width)]
 
     def _propose_cached(self, paths: Sequence[TokenPath], width: int) -> CachedProposal:
-        is_synchronous = [i for i, member in enumerate(self.members) if member.is_synchronous]
+        instant = [i for i, member in enumerate(self.members) if member.is_synchronous]
         heard = [mix_candidates(claims, width) for claims in self._learn_from(instant, paths, width)]
         if self.is_synchronous:
             return CachedProposal(heard, [0.0] * len(paths))

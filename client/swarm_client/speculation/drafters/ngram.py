@@ -28,7 +28,7 @@ measured on 150 chats that SmolLM2-135M wrote; only where to start from, for bot
 class NgramDrafter(Drafter):
     """Prompt look-up over a suffix automaton; a token costs microseconds."""
 
-    is_synchronous = learns_instantly = True
+    is_synchronous = extend_is_synchronous = True
 
     def __init__(self, name: str = "ngram") -> None:
         super().__init__(name)
