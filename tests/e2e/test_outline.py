@@ -148,7 +148,7 @@ async def test_hops_do_not_compute_what_the_points_share_again(templates: Path) 
         answer = await client.chat(question, decoding="outline")
         assert answer.outline is not None
         for point in answer.outline.points:
-            assert 0 < point.held // HASH_BLOCK_TOKENS <= point.begins_alike // HASH_BLOCK_TOKENS
+            assert 0 < point.cached_tokens // HASH_BLOCK_TOKENS <= point.shared_prefix_tokens // HASH_BLOCK_TOKENS
         assert await alone(client, answer) == points_of(answer)
 
 
