@@ -55,7 +55,7 @@ class ToyEngine:
         assert parent in self.pages
         self.admit(key, max_tokens)
 
-    def seal(self, key: int, length: int) -> None:
+    def freeze_prefix(self, key: int, length: int) -> None:
         self.pages[key] = length
 
     def release(self, key: int) -> None:
@@ -68,16 +68,16 @@ class ToyEngine:
         assert key in self.pages
         self.rolled_back.append(length)
 
-    page_tokens = 4
-    page_bytes = 4
+    block_tokens = 4
+    block_bytes = 4
 
-    def adopt(self, key: int, tokens: int) -> None:
+    def import_blocks(self, key: int, tokens: int) -> None:
         if tokens > self.pages[key]:
             raise InvalidRequest("more than was reserved")
 
     def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
         assert key in self.pages
-        return lambda layer, page, count: bytes([layer]) * (self.page_bytes * count)
+        return lambda layer, page, count: bytes([layer]) * (self.block_bytes * count)
 
     def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
         def write(layer: int, page: int, body: bytes) -> None:

@@ -31,6 +31,7 @@ from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import ModelId, NodeState, Snapshot
 from swarm_node import node as daemon
 from swarm_node.membership import span_selection
+from swarm_node.membership.policy import MembershipPolicy
 from swarm_node.network.connection import Connect, NodeNetwork
 
 LIMITS = Limits(publish_interval_s=0.5, record_ttl_s=3.0, drain_timeout_s=0.5)
@@ -47,7 +48,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A home of its own, kept from test to test so that one calibration is enough."""
     monkeypatch.setenv("SWARM_HOME", str(private_home(tmp_path_factory.getbasetemp() / "home")))
-    monkeypatch.setattr(span_selection, "STABLE_S", 0.3)
+    monkeypatch.setattr(span_selection, "POLICY", MembershipPolicy(stability_s=0.3))
 
 
 def settings(model_dir: Path, **changes: Any) -> NodeConfig:

@@ -173,12 +173,12 @@ async def test_a_paused_node_hands_its_sessions_on_and_serves_again_when_told(mo
         async with questions(swarm, 3):
             await asyncio.sleep(2)
             for node in swarm.nodes:
-                duty = swarm.inside[node.peer]._availability
-                duty.stop("asked", "paused by its owner")
+                availability = swarm.inside[node.peer]._availability
+                availability.pause("owner", "paused by its owner")
                 await asyncio.sleep(6)
                 mine = (await swarm.snapshot()).node(node.peer)
                 assert mine is not None
                 assert (mine.state, mine.sessions) == (NodeState.DRAINING, 0)
-                duty.resume("asked")
+                availability.resume("owner")
                 await asyncio.sleep(3)
                 assert min(await swarm.coverage()) == 2

@@ -8,7 +8,8 @@ import pytest
 
 from swarm.block_hash import HASH_BLOCK_TOKENS, block_hashes
 from swarm.types import LayerSpan
-from swarm_node.serving.prefix_cache import KEPT_A_PEER, PrefixCache
+from swarm_node.serving.policy import PrefixCachePolicy
+from swarm_node.serving.prefix_cache import PrefixCache
 
 SPAN = LayerSpan(0, 4)
 
@@ -70,7 +71,7 @@ def test_one_client_keeps_only_so_many_and_nothing_that_is_too_long() -> None:
     computed = dict.fromkeys(range(100), HASH_BLOCK_TOKENS)
     prefixes = PrefixCache(10_000 * HASH_BLOCK_TOKENS, computed.__getitem__)
     going: list[int] = []
-    for key in range(KEPT_A_PEER + 1):
+    for key in range(PrefixCachePolicy().max_retained_per_peer + 1):
         prefixes.add(key, "me", SPAN, ())
         going = prefixes.retain(key, block_hashes(text(HASH_BLOCK_TOKENS, key)))[1]
     assert going == [0]

@@ -12,6 +12,7 @@ from tiny_models import ModelTensors, tiny_model
 
 from swarm.types import CostCurve
 from swarm_node.membership import profiler
+from swarm_node.membership.policy import CalibrationPolicy
 from swarm_node.membership.profiler import Calibration, calibrate
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def test_a_disk_that_cannot_be_written_costs_no_more_than_a_measurement(
 def test_a_machine_is_measured_once_and_again_when_the_memory_is_of_no_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiler, "COST_BUDGET_S", 0.01)
+    monkeypatch.setattr(profiler, "POLICY", CalibrationPolicy(cost_budget_s=0.01))
     source = ModelTensors(tiny_model("llama"))
     measured: list[int] = []
     measure = profiler._measure
@@ -50,7 +51,7 @@ def test_a_machine_is_measured_once_and_again_when_the_memory_is_of_no_use(
 
     monkeypatch.setattr(profiler, "_measure", counted)
     monkeypatch.setattr(profiler, "_is_idle", lambda: False)
-    monkeypatch.setattr(profiler, "BUSY_AGE_S", -1.0)
+    monkeypatch.setattr(profiler, "POLICY", CalibrationPolicy(cost_budget_s=0.01, busy_max_age_s=-1.0))
     calibrate(source, torch.float32, CPU, 1, tmp_path)
     monkeypatch.setattr(profiler, "_is_idle", lambda: True)
     measured.clear()

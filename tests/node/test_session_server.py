@@ -11,6 +11,7 @@ import pytest
 from node_fakes import LIMITS, ToyClient, ToyEngine, line_step, open_message, toy_client, toy_node
 from virtual_clock import virtual_time
 
+from swarm.errors import NodeBusy
 from swarm.messages import (
     MAX_HOPS,
     CloseSession,
@@ -344,7 +345,10 @@ async def test_sessions_are_bounded_for_each_peer_and_in_all() -> None:
 async def test_draining_refuses_new_sessions_and_waits_for_the_old() -> None:
     async with rig() as r:
         await r.client.open(A, HOPS)
-        draining = asyncio.create_task(r.services[0].drain())
+        service = r.services[0]
+        service.refuse(lambda: NodeBusy("this node is paused"))
+        assert service.refusing
+        draining = asyncio.create_task(service.wait_idle(None, 60))
         await asyncio.sleep(0.1)
         await r.client.send("n0", open_message(B, HOPS, 0, 0, 2))
         assert (await r.client.message()).error == "busy"  # type: ignore[union-attr]
@@ -353,6 +357,7 @@ async def test_draining_refuses_new_sessions_and_waits_for_the_old() -> None:
         assert not draining.done()
         await r.client.send("n0", CloseSession(A))
         await asyncio.wait_for(draining, 1)
+        assert service.idle()
 
 
 @virtual_time

@@ -16,7 +16,7 @@ from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan
 from swarm_kernels.runtime.load import load_span
 from swarm_node.membership.hardware import memory_for
-from swarm_node.serving.drain import GRACE_S, drain_sessions, wait_for_takeover
+from swarm_node.serving.drain import POLICY, drain_sessions, wait_for_takeover
 
 WHY = NodeLeaving("this node leaves")
 A = b"a" * 16
@@ -72,7 +72,7 @@ async def test_sessions_go_on_elsewhere_after_a_grace_if_others_serve_their_laye
         assert not clearing.done()  # an heir may come
         await client.send("n0", CloseSession(A))
         assert await clearing == 0
-        assert GRACE_S <= asyncio.get_running_loop().time() - begun < GRACE_S + 1
+        assert POLICY.grace_s <= asyncio.get_running_loop().time() - begun < POLICY.grace_s + 1
         assert engine.pages == {}
 
 

@@ -57,7 +57,7 @@ def leave(
 async def _tell(command: Command, node: str | None, as_json: bool, within_s: float = 0.0) -> None:
     """`within_s`: wait so long for the node's process to end."""
     found = await control_socket.choose(node)
-    pid, name = found.vitals.pid, found.vitals.name
+    pid, name = found.metrics.pid, found.metrics.name
     reply = await control_socket.ask(found.path, command)
     if reply is None:
         raise NetworkError(f"node {pid} does not answer; it may be about to end")

@@ -36,7 +36,7 @@ async def show(
     """
     here: list[NodeMetrics] = []
     if not peers:
-        here = [found.vitals for found in await control_socket.find()]
+        here = [found.metrics for found in await control_socket.find()]
         peers, model = _known_here(here, model)
     snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL), secret, libp2p_impl)
     if as_json:
@@ -156,12 +156,12 @@ async def _read(peers: tuple[str, ...], model: str, secret: str, libp2p_impl: Li
     from swarm.net.transports.libp2p_streams import Libp2pTransport
 
     keys = SwarmSecret(secret) if secret else None
-    carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
+    transport = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
     try:
-        directory = await DhtDirectory.start(carrier, peers, client=True, secret=keys)
+        directory = await DhtDirectory.start(transport, peers, client=True, secret=keys)
         try:
             return to_snapshot(await directory.read(model), model, time.time(), verify)
         finally:
             await directory.close()
     finally:
-        await carrier.close()
+        await transport.close()

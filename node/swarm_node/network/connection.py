@@ -1,4 +1,4 @@
-"""This node's end of the network: a carrier and the directory behind it, over the p2p daemon or in memory.
+"""This node's end of the network: a transport and the directory behind it, over the p2p daemon or in memory.
 
 Owns how they are made, and the question put to the peers we were told of: do you serve the same model?
 """
@@ -88,7 +88,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
         while True:
             try:
                 async with AsyncExitStack() as attempt:
-                    carrier = await MultiTransport.start(
+                    transport = await MultiTransport.start(
                         identity,
                         options,
                         direct=config.transport != "libp2p",
@@ -96,8 +96,8 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
                         secret=secret,
                         libp2p_impl=config.libp2p_impl,
                     )
-                    attempt.push_async_callback(carrier.close)
-                    directory = await DhtDirectory.start(carrier.daemon, config.peers, secret=secret)
+                    attempt.push_async_callback(transport.close)
+                    directory = await DhtDirectory.start(transport.daemon, config.peers, secret=secret)
                     attempt.push_async_callback(directory.close)
                     stack.push_async_exit(attempt.pop_all())
                 break
@@ -105,14 +105,14 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
                 await asyncio.sleep(RETRY_S)
-        if carrier.direct_disabled_reason and config.transport != "libp2p":
+        if transport.direct_disabled_reason and config.transport != "libp2p":
             logger.warning(
-                "no direct connections, so the p2p daemon carries everything: %s", carrier.direct_disabled_reason
+                "no direct connections, so the p2p daemon carries everything: %s", transport.direct_disabled_reason
             )
-        await stack.enter_async_context(mdns_join.advertise(config, secret, carrier.addresses, directory.rebootstrap))
-        process = carrier.daemon.daemon
+        await stack.enter_async_context(mdns_join.advertise(config, secret, transport.addresses, directory.rebootstrap))
+        process = transport.daemon.daemon
         yield NodeNetwork(
-            carrier,
+            transport,
             directory,
             identity.sign,
             process.failed,
@@ -122,7 +122,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
         )
 
 
-async def check_peers(carrier: Transport, peers: Sequence[str], served: ModelId) -> None:
+async def check_peers(transport: Transport, peers: Sequence[str], served: ModelId) -> None:
     """Ask each of `peers` (multiaddrs) whether it serves what we do. Raises WrongModel with its own words, and
     WrongSwarm if one is of another swarm.
 
@@ -132,7 +132,7 @@ async def check_peers(carrier: Transport, peers: Sequence[str], served: ModelId)
         peer = address.rpartition("/p2p/")[2]
         try:
             async with asyncio.timeout(ANSWER_S):
-                answer = await _ask(carrier, peer, address, served)
+                answer = await _ask(transport, peer, address, served)
         except WrongSwarm:
             raise
         except (NetworkError, TimeoutError) as error:
@@ -142,10 +142,10 @@ async def check_peers(carrier: Transport, peers: Sequence[str], served: ModelId)
             raise WrongModel(f"the peer {address} does not serve what you ask for: {answer.detail}")
 
 
-async def _ask(carrier: Transport, peer: PeerId, address: str, served: ModelId) -> SessionFailed | None:
+async def _ask(transport: Transport, peer: PeerId, address: str, served: ModelId) -> SessionFailed | None:
     """Open a session on no layers at all: every node refuses it, and says first if it is the model."""
     session = os.urandom(16)
-    connection = await carrier.dial(peer, (address,))
+    connection = await transport.dial(peer, (address,))
     try:
         await connection.send(
             OpenSession(session, served.model, served.weight_hash, served.dtype, start=0, end=0, max_tokens=0)

@@ -1,7 +1,7 @@
 """The owner's hand on a running node: a unix socket in the state folder, one JSON line each way.
 
     -> {"do": "pause" | "resume" | "leave" | "status"}
-    <- {"ok": true, "message": "...", "vitals": {...}}
+    <- {"ok": true, "message": "...", "metrics": {...}}
 
 Owns the socket, and how to find those of the nodes on this machine. What the commands mean is the daemon's. Only the
 owner of the folder (mode 0700) and of the sockets (0600) gets here.
@@ -43,7 +43,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
 class ControlReply(msgspec.Struct, frozen=True):
     ok: bool
     message: str
-    vitals: NodeMetrics | None = None
+    metrics: NodeMetrics | None = None
 
 
 _decode_request = msgspec.json.Decoder(ControlRequest).decode
@@ -53,7 +53,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ControlActions:
-    """What the commands do; each returns a sentence, or raises SwarmError. `vitals` goes with every answer."""
+    """What the commands do; each returns a sentence, or raises SwarmError. `metrics` goes with every answer."""
 
     pause: Callable[[], str]
     resume: Callable[[], str]
@@ -138,7 +138,7 @@ class LocalNode:
     """A node that runs on this machine."""
 
     path: Path
-    vitals: NodeMetrics
+    metrics: NodeMetrics
 
 
 async def find() -> list[LocalNode]:
@@ -146,9 +146,9 @@ async def find() -> list[LocalNode]:
     found = []
     for path in sorted(folder().glob("*.sock")):
         reply = await ask(path, "status")
-        if reply is not None and reply.vitals is not None:
-            found.append(LocalNode(path, reply.vitals))
-    return sorted(found, key=lambda node: node.vitals.pid)
+        if reply is not None and reply.metrics is not None:
+            found.append(LocalNode(path, reply.metrics))
+    return sorted(found, key=lambda node: node.metrics.pid)
 
 
 async def choose(wanted: str | None) -> LocalNode:
@@ -156,10 +156,10 @@ async def choose(wanted: str | None) -> LocalNode:
     nodes = await find()
     if not nodes:
         raise UsageError("no node runs on this machine under this user; start one with `swarm-node join`")
-    matching = [n for n in nodes if wanted is None or wanted in (n.vitals.name, str(n.vitals.pid), n.vitals.peer)]
+    matching = [n for n in nodes if wanted is None or wanted in (n.metrics.name, str(n.metrics.pid), n.metrics.peer)]
     if len(matching) == 1:
         return matching[0]
-    names = ", ".join(f"{n.vitals.pid} ({n.vitals.name or 'without a name'})" for n in nodes)
+    names = ", ".join(f"{n.metrics.pid} ({n.metrics.name or 'without a name'})" for n in nodes)
     if not matching:
         raise UsageError(f"no node here is called '{wanted}'; there are {names}")
     raise UsageError(f"several nodes run here; say which with --node NAME or PID: {names}")

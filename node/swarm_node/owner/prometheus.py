@@ -1,4 +1,4 @@
-"""Prometheus: the node's vitals as numbers over HTTP, on 127.0.0.1 unless told otherwise.
+"""Prometheus: the node's metrics as numbers over HTTP, on 127.0.0.1 unless told otherwise.
 
 Owns the names of the metrics and their server. What they say is asked for at each scrape, in the event loop's thread.
 """
@@ -43,11 +43,11 @@ COUNTERS = {
 
 
 class NodeMetricsCollector(Collector):
-    def __init__(self, vitals: Callable[[], NodeMetrics]) -> None:
-        self._vitals = vitals
+    def __init__(self, metrics: Callable[[], NodeMetrics]) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        now = self._vitals()
+        now = self._metrics()
         for name, words in GAUGES.items():
             yield GaugeMetricFamily(f"swarm_{name}", words, getattr(now, name))
         for name, words in COUNTERS.items():
@@ -64,12 +64,12 @@ class NodeMetricsCollector(Collector):
 
 
 @contextlib.contextmanager
-def serving(vitals: Callable[[], NodeMetrics], host: str, port: int) -> Iterator[int]:
+def serving(metrics: Callable[[], NodeMetrics], host: str, port: int) -> Iterator[int]:
     """Serve `/metrics` in a thread until the block ends; yields the port. Raises AddressInUse."""
     loop = asyncio.get_running_loop()
 
     async def now() -> NodeMetrics:
-        return vitals()
+        return metrics()
 
     registry = CollectorRegistry()
     registry.register(NodeMetricsCollector(lambda: asyncio.run_coroutine_threadsafe(now(), loop).result(ANSWER_S)))
