@@ -32,7 +32,7 @@ from swarm_node.membership.span_selection import SpanSelector
 from swarm_node.membership.status import NodeStatus
 from swarm_node.membership.swarm_view import SwarmView
 from swarm_node.network.connection import Connect, NodeNetwork, check_peers, over_daemon
-from swarm_node.network.invite import how_to_join
+from swarm_node.network.invite import how_to_join, make_invite
 from swarm_node.owner import control_socket, prometheus
 from swarm_node.owner.active_hours import ActiveHours
 from swarm_node.owner.availability import OWNER, Availability
@@ -180,7 +180,9 @@ class Node:
 
     async def _start_control(self, stack: AsyncExitStack, stop: asyncio.Event) -> None:
         """Open the control socket and, if configured, the Prometheus endpoint."""
-        actions = control_socket.ControlActions(self._pause, self._resume, lambda: _leave(stop), self._status.metrics)
+        actions = control_socket.ControlActions(
+            self._pause, self._resume, lambda: _leave(stop), self._invite, self._status.metrics
+        )
         await stack.enter_async_context(control_socket.serve_control(actions))
         config = self._config
         if config.metrics_port is not None:
@@ -315,6 +317,9 @@ class Node:
         self._availability.resume(OWNER)
         rest = "; ".join(self._availability.reasons.values())
         return f"still paused: {rest}" if rest else "serves again"
+
+    def _invite(self) -> str:
+        return make_invite(self._config, self._served.model, self._network.transport.addresses).token()
 
     async def _watch_network(self) -> None:
         await self._network.failed.wait()

@@ -19,6 +19,7 @@ from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.net.transports.multi import MultiTransport
+from swarm_kernels.ops import dispatch
 from swarm_node.commands import doctor
 from swarm_node.commands.doctor import Finding
 from swarm_node.network import invite
@@ -36,11 +37,20 @@ def test_what_is_found_out_without_others() -> None:
     assert [doctor.disk(gb * 1e9).verdict for gb in (0.5, 80)] == ["warning", "ok"]
     assert doctor.gpu(99).verdict == "broken"
     assert doctor.direct("no OpenSSL").verdict == "warning"
+    assert doctor.kernels().verdict == "ok"
     for host, verdict in (("8.8.8.8", "ok"), ("192.168.1.5", "warning"), ("127.0.0.1", "warning")):
         found = doctor.reachability((f"/ip4/{host}/tcp/4001/p2p/{PEER}",))
         assert found.verdict == verdict, found
     relayed = (f"/ip4/192.168.1.5/tcp/1/p2p/{PEER}", f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{PEER}")
     assert "relay" in doctor.reachability(relayed).sentence
+
+
+def test_without_a_compiler_the_finding_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "isa", lambda: "reference")
+    monkeypatch.setattr(dispatch, "describe", lambda: "plain torch: no C++ compiler found (g++ or clang++)")
+    found = doctor.kernels()
+    assert found.verdict == "warning"
+    assert "no C++ compiler found" in found.sentence
 
 
 def test_what_another_peer_says_of_reaching_us() -> None:

@@ -73,6 +73,10 @@ def test_an_owner_pauses_looks_and_has_it_leave(home: Path, model_dir: Path) -> 
         assert 'swarm_state{state="serving"} 1.0' in text
         assert "swarm_max_sessions 7.0" in text
 
+        code, out, err = tell(home, "invite", "--json")
+        assert code == 0, err
+        assert json.loads(out)["peers"] == [mine["address"]]
+
         family = tree(running.process.pid)
         code, out, _ = tell(home, "leave")
         assert (code, "it has left" in out) == (0, True)

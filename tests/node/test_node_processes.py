@@ -190,6 +190,8 @@ def test_a_busy_port_is_one_sentence_and_exit_code_2(home: Path, model_dir: Path
         (["join", "--max-memory", "lots"], "not an amount of memory"),
         (["join", "--config", "/nowhere.toml"], "cannot read the config file"),
         (["local", "--nodes", "2", "--layers", "0:3"], "1 spans for 2 nodes"),
+        (["local", "--nodes", "2", "--layers", "0:10,15:30"], "--layers leaves out 10:15"),
+        (["local", "--model", "smollm2-135m", "--layers", "0:10,10:20"], "--layers leaves out 20:30"),
         (["status"], "no swarm on this machine"),
     ],
 )

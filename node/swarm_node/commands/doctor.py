@@ -1,6 +1,6 @@
 """`swarm-node doctor`: what would keep this machine from serving, and what to do about it.
 
-Owns the checks and their sentences. It joins for a moment, as a client, and changes nothing.
+Owns the checks and their sentences. It joins for a moment, as a client; the kernels are compiled if they never were.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 GB = 1e9
 MIN_MEMORY = 1 * GB  # a node process with a few layers of a small model
 MIN_DISK = 2 * GB
-ANSWER_S = 8.0
+PROBE_TIMEOUT_S = 8.0
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 MARKS = {"ok": "[green]ok     [/green]", "warning": "[yellow]warning[/yellow]", "broken": "[red]broken [/red]"}
 
@@ -70,6 +70,7 @@ async def examine(config: NodeConfig) -> AsyncIterator[Finding]:
     yield memory(psutil.virtual_memory().available)
     yield disk(_free_disk())
     yield await asyncio.to_thread(gpu, config.gpu)
+    yield await asyncio.to_thread(kernels)
     async with AsyncExitStack() as stack:
         try:
             transport = await _open(config, stack)
@@ -122,12 +123,23 @@ def gpu(number: int | None) -> Finding:
     return Finding("gpu", "ok", "none; a node computes on the CPU")
 
 
+def kernels() -> Finding:
+    """Compiles them on first use: up to a minute."""
+    from swarm_kernels.ops import dispatch
+
+    in_use = dispatch.describe()
+    if dispatch.isa() == "reference":
+        sentence = f"computes in {in_use}; install g++ or clang++, or it is several times slower on the CPU"
+        return Finding("kernels", "warning", sentence)
+    return Finding("kernels", "ok", in_use)
+
+
 def ports(addresses: tuple[str, ...]) -> Finding:
     return Finding("ports", "ok", f"listens on {', '.join(a.partition('/p2p/')[0] for a in addresses)}")
 
 
 def reachability(addresses: tuple[str, ...]) -> Finding:
-    """Judged by our own addresses: that a router really lets others in, only they can tell."""
+    """By our own addresses only: whether a router lets others in is checked by `dialled_back`."""
     hosts = {ipaddress.ip_address(host) for a in addresses if (host := listen_ip(a)) is not None and not is_relayed(a)}
     if any(host.is_global for host in hosts):
         return Finding("reachability", "ok", "this machine has a public address; its firewall must let the ports in")
@@ -150,7 +162,7 @@ def direct(problem: str) -> Finding:
 
 
 async def _open(config: NodeConfig, stack: AsyncExitStack) -> MultiTransport:
-    """A transport that listens where the node would, and has joined nobody yet. Raises SwarmError."""
+    """A transport that listens where the node would, and has joined no swarm yet. Raises SwarmError."""
     options = HostOptions(listen=config.listen, relays=config.relay_via, relay_server=config.relay_server)
     secret = await asyncio.to_thread(SwarmSecret, config.secret) if config.secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")
@@ -169,18 +181,18 @@ async def _open(config: NodeConfig, stack: AsyncExitStack) -> MultiTransport:
 
 
 async def _others(config: NodeConfig, transport: MultiTransport, stack: AsyncExitStack) -> AsyncIterator[Finding]:
-    """What only others can tell: relays, the peers to join, the clock, the directory."""
+    """Checks that need other peers: relays, the peers to join, the clock, the directory."""
     for relay in config.relay_via:
         yield await _relay(transport, relay)
     if not config.peers:
         sentence = "none were given, so clock and directory are not checked; give --peer or --invite"
         yield Finding("peers", "warning", sentence)
         return
-    answers = [await _peer(transport, address) for address in config.peers]
-    for finding in answers:
+    checked = [await _peer(transport, address) for address in config.peers]
+    for finding in checked:
         yield finding
-    alive = [peer for peer, found in zip(config.peers, answers, strict=True) if found.verdict != "broken"]
-    yield await _dialled_back(transport, alive)  # not by one of another swarm, whom our direct port would turn away
+    alive = [peer for peer, found in zip(config.peers, checked, strict=True) if found.verdict != "broken"]
+    yield await _dialled_back(transport, alive)  # not by one of another swarm, which our direct port would refuse
     if alive:
         for finding in await _directory(config, transport, alive, stack):
             yield finding
@@ -189,7 +201,7 @@ async def _others(config: NodeConfig, transport: MultiTransport, stack: AsyncExi
 async def _relay(transport: MultiTransport, relay: str) -> Finding:
     peer = relay.rpartition("/p2p/")[2]
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
             await transport.daemon.control.connect(peer, (relay,))
             (await transport.daemon.control.open_stream(peer, RELAY_PROTOCOL)).abort()
     except (TimeoutError, NetworkError):
@@ -201,7 +213,7 @@ async def _relay(transport: MultiTransport, relay: str) -> Finding:
 async def _peer(transport: MultiTransport, address: str) -> Finding:
     peer = address.rpartition("/p2p/")[2]
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
             await (await transport.dial(peer, (address,))).close()
     except WrongSwarm as error:
         return Finding("peers", "broken", str(error))
@@ -220,12 +232,12 @@ async def _dialled_back(transport: MultiTransport, peers: Sequence[str]) -> Find
         try:
             return dialled_back(await transport.check_reachability(address.rpartition("/p2p/")[2]))
         except NetworkError as error:
-            logger.info("%s was not asked to dial back: %s", address, error)
-    return Finding("dial-back", "warning", "no peer could be asked to dial this machine; only its own addresses tell")
+            logger.info("%s could not be asked to dial back: %s", address, error)
+    return Finding("dial-back", "warning", "no peer could dial this machine back; only its own addresses are known")
 
 
 def dialled_back(verdict: ReachabilityReport) -> Finding:
-    """What another peer says of reaching us."""
+    """Whether another peer could reach us."""
     if not verdict.observed:
         return Finding("dial-back", "warning", "this machine is reached through a relay; nobody dialled it directly")
     observed = ipaddress.ip_address(verdict.observed)

@@ -1,6 +1,6 @@
 """`swarm-node status`: who serves what, how busy they are, which layers nobody holds, and what runs on this machine.
 
-Owns the look of it. Reads the directory as a client does and serves nothing itself.
+Owns the format. Reads the directory as a client does and serves nothing itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def show(
 ) -> None:
     """Print the swarm of `model` that `peers` belong to. Raises UsageError, PeerUnreachable, NetworkError.
 
-    Without peers: that of the nodes on this machine, and what these say of themselves.
+    Without peers: the swarm of the nodes on this machine, and their metrics.
     """
     here: list[NodeMetrics] = []
     if not peers:
@@ -42,9 +42,9 @@ async def show(
     if as_json:
         sys.stdout.write(json.dumps({**to_json(snapshot), "here": msgspec.to_builtins(here)}) + "\n")
     else:
-        wide = None if sys.stdout.isatty() else 140  # a pipe has no width
+        width = None if sys.stdout.isatty() else 140  # a pipe has no width
         text = [*to_text(snapshot), *([table_of(here)] if here else [])]
-        Console(highlight=False, width=wide).print(*text, sep="\n", markup=False)
+        Console(highlight=False, width=width).print(*text, sep="\n", markup=False)
 
 
 def _known_here(here: Sequence[NodeMetrics], model: str | None) -> tuple[tuple[str, ...], str | None]:
@@ -138,7 +138,7 @@ def _node_json(node: NodeProfile) -> dict[str, Any]:
 
 
 def _name_of(spec: str) -> str:
-    """What a model is called in the directory. A file or folder says; any other name is one already."""
+    """The name of a model in the directory: read from a file or folder; any other spec is one already."""
     if not Path(spec).expanduser().exists():
         return spec
     from swarm_kernels.models.open import open_model

@@ -6,6 +6,7 @@ Owns the order in which these are determined, so that the cheapest error is repo
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from swarm.errors import OutOfMemory
 from swarm_kernels.device.device import available_memory, choose_device, parse_dtype
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
+from swarm_kernels.ops import dispatch
 from swarm_node.membership.memory_plan import ModelMemory
 from swarm_node.membership.placement import manual_span
 from swarm_node.membership.policy import MemoryPolicy
 from swarm_node.membership.profiler import Calibration, calibrate
+
+logger = logging.getLogger(__name__)
 
 POLICY = MemoryPolicy()
 
@@ -54,6 +58,8 @@ def measure(config: NodeConfig) -> Hardware:
             memory.kv_tokens(budget, manual_span(config.layers, memory.num_layers).span, most=1)
         max_layers = math.ceil(memory.num_layers * config.model_fraction)
         capacity = min(memory.capacity(budget), max_layers)
+        if device.type == "cpu" and source.config.has_fast_path and dispatch.isa() == "reference":
+            logger.warning("no compiled kernels, so this node is several times slower: %s", dispatch.describe())
         with memory_for("measuring this machine"):
             calibration = calibrate(source, dtype, device, config.threads, state_dir() / "calibration")
     except BaseException:

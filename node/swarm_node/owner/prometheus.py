@@ -1,6 +1,6 @@
-"""Prometheus: the node's metrics as numbers over HTTP, on 127.0.0.1 unless told otherwise.
+"""Prometheus: the node's metrics over HTTP, on 127.0.0.1 unless configured otherwise.
 
-Owns the names of the metrics and their server. What they say is asked for at each scrape, in the event loop's thread.
+Owns the names of the metrics and their server. The values are read at each scrape, in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarm.errors import AddressInUse
 from swarm.types import NodeState
 from swarm_node.owner.node_metrics import NodeMetrics
 
-ANSWER_S = 5.0
+SCRAPE_TIMEOUT_S = 5.0
 
 GAUGES = {
     "open_sessions": "Sessions open now.",
@@ -34,7 +34,7 @@ COUNTERS = {
     "refused": "Sessions refused.",
     "failed": "Sessions that this node had to end.",
     "steps": "Steps computed.",
-    "tokens": "Tokens drawn, if this node holds the last layer.",
+    "tokens": "Tokens sampled, if this node holds the last layer.",
     "protocol_errors": "Messages that broke the protocol.",
     "sent_bytes": "Bytes sent to peers.",
     "moves": "Changes of layers.",
@@ -72,7 +72,9 @@ def serving(metrics: Callable[[], NodeMetrics], host: str, port: int) -> Iterato
         return metrics()
 
     registry = CollectorRegistry()
-    registry.register(NodeMetricsCollector(lambda: asyncio.run_coroutine_threadsafe(now(), loop).result(ANSWER_S)))
+    registry.register(
+        NodeMetricsCollector(lambda: asyncio.run_coroutine_threadsafe(now(), loop).result(SCRAPE_TIMEOUT_S))
+    )
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

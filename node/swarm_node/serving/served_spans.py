@@ -65,7 +65,7 @@ class SpanEngineApi(StepEngine, Protocol):
         ...
 
     def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
-        """-> (layer, first block, number of blocks) -> keys and values of the first `tokens`, to be called on the device.
+        """-> (layer, first block, number of blocks) -> keys and values of the first `tokens`. Call it on the device.
 
         Raises InvalidRequest.
         """

@@ -109,7 +109,7 @@ class SessionRunner:
             await self._deliver(session, arrival.step, outcome)
 
     async def _deliver(self, session: HopSession, step: Step, outcome: StepOutcome) -> None:
-        """Send the output, with the step's own `committed_before` and `commit_slots`: each hop applies them for itself."""
+        """Send the output with the step's own `committed_before` and `commit_slots`: each hop applies them itself."""
         trace = [*step.trace, (outcome.queue_ms, outcome.compute_ms)]
         sessions = max(step.active_sessions, outcome.sessions)
         output = outcome.output

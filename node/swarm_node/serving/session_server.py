@@ -108,7 +108,6 @@ class SessionServer:
 
     @property
     def logged_bytes(self) -> int:
-        """Memory of the activation logs, bytes."""
         return self._logs.size
 
     def begin(self, engine: SpanEngineApi, executor: Executor) -> ServedSpan:
