@@ -73,7 +73,7 @@ class Counters:
         return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=self.own, system=0))
 
 
-def test_our_own_work_is_not_the_use_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_cpu_time_is_not_counted_as_use_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = Counters(monkeypatch)
     use = OtherCpuUsage(lambda: [7, 8])
     counters.set(busy=80, idle=20, own=80)
@@ -89,7 +89,7 @@ def test_the_counters_of_this_machine_can_be_read() -> None:
     assert 0.0 <= use.others() <= 1.0
 
 
-def test_a_short_burst_changes_nothing_and_calm_must_last() -> None:
+def test_hysteresis_ignores_short_bursts_and_short_idle_times() -> None:
     in_use = Hysteresis()
     assert not in_use.observe(0.9, 0.0)
     assert not in_use.observe(0.1, 1.0)

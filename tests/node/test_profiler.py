@@ -37,7 +37,7 @@ def test_a_disk_that_cannot_be_written_costs_no_more_than_a_measurement(
     assert not list((tmp_path / "calibration").glob("*.json"))
 
 
-def test_a_machine_is_measured_once_and_again_when_the_memory_is_of_no_use(
+def test_a_machine_is_measured_once_and_again_when_the_cache_is_invalid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiler, "POLICY", CalibrationPolicy(cost_budget_s=0.01))

@@ -1,4 +1,4 @@
-"""Whom a node pings, and what it remembers."""
+"""Which peers a node pings, and how RTTs are smoothed and forgotten."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pings:
         return self.rtt_ms[peer]
 
 
-def test_only_serving_nodes_that_could_take_over_are_neighbours() -> None:
+def test_possible_next_hops_are_serving_and_continue_the_layers() -> None:
     nodes = (
         node("me", 2, 4),
         node("next", 4, 6),
@@ -60,7 +60,7 @@ async def test_rho_is_half_a_round_trip_smoothed_and_forgotten_with_its_peer() -
     assert links.link_ms == {}
 
 
-async def test_many_neighbours_take_turns() -> None:
+async def test_many_peers_are_pinged_in_turn() -> None:
     pings = Pings()
     names = [f"p{i:02d}" for i in range(3 * POLICY.pings_per_round)]
     pings.rtt_ms = dict.fromkeys(names, 4.0)

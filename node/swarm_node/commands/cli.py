@@ -90,7 +90,7 @@ def local(
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
-    """Start a private swarm of several node processes on 127.0.0.1 and say how to talk to it."""
+    """Start a private swarm of several node processes on 127.0.0.1 and print how to chat with it."""
     from swarm_node.commands import local as private
 
     with exit_on_error(as_json):

@@ -74,7 +74,7 @@ async def examine(config: NodeConfig) -> AsyncIterator[Finding]:
     async with AsyncExitStack() as stack:
         try:
             transport = await _open(config, stack)
-        except PeerUnreachable as error:  # it has dialled nobody but the relays
+        except PeerUnreachable as error:  # it has dialled the relays only
             yield Finding("relay", "broken", str(error))
             return
         except SwarmError as error:
@@ -232,7 +232,7 @@ async def _dialled_back(transport: MultiTransport, peers: Sequence[str]) -> Find
         try:
             return dialled_back(await transport.check_reachability(address.rpartition("/p2p/")[2]))
         except NetworkError as error:
-            logger.info("%s could not be asked to dial back: %s", address, error)
+            logger.info("%s could not dial back: %s", address, error)
     return Finding("dial-back", "warning", "no peer could dial this machine back; only its own addresses are known")
 
 

@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class NodeDied(SwarmError):
-    """A node process ended although nobody asked it to; carries its own error code and sentence."""
+    """A node process ended unexpectedly; carries its own error code and sentence."""
 
     def __init__(self, message: str, code: str = "node_died") -> None:
         super().__init__(message)

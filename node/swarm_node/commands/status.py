@@ -1,4 +1,4 @@
-"""`swarm-node status`: who serves what, how busy they are, which layers nobody holds, and what runs on this machine.
+"""`swarm-node status`: who serves what, how busy they are, which layers are missing, and what runs on this machine.
 
 Owns the format. Reads the directory as a client does and serves nothing itself.
 """
@@ -48,7 +48,7 @@ async def show(
 
 
 def _known_here(here: Sequence[NodeMetrics], model: str | None) -> tuple[tuple[str, ...], str | None]:
-    """Peers to ask and the model to ask for. Raises UsageError."""
+    """Peers to read the directory from, and the model. Raises UsageError."""
     try:
         local_model, peers = local_swarm()
         return peers, model or local_model

@@ -20,14 +20,11 @@ from swarm_kernels.device.device import available_memory, choose_device, parse_d
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
-from swarm_node.membership.memory_plan import ModelMemory
+from swarm_node.membership.memory_plan import POLICY, ModelMemory
 from swarm_node.membership.placement import manual_span
-from swarm_node.membership.policy import MemoryPolicy
 from swarm_node.membership.profiler import Calibration, calibrate
 
 logger = logging.getLogger(__name__)
-
-POLICY = MemoryPolicy()
 
 
 @dataclass(frozen=True, slots=True)

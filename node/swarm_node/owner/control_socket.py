@@ -53,7 +53,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ControlActions:
-    """What the commands do; each returns a sentence (`invite`: a token), or raises SwarmError. `metrics` is in each reply."""
+    """What the commands do; each returns a sentence (`invite`: a token), or raises SwarmError."""
 
     pause: Callable[[], str]
     resume: Callable[[], str]

@@ -136,7 +136,7 @@ class KvTransfer:
             del self._expected[key]
 
     def on_blocks(self, peer: PeerId, blocks: KvBlocks, body: Buffer) -> None:
-        """Raises ProtocolError for blocks that another peer was asked for; late ones are dropped."""
+        """Raises ProtocolError for blocks that were requested from another peer; late ones are dropped."""
         expected = self._expected.get((blocks.session, blocks.layer, blocks.first_block))
         if expected is None:
             return
