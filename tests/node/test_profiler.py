@@ -1,4 +1,4 @@
-"""A machine is measured once."""
+"""A machine is measured once, and a node without compiled kernels logs why."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 from tiny_models import ModelTensors, tiny_model
 
+from swarm.config import NodeConfig
 from swarm.types import CostCurve
-from swarm_node.membership import profiler
+from swarm_kernels.ops import dispatch
+from swarm_node.membership import hardware, profiler
 from swarm_node.membership.policy import CalibrationPolicy
 from swarm_node.membership.profiler import Calibration, calibrate
 
@@ -72,3 +74,14 @@ def test_a_machine_is_measured_once_and_again_when_the_cache_is_invalid(
     os.utime(file, (0, 0))
     again()
     assert len(measured) == 4
+
+
+def test_a_node_without_compiled_kernels_logs_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(dispatch, "isa", lambda: "reference")
+    monkeypatch.setattr(dispatch, "describe", lambda: "plain torch: no C++ compiler found (g++ or clang++)")
+    monkeypatch.setattr(hardware, "calibrate", lambda *facts: Calibration(1, CURVE))
+    hardware.measure(NodeConfig(model=str(tmp_path), dtype="fp32")).source.close()
+    assert "no C++ compiler found" in caplog.text
