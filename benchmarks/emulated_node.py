@@ -56,8 +56,8 @@ def slow_down(times: float) -> None:
         curve = CostCurve(own.cost.widths, tuple(times * ms for ms in own.cost.ms))
         return replace(own, cost=curve)
 
-    def slower(self: SpanEngine, works: Sequence[ScheduledStep]) -> Compute:
-        compute, takes_s = prepare(self, works), curve.ms_at(sum(w.rows for w in works)) * len(works[0].span) / 1e3
+    def slower(self: SpanEngine, steps: Sequence[ScheduledStep]) -> Compute:
+        compute, takes_s = prepare(self, steps), curve.ms_at(sum(w.rows for w in steps)) * len(steps[0].span) / 1e3
 
         def run() -> Sequence[StepOutput | SwarmError]:
             end = time.perf_counter() + takes_s

@@ -82,7 +82,7 @@ class ShapedSwarm:
     async def sent_bytes(self) -> int:
         """What the nodes have sent since they started, as they count it."""
         pids = {process.pid for process in self._processes}
-        return sum(node.vitals.sent_bytes for node in await control_socket.find() if node.vitals.pid in pids)
+        return sum(node.metrics.sent_bytes for node in await control_socket.find() if node.metrics.pid in pids)
 
     def _start(self, span: str, *more: str) -> subprocess.Popen[str]:
         script = str(Path(__file__).with_name("emulated_node.py"))

@@ -112,7 +112,7 @@ async def watch(pids: Sequence[int], begun: float, until: float, counts: dict[st
     news = begun
     while time.monotonic() < until:
         now = time.monotonic()
-        tasks = {node.vitals.pid: node.vitals.tasks for node in await control_socket.find()}
+        tasks = {node.metrics.pid: node.metrics.tasks for node in await control_socket.find()}
         for pid, seen in series.items():
             node = psutil.Process(pid)
             family = [node, *node.children(recursive=True)]

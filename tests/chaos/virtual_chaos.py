@@ -1,12 +1,12 @@
-"""Churn in virtual time: real services and clients on the in-memory carrier, nodes that die, vanish, slow down and come
-back by a seed, and the invariants that must hold whatever they do.
+"""Churn in virtual time: real servers and clients on the in-memory transport, nodes that crash, vanish, slow down and
+come back by a seed, and the invariants that must hold.
 
     PYTHONPATH=tests:tests/e2e:tests/kernels python tests/chaos/virtual_chaos.py
         [--seeds 100] [--first 0] [--nodes 100] [--seconds 300] [--once]
 
-Invariants: an answer that ends has the tokens of an undisturbed run; one that fails says which layers are missing (or
-that nobody has room), never later than its deadline; afterwards no node that lives holds a session, a page or a logged
-row. The same seed gives the same trace, byte for byte: each is run twice, unless `--once`.
+Invariants: an answer that ends has the tokens of an undisturbed run; one that fails names the missing layers (or lack
+of room), within its deadline; afterwards no live node holds a session, a KV block or a logged row. The same seed gives
+the same trace, byte for byte: each is run twice, unless `--once`.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class MemoryNode:
 
     def leaks(self) -> str:
         """What is left of sessions that are over, apart from what is kept for others to share; "" if nothing."""
-        for home in self.service.homes:
-            home.forget_all()
+        for served_span in self.service.served_spans:
+            served_span.forget_all()
         self.engine.cache.check_integrity()
         held = (self.service.sessions, len(self.engine.cache), self.service.logged_bytes)
         return "" if held == (0, 0, 0) else f"node {self.peer[-6:]} holds {held} sessions, caches, bytes of logs"

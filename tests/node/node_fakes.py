@@ -1,4 +1,4 @@
-"""A node's service without tensors: an engine that does arithmetic on bytes, and a rig of services in memory."""
+"""A session server without tensors: an engine that does arithmetic on bytes, and a rig of services in memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LIMITS = Limits(max_sessions=4, max_sessions_per_peer=3, max_protocol_errors=3)
 
 @dataclass
 class ToyEngine:
-    """A row is one byte; a layer adds one to it (mod 200); the token drawn after a row is what it became."""
+    """A row is one byte; a layer adds one to it (mod 200); the token sampled from a row is its value."""
 
     span: LayerSpan
     rows: ActivationSpec = ROWS
     capacity: int = 1000
-    pages: dict[int, int] = field(default_factory=dict)
+    reserved: dict[int, int] = field(default_factory=dict)
     batches: list[int] = field(default_factory=list)
     fail: Exception | None = None
     refuse_key: int | None = None
@@ -47,42 +47,42 @@ class ToyEngine:
         return self.capacity
 
     def admit(self, key: int, max_tokens: int) -> None:
-        if sum(self.pages.values()) + max_tokens > self.capacity:
+        if sum(self.reserved.values()) + max_tokens > self.capacity:
             raise OutOfMemory(f"{max_tokens} tokens do not fit")
-        self.pages[key] = max_tokens
+        self.reserved[key] = max_tokens
 
     def fork(self, parent: int, key: int, max_tokens: int, length: int) -> None:
-        assert parent in self.pages
+        assert parent in self.reserved
         self.admit(key, max_tokens)
 
     def freeze_prefix(self, key: int, length: int) -> None:
-        self.pages[key] = length
+        self.reserved[key] = length
 
     def release(self, key: int) -> None:
-        self.pages.pop(key, None)
+        self.reserved.pop(key, None)
 
     def prune(self, key: int, slots: Sequence[int]) -> None:
-        assert key in self.pages
+        assert key in self.reserved
 
     def rollback(self, key: int, length: int) -> None:
-        assert key in self.pages
+        assert key in self.reserved
         self.rolled_back.append(length)
 
     block_tokens = 4
     block_bytes = 4
 
     def import_blocks(self, key: int, tokens: int) -> None:
-        if tokens > self.pages[key]:
+        if tokens > self.reserved[key]:
             raise InvalidRequest("more than was reserved")
 
     def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
-        assert key in self.pages
-        return lambda layer, page, count: bytes([layer]) * (self.block_bytes * count)
+        assert key in self.reserved
+        return lambda layer, block, count: bytes([layer]) * (self.block_bytes * count)
 
     def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
-        def write(layer: int, page: int, body: bytes) -> None:
+        def write(layer: int, block: int, body: bytes) -> None:
             assert body == bytes([layer]) * len(body)
-            self.filled.append((layer, page))
+            self.filled.append((layer, block))
 
         return write
 
@@ -193,10 +193,10 @@ async def toy_client(network: MemoryNetwork, name: str = "client") -> AsyncItera
     async def on_lost(connection: Connection, error: NetworkError) -> None:
         lost.append(connection.peer)
 
-    carrier = network.transport(name)
-    async with ConnectionPool(carrier, on_frame, on_lost, LIMITS) as pool:
+    transport = network.transport(name)
+    async with ConnectionPool(transport, on_frame, on_lost, LIMITS) as pool:
         yield ToyClient(pool, inbox, lost)
-    await carrier.close()
+    await transport.close()
 
 
 @asynccontextmanager
@@ -209,7 +209,7 @@ async def serving(
     limits: Limits = LIMITS,
 ) -> AsyncIterator[SessionServer]:
     """A node of the memory network around any engine. A batch takes `delay_s` of the loop's time."""
-    carrier = network.transport(name)
+    transport = network.transport(name)
     services: list[SessionServer] = []
 
     async def on_frame(connection: Connection, message: AnyMessage, body: memoryview) -> None:
@@ -219,7 +219,7 @@ async def serving(
         await services[0].on_lost(connection, error)
 
     async with (
-        ConnectionPool(carrier, on_frame, on_lost, limits) as pool,
+        ConnectionPool(transport, on_frame, on_lost, limits) as pool,
         SessionServer(served, pool, limits) as service,
     ):
         services.append(service)
@@ -228,7 +228,7 @@ async def serving(
         await pool.serve()
         yield service
     await executor.close()
-    await carrier.close()
+    await transport.close()
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ def replayed(logs: ActivationLog, key: int, count: int) -> bytes:
     return b"".join(body for _, _, body in logs.replay(key, count))
 
 
-def test_lines_commits_and_rollbacks() -> None:
+def test_causal_rows_commits_and_rollbacks() -> None:
     logs = ActivationLog(10_000)
     logs.open(0)
     logs.append(0, step(line=3), b"aabbcc")
@@ -50,7 +50,7 @@ def test_long_replays_come_in_chunks() -> None:
     assert b"".join(body for _, _, body in parts) == rows
 
 
-def test_past_the_cap_the_longest_log_goes_and_stays_away() -> None:
+def test_over_the_cap_the_longest_log_is_evicted_and_stays_so() -> None:
     logs = ActivationLog(100)
     for key in (0, 1):
         logs.open(key)

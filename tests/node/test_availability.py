@@ -16,10 +16,11 @@ from virtual_clock import virtual_time
 
 from swarm.errors import UsageError
 from swarm_node.owner.active_hours import ActiveHours
-from swarm_node.owner.availability import ASKED, HOURS, Availability
-from swarm_node.owner.machine_usage import BUSY_AFTER_S, IDLE_AFTER_S, Hysteresis, OtherCpuUsage
+from swarm_node.owner.availability import HOURS, OWNER, Availability
+from swarm_node.owner.machine_usage import AvailabilityPolicy, Hysteresis, OtherCpuUsage
 
 NOON = datetime(2026, 3, 1, 12, 0)
+POLICY = AvailabilityPolicy()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ class Counters:
         return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=self.own, system=0))
 
 
-def test_our_own_work_is_not_the_use_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_cpu_time_is_not_counted_as_use_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = Counters(monkeypatch)
     use = OtherCpuUsage(lambda: [7, 8])
     counters.set(busy=80, idle=20, own=80)
@@ -88,32 +89,32 @@ def test_the_counters_of_this_machine_can_be_read() -> None:
     assert 0.0 <= use.others() <= 1.0
 
 
-def test_a_short_burst_changes_nothing_and_calm_must_last() -> None:
+def test_hysteresis_ignores_short_bursts_and_short_idle_times() -> None:
     in_use = Hysteresis()
     assert not in_use.observe(0.9, 0.0)
     assert not in_use.observe(0.1, 1.0)
     assert not in_use.observe(0.9, 2.0)
-    assert in_use.observe(0.9, 2.0 + BUSY_AFTER_S)
+    assert in_use.observe(0.9, 2.0 + POLICY.busy_after_s)
     assert in_use.observe(0.3, 20.0)  # between the two thresholds
     assert in_use.observe(0.1, 30.0)
-    assert in_use.observe(0.1, 29.9 + IDLE_AFTER_S)
-    assert not in_use.observe(0.1, 30.0 + IDLE_AFTER_S)
+    assert in_use.observe(0.1, 29.9 + POLICY.idle_after_s)
+    assert not in_use.observe(0.1, 30.0 + POLICY.idle_after_s)
 
 
 @virtual_time
 async def test_a_node_serves_when_no_reason_is_left() -> None:
-    duty = Availability()
-    idle = asyncio.create_task(duty.until(lambda: not duty.on))
+    availability = Availability()
+    idle = asyncio.create_task(availability.until(lambda: not availability.available))
     await asyncio.sleep(1)
     assert not idle.done()
-    duty.stop(ASKED, "paused by its owner")
-    duty.check_hours(ActiveHours.parse("20:00-21:00"), NOON)
+    availability.pause(OWNER, "paused by its owner")
+    availability.check_hours(ActiveHours.parse("20:00-21:00"), NOON)
     await idle
-    assert (duty.on, duty.hours) == (False, False)
-    assert duty.reasons[HOURS] == "outside its hours until 20:00"
-    assert "paused by its owner" in str(duty.refusal())
-    assert duty.refusal().retry_after_s > 0
-    duty.resume(ASKED)
-    assert not duty.on
-    duty.check_hours(ActiveHours.parse("11:00-21:00"), NOON)
-    assert duty.on
+    assert (availability.available, availability.in_hours) == (False, False)
+    assert availability.reasons[HOURS] == "outside its hours until 20:00"
+    assert "paused by its owner" in str(availability.refusal())
+    assert availability.refusal().retry_after_s > 0
+    availability.resume(OWNER)
+    assert not availability.available
+    availability.check_hours(ActiveHours.parse("11:00-21:00"), NOON)
+    assert availability.available

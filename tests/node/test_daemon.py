@@ -29,8 +29,9 @@ from swarm.net.security.identity import Identity, verify
 from swarm.records import to_snapshot
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import ModelId, NodeState, Snapshot
-from swarm_node import node as daemon
+from swarm_node import node as node_module
 from swarm_node.membership import span_selection
+from swarm_node.membership.policy import MembershipPolicy
 from swarm_node.network.connection import Connect, NodeNetwork
 
 LIMITS = Limits(publish_interval_s=0.5, record_ttl_s=3.0, drain_timeout_s=0.5)
@@ -47,7 +48,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A home of its own, kept from test to test so that one calibration is enough."""
     monkeypatch.setenv("SWARM_HOME", str(private_home(tmp_path_factory.getbasetemp() / "home")))
-    monkeypatch.setattr(span_selection, "STABLE_S", 0.3)
+    monkeypatch.setattr(span_selection, "POLICY", MembershipPolicy(stability_s=0.3))
 
 
 def settings(model_dir: Path, **changes: Any) -> NodeConfig:
@@ -55,7 +56,7 @@ def settings(model_dir: Path, **changes: Any) -> NodeConfig:
 
 
 class Events:
-    """A Reporter that remembers."""
+    """An EventReporter that remembers."""
 
     def __init__(self) -> None:
         self.seen: dict[str, dict[str, Any]] = {}
@@ -85,12 +86,12 @@ class Events:
 def over_memory(network: MemoryNetwork, identity: Identity, failed: asyncio.Event | None = None) -> Connect:
     @asynccontextmanager
     async def connect(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
-        carrier = network.transport(identity.peer)
+        transport = network.transport(identity.peer)
         try:
             directory = network.directory(identity.peer)
-            yield NodeNetwork(carrier, directory, identity.sign, failed or asyncio.Event())
+            yield NodeNetwork(transport, directory, identity.sign, failed or asyncio.Event())
         finally:
-            await carrier.close()
+            await transport.close()
 
     return connect
 
@@ -104,7 +105,7 @@ class Running:
         self.stop = asyncio.Event()
         self.failed = asyncio.Event()
         connect = over_memory(network, self.identity, self.failed)
-        self.task = asyncio.create_task(daemon.join(config, self.events, self.stop, connect))
+        self.task = asyncio.create_task(node_module.join(config, self.events, self.stop, connect))
 
     async def serving(self) -> dict[str, Any]:
         waiting = asyncio.create_task(self.events.wait_for("serving"))
@@ -228,7 +229,7 @@ async def test_a_peer_with_other_weights_is_named(model_dir: Path, tmp_path: Pat
         ({"dtype": "int3"}, UsageError, "not a number format"),
     ],
 )
-async def test_mistakes_are_told_in_one_sentence(
+async def test_configuration_errors_are_one_sentence(
     model_dir: Path, change: dict[str, Any], error: type[SwarmError], sentence: str
 ) -> None:
     network = MemoryNetwork()

@@ -19,6 +19,7 @@ from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.net.transports.multi import MultiTransport
+from swarm_kernels.ops import dispatch
 from swarm_node.commands import doctor
 from swarm_node.commands.doctor import Finding
 from swarm_node.network import invite
@@ -31,11 +32,12 @@ HERE = "/ip4/127.0.0.1/tcp/0"
 SECRET = "a secret of our own"
 
 
-def test_what_is_found_out_without_others() -> None:
+def test_findings_without_other_peers() -> None:
     assert [doctor.memory(gb * 1e9).verdict for gb in (0.5, 8)] == ["broken", "ok"]
     assert [doctor.disk(gb * 1e9).verdict for gb in (0.5, 80)] == ["warning", "ok"]
     assert doctor.gpu(99).verdict == "broken"
     assert doctor.direct("no OpenSSL").verdict == "warning"
+    assert doctor.kernels().verdict == "ok"
     for host, verdict in (("8.8.8.8", "ok"), ("192.168.1.5", "warning"), ("127.0.0.1", "warning")):
         found = doctor.reachability((f"/ip4/{host}/tcp/4001/p2p/{PEER}",))
         assert found.verdict == verdict, found
@@ -43,7 +45,15 @@ def test_what_is_found_out_without_others() -> None:
     assert "relay" in doctor.reachability(relayed).sentence
 
 
-def test_what_another_peer_says_of_reaching_us() -> None:
+def test_without_a_compiler_the_finding_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "isa", lambda: "reference")
+    monkeypatch.setattr(dispatch, "describe", lambda: "plain torch: no C++ compiler found (g++ or clang++)")
+    found = doctor.kernels()
+    assert found.verdict == "warning"
+    assert "no C++ compiler found" in found.sentence
+
+
+def test_findings_of_a_dial_back() -> None:
     here, there = (f"/ip4/8.8.8.8/tcp/{port}/p2p/{PEER}" for port in (4001, 4002))
     for verdict, kind, words in (
         (ReachabilityReport("8.8.8.8", (here,), ()), "ok", "reached this machine (port 4001)"),
@@ -65,16 +75,18 @@ def test_what_another_peer_says_of_reaching_us() -> None:
 async def swarm(secret: str = "", relay: bool = False) -> AsyncIterator[tuple[MultiTransport, DhtDirectory]]:
     keys = SwarmSecret(secret) if secret else None
     async with AsyncExitStack() as stack:
-        carrier = await MultiTransport.start(Identity.generate(), HostOptions((HERE,), relay_server=relay), secret=keys)
-        stack.push_async_callback(carrier.close)
+        transport = await MultiTransport.start(
+            Identity.generate(), HostOptions((HERE,), relay_server=relay), secret=keys
+        )
+        stack.push_async_callback(transport.close)
 
         async def handle(connection: object) -> None:
             return
 
-        await carrier.serve(handle)
-        directory = await DhtDirectory.start(carrier.daemon, secret=keys)
+        await transport.serve(handle)
+        directory = await DhtDirectory.start(transport.daemon, secret=keys)
         stack.push_async_callback(directory.close)
-        yield carrier, directory
+        yield transport, directory
 
 
 async def findings(**settings: object) -> dict[str, Finding]:
@@ -87,8 +99,8 @@ async def findings(**settings: object) -> dict[str, Finding]:
 
 
 async def test_a_healthy_private_swarm_and_a_wrong_secret() -> None:
-    async with swarm(SECRET, relay=True) as (carrier, _):
-        peers = carrier.addresses[:1]
+    async with swarm(SECRET, relay=True) as (transport, _):
+        peers = transport.addresses[:1]
         found = await findings(peers=peers, secret=SECRET, relay_via=peers)
         assert {name for name, finding in found.items() if finding.verdict == "broken"} == set(), found
         assert found["clock"].verdict == found["relay"].verdict == found["dial-back"].verdict == "ok"
@@ -99,8 +111,8 @@ async def test_a_healthy_private_swarm_and_a_wrong_secret() -> None:
 
 
 async def test_a_wrong_clock_a_closed_port_and_a_dead_relay(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with swarm() as (carrier, _):
-        peers = carrier.addresses[:1]
+    async with swarm() as (transport, _):
+        peers = transport.addresses[:1]
         # Both ends live in this process and have one clock, so the tolerance is what must change.
         monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -600)
         found = await findings(peers=(*peers, CLOSED), relay_via=(CLOSED, *peers))
@@ -127,29 +139,29 @@ def test_join_names_the_cause_in_one_sentence() -> None:
         "is not an invitation": ("--invite", ""),
         "none of the peers to join answered": ("--invite", token),
     }
-    running = {says: start("join", "--listen", HERE, *arguments) for says, arguments in causes.items()}
-    for says, process in running.items():
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 2, said
-        assert says in said
-        assert len(said.strip().splitlines()) == 1, said
+    running = {expected: start("join", "--listen", HERE, *arguments) for expected, arguments in causes.items()}
+    for expected, process in running.items():
+        _, output = process.communicate(timeout=120)
+        assert process.returncode == 2, output
+        assert expected in output
+        assert len(output.strip().splitlines()) == 1, output
 
 
 def test_doctor_exits_with_2_and_invite_prints_a_token() -> None:
     examining = start("doctor", "--listen", HERE, "--peer", CLOSED, "--json")
     inviting = start("invite", "--peer", CLOSED, "--model", "m", "--network", "friends", SWARM_SECRET=SECRET)
-    said, _ = examining.communicate(timeout=120)
+    output, _ = examining.communicate(timeout=120)
     assert examining.returncode == 2
-    verdicts = {(found["subject"], found["verdict"]) for found in map(json.loads, said.splitlines())}
+    verdicts = {(found["subject"], found["verdict"]) for found in map(json.loads, output.splitlines())}
     assert ("peers", "broken") in verdicts
     assert ("direct", "ok") in verdicts
-    said, _ = inviting.communicate(timeout=120)
+    output, _ = inviting.communicate(timeout=120)
     assert inviting.returncode == 0
-    assert parse(said.split()[0]) == Invite((CLOSED,), "m", "friends", SECRET)
-    assert "nobody else can join" in said
+    assert parse(output.split()[0]) == Invite((CLOSED,), "m", "friends", SECRET)
+    assert "nobody else can join" in output
 
 
-def test_which_addresses_are_passed_on() -> None:
+def test_addresses_in_an_invitation() -> None:
     public, private, loopback = (f"/ip4/{host}/tcp/1/p2p/{PEER}" for host in ("8.8.8.8", "10.0.0.1", "127.0.0.1"))
     direct, circuit = f"/ip4/8.8.8.8/tcp/2/tls/p2p/{PEER}", f"{public}/p2p-circuit/p2p/{PEER}"
     assert invite.shareable((loopback, direct, private, circuit, public)) == (public, circuit, private)

@@ -95,7 +95,7 @@ async def test_a_broken_device_fails_the_batch_and_serves_the_next() -> None:
     await executor.close()
 
 
-async def test_who_stopped_waiting_is_forgotten() -> None:
+async def test_cancelled_steps_are_dropped() -> None:
     engine = SlowEngine()
     executor = Executor(engine, ThreadDevice(), 512)
     running = asyncio.create_task(executor.run(session(0), arrival()))
@@ -109,7 +109,7 @@ async def test_who_stopped_waiting_is_forgotten() -> None:
     assert engine.batches == [1]
 
 
-async def test_prefill_is_not_held_against_tau() -> None:
+async def test_prefill_does_not_raise_tau() -> None:
     stats: list[BatchStats] = []
     executor = Executor(ToyEngine(WHOLE), ThreadDevice(), 512, stats.append)
     await executor.run(session(0), arrival(rows=5))
@@ -132,7 +132,7 @@ async def later(executor: Executor, seconds: float, member: HopSession) -> float
 
 
 @virtual_time
-async def test_sessions_that_decoded_together_wait_a_moment_for_each_other() -> None:
+async def test_sessions_that_decoded_together_wait_briefly_for_each_other() -> None:
     executor, engine = gathering()
     pair = [session(0), session(1)]
     await asyncio.gather(*(later(executor, 0.0, member) for member in pair))
@@ -144,7 +144,7 @@ async def test_sessions_that_decoded_together_wait_a_moment_for_each_other() -> 
 
 
 @virtual_time
-async def test_nobody_waits_for_long_nor_twice() -> None:
+async def test_the_batch_wait_is_bounded_and_not_repeated() -> None:
     executor, engine = gathering()
     pair = [session(0), session(1)]
     await asyncio.gather(*(later(executor, 0.0, member) for member in pair))
@@ -157,7 +157,7 @@ async def test_nobody_waits_for_long_nor_twice() -> None:
 
 
 @virtual_time
-async def test_a_session_that_is_over_is_no_company() -> None:
+async def test_a_session_that_ended_is_not_waited_for() -> None:
     executor, engine = gathering()
     pair = [session(0), session(1)]
     await asyncio.gather(*(later(executor, 0.0, member) for member in pair))

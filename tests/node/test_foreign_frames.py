@@ -26,7 +26,7 @@ def foreign(rng: random.Random, next_step: int) -> AnyMessage:
         DropInFlight(SESSION, next_step + 1, [0]),
         CloseSession(SESSION),
         open_message(SESSION, HOPS, 0, 0, LAYERS, 60),
-        Reroute(SESSION, epoch=1, upstream="stranger"),
+        Reroute(SESSION, epoch=1, upstream="untrusted"),
         SessionFailed(SESSION, "connection_lost", "your next hop is gone", unreachable_next_hop="node"),
         StepResult(SESSION, 0, next_step, [9]),
     ]
@@ -44,12 +44,12 @@ async def test_none_of_a_thousand_foreign_frames_gets_into_a_session() -> None:
             sent = 0
             for number in range(STEPS):
                 for i in range(STRANGERS // STEPS):
-                    async with toy_client(network, f"stranger {number} {i}") as stranger:
+                    async with toy_client(network, f"untrusted {number} {i}") as untrusted:
                         for _ in range(FRAMES // STRANGERS):
                             message = foreign(rng, number)
                             sent += 1
                             with contextlib.suppress(NetworkError):
-                                await stranger.send("node", message, b"")
+                                await untrusted.send("node", message, b"")
                 await asyncio.sleep(0.1)
                 assert service._sessions[SESSION] is session
                 assert session.client.peer == "owner"

@@ -80,7 +80,7 @@ async def test_three_nodes_then_five_then_two_always_cover_the_model_and_finish_
         assert all(now > then for now, then in zip(answered, before, strict=True))
         for node in leaving:
             swarm.remove(node)
-            assert node.told.names()[-1] == "stopped"
+            assert node.reporter.names()[-1] == "stopped"
 
 
 @virtual_time
@@ -99,7 +99,7 @@ async def test_the_layers_of_a_node_that_dies_are_taken_over(monkeypatch: pytest
             await asyncio.sleep(1)
             await swarm.covered(60)
             await asyncio.sleep(2)
-        assert "moving" in [name for node in swarm.nodes for name in node.told.names()]
+        assert "moving" in [name for node in swarm.nodes for name in node.reporter.names()]
 
 
 @virtual_time
@@ -165,7 +165,7 @@ def planned(snapshot: Snapshot) -> Counter[tuple[int, int]]:
 
 @pytest.mark.slow
 @virtual_time
-async def test_a_paused_node_hands_its_sessions_on_and_serves_again_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_paused_node_drains_its_sessions_and_serves_again_when_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with virtual_swarm(monkeypatch, LAYERS, LAYERS) as swarm:
         await swarm.covered()
         await asyncio.sleep(6)
@@ -173,12 +173,12 @@ async def test_a_paused_node_hands_its_sessions_on_and_serves_again_when_told(mo
         async with questions(swarm, 3):
             await asyncio.sleep(2)
             for node in swarm.nodes:
-                duty = swarm.inside[node.peer]._availability
-                duty.stop("asked", "paused by its owner")
+                availability = swarm.inside[node.peer]._availability
+                availability.pause("owner", "paused by its owner")
                 await asyncio.sleep(6)
                 mine = (await swarm.snapshot()).node(node.peer)
                 assert mine is not None
                 assert (mine.state, mine.sessions) == (NodeState.DRAINING, 0)
-                duty.resume("asked")
+                availability.resume("owner")
                 await asyncio.sleep(3)
                 assert min(await swarm.coverage()) == 2

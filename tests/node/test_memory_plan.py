@@ -11,7 +11,7 @@ from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import DTYPES
 from swarm_kernels.runtime.load import load_span
-from swarm_node.membership.memory_plan import WORKSPACE, ModelMemory
+from swarm_node.membership.memory_plan import POLICY, ModelMemory
 
 weights = st.builds(
     ModelMemory,
@@ -42,7 +42,7 @@ def test_what_fits_by_capacity_has_room_for_keys_and_values(w: ModelMemory, budg
         return
     for start in {0, w.num_layers - layers}:
         span = LayerSpan(start, start + layers)
-        assert w.span_bytes(span) + WORKSPACE <= budget
+        assert w.span_bytes(span) + POLICY.workspace_bytes <= budget
         assert w.kv_tokens(budget, span, 1 << 40) >= 1
 
 

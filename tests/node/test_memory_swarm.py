@@ -46,7 +46,7 @@ async def swarm(
 
 
 @virtual_time
-async def test_three_nodes_say_what_transformers_says() -> None:
+async def test_three_nodes_match_transformers() -> None:
     prompt = prompt_of(40, 1)
     async with swarm(*HOPS) as (client, engines):
         tokens = await Generation(client, A, prompt, HOPS).generate(16, chunks=(7, 20))
@@ -108,7 +108,7 @@ async def test_sampled_tokens_do_not_depend_on_the_chain() -> None:
 
 
 @virtual_time
-async def test_hidden_states_that_are_no_numbers_end_one_session_only() -> None:
+async def test_hidden_states_that_are_not_finite_end_one_session_only() -> None:
     prompt = prompt_of(6, 5)
     async with swarm(*HOPS) as (client, _):
         good, bad = Generation(client, A, prompt, HOPS), Generation(client, B, prompt, HOPS)

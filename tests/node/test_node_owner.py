@@ -1,4 +1,4 @@
-"""What an owner can do to the node on his machine, a real process: pause it, look, have it leave; its daemon dies."""
+"""What an owner can do to the node on this machine, a real process: pause, status, invite, leave; its daemon dies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tell(home: Path, *arguments: str) -> tuple[int, str, str]:
+def run_command(home: Path, *arguments: str) -> tuple[int, str, str]:
     done = subprocess.run(
         [*NODE, *arguments], capture_output=True, text=True, env=environment(home), timeout=180, check=False
     )
@@ -39,7 +39,7 @@ def tell(home: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 def look(home: Path) -> dict[str, Any]:
-    code, out, err = tell(home, "status", "--json")
+    code, out, err = run_command(home, "status", "--json")
     assert code == 0, err
     shown: dict[str, Any] = json.loads(out)
     return shown
@@ -49,8 +49,8 @@ def daemon_of(running: Started) -> psutil.Process:
     return next(p for p in tree(running.process.pid) if p.name().startswith("p2pd"))
 
 
-def test_an_owner_pauses_looks_and_has_it_leave(home: Path, model_dir: Path) -> None:
-    assert "no node runs" in tell(home, "leave")[2]
+def test_pause_status_metrics_invite_and_leave(home: Path, model_dir: Path) -> None:
+    assert "no node runs" in run_command(home, "leave")[2]
     join = ("join", "--model", str(model_dir), "--dtype", "fp32", "--threads", "1", "--name", "bob", "--json")
     with started(home, *join, "--metrics-port", "0", "--max-sessions", "7") as running:
         metrics = running.read_until("metrics")
@@ -59,29 +59,33 @@ def test_an_owner_pauses_looks_and_has_it_leave(home: Path, model_dir: Path) -> 
         assert stat.S_IMODE(socket.stat().st_mode) == 0o600
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
 
-        assert tell(home, "pause", "--node", "bob")[0] == 0
+        assert run_command(home, "pause", "--node", "bob")[0] == 0
         running.read_until("paused")
         shown = look(home)
         (mine,) = shown["here"]
         assert (mine["name"], mine["paused"], mine["max_sessions"]) == ("bob", ["paused by its owner"], 7)
         assert shown["missing"] == [[0, 6]]
-        assert "is called 'alice'" in tell(home, "resume", "--node", "alice")[2]
-        assert tell(home, "resume", "--json")[0] == 0
+        assert "is called 'alice'" in run_command(home, "resume", "--node", "alice")[2]
+        assert run_command(home, "resume", "--json")[0] == 0
         running.read_until("resumed")
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics['port']}/metrics", timeout=10) as page:
             text = page.read().decode()
         assert 'swarm_state{state="serving"} 1.0' in text
         assert "swarm_max_sessions 7.0" in text
 
+        code, out, err = run_command(home, "invite", "--json")
+        assert code == 0, err
+        assert json.loads(out)["peers"] == [mine["address"]]
+
         family = tree(running.process.pid)
-        code, out, _ = tell(home, "leave")
+        code, out, _ = run_command(home, "leave")
         assert (code, "it has left" in out) == (0, True)
         assert running.process.wait(timeout=30) == 0
         assert all_gone(family)
         assert not socket.exists()
 
 
-def test_a_node_outlives_its_p2p_daemon_and_goes_at_once_when_told_twice(home: Path, model_dir: Path) -> None:
+def test_a_node_survives_its_p2p_daemon_and_ends_at_once_on_a_second_signal(home: Path, model_dir: Path) -> None:
     join = ("join", "--model", str(model_dir), "--dtype", "fp32", "--threads", "1", "--json")
     with started(home, *join) as running:
         before = running.read_until("serving")

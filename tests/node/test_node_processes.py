@@ -110,9 +110,9 @@ async def ask(address: str, nodes: list[dict[str, Any]], prompt: list[int], coun
     async def on_lost(connection: Connection, error: NetworkError) -> None:
         return None
 
-    carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=(address,)))
+    transport = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=(address,)))
     try:
-        async with ConnectionPool(carrier, on_frame, on_lost) as pool:
+        async with ConnectionPool(transport, on_frame, on_lost) as pool:
             for node in nodes:
                 await pool.get(node["peer"], node["addresses"])
             hops = [(node["peer"], node["start"], node["end"]) for node in nodes]
@@ -120,7 +120,7 @@ async def ask(address: str, nodes: list[dict[str, Any]], prompt: list[int], coun
             generation = Generation(ToyClient(pool, inbox, []), b"p" * 16, prompt, hops, served)
             return await generation.generate(count)
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 def test_two_processes_share_a_model_answer_and_leave(home: Path, model_dir: Path) -> None:
@@ -190,10 +190,12 @@ def test_a_busy_port_is_one_sentence_and_exit_code_2(home: Path, model_dir: Path
         (["join", "--max-memory", "lots"], "not an amount of memory"),
         (["join", "--config", "/nowhere.toml"], "cannot read the config file"),
         (["local", "--nodes", "2", "--layers", "0:3"], "1 spans for 2 nodes"),
+        (["local", "--nodes", "2", "--layers", "0:10,15:30"], "--layers leaves out 10:15"),
+        (["local", "--model", "smollm2-135m", "--layers", "0:10,10:20"], "--layers leaves out 20:30"),
         (["status"], "no swarm on this machine"),
     ],
 )
-def test_wrong_flags_are_told_at_once(home: Path, arguments: list[str], sentence: str) -> None:
+def test_wrong_flags_are_refused_before_anything_starts(home: Path, arguments: list[str], sentence: str) -> None:
     done = subprocess.run(
         [*NODE, *arguments], capture_output=True, text=True, env=environment(home), timeout=60, check=False
     )

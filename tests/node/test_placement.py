@@ -69,7 +69,7 @@ def test_a_covered_swarm_says_where_it_is_short() -> None:
     assert "the whole model" in whole.reason
 
 
-def test_two_that_took_the_same_layers_at_once_part_ways() -> None:
+def test_of_two_that_took_the_same_layers_at_once_one_chooses_again() -> None:
     a, b = node("a", (0, 4)), node("b", (0, 4))
     assert still_valid(swarm(a, b), a)
     assert not still_valid(swarm(a, b), b)

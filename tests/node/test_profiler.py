@@ -1,4 +1,4 @@
-"""A machine is measured once."""
+"""A machine is measured once, and a node without compiled kernels logs why."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import pytest
 import torch
 from tiny_models import ModelTensors, tiny_model
 
+from swarm.config import NodeConfig
 from swarm.types import CostCurve
-from swarm_node.membership import profiler
+from swarm_kernels.ops import dispatch
+from swarm_node.membership import hardware, profiler
+from swarm_node.membership.policy import CalibrationPolicy
 from swarm_node.membership.profiler import Calibration, calibrate
 
 CPU = torch.device("cpu")
@@ -36,10 +39,10 @@ def test_a_disk_that_cannot_be_written_costs_no_more_than_a_measurement(
     assert not list((tmp_path / "calibration").glob("*.json"))
 
 
-def test_a_machine_is_measured_once_and_again_when_the_memory_is_of_no_use(
+def test_a_machine_is_measured_once_and_again_when_the_cache_is_invalid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiler, "COST_BUDGET_S", 0.01)
+    monkeypatch.setattr(profiler, "POLICY", CalibrationPolicy(cost_budget_s=0.01))
     source = ModelTensors(tiny_model("llama"))
     measured: list[int] = []
     measure = profiler._measure
@@ -50,7 +53,7 @@ def test_a_machine_is_measured_once_and_again_when_the_memory_is_of_no_use(
 
     monkeypatch.setattr(profiler, "_measure", counted)
     monkeypatch.setattr(profiler, "_is_idle", lambda: False)
-    monkeypatch.setattr(profiler, "BUSY_AGE_S", -1.0)
+    monkeypatch.setattr(profiler, "POLICY", CalibrationPolicy(cost_budget_s=0.01, busy_max_age_s=-1.0))
     calibrate(source, torch.float32, CPU, 1, tmp_path)
     monkeypatch.setattr(profiler, "_is_idle", lambda: True)
     measured.clear()
@@ -71,3 +74,14 @@ def test_a_machine_is_measured_once_and_again_when_the_memory_is_of_no_use(
     os.utime(file, (0, 0))
     again()
     assert len(measured) == 4
+
+
+def test_a_node_without_compiled_kernels_logs_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(dispatch, "isa", lambda: "reference")
+    monkeypatch.setattr(dispatch, "describe", lambda: "plain torch: no C++ compiler found (g++ or clang++)")
+    monkeypatch.setattr(hardware, "calibrate", lambda *facts: Calibration(1, CURVE))
+    hardware.measure(NodeConfig(model=str(tmp_path), dtype="fp32")).source.close()
+    assert "no C++ compiler found" in caplog.text

@@ -12,7 +12,8 @@ from swarm.errors import NetworkError
 from swarm.net.security.identity import Identity, verify
 from swarm.records import decode
 from swarm.types import NodeProfile, NodeState
-from swarm_node.membership.record_publisher import MIN_INTERVAL_S, RecordPublisher
+from swarm_node.membership.policy import PublishPolicy
+from swarm_node.membership.record_publisher import RecordPublisher
 
 IDENTITY = Identity.from_seed(b"\1" * 32)
 LIMITS = Limits(publish_interval_s=2.0)
@@ -43,7 +44,7 @@ class Board:
         return {}
 
 
-def announcer(board: Board) -> RecordPublisher:
+def publisher_for(board: Board) -> RecordPublisher:
     def profile(now: float) -> NodeProfile:
         return NodeProfile(IDENTITY.peer, "n", NodeState.JOINING, "bf16", "h", 3, published_at=now)
 
@@ -53,15 +54,15 @@ def announcer(board: Board) -> RecordPublisher:
 @virtual_time
 async def test_records_come_at_intervals_and_soon_after_a_change_but_not_in_floods() -> None:
     board = Board()
-    told = announcer(board)
-    running = asyncio.create_task(told.run())
+    publisher = publisher_for(board)
+    running = asyncio.create_task(publisher.run())
     await asyncio.sleep(7.0)
     assert board.times == [0.0, 2.0, 4.0, 6.0]
     for _ in range(50):
-        told.changed()
+        publisher.changed()
         await asyncio.sleep(0.01)
     after = [t for t in board.times if t > 6.0]
-    assert 2 <= len(after) <= 0.5 / MIN_INTERVAL_S + 1
+    assert 2 <= len(after) <= 0.5 / PublishPolicy().min_interval_s + 1
     assert after[0] - 7.0 < 0.05
     running.cancel()
     record = decode(board.records[-1], IDENTITY.peer, "toy", wall_clock(), verify)
@@ -71,15 +72,15 @@ async def test_records_come_at_intervals_and_soon_after_a_change_but_not_in_floo
 @virtual_time
 async def test_a_directory_that_is_away_for_a_while_is_tried_again() -> None:
     board = Board()
-    told = announcer(board)
-    running = asyncio.create_task(told.run())
+    publisher = publisher_for(board)
+    running = asyncio.create_task(publisher.run())
     await asyncio.sleep(1.0)
     board.broken = True
     await asyncio.sleep(10.0)
-    assert told.failures > 2
+    assert publisher.failures > 2
     board.broken = False
     await asyncio.sleep(2.5)
-    assert told.failures == 0
+    assert publisher.failures == 0
     assert len(board.times) >= 2
     running.cancel()
 
@@ -87,28 +88,28 @@ async def test_a_directory_that_is_away_for_a_while_is_tried_again() -> None:
 @virtual_time
 async def test_nothing_is_published_after_the_withdrawal() -> None:
     board = Board()
-    told = announcer(board)
-    running = asyncio.create_task(told.run())
+    publisher = publisher_for(board)
+    running = asyncio.create_task(publisher.run())
     await asyncio.sleep(0.1)
     board.broken = True
-    await told.withdraw()  # even if the directory does not listen
+    await publisher.withdraw()  # even if the directory does not answer
     board.broken = False
-    told.changed()
+    publisher.changed()
     await asyncio.sleep(10)
     assert (len(board.times), board.withdrawn) == (1, 1)
     running.cancel()
 
 
 @virtual_time
-async def test_a_record_that_must_be_told_is_told_as_soon_as_somebody_listens() -> None:
+async def test_publish_until_ok_retries_until_the_directory_answers() -> None:
     board = Board()
     board.broken = True
-    telling = asyncio.create_task(announcer(board).publish_until_ok())
+    publishing = asyncio.create_task(publisher_for(board).publish_until_ok())
     await asyncio.sleep(3.5)
-    assert not telling.done()
+    assert not publishing.done()
     board.broken = False
-    await telling
+    await publishing
     assert len(board.times) == 1
     board.broken = True
     with pytest.raises(NetworkError, match="away"):
-        await announcer(board).publish_until_ok()
+        await publisher_for(board).publish_until_ok()

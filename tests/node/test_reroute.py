@@ -1,4 +1,4 @@
-"""A hop that is told to take another way: what it replays, whom it believes, and what it does with what is late."""
+"""Reroute: what a hop replays, whose Reroute it accepts, and what it does with late steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def opened(client: ToyClient) -> tuple[str, int]:
 
 
 @virtual_time
-async def test_a_replacement_is_fed_by_the_hop_before_it_and_tells_nobody() -> None:
+async def test_a_replacement_is_replayed_to_and_stays_silent_meanwhile() -> None:
     network = MemoryNetwork(link=LinkModel(delay_s=0.005))
     async with (
         toy_node(network, "n0", LayerSpan(0, 2)) as (first, _),
@@ -63,7 +63,7 @@ async def test_a_replacement_is_fed_by_the_hop_before_it_and_tells_nobody() -> N
 
 
 @virtual_time
-async def test_a_living_hop_that_was_replaced_is_ignored_without_offence() -> None:
+async def test_a_live_hop_that_was_replaced_is_ignored_without_a_violation() -> None:
     network = MemoryNetwork(link=LinkModel(delay_s=0.005))
     async with (
         toy_node(network, "n0", LayerSpan(0, 2)),
@@ -100,11 +100,11 @@ def test_what_cannot_be_done_is_refused(message: Reroute, error: str) -> None:
             toy_node(network, "n1", LayerSpan(2, 4)),
             toy_node(network, "n2", LayerSpan(4, 6)),
             toy_client(network) as client,
-            toy_client(network, "stranger") as stranger,
+            toy_client(network, "untrusted") as untrusted,
         ):
             await begin(client, [1, 2, 3])
-            await stranger.send("n0", Reroute(A, 9, "stranger", "stranger"))
-            assert (await stranger.message()).error == "protocol"  # type: ignore[union-attr]
+            await untrusted.send("n0", Reroute(A, 9, "untrusted", "untrusted"))
+            assert (await untrusted.message()).error == "protocol"  # type: ignore[union-attr]
             await client.send("n0", line_step(A, 1, 3, [1]))
             assert isinstance(await client.message(), StepResult)  # nothing has happened
             await client.send("n0", msgspec.structs.replace(message, replay=message.replay and message.replay + 1))

@@ -1,4 +1,4 @@
-"""Whom a node pings, and what it remembers."""
+"""Which peers a node pings, and how RTTs are smoothed and forgotten."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from swarm.errors import PeerUnreachable
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
-from swarm_node.membership.rtt_monitor import FORGET_AFTER, MAX_NEIGHBOURS, RttMonitor, possible_next_hops
+from swarm_node.membership.policy import RttPolicy
+from swarm_node.membership.rtt_monitor import RttMonitor, possible_next_hops
 
 MINE = LayerSpan(2, 4)
+POLICY = RttPolicy()
 
 
 def node(peer: str, start: int, end: int, state: NodeState = NodeState.SERVING) -> NodeProfile:
@@ -27,7 +29,7 @@ class Pings:
         return self.rtt_ms[peer]
 
 
-def test_only_serving_nodes_that_could_take_over_are_neighbours() -> None:
+def test_possible_next_hops_are_serving_and_continue_the_layers() -> None:
     nodes = (
         node("me", 2, 4),
         node("next", 4, 6),
@@ -50,7 +52,7 @@ async def test_rho_is_half_a_round_trip_smoothed_and_forgotten_with_its_peer() -
     await links.measure(both, MINE)
     assert 5.0 < links.link_ms["near"] < 10.0
     del pings.rtt_ms["near"]
-    for _ in range(FORGET_AFTER):
+    for _ in range(POLICY.max_misses):
         assert "near" in links.link_ms
         await links.measure(both, MINE)
     assert set(links.link_ms) == {"far"}
@@ -58,14 +60,14 @@ async def test_rho_is_half_a_round_trip_smoothed_and_forgotten_with_its_peer() -
     assert links.link_ms == {}
 
 
-async def test_many_neighbours_take_turns() -> None:
+async def test_many_peers_are_pinged_in_turn() -> None:
     pings = Pings()
-    names = [f"p{i:02d}" for i in range(3 * MAX_NEIGHBOURS)]
+    names = [f"p{i:02d}" for i in range(3 * POLICY.pings_per_round)]
     pings.rtt_ms = dict.fromkeys(names, 4.0)
     links = RttMonitor(pings, "me")
     snapshot = Snapshot("toy", 8, tuple(node(name, 4, 8) for name in names))
     await links.measure(snapshot, MINE)
-    assert len(pings.asked) == MAX_NEIGHBOURS
+    assert len(pings.asked) == POLICY.pings_per_round
     for _ in range(2):
         await links.measure(snapshot, MINE)
     assert set(links.link_ms) == set(names)

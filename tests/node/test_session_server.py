@@ -1,4 +1,4 @@
-"""Sessions over three hops in memory, and everything a client or a stranger may do wrong."""
+"""Sessions over three hops in memory, and every violation by a client or an untrusted peer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from node_fakes import LIMITS, ToyClient, ToyEngine, line_step, open_message, toy_client, toy_node
 from virtual_clock import virtual_time
 
+from swarm.errors import NodeBusy
 from swarm.messages import (
     MAX_HOPS,
     CloseSession,
@@ -39,7 +40,7 @@ class Rig:
     engines: list[ToyEngine]
 
     def idle(self) -> bool:
-        return all(s.sessions == 0 for s in self.services) and all(not e.pages for e in self.engines)
+        return all(s.sessions == 0 for s in self.services) and all(not e.reserved for e in self.engines)
 
 
 @asynccontextmanager
@@ -146,9 +147,9 @@ async def test_a_dead_next_hop_is_reported_to_the_client_by_name_and_the_session
         assert peer == "n0"
         assert isinstance(message, SessionFailed)
         assert (message.error, message.unreachable_next_hop) == ("connection_lost", "n1")
-        assert len(r.engines[0].pages) == len(r.engines[2].pages) == 1
+        assert len(r.engines[0].reserved) == len(r.engines[2].reserved) == 1
         await asyncio.sleep(LIMITS.session_idle_s + 1)  # but not for ever
-        assert r.engines[0].pages == r.engines[2].pages == {}
+        assert r.engines[0].reserved == r.engines[2].reserved == {}
 
 
 @pytest.mark.parametrize(
@@ -223,16 +224,16 @@ async def test_a_wrong_body_length_is_refused() -> None:
 
 
 @virtual_time
-async def test_strangers_touch_nobody_elses_session_and_are_cut_off() -> None:
-    async with rig() as r, toy_client(r.network, "stranger") as stranger:
+async def test_untrusted_peers_reach_no_session_of_others_and_are_disconnected() -> None:
+    async with rig() as r, toy_client(r.network, "untrusted") as untrusted:
         await r.client.open(A, HOPS)
         attacks = [line_step(A, 0, 0, [1]), CloseSession(A), DropInFlight(A, 9), open_message(A, HOPS, 0, 0, 2)]
         for attack in attacks[: LIMITS.max_protocol_errors - 1]:
-            await stranger.send("n0", attack)
-            assert (await stranger.message()).error == "protocol"  # type: ignore[union-attr]
-        await stranger.send("n0", attacks[-1])
+            await untrusted.send("n0", attack)
+            assert (await untrusted.message()).error == "protocol"  # type: ignore[union-attr]
+        await untrusted.send("n0", attacks[-1])
         await asyncio.sleep(1)
-        assert stranger.lost == ["n0"]
+        assert untrusted.lost == ["n0"]
         await r.client.send("n0", line_step(A, 0, 0, [1]))
         assert (await r.client.message()).tokens == [7]  # type: ignore[union-attr]
 
@@ -256,7 +257,7 @@ async def test_a_failed_device_ends_only_the_sessions_of_its_batch() -> None:
 
 @pytest.mark.parametrize("where", ["plan", "log"])
 @virtual_time
-async def test_a_bug_of_ours_ends_its_session_and_its_client_is_told(
+async def test_a_bug_of_ours_ends_its_session_and_its_client_is_notified(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bug(*_: object) -> None:
@@ -306,7 +307,7 @@ async def test_steps_of_an_older_epoch_are_dropped_silently() -> None:
 
 
 @virtual_time
-async def test_unknown_sessions_are_answered_and_not_held_against_the_sender() -> None:
+async def test_steps_of_unknown_sessions_are_no_violation() -> None:
     async with rig() as r:
         for i in range(2 * LIMITS.max_protocol_errors):
             await r.client.send("n0", line_step(B, i, 0, [1]))
@@ -323,7 +324,7 @@ async def test_reopening_starts_afresh() -> None:
         await r.client.open(A, HOPS)
         await r.client.send("n0", line_step(A, 0, 0, [1]))
         assert (await r.client.message()).tokens == [7]  # type: ignore[union-attr]
-        assert [len(e.pages) for e in r.engines] == [1, 1, 1]
+        assert [len(e.reserved) for e in r.engines] == [1, 1, 1]
 
 
 @virtual_time
@@ -341,10 +342,13 @@ async def test_sessions_are_bounded_for_each_peer_and_in_all() -> None:
 
 
 @virtual_time
-async def test_draining_refuses_new_sessions_and_waits_for_the_old() -> None:
+async def test_a_refusing_server_finishes_open_sessions() -> None:
     async with rig() as r:
         await r.client.open(A, HOPS)
-        draining = asyncio.create_task(r.services[0].drain())
+        service = r.services[0]
+        service.refuse(lambda: NodeBusy("this node is paused"))
+        assert service.refusing
+        draining = asyncio.create_task(service.wait_idle(None, 60))
         await asyncio.sleep(0.1)
         await r.client.send("n0", open_message(B, HOPS, 0, 0, 2))
         assert (await r.client.message()).error == "busy"  # type: ignore[union-attr]
@@ -353,6 +357,7 @@ async def test_draining_refuses_new_sessions_and_waits_for_the_old() -> None:
         assert not draining.done()
         await r.client.send("n0", CloseSession(A))
         await asyncio.wait_for(draining, 1)
+        assert service.idle()
 
 
 @virtual_time

@@ -1,4 +1,4 @@
-"""Whatever strangers send, the node lives, honest sessions go on, and nothing is left behind."""
+"""Whatever untrusted peers send, the node lives, honest sessions go on, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_malformed_frames_and_oversized_bodies_end_the_connection_that_sen
     async with serving(network, "node", ToyEngine(LayerSpan(0, LAYERS))) as service, toy_client(network) as client:
         await client.open(A, HOPS)
         for i, frame in enumerate(frames):
-            connection = await network.transport(f"stranger {i}").dial("node")
+            connection = await network.transport(f"untrusted {i}").dial("node")
             await connection.send_raw(frame)
             with contextlib.suppress(NetworkError):
                 await connection.receive()
@@ -97,14 +97,14 @@ async def test_a_peer_that_mixes_violations_is_cut_off_at_exactly_the_limit(kind
     node = serving(network, "node", ToyEngine(LayerSpan(0, LAYERS)), limits=limits)
     async with node as service, toy_client(network) as client:
         await client.open(A, HOPS)
-        stranger = network.transport("stranger")
-        bystander = await stranger.dial("node")  # an honest connection of the same peer
+        untrusted = network.transport("untrusted")
+        bystander = await untrusted.dial("node")  # an honest connection of the same peer
         for number, kind in enumerate(kinds, 1):
-            offending = await stranger.dial("node")
+            offending = await untrusted.dial("node")
             await violate(offending, kind)
             await offending.close()
             assert await lives(bystander) is (number < len(kinds)), number
-            another = await stranger.dial("node")
+            another = await untrusted.dial("node")
             assert await lives(another) is (number < len(kinds)), number
             await another.close()
             await asyncio.sleep(0.1)
@@ -168,10 +168,10 @@ def test_random_messages_break_nothing(seed: int) -> None:
         async with serving(network, "node", engine) as service, toy_client(network, "honest") as honest:
             await honest.open(A, HOPS, max_tokens=60)
             for i in range(6):
-                async with toy_client(network, f"stranger {i}") as stranger:
+                async with toy_client(network, f"untrusted {i}") as untrusted:
                     for _ in range(rng.randrange(1, 12)):
                         with contextlib.suppress(NetworkError):
-                            await stranger.send("node", *hostile_message(rng))
+                            await untrusted.send("node", *hostile_message(rng))
                         if rng.random() < 0.2:
                             await asyncio.sleep(rng.random() * 0.05)
                 await honest.send("node", line_step(A, i, 2 * i, [1, 2]))
@@ -181,34 +181,34 @@ def test_random_messages_break_nothing(seed: int) -> None:
             await honest.send("node", CloseSession(A))
             await asyncio.sleep(1)
             assert service.sessions == 0
-            assert engine.pages == {}
-            await service.drain()
+            assert engine.reserved == {}
+            assert service.idle()
 
     run(scenario())
 
 
 @virtual_time
-async def test_pages_are_given_only_of_sessions_that_have_left_and_only_those_there_are() -> None:
+async def test_kv_blocks_are_served_only_of_detached_sessions_and_only_existing_ones() -> None:
     network = MemoryNetwork(link=LinkModel(0.001))
     async with (
         serving(network, "node", ToyEngine(LayerSpan(0, LAYERS))) as service,
         toy_client(network) as client,
-        toy_client(network, "heir") as heir,
+        toy_client(network, "target") as target,
     ):
         await client.open(A, HOPS, max_tokens=60)
         await client.send("node", line_step(A, 0, 0, [1, 2, 3, 4, 5]))
         await client.message()
-        await heir.send("node", KvFetch(A, 0, 0, 2, 5))
-        assert isinstance(refused := await heir.message(), SessionFailed)
+        await target.send("node", KvFetch(A, 0, 0, 2, 5))
+        assert isinstance(refused := await target.message(), SessionFailed)
         assert refused.error == "unknown_session"
         service.evict(NodeLeaving("it leaves"), lambda span: True)
         assert isinstance(parted := await client.message(), SessionFailed)
         assert (parted.error, parted.kv_retained_tokens) == ("leaving", 5)
-        await heir.send("node", KvFetch(A, 2, 0, 2, 5))
-        assert await heir.next() == ("node", KvBlocks(A, 2, 0), bytes([2]) * 8)
+        await target.send("node", KvFetch(A, 2, 0, 2, 5))
+        assert await target.next() == ("node", KvBlocks(A, 2, 0), bytes([2]) * 8)
         for wrong in (KvFetch(A, LAYERS, 0, 1, 5), KvFetch(A, 0, 2, 1, 5)):  # one more, and it hangs up
-            await heir.send("node", wrong)
-            assert isinstance(failed := await heir.message(), SessionFailed)
+            await target.send("node", wrong)
+            assert isinstance(failed := await target.message(), SessionFailed)
             assert failed.error == "protocol"
         await client.send("node", line_step(A, 1, 5, [1]))  # it did not know yet
         await client.send("node", CloseSession(A))
@@ -217,7 +217,7 @@ async def test_pages_are_given_only_of_sessions_that_have_left_and_only_those_th
 
 
 @virtual_time
-async def test_a_session_that_left_is_forgotten_when_nobody_comes_for_it() -> None:
+async def test_a_detached_session_is_dropped_after_its_ttl() -> None:
     network = MemoryNetwork(link=LinkModel(0.001))
     async with serving(network, "node", ToyEngine(LayerSpan(0, LAYERS))) as service, toy_client(network) as client:
         await client.open(A, HOPS, max_tokens=60)

@@ -16,7 +16,7 @@ from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan
 from swarm_kernels.runtime.load import load_span
 from swarm_node.membership.hardware import memory_for
-from swarm_node.serving.drain import GRACE_S, drain_sessions, wait_for_takeover
+from swarm_node.serving.drain import POLICY, drain_sessions, wait_for_takeover
 
 WHY = NodeLeaving("this node leaves")
 A = b"a" * 16
@@ -58,7 +58,7 @@ async def nobody_knows() -> object:
 
 
 @virtual_time
-async def test_sessions_go_on_elsewhere_after_a_grace_if_others_serve_their_layers() -> None:
+async def test_draining_evicts_sessions_after_the_grace_time_if_others_serve_their_layers() -> None:
     network, hops = MemoryNetwork(), [("n0", 0, LAYERS)]
     async with toy_node(network, "n0", LayerSpan(0, LAYERS)) as (service, engine), toy_client(network) as client:
         await client.open(A, hops)
@@ -69,15 +69,15 @@ async def test_sessions_go_on_elsewhere_after_a_grace_if_others_serve_their_laye
         failed = await client.message()
         assert isinstance(failed, SessionFailed)
         assert (failed.error, failed.kv_retained_tokens) == ("leaving", 1)
-        assert not clearing.done()  # an heir may come
+        assert not clearing.done()  # its KV cache is kept for a transfer
         await client.send("n0", CloseSession(A))
         assert await clearing == 0
-        assert GRACE_S <= asyncio.get_running_loop().time() - begun < GRACE_S + 1
-        assert engine.pages == {}
+        assert POLICY.grace_s <= asyncio.get_running_loop().time() - begun < POLICY.grace_s + 1
+        assert engine.reserved == {}
 
 
 @pytest.mark.parametrize("elsewhere", [nobody_else, nobody_knows])
-def test_sessions_that_nobody_else_can_take_may_finish_within_the_limit(elsewhere: object) -> None:
+def test_draining_lets_sessions_finish_that_no_other_node_can_take(elsewhere: object) -> None:
     @virtual_time
     async def scenario() -> None:
         network, hops = MemoryNetwork(), [("n0", 0, LAYERS)]
@@ -94,7 +94,7 @@ def test_sessions_that_nobody_else_can_take_may_finish_within_the_limit(elsewher
 
 
 @virtual_time
-async def test_layers_are_handed_over_if_others_can_take_them_and_else_nobody_waits() -> None:
+async def test_wait_for_takeover_returns_at_once_if_no_other_node_can_take_the_layers() -> None:
     loop, span = asyncio.get_running_loop(), LayerSpan(0, 3)
 
     async def soon() -> object:

@@ -1,4 +1,4 @@
-"""What `swarm-node status` says of a snapshot."""
+"""What `swarm-node status` prints for a snapshot."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_a_whole_swarm() -> None:
     assert "0.500" in text
     assert "60/100" in text
     assert "Every layer is served, by 1 or more nodes." in text
-    told = to_json(snapshot)
-    assert told["coverage"] == [1, 1, 2, 1]
-    assert told["missing"] == []
-    assert [(n["peer"], n["start"], n["end"]) for n in told["nodes"]] == [("aaaa", 0, 3), ("bbbb", 2, 4)]
+    fields = to_json(snapshot)
+    assert fields["coverage"] == [1, 1, 2, 1]
+    assert fields["missing"] == []
+    assert [(n["peer"], n["start"], n["end"]) for n in fields["nodes"]] == [("aaaa", 0, 3), ("bbbb", 2, 4)]
 
 
 def test_layers_that_nobody_serves_and_records_that_were_ignored() -> None:

@@ -81,7 +81,7 @@ def test_a_step_beyond_the_reservation_is_refused() -> None:
         hop(48).admit(step(48, line=3))
 
 
-def test_a_replacement_is_silent_about_what_the_others_hold() -> None:
+def test_a_replay_is_not_forwarded_before_its_end() -> None:
     session = hop(replay_silent_until=6)
     first, second, third = step(0, line=4), step(4, line=2), step(6)
     for arriving, silent in ((first, True), (second, True), (third, False)):
@@ -96,7 +96,7 @@ def test_no_step_may_be_on_both_sides_of_what_is_sent_on(arriving: Step) -> None
         hop(4, replay_silent_until=6).admit(arriving)
 
 
-async def test_steps_of_before_a_reroute_are_dropped_and_its_old_upstream_is_forgiven() -> None:
+async def test_steps_from_before_a_reroute_are_dropped_without_a_violation() -> None:
     session = hop()
     session.upstream = "old"
     session.arrive("old", InboundStep(step(0), b""))
@@ -110,7 +110,7 @@ async def test_steps_of_before_a_reroute_are_dropped_and_its_old_upstream_is_for
     assert isinstance(following, InboundStep)
     assert following.step.causal_rows == 2
     with pytest.raises(ProtocolError):
-        session.arrive("stranger", InboundStep(step(0, epoch=1), b""))
+        session.arrive("untrusted", InboundStep(step(0, epoch=1), b""))
 
 
 async def test_a_prune_drops_older_steps() -> None:

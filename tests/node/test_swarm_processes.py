@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from memory_swarm import NumberTokenizer
 from node_fakes import private_home, prompt_of
-from test_node_owner import tell
+from test_node_owner import run_command
 from test_node_processes import Started, started
 from tiny_models import hf_greedy, tiny_model
 
@@ -102,9 +102,9 @@ def test_three_then_five_then_two(tmp_path: Path, tmp_path_factory: pytest.TempP
             watch = Watch(folder)
             watch.peers = tuple(node.events[-1]["addresses"][0] for node in nodes)
             async with AsyncExitStack() as open_things:
-                carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=watch.peers))
-                open_things.push_async_callback(carrier.close)
-                directory = await DhtDirectory.start(carrier, watch.peers, client=True)
+                transport = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=watch.peers))
+                open_things.push_async_callback(transport.close)
+                directory = await DhtDirectory.start(transport, watch.peers, client=True)
                 open_things.push_async_callback(directory.close)
                 looking, asking = asyncio.create_task(watch.look(directory)), asyncio.create_task(watch.ask())
                 try:
@@ -113,7 +113,7 @@ def test_three_then_five_then_two(tmp_path: Path, tmp_path_factory: pytest.TempP
                     join()
                     await watch.until(5)
                     before = watch.answers
-                    leaving = [asyncio.to_thread(tell, home, "leave", "--node", f"n{i}") for i in (1, 2, 3)]
+                    leaving = [asyncio.to_thread(run_command, home, "leave", "--node", f"n{i}") for i in (1, 2, 3)]
                     assert [code for code, _, _ in await asyncio.gather(*leaving)] == [0, 0, 0]
                     await watch.until(2)
                     await asyncio.sleep(2)
@@ -127,7 +127,7 @@ def test_three_then_five_then_two(tmp_path: Path, tmp_path_factory: pytest.TempP
 
         asyncio.run(scenario())
         for name in ("n0", "n4"):
-            tell(home, "leave", "--node", name)
+            run_command(home, "leave", "--node", name)
         for node in nodes:
             node.read_until("stopped")
             assert_planned(node)

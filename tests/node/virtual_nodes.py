@@ -1,6 +1,6 @@
 """Whole nodes, as `swarm-node join` runs them, in one process and in virtual time; clients to ask them.
 
-Real: everything from `daemon.join` on. Made up: the network, the clock, and what a machine can do.
+Real: everything from `swarm_node.node.join` on. Made up: the network, the clock, and what a machine can do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import CostCurve, PeerId, Snapshot
 from swarm_client import SwarmClient
 from swarm_client.network.connection import ClientNetwork as ClientNetwork
-from swarm_node import node as daemon
+from swarm_node import node as node_module
 from swarm_node.membership.hardware import Hardware
 from swarm_node.membership.memory_plan import ModelMemory
 from swarm_node.membership.profiler import Calibration
@@ -63,8 +63,8 @@ def machine_of(config: NodeConfig) -> Hardware:
     return Hardware(source(), CPU, torch.float32, calibration, weights, budget, capacity)  # type: ignore[arg-type]
 
 
-class Told:
-    """A Reporter that remembers every event, in order."""
+class RecordedEvents:
+    """An EventReporter that remembers every event, in order."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -75,7 +75,7 @@ class Told:
     def loading(self, share: float) -> None:
         assert 0 <= share <= 1
 
-    def __enter__(self) -> Told:
+    def __enter__(self) -> RecordedEvents:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -89,12 +89,14 @@ class VirtualNode:
     def __init__(self, swarm: VirtualSwarm, number: int, capacity: int, **config: Any) -> None:
         self.identity = Identity.from_seed(number.to_bytes(32, "big"))
         self.peer: PeerId = self.identity.peer
-        self.told = Told()
+        self.reporter = RecordedEvents()
         self.stop = asyncio.Event()
         settings = NodeConfig(
             **{"dtype": "fp32", "region": str(capacity), "peers": ("/memory/x/p2p/x",), "limits": LIMITS, **config}
         )
-        joining = daemon.join(settings, self.told, self.stop, _over_memory(swarm.network, self.identity), POLICY)
+        joining = node_module.join(
+            settings, self.reporter, self.stop, _over_memory(swarm.network, self.identity), POLICY
+        )
         self.task = asyncio.create_task(joining, name=f"node {number}")
 
     async def end(self) -> None:
@@ -108,7 +110,7 @@ class VirtualSwarm:
     def __init__(self, network: MemoryNetwork) -> None:
         self.network = network
         self.nodes: list[VirtualNode] = []
-        self.inside: dict[PeerId, daemon.Node] = {}
+        self.inside: dict[PeerId, node_module.Node] = {}
         self._made = 0
 
     def add(self, capacity: int, **config: Any) -> VirtualNode:
@@ -136,14 +138,14 @@ class VirtualSwarm:
 
     @asynccontextmanager
     async def client(self, number: int = 0) -> AsyncIterator[SwarmClient]:
-        carrier = self.network.transport(Identity.from_seed((1000 + number).to_bytes(32, "big")).peer)
+        transport = self.network.transport(Identity.from_seed((1000 + number).to_bytes(32, "big")).peer)
         network = ClientNetwork.from_transport(
-            carrier, self.network.directory(carrier.peer), LIMITS, wall_clock, wall_clock
+            transport, self.network.directory(transport.peer), LIMITS, wall_clock, wall_clock
         )
         options = {"network": network, "source": source(), "tokenizer": NumberTokenizer()}
         async with network.pool, SwarmClient(config=ClientConfig(limits=LIMITS), **options) as client:  # type: ignore[arg-type]
             yield client
-        await carrier.close()
+        await transport.close()
 
 
 @asynccontextmanager
@@ -151,15 +153,15 @@ async def virtual_swarm(monkeypatch: pytest.MonkeyPatch, *capacities: int) -> As
     source()  # made once and here: nodes open it in threads of their own, all at the same time
     swarm = VirtualSwarm(MemoryNetwork(link=LinkModel(delay_s=0.005), clock=wall_clock))
 
-    class Noted(daemon.Node):
+    class Noted(node_module.Node):
         def __init__(
             self, config: NodeConfig, report: Any, machine: Hardware, network: NodeNetwork, *rest: Any
         ) -> None:
             super().__init__(config, report, machine, network, *rest)
             swarm.inside[network.transport.peer] = self
 
-    monkeypatch.setattr(daemon, "measure", machine_of)
-    monkeypatch.setattr(daemon, "Node", Noted)
+    monkeypatch.setattr(node_module, "measure", machine_of)
+    monkeypatch.setattr(node_module, "Node", Noted)
     async with AsyncExitStack() as stack:
 
         async def end() -> None:
@@ -174,11 +176,11 @@ async def virtual_swarm(monkeypatch: pytest.MonkeyPatch, *capacities: int) -> As
 def _over_memory(network: MemoryNetwork, identity: Identity) -> Connect:
     @asynccontextmanager
     async def connect(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
-        carrier = network.transport(identity.peer)
+        transport = network.transport(identity.peer)
         try:
-            yield NodeNetwork(carrier, network.directory(identity.peer), identity.sign, wall_clock=wall_clock)
+            yield NodeNetwork(transport, network.directory(identity.peer), identity.sign, wall_clock=wall_clock)
         finally:
-            await carrier.close()
+            await transport.close()
 
     return connect
 

@@ -1,7 +1,7 @@
 """`swarm-node`: join a swarm, start a private one on this machine, look at one.
 
-Owns the commands. What `join` can be told is in `flags`; how a command runs and ends is `command`'s. Heavy imports wait
-until a command needs them, so that `--help` and mistakes answer at once.
+Owns the commands. The flags of `join` are in `flags`; how a command runs and ends is in `runner`. Heavy imports wait
+until a command needs them, so that `--help` and usage errors are quick.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def local(
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
-    """Start a private swarm of several node processes on 127.0.0.1 and say how to talk to it."""
+    """Start a private swarm of several node processes on 127.0.0.1 and print how to chat with it."""
     from swarm_node.commands import local as private
 
     with exit_on_error(as_json):
@@ -118,8 +118,8 @@ def status(
         from swarm_node.commands.status import show
 
         invited = network_commands.invited(invite)
-        told = {"peers": tuple(peer) if peer else None, "model": model, "libp2p_impl": libp2p}
-        known = load(ClientConfig, {**invited, **{name: value for name, value in told.items() if value is not None}})
+        given = {"peers": tuple(peer) if peer else None, "model": model, "libp2p_impl": libp2p}
+        known = load(ClientConfig, {**invited, **{name: value for name, value in given.items() if value is not None}})
         named = model or invited.get("model") or variable("model") or None  # None: whichever runs here
         run(lambda stop: show(known.peers, named, as_json, known.secret, known.libp2p_impl))
 
@@ -133,7 +133,7 @@ async def _join(config: NodeConfig, stop: asyncio.Event) -> None:
     from swarm_node.owner import event_log
 
     with event_log.make(config.json, STARTED) as reporter:
-        # In a thread, so that a signal is heard meanwhile.
+        # In a thread, so that signals are handled meanwhile.
         importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "swarm_node.node"))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((importing, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,6 @@
 """`swarm-node doctor`: what would keep this machine from serving, and what to do about it.
 
-Owns the checks and their sentences. It joins for a moment, as a client, and changes nothing.
+Owns the checks and their sentences. It joins for a moment, as a client; the kernels are compiled if they never were.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 GB = 1e9
 MIN_MEMORY = 1 * GB  # a node process with a few layers of a small model
 MIN_DISK = 2 * GB
-ANSWER_S = 8.0
+PROBE_TIMEOUT_S = 8.0
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 MARKS = {"ok": "[green]ok     [/green]", "warning": "[yellow]warning[/yellow]", "broken": "[red]broken [/red]"}
 
@@ -70,19 +70,20 @@ async def examine(config: NodeConfig) -> AsyncIterator[Finding]:
     yield memory(psutil.virtual_memory().available)
     yield disk(_free_disk())
     yield await asyncio.to_thread(gpu, config.gpu)
+    yield await asyncio.to_thread(kernels)
     async with AsyncExitStack() as stack:
         try:
-            carrier = await _open(config, stack)
-        except PeerUnreachable as error:  # it has dialled nobody but the relays
+            transport = await _open(config, stack)
+        except PeerUnreachable as error:  # it has dialled the relays only
             yield Finding("relay", "broken", str(error))
             return
         except SwarmError as error:
             yield Finding("ports", "broken", str(error))
             return
-        yield ports(carrier.addresses)
-        yield reachability(carrier.addresses)
-        yield direct(carrier.direct_disabled_reason)
-        async for finding in _others(config, carrier, stack):
+        yield ports(transport.addresses)
+        yield reachability(transport.addresses)
+        yield direct(transport.direct_disabled_reason)
+        async for finding in _others(config, transport, stack):
             yield finding
 
 
@@ -122,12 +123,23 @@ def gpu(number: int | None) -> Finding:
     return Finding("gpu", "ok", "none; a node computes on the CPU")
 
 
+def kernels() -> Finding:
+    """Compiles them on first use: up to a minute."""
+    from swarm_kernels.ops import dispatch
+
+    in_use = dispatch.describe()
+    if dispatch.isa() == "reference":
+        sentence = f"computes in {in_use}; install g++ or clang++, or it is several times slower on the CPU"
+        return Finding("kernels", "warning", sentence)
+    return Finding("kernels", "ok", in_use)
+
+
 def ports(addresses: tuple[str, ...]) -> Finding:
     return Finding("ports", "ok", f"listens on {', '.join(a.partition('/p2p/')[0] for a in addresses)}")
 
 
 def reachability(addresses: tuple[str, ...]) -> Finding:
-    """Judged by our own addresses: that a router really lets others in, only they can tell."""
+    """By our own addresses only: whether a router lets others in is checked by `dialled_back`."""
     hosts = {ipaddress.ip_address(host) for a in addresses if (host := listen_ip(a)) is not None and not is_relayed(a)}
     if any(host.is_global for host in hosts):
         return Finding("reachability", "ok", "this machine has a public address; its firewall must let the ports in")
@@ -150,13 +162,13 @@ def direct(problem: str) -> Finding:
 
 
 async def _open(config: NodeConfig, stack: AsyncExitStack) -> MultiTransport:
-    """A carrier that listens where the node would, and has joined nobody yet. Raises SwarmError."""
+    """A transport that listens where the node would, and has joined no swarm yet. Raises SwarmError."""
     options = HostOptions(listen=config.listen, relays=config.relay_via, relay_server=config.relay_server)
     secret = await asyncio.to_thread(SwarmSecret, config.secret) if config.secret else None
     await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")
     from swarm.net.transports.multi import MultiTransport
 
-    carrier = await MultiTransport.start(
+    transport = await MultiTransport.start(
         Identity.generate(),
         options,
         direct=config.transport != "libp2p",
@@ -164,45 +176,45 @@ async def _open(config: NodeConfig, stack: AsyncExitStack) -> MultiTransport:
         secret=secret,
         libp2p_impl=config.libp2p_impl,
     )
-    stack.push_async_callback(carrier.close)
-    return carrier
+    stack.push_async_callback(transport.close)
+    return transport
 
 
-async def _others(config: NodeConfig, carrier: MultiTransport, stack: AsyncExitStack) -> AsyncIterator[Finding]:
-    """What only others can tell: relays, the peers to join, the clock, the directory."""
+async def _others(config: NodeConfig, transport: MultiTransport, stack: AsyncExitStack) -> AsyncIterator[Finding]:
+    """Checks that need other peers: relays, the peers to join, the clock, the directory."""
     for relay in config.relay_via:
-        yield await _relay(carrier, relay)
+        yield await _relay(transport, relay)
     if not config.peers:
         sentence = "none were given, so clock and directory are not checked; give --peer or --invite"
         yield Finding("peers", "warning", sentence)
         return
-    answers = [await _peer(carrier, address) for address in config.peers]
-    for finding in answers:
+    checked = [await _peer(transport, address) for address in config.peers]
+    for finding in checked:
         yield finding
-    alive = [peer for peer, found in zip(config.peers, answers, strict=True) if found.verdict != "broken"]
-    yield await _dialled_back(carrier, alive)  # not by one of another swarm, whom our direct port would turn away
+    alive = [peer for peer, found in zip(config.peers, checked, strict=True) if found.verdict != "broken"]
+    yield await _dialled_back(transport, alive)  # not by one of another swarm, which our direct port would refuse
     if alive:
-        for finding in await _directory(config, carrier, alive, stack):
+        for finding in await _directory(config, transport, alive, stack):
             yield finding
 
 
-async def _relay(carrier: MultiTransport, relay: str) -> Finding:
+async def _relay(transport: MultiTransport, relay: str) -> Finding:
     peer = relay.rpartition("/p2p/")[2]
     try:
-        async with asyncio.timeout(ANSWER_S):
-            await carrier.daemon.control.connect(peer, (relay,))
-            (await carrier.daemon.control.open_stream(peer, RELAY_PROTOCOL)).abort()
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await transport.daemon.control.connect(peer, (relay,))
+            (await transport.daemon.control.open_stream(peer, RELAY_PROTOCOL)).abort()
     except (TimeoutError, NetworkError):
         sentence = f"the relay {relay} does not answer, or is none: see that it runs, or choose another"
         return Finding("relay", "broken", sentence)
     return Finding("relay", "ok", f"{relay} relays")
 
 
-async def _peer(carrier: MultiTransport, address: str) -> Finding:
+async def _peer(transport: MultiTransport, address: str) -> Finding:
     peer = address.rpartition("/p2p/")[2]
     try:
-        async with asyncio.timeout(ANSWER_S):
-            await (await carrier.dial(peer, (address,))).close()
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await (await transport.dial(peer, (address,))).close()
     except WrongSwarm as error:
         return Finding("peers", "broken", str(error))
     except (TimeoutError, PeerUnreachable):
@@ -214,18 +226,18 @@ async def _peer(carrier: MultiTransport, address: str) -> Finding:
     return Finding("peers", "ok", f"{address} answers")
 
 
-async def _dialled_back(carrier: MultiTransport, peers: Sequence[str]) -> Finding:
-    await carrier.serve(_hang_up)
+async def _dialled_back(transport: MultiTransport, peers: Sequence[str]) -> Finding:
+    await transport.serve(_hang_up)
     for address in peers:
         try:
-            return dialled_back(await carrier.check_reachability(address.rpartition("/p2p/")[2]))
+            return dialled_back(await transport.check_reachability(address.rpartition("/p2p/")[2]))
         except NetworkError as error:
-            logger.info("%s was not asked to dial back: %s", address, error)
-    return Finding("dial-back", "warning", "no peer could be asked to dial this machine; only its own addresses tell")
+            logger.info("%s could not dial back: %s", address, error)
+    return Finding("dial-back", "warning", "no peer could dial this machine back; only its own addresses are known")
 
 
 def dialled_back(verdict: ReachabilityReport) -> Finding:
-    """What another peer says of reaching us."""
+    """Whether another peer could reach us."""
     if not verdict.observed:
         return Finding("dial-back", "warning", "this machine is reached through a relay; nobody dialled it directly")
     observed = ipaddress.ip_address(verdict.observed)
@@ -256,13 +268,13 @@ async def _hang_up(connection: Connection) -> None:
 
 
 async def _directory(
-    config: NodeConfig, carrier: MultiTransport, peers: list[str], stack: AsyncExitStack
+    config: NodeConfig, transport: MultiTransport, peers: list[str], stack: AsyncExitStack
 ) -> list[Finding]:
     from swarm.net.dht.directory import DhtDirectory
 
     secret = await asyncio.to_thread(SwarmSecret, config.secret) if config.secret else None
     try:
-        directory = await DhtDirectory.start(carrier.daemon, peers, client=True, secret=secret)
+        directory = await DhtDirectory.start(transport.daemon, peers, client=True, secret=secret)
         stack.push_async_callback(directory.close)
         await directory.check_clock()
         found = await directory.read(config.model)

@@ -1,6 +1,6 @@
 """The flags of `swarm-node join`, those it shares with other commands included, and what they set.
 
-Owns their words and their types. What a setting is and where its default lives is `swarm.config`'s.
+Owns their help texts and types. Settings and their defaults are in `swarm.config`.
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ def config_of(given: Mapping[str, Any]) -> NodeConfig:
     """`given`: the parameters of `join` by their names. Raises UsageError."""
     if given["gpu"] is not None and given["cpu"]:
         raise UsageError("--gpu and --cpu exclude each other")
-    told = {
+    settings = {
         _RENAMED.get(name, name): value
         for name, value in given.items()
         if name not in _NO_SETTINGS and value is not None and value is not False and value != ()
     }
     if given["no_discovery"]:
-        told["discovery"] = False
+        settings["discovery"] = False
     secret = network_commands.secret_of(given["secret"], given["private"])
     if secret is not None:
-        told["secret"] = secret
-    config = load(NodeConfig, {**network_commands.invited(given["invite"]), **told}, given["config"])
+        settings["secret"] = secret
+    config = load(NodeConfig, {**network_commands.invited(given["invite"]), **settings}, given["config"])
     on_cpu = given["cpu"] or (given["gpu"] is None and switched("cpu"))
     return dataclasses.replace(config, gpu=None) if on_cpu else config

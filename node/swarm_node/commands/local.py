@@ -1,6 +1,6 @@
 """A private swarm on this machine: several `swarm-node join` processes on 127.0.0.1, started and stopped together.
 
-Owns the processes. Their layers are their own decision unless `--layers` says otherwise; what they print is passed on.
+Owns the processes. The nodes choose their layers unless `--layers` is given; their output is passed on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from swarm.config import Limits, local_swarm_file
 from swarm.errors import SwarmError, UsageError
 from swarm.net.security.identity import Identity
-from swarm.types import LayerSpan
+from swarm.types import LayerSpan, coverage, missing_ranges
 
 WAIT_FOR_FIRST_S = 60.0  # that a node tries to reach the first one
 STOP_S = Limits().handover_timeout_s + Limits().drain_timeout_s + 10.0
@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class NodeDied(SwarmError):
-    """A node process ended although nobody asked it to; carries its own error code and sentence."""
+    """A node process ended unexpectedly; carries its own error code and sentence."""
 
     def __init__(self, message: str, code: str = "node_died") -> None:
         super().__init__(message)
@@ -58,43 +58,66 @@ class LocalOptions:
         count = nodes or len(spans) or 3
         if spans and len(spans) != count:
             raise UsageError(f"--layers gives {len(spans)} spans for {count} nodes; give one for each")
+        if spans:
+            _check_covered(spans, max(span.end for span in spans))
         return cls(count, spans, model, tuple(flags), as_json, verbose)
 
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One node process and what it said so far."""
+    """One node process and its output so far."""
 
     number: int
     process: Process
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     addresses: tuple[str, ...] = ()
     error: dict[str, Any] | None = None
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=20))  # stderr
+    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
     def died(self) -> NodeDied:
         if self.error is not None:
             return NodeDied(f"node {self.number}: {self.error['message']}", str(self.error["error"]))
-        words = " / ".join(self.said) or "it said nothing"
-        return NodeDied(f"node {self.number} ended with code {self.process.returncode}: {words}")
+        text = " / ".join(self.stderr) or "without output"
+        return NodeDied(f"node {self.number} ended with code {self.process.returncode}: {text}")
 
 
 async def run(options: LocalOptions, stop: asyncio.Event) -> None:
     """Serve until `stop` is set or the last node has ended. Raises NodeDied when one cannot start."""
+    if options.spans:
+        _check_covered(options.spans, await asyncio.to_thread(_num_layers, options.model))
     swarm = LocalSwarm(options)
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as folder:
         try:
             await swarm.start(Path(folder))
             if await swarm.serving(stop):
                 with _announced(options.model, swarm.addresses):
-                    swarm.tell_ready()
+                    swarm.report_ready()
                     await swarm.ended(stop)
         except asyncio.CancelledError:
             await swarm.stop(HARD_STOP_S, hard=True)
             raise
         finally:
             await swarm.stop(STOP_S)
-    swarm.say("stopped", "all nodes have stopped")
+    swarm.report("stopped", "all nodes have stopped")
+
+
+def _num_layers(model: str) -> int:
+    """Raises ModelError."""
+    from swarm_kernels.models.open import open_model  # imports torch: seconds
+
+    source = open_model(model)
+    try:
+        return source.config.num_layers
+    finally:
+        source.close()
+
+
+def _check_covered(spans: Sequence[LayerSpan], num_layers: int) -> None:
+    """Raises UsageError if the spans are not the whole model."""
+    missing = missing_ranges(coverage(spans, num_layers))
+    if missing:
+        ranges = ", ".join(f"{start}:{end}" for start, end in missing)
+        raise UsageError(f"--layers leaves out {ranges}; give the nodes every layer of the model")
 
 
 class LocalSwarm:
@@ -134,7 +157,7 @@ class LocalSwarm:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=PIPE,
             stderr=PIPE,
-            start_new_session=True,  # Ctrl-C is for us; we tell them
+            start_new_session=True,  # Ctrl-C is for us; we stop them
             env={name: value for name, value in os.environ.items() if name != "SWARM_PRIVATE"},  # a secret for each
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
@@ -165,7 +188,7 @@ class LocalSwarm:
         try:
             await asyncio.wait((ended, served), return_when=asyncio.FIRST_COMPLETED)
             if not child.serving.is_set():
-                await asyncio.sleep(0.1)  # for its last words
+                await asyncio.sleep(0.1)  # for its error on stdout and stderr
                 raise child.died()
         finally:
             ended.cancel()
@@ -183,12 +206,12 @@ class LocalSwarm:
                 for task in done - {stopping}:
                     child = alive.pop(task)
                     if not stopping.done():
-                        self.say("died", str(child.died()), node=child.number)
+                        self.report("died", str(child.died()), node=child.number)
         finally:
             for task in (stopping, *alive):
                 task.cancel()
 
-    async def stop(self, patience_s: float, hard: bool = False) -> None:
+    async def stop(self, timeout_s: float, hard: bool = False) -> None:
         """Ask all nodes to end, then make them. `hard`: they need not finish their sessions. Idempotent."""
         alive = [child.process for child in self._children if child.process.returncode is None]
         for process in alive:
@@ -197,7 +220,7 @@ class LocalSwarm:
                     process.send_signal(signal.SIGTERM)
                 await asyncio.sleep(0.05 if hard else 0)
         if alive:
-            await asyncio.wait([asyncio.create_task(p.wait()) for p in alive], timeout=patience_s)
+            await asyncio.wait([asyncio.create_task(p.wait()) for p in alive], timeout=timeout_s)
         for process in alive:
             if process.returncode is None:
                 process.kill()
@@ -205,10 +228,10 @@ class LocalSwarm:
         if self._readers:
             await asyncio.wait(self._readers)
 
-    def tell_ready(self) -> None:
+    def report_ready(self) -> None:
         pids = [child.process.pid for child in self._children]
         addresses = self.addresses
-        self.say(
+        self.report(
             "ready",
             f"\nThe swarm is ready. Talk to it:\n\n  swarm-chat\n\nor from elsewhere:\n\n"
             f"  swarm-chat --model {self._options.model} --peer {addresses[0]}\n\nCtrl-C stops it.",
@@ -217,7 +240,7 @@ class LocalSwarm:
             model=self._options.model,
         )
 
-    def say(self, event: str, sentence: str, **fields: Any) -> None:
+    def report(self, event: str, sentence: str, **fields: Any) -> None:
         if self._options.as_json:
             sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
         else:
@@ -225,7 +248,7 @@ class LocalSwarm:
         sys.stdout.flush()
 
     async def _read_events(self, child: Child) -> None:
-        """Pass on what a node says on stdout."""
+        """Pass on the events of a node."""
         assert child.process.stdout is not None
         while line := await child.process.stdout.readline():
             try:
@@ -241,13 +264,13 @@ class LocalSwarm:
                 child.serving.set()
             message = event.pop("message", "")
             if name != "loading" or self._options.as_json:
-                self.say(name, f"[node {child.number}] {message}", node=child.number, **event)
+                self.report(name, f"[node {child.number}] {message}", node=child.number, **event)
 
     async def _read_errors(self, child: Child) -> None:
         assert child.process.stderr is not None
         while line := await child.process.stderr.readline():
             text = line.decode(errors="replace").rstrip()
-            child.said.append(text)
+            child.stderr.append(text)
             if self._options.verbose:
                 sys.stderr.write(f"[node {child.number}] {text}\n")
 
@@ -266,7 +289,7 @@ def _announced(model: str, peers: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if file.read_text(encoding="utf-8") == content:  # unless a later swarm took our place
+            if file.read_text(encoding="utf-8") == content:  # unless a later swarm replaced it
                 file.unlink()
 
 
@@ -277,5 +300,5 @@ def _free_port() -> int:
 
 
 def _die_with_parent() -> None:
-    """In the child, before it becomes the node: get a SIGTERM should this process vanish without a word."""
+    """In the child, before it becomes the node: get a SIGTERM should this process be killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,6 +1,6 @@
 """`swarm-node invite | doctor`, and what an invitation sets for the other commands.
 
-Owns flags. What is checked is `doctor`'s, what a token says `swarm.invite`'s.
+Owns flags. The checks are in `doctor`, the token's format in `swarm.invite`.
 """
 
 from __future__ import annotations
@@ -75,14 +75,7 @@ def invite(
 ) -> None:
     """Print an invitation to a swarm: one string to paste, and a QR code of it."""
     with exit_on_error(as_json):
-        from swarm_node.network.invite import show
-
-        peers = tuple(peer or ())
-        if not peers:
-            known, peers = local_swarm()
-            model = model or known
-        chosen = secret or variable("secret")
-        show(Invite(peers, model or DEFAULT_MODEL, network, chosen), as_json)
+        run(lambda stop: _invite(tuple(peer or ()), model, network, secret or variable("secret"), as_json))
 
 
 def doctor(
@@ -116,6 +109,35 @@ def doctor(
         settings = load(NodeConfig, merged, config)
         start_log(verbose)
         run(lambda stop: _examine(settings))
+
+
+async def _invite(peers: tuple[str, ...], model: str | None, network: str, secret: str, as_json: bool) -> None:
+    """Without peers: to the swarm of `swarm-node local`, or of this user's node on this machine. Raises UsageError."""
+    from swarm_node.network.invite import show
+
+    if not peers:
+        try:
+            local_model, peers = local_swarm()
+            model = model or local_model
+        except UsageError:
+            found = await _invite_of_node(model)
+            if found is None:
+                raise
+            peers, model = found.peers, model or found.model
+            network, secret = network or found.network, secret or found.secret
+    show(Invite(peers, model or DEFAULT_MODEL, network, secret), as_json)
+
+
+async def _invite_of_node(model: str | None) -> Invite | None:
+    """The invitation of the first node on this machine (that serves `model`); None if none runs."""
+    from swarm_node.owner import control_socket
+
+    for node in await control_socket.find():
+        if model in (None, node.metrics.model):
+            reply = await control_socket.request(node.path, "invite")
+            if reply is not None and reply.ok:
+                return parse(reply.message)
+    return None
 
 
 async def _examine(config: NodeConfig) -> None:

@@ -1,7 +1,7 @@
 """How a command of `swarm-node` runs and ends: its log, signals, sentences, exit codes.
 
-Owns the event loop of a command, the form of what is logged to stderr, and its last words. What a node tells whoever
-started it goes to stdout and is `report`'s. Knows no flag.
+Owns the event loop of a command, the format of the log on stderr, and its error sentence. The events of a node go to
+stdout, by `owner.event_log`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import uvloop
 
 from swarm.errors import SwarmError
 
-AT_ONCE_S = 1.0  # that a node which is told to stop at once may take to say goodbye
+FORCED_EXIT_S = 1.0  # that a node may take to end after a second signal
 
 
 def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
@@ -40,7 +40,7 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
             signals += 1
             if signals == 2:
                 task.cancel()
-                loop.call_later(AT_ONCE_S, hard_exit, 130)
+                loop.call_later(FORCED_EXIT_S, hard_exit, 130)
             elif signals > 2:
                 hard_exit(130)
             stop.set()
@@ -81,7 +81,7 @@ class exit_on_error:
 
 
 def hard_exit(code: int) -> None:
-    """Exit now, and take along what is still running on our behalf, such as a download."""
+    """Exit now, and kill child processes that still run, such as a download."""
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()
@@ -116,4 +116,4 @@ def start_log(verbose: bool, log_format: str = "text") -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler], force=True)
     if not verbose:
-        logging.getLogger("swarm.net").setLevel(logging.CRITICAL)  # what matters of it reaches us as an exception
+        logging.getLogger("swarm.net").setLevel(logging.CRITICAL)  # its errors reach us as exceptions

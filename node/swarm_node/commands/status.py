@@ -1,6 +1,6 @@
-"""`swarm-node status`: who serves what, how busy they are, which layers nobody holds, and what runs on this machine.
+"""`swarm-node status`: who serves what, how busy they are, which layers are missing, and what runs on this machine.
 
-Owns the look of it. Reads the directory as a client does and serves nothing itself.
+Owns the format. Reads the directory as a client does and serves nothing itself.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ async def show(
 ) -> None:
     """Print the swarm of `model` that `peers` belong to. Raises UsageError, PeerUnreachable, NetworkError.
 
-    Without peers: that of the nodes on this machine, and what these say of themselves.
+    Without peers: the swarm of the nodes on this machine, and their metrics.
     """
     here: list[NodeMetrics] = []
     if not peers:
-        here = [found.vitals for found in await control_socket.find()]
+        here = [found.metrics for found in await control_socket.find()]
         peers, model = _known_here(here, model)
     snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL), secret, libp2p_impl)
     if as_json:
         sys.stdout.write(json.dumps({**to_json(snapshot), "here": msgspec.to_builtins(here)}) + "\n")
     else:
-        wide = None if sys.stdout.isatty() else 140  # a pipe has no width
+        width = None if sys.stdout.isatty() else 140  # a pipe has no width
         text = [*to_text(snapshot), *([table_of(here)] if here else [])]
-        Console(highlight=False, width=wide).print(*text, sep="\n", markup=False)
+        Console(highlight=False, width=width).print(*text, sep="\n", markup=False)
 
 
 def _known_here(here: Sequence[NodeMetrics], model: str | None) -> tuple[tuple[str, ...], str | None]:
-    """Peers to ask and the model to ask for. Raises UsageError."""
+    """Peers to read the directory from, and the model. Raises UsageError."""
     try:
         local_model, peers = local_swarm()
         return peers, model or local_model
@@ -138,7 +138,7 @@ def _node_json(node: NodeProfile) -> dict[str, Any]:
 
 
 def _name_of(spec: str) -> str:
-    """What a model is called in the directory. A file or folder says; any other name is one already."""
+    """The name of a model in the directory: read from a file or folder; any other spec is one already."""
     if not Path(spec).expanduser().exists():
         return spec
     from swarm_kernels.models.open import open_model
@@ -156,12 +156,12 @@ async def _read(peers: tuple[str, ...], model: str, secret: str, libp2p_impl: Li
     from swarm.net.transports.libp2p_streams import Libp2pTransport
 
     keys = SwarmSecret(secret) if secret else None
-    carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
+    transport = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
     try:
-        directory = await DhtDirectory.start(carrier, peers, client=True, secret=keys)
+        directory = await DhtDirectory.start(transport, peers, client=True, secret=keys)
         try:
             return to_snapshot(await directory.read(model), model, time.time(), verify)
         finally:
             await directory.close()
     finally:
-        await carrier.close()
+        await transport.close()

@@ -1,1 +1,1 @@
-"""Which layers this node holds, and what it says of itself to the swarm. What runs in them is `serving`'s."""
+"""Which layers this node holds, and what it publishes about itself. What runs in them is in `serving`."""

@@ -1,11 +1,12 @@
-"""What this node computes with: the open model, the device, the number format, and how much of it there is.
+"""What this node computes with: the open model, the device, the dtype, the memory budget and the measured speed.
 
-Owns the order in which these are found out, so that the cheapest mistake is reported first. Knows no network.
+Owns the order in which these are determined, so that the cheapest error is reported first. Uses no network.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from swarm.errors import OutOfMemory
 from swarm_kernels.device.device import available_memory, choose_device, parse_dtype
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
-from swarm_node.membership.memory_plan import ModelMemory
+from swarm_kernels.ops import dispatch
+from swarm_node.membership.memory_plan import POLICY, ModelMemory
 from swarm_node.membership.placement import manual_span
 from swarm_node.membership.profiler import Calibration, calibrate
 
-MEMORY_SHARE = 0.8  # of what is free, unless --max-memory says otherwise
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,10 @@ class Hardware:
     device: torch.device
     dtype: torch.dtype
     calibration: Calibration
-    weights: ModelMemory
+    memory: ModelMemory
     budget: int  # bytes for weights, keys and values
     capacity: int  # layers
-    heads: Path | None = None  # Medusa's, for the last of them
+    medusa_heads: Path | None = None  # for the last layer
 
     @property
     def num_layers(self) -> int:
@@ -47,29 +49,31 @@ def measure(config: NodeConfig) -> Hardware:
     dtype = parse_dtype(config.dtype)
     source = open_model(config.model)
     try:
-        weights = ModelMemory.of(source, dtype)
-        budget = config.max_memory or int(MEMORY_SHARE * available_memory(device) * config.model_fraction)
-        if config.layers:  # the mistakes of a flag are told before anybody hears of this node
-            weights.kv_tokens(budget, manual_span(config.layers, weights.num_layers).span, most=1)
-        share = math.ceil(weights.num_layers * config.model_fraction)
-        capacity = min(weights.capacity(budget), share)
+        memory = ModelMemory.of(source, dtype)
+        budget = config.max_memory or int(POLICY.free_fraction * available_memory(device) * config.model_fraction)
+        if config.layers:  # a wrong flag is reported before this node publishes anything
+            memory.kv_tokens(budget, manual_span(config.layers, memory.num_layers).span, most=1)
+        max_layers = math.ceil(memory.num_layers * config.model_fraction)
+        capacity = min(memory.capacity(budget), max_layers)
+        if device.type == "cpu" and source.config.has_fast_path and dispatch.isa() == "reference":
+            logger.warning("no compiled kernels, so this node is several times slower: %s", dispatch.describe())
         with memory_for("measuring this machine"):
             calibration = calibrate(source, dtype, device, config.threads, state_dir() / "calibration")
     except BaseException:
         source.close()
         raise
-    return Hardware(source, device, dtype, calibration, weights, budget, capacity, config.medusa_heads)
+    return Hardware(source, device, dtype, calibration, memory, budget, capacity, config.medusa_heads)
 
 
 @contextlib.contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raises OutOfMemory for each way in which Python and torch say that there is no more memory."""
+    """Raises OutOfMemory for each way in which Python and torch report that memory is exhausted."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise _too_little(what) from None
     except RuntimeError as error:
-        if "allocate memory" not in str(error):  # how torch's CPU allocator says it
+        if "allocate memory" not in str(error):  # the wording of torch's CPU allocator
             raise
         raise _too_little(what) from None
 

@@ -1,4 +1,11 @@
-"""Where this node is in its life: the one place that says so."""
+"""How far this node has come with its layers.
+
+Whether a session is taken has one owner for each reason:
+- `owner.availability.Availability`: why the owner's machine is not lent now (input; changes nothing by itself);
+- `serving.session_server.SessionServer.refuse`: the whole node takes no new session (set by `swarm_node.node` alone);
+- `serving.served_spans.ServedSpan.open`: one loaded span takes none, because the node moves away from it.
+`Lifecycle.state` is what the node's record shows of it.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +16,16 @@ from swarm.types import LayerSpan, NodeState
 
 @dataclass(slots=True)
 class Lifecycle:
-    """`phase`: how far it has come with its layers. `leaving`: others should take them over. `closed`: it takes no new
-    sessions, whatever the phase."""
+    """`phase`: progress with the layers. `leaving`: other nodes should take them over."""
 
     phase: NodeState = NodeState.JOINING
     span: LayerSpan | None = None
     kv_tokens: int = 0
     leaving: bool = False
-    closed: bool = False
 
-    @property
-    def state(self) -> NodeState:
-        """What others are told."""
-        if self.closed and self.phase is NodeState.SERVING:
+    def state(self, refusing: bool) -> NodeState:
+        """The state to publish. `refusing`: new sessions are refused, whatever the phase."""
+        if refusing and self.phase is NodeState.SERVING:
             return NodeState.DRAINING
         if self.leaving and self.phase is NodeState.SERVING:
             return NodeState.LEAVING

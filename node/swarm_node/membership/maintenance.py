@@ -1,8 +1,8 @@
-"""What a node does every second or two besides serving: look at the swarm, move where it is needed, stay in touch.
+"""The maintenance loop of a serving node: read the swarm, rebalance, re-bootstrap vanished peers, check the clock.
 
-Owns the beat, the memory of whom we have met, and when the clock is checked. When to move is `swarm.planner.rebalancing.rebalancer`'s and
-how is `moving`'s: every node computes the same target from the same snapshot, and makes a move only when it is in the
-first wave, so nothing is to be agreed on.
+Owns the tick, the peers seen so far, and when the clock is checked. When to move is decided by
+`swarm.planner.rebalancing.rebalancer` and done by `span_manager`: every node computes the same target from the same
+snapshot and moves only in the first wave, so no consensus is needed.
 """
 
 from __future__ import annotations
@@ -14,71 +14,68 @@ from collections.abc import Awaitable, Callable
 from swarm.errors import ClockSkew, NetworkError, OutOfMemory
 from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.types import PeerId, Snapshot
+from swarm_node.membership.policy import MembershipPolicy
 from swarm_node.network.connection import NodeNetwork
 
 logger = logging.getLogger(__name__)
-
-TICK_S = 1.0
-REBOOTSTRAP_EVERY_S = 3.0
-REBOOTSTRAP_PEERS = 8
-REMEMBER_S = 600.0  # how long somebody who is gone may come back and be known
-CLOCK_EVERY_S = 10.0
 
 
 class MaintenanceLoop:
     """`await run()` in a task.
 
-    `look()`: the nodes that could be in one chain with us, ourselves as we are now. `settled()`: whether we serve.
-    `move` carries a decision to move out.
+    `snapshot()`: the nodes that could be in one chain with us, ourselves included. `is_serving()`: whether we serve.
+    `move` carries out a decision to move.
     """
 
     def __init__(
         self,
         network: NodeNetwork,
-        keeper: Rebalancer,
+        rebalancer: Rebalancer,
         *,
-        look: Callable[[], Awaitable[Snapshot]],
-        settled: Callable[[], bool],
+        snapshot: Callable[[], Awaitable[Snapshot]],
+        is_serving: Callable[[], bool],
         move: Callable[[RebalanceDecision], Awaitable[None]],
+        policy: MembershipPolicy = MembershipPolicy(),
     ) -> None:
         self._network = network
-        self._keeper = keeper
-        self._look = look
-        self._settled = settled
+        self._rebalancer = rebalancer
+        self._snapshot = snapshot
+        self._is_serving = is_serving
         self._move = move
-        self._met: dict[PeerId, tuple[str, float]] = {}  # address, when last seen
-        self._next_meeting = self._next_clock = 0.0
+        self._policy = policy
+        self._known: dict[PeerId, tuple[str, float]] = {}  # address, when last seen
+        self._next_rebootstrap = self._next_clock = 0.0
 
     async def run(self) -> None:
-        """Raises ClockSkew; every other trouble with the network passes."""
+        """Raises ClockSkew; other network errors are logged and retried."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._policy.tick_s)
             try:
-                snapshot = await self._look()
-                await self._stay_in_touch(snapshot, loop.time())
+                snapshot = await self._snapshot()
+                await self._rebootstrap_vanished(snapshot, loop.time())
             except NetworkError as error:
-                logger.info("no look at the swarm: %s", error)
+                logger.info("cannot read the directory: %s", error)
                 continue
             await self._check_clock(loop.time())
-            if self._settled():
-                await self._keep(snapshot, loop.time())
+            if self._is_serving():
+                await self._rebalance(snapshot, loop.time())
 
-    async def _keep(self, snapshot: Snapshot, now: float) -> None:
-        decision = self._keeper.observe(snapshot, now)
+    async def _rebalance(self, snapshot: Snapshot, now: float) -> None:
+        decision = self._rebalancer.observe(snapshot, now)
         if decision.move is None:
-            logger.debug("stays: %s", decision.reason)
+            logger.debug("keeps its layers: %s", decision.reason)
             return
-        self._keeper.moved(now)
+        self._rebalancer.moved(now)
         try:
             await self._move(decision)
         except OutOfMemory as error:
-            logger.warning("stays where it is: %s", error)
+            logger.warning("keeps its layers: %s", error)
 
     async def _check_clock(self, now: float) -> None:
         if now < self._next_clock:
             return
-        self._next_clock = now + CLOCK_EVERY_S
+        self._next_clock = now + self._policy.clock_check_interval_s
         try:
             await self._network.check_clock()
         except ClockSkew:
@@ -86,18 +83,17 @@ class MaintenanceLoop:
         except NetworkError as error:
             logger.info("no peer to compare clocks with: %s", error)
 
-    async def _stay_in_touch(self, snapshot: Snapshot, now: float) -> None:
-        """Look up those who have vanished from the map: it may be our own map that was torn.
+    async def _rebootstrap_vanished(self, snapshot: Snapshot, now: float) -> None:
+        """Reconnect the directory to peers that vanished from it: it may be we who were partitioned.
 
-        So halves of a swarm find each other when the network between them is whole again, and a node whose p2p daemon
-        was started anew finds the others.
+        So the halves of a swarm merge after a partition, and a node whose p2p daemon was restarted finds the others.
         """
-        here = {node.peer for node in snapshot.nodes}
+        present = {node.peer for node in snapshot.nodes}
         for node in snapshot.nodes:
             if node.addresses and node.peer != self._network.transport.peer:
-                self._met[node.peer] = node.addresses[0], now
-        self._met = {peer: met for peer, met in self._met.items() if now - met[1] < REMEMBER_S}
-        vanished = sorted((-at, address) for peer, (address, at) in self._met.items() if peer not in here)
-        if vanished and now >= self._next_meeting:
-            self._next_meeting = now + REBOOTSTRAP_EVERY_S
-            await self._network.rebootstrap([address for _, address in vanished[:REBOOTSTRAP_PEERS]])
+                self._known[node.peer] = node.addresses[0], now
+        self._known = {peer: seen for peer, seen in self._known.items() if now - seen[1] < self._policy.peer_memory_s}
+        vanished = sorted((-at, address) for peer, (address, at) in self._known.items() if peer not in present)
+        if vanished and now >= self._next_rebootstrap:
+            self._next_rebootstrap = now + self._policy.rebootstrap_interval_s
+            await self._network.rebootstrap([address for _, address in vanished[: self._policy.rebootstrap_peers]])

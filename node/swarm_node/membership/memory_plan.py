@@ -1,6 +1,6 @@
 """From bytes of memory to layers and KV tokens, and back.
 
-Owns the arithmetic of what a span weighs. Reads only the names and shapes of a model's tensors; knows no device.
+Owns the arithmetic of the size of a span. Reads only the names and shapes of a model's tensors; uses no device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import bytes_a_weight, state_dtype
 from swarm_kernels.models.source import ModelSource
+from swarm_node.membership.policy import MemoryPolicy
 
-KV_TOKENS_WANTED = 16384
-"""KV tokens a layer should have room for before a node takes another layer; fewer if the model's context is shorter."""
-
-WORKSPACE = 64 << 20  # bytes: activations of a batch, logits, buffers of frames
+POLICY = MemoryPolicy()
 MIB = 1 << 20
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
@@ -29,7 +27,7 @@ _INPUT = re.compile(r"embed_tokens|embed_in|wte|wpe|embeddings?\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """What the parts of a model weigh in one number format, in bytes."""
+    """The sizes of a model's parts in one dtype, in bytes."""
 
     num_layers: int
     layer: int  # the heaviest
@@ -48,7 +46,7 @@ class ModelMemory:
         layers = [0] * config.num_layers
         embedding = head = 0
         for name in source.names():
-            if tied and name == _HEAD:  # some files hold a copy, which nobody reads
+            if tied and name == _HEAD:  # some files hold an unused copy
                 continue
             count = math.prod(source.shape(name))
             match = _LAYER.search(name)
@@ -68,7 +66,7 @@ class ModelMemory:
 
     @property
     def _layer_with_kv(self) -> int:
-        return self.layer + min(self.context, KV_TOKENS_WANTED) * self.kv_token
+        return self.layer + min(self.context, POLICY.kv_tokens_per_layer) * self.kv_token
 
     def span_bytes(self, span: LayerSpan) -> int:
         """Weights alone."""
@@ -79,17 +77,17 @@ class ModelMemory:
     def memory_for(self, layers: int) -> int:
         """The least budget for which `capacity` is `layers`, bytes."""
         ends = self._both_ends if layers >= self.num_layers else max(self.embedding, self.head)
-        return WORKSPACE + ends + layers * self._layer_with_kv
+        return POLICY.workspace_bytes + ends + layers * self._layer_with_kv
 
     def capacity(self, budget: int) -> int:
         """Layers that fit into `budget` bytes with their keys and values, wherever in the model they lie.
 
-        A node does not know yet whether it will hold the embedding or the head, so room for the heavier is set aside.
+        The span is not chosen yet, so room is reserved for the larger of embedding and head.
         Raises OutOfMemory when not one layer fits.
         """
         if budget >= self.memory_for(self.num_layers):
             return self.num_layers
-        room = budget - WORKSPACE - max(self.embedding, self.head)
+        room = budget - POLICY.workspace_bytes - max(self.embedding, self.head)
         layers = min(room // self._layer_with_kv, self.num_layers - 1)
         if layers < 1:
             raise OutOfMemory(
@@ -100,11 +98,12 @@ class ModelMemory:
 
     def kv_tokens(self, budget: int, span: LayerSpan, most: int) -> int:
         """KV tokens each layer of `span` can hold within `budget`, at most `most`. Raises OutOfMemory if none."""
-        room = budget - WORKSPACE - self.span_bytes(span)
+        room = budget - POLICY.workspace_bytes - self.span_bytes(span)
         tokens = min(room // (len(span) * self.kv_token), most)
         if tokens < 1:
+            taken = POLICY.workspace_bytes + self.span_bytes(span)
             raise OutOfMemory(
-                f"layers {span} take {(WORKSPACE + self.span_bytes(span)) / MIB:.0f} MiB, which leaves nothing of "
+                f"layers {span} take {taken / MIB:.0f} MiB, which leaves nothing of "
                 f"{budget / MIB:.0f} MiB for keys and values; serve fewer layers or raise --max-memory"
             )
         return int(tokens)

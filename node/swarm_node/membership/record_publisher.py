@@ -1,7 +1,6 @@
-"""Keeps this node's record in the directory fresh: at intervals, and at once when something changed.
+"""Keeps this node's record in the directory fresh: at intervals, and soon after something changed.
 
-Owns when to publish. What the record says is asked for each time, so nothing here can be out of date; how it is signed
-and bounded is `swarm.records`'.
+Owns when to publish. The profile is computed anew each time; signing and bounds are in `swarm.records`.
 """
 
 from __future__ import annotations
@@ -16,17 +15,13 @@ from swarm.config import Limits
 from swarm.errors import NetworkError
 from swarm.net.base.transport import Directory
 from swarm.types import NodeProfile
+from swarm_node.membership.policy import PublishPolicy
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_RETRY_FOR_S = 15.0
-RETRY_S = 1.0
-MIN_INTERVAL_S = 0.2  # between two publications, however often something changes
-WITHDRAW_S = 2.0  # that leaving may take
-
 
 class RecordPublisher:
-    """`await run()` in a task; `changed()` when the profile did; `withdraw()` at the end, or until `appear()`."""
+    """`await run()` in a task; `changed()` when the profile did; `withdraw()` at the end, or until `resume()`."""
 
     def __init__(
         self,
@@ -37,6 +32,7 @@ class RecordPublisher:
         profile: Callable[[float], NodeProfile],
         limits: Limits,
         clock: Callable[[], float] = time.time,
+        policy: PublishPolicy = PublishPolicy(),
     ) -> None:
         """`profile(now)` is what to publish, dated `now` (seconds since the epoch)."""
         self._directory = directory
@@ -46,6 +42,7 @@ class RecordPublisher:
         self._profile = profile
         self._limits = limits
         self._clock = clock
+        self._policy = policy
         self._change = asyncio.Event()
         self._publishing = asyncio.Lock()
         self._withdrawn = False
@@ -56,25 +53,24 @@ class RecordPublisher:
         self._change.set()
 
     async def run(self) -> None:
-        """Publish until cancelled. A directory that cannot be reached is tried again at the next interval."""
+        """Publish until cancelled. After a failure the next attempt is at the next interval."""
         while True:
             try:
                 await self.publish()
             except NetworkError as error:
                 self.failures += 1
-                level = logging.WARNING if self.failures > 1 else logging.INFO  # once is nothing: peers come and go
+                level = logging.WARNING if self.failures > 1 else logging.INFO  # a single failure is normal churn
                 logger.log(level, "could not publish our record (%d times in a row): %s", self.failures, error)
-            await asyncio.sleep(MIN_INTERVAL_S)
+            await asyncio.sleep(self._policy.min_interval_s)
             try:
-                async with asyncio.timeout(self._limits.publish_interval_s - MIN_INTERVAL_S):
+                async with asyncio.timeout(self._limits.publish_interval_s - self._policy.min_interval_s):
                     await self._change.wait()
             except TimeoutError:
                 continue
 
     async def publish_until_ok(self) -> None:
-        """Publish now, and again until it succeeds. Raises NetworkError once that has taken INSIST_S: peers that are
-        overloaded answer a little later."""
-        deadline = asyncio.get_running_loop().time() + PUBLISH_RETRY_FOR_S
+        """Publish now, and again until it succeeds. Raises NetworkError after `PublishPolicy.retry_for_s`."""
+        deadline = asyncio.get_running_loop().time() + self._policy.retry_for_s
         while True:
             try:
                 return await self.publish()
@@ -82,7 +78,7 @@ class RecordPublisher:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
                 logger.warning("could not publish our record, trying again: %s", error)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._policy.retry_s)
 
     async def publish(self) -> None:
         """Publish now. Raises NetworkError."""
@@ -98,10 +94,10 @@ class RecordPublisher:
             self.failures = 0
 
     async def withdraw(self) -> None:
-        """Take our record back, best effort: one that stays expires by itself. Until `appear`, nothing is published."""
+        """Withdraw our record, best effort: one that stays expires by itself. Nothing is published until `resume`."""
         self._withdrawn = True
         try:
-            async with asyncio.timeout(WITHDRAW_S), self._publishing:
+            async with asyncio.timeout(self._policy.withdraw_timeout_s), self._publishing:
                 await self._directory.withdraw(self._model)
         except (NetworkError, TimeoutError) as error:
             logger.warning("could not withdraw our record, it expires by itself: %s", error)

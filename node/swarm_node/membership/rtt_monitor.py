@@ -1,6 +1,6 @@
-"""How far the peers are that this node could hand over to: ρ, measured by ping.
+"""Round trips to the possible next hops (ρ), measured by ping and smoothed by an EWMA.
 
-Owns the measurements and whom to measure. Knows no session; routing is for those who read our record.
+Owns the measurements and the choice of peers. Clients read the result in our record and route by it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,9 @@ from typing import Protocol
 from swarm.errors import NetworkError
 from swarm.ewma import Ewma
 from swarm.types import LayerSpan, NodeProfile, PeerId, Snapshot
+from swarm_node.membership.policy import RttPolicy
 
 logger = logging.getLogger(__name__)
-
-INTERVAL_S = 5.0
-MAX_NEIGHBOURS = 8  # pinged in one round
-EWMA_DECAY = 0.7  # weight of what was measured before
-FORGET_AFTER = 3  # rounds in a row that a peer did not answer
 
 
 class Pinger(Protocol):
@@ -29,9 +25,10 @@ class Pinger(Protocol):
 
 
 class RttMonitor:
-    """`link_ms` is what our record says; `await run(...)` in a task keeps it fresh."""
+    """`link_ms` goes into our record; `await run(...)` in a task keeps it fresh."""
 
-    def __init__(self, pinger: Pinger, own: PeerId) -> None:
+    def __init__(self, pinger: Pinger, own: PeerId, policy: RttPolicy = RttPolicy()) -> None:
+        self._policy = policy
         self._pinger = pinger
         self._own = own
         self._ms: dict[PeerId, Ewma] = {}
@@ -51,17 +48,18 @@ class RttMonitor:
                     await self.measure(await snapshot(), current)
             except NetworkError as error:
                 logger.info("no snapshot to measure links by: %s", error)
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(self._policy.interval_s)
 
     async def measure(self, snapshot: Snapshot, span: LayerSpan) -> None:
-        """Ping the likely next hops once, some at a time, all of them in turn."""
+        """Ping some of the possible next hops; all of them in turn, round by round."""
         peers = possible_next_hops(snapshot, self._own, span)
         for gone in self._ms.keys() - {p.peer for p in peers}:
             self._forget(gone)
-        turn = self._round * MAX_NEIGHBOURS % max(1, len(peers))
+        count = self._policy.pings_per_round
+        turn = self._round * count % max(1, len(peers))
         self._round += 1
         async with asyncio.TaskGroup() as group:
-            for node in (peers[turn:] + peers[:turn])[:MAX_NEIGHBOURS]:
+            for node in (peers[turn:] + peers[:turn])[:count]:
                 group.create_task(self._ping(node))
 
     async def _ping(self, node: NodeProfile) -> None:
@@ -70,11 +68,11 @@ class RttMonitor:
         except NetworkError as error:
             self._misses[node.peer] = self._misses.get(node.peer, 0) + 1
             logger.debug("no answer from %s: %s", node.peer, error)
-            if self._misses[node.peer] >= FORGET_AFTER:
+            if self._misses[node.peer] >= self._policy.max_misses:
                 self._forget(node.peer)
             return
         self._misses.pop(node.peer, None)
-        self._ms.setdefault(node.peer, Ewma(EWMA_DECAY)).update(one_way)
+        self._ms.setdefault(node.peer, Ewma(self._policy.decay)).update(one_way)
 
     def _forget(self, peer: PeerId) -> None:
         self._ms.pop(peer, None)
@@ -82,7 +80,7 @@ class RttMonitor:
 
 
 def possible_next_hops(snapshot: Snapshot, own: PeerId, span: LayerSpan) -> list[NodeProfile]:
-    """Serving nodes that could take over within or right after `span`, in order of peer id."""
+    """Serving nodes whose layers continue within or right after `span`, in order of peer id."""
     return [
         node
         for node in snapshot.serving()

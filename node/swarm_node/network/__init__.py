@@ -1,1 +1,1 @@
-"""This node's end of the network: its carrier and directory, its neighbours, the invitation to its swarm."""
+"""This node's end of the network: its transport and directory, mDNS, the invitation to its swarm."""

@@ -1,6 +1,6 @@
-"""This node's end of the network: a carrier and the directory behind it, over the p2p daemon or in memory.
+"""This node's end of the network: a transport and its directory, over the p2p daemon or in memory.
 
-Owns how they are made, and the question put to the peers we were told of: do you serve the same model?
+Owns how they are started, and the check that the configured peers serve the same model.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from swarm_node.network import mdns_join
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.3
-ANSWER_S = 5.0
+JOIN_RETRY_S = 0.3
+PEER_CHECK_TIMEOUT_S = 5.0
 
 
-async def _nobody(addresses: Sequence[str]) -> int:
+async def _rebootstrap_none(addresses: Sequence[str]) -> int:
     return 0
 
 
-async def _in_time() -> None:
+async def _clock_ok() -> None:
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """What is told of the process that carries us, if there is one."""
+    """The p2p daemon process, if there is one."""
 
     pid: Callable[[], int] = lambda: 0
     restarts: Callable[[], int] = lambda: 0
@@ -50,17 +50,17 @@ class Daemon:
 
 @dataclass(frozen=True, slots=True)
 class NodeNetwork:
-    """`failed` is set when the network is lost for good. `wall_clock`: what records are dated by.
+    """`failed` is set when the network is lost for good. `wall_clock`: dates the records.
 
-    `meet(addresses)` makes the directory know these peers again; `check_clock()` raises ClockSkew when ours is off.
+    `rebootstrap(addresses)` reconnects the directory to these peers; `check_clock()` raises ClockSkew when ours is off.
     """
 
     transport: Transport
     directory: Directory
     sign: Sign
     failed: asyncio.Event = field(default_factory=asyncio.Event)
-    rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _nobody
-    check_clock: Callable[[], Awaitable[None]] = _in_time
+    rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _rebootstrap_none
+    check_clock: Callable[[], Awaitable[None]] = _clock_ok
     daemon: Daemon = Daemon()
     wall_clock: Callable[[], float] = time.time
 
@@ -79,7 +79,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
         listen=config.listen, peers=config.peers, relays=config.relay_via, relay_server=config.relay_server
     )
     secret = await asyncio.to_thread(SwarmSecret, config.secret) if config.secret else None
-    await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")  # slow, and others can work meanwhile
+    await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")  # slow; runs beside the measurement
     from swarm.net.dht.directory import DhtDirectory
     from swarm.net.transports.multi import MultiTransport
 
@@ -88,7 +88,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
         while True:
             try:
                 async with AsyncExitStack() as attempt:
-                    carrier = await MultiTransport.start(
+                    transport = await MultiTransport.start(
                         identity,
                         options,
                         direct=config.transport != "libp2p",
@@ -96,23 +96,24 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
                         secret=secret,
                         libp2p_impl=config.libp2p_impl,
                     )
-                    attempt.push_async_callback(carrier.close)
-                    directory = await DhtDirectory.start(carrier.daemon, config.peers, secret=secret)
+                    attempt.push_async_callback(transport.close)
+                    directory = await DhtDirectory.start(transport.daemon, config.peers, secret=secret)
                     attempt.push_async_callback(directory.close)
                     stack.push_async_exit(attempt.pop_all())
                 break
             except PeerUnreachable:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
-                await asyncio.sleep(RETRY_S)
-        if carrier.direct_disabled_reason and config.transport != "libp2p":
+                await asyncio.sleep(JOIN_RETRY_S)
+        if transport.direct_disabled_reason and config.transport != "libp2p":
             logger.warning(
-                "no direct connections, so the p2p daemon carries everything: %s", carrier.direct_disabled_reason
+                "no direct connections, so all traffic goes through the p2p daemon: %s",
+                transport.direct_disabled_reason,
             )
-        await stack.enter_async_context(mdns_join.advertise(config, secret, carrier.addresses, directory.rebootstrap))
-        process = carrier.daemon.daemon
+        await stack.enter_async_context(mdns_join.advertise(config, secret, transport.addresses, directory.rebootstrap))
+        process = transport.daemon.daemon
         yield NodeNetwork(
-            carrier,
+            transport,
             directory,
             identity.sign,
             process.failed,
@@ -122,30 +123,30 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
         )
 
 
-async def check_peers(carrier: Transport, peers: Sequence[str], served: ModelId) -> None:
-    """Ask each of `peers` (multiaddrs) whether it serves what we do. Raises WrongModel with its own words, and
-    WrongSwarm if one is of another swarm.
+async def check_peers(transport: Transport, peers: Sequence[str], served: ModelId) -> None:
+    """Check that each of `peers` (multiaddrs) serves our model. Raises WrongModel with the peer's detail, and
+    WrongSwarm if one belongs to another swarm.
 
-    A peer that takes no sessions (a client, a node of another kind) is none of our business.
+    A peer that takes no sessions (a client, a node of another kind) is skipped.
     """
     for address in peers:
         peer = address.rpartition("/p2p/")[2]
         try:
-            async with asyncio.timeout(ANSWER_S):
-                answer = await _ask(carrier, peer, address, served)
+            async with asyncio.timeout(PEER_CHECK_TIMEOUT_S):
+                reply = await _probe(transport, peer, address, served)
         except WrongSwarm:
             raise
         except (NetworkError, TimeoutError) as error:
-            logger.info("%s does not say what it serves: %s", address, error)
+            logger.info("cannot check what %s serves: %s", address, error)
             continue
-        if answer is not None and answer.error == WrongModel.code:
-            raise WrongModel(f"the peer {address} does not serve what you ask for: {answer.detail}")
+        if reply is not None and reply.error == WrongModel.code:
+            raise WrongModel(f"the peer {address} does not serve what you ask for: {reply.detail}")
 
 
-async def _ask(carrier: Transport, peer: PeerId, address: str, served: ModelId) -> SessionFailed | None:
-    """Open a session on no layers at all: every node refuses it, and says first if it is the model."""
+async def _probe(transport: Transport, peer: PeerId, address: str, served: ModelId) -> SessionFailed | None:
+    """Open a session on no layers: every node refuses it, and a wrong model is refused first."""
     session = os.urandom(16)
-    connection = await carrier.dial(peer, (address,))
+    connection = await transport.dial(peer, (address,))
     try:
         await connection.send(
             OpenSession(session, served.model, served.weight_hash, served.dtype, start=0, end=0, max_tokens=0)

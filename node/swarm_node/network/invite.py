@@ -1,6 +1,6 @@
-"""How this node's swarm is joined by others: the invitation to pass on, as text and as a QR code.
+"""How others join this node's swarm: the invitation, as text and as a QR code.
 
-Owns which of our addresses go into it and how it is shown. The token's notation is `swarm.invite`'s.
+Owns which of our addresses go into it and how it is shown. The token's format is in `swarm.invite`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ def new_secret() -> str:
     return secrets.token_urlsafe(16)
 
 
-def make(config: NodeConfig, model: str, addresses: Sequence[str]) -> Invite:
-    """`model`: what the swarm calls it, for those who do not have our file. Raises UsageError."""
-    known = model if Path(config.model).expanduser().exists() else config.model
-    return Invite(shareable(addresses), known, config.network, config.secret)
+def make_invite(config: NodeConfig, model: str, addresses: Sequence[str]) -> Invite:
+    """`model`: its name in the directory, for those who do not have our file. Raises UsageError."""
+    name = model if Path(config.model).expanduser().exists() else config.model
+    return Invite(shareable(addresses), name, config.network, config.secret)
 
 
 def how_to_join(config: NodeConfig, model: str, addresses: Sequence[str]) -> str:
-    """What a node says of it when it starts. In a private swarm the invitation carries the secret."""
+    """The part of the "started" sentence for others. In a private swarm the invitation carries the secret."""
     if config.secret:
-        return f"others join with --invite {make(config, model, addresses).token()}"
+        return f"others join with --invite {make_invite(config, model, addresses).token()}"
     return f"others join with --peer {shareable(addresses)[0]}"
 
 
 def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """The few of a node's addresses that are of most use to others: public, by way of a relay, of this network.
+    """The few of a node's addresses that are the most useful to others: public, then relayed, then private.
 
-    Loopback only if there is nothing else.
+    Loopback only if there is no other.
     """
     daemon = [address for address in addresses if not is_direct(address)]
     outside = [address for address in daemon if _rank(address) < _LOOPBACK]

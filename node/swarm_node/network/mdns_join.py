@@ -1,7 +1,7 @@
-"""This node and the others of its swarm in the local network: it joins them without being told of them, and they it.
+"""mDNS discovery of the nodes of the same swarm in the local network.
 
-Owns when that is done: not by nodes that only this machine can dial, and not with --no-discovery. How is
-`swarm.net.discovery.mdns`'s.
+Owns when it is used: not by nodes that only this machine can dial, and not with --no-discovery. The protocol is in
+`swarm.net.discovery.mdns`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 async def peers_or_mdns(config: NodeConfig, on_found: Callable[[str, Sequence[str]], None]) -> NodeConfig:
-    """Without peers, those of the same swarm nearby take their place; if there are none, a new swarm begins.
+    """Without configured peers, use those of the same swarm found by mDNS; if there are none, a new swarm begins.
 
-    `on_found(sentence, peers)` is called when there are some.
+    `on_found(sentence, peers)` is called when there are any.
     """
     if config.peers or not _discovery_enabled(config):
         return config
-    peers = await browse(await _group(config))
+    peers = await browse(await _tag(config))
     if not peers:
         return config
     sentence = f"joining a swarm found in the local network, by {peers[0]}; --no-discovery begins one of your own"
@@ -42,38 +42,38 @@ async def advertise(
     config: NodeConfig,
     secret: SwarmSecret | None,
     addresses: Sequence[str],
-    meet: Callable[[Sequence[str]], Awaitable[int]],
+    rebootstrap: Callable[[Sequence[str]], Awaitable[int]],
 ) -> AsyncIterator[None]:
-    """Be found by others while the block runs, and `meet` those that come: two that began at once become one swarm."""
-    tellable = [address for address in shareable(addresses) if not is_loopback(address)]
-    if not tellable or not _discovery_enabled(config):
+    """Advertise this node while the block runs, and join the peers that appear: two new swarms become one."""
+    advertised = [address for address in shareable(addresses) if not is_loopback(address)]
+    if not advertised or not _discovery_enabled(config):
         yield
         return
 
-    async def heard(others: tuple[str, ...]) -> None:
+    async def on_peers(others: tuple[str, ...]) -> None:
         try:
-            await meet(others)
+            await rebootstrap(others)
         except NetworkError as error:
-            logger.info("cannot meet a node nearby: %s", error)
+            logger.info("cannot connect to a node in the local network: %s", error)
 
     try:
-        neighbourhood = await MdnsService.start(await _group(config, secret), heard)
+        service = await MdnsService.start(await _tag(config, secret), on_peers)
     except OSError as error:
-        logger.info("the local network is not told of us: %s", error)
+        logger.info("mDNS is not available: %s", error)
         yield
         return
     try:
-        await neighbourhood.advertise(tellable)
+        await service.advertise(advertised)
         yield
     finally:
-        await neighbourhood.close()
+        await service.close()
 
 
 def _discovery_enabled(config: NodeConfig) -> bool:
     return config.discovery and not all(map(is_loopback, config.listen))
 
 
-async def _group(config: NodeConfig, secret: SwarmSecret | None = None) -> SwarmTag:
+async def _tag(config: NodeConfig, secret: SwarmSecret | None = None) -> SwarmTag:
     if config.secret and secret is None:
         secret = await asyncio.to_thread(SwarmSecret, config.secret)
     return SwarmTag.of(config.network, config.model, secret)

@@ -1,1 +1,1 @@
-"""What the person who lends the machine decides and sees: pauses, hours, events, vitals, metrics."""
+"""What the person who lends the machine decides and sees: pauses, active hours, events, metrics."""

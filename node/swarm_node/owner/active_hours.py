@@ -1,6 +1,6 @@
 """When a volunteer lends the machine: windows of local time, as in `22:00-08:00,12:30-13:30`.
 
-Owns their syntax and whether a moment lies in one. Knows no clock: moments are handed in.
+Owns their syntax and whether a moment lies in one. Reads no clock.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The owner's hand on a running node: a unix socket in the state folder, one JSON line each way.
+"""The owner's control of a running node: a unix socket in the state folder, one JSON line each way.
 
-    -> {"do": "pause" | "resume" | "leave" | "status"}
-    <- {"ok": true, "message": "...", "vitals": {...}}
+    -> {"do": "pause" | "resume" | "leave" | "status" | "invite"}
+    <- {"ok": true, "message": "...", "metrics": {...}}
 
-Owns the socket, and how to find those of the nodes on this machine. What the commands mean is the daemon's. Only the
-owner of the folder (mode 0700) and of the sockets (0600) gets here.
+Owns the socket, and how to find those of the nodes on this machine. What the commands do is in `swarm_node.node`. Only
+the owner of the folder (mode 0700) and of the sockets (0600) has access.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from swarm_node.owner.node_metrics import NodeMetrics
 
 logger = logging.getLogger(__name__)
 
-Command = Literal["pause", "resume", "leave", "status"]
+Command = Literal["pause", "resume", "leave", "status", "invite"]
 
 MAX_LINE = 1 << 16
 MAX_CALLERS = 8
-ANSWER_S = 5.0
+REPLY_TIMEOUT_S = 5.0
 MAX_SOCKET_PATH = 100  # bytes; systems allow 104 to 108
 
 
@@ -43,7 +43,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
 class ControlReply(msgspec.Struct, frozen=True):
     ok: bool
     message: str
-    vitals: NodeMetrics | None = None
+    metrics: NodeMetrics | None = None
 
 
 _decode_request = msgspec.json.Decoder(ControlRequest).decode
@@ -53,11 +53,12 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ControlActions:
-    """What the commands do; each returns a sentence, or raises SwarmError. `vitals` goes with every answer."""
+    """What the commands do; each returns a sentence (`invite`: a token), or raises SwarmError."""
 
     pause: Callable[[], str]
     resume: Callable[[], str]
     leave: Callable[[], str]
+    invite: Callable[[], str]
     metrics: Callable[[], NodeMetrics]
 
 
@@ -67,7 +68,7 @@ def folder() -> Path:
 
 @asynccontextmanager
 async def serve_control(actions: ControlActions) -> AsyncIterator[None]:
-    """Answer on `<pid>.sock` until the block ends. A node whose socket cannot be made goes on without, and says so."""
+    """Answer on `<pid>.sock` until the block ends. Without a socket the node goes on, and logs a warning."""
     path = folder() / f"{os.getpid()}.sock"
     server = _Server(actions)
     try:
@@ -87,7 +88,7 @@ async def serve_control(actions: ControlActions) -> AsyncIterator[None]:
     finally:
         listener.close()
         await server.close()
-        _sweep(path)
+        _unlink(path)
 
 
 class _Server:
@@ -102,7 +103,7 @@ class _Server:
         self._callers.add(task)
         try:
             while len(self._callers) <= MAX_CALLERS and (line := await reader.readline()):
-                writer.write(_encode(self._answer(line)) + b"\n")
+                writer.write(_encode(self._reply_to(line)) + b"\n")
                 await writer.drain()
         except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit
             logger.info("a caller of the control socket was cut off: %s", error)
@@ -110,13 +111,15 @@ class _Server:
             self._callers.discard(task)
             writer.close()
 
-    def _answer(self, line: bytes) -> ControlReply:
+    def _reply_to(self, line: bytes) -> ControlReply:
         try:
             request = _decode_request(line)
         except (msgspec.DecodeError, RecursionError) as error:
             return ControlReply(False, f"not a command: {error}")
         actions = self._actions
-        act = {"pause": actions.pause, "resume": actions.resume, "leave": actions.leave}.get(request.do)
+        act = {"pause": actions.pause, "resume": actions.resume, "leave": actions.leave, "invite": actions.invite}.get(
+            request.do
+        )
         try:
             message = act() if act is not None else ""
         except SwarmError as error:
@@ -138,46 +141,46 @@ class LocalNode:
     """A node that runs on this machine."""
 
     path: Path
-    vitals: NodeMetrics
+    metrics: NodeMetrics
 
 
 async def find() -> list[LocalNode]:
-    """The nodes of this user on this machine, by process id. What dead ones left behind is swept away."""
+    """The nodes of this user on this machine, by process id. The sockets of dead ones are removed."""
     found = []
     for path in sorted(folder().glob("*.sock")):
-        reply = await ask(path, "status")
-        if reply is not None and reply.vitals is not None:
-            found.append(LocalNode(path, reply.vitals))
-    return sorted(found, key=lambda node: node.vitals.pid)
+        reply = await request(path, "status")
+        if reply is not None and reply.metrics is not None:
+            found.append(LocalNode(path, reply.metrics))
+    return sorted(found, key=lambda node: node.metrics.pid)
 
 
-async def choose(wanted: str | None) -> LocalNode:
-    """The node that `wanted`, a name or process id, means; None: the only one. Raises UsageError."""
+async def choose(name: str | None) -> LocalNode:
+    """The node called `name`, a name or process id; None: the only one. Raises UsageError."""
     nodes = await find()
     if not nodes:
         raise UsageError("no node runs on this machine under this user; start one with `swarm-node join`")
-    matching = [n for n in nodes if wanted is None or wanted in (n.vitals.name, str(n.vitals.pid), n.vitals.peer)]
+    matching = [n for n in nodes if name is None or name in (n.metrics.name, str(n.metrics.pid), n.metrics.peer)]
     if len(matching) == 1:
         return matching[0]
-    names = ", ".join(f"{n.vitals.pid} ({n.vitals.name or 'without a name'})" for n in nodes)
+    names = ", ".join(f"{n.metrics.pid} ({n.metrics.name or 'without a name'})" for n in nodes)
     if not matching:
-        raise UsageError(f"no node here is called '{wanted}'; there are {names}")
+        raise UsageError(f"no node here is called '{name}'; there are {names}")
     raise UsageError(f"several nodes run here; say which with --node NAME or PID: {names}")
 
 
-async def ask(path: Path, command: Command) -> ControlReply | None:
-    """Send a command; None if nobody is there."""
+async def request(path: Path, command: Command) -> ControlReply | None:
+    """Send a command; None if no node answers."""
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
             with _short(path) as name:
                 reader, writer = await asyncio.open_unix_connection(name, limit=MAX_LINE)
     except ConnectionRefusedError:  # its node was killed
-        _sweep(path)
+        _unlink(path)
         return None
     except (OSError, TimeoutError):
         return None
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
             writer.write(_encode(ControlRequest(command)) + b"\n")
             return _decode_reply(await reader.readline())
     except (OSError, TimeoutError, msgspec.DecodeError, ValueError):
@@ -186,7 +189,7 @@ async def ask(path: Path, command: Command) -> ControlReply | None:
         writer.close()
 
 
-def _sweep(path: Path) -> None:
+def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
 

@@ -1,6 +1,6 @@
-"""What the node tells the person or program that started it: one line an event on stdout.
+"""The events of a node for the person or program that started it: one line per event on stdout.
 
-Owns the look of it: words and a progress bar for people, JSON lines for programs. Logs go to stderr instead.
+Owns their format: sentences and a progress bar for people, JSON lines for programs. Logs go to stderr instead.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class EventReporter(Protocol):
         """`sentence` for people; `name` and `fields` for programs."""
         ...
 
-    def loading(self, share: float) -> None:
-        """Share of the weights read so far, 0 to 1. May be called from another thread."""
+    def loading(self, fraction: float) -> None:
+        """Fraction of the weights read so far, 0 to 1. May be called from another thread."""
         ...
 
     def __enter__(self) -> EventReporter: ...
@@ -47,10 +47,10 @@ class JsonEventReporter:
         self._stream.write(line + "\n")  # one write: lines of the loading thread do not mix with ours
         self._stream.flush()
 
-    def loading(self, share: float) -> None:
-        if share >= self._loaded + 0.1 or share >= 1.0 > self._loaded:
-            self._loaded = share
-            self.event("loading", f"{share:.0%} of the weights", fraction=round(share, 3))
+    def loading(self, fraction: float) -> None:
+        if fraction >= self._loaded + 0.1 or fraction >= 1.0 > self._loaded:
+            self._loaded = fraction
+            self.event("loading", f"{fraction:.0%} of the weights", fraction=round(fraction, 3))
 
     def __enter__(self) -> JsonEventReporter:
         return self
@@ -62,7 +62,7 @@ class JsonEventReporter:
 
 
 class HumanEventReporter:
-    """Sentences; while weights are read, a progress bar if somebody watches."""
+    """Sentences; while weights are read, a progress bar on a terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
@@ -72,7 +72,7 @@ class HumanEventReporter:
     def event(self, name: str, sentence: str, **fields: Any) -> None:
         self._console.print(sentence, markup=False)
 
-    def loading(self, share: float) -> None:
+    def loading(self, fraction: float) -> None:
         if not self._console.is_terminal:
             return
         if self._progress is None:
@@ -80,8 +80,8 @@ class HumanEventReporter:
             self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
             self._task = self._progress.add_task("loading", total=1.0)
             self._progress.start()
-        self._progress.update(self._task, completed=share)
-        if share >= 1.0:
+        self._progress.update(self._task, completed=fraction)
+        if fraction >= 1.0:
             self._stop()
 
     def __enter__(self) -> HumanEventReporter:

@@ -1,26 +1,41 @@
-"""Whether the machine is in use by others than this node: what `--pause-when-busy` goes by.
+"""Whether programs other than this node use the machine, for `--pause-when-busy`.
 
-Owns what counts as others' use and the hysteresis. What is done about it is `duty`'s.
+Owns what counts as use by others, and the hysteresis. `availability` acts on it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import psutil
-
-SAMPLE_S = 2.0
-BUSY_SHARE = 0.4  # of all cores, taken by others: the machine is in use ...
-BUSY_AFTER_S = 6.0  # ... when it has been so for this long,
-IDLE_SHARE = 0.2  # and free again below this,
-IDLE_AFTER_S = 30.0  # for this long
 
 IN_USER_AND_NICE = ("guest", "guest_nice")  # Linux counts these there as well
 
 
+@dataclass(frozen=True, slots=True)
+class AvailabilityPolicy:
+    """When the machine is lent: a quick pause spares its owner, a slow resume avoids flapping."""
+
+    usage_sample_s: float = 2.0
+    """Between two samples of the CPU use."""
+    busy_fraction: float = 0.4
+    """Of all cores, used by others: the machine is in use above this ..."""
+    busy_after_s: float = 6.0
+    """... for so long,"""
+    idle_fraction: float = 0.2
+    """and free again below this ..."""
+    idle_after_s: float = 30.0
+    """... for so long."""
+    hours_check_interval_s: float = 5.0
+    """Between two comparisons of the clock with the active hours."""
+    retry_after_s: float = 30.0
+    """Clients that a paused node refuses come back after so long."""
+
+
 class OtherCpuUsage:
-    """`others()`: the share of all cores that processes other than ours took since it was last asked."""
+    """`others()`: the share of all cores that processes other than ours used since the last call."""
 
     def __init__(self, own: Callable[[], Sequence[int]]) -> None:
         """`own`: process ids of this node."""
@@ -49,21 +64,23 @@ def _cpu_seconds(pid: int) -> float:
 
 
 class Hysteresis:
-    """Turns shares into in use / free, without flapping."""
+    """Turns CPU fractions into in use / free, without flapping."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: AvailabilityPolicy = AvailabilityPolicy()) -> None:
+        self._policy = policy
         self.busy = False
-        self._since: float | None = None  # when the share began to say the opposite
+        self._since: float | None = None  # when the fraction crossed the threshold
 
-    def observe(self, share: float, now: float) -> bool:
+    def observe(self, fraction: float, now: float) -> bool:
         """Whether the machine is in use as of `now`, seconds of any clock."""
-        turning = share < IDLE_SHARE if self.busy else share > BUSY_SHARE
+        policy = self._policy
+        turning = fraction < policy.idle_fraction if self.busy else fraction > policy.busy_fraction
         if not turning:
             self._since = None
             return self.busy
         if self._since is None:
             self._since = now
-        if now - self._since >= (IDLE_AFTER_S if self.busy else BUSY_AFTER_S):
+        if now - self._since >= (policy.idle_after_s if self.busy else policy.busy_after_s):
             self.busy, self._since = not self.busy, None
         return self.busy
 

@@ -1,6 +1,6 @@
-"""How a node is doing at this moment: what `status` shows and Prometheus reads.
+"""The metrics of a node at one moment: what `status` shows and Prometheus scrapes.
 
-Owns the fields. Who fills them in is the daemon; knows neither sockets nor formats.
+Owns the fields; `membership.status` fills them in.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Prometheus: the node's vitals as numbers over HTTP, on 127.0.0.1 unless told otherwise.
+"""Prometheus: the node's metrics over HTTP, on 127.0.0.1 unless configured otherwise.
 
-Owns the names of the metrics and their server. What they say is asked for at each scrape, in the event loop's thread.
+Owns the names of the metrics and their server. The values are read at each scrape, in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarm.errors import AddressInUse
 from swarm.types import NodeState
 from swarm_node.owner.node_metrics import NodeMetrics
 
-ANSWER_S = 5.0
+SCRAPE_TIMEOUT_S = 5.0
 
 GAUGES = {
     "open_sessions": "Sessions open now.",
@@ -34,7 +34,7 @@ COUNTERS = {
     "refused": "Sessions refused.",
     "failed": "Sessions that this node had to end.",
     "steps": "Steps computed.",
-    "tokens": "Tokens drawn, if this node holds the last layer.",
+    "tokens": "Tokens sampled, if this node holds the last layer.",
     "protocol_errors": "Messages that broke the protocol.",
     "sent_bytes": "Bytes sent to peers.",
     "moves": "Changes of layers.",
@@ -43,11 +43,11 @@ COUNTERS = {
 
 
 class NodeMetricsCollector(Collector):
-    def __init__(self, vitals: Callable[[], NodeMetrics]) -> None:
-        self._vitals = vitals
+    def __init__(self, metrics: Callable[[], NodeMetrics]) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        now = self._vitals()
+        now = self._metrics()
         for name, words in GAUGES.items():
             yield GaugeMetricFamily(f"swarm_{name}", words, getattr(now, name))
         for name, words in COUNTERS.items():
@@ -64,15 +64,17 @@ class NodeMetricsCollector(Collector):
 
 
 @contextlib.contextmanager
-def serving(vitals: Callable[[], NodeMetrics], host: str, port: int) -> Iterator[int]:
+def serving(metrics: Callable[[], NodeMetrics], host: str, port: int) -> Iterator[int]:
     """Serve `/metrics` in a thread until the block ends; yields the port. Raises AddressInUse."""
     loop = asyncio.get_running_loop()
 
     async def now() -> NodeMetrics:
-        return vitals()
+        return metrics()
 
     registry = CollectorRegistry()
-    registry.register(NodeMetricsCollector(lambda: asyncio.run_coroutine_threadsafe(now(), loop).result(ANSWER_S)))
+    registry.register(
+        NodeMetricsCollector(lambda: asyncio.run_coroutine_threadsafe(now(), loop).result(SCRAPE_TIMEOUT_S))
+    )
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

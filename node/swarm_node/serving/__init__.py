@@ -1,1 +1,1 @@
-"""Sessions of strangers: judged, admitted, computed in batches, sent on. Knows neither the DHT nor the owner."""
+"""Sessions of untrusted clients: validated, admitted, computed in batches, forwarded. Uses no DHT."""

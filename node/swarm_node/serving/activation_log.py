@@ -1,6 +1,6 @@
-"""What a hop sent on, kept so that a replacement of the next hop can be fed again (design section 4, Recovery).
+"""The outputs of a hop, kept so that they can be replayed to a replacement of the next hop.
 
-Owns the rows and the memory they take, under one cap for all sessions of the node. Knows neither peers nor tensors: a
+Owns the rows and the memory they take, under one cap for all sessions of the node. Uses neither peers nor tensors: a
 row is the raw bytes that went over the wire.
 """
 
@@ -26,7 +26,7 @@ class _Log:
 
 
 class ActivationLog:
-    """One a node. When the cap is passed the longest log goes, so that a greedy session costs nobody else theirs."""
+    """One per node. Over the cap the longest log is evicted, so that a long session does not cost the others theirs."""
 
     def __init__(self, cap_bytes: int) -> None:
         self._cap = cap_bytes
@@ -58,7 +58,7 @@ class ActivationLog:
             self._size -= log.size
 
     def append(self, key: int, step: Step, body: Buffer) -> None:
-        """Note that `step`, as this hop ran it, became `body`. A log that was dropped stays so."""
+        """Record that `step`, as this hop ran it, became `body`. A log that was evicted stays so."""
         log = self._logs.get(key)
         if log is None:
             return
@@ -67,8 +67,8 @@ class ActivationLog:
         rows = [bytes(view[at : at + row_bytes]) for at in range(0, len(view), row_bytes)]
         before = log.size
         log.rows.extend(log.tree.pop(slot) for slot in step.commit_slots)
-        if step.causal_rows:  # rows committed on arrival end every branch that is not committed by now
-            self._forget_tree(log)
+        if step.causal_rows:  # causal rows end every branch that is not committed by now
+            self._drop_tree(log)
         log.rows.extend(rows[: step.causal_rows])
         log.size += len(view)
         for slot, row in zip(step.slots, rows[step.causal_rows :], strict=True):
@@ -78,23 +78,23 @@ class ActivationLog:
         self._drop_longest()
 
     def rollback(self, key: int, length: int) -> None:
-        """Forget the rows of the committed tokens from `length` on, and those of the tree."""
+        """Drop the rows of the committed tokens from `length` on, and those of the tree."""
         log = self._logs.get(key)
         if log is not None:
             before = log.size
-            self._forget_tree(log)
+            self._drop_tree(log)
             log.size -= sum(map(len, log.rows[length:]))
             del log.rows[length:]
             self._size += log.size - before
 
     def replay(self, key: int, count: int) -> Iterator[tuple[int, int, bytes]]:
-        """The rows of the first `count` committed tokens as (first position, rows, body). Raises ActivationLogEvicted at once.
+        """The rows of the first `count` committed tokens as (first position, rows, body).
 
-        What was promised is delivered even if the log is dropped meanwhile.
+        Complete even if the log is evicted meanwhile. Raises ActivationLogEvicted at once.
         """
         log = self._logs.get(key)
         if log is None or len(log.rows) < count:
-            raise ActivationLogEvicted("the outputs of this session were dropped for want of memory")
+            raise ActivationLogEvicted("the activation log of this session was evicted for lack of memory")
         return _chunks(log.rows[:count])
 
     def _drop_longest(self) -> None:
@@ -102,7 +102,7 @@ class ActivationLog:
             self.close(max(self._logs, key=lambda k: self._logs[k].size))
 
     @staticmethod
-    def _forget_tree(log: _Log) -> None:
+    def _drop_tree(log: _Log) -> None:
         log.size -= sum(map(len, log.tree.values()))
         log.tree.clear()
 

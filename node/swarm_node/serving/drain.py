@@ -1,8 +1,8 @@
-"""How sessions come to their end before a node leaves, pauses or gives up layers: nobody's answer is lost.
+"""Draining: how sessions end before a node leaves, pauses or gives up layers, without losing an answer.
 
 Owns the order: others take over the layers, if they can; short sessions end by themselves; those whose layers others
-serve by now are sent there (their clients replay them onto the replacement); the rest may finish within a time limit.
-Knows neither frames nor the directory.
+serve by now are evicted (their clients replay them onto the replacement); the rest may finish within a time limit.
+Uses neither frames nor the directory.
 """
 
 from __future__ import annotations
@@ -14,56 +14,56 @@ from collections.abc import Awaitable, Callable
 
 from swarm.errors import NetworkError, NodeLeaving
 from swarm.types import LayerSpan
+from swarm_node.serving.policy import DrainPolicy
 from swarm_node.serving.served_spans import ServedSpan
 from swarm_node.serving.session_server import SessionServer
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 2.0  # in which short sessions end by themselves
-CHECK_S = 0.5
+POLICY = DrainPolicy()
 
 CoverageCheck = Callable[[], Awaitable[Callable[[LayerSpan], bool]]]
 """-> whether other nodes serve all of these layers now. Raises NetworkError."""
 
 
 async def wait_for_takeover(
-    span: LayerSpan, elsewhere: CoverageCheck, replaceable: Callable[[], Awaitable[bool]], within_s: float
+    span: LayerSpan, covered_elsewhere: CoverageCheck, replaceable: Callable[[], Awaitable[bool]], within_s: float
 ) -> bool:
     """Wait until other nodes serve `span`; False if they cannot, or do not in time.
 
-    Call it once our record says LEAVING: others count us out from then on and move into the gap that they see, and of
-    several that leave at the same moment the last to have said so sees that the rest are going.
+    Call it once our record is LEAVING: others exclude us from then on and move into the gap that they see, and of
+    several that leave at the same moment the last to publish it sees that the rest are departing.
     """
     with contextlib.suppress(TimeoutError, NetworkError):
         async with asyncio.timeout(within_s):
-            while not (await elsewhere())(span):
+            while not (await covered_elsewhere())(span):
                 if not await replaceable():
                     return False
-                await asyncio.sleep(CHECK_S)
+                await asyncio.sleep(POLICY.poll_s)
             return True
     return False
 
 
 async def drain_sessions(
-    service: SessionServer,
+    server: SessionServer,
     why: NodeLeaving,
-    elsewhere: CoverageCheck,
+    covered_elsewhere: CoverageCheck,
     *,
-    home: ServedSpan | None = None,
-    grace_s: float = GRACE_S,
+    served_span: ServedSpan | None = None,
+    grace_s: float = POLICY.grace_s,
     within_s: float | None = None,
 ) -> int:
-    """Return when no session (of `home`) is left; how many were cut off after `within_s`. None: wait for all."""
+    """Return when no session (of `served_span`) is left; how many were cut off after `within_s`. None: wait for all."""
     loop = asyncio.get_running_loop()
-    begun = loop.time()
-    while not service.idle(home):
-        waited_s = loop.time() - begun
+    started = loop.time()
+    while not server.idle(served_span):
+        waited_s = loop.time() - started
         if within_s is not None and waited_s >= within_s:
-            return service.evict(why, lambda span: True, home)
+            return server.evict(why, lambda span: True, served_span)
         if waited_s >= grace_s:
             try:
-                service.evict(why, await elsewhere(), home)
+                server.evict(why, await covered_elsewhere(), served_span)
             except NetworkError as error:
-                logger.info("cannot tell who else serves our layers: %s", error)
-        await service.wait_idle(home, CHECK_S)
+                logger.info("cannot read who else serves our layers: %s", error)
+        await server.wait_idle(served_span, POLICY.poll_s)
     return 0

@@ -1,10 +1,10 @@
-"""Runs steps of all sessions on one device: packs them into batches, keeps the event loop free while they compute.
+"""Runs the steps of all sessions on one device: batches them, and keeps the event loop free while they compute.
 
-Owns when a step runs and how long it waited. Which steps share a batch and how long one waits for more is the rule of
-`plan.scheduling`; what running a step means belongs to the Engine; where it runs, to the Device.
+Owns when a step runs and how long it waited. Which steps share a batch, and how long a batch waits for more, is decided
+by `swarm.planner.scheduling`; a step is run by the `StepEngine`, on the `ComputeDevice`.
 
-The event loop owns all bookkeeping (sessions, pages), the device's thread only tensors: `Engine.prepare` runs on the
-loop between two batches and returns the pure computation, so neither side needs a lock.
+The event loop owns all bookkeeping (sessions, KV blocks), the device's thread only tensors: `StepEngine.prepare` runs
+on the loop between two batches and returns the pure computation, so neither side needs a lock.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step became: hidden rows as raw bytes, or on the tail the tokens it drew, and what follows them if its
-    `heads` Medusa heads are right (`messages.Result`)."""
+    """The result of a step: hidden rows as raw bytes, or on the tail the sampled tokens and their Medusa candidates
+    (`messages.StepResult`)."""
 
     body: Buffer = b""
     tokens: tuple[int, ...] = ()
@@ -44,12 +44,12 @@ class StepOutput:
 
 
 Compute = Callable[[], Sequence[StepOutput | SwarmError]]
-"""A planned batch, ready to run: one Output a step, or what is wrong with that one step."""
+"""A planned batch, ready to run: one StepOutput a step, or the error of that one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """An Output and what it cost; both in milliseconds, the batch's whole computation counted for each of its steps.
+    """A StepOutput and its times in milliseconds; `compute_ms` is that of the whole batch.
 
     `sessions`: how many decode here at this time, this one included.
     """
@@ -93,7 +93,7 @@ class ScheduledStep:
 class StepEngine(Protocol):
     """The span, its cache and the sampler, as the executor sees them."""
 
-    def prepare(self, works: Sequence[ScheduledStep]) -> Compute:
+    def prepare(self, steps: Sequence[ScheduledStep]) -> Compute:
         """Plan a batch of steps with equal spans, at most one of a session.
 
         Called on the event loop while no computation runs. Raises SwarmError before it has changed anything.
@@ -128,7 +128,7 @@ class ThreadDevice:
 
 
 class InlineDevice:
-    """Computes in the event loop, `delay_s` after it was asked: deterministic, for a virtual clock."""
+    """Computes in the event loop, `delay_s` after the call: deterministic, for a virtual clock."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self._delay_s = delay_s
@@ -161,7 +161,7 @@ class Executor:
         self._observe = observe
         self._clock = clock
         self._scheduler: BatchScheduler[ScheduledStep] = BatchScheduler(batch_tokens)
-        self._retry_singly: deque[ScheduledStep] = deque()  # steps of a batch that was refused: one is to blame
+        self._retry_singly: deque[ScheduledStep] = deque()  # steps of a batch that was refused: one of them is invalid
         self._running: asyncio.Future[_Timed] | None = None
         self._start_soon: asyncio.TimerHandle | None = None
         self._closed = False
@@ -175,7 +175,7 @@ class Executor:
         done: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
         self._scheduler.push(ScheduledStep(session, arrival, done, self._clock()))
         if self._start_soon is not None and not self._scheduler.wait_s():
-            self._start_soon.cancel()  # everybody is here
+            self._start_soon.cancel()  # all expected steps are here
             self._start_soon = None
         self._schedule()
         return await done
@@ -185,11 +185,11 @@ class Executor:
         return self._device.run(work)
 
     def forget(self, key: int) -> None:
-        """This session is over: nobody waits for it, and it shares the node with nobody."""
+        """The session is over: no batch waits for it any more."""
         self._scheduler.forget(key)
 
     async def close(self) -> None:
-        """Wait for the batch that runs and give the device back. Steps that wait are never answered."""
+        """Wait for the running batch and close the device. Waiting steps are never answered."""
         self._closed = True
         if self._running is not None:
             await asyncio.wait([self._running])
@@ -214,8 +214,8 @@ class Executor:
                 self._retry_singly.extend(batch)
             self._schedule()
             return
-        except BaseException as error:
-            _fail(batch, ResourceError(f"this batch could not be planned: {error}"))  # a bug; nobody waits for ever
+        except BaseException as error:  # a bug: fail the steps, so that no session hangs
+            _fail(batch, ResourceError(f"this batch could not be planned: {error}"))
             self._schedule()
             raise
         started = self._clock()
@@ -226,9 +226,9 @@ class Executor:
         if self._closed:
             return []
         while self._retry_singly:
-            work = self._retry_singly.popleft()
-            if not work.dropped:
-                return [work]
+            step = self._retry_singly.popleft()
+            if not step.dropped:
+                return [step]
         return self._scheduler.take()
 
     def _finish(self, batch: list[ScheduledStep], started: float, running: asyncio.Future[_Timed]) -> None:
@@ -241,10 +241,10 @@ class Executor:
             _fail(batch, error)
         else:
             outputs, compute_ms = running.result()
-            self._answer(batch, outputs, started, compute_ms)
+            self._complete(batch, outputs, started, compute_ms)
         self._schedule()
 
-    def _answer(
+    def _complete(
         self, batch: list[ScheduledStep], outputs: Sequence[StepOutput | SwarmError], started: float, compute_ms: float
     ) -> None:
         now = self._clock()
@@ -265,6 +265,6 @@ def _timed(compute: Compute, clock: Callable[[], float]) -> _Timed:
 
 
 def _fail(batch: Sequence[ScheduledStep], error: SwarmError) -> None:
-    for work in batch:
-        if not work.done.done():
-            work.done.set_exception(error)
+    for step in batch:
+        if not step.done.done():
+            step.done.set_exception(error)

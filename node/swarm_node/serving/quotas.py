@@ -1,7 +1,7 @@
-"""How much one stranger may take: sessions and unread answers.
+"""How much one untrusted peer may take: sessions and unread replies.
 
-Owns the counters of what each peer holds, and the guess of when there is room again. Knows neither sockets nor
-sessions; connections and broken rules are counted by the pool.
+Owns the counters per peer, and the estimate of when there is room again. Uses neither sockets nor sessions;
+connections and protocol violations are counted by the pool.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from swarm.config import Limits
 from swarm.errors import NodeBusy
 from swarm.ewma import Ewma
 from swarm.types import PeerId
-
-MAX_UNREAD_REPLIES = 32
-RETRY_AFTER_S = (0.5, 30.0)  # the least and the most that a full node sends a client away for
-EWMA_DECAY = 0.8  # weight of what was seen before, in how often a session ends
+from swarm_node.serving.policy import SessionPolicy
 
 
 class Quotas:
     """One per node; used from the event loop only."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limits: Limits, policy: SessionPolicy = SessionPolicy(), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._policy = policy
         self._limits = limits
         self._clock = clock
         self._ended_at: float | None = None
-        self._end_every_s = Ewma(EWMA_DECAY, 1.0)
+        self._end_interval_s = Ewma(policy.session_end_decay, 1.0)
         self._sessions: Counter[PeerId] = Counter()
-        self._answers: Counter[PeerId] = Counter()
+        self._replies: Counter[PeerId] = Counter()
 
     @property
     def sessions(self) -> int:
@@ -48,25 +48,25 @@ class Quotas:
     def give_session(self, peer: PeerId) -> None:
         now = self._clock()
         if self._ended_at is not None:
-            self._end_every_s.update(now - self._ended_at)
+            self._end_interval_s.update(now - self._ended_at)
         self._ended_at = now
         _decrement(self._sessions, peer)
 
     @property
     def retry_after_s(self) -> float:
-        """When a session is likely to have ended: they end so often."""
-        least, most = RETRY_AFTER_S
-        return min(most, max(least, self._end_every_s.value))
+        """When a session is likely to have ended: the mean interval between their ends."""
+        policy = self._policy
+        return min(policy.max_retry_after_s, max(policy.min_retry_after_s, self._end_interval_s.value))
 
     def take_reply(self, peer: PeerId) -> bool:
-        """Whether one more answer may wait until `peer` reads it."""
-        if self._answers[peer] >= MAX_UNREAD_REPLIES:
+        """Whether one more reply may wait until `peer` reads it."""
+        if self._replies[peer] >= self._policy.max_unread_replies:
             return False
-        self._answers[peer] += 1
+        self._replies[peer] += 1
         return True
 
     def give_reply(self, peer: PeerId) -> None:
-        _decrement(self._answers, peer)
+        _decrement(self._replies, peer)
 
 
 def _decrement(counter: Counter[PeerId], peer: PeerId) -> None:

@@ -1,7 +1,4 @@
-"""Answers to peers that may not be reading: each in a task of its own, so many a peer and no more.
-
-Owns how they are sent and bounded. Knows neither sessions nor what is said.
-"""
+"""Best-effort replies to peers that may not be reading: each in a task of its own, bounded per peer."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplySender:
-    """`tell` is best effort: a peer that does not read loses its answers and holds up nobody else."""
+    """A peer that does not read loses its replies and delays no other."""
 
     def __init__(self, scope: TaskSet, quotas: Quotas, timeout_s: float) -> None:
         self._scope = scope
@@ -27,13 +24,13 @@ class ReplySender:
 
     def send_best_effort(self, peer: PeerChannel, message: SessionFailed | ProgressReport) -> None:
         if self._quotas.take_reply(peer.peer):
-            self._scope.start(self._send(peer, message), f"answer to {peer.peer}")
+            self._scope.start(self._send(peer, message), f"reply to {peer.peer}")
 
     async def _send(self, peer: PeerChannel, message: SessionFailed | ProgressReport) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await peer.send(message)
         except (ConnectionLost, TimeoutError):
-            logger.debug("%s does not listen to: %s", peer.peer, message)
+            logger.debug("%s did not read: %s", peer.peer, message)
         finally:
             self._quotas.give_reply(peer.peer)

@@ -1,6 +1,6 @@
 """The spans this node has loaded: one, and during a move the old beside the new.
 
-Owns which of them takes a session and keeps it to its end. Knows neither frames nor why a node moves.
+Owns which of them admits a session and keeps it to its end. Uses neither frames nor the reason of a move.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swarm_node.serving.session import ActivationSpec, HopSession
 
 
 class SpanEngineApi(StepEngine, Protocol):
-    """An engine together with what it serves and the pages of its sessions."""
+    """An engine, the layers it serves and the KV blocks of its sessions."""
 
     @property
     def span(self) -> LayerSpan: ...
@@ -33,15 +33,15 @@ class SpanEngineApi(StepEngine, Protocol):
         ...
 
     def admit(self, key: int, max_tokens: int) -> None:
-        """Reserve pages. Raises OutOfMemory or ContextOverflow."""
+        """Reserve blocks. Raises OutOfMemory or ContextOverflow."""
         ...
 
     def fork(self, parent: int, key: int, max_tokens: int, length: int) -> None:
-        """`admit`, with the first `length` tokens of another session, whose pages are shared."""
+        """`admit`, with the first `length` tokens of another session, whose blocks are shared."""
         ...
 
     def freeze_prefix(self, key: int, length: int) -> None:
-        """Nothing more comes; keep the first `length` tokens for forks."""
+        """The session has ended; retain its first `length` tokens for forks."""
         ...
 
     def release(self, key: int) -> None: ...
@@ -49,7 +49,7 @@ class SpanEngineApi(StepEngine, Protocol):
     def prune(self, key: int, slots: Sequence[int]) -> None: ...
 
     def rollback(self, key: int, length: int) -> None:
-        """Forget the tree and the committed tokens from `length` on. Raises OutOfMemory."""
+        """Drop the tree and the committed tokens from `length` on. Raises OutOfMemory."""
         ...
 
     @property
@@ -57,35 +57,35 @@ class SpanEngineApi(StepEngine, Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Of the keys and values of one page in one layer."""
+        """Of the keys and values of one block in one layer."""
         ...
 
     def import_blocks(self, key: int, tokens: int) -> None:
-        """Count them as committed, before `fill` brings what was computed for them. Raises InvalidRequest."""
+        """Count them as committed, before a `writer` fills their blocks. Raises InvalidRequest."""
         ...
 
     def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
-        """-> (layer, first page, pages) -> keys and values of the first `tokens`, to be called on the device.
+        """-> (layer, first block, number of blocks) -> keys and values of the first `tokens`. Call it on the device.
 
         Raises InvalidRequest.
         """
         ...
 
     def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
-        """-> (layer, first page, what a reader read), to be called on the device."""
+        """-> (layer, first block, what a reader returned), to be called on the device."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class ServedSpan:
-    """A loaded span, what runs on it, and the keys of the sessions it took in. `open`: it takes more.
+    """A loaded span, its executor, and the keys of its sessions. `open`: it admits more.
 
-    `on_gone` is told of every key whose pages are given back: when a session ends, or later if it was kept for others.
+    `on_released` is called with every key whose blocks are freed: when a session ends, or later if it was retained.
     """
 
     engine: SpanEngineApi
     executor: Executor
-    on_gone: Callable[[int], None] = lambda key: None
+    on_released: Callable[[int], None] = lambda key: None
     open: bool = True
     keys: set[int] = field(default_factory=set)
     empty: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,16 +97,18 @@ class ServedSpan:
         self.prefixes = PrefixCache(self.engine.capacity_tokens, self._computed.__getitem__)
 
     def admit(self, session: HopSession, prefix: Sequence[bytes], retry_after_s: float) -> int:
-        """Take a session in. -> the one whose first tokens it shares, -1 if none; it holds `session.committed` then.
+        """Admit a session. -> the one whose first `session.committed` tokens it shares, -1 if none.
 
         Raises ContextOverflow, OutOfMemory (it never fits) or NodeBusy (not now).
         """
         key, max_tokens = session.key, session.max_tokens
-        parent, held = self.prefixes.find(session.client.peer, session.span, prefix[: max_tokens // HASH_BLOCK_TOKENS])
+        parent, cached = self.prefixes.find(
+            session.client.peer, session.span, prefix[: max_tokens // HASH_BLOCK_TOKENS]
+        )
         while True:
             try:
-                if held:
-                    self.engine.fork(parent, key, max_tokens, held)
+                if cached:
+                    self.engine.fork(parent, key, max_tokens, cached)
                 else:
                     self.engine.admit(key, max_tokens)
                 break
@@ -117,83 +119,83 @@ class ServedSpan:
                 if old is None:
                     text = f"no room for {max_tokens} tokens now: {error}"
                     raise NodeBusy(text, retry_after_s=retry_after_s) from None
-                self._let_go(old)
+                self._free(old)
                 if old == parent:
-                    parent, held = -1, 0
-        session.start_from(held)
+                    parent, cached = -1, 0
+        session.start_from(cached)
         self.prefixes.add(key, session.client.peer, session.span, prefix)
-        self._computed[key] = held
+        self._computed[key] = cached
         self.keys.add(key)
         self.empty.clear()
         return parent
 
     def computed(self, key: int, tokens: int) -> None:
-        """So many of the session's tokens are behind it now."""
+        """So many of the session's tokens are in the KV cache now."""
         self._computed[key] = tokens
 
     def release(self, key: int, prefix: Sequence[bytes] = ()) -> None:
-        """The session is over; what `prefix` names of it may be kept for others."""
-        kept, going = self.prefixes.retain(key, prefix) if prefix else (0, [])
-        for old in going:
-            self._let_go(old)
-        if kept:
-            self.engine.freeze_prefix(key, kept)
+        """The session is over; the blocks that hash to `prefix` may be retained for others."""
+        retained, evicted = self.prefixes.retain(key, prefix) if prefix else (0, [])
+        for old in evicted:
+            self._free(old)
+        if retained:
+            self.engine.freeze_prefix(key, retained)
         else:
-            self._let_go(key)
+            self._free(key)
         self.executor.forget(key)
         self.keys.discard(key)
         if not self.keys:
             self.empty.set()
 
     def forget_client(self, peer: PeerId) -> None:
-        """Keep nothing for a client that is gone."""
+        """Free what is retained for a client that disconnected."""
         for key in self.prefixes.of(peer):
-            self._let_go(key)
+            self._free(key)
 
     def forget_all(self) -> None:
-        """Keep nothing."""
+        """Free all that is retained."""
         while (key := self.prefixes.evict_candidate()) is not None:
-            self._let_go(key)
+            self._free(key)
 
-    def _let_go(self, key: int) -> None:
+    def _free(self, key: int) -> None:
         self.engine.release(key)
         self.prefixes.forget(key)
         self._computed.pop(key, None)
-        self.on_gone(key)
+        self.on_released(key)
 
 
 class ServedSpans:
     """The newest first."""
 
-    def __init__(self, on_gone: Callable[[int], None] = lambda key: None) -> None:
-        self._homes: list[ServedSpan] = []
-        self._on_gone = on_gone
+    def __init__(self, on_released: Callable[[int], None] = lambda key: None) -> None:
+        self._spans: list[ServedSpan] = []
+        self._on_released = on_released
 
     def add(self, engine: SpanEngineApi, executor: Executor) -> ServedSpan:
-        """Sessions whose layers it holds are taken in here from now on."""
-        home = ServedSpan(engine, executor, self._on_gone)
-        self._homes.insert(0, home)
-        return home
+        """Sessions on its layers are admitted here from now on."""
+        served_span = ServedSpan(engine, executor, self._on_released)
+        self._spans.insert(0, served_span)
+        return served_span
 
-    def remove(self, home: ServedSpan) -> None:
-        """Forget a home without sessions, and what it kept of those that have ended."""
-        self._homes.remove(home)
-        home.forget_all()
+    def remove(self, served_span: ServedSpan) -> None:
+        """Remove a span without sessions, and free what it retained of those that have ended."""
+        self._spans.remove(served_span)
+        served_span.forget_all()
 
     def find(self, start: int, end: int) -> ServedSpan:
-        """Where a session on layers `[start, end)` is to live. Raises NodeBusy while none is loaded, NoRoute."""
-        if not self._homes:
+        """The span that admits a session on layers `[start, end)`. Raises NodeBusy while none is loaded, NoRoute."""
+        if not self._spans:
             raise NodeBusy("this node is still loading its layers")
-        held = [home for home in self._homes if home.open]
-        for home in held:
-            if home.engine.span.start <= start < end <= home.engine.span.end:
-                return home
-        spans = ", ".join(str(home.engine.span) for home in held) or "none now"
+        opened = [served_span for served_span in self._spans if served_span.open]
+        for served_span in opened:
+            if served_span.engine.span.start <= start < end <= served_span.engine.span.end:
+                return served_span
+        spans = ", ".join(str(served_span.engine.span) for served_span in opened) or "none now"
         raise NoRoute(f"this node serves layers {spans}, not {start}:{end}")
 
     def __iter__(self) -> Iterator[ServedSpan]:
-        return iter(self._homes)
+        return iter(self._spans)
 
     def of(self, key: int) -> ServedSpan | None:
-        """Where a session lives; None once it has been released."""
-        return next((home for home in self._homes if key in home.keys), None)
+        """The span of a session; None once it has been released."""
+        return next((served_span for served_span in self._spans if key in served_span.keys), None)

@@ -1,7 +1,7 @@
-"""What a hop remembers of one session, and the rules a step of it must keep.
+"""A hop's state of one session, and the rules that its steps must keep.
 
-Owns a session's route, its epoch, its count of committed tokens and the tail's token history. Knows neither sockets nor
-tensors: a link is whatever can send a message, and pages belong to the engine.
+Owns a session's route, its epoch, its count of committed tokens and the tail's token history. Uses neither sockets nor
+tensors: a `PeerChannel` is whatever can send a message, and KV blocks belong to the engine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
 from swarm.messages import MAX_HOPS, AnyMessage, DropInFlight, OpenSession, ProgressReport, Reroute, Step
 from swarm.types import KvSource, LayerSpan, PeerId, Sampling
 
-MAX_WAITING_STEPS = 64  # of one session; a client that keeps more in flight is not listening to us
-PREVIOUS_UPSTREAMS = 8  # that may send a late step without offence
+MAX_WAITING_STEPS = 64  # of one session; a client with more in flight ignores our replies
+PREVIOUS_UPSTREAMS = 8  # that may send a late step without a protocol violation
 
 
 class PeerChannel(Protocol):
@@ -53,7 +53,7 @@ class InboundStep:
 
 @dataclass(slots=True, eq=False)
 class HopSession:
-    """One session on one hop. `key` names its pages in the engine and is never reused."""
+    """One session on one hop. `key` names its blocks in the engine and is never reused."""
 
     id: bytes
     key: int
@@ -66,20 +66,20 @@ class HopSession:
     max_tokens: int
     sampling: Sampling
     penalty_tokens: list[int]
-    num_medusa_candidates: int = 0  # of each Medusa head, with every token drawn
-    replay_silent_until: int = 0  # rows at positions before it are neither sent on nor answered
+    num_medusa_candidates: int = 0  # of each Medusa head, with every sampled token
+    replay_silent_until: int = 0  # rows at positions before it are neither forwarded nor answered
     epoch: int = 0  # the newest that has arrived; older steps are dropped
     ran_epoch: int = 0  # of the last step that ran here
     committed: int = 0
-    received: int = 0  # the newest step that came, and that was dealt with: their numbers plus 1
+    received: int = 0  # number of the newest step, plus 1; `completed`: of the newest that ran
     completed: int = 0
-    begun_s: float | None = None  # when the step that is being computed had its turn, by the event loop's clock
+    started_s: float | None = None  # when the step that is being computed started, by the event loop's clock
     next_hop: PeerChannel | None = None  # where outputs go; the client itself when it relays this edge
     stalled: bool = False  # the next hop is lost: steps are dropped until a Reroute names another
-    notified_epoch: int = 0  # of the step for which the client was last told so
+    notified_epoch: int = 0  # of the step for which the client was last notified of it
     sending: asyncio.Timeout | None = None  # around a send to the next hop
     kv_source: KvSource | None = None
-    detached: bool = False  # it goes on elsewhere; what it computed here is kept a little for its heir
+    detached: bool = False  # it goes on elsewhere; its KV cache is kept for a transfer
     closed: bool = False
     previous_upstreams: deque[PeerId] = field(default_factory=lambda: deque(maxlen=PREVIOUS_UPSTREAMS))
     waiting: asyncio.Queue[InboundStep | Reroute] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
@@ -107,10 +107,10 @@ class HopSession:
             else None,
         )
 
-    def start_from(self, held: int) -> None:
-        """Begin with `held` tokens that another session has computed; the first step may take some of them back."""
-        self.committed = held
-        if held:
+    def start_from(self, cached: int) -> None:
+        """Begin with `cached` tokens of the KV cache; the first step may roll some of them back."""
+        self.committed = cached
+        if cached:
             self.ran_epoch = self.epoch - 1
 
     @property
@@ -120,7 +120,7 @@ class HopSession:
 
     @property
     def tail(self) -> bool:
-        """Whether this hop draws the tokens."""
+        """Whether this hop samples the tokens."""
         return self.span.end == self.rows.num_layers
 
     def allows(self, sender: PeerId) -> bool:
@@ -130,8 +130,8 @@ class HopSession:
     def arrive(self, sender: PeerId, arrival: InboundStep) -> None:
         """Queue a step of `sender`. Raises ProtocolError when its form is wrong and NodeBusy when too many wait.
 
-        A step of an older epoch is dropped without a word: it was sent before its sender knew. So is one of a sender
-        that was our upstream before a Reroute.
+        A step of an older epoch is dropped silently: it was sent before its sender learned of the new one. So is one
+        of a sender that was our upstream before a Reroute.
         """
         if not self.allows(sender):
             if sender in self.previous_upstreams:
@@ -145,13 +145,13 @@ class HopSession:
         self._enqueue(arrival)
 
     def redirect(self, message: Reroute) -> None:
-        """Queue a new route. Raises ProtocolError when it is none for this hop, NodeBusy when too much waits."""
+        """Queue a new route. Raises ProtocolError when it does not fit this hop, NodeBusy when too much waits."""
         if bool(message.downstream) == self.tail:
             raise ProtocolError("a hop has a next one unless it holds the last layer")
         if self.tail and message.replay:
-            raise ProtocolError("there is nobody behind the last layer to replay to")
+            raise ProtocolError("there is no hop after the last layer to replay to")
         if self.sending is not None and not self.sending.expired():
-            self.sending.reschedule(asyncio.get_running_loop().time())  # whoever it was meant for is out
+            self.sending.reschedule(asyncio.get_running_loop().time())  # its receiver was replaced
         self.epoch = max(self.epoch, message.epoch)
         self._enqueue(message)
 
@@ -162,26 +162,26 @@ class HopSession:
             raise NodeBusy(f"more than {MAX_WAITING_STEPS} steps of this session wait here", self.client.peer) from None
 
     async def next(self) -> InboundStep | Reroute:
-        """What is to be done next, in order of arrival: a step of the current epoch, or a new route."""
+        """The next item, in order of arrival: a step of the current epoch, or a new route."""
         while True:
             item = await self.waiting.get()
             if isinstance(item, Reroute) or item.step.epoch >= self.epoch:
                 return item
 
     def progress(self) -> ProgressReport:
-        """How far its steps have come, and for how long the one that is computed has been."""
+        """How many steps have come and were completed, and how long the current one has been computing."""
         now = asyncio.get_running_loop().time()
         return ProgressReport(
-            self.id, self.received, self.completed, 0.0 if self.begun_s is None else (now - self.begun_s) * 1e3
+            self.id, self.received, self.completed, 0.0 if self.started_s is None else (now - self.started_s) * 1e3
         )
 
     def admit(self, step: Step) -> Step:
         """Check a step's turn, count what it commits, and return it as this hop has to run it.
 
-        Hops drop the steps of an older epoch, each when it hears of the new one, so they may have committed different
-        numbers of tokens; `base` and `commit` are those of the hop that has committed the fewest. A hop that is ahead
-        skips the commits it has made. One that is ahead of all that the step commits rolls back, and only where an
-        epoch begins: its caller sees that by a `base` below the `committed` of before.
+        Hops drop the steps of an older epoch, each when it learns of the new one, so they may have committed different
+        numbers of tokens; `committed_before` and `commit_slots` are those of the hop that has committed the fewest. A
+        hop that is ahead skips the commits it has made. One that is ahead of all that the step commits rolls back, and
+        only where an epoch begins: its caller sees that by a `committed_before` below the `committed` of before.
 
         Raises ProtocolError and ContextOverflow.
         """
@@ -214,17 +214,17 @@ class HopSession:
         self.epoch = max(self.epoch, message.epoch)
 
     def record_sample(self, token: int, position: int) -> None:
-        """Remember that the tail drew `token` for `position`, in place of what was drawn there before."""
+        """Record that the tail sampled `token` for `position`, in place of what was sampled there before."""
         del self.penalty_tokens[position:]
         self.penalty_tokens.append(token)
 
 
 def check_form(step: Step, body_bytes: int, first: bool, rows: ActivationSpec) -> None:
-    """Everything about a step that can be judged without its session's state. Raises ProtocolError."""
+    """Check what does not depend on the session's state. Raises ProtocolError."""
     n = step.rows
     if n == 0:
         raise ProtocolError(f"step {step.step} has no rows")
-    # What we send on must be within the bounds that the next hop keeps, or it would think us the culprit.
+    # What we forward must be within the bounds of the next hop, or it would count a violation against us.
     if n * rows.hidden_size * rows.element_bytes > DEFAULT_LIMITS.body:
         raise ProtocolError(f"step {step.step} has {n} rows, more than one frame holds")
     if len(step.trace) >= MAX_HOPS:

@@ -1,7 +1,7 @@
-"""What becomes of a session once it was admitted: its route is opened, its steps run in order, its outputs sent on.
+"""Runs an admitted session: dials the next hop, runs the steps in order, forwards the outputs.
 
-Owns the order of things within one session, and what a lost next hop means: the session stays, with all it holds, until
-its client names another (design section 4, Recovery). Knows no table of sessions and no tensors.
+Owns the order within one session, and what a lost next hop means: the session stays, with all it holds, until its
+client reroutes it. Uses neither the table of sessions nor tensors.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Counters:
-    """What happened since the start, for `status` and the record."""
+    """Counted since the start, for `status` and Prometheus."""
 
     sessions: int = 0
     steps: int = 0
     tokens: int = 0
     failed: int = 0
     refused: int = 0
-    replayed: int = 0  # tokens whose outputs were sent once more
-    kv_transferred: int = 0  # tokens whose keys and values came from a node that left
+    replayed: int = 0  # tokens whose outputs were replayed
+    kv_transferred: int = 0  # tokens whose KV cache came from a node that left
     protocol_errors: int = 0
     last_errors: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionRunner:
-    """One a node. `tell` sends a message when its peer has time for it, without waiting."""
+    """One per node. `reply` sends a message without waiting for its peer to read."""
 
     pool: ConnectionSource
     limits: Limits
@@ -49,11 +49,11 @@ class SessionRunner:
     reply: Callable[[PeerChannel, SessionFailed], None]
     kv_transfer: KvTransfer
 
-    async def run(self, session: HopSession, home: ServedSpan) -> None:
+    async def run(self, session: HopSession, served_span: ServedSpan) -> None:
         """Until the session is over, or its task cancelled. Raises SwarmError, TimeoutError when nothing comes."""
         await self._connect(session)
-        if session.kv_source is not None and await self.kv_transfer.fetch(session, home, session.kv_source):
-            self.logs.close(session.key)  # what was sent on for these tokens, the node before us knows
+        if session.kv_source is not None and await self.kv_transfer.fetch(session, served_span, session.kv_source):
+            self.logs.close(session.key)  # the source of the transfer had sent these outputs
             self.counters.kv_transferred += session.committed
         relay = session.next_hop is session.client
         await session.client.send(SessionOpened(session.id, relay, session.epoch, session.committed))
@@ -63,17 +63,17 @@ class SessionRunner:
             if isinstance(item, Reroute):
                 await self._reroute(session, item)
             else:
-                await self._step(session, home, item)
+                await self._step(session, served_span, item)
                 session.completed = max(session.completed, item.step.step + 1)
 
     def report_next_hop_lost(self, session: HopSession, error: NetworkError) -> None:
-        """The next hop is gone: keep everything, tell the client, and wait for it to name another."""
+        """The next hop is lost: keep everything, notify the client, and wait for its Reroute."""
         session.next_hop, session.stalled, session.notified_epoch = None, True, session.epoch
         logger.info("session %s waits for another next hop: %s", session.id.hex(), error)
-        news = SessionFailed(
+        failure = SessionFailed(
             session.id, error.code, str(error)[:1024], unreachable_next_hop=session.downstream, epoch=session.epoch
         )
-        self.reply(session.client, news)
+        self.reply(session.client, failure)
 
     async def _connect(self, session: HopSession) -> None:
         """Reach the next hop, or leave that edge to the client."""
@@ -87,21 +87,21 @@ class SessionRunner:
             logger.info("the client relays for session %s: %s", session.id.hex(), error)
             session.next_hop = session.client
 
-    async def _step(self, session: HopSession, home: ServedSpan, arrival: InboundStep) -> None:
+    async def _step(self, session: HopSession, served_span: ServedSpan, arrival: InboundStep) -> None:
         if session.stalled:
-            if session.epoch > session.notified_epoch:  # the client has not understood, or has mended another place
+            if session.epoch > session.notified_epoch:  # the client has not rerouted us, or has repaired another hop
                 self.report_next_hop_lost(session, ConnectionLost(f"the next hop {session.downstream} is lost"))
             return
-        held = session.committed
+        before = session.committed
         step = session.admit(arrival.step)
-        if step.committed_before < held:
-            home.engine.rollback(session.key, step.committed_before)
-            home.computed(session.key, step.committed_before)
+        if step.committed_before < before:
+            served_span.engine.rollback(session.key, step.committed_before)
+            served_span.computed(session.key, step.committed_before)
             self.logs.rollback(session.key, step.committed_before)
-        session.begun_s = asyncio.get_running_loop().time()
-        outcome = await home.executor.run(session, InboundStep(step, arrival.body))
-        session.begun_s = None
-        home.computed(session.key, session.committed)
+        session.started_s = asyncio.get_running_loop().time()
+        outcome = await served_span.executor.run(session, InboundStep(step, arrival.body))
+        session.started_s = None
+        served_span.computed(session.key, session.committed)
         self.counters.steps += 1
         if not session.tail:
             self.logs.append(session.key, step, outcome.output.body)
@@ -109,7 +109,7 @@ class SessionRunner:
             await self._deliver(session, arrival.step, outcome)
 
     async def _deliver(self, session: HopSession, step: Step, outcome: StepOutcome) -> None:
-        """Send what a step became, with the step's own `base` and `commit`: each hop applies them for itself."""
+        """Send the output with the step's own `committed_before` and `commit_slots`: each hop applies them itself."""
         trace = [*step.trace, (outcome.queue_ms, outcome.compute_ms)]
         sessions = max(step.active_sessions, outcome.sessions)
         output = outcome.output
@@ -132,7 +132,7 @@ class SessionRunner:
                 )
             )
             return
-        onward = Step(
+        forwarded = Step(
             session=step.session,
             epoch=step.epoch,
             step=step.step,
@@ -145,10 +145,10 @@ class SessionRunner:
             trace=trace,
             active_sessions=sessions,
         )
-        await self._send_on(session, onward, output.body)
+        await self._forward(session, forwarded, output.body)
 
-    async def _send_on(self, session: HopSession, step: Step, body: bytes | bytearray | memoryview) -> None:
-        """Nothing is sent that a newer epoch has made useless, and nothing is waited for once another hop is named."""
+    async def _forward(self, session: HopSession, step: Step, body: bytes | bytearray | memoryview) -> None:
+        """Skip steps of an old epoch; a Reroute cuts the send short."""
         if session.next_hop is None or step.epoch < session.epoch:
             return
         try:
@@ -164,7 +164,10 @@ class SessionRunner:
             session.sending = None
 
     async def _reroute(self, session: HopSession, message: Reroute) -> None:
-        """Take a new upstream, a new next hop, or both; feed the latter what it has missed. Raises ActivationLogEvicted."""
+        """Take a new upstream, a new next hop, or both; replay to the latter what it missed.
+
+        Raises ActivationLogEvicted.
+        """
         if message.replay > session.committed:
             raise ProtocolError(f"{message.replay} tokens are to be replayed and this hop holds {session.committed}")
         upstream = message.upstream or session.client.peer
@@ -180,4 +183,4 @@ class SessionRunner:
         await session.client.send(SessionOpened(session.id, session.next_hop is session.client, message.epoch))
         for start, count, body in rows:
             self.counters.replayed += count
-            await self._send_on(session, Step(session.id, message.epoch, 0, start, count, sample=False), body)
+            await self._forward(session, Step(session.id, message.epoch, 0, start, count, sample=False), body)

@@ -1,10 +1,10 @@
-"""Serves sessions to whoever connects: judges every frame, admits sessions, and gives each a task.
+"""Serves sessions to the peers that connect: checks every frame, admits sessions, and starts a task for each.
 
-Owns the table of sessions and their tasks. What a session's task does is `flow`'s; knows no tensors (the engine does)
-and no records (the announcer does).
+Owns the table of sessions and their tasks. What a session's task does is in `session_runner`; tensors belong to the
+engine and records to `membership`.
 
-The pool's reader of a connection calls `on_frame`, which never waits; one task a session runs its steps in order and
-sends what comes out, so a slow next hop holds back its own sessions only.
+The connection pool calls `on_frame`, which never waits; one task per session runs its steps in order and sends the
+outputs, so a slow next hop holds back its own sessions only.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from swarm.types import LayerSpan, ModelId
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.executor import Executor
 from swarm_node.serving.kv_transfer import ConnectionSource, KvTransfer
+from swarm_node.serving.policy import SessionPolicy
 from swarm_node.serving.quotas import Quotas
 from swarm_node.serving.reply_sender import ReplySender
 from swarm_node.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
@@ -57,22 +58,26 @@ from swarm_node.serving.session_runner import Counters, SessionRunner
 
 logger = logging.getLogger(__name__)
 
-DETACHED_TTL_S = 5.0  # that what was computed for a session waits for its heir
-
 
 class SessionServer:
-    """`async with Service(...)`; `begin(engine, executor)` when a span is loaded; `drain()` before the end."""
+    """`async with SessionServer(...)`; `begin` when a span is loaded; `refuse` and `evict` to drain."""
 
     def __init__(
-        self, served: ModelId, pool: ConnectionSource, limits: Limits, on_load: Callable[[], None] = lambda: None
+        self,
+        served: ModelId,
+        pool: ConnectionSource,
+        limits: Limits,
+        on_load: Callable[[], None] = lambda: None,
+        policy: SessionPolicy = SessionPolicy(),
     ) -> None:
+        """`on_load()` is called when the number of sessions changes."""
         self.counters = Counters()
         self._logs = ActivationLog(limits.activation_log_bytes)
-        self.homes = ServedSpans(on_gone=self._logs.close)
-        self._served = served
-        self._limits = limits
+        self.served_spans = ServedSpans(on_released=self._logs.close)
+        self.served = served
+        self._policy = policy
         self._on_load = on_load
-        self._quotas = Quotas(limits)
+        self._quotas = Quotas(limits, policy)
         self._violations = pool.violations
         self._sessions: dict[bytes, HopSession] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -81,10 +86,10 @@ class SessionServer:
         self._empty = asyncio.Event()
         self._empty.set()
         self._scope = TaskSet("service")
-        self._answers = ReplySender(self._scope, self._quotas, limits.dial_timeout_s)
-        self._handover = KvTransfer(pool, limits, self._quotas, self._scope)
-        self._flow = SessionRunner(
-            pool, limits, self._logs, self.counters, self._answers.send_best_effort, self._handover
+        self._replies = ReplySender(self._scope, self._quotas, limits.dial_timeout_s)
+        self._kv_transfer = KvTransfer(pool, limits, self._quotas, self._scope, policy)
+        self._runner = SessionRunner(
+            pool, limits, self._logs, self.counters, self._replies.send_best_effort, self._kv_transfer
         )
 
     async def __aenter__(self) -> SessionServer:
@@ -103,55 +108,56 @@ class SessionServer:
 
     @property
     def logged_bytes(self) -> int:
-        """What the logs for replay take."""
         return self._logs.size
 
     def begin(self, engine: SpanEngineApi, executor: Executor) -> ServedSpan:
-        """Take sessions on this span from now on."""
-        return self.homes.add(engine, executor)
+        """Admit sessions on this span from now on."""
+        return self.served_spans.add(engine, executor)
 
-    async def end(self, home: ServedSpan) -> None:
-        """Forget a span once the last session has left it. What it ran on is the caller's to close."""
-        home.open = False
-        await home.empty.wait()
-        self.homes.remove(home)
+    async def end(self, served_span: ServedSpan) -> None:
+        """Remove a span once its last session has ended. The caller closes its executor."""
+        served_span.open = False
+        await served_span.empty.wait()
+        self.served_spans.remove(served_span)
 
     def refuse(self, why: Callable[[], SwarmError] | None) -> None:
-        """Take no new session, for the reason that `why` makes; None: take them again. Those that are open go on."""
+        """Refuse new sessions with the error that `why()` makes; None: take them again. Open sessions go on."""
         self._refusal = why
 
-    def idle(self, home: ServedSpan | None = None) -> bool:
-        """Whether no session is open (in `home`)."""
-        return not (self._sessions if home is None else home.keys)
+    @property
+    def refusing(self) -> bool:
+        """Whether `refuse` is in force."""
+        return self._refusal is not None
 
-    async def wait_idle(self, home: ServedSpan | None, seconds: float) -> None:
-        """Return when no session is left (in `home`), or after so many seconds."""
+    def idle(self, served_span: ServedSpan | None = None) -> bool:
+        """Whether no session is open (in `served_span`)."""
+        return not (self._sessions if served_span is None else served_span.keys)
+
+    async def wait_idle(self, served_span: ServedSpan | None, seconds: float) -> None:
+        """Return when no session is left (in `served_span`), or after so many seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await (self._empty if home is None else home.empty).wait()
+                await (self._empty if served_span is None else served_span.empty).wait()
 
-    def evict(self, why: SwarmError, where: Callable[[LayerSpan], bool], home: ServedSpan | None = None) -> int:
-        """End the sessions (of `home`) on layers for which `where` holds; their clients go on elsewhere. How many.
+    def evict(self, why: SwarmError, where: Callable[[LayerSpan], bool], served_span: ServedSpan | None = None) -> int:
+        """End the sessions (of `served_span`) on layers for which `where` holds; their clients fail over. -> how many.
 
-        What was computed for them is kept for `DETACHED_TTL_S`, or until their clients have no more use for it.
+        Their KV cache is kept for `SessionPolicy.detached_ttl_s`, or until their clients close them.
         """
-        going = [s for s in self._sessions.values() if (home is None or s.key in home.keys) and where(s.span)]
-        going = [session for session in going if not session.detached]
-        for session in going:
+        evicted = [
+            s for s in self._sessions.values() if (served_span is None or s.key in served_span.keys) and where(s.span)
+        ]
+        evicted = [session for session in evicted if not session.detached]
+        for session in evicted:
             self._detach(session, why)
-        return len(going)
-
-    async def drain(self) -> None:
-        """Take no new session and wait until the last one is closed."""
-        self.refuse(lambda: NodeBusy("this node is leaving the swarm"))
-        await self._empty.wait()
+        return len(evicted)
 
     # Frames ----------------------------------------------------------------------------------------------------------
 
     async def on_frame(self, connection: PeerChannel, message: AnyMessage, body: Buffer) -> None:
-        """The pool's callback. Raises ProtocolError, which ends the connection, when a peer broke too many rules.
+        """The pool's callback. Raises ProtocolError, which ends the connection, at a peer's limit of violations.
 
-        It waits for nobody: one connection carries the sessions of many.
+        It never waits: one connection carries the sessions of many clients.
         """
         try:
             match message:
@@ -168,7 +174,7 @@ class SessionServer:
                 case ProgressQuery():
                     session = self._owned(connection, message.session)
                     if session is not None:
-                        self._answers.send_best_effort(connection, session.progress())
+                        self._replies.send_best_effort(connection, session.progress())
                 case CloseSession():
                     session = self._owned(connection, message.session)
                     if session is not None:
@@ -178,47 +184,47 @@ class SessionServer:
                 case KvFetch():
                     self._on_fetch(connection, message)
                 case KvBlocks():
-                    self._handover.on_blocks(connection.peer, message, body)
+                    self._kv_transfer.on_blocks(connection.peer, message, body)
                 case _:
                     raise ProtocolError(f"a {type(message).__name__} is not for a node to receive")
         except ProtocolError as error:
-            self._protocol_violation(connection, message, error)
+            self._on_violation(connection, message, error)
 
     async def on_lost(self, connection: PeerChannel, error: NetworkError) -> None:
-        """The pool's callback: a client's sessions end with its connection; those whose next hop is gone wait."""
-        for home in self.homes:
-            home.forget_client(connection.peer)
+        """The pool's callback: a client's sessions end with its connection; those whose next hop is lost stall."""
+        for served_span in self.served_spans:
+            served_span.forget_client(connection.peer)
         for session in list(self._sessions.values()):
             if session.client is connection:
                 self._drop(session)
             elif session.next_hop is connection:
                 lost = ConnectionLost(f"lost the next hop {connection.peer}: {error}")
-                self._flow.report_next_hop_lost(session, lost)
+                self._runner.report_next_hop_lost(session, lost)
 
     def _on_fetch(self, connection: PeerChannel, message: KvFetch) -> None:
         """Raises ProtocolError."""
         session = self._sessions.get(message.session)
-        home = self.homes.of(session.key) if session is not None and session.detached else None
-        if session is None or home is None:
-            self._answers.send_best_effort(connection, _unknown(message))
+        served_span = self.served_spans.of(session.key) if session is not None and session.detached else None
+        if session is None or served_span is None:
+            self._replies.send_best_effort(connection, _unknown_session(message))
             return
-        self._handover.serve(connection, session, home, message)
+        self._kv_transfer.serve(connection, session, served_span, message)
 
     def _on_failed(self, connection: PeerChannel, message: SessionFailed) -> None:
-        self._handover.on_failed(connection.peer, message)
+        self._kv_transfer.on_failed(connection.peer, message)
         session = self._sessions.get(message.session)
         if session is not None and session.next_hop is connection:
-            lost = ConnectionLost(f"the next hop {connection.peer} gave up: {message.detail}")
-            self._flow.report_next_hop_lost(session, lost)
+            lost = ConnectionLost(f"the next hop {connection.peer} failed: {message.detail}")
+            self._runner.report_next_hop_lost(session, lost)
 
-    def _protocol_violation(self, connection: PeerChannel, message: AnyMessage, error: ProtocolError) -> None:
-        """Record it and say so. Raises ProtocolError at the limit, upon which the pool cuts the peer off."""
+    def _on_violation(self, connection: PeerChannel, message: AnyMessage, error: ProtocolError) -> None:
+        """Record and report it. Raises ProtocolError at the limit; the pool then disconnects the peer."""
         self.counters.protocol_errors += 1
         logger.warning("%s broke the protocol: %s", connection.peer, error)
         if self._violations.record(connection.peer, error):
             raise error
         if not isinstance(message, PathSwitch | Ping | Pong):
-            self._answers.send_best_effort(connection, _failed(message.session, error, _epoch(message)))
+            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
 
     def _owned(self, connection: PeerChannel, session_id: bytes) -> HopSession | None:
         """The session if the sender is its client; None when it is gone already."""
@@ -230,38 +236,38 @@ class SessionServer:
     def _on_step(self, connection: PeerChannel, step: Step, body: Buffer) -> None:
         session = self._sessions.get(step.session)
         if session is None:
-            # No violation: steps in flight when a session ends are nobody's fault.
-            self._answers.send_best_effort(connection, _unknown(step))
+            # No violation: steps may be in flight when a session ends.
+            self._replies.send_best_effort(connection, _unknown_session(step))
             return
         if session.detached:
-            return  # its client knows
+            return  # its client was notified
         try:
             session.arrive(connection.peer, InboundStep(step, body))
         except ProtocolError as error:
             if session.allows(connection.peer):
-                self._give_up(session, error)
+                self._fail(session, error)
             raise
         except NodeBusy as error:
-            self._give_up(session, error)
+            self._fail(session, error)
 
     def _prune(self, session: HopSession, message: DropInFlight) -> None:
         session.prune(message)
-        home = self.homes.of(session.key)
-        if home is not None:
-            home.engine.prune(session.key, message.slots)
+        served_span = self.served_spans.of(session.key)
+        if served_span is not None:
+            served_span.engine.prune(session.key, message.slots)
 
     def _on_reroute(self, connection: PeerChannel, message: Reroute) -> None:
         session = self._owned(connection, message.session)
         if session is None or session.detached:
-            self._answers.send_best_effort(connection, _unknown(message))
+            self._replies.send_best_effort(connection, _unknown_session(message))
             return
         try:
             session.redirect(message)
         except ProtocolError as error:
-            self._give_up(session, error)
+            self._fail(session, error)
             raise
         except NodeBusy as error:
-            self._give_up(session, error)
+            self._fail(session, error)
 
     # Sessions --------------------------------------------------------------------------------------------------------
 
@@ -270,21 +276,21 @@ class SessionServer:
         if previous is not None:
             if previous.client.peer != connection.peer:
                 raise ProtocolError("this session belongs to another client")
-            self._drop(previous)  # its client starts it afresh, along another chain
+            self._drop(previous)  # its client reopens it along another chain
         try:
-            home = self._find(message)
-            session = self._admit(home, connection, message)
+            served_span = self._find(message)
+            session = self._admit(served_span, connection, message)
         except ProtocolError:
             raise
         except SwarmError as error:
             self.counters.refused += 1
-            self._answers.send_best_effort(connection, _failed(message.session, error, _epoch(message)))
+            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
             return
-        self._tasks[session.key] = self._scope.start(self._run(session, home), f"session {session.key}")
+        self._tasks[session.key] = self._scope.start(self._run(session, served_span), f"session {session.key}")
 
     def _find(self, message: OpenSession) -> ServedSpan:
-        """Where this node can serve what is asked for. Raises SwarmError."""
-        served = self._served
+        """The loaded span that can serve the request. Raises SwarmError."""
+        served = self.served
         if message.model != served.model:
             raise WrongModel(f"this node serves {served.model}, not {message.model}")
         if message.weight_hash != served.weight_hash:
@@ -293,17 +299,17 @@ class SessionServer:
             raise WrongModel(f"this node computes in {served.dtype}, not in {message.dtype}")
         if self._refusal is not None:
             raise self._refusal()
-        home = self.homes.find(message.start, message.end)
-        if bool(message.downstream) == (message.end == home.engine.rows.num_layers):
+        served_span = self.served_spans.find(message.start, message.end)
+        if bool(message.downstream) == (message.end == served_span.engine.rows.num_layers):
             raise ProtocolError("a hop has a next one unless it holds the last layer")
-        return home
+        return served_span
 
-    def _admit(self, home: ServedSpan, connection: PeerChannel, message: OpenSession) -> HopSession:
-        """Reserve what a session needs and note it. Raises NodeBusy, OutOfMemory, ContextOverflow."""
+    def _admit(self, served_span: ServedSpan, connection: PeerChannel, message: OpenSession) -> HopSession:
+        """Reserve what a session needs and register it. Raises NodeBusy, OutOfMemory, ContextOverflow."""
         self._quotas.take_session(connection.peer)
-        session = HopSession.of(message, connection, next(self._keys), home.engine.rows)
+        session = HopSession.of(message, connection, next(self._keys), served_span.engine.rows)
         try:
-            parent = home.admit(session, message.block_hashes, self._quotas.retry_after_s)
+            parent = served_span.admit(session, message.block_hashes, self._quotas.retry_after_s)
         except SwarmError:
             self._quotas.give_session(connection.peer)
             raise
@@ -317,50 +323,50 @@ class SessionServer:
         self._on_load()
         return session
 
-    async def _run(self, session: HopSession, home: ServedSpan) -> None:
+    async def _run(self, session: HopSession, served_span: ServedSpan) -> None:
         try:
-            await self._flow.run(session, home)
+            await self._runner.run(session, served_span)
         except TimeoutError:
-            self._give_up(session, ConnectionLost("the session was idle for too long"))
+            self._fail(session, ConnectionLost("the session was idle for too long"))
         except SwarmError as error:
-            self._give_up(session, error)
+            self._fail(session, error)
         finally:
-            # Whatever ended it, its pages are free; and were it a bug of ours, its client need not wait for nothing.
+            # Whatever ended it, its blocks are freed; after a bug of ours its client learns of it too.
             if not session.detached:
-                self._give_up(session, ResourceError("this node failed at the session"))
+                self._fail(session, ResourceError("this node failed to run the session"))
 
     def _detach(self, session: HopSession, why: SwarmError) -> None:
-        """Do nothing more for a session; keep what there is until its client closes it, but not for long."""
+        """Stop a session's task and keep its KV cache for a transfer, until its client closes it or the TTL ends."""
         session.detached = True
         task = self._tasks.pop(session.key, None)
         if task is not None:
             task.cancel()
-        self._note_failure(session, why)
-        news = _failed(session.id, why, session.epoch)
-        self._answers.send_best_effort(
-            session.client, msgspec.structs.replace(news, kv_retained_tokens=session.committed)
+        self._record_failure(session, why)
+        failure = _failure(session.id, why, session.epoch)
+        self._replies.send_best_effort(
+            session.client, msgspec.structs.replace(failure, kv_retained_tokens=session.committed)
         )
-        self._scope.start(self._forget(session), f"parted session {session.key}")
+        self._scope.start(self._forget(session), f"detached session {session.key}")
 
     async def _forget(self, session: HopSession) -> None:
-        await asyncio.sleep(DETACHED_TTL_S)
+        await asyncio.sleep(self._policy.detached_ttl_s)
         self._drop(session)
 
-    def _give_up(self, session: HopSession, error: SwarmError) -> None:
-        """Drop a session that cannot go on and tell its client why."""
+    def _fail(self, session: HopSession, error: SwarmError) -> None:
+        """Drop a session that cannot go on and notify its client."""
         if session.closed:
             return
         self._drop(session)
-        self._note_failure(session, error)
-        self._answers.send_best_effort(session.client, _failed(session.id, error, session.epoch))
+        self._record_failure(session, error)
+        self._replies.send_best_effort(session.client, _failure(session.id, error, session.epoch))
 
-    def _note_failure(self, session: HopSession, error: SwarmError) -> None:
+    def _record_failure(self, session: HopSession, error: SwarmError) -> None:
         self.counters.failed += 1
         self.counters.last_errors = [*self.counters.last_errors[-9:], str(error)]
         logger.info("session %s ends: %s", session.id.hex(), error)
 
     def _drop(self, session: HopSession, prefix: Sequence[bytes] = ()) -> None:
-        """Free what a session holds, but for what may be kept of `prefix`.
+        """Free what a session holds, except what is retained for the block hashes `prefix`.
 
         Idempotent; its task ends at its next wait unless it is the one calling.
         """
@@ -369,9 +375,9 @@ class SessionServer:
         session.closed = True
         del self._sessions[session.id]
         self._quotas.give_session(session.client.peer)
-        home = self.homes.of(session.key)
-        if home is not None:
-            home.release(session.key, prefix)
+        served_span = self.served_spans.of(session.key)
+        if served_span is not None:
+            served_span.release(session.key, prefix)
         task = self._tasks.pop(session.key, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -380,12 +386,12 @@ class SessionServer:
         self._on_load()
 
 
-def _failed(session: bytes, error: SwarmError, epoch: int) -> SessionFailed:
+def _failure(session: bytes, error: SwarmError, epoch: int) -> SessionFailed:
     retry = error.retry_after_s if isinstance(error, NodeBusy) else 0.0
     return SessionFailed(session, error.code, str(error)[:1024], retry, epoch=epoch)
 
 
-def _unknown(message: Step | Reroute | KvFetch) -> SessionFailed:
+def _unknown_session(message: Step | Reroute | KvFetch) -> SessionFailed:
     sentence = "this node holds no such session"
     return SessionFailed(message.session, "unknown_session", sentence, epoch=_epoch(message))
 
