@@ -124,7 +124,7 @@ def test_the_frontier_is_what_may_matter() -> None:
 
 def test_what_a_drafter_says_later_counts_for_all_below() -> None:
     tree = DraftTree(1, 0)
-    tree.add(tree.root, [(2, -1.0)], still_open=0.6)
+    tree.add(tree.root, [(2, -1.0)], unassigned_mass=0.6)
     child = tree.root.children[2]
     tree.add(child, [(3, -0.5)])
     tree.add(tree.root, [(2, -0.25), (4, -2.0)])
@@ -135,9 +135,9 @@ def test_what_a_drafter_says_later_counts_for_all_below() -> None:
 
 def test_the_undecided_are_those_where_most_belief_is_open() -> None:
     tree = DraftTree(1, 0)
-    tree.add(tree.root, [(2, math.log(0.5)), (3, math.log(0.25))], still_open=0.1)
+    tree.add(tree.root, [(2, math.log(0.5)), (3, math.log(0.25))], unassigned_mass=0.1)
     likely, other = tree.root.children[2], tree.root.children[3]
-    tree.add(likely, [(5, -0.1)], still_open=0.9)
+    tree.add(likely, [(5, -0.1)], unassigned_mass=0.9)
     assert tree.most_uncertain(2, 0.0, 99) == [likely.children[5], likely]
     assert tree.most_uncertain(9, 0.2, 99)[-1] is other
     assert tree.most_uncertain(9, 0.3, 99) == [likely.children[5], likely]
@@ -150,6 +150,6 @@ def test_a_step_that_the_text_hardly_comes_to_is_not_sent() -> None:
     tree = DraftTree(1, 0)
     tree.add(tree.root, [(2, math.log(0.2)), (3, math.log(0.15))])
     tree.add(tree.root.children[2], [(4, 0.0)])
-    assert tree.take_for_step(8, 4, -math.inf, reach=0.4) == []
+    assert tree.take_for_step(8, 4, -math.inf, min_path_prob=0.4) == []
     assert tree.num_sent == 0
-    assert len(tree.take_for_step(8, 4, -math.inf, reach=0.3)) == 3
+    assert len(tree.take_for_step(8, 4, -math.inf, min_path_prob=0.3)) == 3

@@ -259,8 +259,8 @@ def test_stopping_ends_it() -> None:
 def test_plans_are_checked() -> None:
     good: dict[str, Any] = {"eos_ids": (2,), "context_length": 16, "vocab_size": 100}
     assert GenerationRequest.checked([1, 2], 50, **good).max_new_tokens == 14
-    assert GenerationRequest.checked([1, 2], 50, tree_room=64, **good).reserved_tree_slots == 0
-    assert GenerationRequest.checked([1, 2], 4, tree_room=64, **good).reserved_tree_slots == 10
+    assert GenerationRequest.checked([1, 2], 50, reserved_tree_slots=64, **good).reserved_tree_slots == 0
+    assert GenerationRequest.checked([1, 2], 4, reserved_tree_slots=64, **good).reserved_tree_slots == 10
     with pytest.raises(InvalidRequest, match="empty"):
         GenerationRequest.checked([], 5, **good)
     with pytest.raises(InvalidRequest, match="max_new_tokens"):

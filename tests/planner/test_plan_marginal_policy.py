@@ -8,7 +8,7 @@ from swarm.errors import UsageError
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.costs.online_costs import Observation, OnlineChainCosts
 from swarm.planner.generation.events import SpeculationPolicy
-from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, steps_held
+from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, pipeline_depth
 from swarm.types import CostCurve
 
 CURVE = CostCurve((1, 2, 4, 8, 16, 32), (0.4, 0.42, 0.48, 0.6, 0.9, 1.5))
@@ -68,7 +68,7 @@ def test_boasting_crowding_and_company_make_it_careful() -> None:
 def test_several_sessions_share_what_a_chain_holds_and_pay_for_each_others_rows() -> None:
     costs = chain(4, 20.0)
     alone, four, many = (choose_policy(costs, plain(costs, level_ms=2.0, batch_sharing=n)) for n in (1.0, 4.0, 100.0))
-    assert four.max_steps_in_flight == round((steps_held(costs) + 1) / 4)
+    assert four.max_steps_in_flight == round((pipeline_depth(costs) + 1) / 4)
     assert many.max_steps_in_flight == 1
     assert four.min_node_prob == pytest.approx(4 * alone.min_node_prob)
     assert four.min_mass_blocking == pytest.approx(
@@ -89,9 +89,9 @@ def test_how_many_share_the_chain_is_learnt_from_its_hops() -> None:
 
 
 def test_a_chain_holds_its_round_over_its_slowest_hop() -> None:
-    assert steps_held(chain(3, 0.0)) == 3
-    assert steps_held(chain(3, 20.0)) == 23
-    assert steps_held(chain(3, 500.0)) == 32
+    assert pipeline_depth(chain(3, 0.0)) == 3
+    assert pipeline_depth(chain(3, 20.0)) == 23
+    assert pipeline_depth(chain(3, 500.0)) == 32
 
 
 def seen(costs: ChainCosts, width: int, row_ms: float, crowd: float = 1.0, *, crowded: bool = False) -> Observation:

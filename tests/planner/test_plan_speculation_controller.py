@@ -98,7 +98,7 @@ def test_a_chain_that_is_slower_than_was_known_breaks_no_strategys_promise() -> 
     assert first.tokens_per_s > 2 * knowing.tokens_per_s
     for _ in range(RECHOOSE_TOKENS // 3):
         tuner.on_commit(observed(true, 8), 3, 2, 2.0, 3e3 / knowing.tokens_per_s)
-    assert tuner._record[Strategy.PIPELINED_TREE].ratio == pytest.approx(1.0, abs=0.15)
+    assert tuner._forecast_bias[Strategy.PIPELINED_TREE].ratio == pytest.approx(1.0, abs=0.15)
     assert tuner.decide(DrafterProfile(GOOD)).tokens_per_s == pytest.approx(knowing.tokens_per_s, rel=0.2)
 
 

@@ -36,7 +36,7 @@ class CommandResult:
     """One JSON object, and sentences that say how it came about."""
 
     fields: dict[str, Any]
-    words: list[str]
+    explanation: list[str]
 
 
 @dataclass(frozen=True, slots=True)

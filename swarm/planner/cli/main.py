@@ -34,7 +34,7 @@ Explain = Annotated[bool, typer.Option("--explain", help="Say in plain words how
 
 def _runner(command: Command[Any]) -> Callable[[str, bool], None]:
     def run(file: File, explain: Explain = False) -> None:
-        _answer(lambda: command.run(_read(file)), explain)
+        _run_command(lambda: command.run(_read(file)), explain)
 
     return run
 
@@ -56,13 +56,13 @@ def _simulate(
     trace: Annotated[str | None, typer.Option(metavar="FILE", help="Write every event here, as JSON lines.")] = None,
 ) -> None:
     if trace is None:
-        _answer(lambda: simulate(_read(file)), explain)
+        _run_command(lambda: simulate(_read(file)), explain)
         return
     try:
         with Path(trace).open("w", encoding="utf-8") as lines:
-            _answer(lambda: simulate(_read(file), lambda line: _write(lines, line)), explain)
+            _run_command(lambda: simulate(_read(file), lambda line: _write(lines, line)), explain)
     except OSError as error:
-        _refuse(UsageError(f"cannot write {trace}: {error.strerror}"))
+        _print_error(UsageError(f"cannot write {trace}: {error.strerror}"))
         raise typer.Exit(UsageError.exit_code) from None
 
 
@@ -70,13 +70,13 @@ def _write(stream: TextIO, line: str) -> None:
     stream.write(line + "\n")
 
 
-def _answer(decide: Callable[[], CommandResult], explain: bool) -> None:
+def _run_command(decide: Callable[[], CommandResult], explain: bool) -> None:
     try:
         answer = decide()
     except SwarmError as error:
-        _refuse(error)
+        _print_error(error)
         raise typer.Exit(error.exit_code) from None
-    _print(answer.fields | ({"explanation": answer.words} if explain else {}))
+    _print(answer.fields | ({"explanation": answer.explanation} if explain else {}))
 
 
 def _read(file: str) -> bytes:
@@ -91,7 +91,7 @@ def _read(file: str) -> bytes:
         raise UsageError(f"cannot read {file}: {reason}") from None
 
 
-def _refuse(error: SwarmError) -> None:
+def _print_error(error: SwarmError) -> None:
     fields: dict[str, Any] = {"error": error.code, "message": str(error)}
     if isinstance(error, NoRoute):
         fields["missing"] = [list(span) for span in error.missing]
@@ -118,7 +118,7 @@ def main() -> None:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except CommandLineError as error:
-        _refuse(UsageError(f"{str(error).rstrip('.')}; see swarm-plan --help"))
+        _print_error(UsageError(f"{str(error).rstrip('.')}; see swarm-plan --help"))
         code = UsageError.exit_code
     except (typer.Abort, KeyboardInterrupt):
         code = 130

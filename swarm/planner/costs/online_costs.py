@@ -44,18 +44,18 @@ class OnlineChainCosts:
     they do not meet, a step's time at the hops over its computing, for others that wait there.
     """
 
-    def __init__(self, predicted: ChainCosts, crowding: float = 1.0) -> None:
+    def __init__(self, predicted: ChainCosts, contention: float = 1.0) -> None:
         self._predicted = predicted
         self._fits = [_LogLinearFit() for _ in predicted.stages]
         self._queue_ms = [Ewma(EWMA_DECAY, 0.0) for _ in predicted.stages]
         self._links_ms = Ewma(EWMA_DECAY)  # all of a round's
-        self._crowding = Ewma(EWMA_DECAY, crowding)
+        self._contention = Ewma(EWMA_DECAY, contention)
         self._sessions = Ewma(EWMA_DECAY)
         self._now: ChainCosts | None = None
 
     @property
     def contention(self) -> float:
-        return self._crowding.value
+        return self._contention.value
 
     @property
     def batch_sharing(self) -> float:
@@ -75,9 +75,9 @@ class OnlineChainCosts:
                 self._curve(i).ms_at(seen.width) * stage.layers for i, stage in enumerate(self._predicted.stages)
             )
             if alone > 0:
-                self._crowding.value = max(1.0, self._crowding.update(computing / alone))
+                self._contention.value = max(1.0, self._contention.update(computing / alone))
         else:
-            self._crowding.value = 1.0 + (self._crowding.value - 1.0) * CONTENTION_DECAY
+            self._contention.value = 1.0 + (self._contention.value - 1.0) * CONTENTION_DECAY
             for i, ((queue, compute), stage) in enumerate(zip(seen.trace, self._predicted.stages, strict=True)):
                 expected = stage.layers * stage.cost.ms_at(seen.width)
                 if expected > 0:

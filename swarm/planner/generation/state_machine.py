@@ -114,7 +114,7 @@ class GenerationState:
     _next_step: int = field(init=False, default=0)
     _in_flight: dict[int, _InFlightStep] = field(init=False, default_factory=dict)
     _drafts_requested: tuple[DraftNode, ...] = field(init=False, default=())  # whom the drafter is guessing about
-    _rounds: int = field(init=False, default=0)  # of drafting for the next step
+    _draft_rounds: int = field(init=False, default=0)  # of drafting for the next step
     _model_calls: int = field(init=False, default=0)  # those of them that were thorough
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class GenerationState:
             case StepDone():
                 return self._on_step_result(event)
             case DraftsProposed():
-                return self._on_drafted(event)
+                return self._on_drafts_proposed(event)
             case DrafterDisabled():
                 self.policy, self._drafts_requested = SEQUENTIAL, ()
                 return self._advance() if self.phase is GenerationPhase.RUNNING else []
@@ -193,15 +193,15 @@ class GenerationState:
         del self._in_flight[event.step]
         del self._accepted[: len(sent.step.commit_slots)]
         self._commits_in_flight -= len(sent.step.commit_slots)
-        self._committed_to = sent.step.after
-        self._rounds = self._model_calls = 0
+        self._committed_to = sent.step.committed_after
+        self._draft_rounds = self._model_calls = 0
         for node, token in zip(sent.nodes, event.tokens, strict=True):
             node.sampled = token
         for node, hints in zip(sent.nodes, event.medusa_candidates, strict=False):
             if all(token < self.request.vocab_size for guesses in hints for token, _ in guesses):
                 node.medusa_candidates = hints
         actions: list[Action] = []
-        tokens, hints, reason, missed = self._match()
+        tokens, hints, reason, missed = self._accept_sampled()
         if tokens:
             self.known.extend(tokens)
             actions.append(EmitTokens(tokens, event.trace, hints))
@@ -209,10 +209,10 @@ class GenerationState:
             self.phase = GenerationPhase.DONE
             return [*actions, Finish(reason)]
         if missed:
-            actions += self._restart()
+            actions += self._on_miss()
         return [*actions, *self._advance()]
 
-    def _match(self) -> tuple[tuple[int, ...], MedusaCandidates, FinishReason | None, bool]:
+    def _accept_sampled(self) -> tuple[tuple[int, ...], MedusaCandidates, FinishReason | None, bool]:
         """Walk the tree along what the tail drew. -> (new tokens, what the tail thinks comes after them, why it ends if
         it does, whether the last was a miss)
 
@@ -235,7 +235,7 @@ class GenerationState:
             self._accepted.append(slot)
         return tuple(tokens), hints, None, False
 
-    def _restart(self) -> list[Action]:
+    def _on_miss(self) -> list[Action]:
         """The token drawn last was not on its way: it goes out alone, after what is accepted."""
         if not self._in_flight:
             return []
@@ -248,7 +248,7 @@ class GenerationState:
 
     # Guessing --------------------------------------------------------------------------------------------------------
 
-    def _on_drafted(self, event: DraftsProposed) -> list[Action]:
+    def _on_drafts_proposed(self, event: DraftsProposed) -> list[Action]:
         asked, self._drafts_requested = self._drafts_requested, ()
         unsaid = (0.0,) * (len(asked) - len(event.unassigned_mass))
         for node, candidates, still_open in zip(
@@ -259,26 +259,26 @@ class GenerationState:
                 self._tree.mark_terminal(node.children[token])
         return self._advance() if asked else []
 
-    def _request_drafts(self, thoughts: int) -> list[Action]:
+    def _request_drafts(self, max_model_calls: int) -> list[Action]:
         """Ask for the guesses that the next step could carry; none if all are there.
 
         `thoughts`: of the questions so far, how many may have been thorough for there to be another.
         """
         policy = self.policy
         first = len(self.known) == len(self.request.prompt)  # nobody should wait for guesses before the first word
-        if first or not self._room():
+        if first or not self._free_tree_slots():
             return []
-        if self._rounds < policy.max_depth_per_step:
+        if self._draft_rounds < policy.max_depth_per_step:
             sent_only = policy.max_depth_per_step == 1
             nodes = self._tree.to_expand(
                 policy.max_tree_rows, policy.min_node_logprob, self._end - 1, sent_only=sent_only
             )
             if nodes:
-                self._rounds += 1
-                return self._draft_request(nodes, thorough=policy.min_mass_blocking is None)
+                self._draft_rounds += 1
+                return self._draft_request(nodes, use_model=policy.min_mass_blocking is None)
         return (
             self._request_model_drafts()
-            if policy.min_mass_blocking is not None and self._model_calls < thoughts
+            if policy.min_mass_blocking is not None and self._model_calls < max_model_calls
             else []
         )
 
@@ -292,14 +292,14 @@ class GenerationState:
         if not nodes or belief < (policy.min_mass_idle if self._in_flight else policy.min_mass_blocking or 0.0):
             return []
         self._model_calls += 1
-        return self._draft_request(nodes, thorough=True)
+        return self._draft_request(nodes, use_model=True)
 
-    def _draft_request(self, nodes: Sequence[DraftNode], *, thorough: bool) -> list[Action]:
+    def _draft_request(self, nodes: Sequence[DraftNode], *, use_model: bool) -> list[Action]:
         self._drafts_requested = tuple(nodes)
         paths = tuple(self._tree.path(node) for node in nodes)
-        return [RequestDrafts(paths, min(self.policy.max_tree_rows, MAX_WIDTH), thorough)]
+        return [RequestDrafts(paths, min(self.policy.max_tree_rows, MAX_WIDTH), use_model)]
 
-    def _room(self) -> int:
+    def _free_tree_slots(self) -> int:
         """How many more tree nodes may be sent."""
         room = self.max_tokens - len(self.known) - PAGE_SLACK - self._tree.num_sent
         return max(0, min(self.policy.max_tree_rows, room))
@@ -334,10 +334,12 @@ class GenerationState:
         if sample:
             policy = self.policy
             reach = 0.0 if line else policy.min_path_prob
-            nodes = self._tree.take_for_step(self._room(), policy.max_depth_per_step, policy.min_node_logprob, reach)
+            nodes = self._tree.take_for_step(
+                self._free_tree_slots(), policy.max_depth_per_step, policy.min_node_logprob, reach
+            )
             if not line and not nodes:
                 return []
-            self._rounds = self._model_calls = 0
+            self._draft_rounds = self._model_calls = 0
             self.stats.steps += 1
             self.stats.rows += len(nodes)
             self.stats.expected_accepted += sum(
@@ -357,7 +359,7 @@ class GenerationState:
             slots=tuple(node.slot for node in nodes),
         )
         self._next_step += 1
-        self._sent_to, self._commits_in_flight = step.after, len(self._accepted)
+        self._sent_to, self._commits_in_flight = step.committed_after, len(self._accepted)
         drawing = (self._tree.root, *nodes) if line and sample else tuple(nodes)
         self._in_flight[step.step] = _InFlightStep(step, drawing)
         return [step]

@@ -27,7 +27,7 @@ from swarm.planner.speculation.forecast import (
     sequential,
     tree,
 )
-from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, steps_held
+from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, pipeline_depth
 
 BIAS_DECAY = 0.92  # what a strategy's speed before the last token weighs
 TRUST_DECAY = 0.99  # what the drafter's odds before the last result weigh
@@ -63,29 +63,29 @@ class SpeculationController:
     def __init__(
         self,
         costs: ChainCosts,
-        only: Strategy | None = None,
+        fixed_strategy: Strategy | None = None,
         widths: Sequence[int] = WIDTHS,
         *,
-        crowding: float = 1.0,
+        contention: float = 1.0,
     ) -> None:
         """`crowding`: of the chain, as it was measured before (`live_costs.OnlineChainCosts`)."""
         if not widths or min(widths) < 1:
             raise UsageError("a tuner needs widths of at least 1")
-        self._costs = OnlineChainCosts(costs, crowding)
-        self._only = only
+        self._costs = OnlineChainCosts(costs, contention)
+        self._fixed_strategy = fixed_strategy
         self._widths = tuple(widths)
-        self._record = {strategy: _ForecastBias() for strategy in Strategy}
+        self._forecast_bias = {strategy: _ForecastBias() for strategy in Strategy}
         self._current: Decision | None = None
-        self._since = 0  # tokens settled since the last choice
-        self._patience = RECHOOSE_TOKENS
-        self._trust = DecayedRatio(TRUST_AFTER, TRUST_AFTER)  # right guesses over promised ones
-        self._pace = _Throughput(costs.iteration_ms(1))
-        self._chosen_for_ms = costs.iteration_ms(1)  # a plain step's round, as it was known at the last choice
+        self._tokens_since_choice = 0  # tokens settled since the last choice
+        self._reconsider_after = RECHOOSE_TOKENS
+        self._calibration = DecayedRatio(TRUST_AFTER, TRUST_AFTER)  # right guesses over promised ones
+        self._throughput = _Throughput(costs.iteration_ms(1))
+        self._iteration_ms_at_choice = costs.iteration_ms(1)  # a plain step's round, as it was known at the last choice
 
     @property
     def calibration(self) -> float:
         """Right guesses over those that the drafter's odds promised; below 1 it boasts."""
-        return self._trust.value
+        return self._calibration.value
 
     @property
     def contention(self) -> float:
@@ -96,80 +96,85 @@ class SpeculationController:
         """As measured."""
         return self._costs.now()
 
-    def on_commit(self, seen: Observation, tokens: int, hits: int, expected: float, took_ms: float) -> None:
+    def on_commit(
+        self, seen: Observation, tokens: int, accepted: int, expected_accepted: float, took_ms: float
+    ) -> None:
         """`tokens` came `took_ms` after those before; `hits` were guessed, where the odds promised `expected`."""
         self._costs.observe(seen)
-        self._trust.add(hits, expected, TRUST_DECAY)
-        self._since += tokens
+        self._calibration.add(accepted, expected_accepted, TRUST_DECAY)
+        self._tokens_since_choice += tokens
         round_ms = self._costs.now().iteration_ms(1)
-        self._pace.add(tokens, took_ms, round_ms)
+        self._throughput.add(tokens, took_ms, round_ms)
         if self._current is not None:  # a chain that is slower than was known breaks no strategy's promise
-            promised = self._current.tokens_per_s * self._chosen_for_ms / round_ms
-            self._record[self._current.strategy].add(tokens, promised * took_ms / 1e3)
+            promised = self._current.tokens_per_s * self._iteration_ms_at_choice / round_ms
+            self._forecast_bias[self._current.strategy].add(tokens, promised * took_ms / 1e3)
 
     def decide(self, drafter: DrafterProfile) -> Decision:
         """The setting to use now. The strategy is chosen afresh from time to time, the hybrid's prices with every
         result."""
-        if self._current is not None and self._since < self._patience:
+        if self._current is not None and self._tokens_since_choice < self._reconsider_after:
             if self._current.strategy is Strategy.PIPELINED_TREE:
-                self._current = replace(self._current, policy=self._marginal(self._costs.now(), drafter))
+                self._current = replace(self._current, policy=self._marginal_policy(self._costs.now(), drafter))
             return self._current
-        self._since = 0
+        self._tokens_since_choice = 0
         costs = self._costs.now()
         forecasts = [f for f in self._forecasts(costs, drafter) if f is not None]
         if not forecasts:
             forecasts = [sequential(costs)]
-        ranked = sorted(forecasts, key=lambda f: -self._promise(f))
-        best = _as_pipelined_tree(ranked[0]) if self._only is None else ranked[0]
-        kept = self._kept(ranked)
-        if kept is not None and self._promise(best) <= self._promise(kept) * (1 + MARGIN):
+        ranked = sorted(forecasts, key=lambda f: -self._corrected_rate(f))
+        best = _as_pipelined_tree(ranked[0]) if self._fixed_strategy is None else ranked[0]
+        kept = self._current_forecast(ranked)
+        if kept is not None and self._corrected_rate(best) <= self._corrected_rate(kept) * (1 + MARGIN):
             best = kept
-        for strategy, record in self._record.items():
+        for strategy, record in self._forecast_bias.items():
             if strategy is not best.strategy:
                 record.recover()
         same = self._current is not None and best.strategy is self._current.strategy
-        self._patience = min(RECHOOSE_AT_LEAST, 2 * self._patience) if same else RECHOOSE_TOKENS
-        self._current, self._chosen_for_ms = self._as_setting(best, ranked, costs, drafter), costs.iteration_ms(1)
+        self._reconsider_after = min(RECHOOSE_AT_LEAST, 2 * self._reconsider_after) if same else RECHOOSE_TOKENS
+        self._current, self._iteration_ms_at_choice = (
+            self._as_decision(best, ranked, costs, drafter),
+            costs.iteration_ms(1),
+        )
         return self._current
 
-    def _kept(self, ranked: Sequence[Forecast]) -> Forecast | None:
+    def _current_forecast(self, ranked: Sequence[Forecast]) -> Forecast | None:
         """What is to be expected of the strategy in use."""
         if self._current is None:
             return None
-        candidates = ranked if self._only is not None else [_as_pipelined_tree(f) for f in ranked]
+        candidates = ranked if self._fixed_strategy is not None else [_as_pipelined_tree(f) for f in ranked]
         return next((f for f in candidates if f.strategy is self._current.strategy), None)
 
     def _forecasts(self, costs: ChainCosts, drafter: DrafterProfile) -> list[Forecast | None]:
         acceptance = tuple(drafter.acceptance)
         usual = replace(drafter, acceptance=acceptance[:USUAL_DEPTH])
-        deep = replace(drafter, acceptance=acceptance[: max(USUAL_DEPTH, min(MAX_DEPTH, steps_held(costs) + 1))])
+        deep = replace(drafter, acceptance=acceptance[: max(USUAL_DEPTH, min(MAX_DEPTH, pipeline_depth(costs) + 1))])
         forecast: dict[Strategy, Callable[[], Forecast | None]] = {
             Strategy.SEQUENTIAL: lambda: sequential(costs),
             Strategy.TREE: lambda: tree(costs, usual, self._widths),
             Strategy.PIPEDEC: lambda: pipedec(costs, deep, self._widths),
             Strategy.PIPELINED_TREE: lambda: pipelined_tree(costs, usual, self._widths),
         }
-        return [make() for strategy, make in forecast.items() if self._only in (None, strategy)]
+        return [make() for strategy, make in forecast.items() if self._fixed_strategy in (None, strategy)]
 
-    def _promise(self, forecast: Forecast) -> float:
+    def _corrected_rate(self, forecast: Forecast) -> float:
         """Tokens/s, by the prediction and by how predictions of this strategy have come true."""
-        strategy = forecast.strategy if self._only is not None else _as_pipelined_tree(forecast).strategy
-        return forecast.tokens_per_s * self._record[strategy].ratio
+        strategy = forecast.strategy if self._fixed_strategy is not None else _as_pipelined_tree(forecast).strategy
+        return forecast.tokens_per_s * self._forecast_bias[strategy].ratio
 
-    def _as_setting(
+    def _as_decision(
         self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: DrafterProfile
     ) -> Decision:
-        others = "; ".join(f"{f.strategy} {self._promise(f):.1f}" for f in ranked if f.reason != best.reason)
-        reason = f"{best.strategy}, about {self._promise(best):.1f} tokens/s: {best.reason}"
+        others = "; ".join(f"{f.strategy} {self._corrected_rate(f):.1f}" for f in ranked if f.reason != best.reason)
+        reason = f"{best.strategy}, about {self._corrected_rate(best):.1f} tokens/s: {best.reason}"
         if best.strategy is Strategy.PIPELINED_TREE:
-            policy = self._marginal(costs, drafter)
+            policy = self._marginal_policy(costs, drafter)
         else:
-            policy = policy_of(best, costs, self.calibration, guess_anyway=self._only is None)
+            policy = policy_of(best, costs, self.calibration, speculate_anyway=self._fixed_strategy is None)
         return Decision(best.strategy, policy, best.tokens_per_s, f"{reason} ({others})" if others else reason)
 
-    def _marginal(self, costs: ChainCosts, drafter: DrafterProfile) -> SpeculationPolicy:
+    def _marginal_policy(self, costs: ChainCosts, drafter: DrafterProfile) -> SpeculationPolicy:
         live = self._costs
-        pace = self._pace.tokens_per_ms
+        pace = self._throughput.tokens_per_ms
         prices = SpeculationCosts(
             pace, drafter.level_ms, drafter.model_hit_rate, self.calibration, live.contention, live.batch_sharing
         )
@@ -189,8 +194,8 @@ class _ForecastBias:
     def ratio(self) -> float:
         return self._tokens.value
 
-    def add(self, came: int, promised: float) -> None:
-        self._tokens.add(came, promised, BIAS_DECAY**came)
+    def add(self, accepted: int, promised: float) -> None:
+        self._tokens.add(accepted, promised, BIAS_DECAY**accepted)
 
     def recover(self) -> None:
         self._tokens.numerator += BIAS_RECOVERY * (self._tokens.denominator - self._tokens.numerator)
@@ -216,7 +221,7 @@ def _as_pipelined_tree(forecast: Forecast) -> Forecast:
 
 
 def policy_of(
-    forecast: Forecast, costs: ChainCosts, trust: float = 1.0, *, guess_anyway: bool = False
+    forecast: Forecast, costs: ChainCosts, calibration: float = 1.0, *, speculate_anyway: bool = False
 ) -> SpeculationPolicy:
     """The policy that runs a forecast. `trust`: right guesses over promised ones.
 
@@ -227,9 +232,9 @@ def policy_of(
     """
     wide = max(2, forecast.width, 8 if forecast.strategy is Strategy.SEQUENTIAL else 0)
     row_ms = (costs.iteration_ms(wide) - costs.iteration_ms(1)) / (wide - 1)
-    floor = forecast.tokens_per_iteration * row_ms / forecast.iteration_ms / max(0.05, trust)
+    floor = forecast.tokens_per_iteration * row_ms / forecast.iteration_ms / max(0.05, calibration)
     match forecast.strategy:
-        case Strategy.SEQUENTIAL if not guess_anyway:
+        case Strategy.SEQUENTIAL if not speculate_anyway:
             return SEQUENTIAL
         case Strategy.SEQUENTIAL:
             return SpeculationPolicy(

@@ -178,7 +178,7 @@ def pipedec(
 ) -> Forecast | None:
     """One tree level a step, several in flight (PipeDec). None if nothing can be guessed."""
     return _best(
-        _flow(Strategy.PIPEDEC, costs, drafter, below, width, 1, max_in_flight)
+        _pipelined_forecast(Strategy.PIPEDEC, costs, drafter, below, width, 1, max_in_flight)
         for width, below in _levels_by_width(drafter, widths)
     )
 
@@ -188,7 +188,7 @@ def pipelined_tree(
 ) -> Forecast | None:
     """Several tree levels a step, several steps in flight. None if nothing can be guessed."""
     return _best(
-        _flow(Strategy.PIPELINED_TREE, costs, drafter, below, width, together, max_in_flight)
+        _pipelined_forecast(Strategy.PIPELINED_TREE, costs, drafter, below, width, together, max_in_flight)
         for width, below in _levels_by_width(drafter, [w for w in widths if w * min(LEVELS_A_STEP) <= max(widths)])
         for together in LEVELS_A_STEP
         if width * together <= max(widths)
@@ -212,13 +212,13 @@ def _best(forecasts: Iterable[Forecast | None]) -> Forecast | None:
     return best
 
 
-def _flow(
+def _pipelined_forecast(
     strategy: Strategy,
     costs: ChainCosts,
     drafter: DrafterProfile,
     below: Sequence[LevelForecast],
     width: int,
-    together: int,
+    levels_per_step: int,
     max_in_flight: int,
 ) -> Forecast | None:
     """Steps of `together` of the levels `below` a known token, of `width` each, as many in flight as the chain holds.
@@ -229,29 +229,33 @@ def _flow(
     round again, as what is in flight is dropped, and what is left of the step that the first hop is at just then: half
     of it, in the part of a slot that the hop works.
     """
-    depth = min(len(below), together * (max_in_flight - 1))
+    depth = min(len(below), levels_per_step * (max_in_flight - 1))
     if depth < 1:
         return None
-    opening = together if together > 1 else 0  # levels that go out with the known token
-    most = max(2, math.ceil(depth / together) + (1 if not opening else 0))
-    run = expected_run(below[:depth], together)
+    opening = levels_per_step if levels_per_step > 1 else 0  # levels that go out with the known token
+    most = max(2, math.ceil(depth / levels_per_step) + (1 if not opening else 0))
+    run = expected_run(below[:depth], levels_per_step)
     for _ in range(2):  # how many are in flight depends on their rows, and their rows on how far ahead they are
-        busy = max(costs.bottleneck_ms(together * run.rows), drafter.level_ms * together)
-        held = math.ceil(costs.iteration_ms(together * run.rows) / busy) if busy > 0 else most
+        busy = max(costs.bottleneck_ms(levels_per_step * run.rows), drafter.level_ms * levels_per_step)
+        held = math.ceil(costs.iteration_ms(levels_per_step * run.rows) / busy) if busy > 0 else most
         flight = min(most, max_in_flight, max(2, held))
-        run = expected_run(below[: min(depth, together * flight - (1 if not opening else 0))], together)
-    rows = together * run.rows
+        run = expected_run(below[: min(depth, levels_per_step * flight - (1 if not opening else 0))], levels_per_step)
+    rows = levels_per_step * run.rows
     slot = max(busy, costs.iteration_ms(rows) / flight)
     stale = costs.stages[0].ms(rows) ** 2 / (2 * slot)
     first = drafter.round_ms + drafter.level_ms * opening + costs.iteration_ms(rows if opening else 1) + stale
     tokens, period = 1.0 + run.hits, first + slot * run.steps
-    what = f"{flight} levels of {width}" if together == 1 else f"{flight} trees of {together} levels of {width}"
-    every = "a token settles" if together == 1 else f"up to {together} tokens settle"
+    what = (
+        f"{flight} levels of {width}"
+        if levels_per_step == 1
+        else f"{flight} trees of {levels_per_step} levels of {width}"
+    )
+    every = "a token settles" if levels_per_step == 1 else f"up to {levels_per_step} tokens settle"
     reason = (
         f"with {what} in flight {every} every {slot:.1f} ms, {tokens:.2f} of them between misses that cost"
         f" {first:.1f} ms"
     )
-    return Forecast(strategy, width * together, flight * together - 1, flight, tokens, period, reason)
+    return Forecast(strategy, width * levels_per_step, flight * levels_per_step - 1, flight, tokens, period, reason)
 
 
 def _why(best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts) -> str:

@@ -40,7 +40,7 @@ class SpeculationCosts:
     batch_sharing: float = 1.0
 
 
-def choose_policy(costs: ChainCosts, prices: SpeculationCosts) -> SpeculationPolicy:
+def choose_policy(costs: ChainCosts, spec: SpeculationCosts) -> SpeculationPolicy:
     """The policy whose every part earns its time.
 
     A row right with probability p brings p tokens and lengthens the round, for everybody at the hops. A step of
@@ -51,32 +51,30 @@ def choose_policy(costs: ChainCosts, prices: SpeculationCosts) -> SpeculationPol
     guesses of a few percent, each worth its row, would hold up the steps behind them.
     """
     round_ms, slowest = costs.iteration_ms(1), costs.bottleneck_ms(1)
-    row_ms = (costs.iteration_ms(PROBE_WIDTH) - round_ms) / (PROBE_WIDTH - 1) * prices.batch_sharing
+    row_ms = (costs.iteration_ms(PROBE_WIDTH) - round_ms) / (PROBE_WIDTH - 1) * spec.batch_sharing
     rows = next((n for n in ROWS if costs.compute_ms(n) <= MAX_COMPUTE_RATIO * costs.compute_ms(1)), LEAST_ROWS)
-    floor = prices.tokens_per_ms * row_ms / min(MAX_CALIBRATION, max(MIN_CALIBRATION, prices.calibration))
+    floor = spec.tokens_per_ms * row_ms / min(MAX_CALIBRATION, max(MIN_CALIBRATION, spec.calibration))
     saved = max(0.0, round_ms - slowest)
-    another = slowest * prices.batch_sharing + (prices.contention - 1.0) * costs.compute_ms(
-        1
-    )  # what a further step takes
+    another = slowest * spec.batch_sharing + (spec.contention - 1.0) * costs.compute_ms(1)  # what a further step takes
     held_up = another - slowest / 2  # on average half of it is done when a miss is known
     reach = held_up / (held_up + saved) if saved > 0 else 2.0  # never: a chain of one hop and no links
-    apart = min(1.0, prices.batch_sharing - 1.0) * costs.compute_ms(
+    apart = min(1.0, spec.batch_sharing - 1.0) * costs.compute_ms(
         1
     )  # who asks misses the batches that the others share
     ask = (
-        prices.tokens_per_ms * (prices.level_ms * prices.batch_sharing + apart) / max(0.05, prices.model_hit_rate)
-        if prices.level_ms
+        spec.tokens_per_ms * (spec.level_ms * spec.batch_sharing + apart) / max(0.05, spec.model_hit_rate)
+        if spec.level_ms
         else 0.0
     )
-    idle = min(1.0, prices.level_ms / (2 * round_ms) + prices.contention - 1.0)
-    room = (max(1, steps_held(costs)) + 1) / prices.batch_sharing
+    idle = min(1.0, spec.level_ms / (2 * round_ms) + spec.contention - 1.0)
+    room = (max(1, pipeline_depth(costs)) + 1) / spec.batch_sharing
     in_flight = min(MAX_IN_FLIGHT, max(1, round(room)))
-    lone = reach >= 1.0 or prices.level_ms * LEVELS <= another
-    thoughts = LEVELS if lone else max(1, round(another / prices.level_ms))
+    lone = reach >= 1.0 or spec.level_ms * LEVELS <= another
+    thoughts = LEVELS if lone else max(1, round(another / spec.level_ms))
     return SpeculationPolicy(rows, LEVELS, in_flight, min(1.0, floor), reach, ask, ask * idle, thoughts)
 
 
-def steps_held(costs: ChainCosts) -> int:
+def pipeline_depth(costs: ChainCosts) -> int:
     """How many plain steps fit into the chain one behind the other."""
     slowest = costs.bottleneck_ms(1)
     return min(MAX_IN_FLIGHT, math.ceil(costs.iteration_ms(1) / slowest)) if slowest > 0 else MAX_IN_FLIGHT

@@ -23,7 +23,7 @@ class LevelForecast:
 
 
 def forecast_levels(
-    acceptance: AcceptanceTable, width: int, depth: int, doubtful: float = 1.0
+    acceptance: AcceptanceTable, width: int, depth: int, uncertain_fraction: float = 1.0
 ) -> Iterator[LevelForecast]:
     """The levels below a known token: each holds the `width` likeliest paths that continue the level above.
 
@@ -31,10 +31,13 @@ def forecast_levels(
     paths branch at the doubtful ones only. `acceptance` holds for all places together. Ends with the first level that
     cannot be hit.
     """
-    spans = list(_branching_levels(acceptance, width, min(depth, len(acceptance)), doubtful))
+    spans = list(_branching_levels(acceptance, width, min(depth, len(acceptance)), uncertain_fraction))
     inside = 1.0
     for level in range(1, len(spans)):
-        doubts = [(spans[k], _binomial(level, k, doubtful)) for k in range(level if doubtful == 1 else 0, level + 1)]
+        doubts = [
+            (spans[k], _binomial(level, k, uncertain_fraction))
+            for k in range(level if uncertain_fraction == 1 else 0, level + 1)
+        ]
         covered = math.fsum(chance * span.hit for span, chance in doubts)
         if covered <= 0:
             return
@@ -42,14 +45,16 @@ def forecast_levels(
         inside = covered
 
 
-def _branching_levels(acceptance: AcceptanceTable, width: int, depth: int, doubtful: float) -> Iterator[LevelForecast]:
+def _branching_levels(
+    acceptance: AcceptanceTable, width: int, depth: int, uncertain_fraction: float
+) -> Iterator[LevelForecast]:
     """After 0, 1, ... doubtful places: how likely the text is among the paths kept, and how many these are."""
     paths, inside = [1.0], 1.0
     yield LevelForecast(inside, 1.0)
     for k in range(1, depth + 1):
-        place = min(len(acceptance), round(k / doubtful))  # where the k-th doubt lies, on average
+        place = min(len(acceptance), round(k / uncertain_fraction))  # where the k-th doubt lies, on average
         first, *others = acceptance[place - 1] or (0.0,)
-        row = (max(0.0, 1 - (1 - first) / doubtful), *(p / doubtful for p in others))
+        row = (max(0.0, 1 - (1 - first) / uncertain_fraction), *(p / uncertain_fraction for p in others))
         paths = sorted((path * p for path in paths for p in row if p > 0), reverse=True)[:width]
         inside = min(inside, math.fsum(paths))
         yield LevelForecast(inside, float(len(paths)))
@@ -69,7 +74,7 @@ class AcceptedRun:
     rows: float
 
 
-def expected_run(ahead: Sequence[LevelForecast], together: int = 1) -> AcceptedRun:
+def expected_run(ahead: Sequence[LevelForecast], levels_per_step: int = 1) -> AcceptedRun:
     """With the levels `ahead` in flight, `together` of them a step.
 
     Levels 1, 2, ... were guessed from further and further away, up to the levels in flight; from there on each is
@@ -79,9 +84,9 @@ def expected_run(ahead: Sequence[LevelForecast], together: int = 1) -> AcceptedR
     for number, level in enumerate(ahead, 1):
         alive *= level.hit
         hits, rows = hits + alive, rows + alive * level.rows
-        steps += alive if number % together == 0 else 0.0
+        steps += alive if number % levels_per_step == 0 else 0.0
     steady = min(ahead[-1].hit, 1 - 1e-6)  # certain guesses: a run of a million tokens
-    missing = together - len(ahead) % together  # to the end of the next step
-    steps += alive * steady**missing / (1 - steady**together)
+    missing = levels_per_step - len(ahead) % levels_per_step  # to the end of the next step
+    steps += alive * steady**missing / (1 - steady**levels_per_step)
     beyond = alive * steady / (1 - steady)
     return AcceptedRun(hits + beyond, steps, (rows + beyond * ahead[-1].rows) / (hits + beyond))
