@@ -247,7 +247,7 @@ def test_explanations_are_sentences_added_to_the_same_answer(verb: str, request_
             "speculate",
             '{"stages": [{"layers": 1, "layer_ms": 1, "cost": {"widths": [1], "ms": [1]}}], "link_ms": [1, 1],'
             ' "drafter": {"acceptance": [[0.5]], "doubtful": 0.1}}',
-            "wrong at 0.5 of all places and doubts 0.1 of them",
+            "wrong at 0.5 of all positions, and uncertain at 0.1 only",
         ),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_drafter_that_fails_is_done_without() -> None:
 def test_a_tail_that_miscounts_is_caught(tokens: tuple[int, ...]) -> None:
     generation = GenerationState(GenerationRequest((3,), 4))
     generation.handle(ChainReady())
-    with pytest.raises(ProtocolError, match="drew"):
+    with pytest.raises(ProtocolError, match="sampled"):
         generation.handle(StepDone(0, 0, tokens))
 
 

@@ -12,7 +12,6 @@ import pytest
 from swarm.errors import UsageError
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.speculation.forecast import (
-    WIDTHS,
     DrafterProfile,
     Strategy,
     choose,
@@ -20,6 +19,7 @@ from swarm.planner.speculation.forecast import (
     sequential,
     tree,
 )
+from swarm.planner.speculation.policy import SEARCH
 from swarm.planner.speculation.static_tree import best_shape, expected_tokens
 from swarm.types import UNMEASURED, Chain, CostCurve, Hop, LayerSpan, NodeProfile, NodeState, Snapshot
 
@@ -47,7 +47,7 @@ def test_the_best_tree_of_all_widths_and_depths(level_ms: float, link_ms: float)
     costs, drafter = chain(3, link_ms, RISING, row_ms=0.1), DrafterProfile(GOOD[:6], level_ms, round_ms=1.0)
     best = max(
         expected_tokens(shape, drafter.acceptance) / (1.0 + level_ms * shape.depth + costs.iteration_ms(shape.width))
-        for width in WIDTHS[1:]
+        for width in SEARCH.widths[1:]
         for depth in range(1, 7)
         for shape in [best_shape(drafter.acceptance, width, depth)]
     )
@@ -182,7 +182,7 @@ def test_more_steps_in_flight_never_predict_less() -> None:
     costs, drafter = chain(6, 40.0, RISING), DrafterProfile(GOOD)
     rates = [choose(costs, drafter, max_in_flight=n).best.tokens_per_s for n in range(1, 32)]
     assert all(b >= a * (1 - 1e-3) for a, b in itertools.pairwise(rates))
-    assert pipedec(costs, drafter, WIDTHS, 1) is None
+    assert pipedec(costs, drafter, SEARCH.widths, 1) is None
 
 
 def test_costs_are_read_off_the_live_map() -> None:
@@ -197,7 +197,7 @@ def test_costs_are_read_off_the_live_map() -> None:
     assert costs.stages == (Stage(3, 3.0, curve), Stage(2, 6.0, curve))
     assert costs.link_ms == (5.0, 11.0, 6.0)
     assert costs.compute_ms(8) == pytest.approx(3 * 4 + 2 * 7)
-    with pytest.raises(UsageError, match="does not know"):
+    with pytest.raises(UsageError, match="has no node z"):
         ChainCosts.of(Chain((Hop("z", 0, 6),)), snapshot, lambda a, b: 1.0)
 
 

@@ -9,8 +9,7 @@ from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.costs.online_costs import Observation, OnlineChainCosts
 from swarm.planner.generation.events import SEQUENTIAL
 from swarm.planner.speculation.controller import (
-    BIAS_RECOVERY,
-    RECHOOSE_TOKENS,
+    DEFAULT_POLICY,
     SpeculationController,
     _ForecastBias,
     policy_of,
@@ -21,9 +20,11 @@ from swarm.planner.speculation.forecast import (
     sequential,
     tree,
 )
+from swarm.planner.speculation.policy import ControllerPolicy
 from swarm.types import CostCurve
 
 CURVE = CostCurve((1, 2, 4, 8, 16, 32), (0.4, 0.42, 0.48, 0.6, 0.9, 1.5))
+REVIEW_TOKENS = DEFAULT_POLICY.first_review_tokens
 GOOD = ((0.7, 0.1, 0.05),) * 8
 POOR = ((0.02, 0.01),) * 8
 
@@ -96,7 +97,7 @@ def test_a_chain_that_is_slower_than_was_known_breaks_no_strategys_promise() -> 
     first = tuner.decide(DrafterProfile(GOOD))
     assert first.strategy is knowing.strategy is Strategy.PIPELINED_TREE
     assert first.tokens_per_s > 2 * knowing.tokens_per_s
-    for _ in range(RECHOOSE_TOKENS // 3):
+    for _ in range(REVIEW_TOKENS // 3):
         tuner.on_commit(observed(true, 8), 3, 2, 2.0, 3e3 / knowing.tokens_per_s)
     assert tuner._forecast_bias[Strategy.PIPELINED_TREE].ratio == pytest.approx(1.0, abs=0.15)
     assert tuner.decide(DrafterProfile(GOOD)).tokens_per_s == pytest.approx(knowing.tokens_per_s, rel=0.2)
@@ -105,7 +106,7 @@ def test_a_chain_that_is_slower_than_was_known_breaks_no_strategys_promise() -> 
 def test_it_does_not_change_its_mind_between_two_choices() -> None:
     tuner = SpeculationController(chain(4, 20.0))
     first = tuner.decide(DrafterProfile(GOOD))
-    tuner.on_commit(observed(chain(4, 20.0), 1), RECHOOSE_TOKENS - 1, 0, 0.0, 10.0)
+    tuner.on_commit(observed(chain(4, 20.0), 1), REVIEW_TOKENS - 1, 0, 0.0, 10.0)
     second = tuner.decide(DrafterProfile(POOR))
     assert (second.strategy, second.reason) == (first.strategy, first.reason)
     tuner.on_commit(observed(chain(4, 20.0), 1), 1, 0, 0.0, 10.0)
@@ -126,12 +127,12 @@ def test_a_boasting_drafter_must_be_surer() -> None:
 
 def test_widths_are_checked() -> None:
     with pytest.raises(UsageError):
-        SpeculationController(chain(2, 1.0), widths=())
+        SpeculationController(chain(2, 1.0), policy=ControllerPolicy(widths=()))
 
 
 def test_a_record_is_tokens_over_time_and_not_the_mean_of_bursts() -> None:
     """Three tokens in 10 ms, then one in 140, again and again, where 20 a second were promised."""
-    record = _ForecastBias()
+    record = _ForecastBias(DEFAULT_POLICY)
     for _ in range(60):
         record.add(3, 20 * 0.01)
         record.add(0, 20 * 0.07)
@@ -139,4 +140,4 @@ def test_a_record_is_tokens_over_time_and_not_the_mean_of_bursts() -> None:
     assert record.ratio == pytest.approx(4 / (20 * 0.15), rel=0.1)
     before = record.ratio
     record.recover()
-    assert record.ratio == pytest.approx(before + BIAS_RECOVERY * (1 - before))
+    assert record.ratio == pytest.approx(before + DEFAULT_POLICY.bias_recovery * (1 - before))

@@ -182,7 +182,7 @@ class SpeculationPolicy:
     max_steps_in_flight: int = 1  # unanswered steps while decoding
     min_node_prob: float = 0.0  # a node whose path is less likely is not worth its row
     min_path_prob: float = 0.0  # a step of drafts only is not worth sending if the text reaches it less likely
-    min_mass_blocking: float | None = None  # unassigned mass for a draft-model call with no step in flight; None: any
+    min_mass_blocking: float | None = None  # unassigned mass that a draft-model call needs; None: always call it
     min_mass_idle: float = 0.0  # the same with steps in flight, when a call costs less
     max_model_calls: int = 1  # before one step; later drafts can go into the next one
 
@@ -193,7 +193,9 @@ class SpeculationPolicy:
             or self.max_steps_in_flight < 1
             or not 0 <= self.min_node_prob <= 1
         ):
-            raise UsageError("a policy has rows >= 0, depth and steps in flight >= 1 and a node probability from 0 to 1")
+            raise UsageError(
+                "a policy has rows >= 0, depth and steps in flight >= 1 and a node probability from 0 to 1"
+            )
         if min(self.min_path_prob, self.min_mass_blocking or 0.0, self.min_mass_idle) < 0:
             raise UsageError("a policy's path probability and masses are not negative")
 
