@@ -1,7 +1,7 @@
 """`swarm-plan`: every decision of the planner without a swarm, JSON in and JSON out.
 
-Owns files, flags, exit codes and what goes to stdout: exit 0 and one JSON object, or exit 2 and one JSON object
-`{"error": code, "message": sentence, ...}`. The commands are in `verbs`.
+Owns files, flags, exit codes and stdout: exit 0 and one JSON object, or exit 2 and one JSON object
+`{"error": code, "message": sentence, ...}`. The commands are in `commands`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from swarm.errors import NoRoute, SwarmError, UsageError
 from swarm.planner.cli.commands import COMMANDS, OLD_NAMES, Command, CommandResult, simulate
 from swarm.planner.schemas import MAX_BYTES, field_list
 
-CommandLineError = cast(type[Exception], typer.BadParameter.__base__)  # of every wrong flag, argument or command
+CommandLineError = cast(
+    type[Exception], typer.BadParameter.__base__
+)  # base of errors about flags, arguments and commands
 
 app = typer.Typer(
     name="swarm-plan",
@@ -29,7 +31,7 @@ app = typer.Typer(
 )
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="The request, as JSON; - reads stdin.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Say in plain words how the answer came about.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Add an explanation in plain words.")]
 
 
 def _runner(command: Command[Any]) -> Callable[[str, bool], None]:
@@ -80,7 +82,7 @@ def _run_command(decide: Callable[[], CommandResult], explain: bool) -> None:
 
 
 def _read(file: str) -> bytes:
-    """At most one byte more than is allowed, so that too much is noticed and not kept."""
+    """At most one byte more than allowed: enough to detect an input that is too long."""
     try:
         if file == "-":
             return sys.stdin.buffer.read(MAX_BYTES + 1)
@@ -99,13 +101,13 @@ def _print_error(error: SwarmError) -> None:
 
 
 def _print(fields: dict[str, Any]) -> None:
-    """One line, or with an explanation one line a field and a sentence, for people to read."""
-    words = fields.get("explanation")
-    if words is None:
+    """One line, or with an explanation one line for each field and sentence, for people to read."""
+    explanation = fields.get("explanation")
+    if explanation is None:
         text = _json(fields)
     else:
-        lines = [f"  {_json(name)}: {_json(value)}," for name, value in fields.items() if value is not words]
-        sentences = ",\n".join(f"    {_json(sentence)}" for sentence in words)
+        lines = [f"  {_json(name)}: {_json(value)}," for name, value in fields.items() if name != "explanation"]
+        sentences = ",\n".join(f"    {_json(sentence)}" for sentence in explanation)
         text = "\n".join(["{", *lines, '  "explanation": [', sentences, "  ]", "}"])
     sys.stdout.write(text + "\n")
 
