@@ -158,7 +158,7 @@ def place(request: schemas.PlaceRequest) -> CommandResult:
     waves = [[_move(move, ids) for move in wave] for wave in found.plan.waves]
     fields |= {"waves": waves, "cv": found.before.cv, "cv_after": found.after.cv, "reason": found.before.reason}
     sentences.append(
-        f"As it is: {found.before.reason}. After the moves the loads' coefficient of variation would be {found.after.cv:.2f}."
+        f"Now: {found.before.reason}. After the moves the loads' coefficient of variation is {found.after.cv:.2f}."
     )
     sentences += [
         f"Wave {i}: " + ", ".join(f"{ids.original(m.peer)} from {m.old or 'nothing'} to {m.new}" for m in wave) + "."
