@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 HASH_BLOCK_TOKENS = 32  # a multiple of the KV cache's block size
-HASH_BYTES = 8  # only a client's own sessions are compared, so nobody else can forge one
+HASH_BYTES = 8  # short: only one client's sessions are compared, so a collision cannot be forged by another
 
 
 def block_hashes(tokens: Sequence[int]) -> list[bytes]:

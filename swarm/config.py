@@ -1,9 +1,9 @@
 """One frozen config for each program, and the only place that reads the environment.
 
-Precedence: command line, then `SWARM_*` environment variables, then the TOML file named by `--config`, then the
-defaults written here. Command-line defaults are read from these classes, so a default has one home. Every setting has
-one name: field, TOML key, `--flag` and `SWARM_FLAG`; a flag drops the unit `_s`, and where it reads otherwise the field
-says so.
+Precedence: command line, then `SWARM_*` environment variables, then the TOML file given by `--config`, then the
+defaults here. Command-line defaults are read from these classes, so a default is defined once. Every setting has one
+name: field, TOML key, `--flag` and `SWARM_FLAG`; a flag drops the unit `_s`, and a different flag is in the field's
+metadata.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _dirs = PlatformDirs("swarm", appauthor=False)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that keep one untrusted peer from costing the others; seconds, bytes and counts."""
+    """Timeouts and resource limits; many of them bound what an untrusted peer can use."""
 
     dial_timeout_s: Interval = 10.0
     next_hop_dial_timeout_s: Interval = 3.0  # for a hop to dial the next one; then the client relays

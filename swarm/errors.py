@@ -40,7 +40,7 @@ from collections.abc import Sequence
 
 
 class SwarmError(Exception):
-    """Base of all errors raised on purpose. `str(error)` is one sentence that says what to do."""
+    """Base of all errors raised on purpose. `str(error)` is one sentence: what is wrong and what to do."""
 
     code = "error"
     exit_code = 2

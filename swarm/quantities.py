@@ -1,7 +1,7 @@
 """Bounded number types and the base class of the planner's JSON types; unknown fields are errors.
 
-Owns the bounds. They are checked where JSON is decoded (`schemas.parse`), not when Python makes an object; what must
-hold then too is checked by the planners.
+Owns the bounds. They are checked where JSON is decoded (`schemas.parse`), not when Python makes an object; constraints
+on all objects are checked by the planners.
 """
 
 from __future__ import annotations

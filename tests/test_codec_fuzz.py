@@ -124,7 +124,8 @@ def test_frame_prefixes(prefix: bytes) -> None:
         pytest.param(b"\x91" * 100_000, id="nested without end"),
         pytest.param(b"\x92\xa4ping" + b"\x91" * 100_000, id="a field nested without end"),
         pytest.param(
-            b"\x94\xa5prune\xc4\x10" + bytes(16) + b"\x00\xdd\x00\x10\x00\x00" + b"\x00" * (1 << 20), id="slots"
+            b"\x94\xaedrop_in_flight\xc4\x10" + bytes(16) + b"\x00\xdd\x00\x10\x00\x00" + b"\x00" * (1 << 20),
+            id="slots",
         ),
         pytest.param(b"\xdd\x00\x3d\x09\x00" + b"\x90" * 4_000_000, id="four million empty lists"),
         pytest.param(b"\x92\xa4ping\xcf\xff\xff\xff\xff\xff\xff\xff\xff", id="a serial out of range"),

@@ -175,7 +175,7 @@ def _check_size(data: bytes) -> None:
     if len(data) > MAX_BYTES:
         raise UsageError(f"the input is over {MAX_BYTES >> 20} MiB, more than is read")
     if not data.strip():
-        raise UsageError("the input is empty; it should hold one object")
+        raise UsageError("the input is empty; it should be one object")
 
 
 _WORDS = {

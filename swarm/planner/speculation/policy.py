@@ -40,7 +40,7 @@ class ControllerPolicy:
     throughput_iterations: float = 4.0  # time constant of the throughput, in iterations of the chain
     first_review_tokens: int = 12  # until the strategy is chosen again; doubled each time that it stays the same,
     max_review_tokens: int = 48  # up to here
-    min_gain: float = 0.08  # another strategy must promise so much more: hysteresis against noise
+    min_gain: float = 0.08  # another strategy must be faster by this fraction: hysteresis against noise
     widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # rows of the forecasts; fewer than SearchPolicy's, for speed
     typical_depth: int = 12  # levels of acceptance that forecasts use where no more fit into the chain
     tree_rows_margin: float = 3.0  # times the mean tree: room for steps whose drafts are better than average
