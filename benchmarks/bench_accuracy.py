@@ -26,7 +26,7 @@ from scripted_drafters import Oracle
 from virtual_chain import simulate
 
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
-from swarm.planner.speculation.controller import MAX_DEPTH, WIDTHS
+from swarm.planner.speculation.controller import DEFAULT_POLICY, MAX_DEPTH
 from swarm.planner.speculation.forecast import (
     DrafterProfile,
     Forecast,
@@ -91,11 +91,12 @@ class Profile:
 def predict(costs: ChainCosts, oracle: Oracle, strategy: Strategy, level_ms: float = 0.0) -> Forecast:
     """What `plan.forecast` says of a drafter of this accuracy."""
     drafter = DrafterProfile((oracle.row,) * MAX_DEPTH, level_ms, uncertain_fraction=oracle.torn)
+    widths = DEFAULT_POLICY.widths
     forecasts: dict[Strategy, Callable[[], Forecast | None]] = {
         Strategy.SEQUENTIAL: lambda: sequential(costs),
-        Strategy.TREE: lambda: tree(costs, drafter, WIDTHS),
-        Strategy.PIPEDEC: lambda: pipedec(costs, drafter, WIDTHS),
-        Strategy.PIPELINED_TREE: lambda: pipelined_tree(costs, drafter, WIDTHS),
+        Strategy.TREE: lambda: tree(costs, drafter, widths),
+        Strategy.PIPEDEC: lambda: pipedec(costs, drafter, widths),
+        Strategy.PIPELINED_TREE: lambda: pipelined_tree(costs, drafter, widths),
     }
     made = forecasts[strategy]()
     assert made is not None  # an oracle always has guesses

@@ -231,9 +231,9 @@ class VirtualChain:
 
     def _draws(self, step: SendStep) -> tuple[int, ...]:
         """Every guess is judged when it is sent, for slots are used again."""
-        draws = [self._after(step.after)] if step.tokens and step.sample else []
+        draws = [self._after(step.committed_after)] if step.tokens and step.sample else []
         for token, parent, slot in zip(step.rows, step.parents, step.slots, strict=True):
-            above = step.after if parent < 0 else self._true.get(parent, 0)
+            above = step.committed_after if parent < 0 else self._true.get(parent, 0)
             if above and self._after(above) == token:
                 self._true[slot] = above + 1
                 draws.append(self._after(above + 1))

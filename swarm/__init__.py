@@ -1,6 +1,6 @@
-"""The language every part of the swarm speaks: types, errors, config, wire messages, DHT records.
+"""What all packages share: types, errors, config, wire messages, DHT records.
 
-Imports neither torch nor any room below it. `swarm.planner` decides and is pure; `swarm.net` reaches other machines.
+Imports neither torch nor its own folders. `swarm.planner` decides and is pure; `swarm.net` is the network.
 """
 
 __version__ = "0.1.0"

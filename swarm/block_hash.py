@@ -1,6 +1,7 @@
-"""Names for the beginnings of texts, so that hops can find what they hold already without being told the tokens.
+"""Block hashes for prefix caching: hops look up cached prefixes by hash, without receiving the tokens.
 
-Owns the digests and the blocks they name. A digest covers everything before it, so equal digests mean equal beginnings.
+Owns the hash and the block size. A block's hash covers all tokens before it too, so equal hashes mean equal prefixes
+(vLLM's `hash_block_tokens`). Does not know who caches what.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-HASH_BLOCK_TOKENS = 32  # tokens; a whole number of the cache's pages
-HASH_BYTES = 8  # only a client's own sessions are compared, so nobody else can forge one
+HASH_BLOCK_TOKENS = 32  # a multiple of the KV cache's block size
+HASH_BYTES = 8  # short: only one client's sessions are compared, so a collision cannot be forged by another
 
 
 def block_hashes(tokens: Sequence[int]) -> list[bytes]:
-    """One digest for each whole block of `tokens`: the i-th names the first `(i + 1) * BLOCK` of them."""
-    found: list[bytes] = []
-    before = b""
+    """One hash for each whole block of `tokens`: the i-th covers the first `(i + 1) * HASH_BLOCK_TOKENS` of them."""
+    hashes: list[bytes] = []
+    parent = b""
     for start in range(0, len(tokens) - HASH_BLOCK_TOKENS + 1, HASH_BLOCK_TOKENS):
         block = array("I", tokens[start : start + HASH_BLOCK_TOKENS]).tobytes()
-        before = hashlib.blake2b(before + block, digest_size=HASH_BYTES).digest()
-        found.append(before)
-    return found
+        parent = hashlib.blake2b(parent + block, digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+    return hashes

@@ -1,9 +1,9 @@
-"""Frames: what a message and its body look like as bytes, and how large they may be.
+"""Frames: the encoding of a message and its body, and the limits on their size.
 
     frame = u32 header length | u32 body length | header (MessagePack of one `messages.AnyMessage`) | body (raw bytes)
 
 Decoding is typed and bounded: a hostile header is refused in microseconds, before anything is allocated for it.
-Knows neither sockets nor what a body means; a hop checks a body's length against its own shapes.
+Does not know sockets or the meaning of a body; a hop checks a body's length against its own shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """The largest frame a peer may send, in bytes. 8k tokens of history take 40 kB, 1024 rows of 8192 fp32 32 MiB."""
+    """The largest frame a peer may send, in bytes. 8k penalty tokens take 40 kB, 1024 rows of 8192 fp32 32 MiB."""
 
     header: int = 4 << 20
     body: int = 64 << 20
@@ -35,7 +35,7 @@ class FrameLimits:
 DEFAULT_LIMITS = FrameLimits()
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises on hostile bytes; text that is not UTF-8 is not among its own errors."""
+"""All that msgspec raises on hostile bytes; for text that is not UTF-8 it has no error of its own."""
 
 
 def encode(message: AnyMessage, body: Buffer = b"") -> tuple[bytes, Buffer]:

@@ -1,9 +1,9 @@
 """One frozen config for each program, and the only place that reads the environment.
 
-Precedence: command line, then `SWARM_*` environment variables, then the TOML file named by `--config`, then the
-defaults written here. Command-line defaults are read from these classes, so a default has one home. Every setting has
-one name: field, TOML key, `--flag` and `SWARM_FLAG`; a flag drops the unit `_s`, and where it reads otherwise the field
-says so.
+Precedence: command line, then `SWARM_*` environment variables, then the TOML file given by `--config`, then the
+defaults here. Command-line defaults are read from these classes, so a default is defined once. Every setting has one
+name: field, TOML key, `--flag` and `SWARM_FLAG`; a flag drops the unit `_s`, and a different flag is in the field's
+metadata.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from swarm.errors import UsageError
 
 DEFAULT_MODEL = "smollm2-135m"
 Transports = Literal["auto", "libp2p"]
-"""What carries frames: direct connections where they work and libp2p elsewhere, or libp2p alone."""
+"""The transport of frames: direct TLS connections where they work and libp2p elsewhere, or libp2p alone."""
 Libp2pImpl = Literal["go", "python"]
-"""Who speaks libp2p for us: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
+"""The libp2p implementation: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Interval = Annotated[float, Meta(gt=0, le=1e9)]  # seconds too, but not none
+Interval = Annotated[float, Meta(gt=0, le=1e9)]  # seconds, more than 0
 Size = Annotated[int, Meta(ge=1, le=1 << 62)]  # bytes
 _dirs = PlatformDirs("swarm", appauthor=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that keep one untrusted peer from costing the others; seconds, bytes and counts."""
+    """Timeouts and resource limits; many of them bound what an untrusted peer can use."""
 
     dial_timeout_s: Interval = 10.0
-    next_hop_dial_timeout_s: Interval = 3.0  # for a hop to reach the next one; then the client relays for this session
+    next_hop_dial_timeout_s: Interval = 3.0  # for a hop to dial the next one; then the client relays
     open_timeout_s: Interval = 15.0
-    route_timeout_s: Seconds = 5.0  # how long a client waits for layers nobody serves
-    repair_timeout_s: Seconds = 30.0  # ... when they went away in the middle of an answer
-    ping_timeout_s: Interval = 1.0  # a peer that lets a ping wait for so long is lost
-    stall_timeout_s: Interval = 6.0  # steps that stand still for so long at peers that live: one of them hangs
+    route_timeout_s: Seconds = 5.0  # how long a client waits for layers that no node serves
+    repair_timeout_s: Seconds = 30.0  # ... and for those lost during a generation
+    ping_timeout_s: Interval = 1.0  # a peer that does not answer a ping for so long is lost
+    stall_timeout_s: Interval = 6.0  # without progress, though all hops answer pings: one hangs
     step_timeout_s: Interval = 60.0
     drain_timeout_s: Seconds = 20.0
-    handover_timeout_s: Seconds = 20.0  # that a departing node serves on until others have taken its layers over
-    session_idle_s: Interval = 300.0  # a session that sends no step for so long gives its pages back
+    handover_timeout_s: Seconds = 20.0  # how long a departing node waits for others to cover its layers
+    session_idle_s: Interval = 300.0  # a session without a step for so long frees its KV blocks
     max_sessions: Count = 64
     max_sessions_per_peer: Count = 16
     max_connections: Count = 256
-    max_protocol_errors: Count = 8  # from one peer, before its connections are cut
+    max_protocol_errors: Count = 8  # from one peer, before its connections are closed
     batch_tokens: Count = 512  # rows of one packed batch
-    activation_log_bytes: Size = 256 << 20  # outputs kept for replay, of all sessions of a node together
+    activation_log_bytes: Size = 256 << 20  # outputs kept for replay, all sessions together
     record_ttl_s: Interval = 12.0  # how long a record outlives its last refresh
     publish_interval_s: Interval = 1.5
 
@@ -69,31 +69,31 @@ class NodeConfig:
 
     model: str = DEFAULT_MODEL
     peers: tuple[str, ...] = field(default=(), metadata={"flag": "peer"})
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # others must reach a volunteer: any port, all networks
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # any port, all networks: others must reach it
     gpu: Annotated[int, Meta(ge=0)] | None = None  # None: the CPU
-    layers: str | None = None  # "START:END"; None: the node decides
+    layers: str | None = None  # "START:END"; None: automatic placement
     max_memory: Size | None = None  # bytes; None: most of what is free
     dtype: str = "bf16"
-    medusa_heads: Path | None = None  # Medusa heads for the model, run where its last layers are
+    medusa_heads: Path | None = None  # Medusa heads, run by the tail
     name: str = ""
     region: str = ""
-    identity: Path | None = None  # None: a fresh identity that is forgotten at exit
-    join_timeout_s: Seconds = 0.0  # keep trying for so long to reach `peers`
-    model_fraction: Fraction = Fraction(1)  # of the model, at most, and of the memory: several nodes on one machine
-    threads: Count | None = None  # None: chosen by measurement
+    identity: Path | None = None  # None: a new one at every start
+    join_timeout_s: Seconds = 0.0  # how long to retry reaching `peers`
+    model_fraction: Fraction = Fraction(1)  # at most, and of the memory: several nodes on one machine
+    threads: Count | None = None  # None: calibrated
     json: bool = False
     transport: Transports = "auto"
     libp2p_impl: Libp2pImpl = field(default="go", metadata={"flag": "libp2p"})
     direct_port: Port = 0  # for direct connections; 0: any
-    relay_server: bool = False  # carry connections for peers that nobody can dial
-    relay_via: tuple[str, ...] = ()  # to be reached through, when nobody can dial this machine
+    relay_server: bool = False  # relay connections of peers that cannot be dialed
+    relay_via: tuple[str, ...] = ()  # relays to be reached through, if this machine cannot be dialed
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
-    network: str = ""  # what people call the swarm; swarms of one name, model and secret find each other nearby
-    discovery: bool = True  # look for the swarm in the local network, and be found there
+    network: str = ""  # the swarm's name; nodes of one name, model and secret find each other by mDNS
+    discovery: bool = True  # mDNS: look for the swarm in the local network, and be found there
     max_sessions: Count | None = None  # None: `limits.max_sessions`
     upload_limit: Size | None = None  # bytes a second; None: no cap
     active_hours: str = ""  # local time in which to serve, as in "22:00-08:00"; "": always
-    pause_when_busy: bool = False  # take no sessions while others use the machine
+    pause_when_busy: bool = False  # accept no sessions while other programs use the machine
     log_format: Literal["text", "json"] = "text"
     metrics_port: Port | None = None  # for Prometheus; None: no metrics
     metrics_host: str = "127.0.0.1"
@@ -106,18 +106,18 @@ class ClientConfig:
 
     model: str = DEFAULT_MODEL
     peers: tuple[str, ...] = field(default=(), metadata={"flag": "peer"})
-    dtype: str | None = None  # None: whichever the swarm serves
+    dtype: str | None = None  # None: the one that the swarm serves
     decoding: str = "auto"
-    outline_in_auto: bool = False  # may `auto` answer by an outline? It changes the words, not only their speed
-    outline_templates: Path | None = None  # a TOML file of one's own, see docs/guide/outline.md
-    # Beside the n-gram drafter: the bundled draft model, a .draft file or a model; "medusa": the tail's; "ngram": none
+    outline_in_auto: bool = False  # may `auto` use an outline? It changes the text, not only the speed
+    outline_templates: Path | None = None  # a TOML file, see docs/guide/outline.md
+    # Beside the n-gram drafter: "bundled" draft model, a .draft file or a model; "medusa": the tail's; "ngram": none
     drafter: str = "bundled"
-    prefill_chunk: Count | None = None  # tokens of a prompt in one step; None: planned from the chain's costs
-    prefill_window: Count = 16  # how many of those steps may be in flight at once; 1: each waits for the one before
+    prefill_chunk: Count | None = None  # tokens a step; None: planned from the chain's costs
+    prefill_window: Count = 16  # prefill steps in flight, at most
     transport: Transports = "auto"
     libp2p_impl: Libp2pImpl = field(default="go", metadata={"flag": "libp2p"})
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
-    network: str = ""  # as a node's
+    network: str = ""  # as for a node
     discovery: bool = True  # without `peers`, look for the swarm in the local network
     limits: Limits = field(default_factory=Limits)
 
@@ -135,16 +135,16 @@ def state_dir() -> Path:
 
 
 def local_swarm_file() -> Path:
-    """Where `swarm-node local` says, while it runs, how to reach it."""
+    """The addresses of `swarm-node local`, while it runs."""
     return state_dir() / "local.json"
 
 
 def local_swarm() -> tuple[str, tuple[str, ...]]:
-    """(model, peers) of the swarm that `swarm-node local` runs on this machine. Raises UsageError if none does."""
+    """(model, peers) of the `swarm-node local` that runs on this machine. Raises UsageError if none does."""
     try:
-        told = json.loads(local_swarm_file().read_text(encoding="utf-8"))
-        model, peers, pid = str(told["model"]), tuple(map(str, told["peers"])), int(told["pid"])
-        os.kill(pid, 0)  # one that was killed could not take its file along
+        saved = json.loads(local_swarm_file().read_text(encoding="utf-8"))
+        model, peers, pid = str(saved["model"]), tuple(map(str, saved["peers"])), int(saved["pid"])
+        os.kill(pid, 0)  # does it still run? A killed process leaves its file behind
     except PermissionError:
         pass  # it runs under another user
     except (OSError, ValueError, KeyError, TypeError):
@@ -157,13 +157,13 @@ def local_swarm() -> tuple[str, tuple[str, ...]]:
 _Config = TypeVar("_Config", NodeConfig, ClientConfig, Limits)
 
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "array": "a list"}
-_SPOKEN_BOOLS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+_BOOL_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 def load(cls: type[_Config], overrides: Mapping[str, Any], file: Path | None = None) -> _Config:
     """Merge `overrides` (fields by name, those not None), the environment and a TOML file into a config.
 
-    Raises UsageError, which names the flag, variable or key that is wrong and says what it has to be.
+    Raises UsageError, which names the wrong flag, variable or key and the values allowed.
     """
     merged: dict[str, Any] = {}
     if file is not None:
@@ -176,18 +176,18 @@ def load(cls: type[_Config], overrides: Mapping[str, Any], file: Path | None = N
     return cls(**merged)
 
 
-def variable(flag: str) -> str:
-    """What `SWARM_<FLAG>` says of a flag that is no setting; "" if it is not set."""
+def env_value(flag: str) -> str:
+    """The value of `SWARM_<FLAG>`, for a flag that is not a setting; "" if it is not set."""
     return os.environ.get(f"SWARM_{flag.upper().replace('-', '_')}", "")
 
 
-def switched(flag: str) -> bool:
-    """`variable` of a flag without a value. Raises UsageError."""
-    return bool(_convert(NodeConfig, "json", variable(flag) or "false", f"SWARM_{flag.upper().replace('-', '_')}"))
+def env_flag(flag: str) -> bool:
+    """`env_value` of a switch. Raises UsageError."""
+    return bool(_convert(NodeConfig, "json", env_value(flag) or "false", f"SWARM_{flag.upper().replace('-', '_')}"))
 
 
-def listed(text: str) -> tuple[str, ...]:
-    """Several values of one flag, with commas or, without any, blanks between them."""
+def split_list(text: str) -> tuple[str, ...]:
+    """The values of a list, separated by commas or, without any comma, by blanks."""
     return tuple(part.strip() for part in (text.split(",") if "," in text else text.split()) if part.strip())
 
 
@@ -220,7 +220,7 @@ def _types(cls: type[Any]) -> dict[str, Any]:
 def _from_table(cls: type[Any], table: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
     """(field, value) of what a file sets. Raises UsageError."""
     names = _names(cls)
-    for key in sorted(table, key=lambda key: not old_names.is_old(key.replace("_", "-"))):  # so that new ones win
+    for key in sorted(table, key=lambda key: not old_names.is_old(key.replace("_", "-"))):  # current names override
         flag, value = old_names.current(key.replace("_", "-"), table[key])
         if flag not in names:
             known = ", ".join(sorted(setting.name for setting in fields(cls)))
@@ -232,10 +232,10 @@ def _from_table(cls: type[Any], table: Mapping[str, Any], where: str) -> Iterato
 
 
 def _from_environment(cls: type[Any]) -> Iterator[tuple[str, Any]]:
-    """(field, value) of what `SWARM_*` variables set; those of other programs are none of our business."""
+    """(field, value) of what `SWARM_*` variables set; unknown variables are ignored."""
     names = _names(cls)
     given = {key.removeprefix("SWARM_").lower().replace("_", "-"): key for key in os.environ if key[:6] == "SWARM_"}
-    for spelled in sorted(given, key=lambda name: not old_names.is_old(name)):  # so that new ones win
+    for spelled in sorted(given, key=lambda name: not old_names.is_old(name)):  # current names override
         flag, text = old_names.current(spelled, os.environ[given[spelled]])
         positive = flag.removeprefix("no-")
         if not text or names.get(positive, "limits") == "limits":
@@ -249,18 +249,18 @@ def _from_environment(cls: type[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _convert(cls: type[Any], name: str, value: Any, origin: str) -> Any:
-    """`value` as the field's type. Raises UsageError: `origin` says who set it."""
+    """`value` as the field's type. Raises UsageError, which names `origin`: the flag, variable or key."""
     setting: Field[Any] = next(setting for setting in fields(cls) if setting.name == name)
     kind = _types(cls)[name]
     try:
         if isinstance(value, str):
             if kind is bool:
-                value = _SPOKEN_BOOLS.get(value.lower(), value)
+                value = _BOOL_WORDS.get(value.lower(), value)
             elif isinstance(setting.default, tuple):
-                value = listed(value)
+                value = split_list(value)
             elif kind == Size | None or kind is Size:
                 value = parse_bytes(value)
-        return msgspec.convert(value, kind, strict=False, dec_hook=_custom)
+        return msgspec.convert(value, kind, strict=False, dec_hook=_convert_other_type)
     except msgspec.ValidationError as error:
         shown = f"is {_brief(value)}" if setting.repr else "is wrong"
         raise UsageError(f"{origin} {shown}; it must be {_expected(kind, str(error))}") from None
@@ -274,7 +274,7 @@ def _brief(value: Any) -> str:
 
 
 def _expected(kind: Any, complaint: str) -> str:
-    """msgspec's "Expected `int | null`, got `str`" in plain words; what `_custom` says as it is."""
+    """msgspec's "Expected `int | null`, got `str`" in plain words; `_convert_other_type`'s message unchanged."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(kind.__args__)}"
     match = re.match(r"Expected `(\w+)[^`]*`( [<>]=? \S+)?", complaint)
@@ -283,8 +283,8 @@ def _expected(kind: Any, complaint: str) -> str:
     return _KINDS.get(match[1], f"a table of {match[1]}") + (match[2] or "").replace(".0", "")
 
 
-def _custom(kind: type[Any], value: Any) -> Any:
-    """msgspec's hook for types that it does not know. Raises ValueError."""
+def _convert_other_type(kind: type[Any], value: Any) -> Any:
+    """msgspec's `dec_hook`, for Path and Fraction. Raises ValueError."""
     if isinstance(value, kind):
         return value
     if kind is Path and isinstance(value, str) and "\0" not in value:
@@ -303,5 +303,5 @@ def _read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read the config file {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers and nesting beyond all measure
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too large a number, too deep
         raise UsageError(f"the config file {file} is not TOML: {error}") from None

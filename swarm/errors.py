@@ -1,10 +1,10 @@
-"""Every error a user or a caller can meet, in one tree.
+"""Every error that users and callers can get, in one tree.
 
     SwarmError                    base; carries a `code` for machines and one sentence for people
       UsageError                    a wrong flag or argument (exit code 2)
         InvalidRequest                a prompt, sampling value or limit that cannot be served
           ContextOverflow               prompt and answer do not fit the model's context
-          Unsupported                   well formed, but this version cannot do it
+          UnsupportedRequest            well formed, but this version cannot do it
       ModelError                    a model that cannot be found, read or run
         ModelNotFound
         CorruptModel                  truncated, malformed or of the wrong hash
@@ -12,26 +12,26 @@
         DrafterFailed                 a drafter cannot be used, raised or stalled; generation goes on without it
       ResourceError                 this machine cannot do it
         OutOfMemory                   too little memory for one layer, or no KV pages left
-        DeviceUnavailable             the GPU that was asked for is not there
+        DeviceUnavailable             the requested GPU is not there
         AddressInUse                  the port to listen on is taken
-        ActivationLogEvicted                       a hop no longer has the outputs that are to be replayed
-      KernelError                   tensors or slots that cannot be right, refused before any kernel ran
+        ActivationLogEvicted          a hop no longer has the outputs that are to be replayed
         IdentityError                 the file with this peer's key cannot be read or written
-      PlanError                     a planner's input that has no answer
+      KernelError                   tensors or slots that cannot be right, refused before any kernel ran
+      PlanError                     a planner's input that has no solution
         Infeasible
-        NoRoute                       carries `missing`: the layers nobody serves
+        NoRoute                       carries `missing`: the layers without a node
       NetworkError                  something between peers
         PeerUnreachable
-          WrongSwarm                   it answered, and we are not of its swarm
+          WrongSwarm                    it answered, but belongs to another swarm
         ConnectionLost                the other side, or the link to it, went away
         ProtocolError                 a peer sent what the protocol does not allow
         WrongModel                    a peer serves other weights than ours
-        ClockSkew                    this machine's clock is off, so nobody would believe our records
+        ClockSkew                     this machine's clock is off, so readers would reject its records
         RemoteError                   a peer refused or failed; carries its code and sentence
-          NodeBusy                      refused for want of capacity; carries `retry_after_s`
-          NodeLeaving                   the node leaves or changes its layers: go on elsewhere
+          NodeBusy                      refused for lack of capacity; carries `retry_after_s`
+          NodeLeaving                   the node leaves or changes its layers: continue on another chain
 
-What it does not know: how errors are shown. Command lines print `str(error)` and exit with `error.exit_code`.
+Does not know how errors are shown. Command lines print `str(error)` and exit with `error.exit_code`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from collections.abc import Sequence
 
 
 class SwarmError(Exception):
-    """Base of all errors raised on purpose. `str(error)` is one sentence that says what to do."""
+    """Base of all errors raised on purpose. `str(error)` is one sentence: what is wrong and what to do."""
 
     code = "error"
     exit_code = 2
@@ -87,7 +87,7 @@ class UnsupportedModel(ModelError):
 
 
 class DrafterFailed(ModelError):
-    """A source of guesses is of no use (any more). Nothing but speed is lost: the sentence says which one and why."""
+    """A drafter cannot be used (any more). Only speed is lost: the sentence names the drafter and the reason."""
 
     code = "drafter_failed"
 
@@ -109,7 +109,7 @@ class AddressInUse(ResourceError):
 
 
 class ActivationLogEvicted(ResourceError):
-    """Outputs of a session were dropped for want of memory, so they cannot be replayed."""
+    """Outputs of a session were evicted for lack of memory, so they cannot be replayed."""
 
     code = "log_lost"
 
@@ -121,7 +121,7 @@ class IdentityError(ResourceError):
 
 
 class KernelError(SwarmError):
-    """A kernel was handed tensors, pages or slots that do not fit together."""
+    """A kernel was given tensors, blocks or slots that do not fit together."""
 
     code = "kernel"
 
@@ -131,7 +131,7 @@ class PlanError(SwarmError):
 
 
 class Infeasible(PlanError):
-    """No assignment satisfies the constraints; the sentence says which one binds."""
+    """No assignment satisfies the constraints; the sentence names the one that binds."""
 
     code = "infeasible"
 
@@ -139,7 +139,7 @@ class Infeasible(PlanError):
 class NoRoute(PlanError):
     """No chain covers every layer.
 
-    `missing`: half-open layer ranges that no usable node serves.
+    `missing`: half-open ranges of layers that no usable node serves.
     """
 
     code = "no_route"
@@ -158,7 +158,7 @@ class PeerUnreachable(NetworkError):
 
 
 class WrongSwarm(PeerUnreachable):
-    """A peer that is there belongs to another swarm: one is private and the other not, or their secrets differ."""
+    """A reachable peer belongs to another swarm: one is private and the other not, or their secrets differ."""
 
     code = "not_admitted"
 
@@ -176,13 +176,13 @@ class WrongModel(NetworkError):
 
 
 class ClockSkew(NetworkError):
-    """Records and the directory live by the clock: peers' clocks must agree within 3 s."""
+    """Records expire by the clock: peers' clocks must agree within 3 s."""
 
     code = "clock"
 
 
 class RemoteError(NetworkError):
-    """A peer answered with an error; `remote_code` is its machine-readable kind."""
+    """A peer replied with an error; `remote_code` is its `code`."""
 
     code = "remote"
 
@@ -203,7 +203,7 @@ class NodeBusy(RemoteError):
 
 
 class NodeLeaving(RemoteError):
-    """A node is about to leave, or to change its layers; its sessions go on along another chain."""
+    """A node is about to leave, or to change its layers; its sessions continue on another chain."""
 
     code = "leaving"
 

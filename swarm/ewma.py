@@ -1,6 +1,6 @@
-"""Means over samples that age: the newest weighs most, and nothing is stored but the mean.
+"""Exponentially weighted means: the newest sample weighs most, and nothing is stored but the mean.
 
-Owns the two recurrences. Knows neither clocks nor what is averaged.
+Owns the two recurrences. Does not know clocks or what is averaged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ class Ewma:
 
     `initial`: the value before the first sample, which it is blended with. Without one the value is 0 at first and then
     the first sample. `bias_correction`: no sample weighs less than in a plain mean of all so far, so that the first few
-    do not count too much. `value` may be set, to let a mean fade towards something else between samples.
+    do not dominate (as in Adam). `value` may be set, to decay a mean towards something else between samples.
     """
 
     __slots__ = ("_bias_correction", "decay", "samples", "value")
@@ -35,24 +35,24 @@ class Ewma:
 
 
 class DecayedRatio:
-    """One decayed sum over another, for what comes in unequal portions: hits over trials, tokens over milliseconds.
+    """One decayed sum over another, for samples of unequal size: hits over trials, tokens over milliseconds.
 
-    Both sums lose the same share with every `add`, so old portions are forgotten in proportion to their size.
+    Both sums decay alike with every `add`, so a sample's weight is in proportion to its size.
     """
 
     __slots__ = ("denominator", "numerator")
 
     def __init__(self, numerator: float = 0.0, denominator: float = 0.0) -> None:
-        """What to start from, as if it had been added: an expectation with the weight of so many observations."""
+        """The prior: sums to start from, as if they had been added."""
         self.numerator = numerator
         self.denominator = denominator
 
     @property
     def value(self) -> float:
-        """Raises ZeroDivisionError while nothing was added."""
+        """Raises ZeroDivisionError if nothing was added."""
         return self.numerator / self.denominator
 
     def add(self, numerator: float, denominator: float, decay: float) -> None:
-        """`decay`: what the sums so far still weigh."""
+        """`decay`: the weight that the sums so far keep."""
         self.numerator = self.numerator * decay + numerator
         self.denominator = self.denominator * decay + denominator

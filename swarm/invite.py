@@ -1,8 +1,8 @@
-"""Invitations: all that a newcomer needs to join a swarm, in one string to paste.
+"""Invites: all that a new node or client needs to join a swarm, in one string to paste.
 
     token = "swarm1" + base58(version | MessagePack of an `Invite`'s fields | checksum of 4 bytes)
 
-Owns that notation. Knows neither the network nor who made a token: it is as good as whoever handed it over.
+Owns that format. A token is not authenticated: trust it as far as whoever sent it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Text = Annotated[str, Meta(max_length=256)]
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True):
-    """What a token holds; addresses in their binary form. Later versions may add fields at the end."""
+    """The payload of a token; addresses are binary. Later versions may add fields at the end."""
 
     peers: Annotated[list[Annotated[bytes, Meta(max_length=256)]], Meta(min_length=1, max_length=MAX_PEERS)]
     model: _Text
@@ -41,7 +41,7 @@ _decode = msgspec.msgpack.Decoder(_Packed).decode
 
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """`peers`: multiaddrs to join by. `network`: what people call the swarm. `secret`: "" for an open one."""
+    """`peers`: multiaddrs of bootstrap peers. `network`: the swarm's name for people. `secret`: "" if open."""
 
     peers: tuple[str, ...]
     model: str
@@ -49,19 +49,19 @@ class Invite:
     secret: str = ""
 
     def token(self) -> str:
-        """Raises UsageError if a peer is not an address that others could join by."""
+        """Raises UsageError if a peer is not a multiaddr that ends in a peer id."""
         packed = _Packed([_to_bytes(peer) for peer in self.peers[:MAX_PEERS]], self.model, self.network, self.secret)
         return PREFIX + base58.b58encode_check(bytes([VERSION]) + _encode(packed)).decode()
 
     def settings(self) -> dict[str, Any]:
-        """What it sets in a config."""
+        """The config settings of this invite."""
         found = {"peers": self.peers, "model": self.model, "network": self.network, "secret": self.secret}
         return {name: value for name, value in found.items() if value}
 
 
 def parse(token: str) -> Invite:
-    """Raises UsageError, saying what is wrong with the token."""
-    text = "".join(token.split())  # a line break from pasting does no harm
+    """Raises UsageError with what is wrong with the token."""
+    text = "".join(token.split())  # pasting may add line breaks
     if not text.startswith(PREFIX) or len(text) > MAX_TOKEN:
         raise UsageError(
             f"'{token[:20]}' is not an invitation: one begins with {PREFIX}; paste all that was sent to you"

@@ -1,10 +1,13 @@
-"""The wire: one msgspec Struct a message. Bodies (hidden states) travel beside them as raw bytes, see `codec`.
+"""The wire protocol: one msgspec Struct a message. Bodies (hidden states) follow as raw bytes, see `codec`.
 
-Owns the names, fields and size bounds of everything peers say to each other. Knows neither sockets nor tensors.
+Owns the names, fields and size bounds of all messages between peers. Does not know sockets or tensors.
 
-    client -> hop   Open, Reroute, Step (to the first hop), Prune, Locate, Close, Ping
-    hop -> hop      Step (with a body of hidden states), Failed, Fetch, Pages (with keys and values), Ping
-    hop -> client   Opened, Failed, Result (from the tail), Step (an edge the client relays), Located, Pong
+    client -> hop   OpenSession, Reroute, Step (to the first hop), DropInFlight, ProgressQuery, CloseSession, Ping
+    hop -> hop      Step (body: hidden states), SessionFailed, KvFetch, KvBlocks (body: keys and values), Ping
+    hop -> client   SessionOpened, SessionFailed, StepResult (from the tail), Step (on an edge that the client relays),
+                    ProgressReport, Pong
+
+Any of them may be followed by PathSwitch, when their connection migrates to another path.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ MAX_SLOTS = 4096  # tree slots of one session
 MAX_TOKENS = 1 << 20  # tokens of one session
 MAX_PENALTY_TOKENS = 1 << 18  # token ids in one `OpenSession`
 MAX_HOPS = 256
-MAX_MEDUSA_HEADS = 16  # of Medusa, at a tail
-MAX_MEDUSA_CANDIDATES = 8  # of one head after one row
-MAX_KV_BLOCKS = 4096  # of keys and values in one frame
-MAX_BLOCK_HASHES = 4096  # digests of one text's beginnings
+MAX_MEDUSA_HEADS = 16  # at a tail
+MAX_MEDUSA_CANDIDATES = 8  # of one head for one row
+MAX_KV_BLOCKS = 4096  # in one frame
+MAX_BLOCK_HASHES = 4096  # of one session
 
 SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Peer = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -48,7 +51,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class WireSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`types.Sampling` with the bounds that a stranger must keep."""
+    """`types.Sampling` with bounds, as it comes from an untrusted peer."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
@@ -65,21 +68,21 @@ class WireSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class OpenSession(Message, frozen=True, tag="open"):
-    """Start a session on one hop. The sender becomes the session's client; only it may prune or close.
+    """Start a session on one hop. The sender becomes the session's client; only it may drop steps or close.
 
-    `max_tokens`: KV tokens to reserve a layer. `upstream`: who will send the steps, "" for the client itself.
-    `downstream`: whom to send them on to, "" on the tail. `sampling` and `history` (the tokens so far, for the
-    repetition penalty) go to the tail only. `epoch`: steps of an older one are dropped; the answer repeats it.
+    `max_tokens`: KV tokens to reserve a layer. `upstream`: the peer that will send the steps, "" for the client itself.
+    `downstream`: the peer to forward outputs to, "" on the tail. `sampling` and `penalty_tokens` (all tokens so far)
+    go to the tail only. `epoch`: steps of an older one are dropped; the reply repeats it.
 
-    `replay_silent_until`: for the replacement of a lost hop. Rows at positions before it are computed and logged, but neither
-    sent on (the hops behind hold them) nor answered by a Result.
+    `replay_silent_until`: for the replacement of a lost hop. Rows at positions before it are computed and logged, but
+    neither forwarded (the hops downstream have them) nor answered with a StepResult.
 
-    `prefix`: names of the text's beginnings (`swarm.block_hash`). A hop that computed one for this client shares it.
+    `block_hashes`: of the text (`swarm.block_hash`). A hop that has cached a prefix for this client shares its blocks.
 
-    `guesses`: how many guesses of each of its Medusa heads, if it has any, the tail is to send with every token.
+    `num_medusa_candidates`: candidates of each of its Medusa heads, if any, that the tail sends with every token.
 
-    `kv_source`: a node that has left this session, with these very layers, and still holds its first `inherit` tokens.
-    The hop fetches them there if it can; `SessionOpened.cached_tokens` says whether.
+    `kv_source`: a node that has left this session, with the same layers, and still holds its first `kv_source_tokens`
+    tokens. The hop fetches them from there if it can; `SessionOpened.cached_tokens` is the outcome.
     """
 
     session: SessionId
@@ -104,11 +107,11 @@ class OpenSession(Message, frozen=True, tag="open"):
 
 
 class SessionOpened(Message, frozen=True, tag="opened"):
-    """The hop is ready, or has taken its new route. `epoch` is that of the Open or Reroute which this answers.
+    """The hop is ready, or has applied its new route. `epoch` is that of the OpenSession or Reroute which this answers.
 
-    `relay`: it cannot reach its downstream; the client must carry that edge. `held`: how many of the first tokens it
-    has behind it already, because another session of this client began like this one or because it has inherited them.
-    The first step may start anywhere up to there.
+    `client_relays_next_edge`: it cannot reach its downstream; the client must relay that edge. `cached_tokens`: how
+    many of the first tokens it has in its KV cache, from a shared prefix or a KV transfer. The first step may start at
+    any position up to there.
     """
 
     session: SessionId
@@ -118,11 +121,12 @@ class SessionOpened(Message, frozen=True, tag="opened"):
 
 
 class Reroute(Message, frozen=True, tag="reroute"):
-    """To a hop that lives on beside one that was replaced: take steps from `upstream`, send outputs to `downstream`.
+    """To a surviving hop next to a replaced one: take steps from `upstream`, send outputs to `downstream`.
 
-    Handled in its turn among the session's steps, but steps of an epoch before `epoch` are dropped from its arrival on.
-    Answered by Opened; then the outputs for the first `replay` committed tokens are sent to `downstream` as line steps
-    of `epoch` that sample nothing, before any other step. Failed with `log_lost` if they are no longer to be had.
+    Handled in order among the session's steps, but steps of an epoch before `epoch` are dropped from its arrival on.
+    Answered with SessionOpened; then the outputs for the first `replay` committed tokens are sent to `downstream` as
+    causal steps of `epoch` that sample nothing, before any other step. SessionFailed with `log_lost` if they were
+    evicted.
     """
 
     session: SessionId
@@ -134,18 +138,19 @@ class Reroute(Message, frozen=True, tag="reroute"):
 
 
 class Step(Message, frozen=True, tag="step"):
-    """A bit of a tree for one session (design section 4).
+    """New rows for one session: prompt or committed tokens, draft-tree nodes, or both.
 
-    First the tree slots in `commit` move, in order, into the committed pages. Then come the new rows: `line` rows that
-    are committed on arrival, at positions `base + len(commit)` and on, then one row for each of `parents` / `slots`:
-    tree nodes whose parent is a tree slot, or -1 for the last committed token. `tokens` has an id for every row on the
-    first hop and is empty on later hops, where the body holds a `[rows, hidden]` tensor in the session's dtype.
+    First the tree slots in `commit_slots` move, in order, into the committed KV blocks. Then come the new rows:
+    `causal_rows` rows that are committed on arrival, from position `committed_before + len(commit_slots)` on, then one
+    row for each of `parents` / `slots`: tree nodes whose parent is a tree slot, or -1 for the last committed token.
+    `tokens` has an id for every row on the first hop and is empty on later hops, where the body is a `[rows, hidden]`
+    tensor in the session's dtype.
 
-    `base`: committed tokens before this step. A hop that holds fewer refuses it. One that holds more has run what
-    others dropped: it skips what it has of `commit`, and if it holds more than `base + len(commit)` it forgets the
-    rest, provided that the step begins a new epoch. `sample`: the tail draws a token after the last line row and after
-    each tree row. `trace`: (queue ms, compute ms) of each hop so far. `sessions`: how many sessions the
-    busiest of these decodes for at this time, this one included.
+    `committed_before`: committed tokens before this step. A hop with fewer refuses it. A hop with more has run steps
+    that others dropped: it skips those of `commit_slots` that it has committed, and if it has more than
+    `committed_before + len(commit_slots)` it truncates to that, provided that the step begins a new epoch. `sample`:
+    the tail samples a token after the last causal row and after each tree row. `trace`: (queue ms, compute ms) of each
+    hop so far. `active_sessions`: how many sessions the busiest of these hops decodes for at this time, including this.
     """
 
     session: SessionId
@@ -167,11 +172,12 @@ class Step(Message, frozen=True, tag="step"):
 
 
 class StepResult(Message, frozen=True, tag="result"):
-    """From the tail: the tokens drawn in step `step`, if it samples: after its last line row, if it has one, then after
-    each of its tree rows in their order. Which of them come true is for the client to see: it knows what it drafted.
+    """From the tail: the tokens sampled in step `step`, if it samples: after its last causal row, if any, then after
+    each of its tree rows in order. The client matches them with its draft tokens; the tail does not verify.
 
-    `guessed`: for each of these tokens, what the tail's `heads` Medusa heads think comes 1, 2, ... places after it: as
-    many ids of each as the session asked for, likeliest first; `doubts`: -100 ln of their probabilities.
+    `medusa_ids`: for each of these tokens, the candidates of `num_medusa_heads` Medusa heads for 1, 2, ... positions
+    after it: `OpenSession.num_medusa_candidates` ids of each head, likeliest first; `medusa_neg_logprob_centinats`:
+    -100 ln of their probabilities.
     """
 
     session: SessionId
@@ -196,15 +202,15 @@ class DropInFlight(Message, frozen=True, tag="drop_in_flight"):
 
 
 class ProgressQuery(Message, frozen=True, tag="progress_query"):
-    """Out of band: how far have this session's steps come? Answered at once by Located."""
+    """Out of band: asks for the progress of this session's steps. Answered at once with ProgressReport."""
 
     session: SessionId
 
 
 class ProgressReport(Message, frozen=True, tag="progress_report"):
-    """The newest step that has arrived, and the newest that was computed and sent on: their numbers plus 1, 0: none.
+    """The newest step received, and the newest computed and forwarded: their numbers plus 1, 0 if none.
 
-    `compute_ms`: since when it is the turn of the one that is being computed, 0 if none is.
+    `compute_ms`: how long the step now being computed has been running, 0 if none is.
     """
 
     session: SessionId
@@ -214,9 +220,9 @@ class ProgressReport(Message, frozen=True, tag="progress_report"):
 
 
 class CloseSession(Message, frozen=True, tag="close"):
-    """The client is done with the session; the hop frees its pages.
+    """The client is done with the session; the hop frees its KV blocks.
 
-    `prefix`: names of the beginnings of all that was computed; the hop may keep it for sessions that begin alike.
+    `retain_prefix`: block hashes of all that was computed; the hop may keep it for sessions with the same prefix.
     """
 
     session: SessionId
@@ -224,11 +230,12 @@ class CloseSession(Message, frozen=True, tag="close"):
 
 
 class SessionFailed(Message, frozen=True, tag="failed"):
-    """This session cannot go on here. `error` is a code of `swarm.errors`, `detail` a sentence for people.
+    """This session cannot continue here. `error` is a code of `swarm.errors`, `detail` a sentence for people.
 
-    `lost`: the sender has lost this next hop of the session; it keeps what it holds and waits for a Reroute. Without
-    it the session is gone from the sender; `held`: but it keeps the first so many tokens for a few seconds, for an heir
-    (`OpenSession.kv_source`) or until Close. `epoch`: the session's at the sender, so that old news is known as such.
+    `unreachable_next_hop`: the sender has lost this next hop of the session; it keeps its KV cache and waits for a
+    Reroute. Without it the session is gone from the sender, except that it keeps the keys and values of the first
+    `kv_retained_tokens` tokens for a few seconds, for a KV transfer (`OpenSession.kv_source`) or until CloseSession.
+    `epoch`: the session's at the sender, so that an outdated report is recognized.
     """
 
     session: SessionId
@@ -241,11 +248,11 @@ class SessionFailed(Message, frozen=True, tag="failed"):
 
 
 class KvFetch(Message, frozen=True, tag="kv_fetch"):
-    """To a node that has left a session: `count` pages from page `page` on of its first `tokens` tokens, in layer
-    `layer` of the model. Whoever knows the session's id may ask. Answered by Pages, or by Failed.
+    """To a node that has left a session: request `num_blocks` blocks, from `first_block` on, of its first `tokens`
+    tokens in layer `layer` of the model. Authorized by the session id. Answered with KvBlocks or SessionFailed.
 
-    A page holds 16 tokens: `[kv_heads, head_dim, 16]` for keys and `[kv_heads, 16, head_dim]` for values, as they lie
-    in memory; the rest of the last one is zero.
+    A block holds 16 tokens: `[kv_heads, head_dim, 16]` for keys and `[kv_heads, 16, head_dim]` for values, as in
+    memory; the rest of the last one is zero.
     """
 
     session: SessionId
@@ -256,7 +263,7 @@ class KvFetch(Message, frozen=True, tag="kv_fetch"):
 
 
 class KvBlocks(Message, frozen=True, tag="kv_blocks"):
-    """The body has the keys of all pages that were asked for, then their values."""
+    """The body has the keys of all requested blocks, then their values."""
 
     session: SessionId
     layer: Count
@@ -264,7 +271,7 @@ class KvBlocks(Message, frozen=True, tag="kv_blocks"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Answered at once with the same nonce; half the round trip is ρ."""
+    """Answered at once with the same nonce; half the round-trip time is ρ."""
 
     nonce: Serial
 
@@ -274,8 +281,8 @@ class Pong(Message, frozen=True, tag="pong"):
 
 
 class PathSwitch(Message, frozen=True, tag="path_switch"):
-    """The last frame of one direction of a connection that goes on over another path, and the first on a new path that
-    its dialler opened; see `net.link`. Peers pair the paths by the nonce."""
+    """The last frame of one direction of a connection that migrates to another path, and the first on the new path that
+    its dialer opened; see `net.pool.migratable_link`. Peers match the paths by the nonce."""
 
     nonce: Serial
 

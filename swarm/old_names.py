@@ -1,6 +1,6 @@
-"""What flags, settings and their values were called one release ago. Still accepted, shown nowhere; goes with the next.
+"""Deprecated aliases of flags, settings and values: accepted for one release, hidden from help.
 
-Owns the old spellings alone. Names are written as flags without their dashes; `swarm.config` knows the settings.
+Owns the old spellings only; the settings are in `swarm.config`. Names are written as flags without dashes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def is_old(name: str) -> bool:
 
 
 def current(name: str, value: Any) -> tuple[str, Any]:
-    """The setting that was called `name`, and its value, as they are spelled now; others as they are."""
+    """(name, value) of a setting in the current spelling; those that are not deprecated unchanged."""
     for spelled in (name, NAMES.get(name)):
         if isinstance(value, str) and (spelled, value) in VALUES:
             return VALUES[str(spelled), value]
@@ -63,7 +63,7 @@ def current(name: str, value: Any) -> tuple[str, Any]:
 
 
 def arguments(given: Iterable[str]) -> list[str]:
-    """A command line in today's spelling."""
+    """A command line in the current spelling."""
     words: list[str] = []
     left = iter(given)
     for word in left:
@@ -84,7 +84,7 @@ def arguments(given: Iterable[str]) -> list[str]:
 
 
 class CommandWithOldNames(TyperCommand):
-    """A command that takes the old flags too."""
+    """A command that also accepts the deprecated flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, arguments(args))

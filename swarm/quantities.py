@@ -1,8 +1,7 @@
-"""What the planner's types have in common when they are read from JSON: the bounds of numbers, and that unknown fields
-are mistakes.
+"""Bounded number types and the base class of the planner's JSON types; unknown fields are errors.
 
-Owns the bounds. They are checked where JSON is decoded (`schemas.parse`), not when Python makes an object; what must
-hold then too is checked by the planners. Knows none of the types.
+Owns the bounds. They are checked where JSON is decoded (`schemas.parse`), not when Python makes an object; constraints
+on all objects are checked by the planners.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ Region = Annotated[str, Meta(max_length=256)]
 
 if TYPE_CHECKING:
     NodeId = str
-else:  # JSON may number the nodes; `schemas.IdMap` makes strings of the numbers before a planner sees them
+else:  # JSON may number the nodes; `schemas.IdMap` turns the numbers into strings before planning
     NodeId = Annotated[str, Meta(min_length=1, max_length=256)] | Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
 class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of every type that a request's JSON holds."""
+    """Base of every type in a request's JSON."""

@@ -1,9 +1,9 @@
-"""What a node says of itself in the DHT: how it is packed, signed, checked and read back.
+"""Node records in the DHT: packing, signing, validation and reading.
 
     record = MessagePack [payload, signature]        payload = MessagePack map of one `NodeRecord`
 
-Owns the schema, its bounds and every reason for which a reader ignores a record; a record is an announcement, never
-state. Knows neither the DHT (`net.directory`), nor keys (signing and verifying are handed in), nor the time.
+Owns the schema, its bounds and every reason to reject a record; a record is an announcement, never state. Does not know
+the DHT (`net.dht.directory`), keys (`sign` and `verify` are passed in) or the time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[PeerId, bytes, bytes], bool]
-"""(peer id, data, signature) -> whether the peer's own key made the signature."""
+"""(peer id, data, signature) -> whether the signature is by the peer's own key."""
 
 MAX_RECORD = 2048  # bytes, signature included
 MAX_LIFETIME_S = 60.0  # between publication and expiry
 MAX_CLOCK_SKEW_S = 3.0  # how far ahead of ours a peer's clock may be
 MAX_LAYERS = 4096
 MAX_LINKS = 24
-MAX_ADDRESS = 192  # characters; one by way of a relay names two peers
-_CONTEXT = b"swarm node record 1\0"  # what a signature is for, so that it is good for nothing else
+MAX_ADDRESS = 192  # characters; a relayed address has two peer ids
+_CONTEXT = b"swarm node record 1\0"  # domain separation: the signature is valid for nothing else
 
 PeerText = Annotated[str, Meta(min_length=1, max_length=128)]
 Name = Annotated[str, Meta(max_length=64)]
@@ -77,7 +77,7 @@ class _Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class InvalidRecord(ProtocolError):
-    """A record that a reader must ignore; `reason` is one of the keys of `Snapshot.rejected_records`."""
+    """A record that must be rejected; `reason` is one of the keys of `Snapshot.rejected_records`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -97,8 +97,8 @@ def key(model: str) -> str:
 def encode(profile: NodeProfile, model: str, num_layers: int, lifetime_s: float, sign: Sign) -> tuple[bytes, float]:
     """-> (record bytes, when it expires: `published_at + lifetime_s`).
 
-    A record that would be over MAX_RECORD sheds what readers can do without: first the links beyond the nearest, then
-    the τ of single layers (their mean is sent), then addresses. Raises ProtocolError if even that is too long.
+    A record over MAX_RECORD drops what is optional: first the links beyond the nearest, then the τ of single layers
+    (their mean is sent), then addresses. Raises ProtocolError if it is still too long.
     """
     lifetime_s = min(lifetime_s, MAX_LIFETIME_S)
     record = _from_profile(profile, model, num_layers, lifetime_s)
@@ -110,7 +110,7 @@ def encode(profile: NodeProfile, model: str, num_layers: int, lifetime_s: float,
 
 
 def decode(data: bytes, peer: PeerId, model: str, now: float, verify: Verify) -> NodeRecord:
-    """The record under `peer`'s subkey of `model`, if it is all that it should be at `now`. Raises InvalidRecord."""
+    """The record under `peer`'s subkey of `model`, if it is valid at `now`. Raises InvalidRecord."""
     if len(data) > MAX_RECORD:
         raise InvalidRecord("malformed", f"a record of {len(data)} bytes is over the limit of {MAX_RECORD}")
     try:
@@ -132,25 +132,25 @@ def decode(data: bytes, peer: PeerId, model: str, now: float, verify: Verify) ->
 def to_snapshot(
     records: Mapping[PeerId, bytes], model: str, now: float, verify: Verify, num_layers: int | None = None
 ) -> Snapshot:
-    """All valid records of a model as one Snapshot, sorted by peer id; the others are counted by reason in `ignored`.
+    """All valid records of a model as one Snapshot, sorted by peer id, with the others counted by reason.
 
-    A model has one depth: `num_layers` if the reader knows it, else what most records say (the smallest, if tied).
-    Records that say otherwise are ignored as `wrong_depth`. Without any record there are `num_layers or 0` layers.
+    A model has one depth: `num_layers` if given, else that of most records (the smallest, if tied). Records of another
+    are rejected as `wrong_depth`. Without any record there are `num_layers or 0` layers.
     """
     valid: list[NodeRecord] = []
-    ignored: Counter[str] = Counter()
+    rejected: Counter[str] = Counter()
     for peer in sorted(records):
         try:
             valid.append(decode(records[peer], peer, model, now, verify))
         except InvalidRecord as error:
-            ignored[error.reason] += 1
+            rejected[error.reason] += 1
     if num_layers is None:
         votes = Counter(record.layers for record in valid)
         num_layers = min(votes, key=lambda depth: (-votes[depth], depth), default=0)
     agreed = [record for record in valid if record.layers == num_layers]
     if len(agreed) < len(valid):
-        ignored["wrong_depth"] = len(valid) - len(agreed)
-    return Snapshot(model, num_layers, tuple(to_profile(record) for record in agreed), now, dict(ignored))
+        rejected["wrong_depth"] = len(valid) - len(agreed)
+    return Snapshot(model, num_layers, tuple(to_profile(record) for record in agreed), now, dict(rejected))
 
 
 def to_profile(record: NodeRecord) -> NodeProfile:
@@ -252,7 +252,7 @@ def _check_times(record: NodeRecord, now: float) -> None:
 
 
 def _check_fields(record: NodeRecord) -> None:
-    """What types alone cannot say."""
+    """The constraints that types cannot express."""
     span = record.span
     if span is not None and not span[0] < span[1] <= record.layers:
         raise InvalidRecord("malformed", f"layers {span[0]}:{span[1]} of a model of {record.layers}")

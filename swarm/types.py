@@ -1,7 +1,6 @@
-"""The words of design section 3 as frozen dataclasses.
+"""The shared vocabulary as frozen dataclasses: layer span, hop, chain, node profile, snapshot, sampling.
 
-Owns what a span, a hop, a chain, a node's profile and a snapshot of the swarm are. Knows neither the wire (`messages`),
-nor the DHT (`records`), nor how decisions are taken (`plan`).
+Does not know the wire (`messages`), the DHT (`records`) or how decisions are made (`planner`).
 """
 
 from __future__ import annotations
@@ -56,24 +55,24 @@ class LayerSpan:
 class NodeState(enum.StrEnum):
     """Where a node is in its life. Only SERVING and LEAVING nodes are routed to."""
 
-    JOINING = "joining"  # has measured itself, has not chosen its layers
+    JOINING = "joining"  # calibrated, has not chosen its layers
     LOADING = "loading"  # has chosen its layers, is reading weights
     SERVING = "serving"
-    LEAVING = "leaving"  # still serves, but others should take over its layers
-    DRAINING = "draining"  # finishes its sessions, takes no new ones
+    LEAVING = "leaving"  # still serves; others should take over its layers
+    DRAINING = "draining"  # finishes its sessions, accepts no new ones
 
 
 class CostCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Milliseconds one layer takes for a batch of `widths[i]` tokens; widths strictly increasing (Ghidorah §III-C).
 
-    The bounds are those of a request's JSON; nothing checks them where Python makes a curve.
+    The bounds are checked when JSON is decoded, not when Python makes a curve.
     """
 
     widths: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(min_length=1, max_length=64)]
     ms: Annotated[tuple[Annotated[float, Meta(ge=0, le=1e30)], ...], Meta(min_length=1, max_length=64)]
 
     def ms_at(self, rows: float) -> float:
-        """Milliseconds a layer at any width: linear between points, proportional beyond the last two."""
+        """Milliseconds a layer takes for `rows`: linear between points, extrapolated from the last two."""
         ws, ms = self.widths, self.ms
         if rows <= ws[0] or len(ws) == 1:
             return ms[0] if rows <= ws[0] else ms[0] * rows / ws[0]
@@ -83,12 +82,12 @@ class CostCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 UNMEASURED = CostCurve((1,), (1.0,))
-"""Of a node that has published no curve."""
+"""For a node that has published no curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelId:
-    """The model that a node belongs to, as the sessions on it must name it."""
+    """The exact model that a node serves; a session must open with the same."""
 
     model: str
     weight_hash: str
@@ -97,7 +96,7 @@ class ModelId:
 
 @dataclass(frozen=True, slots=True)
 class NodeProfile:
-    """What one node says of itself, as read from its record. `layer_ms` has one τ per layer of `span`."""
+    """What one node publishes about itself in its record. `layer_ms` has one τ per layer of `span`."""
 
     peer: PeerId
     name: str
@@ -116,29 +115,29 @@ class NodeProfile:
     network_coordinate: tuple[float, ...] = ()  # network coordinate, ms
     link_ms: Mapping[PeerId, float] = field(default_factory=dict)  # measured ρ, one way, from this node
     version: str = ""
-    pinned: bool = False  # its layers were chosen by hand (`--layers`); nobody moves it
+    pinned: bool = False  # manual placement (`--layers`): rebalancing leaves it alone
     published_at: float = 0.0  # its clock, seconds since the epoch
 
     @property
     def serving(self) -> bool:
-        """Whether it takes sessions."""
+        """Whether it accepts sessions."""
         return self.state in (NodeState.SERVING, NodeState.LEAVING) and self.span is not None
 
     @property
     def departing(self) -> bool:
-        """Whether nobody should count on it for long."""
+        """Whether it is about to leave or to give up its layers."""
         return self.state in (NodeState.LEAVING, NodeState.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The swarm that serves one model as one reader saw it at one moment. Immutable; sorted by peer id."""
+    """The nodes that serve one model, as one reader read them at one moment. Immutable; sorted by peer id."""
 
     model: str
     num_layers: int
     nodes: tuple[NodeProfile, ...]
     observed_at: float = 0.0
-    rejected_records: Mapping[str, int] = field(default_factory=dict)  # why records were left out -> how many
+    rejected_records: Mapping[str, int] = field(default_factory=dict)  # reason -> number of records
 
     def serving(self) -> tuple[NodeProfile, ...]:
         return tuple(n for n in self.nodes if n.serving)
@@ -151,13 +150,13 @@ class Snapshot:
         return coverage((n.span for n in self.serving() if n.span), self.num_layers)
 
     def missing(self) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of layers that no serving node holds."""
+        """Half-open ranges of layers that no node serves."""
         return missing_ranges(self.coverage())
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Layers `[start, end)` run by one node: all of its span or a part."""
+    """Layers `[start, end)` computed by one node: all of its span or a part."""
 
     peer: PeerId
     start: int
@@ -170,7 +169,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Hops that cover `[0, num_layers)` exactly once, in order, and what a token along it is expected to cost."""
+    """Hops that cover `[0, num_layers)` exactly once, in order, and the expected ms a token."""
 
     hops: tuple[Hop, ...]
     cost_ms: float = 0.0
@@ -188,7 +187,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """The first `tokens` of a session, which `peer` holds and will not keep."""
+    """A node to fetch a session's first `tokens` keys and values from; it keeps them for a short time only."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -197,7 +196,7 @@ class KvSource:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tail draws the next token. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How the tail samples the next token. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
 
     temperature: float = 0.0
     top_p: float = 1.0

@@ -1,4 +1,4 @@
-"""Fixtures that more than one room's tests use."""
+"""Fixtures that more than one folder's tests use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A pytest plugin that holds the kernels, and torch, to AVX2, as on a machine that has nothing newer:
+"""A pytest plugin that limits the kernels, and torch, to AVX2, as on a machine that has nothing newer:
 
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 PYTHONPATH=tests pytest -p hold_isa
 
-Holds this process (and xdist's workers) only: node processes that tests start choose for themselves.
+Limits this process (and xdist's workers) only: node processes that tests start choose for themselves.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _use = cpu_library.select_isa
 
 
 def _held(name: str) -> None:
-    """As `native.use`, on a machine whose best is AVX2."""
+    """As `cpu_library.select_isa`, on a machine whose best is AVX2."""
     if name not in (*NAMES, "best"):
-        raise KernelError(f"{name}: held to AVX2")
+        raise KernelError(f"{name}: limited to AVX2")
     _use("avx2" if name == "best" else name)
 
 

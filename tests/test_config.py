@@ -295,7 +295,7 @@ def test_a_wrong_file_is_one_sentence(text: str, words: tuple[str, ...], tmp_pat
     assert "12345678901" not in sentence, "a secret is not shown"
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for file, words in ((tmp_path / "binary", "not TOML"), (tmp_path, "cannot read"), (tmp_path / "no", "cannot read")):
         with pytest.raises(UsageError, match=words):
@@ -331,14 +331,14 @@ def test_a_wrong_flag_is_named_and_ends_with_2(seen: SimpleNamespace) -> None:
         assert (found.code, words in found.stderr, found.stderr.count("\n")) == (2, True, 1), found.stderr
 
 
-def test_what_other_programs_set_is_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SWARM_SOMETHING", "SWARM_LIMITS", "SWARM_NO_NAME", "SWARM_", "SWARM_NO_LIMITS"):
         monkeypatch.setenv(name, "1")
     config = load(ClientConfig, {})
     assert config.limits == Limits()
 
 
-def test_words_behind_two_dashes_and_other_flags_stay_as_they_are() -> None:
+def test_arguments_after_two_dashes_and_other_flags_are_unchanged() -> None:
     assert old_names.arguments(["--name", "x", "--", "--wait", "3"]) == ["--name", "x", "--", "--wait", "3"]
     assert old_names.arguments(["--wait"]) == ["--join-timeout"]
     assert old_names.arguments(["-v", "wait", "--relay", "--peer", "a"]) == [

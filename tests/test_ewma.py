@@ -1,4 +1,4 @@
-"""Means of samples that age, against their recurrences written out."""
+"""Exponentially weighted means against their recurrences written out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DECAYS = st.floats(0.0, 1.0)
 
 
 @given(DECAYS, st.floats(-1e6, 1e6), SAMPLES)
-def test_the_initial_value_is_blended_with(decay: float, initial: float, samples: list[float]) -> None:
+def test_the_initial_value_counts_as_a_sample(decay: float, initial: float, samples: list[float]) -> None:
     mean, expected = Ewma(decay, initial), initial
     for sample in samples:
         expected = decay * expected + (1 - decay) * sample
@@ -43,7 +43,7 @@ def test_bias_correction_gives_no_sample_less_than_in_a_plain_mean(decay: float,
     assert plain.value == pytest.approx(sum(samples) / len(samples), abs=1e-6)
 
 
-def test_a_mean_may_fade_between_samples() -> None:
+def test_a_mean_may_decay_between_samples() -> None:
     mean = Ewma(0.5, 1.0)
     mean.value = 3.0
     assert mean.update(5.0) == 4.0

@@ -1,4 +1,4 @@
-"""Invitations: what goes in comes out, and every damage is noticed and named."""
+"""Invites: round trips, and every damage is detected and named."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ADDRESSES = (
 INVITE = Invite(ADDRESSES, "smollm2-135m", "friends", "a secret of our own")
 
 
-def test_what_goes_in_comes_out() -> None:
+def test_round_trip() -> None:
     token = INVITE.token()
     assert parse(token) == INVITE
-    assert parse(f"  {token[:40]}\n{token[40:]}\n") == INVITE, "a line break from pasting does no harm"
+    assert parse(f"  {token[:40]}\n{token[40:]}\n") == INVITE, "pasting may add line breaks"
     assert len(Invite(ADDRESSES[:1], "m").token()) < 120
     assert len(parse(Invite(ADDRESSES[:1] * 20, "m").token()).peers) == MAX_PEERS
 
 
-def test_what_it_sets() -> None:
+def test_settings() -> None:
     assert load(NodeConfig, INVITE.settings()).secret == INVITE.secret
     config = load(ClientConfig, Invite(ADDRESSES[:1], "m").settings())
     assert (config.peers, config.model, config.secret) == (ADDRESSES[:1], "m", "")
@@ -38,7 +38,7 @@ def test_what_it_sets() -> None:
 
 
 @given(st.integers(0, 10_000), st.characters(min_codepoint=33, max_codepoint=126))
-def test_a_wrong_character_is_noticed(place: int, other: str) -> None:
+def test_a_wrong_character_is_detected(place: int, other: str) -> None:
     token = INVITE.token()
     place %= len(token)
     if token[place] != other:
@@ -47,7 +47,7 @@ def test_a_wrong_character_is_noticed(place: int, other: str) -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_a_missing_end_is_noticed(length: int) -> None:
+def test_a_truncated_token_is_detected(length: int) -> None:
     token = INVITE.token()
     with pytest.raises(UsageError, match="invitation"):
         parse(token[: length % len(token)])
@@ -79,13 +79,13 @@ def test_malformed_fields(fields: object, says: str) -> None:
         parse(_token(b"\x01" + msgspec.msgpack.encode(fields)))
 
 
-def test_names_that_are_no_text() -> None:
+def test_unprintable_names_are_refused() -> None:
     for invite in (Invite(ADDRESSES, ""), Invite(ADDRESSES, "\x1b[2J"), Invite(ADDRESSES, "m", "a\nb")):
         with pytest.raises(UsageError, match="not text"):
             parse(invite.token())
 
 
-def test_other_versions_and_other_things() -> None:
+def test_other_versions_and_other_texts_are_refused() -> None:
     with pytest.raises(UsageError, match="version"):
         parse(_token(b"\x02whatever"))
     for text in ("", "hello", ADDRESSES[0], PREFIX, PREFIX + "1" * 5000):

@@ -1,4 +1,4 @@
-"""Node records: what goes in comes out, and everything else is ignored and counted."""
+"""Node records: round trips; invalid ones are rejected and counted."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def reason(data: bytes, peer: str = ALICE.peer, now: float = NOW) -> str:
         {"addresses": (), "link_ms": {}, "network_coordinate": (), "region": "", "name": ""},
     ],
 )
-def test_profiles_survive(changes: dict[str, Any]) -> None:
+def test_profiles_round_trip(changes: dict[str, Any]) -> None:
     data, until = records.encode(profile(**changes), MODEL, 30, 12.0, ALICE.sign)
     assert until == NOW + 12.0
     back = records.decode(data, ALICE.peer, MODEL, NOW + 1, verify)
@@ -89,7 +89,7 @@ def test_profiles_survive(changes: dict[str, Any]) -> None:
     assert len(data) <= 1024
 
 
-def test_a_rich_record_is_thinned_until_it_fits() -> None:
+def test_a_large_record_drops_optional_fields_until_it_fits() -> None:
     peers = [Identity.from_seed(hashlib.sha256(bytes([i])).digest()).peer for i in range(64)]
     rich = profile(
         span=LayerSpan(0, 120),
@@ -102,7 +102,7 @@ def test_a_rich_record_is_thinned_until_it_fits() -> None:
     assert len(data) <= MAX_RECORD
     back = records.to_profile(records.decode(data, ALICE.peer, MODEL, NOW, verify))
     assert back.span == rich.span
-    assert set(back.link_ms) <= set(peers[:24]), "the nearest links are the ones to keep"
+    assert set(back.link_ms) <= set(peers[:24]), "the nearest links are kept"
     assert sum(back.layer_ms) == pytest.approx(sum(rich.layer_ms), rel=1e-3)
 
 
@@ -116,7 +116,7 @@ def test_lifetimes_are_capped_by_the_writer_too() -> None:
     assert until == NOW + MAX_LIFETIME_S
 
 
-def test_why_records_are_ignored() -> None:
+def test_why_records_are_rejected() -> None:
     good = record()
     assert records.decode(good, ALICE.peer, MODEL, NOW, verify).peer == ALICE.peer
     assert reason(good, now=NOW + 12.0) == "late"
@@ -167,7 +167,7 @@ def test_malformed_fields(changes: dict[str, Any]) -> None:
     assert reason(forged(**changes)) == "malformed"
 
 
-def test_fields_of_later_versions_are_passed_over() -> None:
+def test_fields_of_later_versions_are_ignored() -> None:
     assert records.decode(forged(future={"x": [1]}), ALICE.peer, MODEL, NOW, verify).peer == ALICE.peer
 
 
@@ -201,8 +201,8 @@ def test_snapshot() -> None:
     assert snapshot.observed_at == NOW + 1
     assert snapshot.rejected_records == {"wrong_subkey": 1, "wrong_depth": 1, "malformed": 1}
     assert snapshot.missing() == ((0, 10),)
-    told = records.to_snapshot(found, MODEL, NOW + 1, verify, num_layers=32)
-    assert [n.peer for n in told.nodes] == [dave.peer]
+    given = records.to_snapshot(found, MODEL, NOW + 1, verify, num_layers=32)
+    assert [n.peer for n in given.nodes] == [dave.peer]
     assert records.to_snapshot({}, MODEL, NOW, verify).num_layers == 0
     assert records.to_snapshot({}, MODEL, NOW, verify, 30).missing() == ((0, 30),)
     assert records.to_snapshot(found, MODEL, NOW + 100, verify).nodes == ()

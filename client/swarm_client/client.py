@@ -197,8 +197,8 @@ class SwarmClient:
             context_length=source.config.context_length,
             vocab_size=source.config.vocab_size,
             prefill_chunk=self.config.prefill_chunk or MAX_CHUNK,
-            window=self.config.prefill_window,
-            tree_room=TREE_ROOM if options.speculates else 0,
+            prefill_window=self.config.prefill_window,
+            reserved_tree_slots=TREE_ROOM if options.speculates else 0,
         )
         sampling = options.sampling()
         generation = GenerationState(plan)

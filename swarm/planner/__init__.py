@@ -1,1 +1,1 @@
-"""Decisions, pure and deterministic: no sockets, clocks, randomness of their own, asyncio or torch."""
+"""Planning, pure and deterministic: no I/O, clock, randomness, asyncio or torch."""

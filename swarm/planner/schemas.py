@@ -1,7 +1,7 @@
-"""The planner's JSON: a Struct for each command of `swarm-plan`, made of the planners' own types.
+"""The planner's JSON: a Struct for the request of each `swarm-plan` command, made of the planners' own types.
 
-Owns the requests and the sentence that says what is wrong with one; the bounds are `quantities`'. Unknown fields are
-mistakes. Knows neither how a planner decides nor the results. Without numpy, as `swarm-plan --help` shows the fields.
+Owns the requests and the error texts of invalid ones; the bounds are in `swarm.quantities`. Unknown fields are errors.
+Does not import numpy, so that `swarm-plan --help`, which lists the fields, starts quickly.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from swarm.quantities import (
 from swarm.types import CostCurve, Snapshot
 
 MAX_BYTES = 64 << 20
-OLD_WORDS = ("pipelined", "hybrid")  # strategies one release ago: taken, and shown nowhere
+OLD_WORDS = ("pipelined", "hybrid")  # deprecated strategies: accepted, but not listed
 
 Pool = Annotated[Sequence[PoolNode], Meta(max_length=MAX_NODES)]
 
 
 class Request(Schema, frozen=True, kw_only=True):
-    """Base of what a command reads."""
+    """Base of the requests."""
 
 
 class AllocateRequest(Request, frozen=True):
@@ -77,7 +77,7 @@ class JoinRequest(Request, frozen=True):
 
 
 class SwarmNode(Request, frozen=True):
-    """What of a node's profile decides who serves which layers."""
+    """The part of a node's profile that placement depends on."""
 
     id: NodeId
     state: Literal["joining", "loading", "serving", "leaving", "draining"]
@@ -126,7 +126,7 @@ class DispatchRequest(Request, frozen=True):
 
 
 class DrafterRequest(Request, frozen=True):
-    """What of a `forecast.DrafterProfile` a forecast needs; the rest steers a running generation."""
+    """The part of a `forecast.DrafterProfile` that a forecast needs; `doubtful` is its `uncertain_fraction`."""
 
     acceptance: Annotated[Sequence[Annotated[Sequence[Probability], Meta(max_length=64)]], Meta(max_length=64)]
     level_ms: Amount = 0.0
@@ -150,7 +150,7 @@ Parsed = TypeVar("Parsed")
 
 
 def parse(data: bytes, kind: type[Parsed]) -> Parsed:
-    """A request's JSON. Raises UsageError with one sentence that names the field."""
+    """Decode JSON as `kind`. Raises UsageError with one sentence that names the field."""
     _check_size(data)
     try:
         return msgspec.json.decode(data, type=kind)
@@ -161,7 +161,7 @@ def parse(data: bytes, kind: type[Parsed]) -> Parsed:
 
 
 def parse_table(data: bytes) -> dict[str, Any]:
-    """A scenario's JSON, if it begins like an object, or TOML. Raises UsageError."""
+    """Decode a scenario: JSON if it begins like an object, else TOML. Raises UsageError."""
     _check_size(data)
     if data.lstrip().startswith(b"{"):
         return parse(data, dict[str, Any])
@@ -175,7 +175,7 @@ def _check_size(data: bytes) -> None:
     if len(data) > MAX_BYTES:
         raise UsageError(f"the input is over {MAX_BYTES >> 20} MiB, more than is read")
     if not data.strip():
-        raise UsageError("the input is empty; it should hold one object")
+        raise UsageError("the input is empty; it should be one object")
 
 
 _WORDS = {
@@ -189,17 +189,17 @@ _WORDS = {
 
 
 def field_list(kind: Any) -> str:
-    """The fields of a request, for people: parts in brackets, "?" after those that may be left out."""
-    said = []
+    """The fields of a request, for help texts: nested fields in brackets, "?" after optional ones."""
+    names = []
     for field in msgspec.structs.fields(kind):
         parts = sorted(_parts(field.type), key=lambda part: part.__name__)
         inside = f" [{'; '.join(field_list(part) for part in parts)}]" if parts else ""
-        said.append(f"{field.name}{'' if field.required else '?'}{inside}")
-    return ", ".join(said)
+        names.append(f"{field.name}{'' if field.required else '?'}{inside}")
+    return ", ".join(names)
 
 
 def _parts(kind: Any) -> set[type[msgspec.Struct]]:
-    """The Structs that a field's type is made of."""
+    """The Structs in a field's type."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return {kind}
     return {part for inner in get_args(kind) for part in _parts(inner)}
@@ -208,18 +208,16 @@ def _parts(kind: Any) -> set[type[msgspec.Struct]]:
 def error_text(complaint: str, kind: Any = None) -> str:
     """ "Expected `int`, got `str` - at `$.nodes[0].id`" -> "nodes[0].id: expected a whole number, got a string".
 
-    `kind`: what was asked for; a word that is none of a field's is answered with those that are.
+    `kind`: the request type, to list the allowed words of an enum field.
     """
     what, _, where = complaint.partition(" - at ")
     where = where.strip("`").removeprefix("$").removeprefix(".")
     field = re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", what)
     if field is not None:
         inside = f" in {where}" if where else ""
-        return (
-            f"{field[2]} is missing{inside}"
-            if field[1].startswith("missing")
-            else f"{field[2]}{inside} is no known field"
-        )
+        if field[1].startswith("missing"):
+            return f"{field[2]} is missing{inside}"
+        return f"{field[2]}{inside} is no known field"
     plain = re.sub(r"`([^`]*)`", lambda m: " or ".join(_WORDS.get(t, t) for t in m[1].split(" | ")), what)
     plain = plain[:1].lower() + plain[1:]
     if what.startswith("Invalid enum value") and (words := _choices(kind, where)):
@@ -228,7 +226,7 @@ def error_text(complaint: str, kind: Any = None) -> str:
 
 
 def _choices(kind: Any, name: str) -> list[str]:
-    """The words that field `name` of a request may hold; none if it may hold anything."""
+    """The allowed words of field `name`; empty if it is not an enum."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return []
     types = [field.type for field in msgspec.structs.fields(kind) if field.name == name]
@@ -237,7 +235,7 @@ def _choices(kind: Any, name: str) -> list[str]:
 
 
 def placement_request_json(snapshot: Snapshot) -> dict[str, Any]:
-    """What `swarm-plan place-all` is to be given for it to decide as a node does that has read `snapshot`."""
+    """The request with which `swarm-plan place-all` decides as a node does with `snapshot`."""
     nodes = [
         SwarmNode(
             id=n.peer,
@@ -257,10 +255,10 @@ def placement_request_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 class IdMap:
-    """Ids as the planners need them: strings that sort like the ids, and back.
+    """Maps ids to the planners' keys and back: strings that sort like the ids.
 
-    Ids are all strings or all whole numbers; numbers are padded, so that the lower one is the lower string. Raises
-    UsageError for a mixture and for an id that occurs twice.
+    Ids are all strings or all whole numbers; numbers are padded with zeros. Raises UsageError for a mixture and for an
+    id that occurs twice.
     """
 
     def __init__(self, ids: Iterable[str | int]) -> None:
@@ -278,14 +276,14 @@ class IdMap:
         return self._of[name]
 
     def renamed(self, nodes: Iterable[AnyNode]) -> list[AnyNode]:
-        """`nodes` by the keys of their ids."""
+        """`nodes` with keys for ids."""
         return [msgspec.structs.replace(node, id=self.key(node.id)) for node in nodes]
 
     def original(self, key: str) -> str | int:
         return self._back[key]
 
     def parse(self, text: str) -> str | None:
-        """The key of an id that had to be written as a string (a JSON object's key); None if there is no such id."""
+        """The key of an id written as a string, as in a JSON object's keys; None if there is no such id."""
         if text in self._of:
             return self._of[text]
         return self._of.get(int(text)) if text.isdecimal() and len(text) < 20 else None

@@ -151,5 +151,5 @@ def test_a_tail_that_makes_up_tokens_is_not_believed() -> None:
     assert isinstance(actions[0], EmitTokens)
     assert actions[0].medusa_candidates == ()
     assert isinstance(actions[1], SendStep)
-    with pytest.raises(Exception, match="the tail drew token 50"):
+    with pytest.raises(Exception, match="the tail sampled token 50"):
         generation.handle(StepDone(0, actions[1].step, (50,)))

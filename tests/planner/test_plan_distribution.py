@@ -1,4 +1,4 @@
-"""What is sampled while guessing ahead has the model's own distribution (Pearson's chi-square, seeds set by hand)."""
+"""Speculative sampling has the model's own distribution (Pearson's chi-square, fixed seeds)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 VOCAB = 5
 PROMPT = (3, 1)
-TOKENS = 4  # nothing is guessed before the first
+TOKENS = 4  # nothing is drafted before the first
 ANSWERS = 600
 
 Words = tuple[int, ...]
@@ -39,8 +39,8 @@ Words = tuple[int, ...]
 POLICIES = {
     "sequential": SpeculationPolicy(),
     "tree": SpeculationPolicy(max_tree_rows=8, max_depth_per_step=3),
-    "pipelined": SpeculationPolicy(max_tree_rows=3, max_depth_per_step=1, max_steps_in_flight=4),
-    "hybrid": SpeculationPolicy(
+    "pipedec": SpeculationPolicy(max_tree_rows=3, max_depth_per_step=1, max_steps_in_flight=4),
+    "pipelined-tree": SpeculationPolicy(
         max_tree_rows=6,
         max_depth_per_step=2,
         max_steps_in_flight=3,
@@ -71,15 +71,15 @@ def exact() -> dict[Words, float]:
     return chances
 
 
-def guess(text: Words, width: int) -> list[tuple[int, float]]:
-    """The model's own odds, blurred: sometimes right, sometimes wrong."""
+def propose(text: Words, width: int) -> list[tuple[int, float]]:
+    """The model's probabilities with noise: sometimes right, sometimes wrong."""
     rng = random.Random(f"{text}")
     odds = [(token, value + rng.gauss(0, 1)) for token, value in enumerate(logits(text).log_softmax(-1).tolist())]
     return [(token, min(0.0, value)) for token, value in sorted(odds, key=lambda o: -o[1])[: min(width, 3)]]
 
 
 def draw(policy: SpeculationPolicy, seed: int) -> tuple[Words, int]:
-    """-> (an answer, how many of its tokens had been guessed)"""
+    """-> (an answer, how many of its tokens had been drafted)"""
     sampling = Sampling(temperature=1.0, seed=seed)
     chain = ToyChain.of(3, random.Random(seed), lambda text: sample(logits(tuple(text[-2:])), sampling, len(text)))
     generation = GenerationState(GenerationRequest(PROMPT, TOKENS, reserved_tree_slots=64), policy)
@@ -93,14 +93,14 @@ def draw(policy: SpeculationPolicy, seed: int) -> tuple[Words, int]:
                     chain.send(action)
                 case DiscardInFlight():
                     chain.drop(action.epoch)
-                case RequestDrafts(paths=paths, width=width, use_model=thorough):
-                    made = [tuple(guess((*generation.known, *path), width)) for path in paths]
+                case RequestDrafts(paths=paths, width=width, use_model=use_model):
+                    made = [tuple(propose((*generation.known, *path), width)) for path in paths]
                     event = (
                         DraftsProposed(tuple(made))
-                        if thorough
+                        if use_model
                         else DraftsProposed(((),) * len(made), (1.0,) * len(made))
                     )
-        event = event or chain.settle()
+        event = event or chain.next_result()
     return generation.generated, generation.stats.accepted
 
 
@@ -123,10 +123,10 @@ def test_samples_have_the_models_own_distribution(policy: str) -> None:
 
 
 def test_the_test_notices_another_distribution() -> None:
-    """Guesses that are taken without being drawn would show."""
+    """Draft tokens accepted without being sampled would show."""
     chances = exact()
-    guessed = {words: guess((*PROMPT, *words[:-1]), 1)[0][0] == words[-1] for words in chances}
-    bent = [p * (2.0 if guessed[words] else 1.0) for words, p in chances.items()]
+    drafted = {words: propose((*PROMPT, *words[:-1]), 1)[0][0] == words[-1] for words in chances}
+    bent = [p * (2.0 if drafted[words] else 1.0) for words, p in chances.items()]
     seen = Counter(random.Random(1).choices(list(chances), bent, k=ANSWERS))
     statistic, freedom = chi_square(seen, chances)
     assert statistic > freedom + 3 * math.sqrt(2 * freedom)

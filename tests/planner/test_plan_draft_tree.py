@@ -1,4 +1,4 @@
-"""The prediction tree against plain definitions on random trees."""
+"""The draft tree against plain definitions on random trees."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_paths_positions_and_scores_follow_from_the_parents(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_likeliest_nodes_within_reach_are_sent(seed: int) -> None:
+def test_the_likeliest_nodes_within_the_depth_are_sent(seed: int) -> None:
     rng = random.Random(seed)
     tree = random_tree(rng, 25)
     for _ in range(4):
@@ -57,7 +57,7 @@ def test_the_likeliest_nodes_within_reach_are_sent(seed: int) -> None:
             if node.slot == NO_SLOT and (node.parent in before) and node.path_logprob >= floor
         ]
         if left_out and chosen:
-            assert len(chosen) == rows, "rows must not be wasted while guesses wait"
+            assert len(chosen) == rows, "rows must not be wasted while drafts are unsent"
             assert max(n.path_logprob for n in left_out) <= min(n.path_logprob for n in chosen if n.parent in before)
         assert len(set(slots(tree))) == len(slots(tree)), "a slot holds one node"
         for node, parent in zip(chosen, tree.parent_slots(chosen), strict=True):
@@ -75,14 +75,14 @@ def depth_within(tree: DraftTree, chosen: list[DraftNode], node: DraftNode) -> i
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_a_step_hangs_so_many_levels_below_what_is_held(levels: int) -> None:
+def test_a_step_has_at_most_so_many_levels_below_the_sent_nodes(levels: int) -> None:
     tree = random_tree(random.Random(levels), 40)
     chosen = tree.take_for_step(100, levels, -math.inf)
     assert max(depth_within(tree, chosen, node) for node in chosen) == levels
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_advancing_keeps_what_hangs_on_the_token_and_frees_the_rest(seed: int) -> None:
+def test_advancing_keeps_the_subtree_and_frees_the_rest(seed: int) -> None:
     rng = random.Random(seed)
     tree = random_tree(rng, 25)
     tree.take_for_step(12, 5, -math.inf)
@@ -95,12 +95,12 @@ def test_advancing_keeps_what_hangs_on_the_token_and_frees_the_rest(seed: int) -
     assert {(n.token, n.position, n.slot) for n in tree.root.descendants()} == kept
     tree.take_for_step(30, 9, -math.inf)
     assert len(set(slots(tree))) == len(slots(tree))
-    assert max(slots(tree), default=0) < 40, "slots are used again"
+    assert max(slots(tree), default=0) < 40, "slots are reused"
     assert tree.advance(999) == NO_SLOT
     assert (tree.root.token, len(tree)) == (999, 0)
 
 
-def test_forgetting_slots_keeps_the_guesses() -> None:
+def test_forgetting_slots_keeps_the_drafts() -> None:
     tree = random_tree(random.Random(5), 15)
     first = [n.token for n in tree.take_for_step(6, 3, -math.inf)]
     tree.forget_slots()
@@ -109,7 +109,7 @@ def test_forgetting_slots_keeps_the_guesses() -> None:
     assert [n.token for n in tree.take_for_step(6, 3, -math.inf)] == first
 
 
-def test_the_frontier_is_what_may_matter() -> None:
+def test_only_nodes_whose_children_may_be_sent_are_expanded() -> None:
     tree = DraftTree(0, 0)
     assert tree.to_expand(4, -math.inf, 99, sent_only=False) == [tree.root]
     tree.add(tree.root, [(1, -0.1), (2, -1.0), (3, -3.0)])
@@ -122,9 +122,9 @@ def test_the_frontier_is_what_may_matter() -> None:
     assert tree.to_expand(8, -math.inf, 2, sent_only=True) == [], "no child may stand at the end"
 
 
-def test_what_a_drafter_says_later_counts_for_all_below() -> None:
+def test_later_probabilities_apply_to_the_subtree() -> None:
     tree = DraftTree(1, 0)
-    tree.add(tree.root, [(2, -1.0)], still_open=0.6)
+    tree.add(tree.root, [(2, -1.0)], unassigned_mass=0.6)
     child = tree.root.children[2]
     tree.add(child, [(3, -0.5)])
     tree.add(tree.root, [(2, -0.25), (4, -2.0)])
@@ -133,11 +133,11 @@ def test_what_a_drafter_says_later_counts_for_all_below() -> None:
     assert set(tree.root.children) == {2, 4}
 
 
-def test_the_undecided_are_those_where_most_belief_is_open() -> None:
+def test_the_most_uncertain_nodes_have_most_unassigned_mass() -> None:
     tree = DraftTree(1, 0)
-    tree.add(tree.root, [(2, math.log(0.5)), (3, math.log(0.25))], still_open=0.1)
+    tree.add(tree.root, [(2, math.log(0.5)), (3, math.log(0.25))], unassigned_mass=0.1)
     likely, other = tree.root.children[2], tree.root.children[3]
-    tree.add(likely, [(5, -0.1)], still_open=0.9)
+    tree.add(likely, [(5, -0.1)], unassigned_mass=0.9)
     assert tree.most_uncertain(2, 0.0, 99) == [likely.children[5], likely]
     assert tree.most_uncertain(9, 0.2, 99)[-1] is other
     assert tree.most_uncertain(9, 0.3, 99) == [likely.children[5], likely]
@@ -146,10 +146,10 @@ def test_the_undecided_are_those_where_most_belief_is_open() -> None:
     assert tree.most_uncertain(9, 0.0, 1) == [], "nothing may stand at the end"
 
 
-def test_a_step_that_the_text_hardly_comes_to_is_not_sent() -> None:
+def test_a_step_that_is_unlikely_to_be_reached_is_not_sent() -> None:
     tree = DraftTree(1, 0)
     tree.add(tree.root, [(2, math.log(0.2)), (3, math.log(0.15))])
     tree.add(tree.root.children[2], [(4, 0.0)])
-    assert tree.take_for_step(8, 4, -math.inf, reach=0.4) == []
+    assert tree.take_for_step(8, 4, -math.inf, min_path_prob=0.4) == []
     assert tree.num_sent == 0
-    assert len(tree.take_for_step(8, 4, -math.inf, reach=0.3)) == 3
+    assert len(tree.take_for_step(8, 4, -math.inf, min_path_prob=0.3)) == 3

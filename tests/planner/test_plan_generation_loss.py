@@ -1,4 +1,4 @@
-"""A hop is lost while the drafter is being asked: the question dies with the chain, and the generation goes on."""
+"""A hop is lost while a draft request is in flight: the request is dropped, and the generation continues."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from swarm.planner.generation.state_machine import (
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])
-def test_a_question_that_was_never_put_does_not_hold_up_the_next_chain(in_flight: int) -> None:
+def test_a_dropped_draft_request_does_not_block_the_next_chain(in_flight: int) -> None:
     generation = GenerationState(
         GenerationRequest((1, 2, 3), 20, reserved_tree_slots=64),
         SpeculationPolicy(max_tree_rows=4, max_depth_per_step=2, max_steps_in_flight=in_flight),
     )
     (step,) = (a for a in generation.handle(ChainReady(0)) if isinstance(a, SendStep))
-    asked = generation.handle(StepDone(generation.epoch, step.step, (4,), ()))
-    assert any(isinstance(action, RequestDrafts) for action in asked)
-    # The driver could not send what came before the question, and forgets it.
+    actions = generation.handle(StepDone(generation.epoch, step.step, (4,), ()))
+    assert any(isinstance(action, RequestDrafts) for action in actions)
+    # The driver could not send the step before the request, and drops the request.
     (repair,) = generation.handle(HopLost("a", "gone"))
     assert isinstance(repair, RepairChain)
     again = generation.handle(ChainReady(repair.committed))

@@ -1,4 +1,4 @@
-"""Every row, step and question must earn its time."""
+"""Every row, step and draft-model call must be worth its time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from swarm.errors import UsageError
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.costs.online_costs import Observation, OnlineChainCosts
 from swarm.planner.generation.events import SpeculationPolicy
-from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, steps_held
+from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, pipeline_depth
 from swarm.types import CostCurve
 
 CURVE = CostCurve((1, 2, 4, 8, 16, 32), (0.4, 0.42, 0.48, 0.6, 0.9, 1.5))
@@ -20,11 +20,11 @@ def chain(hops: int, link_ms: float, curve: CostCurve = CURVE) -> ChainCosts:
 
 
 def plain(costs: ChainCosts, **others: float) -> SpeculationCosts:
-    """As fast as decoding without guesses."""
+    """As fast as plain decoding."""
     return SpeculationCosts(1 / costs.iteration_ms(1), **others)
 
 
-def test_long_lines_make_rows_cheap_and_steps_of_guesses_worth_their_way() -> None:
+def test_slow_links_make_rows_and_speculative_steps_cheap() -> None:
     near, far = chain(4, 0.0), chain(4, 40.0)
     here, there = choose_policy(near, plain(near)), choose_policy(far, plain(far))
     assert there.min_node_prob < here.min_node_prob / 3
@@ -41,23 +41,23 @@ def test_a_step_at_most_doubles_what_its_hops_compute() -> None:
         assert choose_policy(costs, plain(costs)).max_tree_rows == rows
 
 
-def test_the_faster_tokens_come_the_surer_a_row_must_be() -> None:
+def test_higher_throughput_demands_more_likely_rows() -> None:
     costs = chain(4, 20.0)
     slow = choose_policy(costs, plain(costs))
     fast = choose_policy(costs, SpeculationCosts(5 / costs.iteration_ms(1)))
     assert fast.min_node_prob == pytest.approx(5 * slow.min_node_prob)
 
 
-def test_a_question_must_bring_its_time_and_less_while_the_chain_is_busy() -> None:
+def test_a_draft_model_call_must_be_worth_its_time_and_costs_less_with_steps_in_flight() -> None:
     costs = chain(4, 20.0)
-    cheap, dear = (choose_policy(costs, plain(costs, level_ms=ms, model_hit_rate=0.5)) for ms in (1.0, 30.0))
+    cheap, expensive = (choose_policy(costs, plain(costs, level_ms=ms, model_hit_rate=0.5)) for ms in (1.0, 30.0))
     assert cheap.min_mass_blocking is not None
-    assert dear.min_mass_blocking == pytest.approx(30 * cheap.min_mass_blocking)
-    assert dear.min_mass_blocking == pytest.approx(30 / 0.5 / costs.iteration_ms(1))
+    assert expensive.min_mass_blocking == pytest.approx(30 * cheap.min_mass_blocking)
+    assert expensive.min_mass_blocking == pytest.approx(30 / 0.5 / costs.iteration_ms(1))
     assert cheap.min_mass_idle < cheap.min_mass_blocking / 10
 
 
-def test_boasting_crowding_and_company_make_it_careful() -> None:
+def test_overconfidence_contention_and_batch_sharing_make_it_conservative() -> None:
     costs = chain(4, 5.0)
     calm = choose_policy(costs, plain(costs))
     assert choose_policy(costs, plain(costs, calibration=0.5)).min_node_prob == pytest.approx(2 * calm.min_node_prob)
@@ -65,10 +65,10 @@ def test_boasting_crowding_and_company_make_it_careful() -> None:
     assert choose_policy(costs, plain(costs, contention=1.6)).min_path_prob > 1.5 * calm.min_path_prob
 
 
-def test_several_sessions_share_what_a_chain_holds_and_pay_for_each_others_rows() -> None:
+def test_sessions_share_the_pipeline_and_pay_for_each_others_rows() -> None:
     costs = chain(4, 20.0)
     alone, four, many = (choose_policy(costs, plain(costs, level_ms=2.0, batch_sharing=n)) for n in (1.0, 4.0, 100.0))
-    assert four.max_steps_in_flight == round((steps_held(costs) + 1) / 4)
+    assert four.max_steps_in_flight == round((pipeline_depth(costs) + 1) / 4)
     assert many.max_steps_in_flight == 1
     assert four.min_node_prob == pytest.approx(4 * alone.min_node_prob)
     assert four.min_mass_blocking == pytest.approx(
@@ -76,7 +76,7 @@ def test_several_sessions_share_what_a_chain_holds_and_pay_for_each_others_rows(
     )
 
 
-def test_how_many_share_the_chain_is_learnt_from_its_hops() -> None:
+def test_batch_sharing_is_learned_from_the_hops() -> None:
     live = OnlineChainCosts(chain(3, 20.0))
     trace = ((0.0, 1.0),) * 3
     assert live.batch_sharing == 1.0
@@ -88,18 +88,20 @@ def test_how_many_share_the_chain_is_learnt_from_its_hops() -> None:
     assert live.batch_sharing == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_chain_holds_its_round_over_its_slowest_hop() -> None:
-    assert steps_held(chain(3, 0.0)) == 3
-    assert steps_held(chain(3, 20.0)) == 23
-    assert steps_held(chain(3, 500.0)) == 32
+def test_pipeline_depth_is_the_round_trip_over_the_bottleneck() -> None:
+    assert pipeline_depth(chain(3, 0.0)) == 3
+    assert pipeline_depth(chain(3, 20.0)) == 23
+    assert pipeline_depth(chain(3, 500.0)) == 32
 
 
-def seen(costs: ChainCosts, width: int, row_ms: float, crowd: float = 1.0, *, crowded: bool = False) -> Observation:
-    trace = tuple((0.0, crowd * (stage.layers * 0.4 + row_ms * (width - 1))) for stage in costs.stages)
-    return Observation(width, trace, None, crowded)
+def seen(
+    costs: ChainCosts, width: int, row_ms: float, contention: float = 1.0, *, overlapped: bool = False
+) -> Observation:
+    trace = tuple((0.0, contention * (stage.layers * 0.4 + row_ms * (width - 1))) for stage in costs.stages)
+    return Observation(width, trace, None, overlapped)
 
 
-def test_what_rows_really_cost_is_learnt() -> None:
+def test_the_cost_of_rows_is_learned() -> None:
     costs = chain(3, 20.0, FLAT)
     live = OnlineChainCosts(costs)
     for width in (1, 8, 1, 6, 9, 1, 12, 8) * 3:
@@ -108,12 +110,12 @@ def test_what_rows_really_cost_is_learnt() -> None:
     assert live.now().compute_ms(8) == pytest.approx(costs.compute_ms(1) + 3 * 0.5 * 7, rel=0.2)
 
 
-def test_hops_that_share_a_machine_show_when_steps_overlap() -> None:
+def test_contention_shows_when_steps_overlap() -> None:
     costs = chain(3, 20.0, FLAT)
     live = OnlineChainCosts(costs)
     for _ in range(30):
         live.observe(seen(costs, 1, 0.0))
-        live.observe(seen(costs, 1, 0.0, crowd=1.5, crowded=True))
+        live.observe(seen(costs, 1, 0.0, contention=1.5, overlapped=True))
     assert 1.3 < live.contention < 1.6
     assert live.now().compute_ms(1) == pytest.approx(costs.compute_ms(1), rel=0.05), (
         "a step alone takes as long as ever"

@@ -1,4 +1,4 @@
-"""Which steps share a batch, in what order and after which wait; what a layer costs now."""
+"""Continuous batching: order, budget and wait; the estimate of a layer's time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_batch_holds_one_span() -> None:
     assert queue.take() == [b]
 
 
-def test_steps_nobody_waits_for_are_forgotten() -> None:
+def test_dropped_steps_are_removed() -> None:
     a, b = Item(dropped=True), Item(dropped=True, prefill=True)
     queue = queue_of(512, a, b)
     assert queue.take() == []
@@ -124,7 +124,7 @@ def test_a_batch_waits_for_the_sessions_that_were_in_the_last_one() -> None:
     assert queue.wait_s() == 0.0
 
 
-def test_nobody_waits_for_sessions_of_other_batches_nor_for_those_that_have_been_away() -> None:
+def test_no_wait_for_sessions_of_other_batches_nor_for_inactive_ones() -> None:
     queue = queue_of(512)
     decode(queue, 0, 1, at_s=0.0)
     decode(queue, 2, at_s=0.1)
@@ -137,7 +137,7 @@ def test_nobody_waits_for_sessions_of_other_batches_nor_for_those_that_have_been
     assert queue.wait_s() == 0.0
 
 
-def test_prefill_makes_no_session_one_that_is_waited_for() -> None:
+def test_no_wait_for_sessions_that_only_prefilled() -> None:
     queue = queue_of(512)
     for key in (0, 1):
         queue.push(Item(5, prefill=True, session_key=key))
@@ -153,7 +153,7 @@ def test_prefill_makes_no_session_one_that_is_waited_for() -> None:
     ),
     here=st.sets(st.integers(0, 5)),
 )
-def test_the_wait_is_for_whoever_shares_the_last_batch(
+def test_the_wait_is_for_the_sessions_of_the_last_batch(
     events: list[tuple[str, set[int], float]], here: set[int]
 ) -> None:
     """Against the rule written out: who decoded within a second, and in which batch last."""
@@ -185,7 +185,7 @@ def test_a_session_s_steps_wait_for_each_other() -> None:
     b.stale = True
     assert order.ran(a) is c
     assert order.ran(other) is None
-    c.dropped = d.stale = True  # it waited, and nobody waits for it
+    c.dropped = d.stale = True  # it was queued, and its result is not needed
     e = Item(session_key=7)
     assert order.arrive(e) is e
     assert order.ran(c) is None
@@ -207,12 +207,12 @@ def test_a_batch_is_counted() -> None:
     assert BatchStats.of(steps, 2.5) == BatchStats(SPAN, 2, 1, 8, 2.5)
 
 
-def test_tau_is_what_one_session_more_would_meet() -> None:
+def test_tau_is_for_one_session_more() -> None:
     tau = LayerTimeEstimator(CURVE)
     assert [tau.ms(sessions, 0.0) for sessions in (0, 3, 15)] == [1.0, 1.5, 4.0]
 
 
-def test_tau_follows_live_batches_and_forgets_them_when_work_stops() -> None:
+def test_tau_follows_measured_batches_and_decays_without_work() -> None:
     now = 0.0
     tau = LayerTimeEstimator(CURVE)
     for _ in range(60):
@@ -227,14 +227,14 @@ def test_tau_follows_live_batches_and_forgets_them_when_work_stops() -> None:
     assert tau.ms(0, now) == pytest.approx(2.0, rel=0.01), "a calibration that was off is corrected for good"
 
 
-def test_prefill_says_nothing_of_a_token() -> None:
+def test_prefill_does_not_change_tau() -> None:
     tau = LayerTimeEstimator(CURVE)
     tau.observe(batch(5000.0, decode=0, rows=256), 0.0)
     tau.observe(batch(5000.0, decode=1, steps=2, rows=257), 0.0)
     assert tau.ms(0, 0.0) == 1.0
 
 
-def test_one_wild_batch_is_not_believed() -> None:
+def test_an_outlier_is_clamped() -> None:
     tau = LayerTimeEstimator(CURVE)
     tau.observe(batch(compute_ms=1e9), 0.0)
     assert tau.ms(0, 0.0) < 15.0

@@ -12,7 +12,6 @@ import pytest
 from swarm.errors import UsageError
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.speculation.forecast import (
-    WIDTHS,
     DrafterProfile,
     Strategy,
     choose,
@@ -20,6 +19,7 @@ from swarm.planner.speculation.forecast import (
     sequential,
     tree,
 )
+from swarm.planner.speculation.policy import SEARCH
 from swarm.planner.speculation.static_tree import best_shape, expected_tokens
 from swarm.types import UNMEASURED, Chain, CostCurve, Hop, LayerSpan, NodeProfile, NodeState, Snapshot
 
@@ -36,7 +36,7 @@ def chain(hops: int, link_ms: float = 0.0, cost: CostCurve = FLAT, layers: int =
     return ChainCosts(tuple(Stage(layers, 1.0, cost) for _ in range(hops)), (link_ms,) * (hops + 1), row_ms)
 
 
-def test_sequential_is_one_token_a_round() -> None:
+def test_sequential_is_one_token_a_round_trip() -> None:
     costs = ChainCosts((Stage(10, 2.0, UNMEASURED), Stage(5, 4.0, UNMEASURED)), (5.0, 20.0, 7.0))
     assert sequential(costs).tokens_per_s == pytest.approx(1000 / (20 + 20 + 32))
 
@@ -47,7 +47,7 @@ def test_the_best_tree_of_all_widths_and_depths(level_ms: float, link_ms: float)
     costs, drafter = chain(3, link_ms, RISING, row_ms=0.1), DrafterProfile(GOOD[:6], level_ms, round_ms=1.0)
     best = max(
         expected_tokens(shape, drafter.acceptance) / (1.0 + level_ms * shape.depth + costs.iteration_ms(shape.width))
-        for width in WIDTHS[1:]
+        for width in SEARCH.widths[1:]
         for depth in range(1, 7)
         for shape in [best_shape(drafter.acceptance, width, depth)]
     )
@@ -57,7 +57,7 @@ def test_the_best_tree_of_all_widths_and_depths(level_ms: float, link_ms: float)
     assert found.shape.width == found.width
 
 
-def test_a_longer_round_pays_for_a_wider_tree() -> None:
+def test_a_longer_round_trip_pays_for_a_wider_tree() -> None:
     """Ghidorah's width is the machine's; over a network the round costs the same whatever is verified in it."""
     widths = []
     for link_ms in (0.0, 30.0, 300.0):
@@ -69,10 +69,10 @@ def test_a_longer_round_pays_for_a_wider_tree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hops", "settled", "threshold"), [(4, 2.0, 2 / 3), (4, 2.5, 0.8), (8, 2.0, 4 / 7), (14, 3.3, 0.751)]
+    ("hops", "committed", "threshold"), [(4, 2.0, 2 / 3), (4, 2.5, 0.8), (8, 2.0, 4 / 7), (14, 3.3, 0.751)]
 )
-def test_when_pipelining_beats_a_tree(hops: int, settled: float, threshold: float) -> None:
-    """With free links and drafts a miss costs about N-1 slots; a static tree of `settled` tokens takes N slots.
+def test_when_pipelining_beats_a_tree(hops: int, committed: float, threshold: float) -> None:
+    """With free links and drafts a miss costs about N-1 slots; a static tree of `committed` tokens takes N slots.
 
     The thresholds are those of hops in lockstep; a hop that is amid a dropped step when the miss is known adds to them.
     """
@@ -80,27 +80,27 @@ def test_when_pipelining_beats_a_tree(hops: int, settled: float, threshold: floa
     for hit, wins in ((threshold, False), (threshold + 0.05, True)):
         found = pipedec(costs, DrafterProfile([[hit]] * 31), [1])
         assert found is not None
-        assert (found.tokens_per_s > 1000 * settled / costs.iteration_ms(1)) is wins
+        assert (found.tokens_per_s > 1000 * committed / costs.iteration_ms(1)) is wins
 
 
 def simulate(costs: ChainCosts, drafter: DrafterProfile, width: int, flight: int, tokens: int = 4000) -> float:
     """Tokens/s of PipeDec's tree on a pipeline, drawn token by token: levels grown, hit, pruned, or all dropped.
 
-    The drafter's first row holds everywhere, its doubts fall on places by chance.
+    The drafter's first row holds everywhere, uncertain positions are random.
     """
     rng = random.Random(7)
-    row, doubtful = drafter.acceptance[0], drafter.uncertain_fraction
-    torn = [1 - (1 - row[0]) / doubtful, *(p / doubtful for p in row[1:])]
+    row, uncertain = drafter.acceptance[0], drafter.uncertain_fraction
+    torn = [1 - (1 - row[0]) / uncertain, *(p / uncertain for p in row[1:])]
 
     def deeper(level: Level, place: Sequence[float]) -> Level:
         paths = [((*path, rank), p * q) for path, p in level for rank, q in enumerate(place) if q > 0]
         return sorted(paths, key=lambda item: -item[1])[:width]
 
-    clock, settled = 0.0, 0
-    while settled < tokens:
+    clock, committed = 0.0, 0
+    while committed < tokens:
         clock += costs.iteration_ms(1)
-        settled += 1
-        places = [torn if rng.random() < doubtful else [1.0] for _ in range(flight - 1)]
+        committed += 1
+        places = [torn if rng.random() < uncertain else [1.0] for _ in range(flight - 1)]
         levels: list[Level] = []
         for place in places:
             levels.append(deeper(levels[-1] if levels else [((), 1.0)], place))
@@ -114,21 +114,21 @@ def simulate(costs: ChainCosts, drafter: DrafterProfile, width: int, flight: int
                 clock += max(0.0, costs.stages[0].ms(rows) - rng.random() * slot)
                 break
             levels = [[(path[1:], p) for path, p in level if path[0] == drawn] for level in levels[1:]]
-            places.append(torn if rng.random() < doubtful else [1.0])
+            places.append(torn if rng.random() < uncertain else [1.0])
             levels.append(deeper(levels[-1] if levels else [((), 1.0)], places[-1]))
             sent.append(len(levels[-1]))
             clock += slot
-            settled += 1
-    return 1000 * settled / clock
+            committed += 1
+    return 1000 * committed / clock
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hops", [3, 6])
 @pytest.mark.parametrize("row", [[0.7], [0.7, 0.15, 0.05], [0.6, 0.2, 0.1, 0.05]])
 @pytest.mark.parametrize("width", [1, 4, 16])
-@pytest.mark.parametrize("doubtful", [0.4, 1.0])
-def test_pipelined_agrees_with_a_simulated_pipeline(hops: int, row: list[float], width: int, doubtful: float) -> None:
-    costs, drafter = chain(hops, 10.0, RISING), DrafterProfile([row] * 31, uncertain_fraction=doubtful)
+@pytest.mark.parametrize("uncertain", [0.4, 1.0])
+def test_pipelined_agrees_with_a_simulated_pipeline(hops: int, row: list[float], width: int, uncertain: float) -> None:
+    costs, drafter = chain(hops, 10.0, RISING), DrafterProfile([row] * 31, uncertain_fraction=uncertain)
     found = pipedec(costs, drafter, [width])
     assert found is not None
     assert found.tokens_per_s == pytest.approx(simulate(costs, drafter, width, found.in_flight), rel=0.08)
@@ -152,7 +152,7 @@ def test_a_slow_drafter_is_hidden_by_the_pipeline_only() -> None:
     assert slow.best.strategy is Strategy.PIPEDEC
 
 
-def test_the_choice_is_the_fastest_and_says_why() -> None:
+def test_the_choice_is_the_fastest_and_gives_its_reason() -> None:
     rng = random.Random(0)
     for _ in range(200):
         hops = rng.randint(1, 8)
@@ -182,10 +182,10 @@ def test_more_steps_in_flight_never_predict_less() -> None:
     costs, drafter = chain(6, 40.0, RISING), DrafterProfile(GOOD)
     rates = [choose(costs, drafter, max_in_flight=n).best.tokens_per_s for n in range(1, 32)]
     assert all(b >= a * (1 - 1e-3) for a, b in itertools.pairwise(rates))
-    assert pipedec(costs, drafter, WIDTHS, 1) is None
+    assert pipedec(costs, drafter, SEARCH.widths, 1) is None
 
 
-def test_costs_are_read_off_the_live_map() -> None:
+def test_costs_come_from_the_snapshot() -> None:
     curve = CostCurve((1, 8), (2.0, 3.0))
     nodes = (
         NodeProfile("a", "a", NodeState.SERVING, "bf16", "h", 9, LayerSpan(0, 4), layer_ms=(1, 2, 3, 4), cost=curve),
@@ -197,7 +197,7 @@ def test_costs_are_read_off_the_live_map() -> None:
     assert costs.stages == (Stage(3, 3.0, curve), Stage(2, 6.0, curve))
     assert costs.link_ms == (5.0, 11.0, 6.0)
     assert costs.compute_ms(8) == pytest.approx(3 * 4 + 2 * 7)
-    with pytest.raises(UsageError, match="does not know"):
+    with pytest.raises(UsageError, match="has no node z"):
         ChainCosts.of(Chain((Hop("z", 0, 6),)), snapshot, lambda a, b: 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Settings follow what is measured: costs, the drafter's odds, and how predictions came true."""
+"""Decisions follow measurements: costs, the drafter's calibration, and the bias of forecasts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.costs.online_costs import Observation, OnlineChainCosts
 from swarm.planner.generation.events import SEQUENTIAL
 from swarm.planner.speculation.controller import (
-    BIAS_RECOVERY,
-    RECHOOSE_TOKENS,
+    DEFAULT_POLICY,
     SpeculationController,
     _ForecastBias,
     policy_of,
@@ -21,9 +20,11 @@ from swarm.planner.speculation.forecast import (
     sequential,
     tree,
 )
+from swarm.planner.speculation.policy import ControllerPolicy
 from swarm.types import CostCurve
 
 CURVE = CostCurve((1, 2, 4, 8, 16, 32), (0.4, 0.42, 0.48, 0.6, 0.9, 1.5))
+REVIEW_TOKENS = DEFAULT_POLICY.first_review_tokens
 GOOD = ((0.7, 0.1, 0.05),) * 8
 POOR = ((0.02, 0.01),) * 8
 
@@ -39,99 +40,99 @@ def observed(costs: ChainCosts, width: int, slow: float = 1.0, queue_ms: float =
 
 
 def test_costs_move_to_what_is_measured() -> None:
-    told = chain(3, 20.0)
+    predicted = chain(3, 20.0)
     true = chain(3, 5.0)
-    live = OnlineChainCosts(told)
-    assert live.now() == told
+    live = OnlineChainCosts(predicted)
+    assert live.now() == predicted
     for _ in range(40):
         live.observe(observed(true, 4, slow=3.0, queue_ms=2.0))
     now = live.now()
     assert now.links_ms(1) == pytest.approx(true.links_ms(1), rel=0.01)
     assert now.compute_ms(4) == pytest.approx(3 * true.compute_ms(4) + 6.0, rel=0.01)
     live.observe(Observation(4, ((0.0, 1e6),), 1e6))
-    assert live.now() == now, "a trace of another chain says nothing of this one"
+    assert live.now() == now, "a trace of another chain is ignored"
 
 
-def test_rounds_that_overlap_say_nothing_of_the_links() -> None:
+def test_overlapping_steps_do_not_change_the_links() -> None:
     live = OnlineChainCosts(chain(2, 20.0))
     live.observe(Observation(1, ((0.0, 6.0), (0.0, 6.0)), None))
     assert live.now().link_ms == chain(2, 20.0).link_ms
 
 
-def test_slow_links_and_good_guesses_make_it_guess_and_poor_ones_do_not() -> None:
+def test_slow_links_and_good_drafts_make_it_speculate_and_poor_ones_do_not() -> None:
     assert SpeculationController(chain(4, 20.0)).decide(DrafterProfile(GOOD)).strategy is not Strategy.SEQUENTIAL
     quiet = SpeculationController(chain(1, 0.1)).decide(DrafterProfile(POOR))
     assert quiet.strategy is Strategy.SEQUENTIAL
-    assert quiet.policy.min_node_prob > 0.02, (
-        "only guesses that are nearly sure are worth a row where rows cost as much"
-    )
+    assert quiet.policy.min_node_prob > 0.02, "only the most confident drafts are worth such an expensive row"
 
 
 @pytest.mark.parametrize("only", list(Strategy))
-def test_what_the_user_asks_for_is_kept_to(only: Strategy) -> None:
-    tuner = SpeculationController(chain(4, 20.0), only)
-    setting = tuner.decide(DrafterProfile(GOOD))
-    assert setting.strategy is only
+def test_a_fixed_strategy_is_kept(only: Strategy) -> None:
+    controller = SpeculationController(chain(4, 20.0), only)
+    decision = controller.decide(DrafterProfile(GOOD))
+    assert decision.strategy is only
     shape = {Strategy.SEQUENTIAL: (False, False), Strategy.TREE: (True, False)}
-    assert (setting.policy.max_tree_rows > 0, setting.policy.max_steps_in_flight > 1) == shape.get(only, (True, True))
+    assert (decision.policy.max_tree_rows > 0, decision.policy.max_steps_in_flight > 1) == shape.get(only, (True, True))
 
 
-def test_a_strategy_that_disappoints_is_left_after_a_while() -> None:
+def test_a_strategy_with_a_wrong_forecast_is_left_in_time() -> None:
     costs = chain(4, 20.0)
-    tuner = SpeculationController(costs)
-    first = tuner.decide(DrafterProfile(GOOD))
+    controller = SpeculationController(costs)
+    first = controller.decide(DrafterProfile(GOOD))
     assert first.strategy is not Strategy.SEQUENTIAL
     for _ in range(400):
-        tuner.on_commit(observed(costs, 8), 1, 0, 0.0, 5 * costs.iteration_ms(1))
-        if tuner.decide(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL:
+        controller.on_commit(observed(costs, 8), 1, 0, 0.0, 5 * costs.iteration_ms(1))
+        if controller.decide(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL:
             break
-    assert tuner.decide(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL
+    assert controller.decide(DrafterProfile(GOOD)).strategy is Strategy.SEQUENTIAL
 
 
-def test_a_chain_that_is_slower_than_was_known_breaks_no_strategys_promise() -> None:
-    told = chain(4, 1.0)
+def test_a_chain_slower_than_predicted_is_no_forecast_bias() -> None:
+    predicted = chain(4, 1.0)
     slow = CostCurve(CURVE.widths, tuple(3 * ms for ms in CURVE.ms))
-    true = ChainCosts(tuple(Stage(s.layers, slow.ms_at(1), slow) for s in told.stages), (3.0,) * 5)
-    tuner, knowing = SpeculationController(told), SpeculationController(true).decide(DrafterProfile(GOOD))
-    first = tuner.decide(DrafterProfile(GOOD))
+    true = ChainCosts(tuple(Stage(s.layers, slow.ms_at(1), slow) for s in predicted.stages), (3.0,) * 5)
+    controller, knowing = SpeculationController(predicted), SpeculationController(true).decide(DrafterProfile(GOOD))
+    first = controller.decide(DrafterProfile(GOOD))
     assert first.strategy is knowing.strategy is Strategy.PIPELINED_TREE
     assert first.tokens_per_s > 2 * knowing.tokens_per_s
-    for _ in range(RECHOOSE_TOKENS // 3):
-        tuner.on_commit(observed(true, 8), 3, 2, 2.0, 3e3 / knowing.tokens_per_s)
-    assert tuner._record[Strategy.PIPELINED_TREE].ratio == pytest.approx(1.0, abs=0.15)
-    assert tuner.decide(DrafterProfile(GOOD)).tokens_per_s == pytest.approx(knowing.tokens_per_s, rel=0.2)
+    for _ in range(REVIEW_TOKENS // 3):
+        controller.on_commit(observed(true, 8), 3, 2, 2.0, 3e3 / knowing.tokens_per_s)
+    assert controller._forecast_bias[Strategy.PIPELINED_TREE].ratio == pytest.approx(1.0, abs=0.15)
+    assert controller.decide(DrafterProfile(GOOD)).tokens_per_s == pytest.approx(knowing.tokens_per_s, rel=0.2)
 
 
-def test_it_does_not_change_its_mind_between_two_choices() -> None:
-    tuner = SpeculationController(chain(4, 20.0))
-    first = tuner.decide(DrafterProfile(GOOD))
-    tuner.on_commit(observed(chain(4, 20.0), 1), RECHOOSE_TOKENS - 1, 0, 0.0, 10.0)
-    second = tuner.decide(DrafterProfile(POOR))
+def test_it_keeps_its_strategy_between_two_reviews() -> None:
+    controller = SpeculationController(chain(4, 20.0))
+    first = controller.decide(DrafterProfile(GOOD))
+    controller.on_commit(observed(chain(4, 20.0), 1), REVIEW_TOKENS - 1, 0, 0.0, 10.0)
+    second = controller.decide(DrafterProfile(POOR))
     assert (second.strategy, second.reason) == (first.strategy, first.reason)
-    tuner.on_commit(observed(chain(4, 20.0), 1), 1, 0, 0.0, 10.0)
-    assert tuner.decide(DrafterProfile(POOR)).reason != first.reason
+    controller.on_commit(observed(chain(4, 20.0), 1), 1, 0, 0.0, 10.0)
+    assert controller.decide(DrafterProfile(POOR)).reason != first.reason
 
 
-def test_a_boasting_drafter_must_be_surer() -> None:
+def test_an_overconfident_drafter_needs_higher_probabilities() -> None:
     costs = chain(2, 1.0)
     forecast = tree(costs, DrafterProfile(GOOD))
     assert forecast is not None
-    tuner = SpeculationController(costs, Strategy.TREE)
+    controller = SpeculationController(costs, Strategy.TREE)
     for _ in range(200):
-        tuner.on_commit(observed(costs, 8), 1, 0, 2.0, 10.0)
-    assert tuner.calibration < 0.1
-    assert policy_of(forecast, costs, tuner.calibration).min_node_prob > 3 * policy_of(forecast, costs).min_node_prob
+        controller.on_commit(observed(costs, 8), 1, 0, 2.0, 10.0)
+    assert controller.calibration < 0.1
+    assert (
+        policy_of(forecast, costs, controller.calibration).min_node_prob > 3 * policy_of(forecast, costs).min_node_prob
+    )
     assert policy_of(sequential(costs), costs) == SEQUENTIAL
 
 
 def test_widths_are_checked() -> None:
     with pytest.raises(UsageError):
-        SpeculationController(chain(2, 1.0), widths=())
+        SpeculationController(chain(2, 1.0), policy=ControllerPolicy(widths=()))
 
 
-def test_a_record_is_tokens_over_time_and_not_the_mean_of_bursts() -> None:
-    """Three tokens in 10 ms, then one in 140, again and again, where 20 a second were promised."""
-    record = _ForecastBias()
+def test_forecast_bias_is_tokens_over_time_and_not_the_mean_of_bursts() -> None:
+    """Three tokens in 10 ms, then one in 140, again and again, where 20 a second were forecast."""
+    record = _ForecastBias(DEFAULT_POLICY)
     for _ in range(60):
         record.add(3, 20 * 0.01)
         record.add(0, 20 * 0.07)
@@ -139,4 +140,4 @@ def test_a_record_is_tokens_over_time_and_not_the_mean_of_bursts() -> None:
     assert record.ratio == pytest.approx(4 / (20 * 0.15), rel=0.1)
     before = record.ratio
     record.recover()
-    assert record.ratio == pytest.approx(before + BIAS_RECOVERY * (1 - before))
+    assert record.ratio == pytest.approx(before + DEFAULT_POLICY.bias_recovery * (1 - before))

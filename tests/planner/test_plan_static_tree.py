@@ -43,7 +43,7 @@ def random_table(rng: random.Random, ranks: list[int]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_tree_of_the_width_settles_more(seed: int) -> None:
+def test_no_tree_of_the_width_has_more_expected_tokens(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(40):
         ranks = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]
@@ -57,7 +57,7 @@ def test_no_tree_of_the_width_settles_more(seed: int) -> None:
             assert expected_tokens(shape, table) == pytest.approx(best, rel=1e-12)
 
 
-def test_a_wider_tree_never_settles_less_and_depth_can_be_capped() -> None:
+def test_a_wider_tree_never_has_fewer_expected_tokens_and_depth_can_be_capped() -> None:
     table = [[0.6, 0.15, 0.05], [0.5, 0.1], [0.4, 0.2], [0.3]]
     lengths = [expected_tokens(best_shape(table, width), table) for width in range(1, 30)]
     assert lengths[0] == 1
@@ -66,7 +66,7 @@ def test_a_wider_tree_never_settles_less_and_depth_can_be_capped() -> None:
     assert best_shape(table, 3).paths() == ((0,), (0, 0))
 
 
-def test_guesses_that_never_succeed_are_left_out() -> None:
+def test_candidates_that_are_never_accepted_are_left_out() -> None:
     assert best_shape([[0.5, 0.0], [0.0]], 10).paths() == ((0,),)
     assert best_shape([], 10) == TreeShape()
 

@@ -1,4 +1,4 @@
-"""Levels of a prediction tree against every pattern of doubts, drawn one by one."""
+"""Levels of a draft tree against every pattern of uncertain positions."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ def test_the_first_level_that_cannot_be_hit_ends_them() -> None:
 
 
 @given(ROWS, st.floats(0.1, 1.0), st.integers(1, 12), st.integers(1, 5), st.floats(0.5, 1.0))
-def test_levels_with_doubts_at_some_places(
-    weights: list[float], doubtful: float, width: int, depth: int, total: float
+def test_levels_with_some_uncertain_positions(
+    weights: list[float], uncertain: float, width: int, depth: int, total: float
 ) -> None:
     torn = [total * weight / math.fsum(weights) for weight in weights]
-    average = [(1 - doubtful) + doubtful * torn[0], *(doubtful * p for p in torn[1:])]
+    average = [(1 - uncertain) + uncertain * torn[0], *(uncertain * p for p in torn[1:])]
     covered, rows = [0.0] * depth, [0.0] * depth
     for pattern in itertools.product((True, False), repeat=depth):
-        chance = math.prod(doubtful if doubt else 1 - doubtful for doubt in pattern)
+        chance = math.prod(uncertain if is_uncertain else 1 - uncertain for is_uncertain in pattern)
         paths = [1.0]
-        for level, doubt in enumerate(pattern):
-            paths = sorted((path * p for path in paths for p in (torn if doubt else [1.0])), reverse=True)[:width]
+        for level, is_uncertain in enumerate(pattern):
+            paths = sorted((path * p for path in paths for p in (torn if is_uncertain else [1.0])), reverse=True)[
+                :width
+            ]
             covered[level] += chance * math.fsum(paths)
             rows[level] += chance * len(paths)
-    found = list(forecast_levels([average] * depth, width, depth, doubtful))
+    found = list(forecast_levels([average] * depth, width, depth, uncertain))
     assert list(itertools.accumulate((level.hit for level in found), float.__mul__)) == pytest.approx(covered)
     assert [level.rows for level in found] == pytest.approx(rows)
 

@@ -48,11 +48,11 @@ class ToyHop:
         return None
 
     def run(self, step: SendStep) -> tuple[int, ...]:
-        """What a tail would draw."""
+        """What a tail would sample."""
         target = step.committed_before + len(step.commit_slots)
-        assert len(self.held) >= step.committed_before, "a hop lacks tokens that the step stands on"
+        assert len(self.held) >= step.committed_before, "a hop lacks tokens that the step builds on"
         if len(self.held) > target:
-            assert step.epoch > self.ran, "only a new epoch takes tokens back"
+            assert step.epoch > self.ran, "only a new epoch truncates"
             del self.held[target:]
             self.tree.clear()
         for slot in step.commit_slots[len(self.held) - step.committed_before :]:
@@ -64,17 +64,17 @@ class ToyHop:
         if step.tokens:
             self.tree.clear()
             self.held += step.tokens
-        draws = [self.model(self.held)] if step.tokens else []
+        samples = [self.model(self.held)] if step.tokens else []
         for token, parent, slot in zip(step.rows, step.parents, step.slots, strict=True):
             assert slot not in self.tree, "a slot is used twice"
             self.tree[slot] = [*(self.tree[parent] if parent >= 0 else []), token]
-            draws.append(self.model(self.held + self.tree[slot]))
-        return tuple(draws) if step.sample else ()
+            samples.append(self.model(self.held + self.tree[slot]))
+        return tuple(samples) if step.sample else ()
 
 
 @dataclass
 class ToyChain:
-    """`hops` in a row. `send` to the first; `settle` moves steps along in any order until one comes out of the tail."""
+    """`hops` in a row. `send` to the first; `next_result` moves steps along in any order until one leaves the tail."""
 
     hops: list[ToyHop]
     rng: random.Random
@@ -87,13 +87,13 @@ class ToyChain:
         self.hops[0].arrive(step)
 
     def drop(self, epoch: int) -> None:
-        """The news of a new epoch, to some hops only: a prune may be late."""
+        """Announce a new epoch, to some hops only: DropInFlight may be late."""
         for hop in self.hops:
             if self.rng.random() < 0.5:
                 hop.epoch = max(hop.epoch, epoch)
 
-    def settle(self) -> StepDone | None:
-        """The next result, or None when nothing is on its way."""
+    def next_result(self) -> StepDone | None:
+        """The next result, or None when nothing is in flight."""
         while any(hop.queue for hop in self.hops):
             index = self.rng.choice([i for i, hop in enumerate(self.hops) if hop.queue])
             step = self.hops[index].next()
@@ -107,10 +107,10 @@ class ToyChain:
         return None
 
     def lose(self, held: int) -> None:
-        """Some hops are replaced by ones that hold just the first `held` tokens."""
+        """Some hops are replaced by ones that have only the first `held` tokens."""
         known = max((hop.held for hop in self.hops), key=len)[:held]
         for i, hop in enumerate(self.hops):
             hop.queue.clear()
             if self.rng.random() < 0.5:
-                assert len(hop.held) >= held, "a survivor must hold what has passed the whole chain"
+                assert len(hop.held) >= held, "a survivor must have what has passed the whole chain"
                 self.hops[i] = ToyHop(list(known), model=self.hops[i].model)

@@ -14,7 +14,7 @@ import typer
 import uvloop
 
 from swarm import old_names
-from swarm.config import ClientConfig, listed, load, local_swarm, variable
+from swarm.config import ClientConfig, env_value, load, local_swarm, split_list
 from swarm.errors import SwarmError, UsageError
 from swarm.invite import parse
 from swarm_client.api.options import OUTLINE, STRATEGIES, GenerationOptions, check_messages
@@ -91,7 +91,7 @@ def run(
         given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "decoding": decoding}
         given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network}
         given["discovery"] = False if no_discovery else None
-        invite = invite if invite is not None else variable("invite") or None
+        invite = invite if invite is not None else env_value("invite") or None
         invited = parse(invite).settings() if invite is not None else {}
         settings = load(ClientConfig, {**invited, **{k: v for k, v in given.items() if v is not None}}, config)
         settings = _with_peers(settings)
@@ -102,7 +102,7 @@ def run(
             "top_k": top_k,
             "repetition_penalty": repetition_penalty,
             "seed": seed,
-            "stop": tuple(stop or listed(variable("stop"))),
+            "stop": tuple(stop or split_list(env_value("stop"))),
         }
         if prompt is None and as_json:
             raise UsageError("--json answers one prompt; give it with --prompt")

@@ -124,7 +124,7 @@ class ClientSpeculation:
         """A chain is open; what was measured on the one before it says nothing of this one."""
         self._chain = chain
         self._controller = SpeculationController(
-            self.costs_of(chain), self.fixed_strategy, crowding=self.experience.contention(chain)
+            self.costs_of(chain), self.fixed_strategy, contention=self.experience.contention(chain)
         )
         self._under_way.clear()
         self._last = self.clock()
@@ -181,8 +181,8 @@ class ClientSpeculation:
                 result.active_sessions,
             ),
             tokens=known - self._tokens,
-            hits=tally.accepted - self._hits,
-            expected=tally.expected_accepted - self._expected,
+            accepted=tally.accepted - self._hits,
+            expected_accepted=tally.expected_accepted - self._expected,
             took_ms=(now - self._last) * 1e3,
         )
         self.experience.contention_of(self._chain, self._controller.contention)

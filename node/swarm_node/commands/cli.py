@@ -15,7 +15,7 @@ import psutil
 import typer
 
 from swarm import old_names
-from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load, variable
+from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load, env_value
 from swarm_node.commands import control_commands, flags, network_commands
 from swarm_node.commands.runner import exit_on_error, run, start_log
 
@@ -97,7 +97,7 @@ def local(
         given = {"--dtype": dtype, "--max-memory": max_memory, "--threads": threads}
         passed_on = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
         passed_on += ["--verbose"] if verbose else []
-        chosen = model or variable("model") or DEFAULT_MODEL
+        chosen = model or env_value("model") or DEFAULT_MODEL
         options = private.LocalOptions.checked(nodes, layers, chosen, passed_on, as_json, verbose)
         start_log(verbose)
         run(lambda stop: private.run(options, stop))
@@ -120,7 +120,7 @@ def status(
         invited = network_commands.invited(invite)
         given = {"peers": tuple(peer) if peer else None, "model": model, "libp2p_impl": libp2p}
         known = load(ClientConfig, {**invited, **{name: value for name, value in given.items() if value is not None}})
-        named = model or invited.get("model") or variable("model") or None  # None: whichever runs here
+        named = model or invited.get("model") or env_value("model") or None  # None: whichever runs here
         run(lambda stop: show(known.peers, named, as_json, known.secret, known.libp2p_impl))
 
 

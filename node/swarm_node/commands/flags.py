@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarm.config import DEFAULT_MODEL, NodeConfig, load, switched
+from swarm.config import DEFAULT_MODEL, NodeConfig, load, env_flag
 from swarm.errors import UsageError
 from swarm_node.commands import network_commands
 
@@ -105,5 +105,5 @@ def config_of(given: Mapping[str, Any]) -> NodeConfig:
     if secret is not None:
         settings["secret"] = secret
     config = load(NodeConfig, {**network_commands.invited(given["invite"]), **settings}, given["config"])
-    on_cpu = given["cpu"] or (given["gpu"] is None and switched("cpu"))
+    on_cpu = given["cpu"] or (given["gpu"] is None and env_flag("cpu"))
     return dataclasses.replace(config, gpu=None) if on_cpu else config

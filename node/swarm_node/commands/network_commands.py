@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from swarm import old_names
-from swarm.config import DEFAULT_MODEL, NodeConfig, load, local_swarm, switched, variable
+from swarm.config import DEFAULT_MODEL, NodeConfig, load, local_swarm, env_flag, env_value
 from swarm.errors import UsageError
 from swarm.invite import Invite, parse
 from swarm_node.commands.runner import exit_on_error, run, start_log
@@ -51,7 +51,7 @@ def add_to(app: typer.Typer) -> None:
 
 def invited(token: str | None) -> dict[str, Any]:
     """What `--invite` or SWARM_INVITE sets in a config; nothing without one. Raises UsageError."""
-    token = token if token is not None else variable("invite") or None
+    token = token if token is not None else env_value("invite") or None
     return parse(token).settings() if token is not None else {}
 
 
@@ -59,7 +59,7 @@ def secret_of(secret: str | None, private: bool) -> str | None:
     """Raises UsageError."""
     if private and secret:
         raise UsageError("--private makes up a secret, --secret gives one: choose")
-    if secret is not None or not (private or switched("private")):
+    if secret is not None or not (private or env_flag("private")):
         return secret
     from swarm_node.network.invite import new_secret
 
@@ -75,7 +75,7 @@ def invite(
 ) -> None:
     """Print an invitation to a swarm: one string to paste, and a QR code of it."""
     with exit_on_error(as_json):
-        run(lambda stop: _invite(tuple(peer or ()), model, network, secret or variable("secret"), as_json))
+        run(lambda stop: _invite(tuple(peer or ()), model, network, secret or env_value("secret"), as_json))
 
 
 def doctor(

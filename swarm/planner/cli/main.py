@@ -1,7 +1,7 @@
 """`swarm-plan`: every decision of the planner without a swarm, JSON in and JSON out.
 
-Owns files, flags, exit codes and what goes to stdout: exit 0 and one JSON object, or exit 2 and one JSON object
-`{"error": code, "message": sentence, ...}`. The commands are in `verbs`.
+Owns files, flags, exit codes and stdout: exit 0 and one JSON object, or exit 2 and one JSON object
+`{"error": code, "message": sentence, ...}`. The commands are in `commands`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from swarm.errors import NoRoute, SwarmError, UsageError
 from swarm.planner.cli.commands import COMMANDS, OLD_NAMES, Command, CommandResult, simulate
 from swarm.planner.schemas import MAX_BYTES, field_list
 
-CommandLineError = cast(type[Exception], typer.BadParameter.__base__)  # of every wrong flag, argument or command
+CommandLineError = cast(
+    type[Exception], typer.BadParameter.__base__
+)  # base of errors about flags, arguments and commands
 
 app = typer.Typer(
     name="swarm-plan",
@@ -29,12 +31,12 @@ app = typer.Typer(
 )
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="The request, as JSON; - reads stdin.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Say in plain words how the answer came about.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Add an explanation in plain words.")]
 
 
 def _runner(command: Command[Any]) -> Callable[[str, bool], None]:
     def run(file: File, explain: Explain = False) -> None:
-        _answer(lambda: command.run(_read(file)), explain)
+        _run_command(lambda: command.run(_read(file)), explain)
 
     return run
 
@@ -56,13 +58,13 @@ def _simulate(
     trace: Annotated[str | None, typer.Option(metavar="FILE", help="Write every event here, as JSON lines.")] = None,
 ) -> None:
     if trace is None:
-        _answer(lambda: simulate(_read(file)), explain)
+        _run_command(lambda: simulate(_read(file)), explain)
         return
     try:
         with Path(trace).open("w", encoding="utf-8") as lines:
-            _answer(lambda: simulate(_read(file), lambda line: _write(lines, line)), explain)
+            _run_command(lambda: simulate(_read(file), lambda line: _write(lines, line)), explain)
     except OSError as error:
-        _refuse(UsageError(f"cannot write {trace}: {error.strerror}"))
+        _print_error(UsageError(f"cannot write {trace}: {error.strerror}"))
         raise typer.Exit(UsageError.exit_code) from None
 
 
@@ -70,17 +72,17 @@ def _write(stream: TextIO, line: str) -> None:
     stream.write(line + "\n")
 
 
-def _answer(decide: Callable[[], CommandResult], explain: bool) -> None:
+def _run_command(decide: Callable[[], CommandResult], explain: bool) -> None:
     try:
         answer = decide()
     except SwarmError as error:
-        _refuse(error)
+        _print_error(error)
         raise typer.Exit(error.exit_code) from None
-    _print(answer.fields | ({"explanation": answer.words} if explain else {}))
+    _print(answer.fields | ({"explanation": answer.explanation} if explain else {}))
 
 
 def _read(file: str) -> bytes:
-    """At most one byte more than is allowed, so that too much is noticed and not kept."""
+    """At most one byte more than allowed: enough to detect an input that is too long."""
     try:
         if file == "-":
             return sys.stdin.buffer.read(MAX_BYTES + 1)
@@ -91,7 +93,7 @@ def _read(file: str) -> bytes:
         raise UsageError(f"cannot read {file}: {reason}") from None
 
 
-def _refuse(error: SwarmError) -> None:
+def _print_error(error: SwarmError) -> None:
     fields: dict[str, Any] = {"error": error.code, "message": str(error)}
     if isinstance(error, NoRoute):
         fields["missing"] = [list(span) for span in error.missing]
@@ -99,13 +101,13 @@ def _refuse(error: SwarmError) -> None:
 
 
 def _print(fields: dict[str, Any]) -> None:
-    """One line, or with an explanation one line a field and a sentence, for people to read."""
-    words = fields.get("explanation")
-    if words is None:
+    """One line, or with an explanation one line for each field and sentence, for people to read."""
+    explanation = fields.get("explanation")
+    if explanation is None:
         text = _json(fields)
     else:
-        lines = [f"  {_json(name)}: {_json(value)}," for name, value in fields.items() if value is not words]
-        sentences = ",\n".join(f"    {_json(sentence)}" for sentence in words)
+        lines = [f"  {_json(name)}: {_json(value)}," for name, value in fields.items() if name != "explanation"]
+        sentences = ",\n".join(f"    {_json(sentence)}" for sentence in explanation)
         text = "\n".join(["{", *lines, '  "explanation": [', sentences, "  ]", "}"])
     sys.stdout.write(text + "\n")
 
@@ -118,7 +120,7 @@ def main() -> None:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except CommandLineError as error:
-        _refuse(UsageError(f"{str(error).rstrip('.')}; see swarm-plan --help"))
+        _print_error(UsageError(f"{str(error).rstrip('.')}; see swarm-plan --help"))
         code = UsageError.exit_code
     except (typer.Abort, KeyboardInterrupt):
         code = 130

@@ -1,7 +1,7 @@
 """`simulate`: a seeded swarm of hundreds of nodes in virtual time, run by the planner's own functions.
 
-A scenario in, metrics out; the trace, if asked for, is the same for the same scenario byte for byte. Owns the choice of
-policy and the beginning and end of a run. The parts are in `swarm.simulator`.
+A scenario in, metrics out; an optional trace is the same for the same scenario byte for byte. Owns the choice of policy
+and the start and end of a run. The parts are in `swarm.simulator`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POLICIES: Mapping[str, type[ServingPolicy]] = {
 
 
 def simulate(scenario: Scenario, trace: Trace | None = None) -> dict[str, Any]:
-    """Run a scenario to its end and say what it was like; times in s.
+    """Run a scenario to its end -> its metrics; times in s.
 
     `trace` gets a line of JSON for each event. Raises Infeasible if the devices do not hold the model.
     """
@@ -51,25 +51,25 @@ def simulate(scenario: Scenario, trace: Trace | None = None) -> dict[str, Any]:
         raise UsageError("outlines are not followed through churn; set outline_tokens or periods to 0")
     network = NetworkModel(scenario.network, scenario.seed)
     engine = DiscreteEventEngine(scenario, POLICIES[scenario.policy.name](scenario, network), network, trace)
-    faults = Churn(engine)
-    faults.begin()
+    churn = Churn(engine)
+    churn.begin()
     for request in requests(scenario.workload, scenario.network.clients, scenario.seed):
         engine.clock.at(request.at, lambda request=request: engine.arrive(request))  # type: ignore[misc]
     events = engine.clock.run(scenario.until_s * 1e3)
-    faults.close()
+    churn.close()
     return {
         "scenario": scenario.name,
         "policy": scenario.policy.title,
         "seed": scenario.seed,
-        **summary(engine.sessions, list(engine.nodes.values()), engine.clock.now, faults.gaps),
-        "left": faults.left,
-        "joined": faults.joined,
-        "moved": faults.moved,
+        **summary(engine.sessions, list(engine.nodes.values()), engine.clock.now, churn.gaps),
+        "left": churn.left,
+        "joined": churn.joined,
+        "moved": churn.moved,
         "events": events,
         "virtual_s": round(engine.clock.now / 1e3, 6),
     }
 
 
 def simulate_table(table: Mapping[str, Any], trace: Trace | None = None) -> dict[str, Any]:
-    """`simulate` for a decoded TOML or JSON file. Raises UsageError for one that is no scenario."""
+    """`simulate` for a decoded TOML or JSON file. Raises UsageError for an invalid one."""
     return simulate(parse(table), trace)

@@ -1,6 +1,6 @@
-"""What a step along a chain costs: its hops' time by the width of the step, and the links' between them.
+"""The cost of a step along a chain: compute time of its hops by the width of the step, and time of the links.
 
-Owns the sums. Knows neither how the costs were measured nor what is sent along the chain.
+Owns the sums. Does not know how the costs were measured.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from swarm.errors import UsageError
+from swarm.planner.costs.policy import POLICY
 from swarm.planner.pipeline.prefill_chunking import ChunkCost
 from swarm.quantities import Amount, Layers, Schema
 from swarm.types import Chain, CostCurve, PeerId, Snapshot
 
-NOTHING_MS = 1e-9
-CHUNK = 256  # tokens; an ordinary chunk of a prompt
-NARROWEST_CHUNK = 8  # from there on a curve is close to a line
+ROUNDING_MS = 1e-9  # times below it are rounding errors
 
 
 class Stage(Schema, frozen=True):
-    """One hop. `layer_ms` is τ, queue included, of one of its `layers`; `cost` how a layer's time grows with width."""
+    """One hop. `layer_ms`: τ of one of its `layers`, queue included; `cost`: a layer's time by width."""
 
     layers: Layers
     layer_ms: Amount
     cost: CostCurve
 
     def ms(self, width: float) -> float:
-        """A step of `width` rows, ms: waiting for others does not grow with our width, computing does."""
+        """ms of a step of `width` rows: the compute time grows with the width, the queue does not."""
         return self.layers * max(0.0, self.layer_ms + self.cost.ms_at(width) - self.cost.ms_at(1))
 
     def chunk_cost(self) -> ChunkCost:
-        """The line through the curve's wide points that is least off, relatively: one of them alone may be noise."""
-        widths = [width for width in self.cost.widths if width >= NARROWEST_CHUNK]
+        """A line fitted to the curve's wide points by relative least squares: a single point may be noise."""
+        widths = [width for width in self.cost.widths if width >= POLICY.min_chunk_rows]
         if len(widths) < 2:
             widths = list(self.cost.widths[-2:]) if len(self.cost.widths) > 1 else [1, 2]
         points = [(width, ms, ms**-2) for width in widths if (ms := self.ms(width)) > 0]
@@ -50,13 +49,13 @@ class Stage(Schema, frozen=True):
 
 
 def clamp_noise(ms: float) -> float:
-    """0 for what only rounding has left, or a node that claims to take no time."""
-    return ms if ms > NOTHING_MS else 0.0
+    """0 for a rounding error, or for a node that claims to take no time."""
+    return ms if ms > ROUNDING_MS else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChainCosts:
-    """A chain as a step meets it. `link_ms`: one way, client -> first hop, between hops, tail -> client, `[hops + 1]`.
+    """The costs of a chain. `link_ms`: one way, client -> first hop, between hops, tail -> client, `[hops + 1]`.
 
     `row_ms`: what one more row adds to a link between hops (its hidden state over the bandwidth).
     """
@@ -73,18 +72,20 @@ class ChainCosts:
         if not all(0 <= x < math.inf for x in numbers) or any(s.layers < 1 for s in self.stages):
             raise UsageError("a chain's times must be finite and not negative, and each hop needs a layer")
         if self.iteration_ms(1) <= 0:
-            raise UsageError("a chain whose round takes no time cannot be planned for; give its layer or link times")
+            raise UsageError(
+                "a chain whose round trip takes no time cannot be planned for; give its layer or link times"
+            )
 
     @classmethod
     def of(
         cls, chain: Chain, snapshot: Snapshot, link_ms: Callable[[PeerId, PeerId], float], client: PeerId = ""
     ) -> ChainCosts:
-        """From the live map: each hop's mean τ over its layers and cost curve, ρ as `link_ms(from, to)` says."""
+        """From the snapshot: each hop's mean τ over its layers and its cost curve; ρ by `link_ms(from, to)`."""
         stages = []
         for hop in chain.hops:
             node = snapshot.node(hop.peer)
             if node is None:
-                raise UsageError(f"the snapshot does not know {hop.peer}, which the chain runs over")
+                raise UsageError(f"the snapshot has no node {hop.peer}, which is in the chain")
             times = node.layer_ms[hop.start - node.span.start : hop.end - node.span.start] if node.span else ()
             stages.append(
                 Stage(hop.end - hop.start, math.fsum(times) / len(times) if times else node.cost.ms_at(1), node.cost)
@@ -103,15 +104,15 @@ class ChainCosts:
         return self.compute_ms(width) + self.links_ms(width)
 
     def chunk_cost(self) -> ChunkCost:
-        """What a chunk of a prompt costs at the slowest hop, as one line."""
-        return max((stage.chunk_cost() for stage in self.stages), key=lambda cost: cost.ms(CHUNK, 0))
+        """The cost of a prefill chunk at the slowest hop, as one line."""
+        return max((stage.chunk_cost() for stage in self.stages), key=lambda cost: cost.ms(POLICY.chunk_tokens, 0))
 
     def prefill_ms(self, chunks: Sequence[int], step_ms: float = 0.0) -> float:
-        """From the first chunk's start until the last hop has done the last one (Jupiter, eq. 4), links left out."""
+        """From the first chunk's start to the last one's end at the last hop (Jupiter, eq. 4), without the links."""
         each = {length: self.bottleneck_ms(length) + step_ms for length in set(chunks)}
         return math.fsum(each[length] for length in chunks) + (len(self.stages) - 1) * max(each.values())
 
     def bottleneck_ms(self, width: float) -> float:
-        """How often a step of `width` rows can follow another: the slowest hop, or a link's sending time."""
+        """The least time between steps of `width` rows: that of the slowest hop, or a link's transfer time."""
         between = self.row_ms * width if len(self.stages) > 1 else 0.0
         return max(between, *(stage.ms(width) for stage in self.stages))

@@ -1,6 +1,6 @@
-"""A chain's costs as one generation meets them: the live map's to begin with, then what its own steps have taken.
+"""A chain's costs, learned online: those predicted from the snapshot at first, then corrected by measured steps.
 
-Owns the memory of these measurements. Knows neither clocks nor what the costs are used for.
+Owns the estimates of one generation. Does not know clocks or what the costs are used for.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ from dataclasses import dataclass, replace
 
 from swarm.ewma import Ewma
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
+from swarm.planner.costs.policy import POLICY, CostPolicy
 from swarm.types import CostCurve
-
-EWMA_DECAY = 0.8  # what the measurements before the last one weigh together
-FIT_DECAY = 0.9  # the same for how a hop's time grows with width, which takes steps of several widths to see
-PRIOR_WEIGHT = 0.3  # steps that the live map's curve weighs as much as, at each end of the usual widths
-PRIOR_LOG_WIDTHS = (0.0, 3.0)
-CONTENTION_DECAY = 0.97  # crowding is forgotten so slowly with every step that had the chain to itself
-LEAST_RATIO = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One settled step: `width` rows it had, `trace` of (queue ms, compute ms) a hop, `iteration_ms` from send to result.
+    """One completed step of `width` rows: `trace` has (queue ms, compute ms) of each hop, `round_ms` is send to result.
 
-    `iteration_ms` is None when others were under way as it was sent, whose time is in it too. `crowded`: others were under
-    way at some time before it came back. `sessions`: how many the busiest hop decodes for, this one included.
+    `round_ms` is None if other steps were in flight when it was sent, whose time it includes. `overlapped`: others were
+    in flight at some time before its result. `active_sessions`: how many the busiest hop decodes for, including this.
     """
 
     width: int
@@ -37,25 +31,26 @@ class Observation:
 
 
 class OnlineChainCosts:
-    """`observe` every settled step, `now()` is what the next one will cost by itself.
+    """`observe` every completed step; `now()` is the cost of the next one by itself.
 
-    `crowding`: how much longer hops compute while other steps of this generation are under way: above 1 where several
-    hops share a machine. `company`: how many sessions pay for a row more, as they meet in the hops' batches; or, where
-    they do not meet, a step's time at the hops over its computing, for others that wait there.
+    `contention`: how much longer hops compute while other steps of this generation are in flight: above 1 if several
+    hops share a machine. `batch_sharing`: how many sessions an extra row delays, as they are batched together at the
+    hops; or, if they are not, a step's time at the hops over its compute time, for the others in the queue.
     """
 
-    def __init__(self, predicted: ChainCosts, crowding: float = 1.0) -> None:
+    def __init__(self, predicted: ChainCosts, contention: float = 1.0, policy: CostPolicy = POLICY) -> None:
         self._predicted = predicted
-        self._fits = [_LogLinearFit() for _ in predicted.stages]
-        self._queue_ms = [Ewma(EWMA_DECAY, 0.0) for _ in predicted.stages]
-        self._links_ms = Ewma(EWMA_DECAY)  # all of a round's
-        self._crowding = Ewma(EWMA_DECAY, crowding)
-        self._sessions = Ewma(EWMA_DECAY)
+        self._policy = policy
+        self._fits = [_LogLinearFit(policy) for _ in predicted.stages]
+        self._queue_ms = [Ewma(policy.ewma_decay, 0.0) for _ in predicted.stages]
+        self._links_ms = Ewma(policy.ewma_decay)  # of all links together
+        self._contention = Ewma(policy.ewma_decay, contention)
+        self._sessions = Ewma(policy.ewma_decay)
         self._now: ChainCosts | None = None
 
     @property
     def contention(self) -> float:
-        return self._crowding.value
+        return self._contention.value
 
     @property
     def batch_sharing(self) -> float:
@@ -64,7 +59,7 @@ class OnlineChainCosts:
         return max(self._sessions.value, 1.0 + queueing / computing if computing > 0 else 1.0)
 
     def observe(self, seen: Observation) -> None:
-        """A trace of another chain's length is passed over."""
+        """Traces of another length than the chain's are ignored."""
         if len(seen.trace) != len(self._fits):
             return
         self._now = None
@@ -75,9 +70,9 @@ class OnlineChainCosts:
                 self._curve(i).ms_at(seen.width) * stage.layers for i, stage in enumerate(self._predicted.stages)
             )
             if alone > 0:
-                self._crowding.value = max(1.0, self._crowding.update(computing / alone))
+                self._contention.value = max(1.0, self._contention.update(computing / alone))
         else:
-            self._crowding.value = 1.0 + (self._crowding.value - 1.0) * CONTENTION_DECAY
+            self._contention.value = 1.0 + (self._contention.value - 1.0) * self._policy.contention_decay
             for i, ((queue, compute), stage) in enumerate(zip(seen.trace, self._predicted.stages, strict=True)):
                 expected = stage.layers * stage.cost.ms_at(seen.width)
                 if expected > 0:
@@ -104,32 +99,33 @@ class OnlineChainCosts:
         return replace(costs, stages=tuple(stages), link_ms=tuple(self._links_ms.value * share for share in shares))
 
     def _curve(self, index: int) -> CostCurve:
-        """The live map's curve, turned and raised to what was measured; more rows never take less."""
-        told, fit = self._predicted.stages[index].cost, self._fits[index]
-        ms = [cost * fit.at(math.log2(width)) for width, cost in zip(told.widths, told.ms, strict=True)]
-        return CostCurve(told.widths, tuple(itertools.accumulate(ms, max)))
+        """The predicted curve times the fit; more rows never take less time."""
+        curve, fit = self._predicted.stages[index].cost, self._fits[index]
+        ms = [cost * fit.at(math.log2(width)) for width, cost in zip(curve.widths, curve.ms, strict=True)]
+        return CostCurve(curve.widths, tuple(itertools.accumulate(ms, max)))
 
 
 class _LogLinearFit:
-    """Measured over predicted time as a straight line over the logarithm of the width, the last steps weighing most."""
+    """Measured over predicted time, as a line over log2 of the width: exponentially weighted least squares."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: CostPolicy) -> None:
+        self._policy = policy
         self._weight = self._x = self._xx = self._y = self._xy = 0.0
 
     def add(self, x: float, ratio: float) -> None:
         seen = (1.0, x, x * x, ratio, x * ratio)
         sums = (self._weight, self._x, self._xx, self._y, self._xy)
         self._weight, self._x, self._xx, self._y, self._xy = (
-            FIT_DECAY * total + term for total, term in zip(sums, seen, strict=True)
+            self._policy.fit_decay * total + term for total, term in zip(sums, seen, strict=True)
         )
 
     def at(self, x: float) -> float:
         weight, at, squares = self._weight, self._x, self._xx
-        level = self._y / weight if weight else 1.0  # the prior is flat, at the height that was measured
-        moment = self._xy
-        for place in PRIOR_LOG_WIDTHS:
-            weight, at, squares = weight + PRIOR_WEIGHT, at + PRIOR_WEIGHT * place, squares + PRIOR_WEIGHT * place**2
-            moment += PRIOR_WEIGHT * place * level
+        level = self._y / weight if weight else 1.0  # the prior is flat, at the measured mean
+        moment, prior = self._xy, self._policy.prior_weight
+        for place in self._policy.prior_log_widths:
+            weight, at, squares = weight + prior, at + prior * place, squares + prior * place**2
+            moment += prior * place * level
         total = level * weight
         slope = (weight * moment - at * total) / (weight * squares - at * at)
-        return max(LEAST_RATIO, (total - slope * at) / weight + slope * x)
+        return max(self._policy.min_ratio, (total - slope * at) / weight + slope * x)

@@ -1,10 +1,11 @@
-"""The prediction tree: tokens that may come next, as the engine drafts, sends, accepts and drops them (PipeDec §3.3).
+"""The draft tree: draft tokens after the last known token, as they are proposed, sent, accepted and dropped
+(PipeDec §3.3).
 
-Owns the guesses below the last known token and the tree slots of the hops that hold them. Knows neither who drafted a
-token nor when a step goes out.
+Owns the nodes below the last known token and the hops' tree slots that hold them. Does not know the drafter or when
+a step is sent.
 
-The root is the last known token. It lies in the committed pages, or still in the tree slot it was guessed in; either
-way its children have no parent slot, because the step that brings them commits the root first.
+The root is the last known token. It is in the committed KV blocks, or still in the tree slot of its draft; either way
+its children have no parent slot, because the step that brings them commits the root first.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ ROOT = -1
 NO_SLOT = -1
 
 MedusaCandidates: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
-"""For 1, 2, ... places on: (token, ln p), likeliest first."""
+"""For 1, 2, ... positions ahead: (token, ln p), likeliest first."""
 
 
 @dataclass(slots=True, eq=False)
 class DraftNode:
-    """One token after another, the `position`-th of the text. `score`: ln p of its path below the root of that time.
+    """A draft token at `position` of the text. `path_logprob`: ln p of its path below the root of that time.
 
-    `slot`: where the hops hold its keys and values, NO_SLOT before it was sent. `drawn`: the target's own token
-    after it, None until the tail has said, and `hints` what the tail thinks comes after that. `asked`: the drafter
-    was asked what follows. `open`: the part of belief that a more thorough question could still place.
+    `slot`: the tree slot of its keys and values at the hops, NO_SLOT before it was sent. `sampled`: the target model's
+    token after it, None before the result, and `medusa_candidates` what the tail's Medusa heads propose after that.
+    `expanded`: drafts after it were requested. `unassigned_mass`: the probability that its children do not cover yet
+    and that a call of the draft model could assign.
     """
 
     token: int
@@ -45,7 +47,7 @@ class DraftNode:
     children: dict[int, DraftNode] = field(default_factory=dict)
 
     def descendants(self) -> Iterator[DraftNode]:
-        """Everything that hangs on this node, parents before children."""
+        """The subtree below this node, parents before children."""
         waiting = list(self.children.values())
         while waiting:
             node = waiting.pop()
@@ -54,19 +56,19 @@ class DraftNode:
 
 
 class DraftTree:
-    """Mutable. `advance` when the root's token was drawn, `add` guesses, `send` those worth sending."""
+    """Mutable. `add` candidates, `take_for_step` those worth sending, `advance` with every sampled token."""
 
     def __init__(self, token: int, position: int) -> None:
         self.root = DraftNode(token, position)
         self._free: list[int] = []  # a heap: low slots keep the ancestor masks short
-        self._used = 0  # slots ever handed out
+        self._used = 0  # slots ever allocated
 
     def __len__(self) -> int:
         return sum(1 for _ in self.root.descendants())
 
     @property
     def num_sent(self) -> int:
-        """Nodes that lie in tree slots of the hops, the root's own slot not counted."""
+        """Nodes in tree slots of the hops, not counting the root."""
         return sum(1 for node in self.root.descendants() if node.slot != NO_SLOT)
 
     def path(self, node: DraftNode) -> tuple[int, ...]:
@@ -79,10 +81,10 @@ class DraftTree:
         return tuple(reversed(tokens))
 
     def advance(self, token: int) -> int:
-        """`token` followed the root: it becomes the root, with whatever was guessed below it.
+        """`token` follows the root: it becomes the root, and its subtree is kept.
 
-        -> the slot that holds the new root, NO_SLOT if none does. Slots are free for others from here on: whatever
-        step uses them next commits the root first, and with it the hops drop what was guessed wrong.
+        -> the slot that holds the new root, NO_SLOT if none does. Slots are free for others from here on: the step that
+        uses them next commits the root first, and with that the hops drop the rejected nodes.
         """
         old, child = self.root, self.root.children.pop(token, None)
         for node in old.descendants():
@@ -97,52 +99,52 @@ class DraftTree:
         return slot
 
     def forget_slots(self) -> None:
-        """The hops hold none of this any more, for they have lost it or were told to drop it; the guesses stay."""
+        """The hops no longer hold any of the nodes: they were lost or dropped. The draft tokens stay."""
         for node in (self.root, *self.root.descendants()):
             node.slot, node.sampled = NO_SLOT, None
         self._free, self._used = [], 0
 
-    def add(self, parent: DraftNode, candidates: Iterable[tuple[int, float]], still_open: float = 0.0) -> None:
-        """What a drafter says follows `parent`: (token, ln p) each. What it says now counts, whatever was said before.
+    def add(self, parent: DraftNode, candidates: Iterable[tuple[int, float]], unassigned_mass: float = 0.0) -> None:
+        """Set the candidates (token, ln p) after `parent`; new probabilities replace earlier ones.
 
-        `still_open`: the belief that it would place only if asked more thoroughly.
+        `unassigned_mass`: the probability that only a call of the draft model can assign.
         """
-        parent.expanded, parent.unassigned_mass = True, still_open
+        parent.expanded, parent.unassigned_mass = True, unassigned_mass
         for token, logprob in candidates:
-            score = parent.path_logprob + min(0.0, logprob)
+            path_logprob = parent.path_logprob + min(0.0, logprob)
             child = parent.children.get(token)
             if child is None:
-                parent.children[token] = DraftNode(token, parent.position + 1, parent, score)
+                parent.children[token] = DraftNode(token, parent.position + 1, parent, path_logprob)
             else:
-                for node in (*child.descendants(), child):
-                    node.path_logprob += score - child.path_logprob
+                for node in (*child.descendants(), child):  # the child last: the others need its old value
+                    node.path_logprob += path_logprob - child.path_logprob
 
     def mark_terminal(self, node: DraftNode) -> None:
-        """Nothing can follow `node`."""
+        """No token can follow `node`."""
         node.expanded, node.unassigned_mass = True, 0.0
 
     def path_prob(self, node: DraftNode) -> float:
-        """That its path comes true, as far as the drafter's odds can be trusted."""
+        """The drafter's probability that the target model samples the path to `node`."""
         return math.exp(node.path_logprob - self.root.path_logprob)
 
-    def most_uncertain(self, rows: int, least: float, end: int) -> list[DraftNode]:
-        """Up to `rows` nodes about which a more thorough question could place most belief, at least `least` each."""
+    def most_uncertain(self, rows: int, min_mass: float, end: int) -> list[DraftNode]:
+        """Up to `rows` nodes for which the draft model could assign most probability, at least `min_mass` each."""
         nodes = [
             (self.path_prob(node) * node.unassigned_mass, node)
             for node in (self.root, *self.root.descendants())
             if node.unassigned_mass > 0
         ]
-        good = [(belief, i) for i, (belief, node) in enumerate(nodes) if belief >= least and node.position + 1 < end]
-        return [nodes[i][1] for _, i in heapq.nlargest(rows, good)]
+        eligible = [(mass, i) for i, (mass, node) in enumerate(nodes) if mass >= min_mass and node.position + 1 < end]
+        return [nodes[i][1] for _, i in heapq.nlargest(rows, eligible)]
 
-    def to_expand(self, rows: int, floor: float, end: int, *, sent_only: bool) -> list[DraftNode]:
-        """The nodes to ask a drafter about: not asked yet, and good enough that a child may be among the next `rows`.
+    def to_expand(self, rows: int, min_logprob: float, end: int, *, sent_only: bool) -> list[DraftNode]:
+        """The nodes to request drafts for: not expanded, and likely enough for a child to be among the next `rows`.
 
-        `floor`: ln p below which a node is not worth its row. `end`: the position that no child may have.
-        `sent_only`: only below nodes that the hops hold.
+        `min_logprob`: nodes below it are not sent. `end`: the first position beyond the text. `sent_only`: only nodes
+        that the hops hold.
         """
-        waiting = heapq.nlargest(rows, self._unsent(floor), key=_by_path_logprob)
-        bar = max(floor, waiting[-1].path_logprob - self.root.path_logprob if len(waiting) == rows else -math.inf)
+        waiting = heapq.nlargest(rows, self._unsent(min_logprob), key=_by_path_logprob)
+        bar = max(min_logprob, waiting[-1].path_logprob - self.root.path_logprob if len(waiting) == rows else -math.inf)
         nodes = [
             node
             for node in (self.root, *self.root.descendants())
@@ -153,11 +155,13 @@ class DraftTree:
         ]
         return heapq.nlargest(rows, nodes, key=_by_path_logprob)
 
-    def take_for_step(self, rows: int, levels: int, floor: float, reach: float = 0.0) -> list[DraftNode]:
-        """Give slots to the up to `rows` likeliest nodes that the hops lack, at most `levels` below what they hold.
+    def take_for_step(
+        self, rows: int, max_depth: int, min_logprob: float, min_path_prob: float = 0.0
+    ) -> list[DraftNode]:
+        """Allocate slots for the up to `rows` likeliest unsent nodes, at most `max_depth` levels below the sent ones.
 
-        None at all if the chance that the text comes to the first of them on a path is below `reach`. Parents before
-        children: a step's rows may hang on each other.
+        Empty if the text reaches the topmost of them with a probability below `min_path_prob` in all. Parents come
+        before their children.
         """
         chosen: list[DraftNode] = []
         reached = 0.0
@@ -166,32 +170,32 @@ class DraftTree:
         order = len(ready)
         while ready and len(chosen) < rows:
             _, _, node, level = heapq.heappop(ready)
-            if node.path_logprob - self.root.path_logprob < floor:
+            if node.path_logprob - self.root.path_logprob < min_logprob:
                 break
             chosen.append(node)
             reached += self.path_prob(node) if level == 1 else 0.0
-            if level < levels:
+            if level < max_depth:
                 for child in node.children.values():
                     heapq.heappush(ready, (-child.path_logprob, order, child, level + 1))
                     order += 1
-        if reached < reach:
+        if reached < min_path_prob:
             return []
         for node in chosen:
             node.slot = self._allocate_slot()
         return chosen
 
     def parent_slots(self, nodes: Sequence[DraftNode]) -> tuple[int, ...]:
-        """Each node's parent as a step names it."""
+        """Each node's parent as in `SendStep.parents`."""
         return tuple(ROOT if node.parent is self.root or node.parent is None else node.parent.slot for node in nodes)
 
     def _ready(self) -> Iterator[DraftNode]:
-        """Nodes that the hops lack and whose parent they hold, or get with the next step's line or commit."""
+        """Unsent nodes whose parent the hops hold, or get with the next step's causal rows or commit."""
         for parent in (self.root, *self.root.descendants()):
             if parent is self.root or parent.slot != NO_SLOT:
                 yield from (child for child in parent.children.values() if child.slot == NO_SLOT)
 
-    def _unsent(self, floor: float) -> Iterator[DraftNode]:
-        least = floor + self.root.path_logprob
+    def _unsent(self, min_logprob: float) -> Iterator[DraftNode]:
+        least = min_logprob + self.root.path_logprob
         return (node for node in self.root.descendants() if node.slot == NO_SLOT and node.path_logprob >= least)
 
     def _allocate_slot(self) -> int:

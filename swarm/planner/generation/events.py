@@ -1,6 +1,6 @@
-"""What happens to a generation, and what it wants done about it: the words between `plan.session` and its driver.
+"""Events and actions of a generation: the interface between `state_machine` and its driver.
 
-Owns these shapes and the plan of one generation. Decides nothing.
+Owns these types, the request and the speculation policy. Decides nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChainReady:
-    """Every hop has opened the session. `held`: tokens whose keys and values the whole chain already holds.
+    """Every hop has opened the session. `cached_tokens`: tokens whose keys and values all hops already have.
 
-    `chunks`: how to cut the known tokens after them (`plan.prefill`); `GenerationRequest.prefill_chunk` beyond that.
+    `chunks`: prefill chunks for the known tokens after them (`pipeline.prefill_chunking`); beyond these,
+    `GenerationRequest.prefill_chunk`.
     """
 
     cached_tokens: int = 0
@@ -37,10 +38,10 @@ class ChainReady:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """The tail's result for one step: a token after the line's last row if it was sampled, one after each tree row.
+    """The tail's result for one step: a token after the last causal row, if it samples, and one after each tree row.
 
-    `tokens` is empty for a prefill chunk that was not to be sampled. `sessions`: how many the busiest hop decodes for.
-    `hints`: for each of `tokens`, what the tail's own heads think comes after it; empty if it has none.
+    `tokens` is empty for a prefill chunk that does not sample. `active_sessions`: how many the busiest hop decodes for.
+    `medusa_candidates`: for each of `tokens`, what the tail's Medusa heads propose after it; empty without heads.
     """
 
     epoch: int
@@ -53,9 +54,9 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class DraftsProposed:
-    """The answer to `Draft`: for each of its paths, (token, ln p) of what may follow, likeliest first.
+    """The reply to `RequestDrafts`: for each of its paths, (token, ln p) of the candidates, likeliest first.
 
-    `open`: for each, the part of belief that only a thorough question can place; empty if there is none.
+    `unassigned_mass`: for each path, the probability that only a call of the draft model can assign; empty if none.
     """
 
     candidates: tuple[tuple[tuple[int, float], ...], ...]
@@ -64,12 +65,12 @@ class DraftsProposed:
 
 @dataclass(frozen=True, slots=True)
 class DrafterDisabled:
-    """The drafter failed for good; the generation goes on without one."""
+    """The drafter failed for good; the generation continues without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class HopLost:
-    """A hop died, refused to go on, or fell silent past its deadline."""
+    """A hop crashed, failed the session, or timed out."""
 
     peer: str
     reason: str
@@ -77,7 +78,7 @@ class HopLost:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The user, or the reader of the text, wants no more."""
+    """Cancelled by the user, or ended by a stop string."""
 
     reason: FinishReason
 
@@ -89,10 +90,10 @@ Event = ChainReady | StepDone | DraftsProposed | DrafterDisabled | HopLost | Sto
 
 @dataclass(frozen=True, slots=True)
 class SendStep:
-    """Send a step (`messages.Step`): after the first `base` tokens the slots `commit` are committed, then `tokens`.
+    """Send a step (`messages.Step`): after the first `committed_before` tokens commit `commit_slots`, then `tokens`.
 
-    `rows`, `parents`, `slots`: the tokens, parent slots and slots of tree nodes, `[n]` each. The tail draws after the
-    last of `tokens` and after every node if `sample`.
+    `rows`, `parents`, `slots`: the tokens, parent slots and slots of tree nodes, `[n]` each. If `sample`, the tail
+    samples after the last of `tokens` and after every node.
     """
 
     epoch: int
@@ -106,21 +107,22 @@ class SendStep:
     slots: tuple[int, ...] = ()
 
     @property
-    def after(self) -> int:
-        """Tokens a hop has committed once it ran this step."""
+    def committed_after(self) -> int:
+        """Tokens that a hop has committed after this step."""
         return self.committed_before + len(self.commit_slots) + len(self.tokens)
 
     @property
     def samples(self) -> int:
-        """How many tokens the tail must answer with."""
+        """How many tokens the tail must sample."""
         return (len(self.rows) + bool(self.tokens)) if self.sample else 0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDrafts:
-    """Ask the drafter what follows the known tokens and then each of `paths`: at most `width` tokens for each.
+    """Request candidates after the known tokens and each of `paths`: at most `width` tokens for each.
 
-    Not `thorough`: only what can be said in no time. Answered with `DraftsProposed`, or `DrafterDisabled`, before any other event.
+    Without `use_model`: only what is available without a call of the draft model. The driver replies with
+    `DraftsProposed` or `DrafterDisabled` before any other event.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -130,16 +132,16 @@ class RequestDrafts:
 
 @dataclass(frozen=True, slots=True)
 class DiscardInFlight:
-    """Tell the hops, out of band, that steps before `epoch` are void: a guess they stand on was wrong."""
+    """Notify the hops, out of band, to drop steps before `epoch`: they extend a rejected draft token."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class EmitTokens:
-    """Hand new tokens to the user. `trace`: (queue ms, compute ms) of each hop for the step that made them.
+    """Deliver new tokens. `trace`: (queue ms, compute ms) of each hop for the step that sampled them.
 
-    `hints`: what the tail thinks comes after them.
+    `medusa_candidates`: what the tail's Medusa heads propose after them.
     """
 
     tokens: tuple[int, ...]
@@ -151,7 +153,7 @@ class EmitTokens:
 class RepairChain:
     """Find a chain without `lost`, open the session on it, then report ChainReady.
 
-    `settled`: tokens that have passed the whole chain, so every hop that lives on holds at least their keys and values.
+    `committed`: tokens that have passed the whole chain: every surviving hop has at least their keys and values.
     """
 
     lost: str
@@ -171,26 +173,18 @@ Action = SendStep | RequestDrafts | DiscardInFlight | EmitTokens | RepairChain |
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPolicy:
-    """How far to guess ahead (design section 8). `rows`: tree nodes a step may bring, 0 for plain decoding.
-
-    `levels`: how many of them may hang on each other in one step. `max_steps_in_flight`: unanswered steps while decoding.
-    `floor`: a node whose path is less likely than this is not worth its row. One step in flight with many levels is
-    tree verification, one level a step with many in flight is PipeDec.
-
-    `reach`: a step that brings guesses alone is not worth its way if the text comes to them less likely than this.
-    `ask`, `muse`: how much belief must be open for a thorough question while the chain waits for the answer, and while
-    it is busy anyway; None puts every question thoroughly at once. `thoughts`: thorough questions to one step, as what
-    they bring later may go in the next one.
+    """How much to speculate. One step in flight with many levels is tree verification (SpecInfer); one level a step
+    with many steps in flight is PipeDec.
     """
 
-    max_tree_rows: int = 0
-    max_depth_per_step: int = 1
-    max_steps_in_flight: int = 1
-    min_node_prob: float = 0.0
-    min_path_prob: float = 0.0
-    min_mass_blocking: float | None = None
-    min_mass_idle: float = 0.0
-    max_model_calls: int = 1
+    max_tree_rows: int = 0  # draft tokens a step; 0: plain decoding
+    max_depth_per_step: int = 1  # levels of the tree a step
+    max_steps_in_flight: int = 1  # unanswered steps while decoding
+    min_node_prob: float = 0.0  # a node whose path is less likely is not worth its row
+    min_path_prob: float = 0.0  # a step of drafts only is not worth sending if the text reaches it less likely
+    min_mass_blocking: float | None = None  # unassigned mass that a draft-model call needs; None: always call it
+    min_mass_idle: float = 0.0  # the same with steps in flight, when a call costs less
+    max_model_calls: int = 1  # before one step; later drafts can go into the next one
 
     def __post_init__(self) -> None:
         if (
@@ -199,9 +193,11 @@ class SpeculationPolicy:
             or self.max_steps_in_flight < 1
             or not 0 <= self.min_node_prob <= 1
         ):
-            raise UsageError("a policy has rows >= 0, levels and steps in flight >= 1 and a floor from 0 to 1")
+            raise UsageError(
+                "a policy has rows >= 0, depth and steps in flight >= 1 and a node probability from 0 to 1"
+            )
         if min(self.min_path_prob, self.min_mass_blocking or 0.0, self.min_mass_idle) < 0:
-            raise UsageError("what a step must reach and a question must bring is not negative")
+            raise UsageError("a policy's path probability and masses are not negative")
 
     @property
     def min_node_logprob(self) -> float:
@@ -215,9 +211,9 @@ SEQUENTIAL = SpeculationPolicy()
 class GenerationRequest:
     """What to generate. Lengths in tokens.
 
-    `prefill_chunk`: the most rows in one step. `window`: the most unanswered prefill steps; more than one lets chunks
-    follow each other through the hops. `reserved_tree_slots`: tree nodes the hops must have room for beside the tokens.
-    `vocab_size`: token ids lie below it, whatever a tail says.
+    `prefill_chunk`: the most rows in one step. `prefill_window`: the most unanswered prefill steps; more than one
+    pipelines the chunks through the hops. `reserved_tree_slots`: room for tree nodes at the hops, beside the tokens.
+    `vocab_size`: results with token ids beyond it are refused.
     """
 
     prompt: tuple[int, ...]
@@ -238,14 +234,14 @@ class GenerationRequest:
         context_length: int,
         vocab_size: int,
         prefill_chunk: int = 256,
-        window: int = 16,
-        tree_room: int = 0,
+        prefill_window: int = 16,
+        reserved_tree_slots: int = 0,
     ) -> GenerationRequest:
-        """A plan that a swarm can serve. Raises InvalidRequest and ContextOverflow."""
+        """A request that a swarm can serve. Raises InvalidRequest and ContextOverflow."""
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one token of text")
-        if window < 1:
-            raise InvalidRequest(f"at most {window} steps at once would send nothing; allow at least 1")
+        if prefill_window < 1:
+            raise InvalidRequest(f"at most {prefill_window} steps at once would send nothing; allow at least 1")
         if max_new_tokens < 1:
             raise InvalidRequest(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
@@ -256,5 +252,5 @@ class GenerationRequest:
                 f"the prompt has {len(prompt)} tokens and the model's context holds {context_length}; shorten it"
             )
         tokens = min(max_new_tokens, context_length - len(prompt))
-        room = min(tree_room, context_length - len(prompt) - tokens)
-        return cls(tuple(prompt), tokens, frozenset(eos_ids), prefill_chunk, window, room, vocab_size)
+        room = min(reserved_tree_slots, context_length - len(prompt) - tokens)
+        return cls(tuple(prompt), tokens, frozenset(eos_ids), prefill_chunk, prefill_window, room, vocab_size)

@@ -1,8 +1,8 @@
-"""Which waiting steps make the next batch, and when it should start.
+"""Continuous batching: which queued steps make the next batch, and when it should start.
 
 Decoding goes before prefill, first come first served within each; a batch takes steps of one part `[start, end)` of the
-span until its token budget is full. A prefill that was passed over too often goes first, so a busy node starves nobody.
-Pure bookkeeping: knows neither tensors nor threads nor clocks; times come with the calls.
+span until its token budget is full. A prefill that was passed over too often goes first, which prevents starvation.
+Pure bookkeeping without tensors, threads or clocks; times come with the calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Schedulable(Protocol):
 
     @property
     def dropped(self) -> bool:
-        """Nobody waits for it any more."""
+        """Its result is no longer needed."""
         ...
 
 
@@ -40,16 +40,16 @@ S = TypeVar("S", bound=Schedulable)
 
 
 class BatchScheduler(Generic[S]):
-    """At most one step of a session waits here at a time: a session sends its next one after the last came back
-    (`session_order` where a simulation has no tasks that see to it).
+    """At most one step of a session is queued at a time: its next one follows after the last has run (`session_order`
+    ensures that in simulations).
 
-    `push` a step; `wait_s()` later, unless more came and it is 0 by then, `take` the batch; `completed` when it ran.
+    `push` a step; `take` the batch after `wait_s()`, or as soon as that is 0; `completed` when it has run.
     """
 
     def __init__(
         self, batch_tokens: int, policy: SchedulingPolicy = DEFAULT_POLICY, max_steps: int | None = None
     ) -> None:
-        """`batch_tokens`: rows of a batch, at most; `max_steps`: steps of one, for engines that cannot batch."""
+        """`batch_tokens`: rows of a batch, at most; `max_steps`: steps of a batch, for engines that cannot batch."""
         self._budget = batch_tokens
         self._policy = policy
         self._max_steps = max_steps
@@ -63,12 +63,12 @@ class BatchScheduler(Generic[S]):
         return len(self._decode) + len(self._prefill)
 
     def __iter__(self) -> Iterator[S]:
-        """What waits, decoding first."""
+        """The queued steps, decoding first."""
         return itertools.chain(self._decode, self._prefill)
 
     @property
     def rows(self) -> int:
-        """Rows that wait."""
+        """Rows queued."""
         return sum(step.rows for step in self)
 
     def push(self, step: S) -> None:
@@ -76,13 +76,13 @@ class BatchScheduler(Generic[S]):
         self._waiting.add(step.session_key)
 
     def wait_s(self) -> float:
-        """How long the next batch should wait for sessions that are missing, from now."""
+        """How long the next batch should wait for co-scheduled sessions, from now."""
         return self._wait.seconds(self._waiting)
 
     def take(self) -> list[S]:
         """Remove and return the next batch; empty when nothing waits.
 
-        The first step is taken whatever its size, for a step is never split.
+        The first step is taken whatever its size, as a step is never split.
         """
         self._remove_dropped()
         if self._prefill and self._prefill_skips >= self._policy.max_prefill_skips:
@@ -99,11 +99,11 @@ class BatchScheduler(Generic[S]):
         return batch
 
     def completed(self, batch: Iterable[S], took_s: float, now_s: float) -> int:
-        """A batch has run, from start to end in `took_s` -> how many sessions have decoded here lately."""
+        """A batch has run, in `took_s` -> how many sessions have decoded here recently."""
         return self._wait.completed([step.session_key for step in batch if not step.prefill], took_s, now_s)
 
     def forget(self, session_key: Hashable) -> None:
-        """This session is over: nobody waits for it, and it shares the node with nobody."""
+        """This session is closed."""
         self._wait.forget(session_key)
 
     def _remove_dropped(self) -> None:

@@ -1,9 +1,9 @@
-"""How long a batch waits for sessions that are co-scheduled with those it has.
+"""How long a batch waits for sessions that are co-scheduled with those in its queue.
 
-Sessions that decoded in one batch leave a node together and meet again at the next one, one frame after another. If the
-first frame started a batch of its own, every node would split the batch and read all weights twice. So those that are
-here wait for whoever was in their last batch, and for nobody else: sessions that go through the chain behind each other
-keep its nodes busy.
+Sessions that decoded in one batch leave a node together and arrive at the next one together, one frame after another.
+If the first frame started a batch of its own, every node would split the batch and read all weights twice. So queued
+sessions wait for those of their last batch, and for no others: sessions that follow each other through the chain keep
+its nodes busy.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class BatchWait:
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
-        self._last: dict[Hashable, tuple[float, int]] = {}  # session -> when, in which batch; the longest ago first
-        self._members: dict[int, set[Hashable]] = {}  # of a batch, those that were in no later one
+        self._last: dict[Hashable, tuple[float, int]] = {}  # session -> when, in which batch; oldest first
+        self._members: dict[int, set[Hashable]] = {}  # of a batch, those in no later one
         self._batches = 0
         self._took_s = 0.0
 
     def seconds(self, here: AbstractSet[Hashable]) -> float:
-        """To wait for, while `here` have a step waiting: 0 once everybody is here."""
+        """How long to wait while `here` have a step queued: 0 once all co-scheduled sessions are."""
         batches = {self._last[key][1] for key in here if key in self._last}
         if all(self._members[batch] <= here for batch in batches):
             return 0.0
@@ -49,7 +49,7 @@ class BatchWait:
         return len(self._last)
 
     def forget(self, key: Hashable) -> None:
-        """This session is over."""
+        """This session is closed."""
         last = self._last.pop(key, None)
         if last is not None:
             members = self._members[last[1]]

@@ -1,7 +1,6 @@
-"""What a layer costs at a node now (τ): its cost curve, corrected by what live batches take.
+"""The time of a layer at a node now (τ): its cost curve, corrected by measured batches.
 
-Owns the correction. Knows no clocks: times come with the calls. What τ is for is routing's; who publishes it, the
-node's.
+Owns the correction. Does not know clocks: times come with the calls.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from swarm.types import CostCurve, LayerSpan
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """One batch as it was measured."""
+    """The measurements of one batch."""
 
     span: LayerSpan
     steps: int
@@ -37,11 +36,11 @@ class BatchStats:
 
 
 class LayerTimeEstimator:
-    """τ as the cost curve expects it for one session more than are open, times how far live batches are off the curve.
+    """τ from the cost curve for one session more than are open, times the ratio of measured batches to the curve.
 
-    Expected rather than measured, so that a chain that is selected or released shows at once (Parallax §3.3); in the
-    simulator that serves more tokens, sooner, than the average of recent steps (docs/benchmarks/simulator.md). Prefill that waits
-    is left out: it delays a session once, and τ is paid for every token.
+    Expected rather than measured, so that opening or closing a session shows at once (Parallax §3.3); in the simulator
+    that serves more tokens, sooner, than the average of recent steps (docs/benchmarks/simulator.md). Queued prefill is
+    left out: it delays a session once, and τ counts for every token.
     """
 
     def __init__(self, cost: CostCurve, policy: SchedulingPolicy = DEFAULT_POLICY) -> None:
@@ -53,7 +52,7 @@ class LayerTimeEstimator:
         self._observed_s = 0.0
 
     def observe(self, stats: BatchStats, now_s: float) -> None:
-        """Learn from a batch that only decoded; what prefill costs says little of a token."""
+        """Update by a batch; ignored if it had prefill, whose cost differs from decoding's."""
         if stats.decode_steps < stats.steps or not stats.steps:
             return
         ratio = stats.compute_ms / len(stats.span) / self._cost.ms_at(stats.rows)
@@ -68,7 +67,7 @@ class LayerTimeEstimator:
         return self._ratio(now_s) * self._cost.ms_at(sessions + 1)
 
     def _ratio(self, now_s: float) -> float:
-        """What recent batches say; without any, it fades to what is usual here."""
-        usual = self._long_term.value
+        """Measured over expected time; without recent batches it decays to the long-term ratio."""
+        typical = self._long_term.value
         fade = math.exp((self._observed_s - now_s) / self._policy.idle_fade_s)
-        return usual + (self._recent.value - usual) * fade
+        return typical + (self._recent.value - typical) * fade

@@ -1,4 +1,4 @@
-"""The numbers of the scheduling model, in one place. Limits an owner may set (`swarm.config.Limits`) are not here."""
+"""The tuning constants of the scheduling model. Limits that an owner may set are in `swarm.config.Limits`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulingPolicy:
-    """Batches: `max_prefill_skips`: how many may pass over the oldest prefill before it goes first.
-    `batch_wait_ratio`: of the last decoding batch's time, the longest that a batch waits for the co-scheduled sessions
-    that are still missing; `max_batch_wait_s` bounds that. `active_session_s`: a session that decoded so recently
-    shares the node with the others.
+    """Batches and the estimate of a layer's time (τ)."""
 
-    Layer time: `layer_time_decay`, `long_term_decay`: the weight of what was measured before, in what a layer costs now
-    and in what is usual on this machine. `max_ratio`: how far a batch may be off the cost curve, either way, and be
-    believed. `idle_fade_s`: without work, the estimate falls back to what is usual within a few of these.
-    """
-
-    max_prefill_skips: int = 4
-    batch_wait_ratio: float = 1.5
-    max_batch_wait_s: float = 0.02
-    active_session_s: float = 1.0
-    layer_time_decay: float = 0.9
-    long_term_decay: float = 0.995
-    max_ratio: float = 100.0
-    idle_fade_s: float = 10.0
+    max_prefill_skips: int = 4  # batches that may pass over the oldest prefill; more starve it, fewer delay decoding
+    batch_wait_ratio: float = 1.5  # longest wait for co-scheduled sessions, in times of the last decoding batch
+    max_batch_wait_s: float = 0.02  # ... and in seconds: bounds the delay by a slow batch
+    active_session_s: float = 1.0  # a session that decoded so recently shares the node
+    layer_time_decay: float = 0.9  # a batch; lower follows contention faster, with more noise
+    long_term_decay: float = 0.995  # of the ratio to the cost curve that is typical for this machine
+    max_ratio: float = 100.0  # measured over expected time, either way; clamps outliers
+    idle_fade_s: float = 10.0  # time constant with which the estimate returns to the typical ratio without work
 
 
 DEFAULT_POLICY = SchedulingPolicy()

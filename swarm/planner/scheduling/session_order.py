@@ -1,6 +1,6 @@
-"""The order of one session's steps at a node: the next waits for a batch only when the last has run.
+"""The order of one session's steps at a node: the next is queued for a batch only after the last has run.
 
-A node has a task a session that sees to this; a simulation, which has no tasks, has this instead.
+A node has a task a session for this; a simulation, which has no tasks, uses this instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swarm.planner.scheduling.batch_scheduler import Schedulable
 class OrderedStep(Schedulable, Protocol):
     @property
     def stale(self) -> bool:
-        """It is passed over when its turn comes."""
+        """It is skipped in its turn."""
         ...
 
 
@@ -26,11 +26,11 @@ class SessionOrder(Generic[S]):
     """What `arrive` and `ran` return goes to the node's `BatchScheduler`."""
 
     def __init__(self) -> None:
-        self._first: dict[Hashable, S] = {}  # of each session, the step that waits for a batch or runs
+        self._first: dict[Hashable, S] = {}  # of each session, the step that is queued or runs
         self._behind: dict[Hashable, deque[S]] = {}
 
     def arrive(self, step: S) -> S | None:
-        """-> `step`, if it need not wait for another of its session."""
+        """-> `step`, unless it has to wait for another of its session."""
         first = self._first.get(step.session_key)
         if first is None or first.dropped:
             self._first[step.session_key] = step
@@ -39,10 +39,10 @@ class SessionOrder(Generic[S]):
         return None
 
     def ran(self, step: S) -> S | None:
-        """-> the session's step whose turn it is now that this one is done."""
+        """`step` has run -> the session's next step."""
         key = step.session_key
         if self._first.get(key) is not step:
-            return None  # it was dropped, and another has come since
+            return None  # it was dropped, and another has arrived since
         del self._first[key]
         behind = self._behind.get(key)
         while behind:
@@ -55,6 +55,6 @@ class SessionOrder(Generic[S]):
         return None
 
     def forget(self, session_key: Hashable) -> None:
-        """This session is over."""
+        """This session is closed."""
         self._first.pop(session_key, None)
         self._behind.pop(session_key, None)

@@ -1,8 +1,8 @@
-"""Which setting one generation uses from here on: predicted from the live map, corrected by what is measured.
+"""The speculation controller: which strategy and policy one generation uses, by forecasts corrected by measurements.
 
-Owns the memory of one generation's speed (at what pace tokens come, how fast each strategy was, how far the drafter's
-own odds can be trusted) and the setting in use. The predictions are `plan.speculation`'s, the costs `live_costs`', and
-what a row or a question must bring is `marginal`'s to say; acceptance is measured where the drafts are made. Knows no
+Owns the measured throughput of one generation, the bias of each strategy's forecasts, the calibration of the drafter's
+probabilities, and the current decision. Forecasts are made in `forecast`, costs estimated in `costs.online_costs`, a
+pipelined tree's policy chosen in `marginal_policy`; acceptance rates are measured by the drafters. Does not know
 clocks: times come with the observations.
 """
 
@@ -18,7 +18,6 @@ from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.costs.online_costs import Observation, OnlineChainCosts
 from swarm.planner.generation.events import SEQUENTIAL, SpeculationPolicy
 from swarm.planner.speculation.forecast import (
-    MAX_IN_FLIGHT,
     DrafterProfile,
     Forecast,
     Strategy,
@@ -27,25 +26,16 @@ from swarm.planner.speculation.forecast import (
     sequential,
     tree,
 )
-from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, steps_held
+from swarm.planner.speculation.marginal_policy import SpeculationCosts, choose_policy, pipeline_depth
+from swarm.planner.speculation.policy import SEARCH, ControllerPolicy
 
-BIAS_DECAY = 0.92  # what a strategy's speed before the last token weighs
-TRUST_DECAY = 0.99  # what the drafter's odds before the last result weigh
-PACE_ROUNDS = 4.0  # rounds of the chain after which a pace is forgotten to a third
-TRUST_AFTER = 4.0  # guesses' worth of belief in the drafter's odds before any was settled
-RECHOOSE_TOKENS = 12  # until the strategy is chosen afresh; twice as long each time that changes nothing,
-RECHOOSE_AT_LEAST = 48  # up to here
-MARGIN = 0.08  # another strategy must promise so much more before a generation changes its mind
-BIAS_RECOVERY = 0.3  # a strategy that disappointed is forgiven so much with every choice of another
-WIDTHS = (1, 2, 4, 8, 16, 32)
-MAX_DEPTH = MAX_IN_FLIGHT  # levels of acceptance looked at,
-USUAL_DEPTH = 12  # and how many where no more fit into the chain
-SPARE_ROWS = 3.0  # times the mean tree: room for the steps whose guesses are better than most
+DEFAULT_POLICY = ControllerPolicy()
+MAX_DEPTH = SEARCH.max_in_flight  # levels of acceptance that forecasts can use
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do from here on, how fast it should be, and why."""
+    """The strategy and policy to use, the expected throughput, and the reason."""
 
     strategy: Strategy
     policy: SpeculationPolicy
@@ -54,38 +44,39 @@ class Decision:
 
 
 class SpeculationController:
-    """`settled` with every result, then `setting` tells whether to change. One a generation and chain.
+    """`on_commit` with every result, then `decide`. One a generation and chain.
 
-    `only`: the strategy the user asked for. None leaves the choice to the tuner: to decode plainly, or the hybrid,
-    which holds the others as special cases and finds the one in place by itself (`marginal`).
+    `fixed_strategy`: the one that the user asked for. With None the controller chooses between plain decoding and a
+    pipelined tree, which has the others as special cases (`marginal_policy` finds the best one of them).
     """
 
     def __init__(
         self,
         costs: ChainCosts,
-        only: Strategy | None = None,
-        widths: Sequence[int] = WIDTHS,
+        fixed_strategy: Strategy | None = None,
+        policy: ControllerPolicy = DEFAULT_POLICY,
         *,
-        crowding: float = 1.0,
+        contention: float = 1.0,
     ) -> None:
-        """`crowding`: of the chain, as it was measured before (`live_costs.OnlineChainCosts`)."""
-        if not widths or min(widths) < 1:
-            raise UsageError("a tuner needs widths of at least 1")
-        self._costs = OnlineChainCosts(costs, crowding)
-        self._only = only
-        self._widths = tuple(widths)
-        self._record = {strategy: _ForecastBias() for strategy in Strategy}
+        """`contention`: of the chain, as measured by earlier generations (`OnlineChainCosts`)."""
+        if not policy.widths or min(policy.widths) < 1:
+            raise UsageError("a speculation controller needs widths of at least 1")
+        self._costs = OnlineChainCosts(costs, contention)
+        self._fixed_strategy = fixed_strategy
+        self._policy = policy
+        self._forecast_bias = {strategy: _ForecastBias(policy) for strategy in Strategy}
         self._current: Decision | None = None
-        self._since = 0  # tokens settled since the last choice
-        self._patience = RECHOOSE_TOKENS
-        self._trust = DecayedRatio(TRUST_AFTER, TRUST_AFTER)  # right guesses over promised ones
-        self._pace = _Throughput(costs.iteration_ms(1))
-        self._chosen_for_ms = costs.iteration_ms(1)  # a plain step's round, as it was known at the last choice
+        self._tokens_since_choice = 0
+        self._reconsider_after = policy.first_review_tokens
+        prior = policy.calibration_prior_tokens
+        self._calibration = DecayedRatio(prior, prior)  # accepted over expected drafts
+        self._throughput = _Throughput(costs.iteration_ms(1), policy.throughput_iterations)
+        self._iteration_ms_at_choice = costs.iteration_ms(1)  # of a plain step, as estimated then
 
     @property
     def calibration(self) -> float:
-        """Right guesses over those that the drafter's odds promised; below 1 it boasts."""
-        return self._trust.value
+        """Accepted drafts over those that the drafter's probabilities predict; below 1 it is overconfident."""
+        return self._calibration.value
 
     @property
     def contention(self) -> float:
@@ -96,146 +87,162 @@ class SpeculationController:
         """As measured."""
         return self._costs.now()
 
-    def on_commit(self, seen: Observation, tokens: int, hits: int, expected: float, took_ms: float) -> None:
-        """`tokens` came `took_ms` after those before; `hits` were guessed, where the odds promised `expected`."""
+    def on_commit(
+        self, seen: Observation, tokens: int, accepted: int, expected_accepted: float, took_ms: float
+    ) -> None:
+        """`tokens` came `took_ms` after those before; `accepted` of them were drafts, `expected_accepted` predicted."""
         self._costs.observe(seen)
-        self._trust.add(hits, expected, TRUST_DECAY)
-        self._since += tokens
-        round_ms = self._costs.now().iteration_ms(1)
-        self._pace.add(tokens, took_ms, round_ms)
-        if self._current is not None:  # a chain that is slower than was known breaks no strategy's promise
-            promised = self._current.tokens_per_s * self._chosen_for_ms / round_ms
-            self._record[self._current.strategy].add(tokens, promised * took_ms / 1e3)
+        self._calibration.add(accepted, expected_accepted, self._policy.calibration_decay)
+        self._tokens_since_choice += tokens
+        iteration_ms = self._costs.now().iteration_ms(1)
+        self._throughput.add(tokens, took_ms, iteration_ms)
+        if self._current is not None:  # a chain slower than estimated is no bias of the strategy's forecast
+            expected_per_s = self._current.tokens_per_s * self._iteration_ms_at_choice / iteration_ms
+            self._forecast_bias[self._current.strategy].add(tokens, expected_per_s * took_ms / 1e3)
 
     def decide(self, drafter: DrafterProfile) -> Decision:
-        """The setting to use now. The strategy is chosen afresh from time to time, the hybrid's prices with every
-        result."""
-        if self._current is not None and self._since < self._patience:
+        """What to use now. The strategy is chosen again from time to time, a pipelined tree's policy every time."""
+        if self._current is not None and self._tokens_since_choice < self._reconsider_after:
             if self._current.strategy is Strategy.PIPELINED_TREE:
-                self._current = replace(self._current, policy=self._marginal(self._costs.now(), drafter))
+                self._current = replace(self._current, policy=self._marginal_policy(self._costs.now(), drafter))
             return self._current
-        self._since = 0
+        self._tokens_since_choice = 0
         costs = self._costs.now()
         forecasts = [f for f in self._forecasts(costs, drafter) if f is not None]
         if not forecasts:
             forecasts = [sequential(costs)]
-        ranked = sorted(forecasts, key=lambda f: -self._promise(f))
-        best = _as_pipelined_tree(ranked[0]) if self._only is None else ranked[0]
-        kept = self._kept(ranked)
-        if kept is not None and self._promise(best) <= self._promise(kept) * (1 + MARGIN):
+        ranked = sorted(forecasts, key=lambda f: -self._corrected_rate(f))
+        best = _as_pipelined_tree(ranked[0]) if self._fixed_strategy is None else ranked[0]
+        kept = self._current_forecast(ranked)
+        if kept is not None and self._corrected_rate(best) <= self._corrected_rate(kept) * (1 + self._policy.min_gain):
             best = kept
-        for strategy, record in self._record.items():
+        for strategy, bias in self._forecast_bias.items():
             if strategy is not best.strategy:
-                record.recover()
+                bias.recover()
         same = self._current is not None and best.strategy is self._current.strategy
-        self._patience = min(RECHOOSE_AT_LEAST, 2 * self._patience) if same else RECHOOSE_TOKENS
-        self._current, self._chosen_for_ms = self._as_setting(best, ranked, costs, drafter), costs.iteration_ms(1)
+        first, most = self._policy.first_review_tokens, self._policy.max_review_tokens
+        self._reconsider_after = min(most, 2 * self._reconsider_after) if same else first
+        self._current = self._as_decision(best, ranked, costs, drafter)
+        self._iteration_ms_at_choice = costs.iteration_ms(1)
         return self._current
 
-    def _kept(self, ranked: Sequence[Forecast]) -> Forecast | None:
-        """What is to be expected of the strategy in use."""
+    def _current_forecast(self, ranked: Sequence[Forecast]) -> Forecast | None:
+        """The forecast of the strategy in use."""
         if self._current is None:
             return None
-        candidates = ranked if self._only is not None else [_as_pipelined_tree(f) for f in ranked]
+        candidates = ranked if self._fixed_strategy is not None else [_as_pipelined_tree(f) for f in ranked]
         return next((f for f in candidates if f.strategy is self._current.strategy), None)
 
     def _forecasts(self, costs: ChainCosts, drafter: DrafterProfile) -> list[Forecast | None]:
-        acceptance = tuple(drafter.acceptance)
-        usual = replace(drafter, acceptance=acceptance[:USUAL_DEPTH])
-        deep = replace(drafter, acceptance=acceptance[: max(USUAL_DEPTH, min(MAX_DEPTH, steps_held(costs) + 1))])
+        acceptance, typical, widths = tuple(drafter.acceptance), self._policy.typical_depth, self._policy.widths
+        usual = replace(drafter, acceptance=acceptance[:typical])
+        deep = replace(drafter, acceptance=acceptance[: max(typical, min(MAX_DEPTH, pipeline_depth(costs) + 1))])
         forecast: dict[Strategy, Callable[[], Forecast | None]] = {
             Strategy.SEQUENTIAL: lambda: sequential(costs),
-            Strategy.TREE: lambda: tree(costs, usual, self._widths),
-            Strategy.PIPEDEC: lambda: pipedec(costs, deep, self._widths),
-            Strategy.PIPELINED_TREE: lambda: pipelined_tree(costs, usual, self._widths),
+            Strategy.TREE: lambda: tree(costs, usual, widths),
+            Strategy.PIPEDEC: lambda: pipedec(costs, deep, widths),
+            Strategy.PIPELINED_TREE: lambda: pipelined_tree(costs, usual, widths),
         }
-        return [make() for strategy, make in forecast.items() if self._only in (None, strategy)]
+        return [make() for strategy, make in forecast.items() if self._fixed_strategy in (None, strategy)]
 
-    def _promise(self, forecast: Forecast) -> float:
-        """Tokens/s, by the prediction and by how predictions of this strategy have come true."""
-        strategy = forecast.strategy if self._only is not None else _as_pipelined_tree(forecast).strategy
-        return forecast.tokens_per_s * self._record[strategy].ratio
+    def _corrected_rate(self, forecast: Forecast) -> float:
+        """Tokens/s, forecast times the strategy's measured bias."""
+        strategy = forecast.strategy if self._fixed_strategy is not None else _as_pipelined_tree(forecast).strategy
+        return forecast.tokens_per_s * self._forecast_bias[strategy].ratio
 
-    def _as_setting(
+    def _as_decision(
         self, best: Forecast, ranked: Sequence[Forecast], costs: ChainCosts, drafter: DrafterProfile
     ) -> Decision:
-        others = "; ".join(f"{f.strategy} {self._promise(f):.1f}" for f in ranked if f.reason != best.reason)
-        reason = f"{best.strategy}, about {self._promise(best):.1f} tokens/s: {best.reason}"
+        others = "; ".join(f"{f.strategy} {self._corrected_rate(f):.1f}" for f in ranked if f.reason != best.reason)
+        reason = f"{best.strategy}, about {self._corrected_rate(best):.1f} tokens/s: {best.reason}"
         if best.strategy is Strategy.PIPELINED_TREE:
-            policy = self._marginal(costs, drafter)
+            policy = self._marginal_policy(costs, drafter)
         else:
-            policy = policy_of(best, costs, self.calibration, guess_anyway=self._only is None)
+            always = self._fixed_strategy is None
+            policy = policy_of(best, costs, self.calibration, self._policy, speculate_anyway=always)
         return Decision(best.strategy, policy, best.tokens_per_s, f"{reason} ({others})" if others else reason)
 
-    def _marginal(self, costs: ChainCosts, drafter: DrafterProfile) -> SpeculationPolicy:
-        live = self._costs
-        pace = self._pace.tokens_per_ms
-        prices = SpeculationCosts(
-            pace, drafter.level_ms, drafter.model_hit_rate, self.calibration, live.contention, live.batch_sharing
+    def _marginal_policy(self, costs: ChainCosts, drafter: DrafterProfile) -> SpeculationPolicy:
+        spec = SpeculationCosts(
+            self._throughput.tokens_per_ms,
+            drafter.level_ms,
+            drafter.model_hit_rate,
+            self.calibration,
+            self._costs.contention,
+            self._costs.batch_sharing,
         )
-        return choose_policy(costs, prices)
+        return choose_policy(costs, spec)
 
 
 class _ForecastBias:
-    """How a strategy's predictions have come true: tokens that came over those that were promised for the same time.
+    """How a strategy's forecasts came true: tokens committed over tokens forecast for the same time.
 
     Both are summed before they are divided, for tokens come in bursts with waits between them.
     """
 
-    def __init__(self) -> None:
-        self._tokens = DecayedRatio(1.0 / (1.0 - BIAS_DECAY), 1.0 / (1.0 - BIAS_DECAY))
+    def __init__(self, policy: ControllerPolicy) -> None:
+        self._policy = policy
+        prior = 1.0 / (1.0 - policy.bias_decay)
+        self._tokens = DecayedRatio(prior, prior)
 
     @property
     def ratio(self) -> float:
         return self._tokens.value
 
-    def add(self, came: int, promised: float) -> None:
-        self._tokens.add(came, promised, BIAS_DECAY**came)
+    def add(self, tokens: int, forecast: float) -> None:
+        self._tokens.add(tokens, forecast, self._policy.bias_decay**tokens)
 
     def recover(self) -> None:
-        self._tokens.numerator += BIAS_RECOVERY * (self._tokens.denominator - self._tokens.numerator)
+        """Undo a part of the bias: a strategy not in use gets another chance in time."""
+        self._tokens.numerator += self._policy.bias_recovery * (self._tokens.denominator - self._tokens.numerator)
 
 
 class _Throughput:
-    """Tokens a millisecond, lately. Before any came: as plain decoding."""
+    """Recent tokens a millisecond. The prior is plain decoding."""
 
-    def __init__(self, round_ms: float) -> None:
-        self._tokens = DecayedRatio(PACE_ROUNDS, PACE_ROUNDS * round_ms)
+    def __init__(self, iteration_ms: float, iterations: float) -> None:
+        self._iterations = iterations
+        self._tokens = DecayedRatio(iterations, iterations * iteration_ms)
 
     @property
     def tokens_per_ms(self) -> float:
         return self._tokens.value
 
-    def add(self, tokens: int, took_ms: float, round_ms: float) -> None:
-        self._tokens.add(tokens, took_ms, math.exp(-took_ms / (PACE_ROUNDS * round_ms)))
+    def add(self, tokens: int, took_ms: float, iteration_ms: float) -> None:
+        self._tokens.add(tokens, took_ms, math.exp(-took_ms / (self._iterations * iteration_ms)))
 
 
 def _as_pipelined_tree(forecast: Forecast) -> Forecast:
-    """The hybrid does at least as well as any other that guesses."""
+    """A pipelined tree does at least as well as any other speculative strategy."""
     return forecast if forecast.strategy is Strategy.SEQUENTIAL else replace(forecast, strategy=Strategy.PIPELINED_TREE)
 
 
 def policy_of(
-    forecast: Forecast, costs: ChainCosts, trust: float = 1.0, *, guess_anyway: bool = False
+    forecast: Forecast,
+    costs: ChainCosts,
+    calibration: float = 1.0,
+    tuning: ControllerPolicy = DEFAULT_POLICY,
+    *,
+    speculate_anyway: bool = False,
 ) -> SpeculationPolicy:
-    """The policy that runs a forecast. `trust`: right guesses over promised ones.
+    """The policy that runs a forecast. `calibration`: accepted drafts over expected ones.
 
-    A node that is right with probability p adds p tokens to a step and its row's time to it, so it is worth its row if
-    p is above tokens/period times that time: the floor. Guesses better than the drafter's average thus get more rows
-    than the forecast's mean tree, worse ones fewer; with `guess_anyway` even a sequential forecast sends the guesses
-    that are nearly sure.
+    A node accepted with probability p adds p tokens to a step and its row's time to it, so it is worth its row if p is
+    above tokens/iteration times that time. Drafts better than the drafter's average thus get more rows than the
+    forecast's mean tree, worse ones fewer; with `speculate_anyway` even a sequential forecast sends the most confident
+    drafts.
     """
     wide = max(2, forecast.width, 8 if forecast.strategy is Strategy.SEQUENTIAL else 0)
     row_ms = (costs.iteration_ms(wide) - costs.iteration_ms(1)) / (wide - 1)
-    floor = forecast.tokens_per_iteration * row_ms / forecast.iteration_ms / max(0.05, trust)
+    min_prob = forecast.tokens_per_iteration * row_ms / forecast.iteration_ms / max(tuning.min_calibration, calibration)
     match forecast.strategy:
-        case Strategy.SEQUENTIAL if not guess_anyway:
+        case Strategy.SEQUENTIAL if not speculate_anyway:
             return SEQUENTIAL
         case Strategy.SEQUENTIAL:
             return SpeculationPolicy(
                 max_tree_rows=8,
                 max_depth_per_step=8,
-                min_node_prob=min(1.0, 1.5 * floor),
+                min_node_prob=min(1.0, 1.5 * min_prob),
                 min_mass_blocking=math.inf,
                 min_mass_idle=math.inf,
             )
@@ -244,12 +251,12 @@ def policy_of(
                 max_tree_rows=forecast.width,
                 max_depth_per_step=1,
                 max_steps_in_flight=forecast.in_flight,
-                min_node_prob=min(0.5, floor / 4),
+                min_node_prob=min(0.5, min_prob / 4),
             )
         case _:
-            rows = round(SPARE_ROWS * (forecast.width - 1))
+            rows = round(tuning.tree_rows_margin * (forecast.width - 1))
             return SpeculationPolicy(
                 max_tree_rows=min(48, max(4, rows)),
                 max_depth_per_step=max(4, forecast.depth),
-                min_node_prob=min(1.0, floor),
+                min_node_prob=min(1.0, min_prob),
             )

@@ -1,9 +1,9 @@
-"""How far to guess ahead, by what a moment of the chain is worth: every row, step and question must earn its time.
+"""How much to speculate now: every row, step and draft-model call must be worth its time.
 
-Owns the rule: an answer comes at some pace, so what takes t ms must bring pace * t tokens or else save t ms (the
-marginal value theorem: Charnov, "Optimal foraging", 1976; for a ratio to be maximised, Dinkelbach 1967). Sure guesses
-thus fill the chain with deep trees, as many steps in flight as it holds, and where nobody knows what comes next one row
-goes out alone. Knows neither tokens nor how the pace was measured.
+Owns the rule: tokens come at some rate, so what takes t ms must bring rate * t tokens or else save t ms (the marginal
+value theorem: Charnov, "Optimal foraging", 1976; for a ratio to be maximized, Dinkelbach 1967). Confident drafts thus
+fill the chain with deep trees, as many steps in flight as it holds, and where the drafter is uncertain one row is sent
+alone. Does not know tokens or how the rate was measured.
 """
 
 from __future__ import annotations
@@ -13,23 +13,15 @@ from dataclasses import dataclass
 
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.events import SpeculationPolicy
-from swarm.planner.speculation.forecast import MAX_IN_FLIGHT
-
-ROWS = (32, 24, 16, 12)  # tree nodes a step may have: the most with which hops take no more than
-MAX_COMPUTE_RATIO = 2.0  # times what they take without, or else
-LEAST_ROWS = 8
-LEVELS = 16
-PROBE_WIDTH = 9  # rows of a usual tree: what one of them costs is measured up to there
-MIN_CALIBRATION, MAX_CALIBRATION = 0.2, 1.5
+from swarm.planner.speculation.policy import MARGINAL, SEARCH
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCosts:
-    """What guesses cost and what they are worth now.
+    """What drafts cost and bring now.
 
-    `pace`: tokens/ms that come. `level_ms`: a thorough question to the drafter; `hits`: how often its answer holds the
-    target's token. `trust`: right guesses over those that the drafter's odds promise. `crowding`, `company`: as
-    `live_costs.OnlineChainCosts` has them.
+    `level_ms`: a draft-model call; `model_hit_rate`: how often it proposes the target's token. `calibration`: accepted
+    drafts over those that the drafter's probabilities predict. `contention`, `batch_sharing`: of `OnlineChainCosts`.
     """
 
     tokens_per_ms: float
@@ -40,43 +32,51 @@ class SpeculationCosts:
     batch_sharing: float = 1.0
 
 
-def choose_policy(costs: ChainCosts, prices: SpeculationCosts) -> SpeculationPolicy:
-    """The policy whose every part earns its time.
+def choose_policy(costs: ChainCosts, spec: SpeculationCosts) -> SpeculationPolicy:
+    """The policy whose every part is worth its time.
 
-    A row right with probability p brings p tokens and lengthens the round, for everybody at the hops. A step of
-    guesses alone, sent now and not when what is under way has come back, saves that wait if the text comes to it, and
-    holds up the step after a miss if not; the steps of others fill the chain as well. A question lengthens the round
-    unless the chain is busy anyway, where it only delays a result that comes meanwhile; and a step waits for no more
-    of them than another step would cost. Where more than eight rows double what the hops compute a step has no more, or
-    guesses of a few percent, each worth its row, would hold up the steps behind them.
+    A row accepted with probability p brings p tokens and lengthens the round trip, for all sessions at the hops. A step
+    of drafts only, sent now and not after the result of the steps in flight, saves that wait if the text reaches it,
+    and delays the step after a miss if not; steps of other sessions fill the chain as well. A draft-model call
+    lengthens the round trip unless the chain is busy anyway, where it only delays a result that comes meanwhile; and a
+    step waits for no more calls than another step would take. Where more than `min_rows` rows double the hops' compute
+    time a step has no more, or drafts of a few percent, each worth its row, would delay the steps behind them.
     """
-    round_ms, slowest = costs.iteration_ms(1), costs.bottleneck_ms(1)
-    row_ms = (costs.iteration_ms(PROBE_WIDTH) - round_ms) / (PROBE_WIDTH - 1) * prices.batch_sharing
-    rows = next((n for n in ROWS if costs.compute_ms(n) <= MAX_COMPUTE_RATIO * costs.compute_ms(1)), LEAST_ROWS)
-    floor = prices.tokens_per_ms * row_ms / min(MAX_CALIBRATION, max(MIN_CALIBRATION, prices.calibration))
-    saved = max(0.0, round_ms - slowest)
-    another = slowest * prices.batch_sharing + (prices.contention - 1.0) * costs.compute_ms(
-        1
-    )  # what a further step takes
-    held_up = another - slowest / 2  # on average half of it is done when a miss is known
-    reach = held_up / (held_up + saved) if saved > 0 else 2.0  # never: a chain of one hop and no links
-    apart = min(1.0, prices.batch_sharing - 1.0) * costs.compute_ms(
-        1
-    )  # who asks misses the batches that the others share
-    ask = (
-        prices.tokens_per_ms * (prices.level_ms * prices.batch_sharing + apart) / max(0.05, prices.model_hit_rate)
-        if prices.level_ms
-        else 0.0
+    round_ms, bottleneck_ms, row_compute_ms = costs.iteration_ms(1), costs.bottleneck_ms(1), costs.compute_ms(1)
+    row_ms = (costs.iteration_ms(MARGINAL.probe_rows) - round_ms) / (MARGINAL.probe_rows - 1) * spec.batch_sharing
+    max_compute_ms = MARGINAL.max_compute_ratio * row_compute_ms
+    rows = next((n for n in MARGINAL.row_limits if costs.compute_ms(n) <= max_compute_ms), MARGINAL.min_rows)
+    calibration = min(MARGINAL.max_calibration, max(MARGINAL.min_calibration, spec.calibration))
+    min_node_prob = spec.tokens_per_ms * row_ms / calibration
+
+    saved_ms = max(0.0, round_ms - bottleneck_ms)
+    extra_step_ms = bottleneck_ms * spec.batch_sharing + (spec.contention - 1.0) * row_compute_ms
+    delay_ms = extra_step_ms - bottleneck_ms / 2  # on average half of it is done when a miss is known
+    min_path_prob = delay_ms / (delay_ms + saved_ms) if saved_ms > 0 else 2.0  # never: one hop and no links
+
+    missed_ms = min(1.0, spec.batch_sharing - 1.0) * row_compute_ms  # a session that waits misses the shared batches
+    call_ms = spec.level_ms * spec.batch_sharing + missed_ms
+    min_mass = spec.tokens_per_ms * call_ms / max(MARGINAL.min_hit_rate, spec.model_hit_rate) if spec.level_ms else 0.0
+    idle_ratio = min(1.0, spec.level_ms / (2 * round_ms) + spec.contention - 1.0)
+    cheap_calls = min_path_prob >= 1.0 or spec.level_ms * MARGINAL.max_depth <= extra_step_ms
+    max_calls = MARGINAL.max_depth if cheap_calls else max(1, round(extra_step_ms / spec.level_ms))
+
+    share = (max(1, pipeline_depth(costs)) + 1) / spec.batch_sharing
+    return SpeculationPolicy(
+        max_tree_rows=rows,
+        max_depth_per_step=MARGINAL.max_depth,
+        max_steps_in_flight=min(SEARCH.max_in_flight, max(1, round(share))),
+        min_node_prob=min(1.0, min_node_prob),
+        min_path_prob=min_path_prob,
+        min_mass_blocking=min_mass,
+        min_mass_idle=min_mass * idle_ratio,
+        max_model_calls=max_calls,
     )
-    idle = min(1.0, prices.level_ms / (2 * round_ms) + prices.contention - 1.0)
-    room = (max(1, steps_held(costs)) + 1) / prices.batch_sharing
-    in_flight = min(MAX_IN_FLIGHT, max(1, round(room)))
-    lone = reach >= 1.0 or prices.level_ms * LEVELS <= another
-    thoughts = LEVELS if lone else max(1, round(another / prices.level_ms))
-    return SpeculationPolicy(rows, LEVELS, in_flight, min(1.0, floor), reach, ask, ask * idle, thoughts)
 
 
-def steps_held(costs: ChainCosts) -> int:
-    """How many plain steps fit into the chain one behind the other."""
-    slowest = costs.bottleneck_ms(1)
-    return min(MAX_IN_FLIGHT, math.ceil(costs.iteration_ms(1) / slowest)) if slowest > 0 else MAX_IN_FLIGHT
+def pipeline_depth(costs: ChainCosts) -> int:
+    """How many plain steps fit into the chain at once, one behind the other."""
+    bottleneck_ms = costs.bottleneck_ms(1)
+    if bottleneck_ms <= 0:
+        return SEARCH.max_in_flight
+    return min(SEARCH.max_in_flight, math.ceil(costs.iteration_ms(1) / bottleneck_ms))

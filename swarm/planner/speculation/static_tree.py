@@ -1,8 +1,8 @@
-"""The static draft tree that settles most tokens for its width (Ghidorah §III-C, ARCA), and the acceptance it rests on.
+"""The static draft tree with most expected tokens for its width (ARCA, Ghidorah §III-C), from acceptance rates.
 
-Owns which candidates of which rank to verify: what a width is worth on average, before a round's own guesses are known
-(`plan.tree` then sends the likeliest of them). Knows neither tokens nor what a width costs (`forecast`). A width
-counts the rows verified in a step: the drafted nodes and the root's own row, so width 1 is plain decoding, as in the
+Owns which candidates of which rank to verify: the expected value of a width, before a step's own drafts are known
+(`generation.draft_tree` then sends the likeliest of them). Does not know tokens or what a width costs (`forecast`). A
+width counts the rows verified in a step: the draft nodes and the root's row, so width 1 is plain decoding, as in the
 paper's Table I.
 """
 
@@ -18,8 +18,8 @@ from swarm.errors import UsageError
 from swarm.planner.generation.draft_tree import ROOT
 
 AcceptanceTable = Sequence[Sequence[float]]
-"""`[depth][rank]`: how likely the drafter's rank-th guess so deep below the root is the target's token, given that the
-guesses above it were. Rows sum to 1 at most."""
+"""`[depth][rank]`: the acceptance rate of the drafter's rank-th candidate at this depth below the root, given that the
+drafts above it were accepted. Rows sum to 1 at most."""
 
 RankPath = tuple[int, ...]
 """A node of a shape: the ranks taken from the first level down to it."""
@@ -27,7 +27,7 @@ RankPath = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A tree of ranks, parents before children: node i is guess `ranks[i]` after node `parents[i]` (or ROOT)."""
+    """A tree of ranks, parents before children: node i is candidate `ranks[i]` after node `parents[i]` (or ROOT)."""
 
     parents: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -67,11 +67,11 @@ def check_acceptance(acceptance: AcceptanceTable) -> None:
 
 
 def best_shape(acceptance: AcceptanceTable, width: int, max_depth: int | None = None) -> TreeShape:
-    """The tree of at most `width` rows that settles most tokens, if guesses succeed independently as `acceptance` says.
+    """The tree of at most `width` rows with most expected tokens, if drafts succeed independently as in `acceptance`.
 
     Best first: the node whose whole path is likeliest is added next. The expected tokens are a sum over nodes, and no
-    node is likelier than its parent, so this is not only ARCA's estimate but the optimum. Guesses that never succeed
-    are left out. On ties the shallower node, then the lower ranks.
+    node is likelier than its parent, so this is not only ARCA's estimate but the optimum. Candidates that are
+    never accepted are left out. On ties the shallower node, then the lower ranks.
     """
     if width < 1:
         raise UsageError(f"a step verifies at least one row, not {width}")
@@ -79,7 +79,7 @@ def best_shape(acceptance: AcceptanceTable, width: int, max_depth: int | None = 
 
 
 def best_nodes(acceptance: AcceptanceTable, max_depth: int | None = None) -> Iterator[tuple[RankPath, float]]:
-    """The nodes of the best trees, each with its chance: the best tree of width w is its first w - 1 nodes."""
+    """The nodes of the best trees with their probabilities: the best tree of width w is the first w - 1 of them."""
     check_acceptance(acceptance)
     rows = acceptance[:max_depth] if max_depth is not None else acceptance
     frontier: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]
@@ -94,7 +94,7 @@ def best_nodes(acceptance: AcceptanceTable, max_depth: int | None = None) -> Ite
 
 
 def expected_tokens(shape: TreeShape, acceptance: AcceptanceTable) -> float:
-    """Tokens a round is expected to settle: the target's own and one for every node whose path is right (>= 1)."""
+    """Expected tokens a step: the target's own and one for every node whose path is accepted (>= 1)."""
     return 1.0 + math.fsum(
         math.prod(acceptance[depth][rank] for depth, rank in enumerate(path)) for path in shape.paths()
     )
