@@ -346,10 +346,10 @@ def test_staircases_close_every_gap_of_a_large_pool() -> None:
     rng = random.Random(14)
     capacities = sorted((rng.randint(4, 40) for _ in range(128)), reverse=True)
     stairs = MinNodesByReplicas(capacities, 64, WorkBudget(2000))
-    assert not all(stairs.settled(k) for k in range(1, stairs.most + 1))
+    assert not all(stairs.exact(k) for k in range(1, stairs.most + 1))
     budget = WorkBudget(10**6)
     for k in range(1, stairs.most + 1):
-        assert stairs.sharpen(k, budget, deep=True)
+        assert stairs.tighten(k, budget, deep=True)
     for k in range(1, stairs.most + 1):
         bins = stairs.bins(k)
         assert bins is not None
