@@ -32,7 +32,7 @@ def random_dag(rng: np.random.Generator) -> tuple[LayerDag, Ints, Ints]:
     tau, rho = costs(layers, rows, missing=0.3), costs(rows, rows, missing=rng.choice([0.0, 0.3]))
     np.fill_diagonal(rho, INFINITE)
     if rng.random() < 0.3:
-        tau += np.where(rng.random(tau.shape) < 0.5, REBUILD_PENALTY, 0)  # some of it on top of INFINITE, as in a repair
+        tau += np.where(rng.random(tau.shape) < 0.5, REBUILD_PENALTY, 0)  # also on top of INFINITE, as in a repair
     enter, leave = (rng.random((layers + 1, rows)) < 0.8 if rng.random() < 0.5 else None for _ in "io")
     dag = LayerDag(np.arange(rows), tau, rho, enter, leave)
     return dag, costs(rows, missing=0.1), costs(rows, missing=0.1)
