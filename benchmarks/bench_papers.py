@@ -2,7 +2,7 @@
 
     python benchmarks/bench_papers.py [NAME ...] [--out docs] [--jobs N]
 
-Every run of a sweep is a process of its own kind of work, so they share the cores. Writes `papers.md`, the plots beside
+The runs of a sweep are independent and use all cores. Writes `papers.md`, the plots beside
 it, and all numbers as `papers/NAME.json`; a later call with some names keeps the others' numbers.
 """
 
@@ -27,7 +27,7 @@ NAMES = ("parallax", "hyperion", "jupiter", "churn-1000")
 
 
 def run(chosen: dict[str, str], table: dict[str, Any]) -> dict[str, Any]:
-    """One run: what was chosen for it, and what came out."""
+    """One run: its settings and its result."""
     result = simulate_table(table)
     spans = [node["layers"] for node in result["nodes"].values()]
     busy = [node["busy"] for node in result["nodes"].values()]

@@ -11,7 +11,7 @@ Pools: `equal` nodes of 10 layers, `two kinds` (8, 20), `four kinds` (6, 10, 16,
     best      pools whose score is proven the best possible, of all pools
     k         values of k that replicas were found for, all pools together, and those not proven to need so many nodes
     gap       how much more the best allocation could score at most, worst pool
-    settled   ms until s*(k) is proven for every k, same pools, up to --settle-up-to nodes
+    proven    ms until s*(k) is proven for every k, same pools, up to --prove-up-to nodes
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def report(kind: str, nodes: int, options: argparse.Namespace) -> None:
     plans = [plan for _, plan in rounds[0]]
     found = sum(len(plan.stages_by_k) for plan in plans)
     unproven = sum(1 for plan in plans for gap in plan.gap_by_k.values() if gap)
-    settled = "-"
-    if nodes <= options.settle_up_to:
+    proven = "-"
+    if nodes <= options.prove_up_to:
         full = [timed(options.layers, pool, 10**7) for pool in pools]
         left = sum(1 for _, plan in full for gap in plan.gap_by_k.values() if gap)
-        settled = f"{statistics.median(ms for ms, _ in full):.1f}" + (f" ({left} open)" if left else "")
+        proven = f"{statistics.median(ms for ms, _ in full):.1f}" + (f" ({left} open)" if left else "")
     print(
         f"{nodes:>6}  {kind:<13} {statistics.median(times):>9.2f} {max(times):>9.2f} {steps:>8}"
         f" {sum(plan.exact for plan in plans):>4}/{len(plans)} {found:>6} {unproven:>6}"
-        f" {max(plan.gap for plan in plans):>8.2%} {settled:>10}"
+        f" {max(plan.gap for plan in plans):>8.2%} {proven:>10}"
     )
 
 
@@ -85,9 +85,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--pools", type=int, default=5)
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--settle-up-to", type=int, default=256)
+    parser.add_argument("--prove-up-to", type=int, default=256)
     options = parser.parse_args()
-    header = ("nodes", "pool", "ms", "slowest", "steps", "best", "k", "open", "gap", "settled")
+    header = ("nodes", "pool", "ms", "slowest", "steps", "best", "k", "open", "gap", "proven")
     print("{:>6}  {:<13} {:>9} {:>9} {:>8} {:>6} {:>6} {:>6} {:>8} {:>10}".format(*header))
     for nodes in options.nodes:
         for kind in KINDS:

@@ -92,8 +92,8 @@ def hyperion(runs: Sequence[Run], papers: Mapping[str, Any]) -> str:
                 r["result"]["layers"] for r in runs if (r["chosen"]["policy"], r["chosen"]["model"]) == (policy, model)
             )
             counts = [_length(span) for span in dict.fromkeys(spans)]
-            said = paper["layers"][model] if policy == "hyperion" else ""
-            layers.append([model, policy, "/".join(map(str, counts)), "/".join(map(str, said))])
+            reported = paper["layers"][model] if policy == "hyperion" else ""
+            layers.append([model, policy, "/".join(map(str, counts)), "/".join(map(str, reported))])
     return f"""
 ## Hyperion: three tiers of Jetsons
 
@@ -116,13 +116,14 @@ def jupiter(runs: Sequence[Run], papers: Mapping[str, Any]) -> str:
     for environment in _values(runs, "environment"):
         for model in _values(runs, "model"):
             for mbps in _values(runs, "network.bandwidth_mbps"):
-                said = papers["jupiter"][environment][model]
+                claims = papers["jupiter"][environment][model]
                 cells = [environment, model, mbps]
                 for policy in _values(runs, "policy"):
                     cells.append(f"{by[(policy, model, mbps, environment)]:.1f}")
                 ratio = by["edgeshard", model, mbps, environment] / by["jupiter", model, mbps, environment]
-                paper = said["edgeshard"][mbps] / said["jupiter"][mbps]
-                cells += [str(said["edgeshard"][mbps]), str(said["jupiter"][mbps]), f"{ratio:.2f}", f"{paper:.2f}"]
+                paper = claims["edgeshard"][mbps] / claims["jupiter"][mbps]
+                cells += [str(claims[system][mbps]) for system in ("edgeshard", "jupiter")]
+                cells += [f"{ratio:.2f}", f"{paper:.2f}"]
                 rows.append(cells)
     head = ["env.", "model", "Mbps", *_values(runs, "policy")]
     return f"""
@@ -210,8 +211,8 @@ def _plot_jupiter(runs: Sequence[Run], papers: Mapping[str, Any]) -> None:
         some = [r for r in runs if _pick(r, "environment", "model") == (environment, model)]
         _lines(axis, some, "network.bandwidth_mbps", lambda r: r["latency_s"]["mean"])
         for system, style in (("edgeshard", "kx"), ("jupiter", "k+")):
-            said = papers["jupiter"][environment][model][system]
-            axis.plot([int(b) for b in said], list(said.values()), style, label=f"paper: {system}")
+            claims = papers["jupiter"][environment][model][system]
+            axis.plot([int(b) for b in claims], list(claims.values()), style, label=f"paper: {system}")
         axis.set(title=f"{environment}, {model}", xlabel="Mbps", xscale="log")
     axes[0][0].set_ylabel("latency, s")
     axes[0][0].legend(fontsize=5)

@@ -20,7 +20,8 @@ from swarm.messages import AnyMessage
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.pool.migratable_link import MigratableLink
 from swarm.net.transports.rate_limit import RateLimitedTransport, UploadBucket
-from swarm.planner.rebalancing.rebalancer import RebalanceDecision, RebalancePolicy, Rebalancer
+from swarm.planner.rebalancing.policy import RebalancePolicy
+from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.planner.schemas import placement_request_json
 from swarm.types import ModelId, NodeState
 from swarm_node.membership.hardware import Hardware, measure

@@ -1,4 +1,4 @@
-"""Nodes that come and go: leaving without a word, joining, reading other layers when the swarm is allocated anew.
+"""Churn: nodes that crash, join, and load other layers when the swarm is rebalanced.
 
 Owns the schedule of churn and what a loss does to sessions. Which layers a node takes is the policy's decision.
 """
@@ -14,11 +14,11 @@ from swarm.simulator.model.rng import NamedStream
 from swarm.simulator.model.session import SimPhase, SimSession
 from swarm.types import LayerSpan, NodeState
 
-LINKED = 64  # nodes of a uniform network that list their links one by one
+FULL_MESH_NODES = 64  # uniform networks up to this size publish the latency of every pair
 
 
 class Churn:
-    """Brings nodes into `engine` and takes them away."""
+    """Adds nodes to `engine` and removes them."""
 
     def __init__(self, engine: DiscreteEventEngine) -> None:
         self._engine = engine
@@ -28,9 +28,9 @@ class Churn:
         }
         self._random = NamedStream(engine.scenario.seed, "churn")
         self._moving = 0
-        self._wrong_for = 0  # checks in a row that asked for a new allocation
+        self._checks_failed = 0  # in a row: checks with a new allocation to move to
         self.joined = self.left = self.moved = 0
-        self.gaps: list[tuple[float, float]] = []  # (from, to), ms: when some layer was served by nobody
+        self.gaps: list[tuple[float, float]] = []  # (from, to), ms: when some layer had no node
         self._gap_since: float | None = None
         self._served: dict[str, LayerSpan] = {}
         self._replicas = [0] * engine.scenario.model.layers
@@ -78,16 +78,16 @@ class Churn:
         return node
 
     def _link(self) -> None:
-        """In a small uniform network everybody has measured everybody."""
+        """In a small uniform network every node has measured every other."""
         nodes = list(self._engine.nodes.values())
-        if self._scenario.network.kind == "uniform" and len(nodes) <= LINKED:
+        if self._scenario.network.kind == "uniform" and len(nodes) <= FULL_MESH_NODES:
             for node in nodes:
                 node.link_ms.update({o.id: self._engine.network.latency(node.id, o.id) for o in nodes if o is not node})
 
     # Leaving ---------------------------------------------------------------------------------------------------------
 
     def _period(self) -> None:
-        """Pick who leaves in the period that begins now, and when; and when others join."""
+        """Choose which nodes leave in the period that begins now, and when; and when others join."""
         churn, clock = self._scenario.churn, self._engine.clock
         present = [node for node in self._engine.nodes.values() if node.alive]
         self._random.shuffle(present)
@@ -98,7 +98,7 @@ class Churn:
                 clock.after(self._random.uniform(0.0, churn.period_s * 1e3), self.on_join)
 
     def on_crash(self, node: SimNode) -> None:
-        """Gone, and nobody is told."""
+        """The node vanishes without notice."""
         engine = self._engine
         node.died = engine.clock.now
         self.left += 1
@@ -118,7 +118,7 @@ class Churn:
         session.ready.discard(node.id)
         session.banned.add(node.id)
         if session.phase is not SimPhase.RUNNING:
-            return  # it is looking for a chain already
+            return  # it is connecting already
         session.epoch += 1
         session.repairs += 1
         session.parked.clear()
@@ -131,13 +131,13 @@ class Churn:
     # Joining ---------------------------------------------------------------------------------------------------------
 
     def on_join(self) -> None:
-        """A new machine, of the kinds there are in the proportions there are; it measures itself first."""
+        """A new machine, its kind drawn in the proportions of the scenario; it measures itself first."""
         devices = [device for device in self._scenario.devices for _ in range(device.count)]
         device = self._random.choice(devices)
         self._engine.clock.after(self._scenario.churn.measure_s * 1e3, lambda: self._join(device))
 
     def _join(self, device: DeviceSpec) -> None:
-        """It says that it joins, and chooses layers once it has read who else joins now."""
+        """It publishes that it joins, and chooses layers once it has read which others join now."""
         if not self._joining:
             self._engine.clock.after(self._scenario.serving.refresh_ms, self._place)
         self._joining.append(self._make(device))
@@ -151,9 +151,9 @@ class Churn:
             self._engine.notify("join", n=node.id, span=str(span))
             if span is not None:
                 node.take_layers(span, NodeState.LOADING)
-                self._engine.clock.after(self._read_ms(len(span)), lambda n=node, s=span: self._serve(n, s))  # type: ignore[misc]
+                self._engine.clock.after(self._load_ms(len(span)), lambda n=node, s=span: self._serve(n, s))  # type: ignore[misc]
 
-    def _read_ms(self, layers: int) -> float:
+    def _load_ms(self, layers: int) -> float:
         return layers * self._scenario.model.layer_bytes / 1e6 / self._scenario.churn.load_mb_per_s * 1e3
 
     def _serve(self, node: SimNode, span: LayerSpan) -> None:
@@ -164,10 +164,10 @@ class Churn:
             self._engine.published()
             self._engine.chains.wake()
 
-    # Allocating anew -------------------------------------------------------------------------------------------------
+    # Rebalancing -----------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Every `rebalance_s`: twice in a row asked for a new allocation, and none under way: make its first moves."""
+        """Every `rebalance_s`: the first moves of a new allocation, if two checks in a row had one and none is on."""
         engine, churn = self._engine, self._scenario.churn
         over = engine.clock.now > churn.periods * churn.period_s * 1e3 and not engine.open_requests
         if over:
@@ -179,9 +179,9 @@ class Churn:
             plan = engine.policy.rebalance(engine.observe())
         except Infeasible:
             plan = None
-        self._wrong_for = self._wrong_for + 1 if plan is not None and plan.waves else 0
-        if plan is not None and plan.waves and self._wrong_for > 1:
-            self._wrong_for = 0
+        self._checks_failed = self._checks_failed + 1 if plan is not None and plan.waves else 0
+        if plan is not None and plan.waves and self._checks_failed > 1:
+            self._checks_failed = 0
             for move in plan.waves[0]:
                 self._move(move)
 
@@ -194,19 +194,19 @@ class Churn:
         self._moving += 1
         engine.notify("move", n=move.peer, old=str(move.old), new=str(move.new))
         if not move.overlap:
-            self._give_up(node)
+            self._drop_sessions(node)
             node.take_layers(move.new, NodeState.LOADING)
             self._count(node)
-        engine.clock.after(self._read_ms(layers_to_load(move.old, move.new)), lambda: self._moved(node, move.new))
+        engine.clock.after(self._load_ms(layers_to_load(move.old, move.new)), lambda: self._moved(node, move.new))
 
     def _moved(self, node: SimNode, span: LayerSpan) -> None:
         self._moving -= 1
         if node.alive:
-            self._give_up(node)
+            self._drop_sessions(node)
             self._serve(node, span)
 
-    def _give_up(self, node: SimNode) -> None:
-        """The sessions of a node that moves go elsewhere; it tells them, so they know at once."""
+    def _drop_sessions(self, node: SimNode) -> None:
+        """A node that moves closes its sessions; their clients are notified at once."""
         for held in list(node.held.values()):
             node.close(held.session)
             self.lost(held.session, node)
@@ -214,7 +214,7 @@ class Churn:
     # Coverage --------------------------------------------------------------------------------------------------------
 
     def _count(self, node: SimNode) -> None:
-        """`node` has changed: count replicas of layers anew, and how long some layer is served by nobody."""
+        """`node` has changed: update the replica counts, and how long some layer has no node."""
         self._recount(node)
         now = self._engine.clock.now
         if not all(self._replicas):
@@ -235,7 +235,7 @@ class Churn:
                 self._replicas[layer] += 1
 
     def close(self) -> None:
-        """Account for a gap that lasts."""
+        """End a gap that is still open."""
         if self._gap_since is not None:
             self.gaps.append((self._gap_since, self._engine.clock.now))
             self._gap_since = None

@@ -1,7 +1,7 @@
-"""The event loop: requests come, steps travel from hop to hop, tokens come back.
+"""The discrete-event engine: requests arrive, steps travel from hop to hop, tokens come back.
 
-Owns what happens to steps, and when; every decision is the policy's. How sessions get their chains is `chains`', and
-what happens when nodes come and go `faults`'.
+Owns what happens to steps, and when; every decision is the policy's. How sessions get their chains is in
+`session_admission`, what happens when nodes join and leave in `churn`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Trace = Callable[[str], None]
 
 
 class DiscreteEventEngine:
-    """One run. `nodes` and `sessions` hold everything that ever was."""
+    """One run. `nodes` and `sessions` keep those that have ended too."""
 
     def __init__(
         self, scenario: Scenario, policy: ServingPolicy, network: NetworkModel, trace: Trace | None = None
@@ -40,7 +40,7 @@ class DiscreteEventEngine:
         self.view = StaleSnapshot(scenario, network, self.nodes)
         self.chains = SessionAdmission(self)
         self._trace = trace
-        self._guesses = NamedStream(scenario.seed, "acceptance")
+        self._acceptance = NamedStream(scenario.seed, "acceptance")
 
     def notify(self, kind: str, **facts: object) -> None:
         """One line of the trace."""
@@ -53,7 +53,7 @@ class DiscreteEventEngine:
         return self.view
 
     def published(self) -> None:
-        """Nodes have said something new of themselves."""
+        """Nodes have published new records."""
         self.view.version += 1
 
     # Requests --------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class DiscreteEventEngine:
         self.chains.connect(session)
 
     def advance(self, session: SimSession) -> None:
-        """Send what is next: the rest of the prompt, or the last token."""
+        """Send the next steps: the rest of the prompt, or the last token."""
         if session.held >= session.prompt:
             self._decode(session)
             return
@@ -100,8 +100,8 @@ class DiscreteEventEngine:
             self._arrange_start(node)
 
     def _arrange_start(self, node: SimNode) -> None:
-        """Start the node's next batch when it has waited for the sessions that are missing, or at once: then those that
-        arrive at this very moment still share it."""
+        """Start the node's next batch once its batch wait is over; without one, after the steps that arrive at this
+        very moment, so that they share the batch."""
         now = self.clock.now
         if node.busy or node.start_at == now or not node.scheduler:
             return
@@ -132,7 +132,7 @@ class DiscreteEventEngine:
         self._arrange_start(node)
 
     def _pass_on(self, step: SimStep) -> None:
-        """A hop is done with a step."""
+        """A hop has finished a step."""
         session, here = step.session, step.hop
         now, client = self.clock.now, session.request.client
         if step.index == step.last:
@@ -152,10 +152,10 @@ class DiscreteEventEngine:
                 return
             session.parked.append(step)
             if last:
-                self.chains.enter_line(session, following)
+                self.chains.enter_queue(session, following)
 
     def unpark(self, session: SimSession) -> None:
-        """The hop that activations waited for has let the session in."""
+        """The hop that activations waited for has admitted the session."""
         waiting, session.parked = session.parked, []
         for step in waiting:
             self.send(step, session.hops[step.index - 1].peer, step.rows * self.scenario.model.row_bytes)
@@ -186,10 +186,10 @@ class DiscreteEventEngine:
             self._decode(session)
 
     def _accepted(self) -> int:
-        """How many drafted tokens the model agrees with."""
+        """How many draft tokens are accepted."""
         count = 0
         for chance in self.scenario.policy.acceptance[: self.scenario.policy.draft_tokens]:
-            if self._guesses.uniform() >= chance:
+            if self._acceptance.uniform() >= chance:
                 break
             count += 1
         return count

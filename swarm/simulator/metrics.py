@@ -1,4 +1,4 @@
-"""What a run was like: throughput, latencies, who finished, how busy the nodes were."""
+"""Metrics of a run: throughput, latencies, finished and failed requests, utilization of nodes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def summary(
 ) -> dict[str, Any]:
     """Requests only; the points of an outline belong to theirs. Times in s.
 
-    `gaps`: when some layer was served by nobody, ms. `covered` counts the requests that met none of them.
+    `gaps`: when some layer had no node, ms. `covered` counts the requests outside all of them.
     """
-    asked = [s for s in sessions if s.parent is None]
-    done = [s for s in asked if s.phase is SimPhase.DONE and s.done_ms is not None]
-    begin = min((s.request.at for s in asked), default=0.0)
+    requested = [s for s in sessions if s.parent is None]
+    done = [s for s in requested if s.phase is SimPhase.DONE and s.done_ms is not None]
+    begin = min((s.request.at for s in requested), default=0.0)
     last = max((s.done_ms for s in done if s.done_ms is not None), default=begin)
     span_s = max(last - begin, 1e-9) / 1e3
     latency = [(s.done_ms - s.request.at) / 1e3 for s in done if s.done_ms is not None]
@@ -54,14 +54,14 @@ def summary(
         if s.produced > 1 and s.first_ms is not None and s.done_ms is not None
     ]
     failures: dict[str, int] = {}
-    for session in asked:
+    for session in requested:
         if session.phase is not SimPhase.DONE:
             reason = session.failure or "not done in time"
             failures[reason] = failures.get(reason, 0) + 1
     return {
-        "requests": len(asked),
+        "requests": len(requested),
         "finished": len(done),
-        "finished_share": _rounded(len(done) / len(asked)) if asked else 1.0,
+        "finished_share": _rounded(len(done) / len(requested)) if requested else 1.0,
         "failures": dict(sorted(failures.items())),
         "span_s": _rounded(span_s),
         "throughput_rps": _rounded(len(done) / span_s),
@@ -69,24 +69,24 @@ def summary(
         "latency_s": Percentiles.of(latency).table(),
         "first_token_s": Percentiles.of(first).table(),
         "per_token_s": Percentiles.of(per_token).table(),
-        "covered": _covered(asked, gaps, end_ms),
+        "covered": _covered(requested, gaps, end_ms),
         "uncovered_s": _rounded(math.fsum(b - a for a, b in gaps) / 1e3),
-        "repairs": sum(s.repairs for s in asked),
-        "repaired_requests": sum(1 for s in asked if s.repairs),
-        "refused_dials": sum(s.dials for s in asked),
+        "repairs": sum(s.repairs for s in requested),
+        "repaired_requests": sum(1 for s in requested if s.repairs),
+        "refused_dials": sum(s.dials for s in requested),
         "nodes": _nodes(nodes, end_ms),
     }
 
 
-def _covered(asked: Sequence[SimSession], gaps: Sequence[tuple[float, float]], end_ms: float) -> dict[str, Any]:
-    spans = [(s, s.done_ms if s.done_ms is not None else end_ms) for s in asked]
+def _covered(requested: Sequence[SimSession], gaps: Sequence[tuple[float, float]], end_ms: float) -> dict[str, Any]:
+    spans = [(s, s.done_ms if s.done_ms is not None else end_ms) for s in requested]
     safe = [s for s, end in spans if all(end <= a or b <= s.request.at for a, b in gaps)]
     done = sum(1 for s in safe if s.phase is SimPhase.DONE)
     return {"requests": len(safe), "finished": done, "share": _rounded(done / len(safe)) if safe else 1.0}
 
 
 def _nodes(nodes: Sequence[SimNode], end_ms: float) -> dict[str, Any]:
-    """Utilisation of each node, share of the time it was there; and of all together."""
+    """Each node's utilization, as a share of the time it was alive, mean batch size and peak KV use."""
     shares: dict[str, Any] = {}
     for node in nodes:
         alive_ms = (node.died if node.died is not None else end_ms) - node.born

@@ -1,7 +1,7 @@
-"""What a way of running a swarm decides; the engine does the rest. Our own and every baseline fill in the same form.
+"""The interface of serving policies: placement, routing, repair, rebalancing. Ours and every baseline implement it.
 
-Owns the form and the answers that most of them share. A policy may call the planner, and reads the `StaleSnapshot`; it moves
-nothing itself.
+Owns the interface and defaults that most of them share. A policy may call the planner, and reads the `StaleSnapshot`;
+the engine carries out its decisions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarm.types import Chain, Hop, LayerSpan, PeerId, missing_ranges
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """How to go on after a loss: `repair` and who feeds lost hops again, the client or the hop before them."""
+    """A repair, and where its replay comes from: the client or the hop before."""
 
     repair: Repair
     from_client: bool = False
@@ -44,7 +44,7 @@ class ServingPolicy(ABC):
 
     @abstractmethod
     def place(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
-        """Who serves what from the start; nodes left out idle. Raises Infeasible."""
+        """The spans at the start; nodes left out idle. Raises Infeasible."""
 
     def join(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         """The layers of the nodes that are joining now."""
@@ -63,7 +63,7 @@ class ServingPolicy(ABC):
         raise Infeasible(f"no hop follows those of session {session.number}")
 
     def repair(self, session: SimSession, view: StaleSnapshot) -> ReplayPlan:
-        """The chain that goes on where the session's broke; by default another chain, fed anew. Raises NoRoute."""
+        """The chain that replaces a broken one; by default a new chain with a full replay. Raises NoRoute."""
         chain = self.choose(session, view)
         return ReplayPlan(Repair(chain, (), chain.hops), from_client=True)
 
@@ -72,11 +72,11 @@ class ServingPolicy(ABC):
         return even_chunks(session.prompt, self.scenario.serving.prefill_chunk)
 
     def admission_queue(self, session: SimSession) -> str:
-        """Sessions that cannot start wait in line with those of the same gate."""
+        """Sessions that cannot start wait in the queue of this name."""
         return ""
 
     def closed(self, session: SimSession) -> None:  # noqa: B027 - most policies have nothing to do
-        """The session has ended, one way or the other."""
+        """The session has finished or failed."""
 
 
 def even_chunks(length: int, chunk: int) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def even_chunks(length: int, chunk: int) -> tuple[int, ...]:
 
 
 def covered(spans: Mapping[PeerId, LayerSpan], num_layers: int) -> None:
-    """Raises Infeasible if a layer is served by nobody."""
+    """Raises Infeasible if a layer has no node."""
     counts = [0] * num_layers
     for span in spans.values():
         for layer in span:

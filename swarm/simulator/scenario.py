@@ -1,6 +1,6 @@
-"""A scenario: everything a simulation depends on, in one typed file. Two runs of one scenario are the same run.
+"""A scenario: everything a simulation depends on, in one typed file. Two runs of one scenario give the same results.
 
-Every setting is a named field, so that what a paper leaves out and somebody had to assume can be seen and changed.
+Every setting is a named field, so that what a paper leaves out and had to be assumed can be seen and changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ServingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sessions_per_batch: int | None = None  # 1: no batching of sessions; none: as many as fit
     kv_reserve_tokens: int = 16384  # KV tokens a layer gets before a node takes another layer
     prefill_chunk: int = 256
-    refresh_ms: float = 1000.0  # how old a reader's snapshot may be; 0: everybody always sees the present
+    refresh_ms: float = 1000.0  # how old a reader's snapshot may be; 0: always current
     route_retry_ms: float = 500.0
     route_timeout_ms: float = 5000.0  # how long a client waits while no chain can be had
     repair_timeout_ms: float = 30000.0  # ... after its chain broke
@@ -38,9 +38,9 @@ class ServingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ChurnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """In each period of `period_s`, `leave_share` of the nodes then present leave without a word, at random moments.
+    """In each period of `period_s`, `leave_share` of the nodes then present crash at random moments.
 
-    `replace`: as many new ones join, at moments of their own. New nodes measure for `measure_s`, then read their
+    `replace`: as many new ones join, at other random moments. New nodes measure for `measure_s`, then load their
     layers at `load_mb_per_s`.
     """
 
@@ -50,7 +50,7 @@ class ChurnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     replace: bool = False
     measure_s: float = 5.0
     load_mb_per_s: float = 500.0
-    rebalance_s: float = 5.0  # how often the swarm looks whether it should be allocated anew; 0: never
+    rebalance_s: float = 5.0  # how often the swarm checks whether to rebalance; 0: never
 
     def __post_init__(self) -> None:
         if not 0 <= self.leave_share <= 1 or not self.period_s > 0 or not self.load_mb_per_s > 0:
@@ -61,7 +61,7 @@ PolicyName = Literal["swarm", "hyperion", "jupiter", "petals", "hexgen", "edgesh
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who decides, and the decisions a paper leaves open. `label`: what tables call it."""
+    """The policy, and the decisions a paper leaves open. `label`: what tables call it."""
 
     name: PolicyName = "swarm"
     label: str = ""

@@ -1,7 +1,8 @@
-"""How sessions get their chains and keep them: choosing, opening, waiting in line, feeding a replacement again.
+"""How sessions get their chains and keep them: routing, opening, admission queues, replay after a repair.
 
-Owns the lines that sessions wait in. The way a client opens chains, waits and tries again is that of the real one
-(`swarm_client.generation.generation_loop`): nodes that refuse are left out at the next try, and forgiven once nothing else is left.
+Owns the queues. A client opens chains, waits and retries as the real one does
+(`swarm_client.generation.generation_loop`): nodes that refuse are excluded from the next try, and allowed again once
+no other chain is left.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TOKEN_BYTES = 4.0
 
 
 class EngineApi(Protocol):
-    """The engine as it is needed here: what there is, and how steps and sessions are moved on."""
+    """The part of the engine that is used here."""
 
     scenario: Scenario
     policy: ServingPolicy
@@ -42,17 +43,17 @@ class EngineApi(Protocol):
 
 
 class SessionAdmission:
-    """`engine` moves the steps; here they get a way to go."""
+    """Chains for the sessions of `engine`."""
 
     def __init__(self, engine: EngineApi) -> None:
         self._engine = engine
         self._serving = engine.scenario.serving
-        self._lines: dict[str, deque[SimSession]] = {}  # gate -> sessions that wait for a chain
-        self._broken: list[SimSession] = []  # sessions that wait for a way round a lost node
+        self._queues: dict[str, deque[SimSession]] = {}  # by admission queue: sessions that wait for a chain
+        self._broken: list[SimSession] = []  # sessions that wait for a repair
         self._polling = False
 
     def connect(self, session: SimSession) -> None:
-        """Look for a chain; while none can be had, wait in line."""
+        """Open a chain; while there is none, wait in the queue."""
         session.phase = SimPhase.CONNECTING
         session.waiting_since = self._engine.clock.now
         if session.hops:
@@ -64,27 +65,27 @@ class SessionAdmission:
                 self._poll()
             return
         session.admission_queue = self._engine.policy.admission_queue(session)
-        line = self._lines.setdefault(session.admission_queue, deque())
-        line.append(session)
-        if len(line) == 1:
+        queue = self._queues.setdefault(session.admission_queue, deque())
+        queue.append(session)
+        if len(queue) == 1:
             self.wake()
 
     def wake(self) -> None:
-        """There is room where there was none: those who are first in line try again."""
-        for line in self._lines.values():
-            while line and (not line[0].live or self._attempt(line[0])):
-                line.popleft()
+        """Capacity was freed: the first sessions of all queues try again."""
+        for queue in self._queues.values():
+            while queue and (not queue[0].live or self._attempt(queue[0])):
+                queue.popleft()
         self._poll()
 
     def _poll(self) -> None:
-        """While anybody waits, everybody looks again from time to time."""
-        if not self._polling and (self._broken or any(self._lines.values())):
+        """While sessions wait, retry for all of them every `route_retry_ms`."""
+        if not self._polling and (self._broken or any(self._queues.values())):
             self._polling = True
-            self._engine.clock.after(self._serving.route_retry_ms, self._look_again)
+            self._engine.clock.after(self._serving.route_retry_ms, self._retry_all)
 
-    def _look_again(self) -> None:
+    def _retry_all(self) -> None:
         self._polling = False
-        waiting = [*self._broken, *(session for line in self._lines.values() for session in line)]
+        waiting = [*self._broken, *(session for queue in self._queues.values() for session in queue)]
         for session in waiting:
             session.banned.clear()  # a node that was busy or gone may be back
         for session in waiting:
@@ -99,7 +100,7 @@ class SessionAdmission:
         return session.waiting_since <= self._engine.clock.now - limit_ms
 
     def _attempt(self, session: SimSession) -> bool:
-        """Try to open the best chain; True if the session need not wait in line any longer."""
+        """Try to open the best chain; True if the session need not wait in the queue any longer."""
         while True:
             try:
                 plan = self._plan(session)
@@ -129,7 +130,7 @@ class SessionAdmission:
         if session.live and session.hops and self._too_late(session):
             self._engine.fail(session, "no route")
         elif session.live and not self._attempt(session):
-            waiting = self._broken if session.hops else self._lines.setdefault(session.admission_queue, deque())
+            waiting = self._broken if session.hops else self._queues.setdefault(session.admission_queue, deque())
             waiting.append(session)
             self._poll()
 
@@ -148,7 +149,7 @@ class SessionAdmission:
         session.ready = kept if session.held else {hop.peer for hop in session.hops}
         engine.notify("open", s=session.number, chain=[f"{h.peer}:{h.start}:{h.end}" for h in session.hops])
         if engine.policy.queues_at_nodes:
-            self.enter_line(session, session.hops[0])
+            self.enter_queue(session, session.hops[0])
             return
         for hop in fresh:
             engine.nodes[hop.peer].open(session, hop)
@@ -165,16 +166,16 @@ class SessionAdmission:
         else:
             self._engine.advance(session)
 
-    # Lines at nodes --------------------------------------------------------------------------------------------------
+    # Queues at nodes -------------------------------------------------------------------------------------------------
 
-    def enter_line(self, session: SimSession, hop: Hop) -> None:
-        """Queue for room at one node (policies that extend their chains as they go)."""
+    def enter_queue(self, session: SimSession, hop: Hop) -> None:
+        """Queue for capacity at one node (policies that extend their chains as they go)."""
         node = self._engine.nodes[hop.peer]
         node.opening.append((session, hop))
         self.admit(node)
 
     def admit(self, node: SimNode) -> None:
-        """Let in whoever is first in line at a node, as far as there is room."""
+        """Admit the first sessions of a node's queue, as far as there is capacity."""
         while node.opening:
             session, hop = node.opening[0]
             if session.live and not node.can_open(session, hop):
@@ -190,7 +191,7 @@ class SessionAdmission:
     # Replays ---------------------------------------------------------------------------------------------------------
 
     def _replay(self, session: SimSession, plan: ReplayPlan) -> None:
-        """Feed each run of new hops the tokens the chain held, from the hop before it, which keeps its outputs."""
+        """Replay the chain's tokens to each run of new hops, from the hop before it, which logs its outputs."""
         runs = _runs(session.hops, {hop.peer for hop in plan.repair.rebuild})
         session.replays = len(runs)
         chunk = self._serving.prefill_chunk
@@ -203,7 +204,7 @@ class SessionAdmission:
                 self._engine.send(step, before, rows * row_bytes)
 
     def replayed(self, step: SimStep) -> None:
-        """A run's last hop has told the client that a chunk is done."""
+        """A run's last hop has acknowledged a chunk to the client."""
         session = step.session
         if step.stale or not step.sample:
             return
@@ -214,11 +215,11 @@ class SessionAdmission:
             self._engine.advance(session)
 
 
-def _runs(hops: list[Hop], fed: set[str]) -> list[tuple[int, int]]:
-    """(first, last) of each run of neighbouring hops whose peers are in `fed`."""
+def _runs(hops: list[Hop], replayed: set[str]) -> list[tuple[int, int]]:
+    """(first, last) of each run of neighbouring hops whose peers are in `replayed`."""
     runs: list[tuple[int, int]] = []
     for i, hop in enumerate(hops):
-        if hop.peer not in fed:
+        if hop.peer not in replayed:
             continue
         if runs and runs[-1][1] == i - 1:
             runs[-1] = (runs[-1][0], i)

@@ -1,6 +1,6 @@
-"""What those who decide can see: snapshots as old as the directory makes them, and the real routing tables over them.
+"""What clients and nodes read: snapshots as old as the directory makes them, and the real routing tables over them.
 
-Owns the age of what is seen. Decides nothing.
+Owns the age of snapshots. Decides nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from swarm.simulator.model.node import SimNode
 from swarm.simulator.scenario import Scenario
 from swarm.types import PeerId, Snapshot
 
-ROOM_STEP = 1024  # tokens; wants of KV room are rounded up to this, so that routing tables can be shared
+KV_ROUNDING_TOKENS = 1024  # in large swarms requests' KV tokens are rounded up to this, to share routing tables
+LARGE_SWARM_NODES = 64
 
 
 class StaleSnapshot:
-    """The swarm at `now`. `nodes`: all that ever were, by id."""
+    """The swarm at `now`. `nodes`: also those that have left, by id."""
 
     def __init__(self, scenario: Scenario, network: NetworkModel, nodes: Mapping[PeerId, SimNode]) -> None:
         self.scenario = scenario
@@ -38,7 +39,7 @@ class StaleSnapshot:
         return self.scenario.model.layers
 
     def snapshot(self) -> Snapshot:
-        """As a client reads it: at most `refresh_ms` old, with nodes that have just gone still in it."""
+        """As a client reads it: at most `refresh_ms` old, with nodes that have just left still in it."""
         refresh_ms = self.scenario.serving.refresh_ms
         age = self.now - self._taken_at
         current = age < refresh_ms if refresh_ms > 0 else age == 0.0 and self._version == self.version
@@ -66,15 +67,17 @@ class StaleSnapshot:
         )
 
     def table(self, min_free_tokens: int) -> RouteTable:
-        """The routes through nodes that say they have room for so many more tokens."""
+        """The routes through nodes that publish at least so many free KV tokens."""
         snapshot = self.snapshot()
-        room = -(-min_free_tokens // ROOM_STEP) * ROOM_STEP if len(snapshot.nodes) > 64 else min_free_tokens
+        room = min_free_tokens
+        if len(snapshot.nodes) > LARGE_SWARM_NODES:
+            room = -(-room // KV_ROUNDING_TOKENS) * KV_ROUNDING_TOKENS
         if room not in self._tables:
             self._tables[room] = RouteTable(snapshot, min_free_tokens=room)
         return self._tables[room]
 
     def client_ms(self, client: str) -> Mapping[PeerId, float]:
-        """ρ between a client and every node there ever was, ms."""
+        """ρ between a client and every node, ms."""
         known = self._client_ms.setdefault(client, {})
         for peer in list(self.nodes)[len(known) :]:
             known[peer] = self.network.latency(client, peer)

@@ -10,7 +10,8 @@ from memory_swarm import cut, memory_swarm
 from tiny_models import ModelTensors, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.planner.routing.load_spreading import LOAD_PER_SESSION, TIE_JITTER, spread_load
+from swarm.planner.routing.load_spreading import spread_load
+from swarm.planner.routing.policy import POLICY
 from swarm.testing.memory_network import LinkModel
 from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
 
@@ -43,13 +44,17 @@ def node(peer: str, sessions: int = 0) -> NodeProfile:
     return NodeProfile(peer, "", NodeState.SERVING, "fp32", "h", 4, LayerSpan(0, 4), (), (1.0,) * 4, sessions=sessions)
 
 
-def test_a_client_sees_load_and_leans_its_own_way_and_always_the_same() -> None:
+def test_load_raises_node_times_and_the_jitter_is_of_the_client_and_repeats() -> None:
     snapshot = Snapshot("m", 4, (node("a"), node("b", sessions=2)))
     seen = [spread_load(snapshot, f"client {i}") for i in range(50)]
     for view in seen:
         idle, busy = (n.layer_ms[0] for n in view.nodes)
-        assert 1.0 <= idle <= 1.0 + TIE_JITTER
-        assert 2 * LOAD_PER_SESSION - TIE_JITTER <= busy - idle <= 2 * LOAD_PER_SESSION + TIE_JITTER
+        assert 1.0 <= idle <= 1.0 + POLICY.tie_jitter
+        assert (
+            2 * POLICY.load_per_session - POLICY.tie_jitter
+            <= busy - idle
+            <= 2 * POLICY.load_per_session + POLICY.tie_jitter
+        )
     even = Snapshot("m", 4, (node("a"), node("b")))
     first = [min(spread_load(even, f"client {i}").nodes, key=lambda n: n.layer_ms).peer for i in range(50)]
     assert 10 < first.count("a") < 40

@@ -19,7 +19,7 @@ from virtual_clock import wall_clock
 
 from swarm.config import ClientConfig, Limits, NodeConfig
 from swarm.net.security.identity import Identity, verify
-from swarm.planner.rebalancing.rebalancer import RebalancePolicy
+from swarm.planner.rebalancing.policy import RebalancePolicy
 from swarm.records import to_snapshot
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import CostCurve, PeerId, Snapshot
@@ -33,7 +33,7 @@ from swarm_node.network.connection import Connect, NodeNetwork
 
 LAYERS = 8
 LIMITS = Limits(drain_timeout_s=5.0, handover_timeout_s=30.0, route_timeout_s=30.0, repair_timeout_s=30.0)
-POLICY = RebalancePolicy(patience_s=10.0, rest_s=60.0)
+POLICY = RebalancePolicy(imbalance_timeout_s=10.0, cooldown_s=60.0)
 CURVE = CostCurve((1, 4, 16, 64), (0.2, 0.3, 0.6, 2.0))
 ROOM = 64 << 20  # bytes for keys and values, beyond what a layer must have
 CPU = torch.device("cpu")

@@ -105,7 +105,7 @@ def test_small_pools_are_solved_as_exhaustive_search_solves_them(seed: int) -> N
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 25))
-def test_drawn_pools_are_solved_exactly(capacities: list[int], num_layers: int) -> None:
+def test_random_pools_are_solved_exactly(capacities: list[int], num_layers: int) -> None:
     nodes = pool(*capacities)
     if sum(capacities) < num_layers:
         with pytest.raises(Infeasible, match=f"{num_layers - sum(capacities)} layers of memory are missing"):
@@ -149,7 +149,7 @@ def test_a_negative_budget_is_refused() -> None:
         WorkBudget(-1)
 
 
-def test_part_of_a_budget_is_spent_from_the_whole() -> None:
+def test_a_share_of_a_budget_is_spent_from_the_whole() -> None:
     whole = WorkBudget(100)
     half = whole.share(0.5)
     assert half.spend(40)
@@ -249,12 +249,12 @@ def test_bounds_hold_across_regions_when_the_budget_runs_out() -> None:
     ("compute_ms", "hop_ms", "alpha"),
     [(0, 0, 1), (-1, 1, 1), (1, -1, 1), (float("nan"), 1, 1), (1, 1, 0), (1e31, 1, 1), (1, 1, 41)],
 )
-def test_prices_that_cannot_be_right_are_refused(compute_ms: float, hop_ms: float, alpha: float) -> None:
+def test_invalid_objectives_are_refused(compute_ms: float, hop_ms: float, alpha: float) -> None:
     with pytest.raises(UsageError):
         Objective(compute_ms, hop_ms, alpha)
 
 
-def test_pools_that_cannot_be_right_are_refused() -> None:
+def test_invalid_pools_are_refused() -> None:
     with pytest.raises(UsageError, match="same id"):
         allocate(2, [PoolNode("a", 2, 1.0), PoolNode("a", 2, 1.0)], PRICE)
     with pytest.raises(UsageError, match="num_layers"):
@@ -342,14 +342,14 @@ def test_trim_drops_what_a_replica_can_do_without() -> None:
     assert trim([[9, 1, 1]], [11], 10) == [[9, 1]]
 
 
-def test_staircases_close_every_gap_of_a_large_pool() -> None:
+def test_every_gap_of_a_large_pool_is_closed() -> None:
     rng = random.Random(14)
     capacities = sorted((rng.randint(4, 40) for _ in range(128)), reverse=True)
     stairs = MinNodesByReplicas(capacities, 64, WorkBudget(2000))
-    assert not all(stairs.settled(k) for k in range(1, stairs.most + 1))
+    assert not all(stairs.exact(k) for k in range(1, stairs.most + 1))
     budget = WorkBudget(10**6)
     for k in range(1, stairs.most + 1):
-        assert stairs.sharpen(k, budget, deep=True)
+        assert stairs.tighten(k, budget, deep=True)
     for k in range(1, stairs.most + 1):
         bins = stairs.bins(k)
         assert bins is not None

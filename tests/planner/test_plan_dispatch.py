@@ -60,7 +60,7 @@ def test_the_order_of_nodes_does_not_matter() -> None:
         ([NodeLoad("a", 1, 1), NodeLoad("b", 1, 2), NodeLoad("c", 1, 9, available=False)], r"needs 4 .* 2 \(node b\)"),
     ],
 )
-def test_what_rules_every_node_out_is_said(nodes: list[NodeLoad], words: str) -> None:
+def test_what_rules_every_node_out_is_named(nodes: list[NodeLoad], words: str) -> None:
     with pytest.raises(Infeasible, match=words):
         dispatch(1, 4, nodes)
 

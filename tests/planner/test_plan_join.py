@@ -81,7 +81,7 @@ def test_a_joiner_that_bridges_two_gaps_takes_both() -> None:
     assert spans_of(place_joiners(snapshot(12, [*held, node("a", 6)]))) == {"a": "3:9"}
 
 
-def test_everybody_is_placed_and_what_can_be_covered_is() -> None:
+def test_every_joiner_is_placed_and_what_can_be_covered_is() -> None:
     rng = random.Random(1)
     for _ in range(1500):
         num_layers = rng.randint(1, 24)
@@ -130,7 +130,7 @@ def test_an_uncovered_layer_triggers_whatever_the_threshold() -> None:
     assert (empty.cv, empty.rebalance) == (0.0, True)
 
 
-def test_loads_that_are_no_loads_are_refused() -> None:
+def test_invalid_loads_are_refused() -> None:
     nonsense = [LayerLoad(1, float("nan"))]
     for layers, alpha in (([], 0.5), ([LayerLoad(-1, 0)], 0.5), (nonsense, 0.5), ([LayerLoad(1, 1)], 2)):
         with pytest.raises(UsageError):
@@ -162,7 +162,7 @@ def cost_of_deal(old: dict[str, LayerSpan], peers: list[str], order: Iterable[La
     return sum(layers_to_load(a, b) for a, b in pairs), sum(a != b for a, b in pairs)
 
 
-def test_redealing_reads_the_fewest_layers_then_moves_the_fewest_nodes() -> None:
+def test_relabeling_loads_the_fewest_layers_then_moves_the_fewest_nodes() -> None:
     rng = random.Random(3)
     for _ in range(1000):
         num_layers = rng.randint(2, 12)
@@ -214,7 +214,7 @@ def test_no_layer_is_ever_uncovered_on_the_way() -> None:
     assert held_back > 50
 
 
-def test_a_node_with_room_for_both_reads_before_it_lets_go() -> None:
+def test_a_node_with_room_for_both_makes_before_it_breaks() -> None:
     old = {"a": LayerSpan(0, 6), "b": LayerSpan(6, 12)}
     new = {"a": LayerSpan(0, 8), "b": LayerSpan(8, 12)}
     roomy = migration_plan(old, list_moves(old, new, {"a": 8, "b": 6}), 12)
@@ -229,7 +229,7 @@ def test_a_node_with_room_for_both_reads_before_it_lets_go() -> None:
 # Targets ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_target_fills_the_gap_with_the_node_that_is_not_missed() -> None:
+def test_a_target_fills_the_gap_with_a_redundant_node() -> None:
     swarm = snapshot(30, [node("a", 15, (0, 15)), node("b", 15, (0, 15)), node("c", 15, (0, 15))])
     aim = target_allocation(swarm)
     assert min(coverage(aim.spans.values(), 30)) >= 1
@@ -238,7 +238,7 @@ def test_a_target_fills_the_gap_with_the_node_that_is_not_missed() -> None:
     assert not aim.after.reason.startswith("coverage")
 
 
-def test_what_is_well_placed_stays() -> None:
+def test_a_balanced_swarm_has_no_moves() -> None:
     placed = [node(f"p{i}", 10, (10 * (i % 3), 10 * (i % 3) + 10)) for i in (4, 2, 0, 5, 1, 3)]
     assert target_allocation(snapshot(30, placed)).plan.waves == ()
 
@@ -274,7 +274,7 @@ def test_every_reader_of_a_snapshot_gets_the_same_target() -> None:
         assert min(coverage(one.spans.values(), num_layers)) >= 1
 
 
-def test_what_a_node_says_it_followed_from_is_what_swarm_plan_decides_by() -> None:
+def test_swarm_plan_reproduces_a_decision_from_its_snapshot() -> None:
     rng = random.Random(11)
     for _ in range(60):
         num_layers = rng.randint(2, 12)

@@ -159,7 +159,7 @@ def test_a_large_model_is_quick() -> None:
         ([LayerCost(4, 1), LayerCost(4, 1), LayerCost(1, 1)], [Device(3, 1), Device(8, 1)], "first 2 of 3 layers"),
     ],
 )
-def test_what_binds_is_said(layers: list[LayerCost], devices: list[Device], words: str) -> None:
+def test_the_binding_constraint_is_named(layers: list[LayerCost], devices: list[Device], words: str) -> None:
     for method in ("jupiter", "hypsplit"):
         with pytest.raises(Infeasible, match=words):
             partition(layers, devices, method)

@@ -1,4 +1,4 @@
-"""Going back to the hops that hold a beginning, or along a quicker chain: whichever ends sooner."""
+"""The chain with a cached prefix or a faster one: whichever finishes sooner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.pipeline.prefill_chunking import plan_prefill
-from swarm.planner.routing.prefix_affinity import TYPICAL_ANSWER_TOKENS, prefer_cached_prefix
+from swarm.planner.routing.policy import POLICY
+from swarm.planner.routing.prefix_affinity import prefer_cached_prefix
 from swarm.types import CostCurve
 
 pytestmark = pytest.mark.slow
@@ -19,10 +20,14 @@ def costs(hops: int) -> ChainCosts:
     return ChainCosts(tuple(Stage(4, curve.ms_at(1), curve) for _ in range(hops)), (5.0,) * (hops + 1))
 
 
-def test_the_choice_is_the_one_that_ends_first() -> None:
+def test_the_chain_that_finishes_first_is_chosen() -> None:
     rng, seen = random.Random(5), set()
     for _ in range(500):
-        best, held, tokens = costs(rng.randint(1, 5)), rng.randint(1, 2000), rng.randint(1, TYPICAL_ANSWER_TOKENS)
+        best, held, tokens = (
+            costs(rng.randint(1, 5)),
+            rng.randint(1, 2000),
+            rng.randint(1, POLICY.typical_answer_tokens),
+        )
         usual_ms, best_ms = rng.uniform(10, 30), rng.uniform(9, 12)
         read_ms = plan_prefill(held, len(best.stages), min(held, 32), best.chunk_cost()).latency_ms
         answer = prefer_cached_prefix(held, tokens, usual_ms, best_ms, best)
@@ -31,12 +36,12 @@ def test_the_choice_is_the_one_that_ends_first() -> None:
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize("tokens", [TYPICAL_ANSWER_TOKENS, 10 * TYPICAL_ANSWER_TOKENS])
+@pytest.mark.parametrize("tokens", [POLICY.typical_answer_tokens, 10 * POLICY.typical_answer_tokens])
 def test_a_generous_limit_is_not_taken_for_the_length_of_the_answer(tokens: int) -> None:
     assert prefer_cached_prefix(1024, tokens, 11.0, 10.0, costs(3)) == prefer_cached_prefix(
-        1024, TYPICAL_ANSWER_TOKENS, 11.0, 10.0, costs(3)
+        1024, POLICY.typical_answer_tokens, 11.0, 10.0, costs(3)
     )
 
 
-def test_nothing_held_is_nothing_to_go_back_for() -> None:
+def test_without_a_cached_prefix_the_best_chain_is_chosen() -> None:
     assert not prefer_cached_prefix(0, 1, 1.0, 1.0, costs(1))

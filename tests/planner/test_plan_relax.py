@@ -32,14 +32,14 @@ def random_dag(rng: np.random.Generator) -> tuple[LayerDag, Ints, Ints]:
     tau, rho = costs(layers, rows, missing=0.3), costs(rows, rows, missing=rng.choice([0.0, 0.3]))
     np.fill_diagonal(rho, INFINITE)
     if rng.random() < 0.3:
-        tau += np.where(rng.random(tau.shape) < 0.5, REBUILD_PENALTY, 0)  # some of it on top of NEVER, as in a repair
+        tau += np.where(rng.random(tau.shape) < 0.5, REBUILD_PENALTY, 0)  # also on top of INFINITE, as in a repair
     enter, leave = (rng.random((layers + 1, rows)) < 0.8 if rng.random() < 0.5 else None for _ in "io")
     dag = LayerDag(np.arange(rows), tau, rho, enter, leave)
     return dag, costs(rows, missing=0.1), costs(rows, missing=0.1)
 
 
 @pytest.mark.slow
-def test_the_compiled_sweep_is_the_plain_one() -> None:
+def test_the_compiled_relaxation_is_the_plain_one() -> None:
     assert compiled is not None, "make setup compiles it"
     rng = np.random.default_rng(5)
     found = 0
@@ -53,7 +53,7 @@ def test_the_compiled_sweep_is_the_plain_one() -> None:
     assert 500 < found < 1900
 
 
-def test_closed_rows_might_as_well_not_be_there() -> None:
+def test_closed_rows_are_as_if_absent() -> None:
     rng = np.random.default_rng(6)
     for _ in range(300):
         dag, entries, exits = random_dag(rng)

@@ -1,4 +1,4 @@
-"""Routes over snapshots: who may be chained, what is assumed of links, and what people are told."""
+"""Routes over snapshots: which nodes may be chained, what is assumed of links, and the explanation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_only_nodes_that_serve_and_have_room_are_used() -> None:
     assert refusal.value.missing == ((6, 12),)
 
 
-def test_a_node_whose_numbers_are_no_numbers_is_left_out() -> None:
+def test_a_node_with_invalid_times_is_left_out() -> None:
     for wrong in (
         replace(B, layer_ms=(math.nan,) * 6),
         replace(B, layer_ms=(-1.0,) * 6),
@@ -96,12 +96,12 @@ def test_a_node_whose_numbers_are_no_numbers_is_left_out() -> None:
         assert route_snapshot(of(A, wrong, C)).peers == ("a", "c")
 
 
-def test_layer_times_nobody_measured_are_read_off_the_cost_curve() -> None:
+def test_layer_times_not_measured_are_read_off_the_cost_curve() -> None:
     unmeasured = replace(B, layer_ms=(), cost=CostCurve((1, 8), (4.0, 9.0)))
     assert route_snapshot(of(A, unmeasured)).cost_ms == 6.0 + DEFAULT_LINK_MS + 24.0
 
 
-def test_one_table_answers_many_questions() -> None:
+def test_one_table_gives_many_routes() -> None:
     table = RouteTable(of(A, B, replace(C, layer_ms=(2.0,) * 6)))
     assert table.route().peers == ("a", "b")
     assert table.route(banned={"b"}).peers == ("a", "c")

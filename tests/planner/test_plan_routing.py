@@ -140,7 +140,7 @@ def check_chain(chain: Chain, nodes: list[RouteNode], num_layers: int) -> None:
 
 
 @pytest.mark.parametrize("objective", ["latency", "bottleneck"])
-def test_larger_chains_are_legal_and_what_they_claim_to_cost(objective: str) -> None:
+def test_larger_chains_are_valid_and_their_cost_is_right(objective: str) -> None:
     rng = random.Random(objective)
     for _ in range(3):
         num_layers = rng.randint(20, 40)
@@ -168,7 +168,7 @@ def test_equal_nodes_share_a_pipeline_evenly() -> None:
     assert len(chain) == 4  # a fifth stage would not make the slowest any faster
 
 
-def test_a_chain_may_come_back_in_the_layer_graph_but_not_in_a_session() -> None:
+def test_a_chain_may_revisit_a_node_in_the_layer_graph_but_not_in_a_session() -> None:
     nodes = [RouteNode("a", 0, 9, 3.0), RouteNode("b", 3, 6, 1.0)]
     rho = {"a": {"b": 1.0}, "b": {"a": 1.0}}
     assert route(nodes, 9, rho).hops == (Hop("a", 0, 3), Hop("b", 3, 6), Hop("a", 6, 9))

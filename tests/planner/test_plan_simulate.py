@@ -1,4 +1,4 @@
-"""The simulator: the same seed is the same run, its physics add up, and every policy serves everybody."""
+"""The simulator: the same seed is the same run, its times add up, and every policy serves all requests."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def traced(scenario: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_policy_serves_everybody_and_the_same_seed_is_the_same_run(policy: str) -> None:
+def test_every_policy_serves_all_requests_and_the_same_seed_is_the_same_run(policy: str) -> None:
     one, trace = traced(table(policy={"name": policy}))
     assert one["finished"] == one["requests"] == 20, one["failures"]
     assert one["throughput_rps"] > 0
@@ -91,7 +91,7 @@ def test_a_trace_is_lines_of_json_in_order() -> None:
     assert kinds.count("arrive") == kinds.count("done") == 20
 
 
-def test_a_lone_request_costs_what_the_roofline_says() -> None:
+def test_a_lone_request_takes_the_roofline_time() -> None:
     """One node, the whole model: every token moves all weights, the head's too, and crosses the line to the client."""
     scenario = table(
         devices=[device("one", memory_gb=2.0)],
@@ -131,13 +131,13 @@ def test_a_measured_cost_curve_takes_the_place_of_the_roofline() -> None:
 
 
 def test_a_trace_of_requests_is_replayed() -> None:
-    asked = [{"at_s": 5.0, "prompt": 10, "output": 3}, {"at_s": 1.0, "prompt": 20, "output": 4}]
-    events = [json.loads(line) for line in traced(table(workload={"trace": asked}))[1].splitlines()]
+    requested = [{"at_s": 5.0, "prompt": 10, "output": 3}, {"at_s": 1.0, "prompt": 20, "output": 4}]
+    events = [json.loads(line) for line in traced(table(workload={"trace": requested}))[1].splitlines()]
     arrivals = [(e["t"], e["prompt"], e["output"]) for e in events if e["event"] == "arrive"]
     assert arrivals == [(1000.0, 20, 4), (5000.0, 10, 3)]
 
 
-def test_a_slower_line_is_felt() -> None:
+def test_a_slower_uplink_takes_longer() -> None:
     fast, slow = (
         simulate_table(table(network={"bandwidth_mbps": mbps}))["first_token_s"]["mean"] for mbps in (1000, 10)
     )
@@ -164,7 +164,7 @@ def test_hexgen_finds_the_best_grouping() -> None:
     assert sorted(n["layers"] for n in halves["nodes"].values()) == ["0:6", "6:12"]
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(Infeasible):
         simulate_table(table(devices=[device("small", memory_gb=0.2)]))
     with pytest.raises(UsageError, match="devices"):
@@ -219,7 +219,7 @@ SWARM_OF_200 = {
 
 
 @pytest.mark.slow
-def test_a_swarm_that_loses_a_third_of_its_nodes_a_period_keeps_its_promises() -> None:
+def test_a_swarm_that_loses_a_third_of_its_nodes_a_period_finishes_its_requests() -> None:
     result, trace = traced(table(**SWARM_OF_200))
     assert result["left"] > 150
     assert result["repairs"] > 0
@@ -234,7 +234,7 @@ def test_petals_survives_churn_too() -> None:
     assert result["covered"]["share"] >= 0.95
 
 
-def test_a_shrinking_swarm_is_allocated_anew() -> None:
+def test_a_shrinking_swarm_is_rebalanced() -> None:
     """Nobody joins: sooner or later a layer is without a node, and those left move over."""
     lonely = table(
         **SWARM_OF_200 | {"devices": [device("fast", 30, memory_gb=0.35)], "churn": {**CHURN, "replace": False}}
@@ -273,7 +273,7 @@ def test_repairs_that_fail_one_after_the_other_share_a_deadline(token_between: b
 
 
 def test_a_session_resumes_with_every_token() -> None:
-    """After repairs, a request has produced just what it asked for, and its replays fed what the chain had held."""
+    """After repairs, a request has produced just its output tokens, and its replays carried what the chain had held."""
     scenario = parse(table(**SWARM_OF_200))
     lines: list[str] = []
     simulate(scenario, lines.append)
@@ -281,10 +281,10 @@ def test_a_session_resumes_with_every_token() -> None:
     lost = {e["s"] for e in events if e["event"] == "lost"}
     replayed = {e["s"]: e["tokens"] for e in events if e["event"] == "replayed"}
     done = {e["s"]: e["steps"] for e in events if e["event"] == "done"}
-    asked = {e["s"]: e for e in events if e["event"] == "arrive"}
+    requested = {e["s"]: e for e in events if e["event"] == "arrive"}
     assert lost & set(replayed) & set(done)
     for session, tokens in replayed.items():
-        assert tokens <= asked[session]["prompt"] + asked[session]["output"]
+        assert tokens <= requested[session]["prompt"] + requested[session]["output"]
     for session, steps in done.items():
-        chunks = math.ceil(asked[session]["prompt"] / 256)
-        assert steps >= asked[session]["output"] - 1 + chunks
+        chunks = math.ceil(requested[session]["prompt"] / 256)
+        assert steps >= requested[session]["output"] - 1 + chunks

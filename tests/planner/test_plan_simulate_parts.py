@@ -49,7 +49,7 @@ def test_draws_have_their_moments() -> None:
     assert sorted(shuffled) == list(range(50)) != shuffled
 
 
-def test_events_come_in_order_of_time_then_of_making() -> None:
+def test_events_come_in_order_of_time_then_of_scheduling() -> None:
     clock, seen = Clock(), []
     clock.at(5.0, lambda: seen.append("late"))
     clock.at(1.0, lambda: clock.after(4.0, lambda: seen.append("later")))
@@ -59,7 +59,7 @@ def test_events_come_in_order_of_time_then_of_making() -> None:
     assert clock.now == 5.0
 
 
-def test_a_line_carries_one_thing_at_a_time() -> None:
+def test_an_uplink_carries_one_message_at_a_time() -> None:
     network = NetworkModel(NetworkSpec(latency_ms=10.0, client_ms=3.0, bandwidth_mbps=8.0), seed=1)  # 1000 bytes a ms
     assert network.send("a", "b", 5000, now=0.0) == 15.0
     assert network.send("a", "c", 1000, now=2.0) == 16.0
@@ -80,7 +80,7 @@ def test_latencies_are_symmetric_and_fixed() -> None:
 
 
 def test_the_same_requests_come_at_any_rate() -> None:
-    def asked(rate: float) -> list[tuple[int, int]]:
+    def drawn(rate: float) -> list[tuple[int, int]]:
         spec = WorkloadSpec(requests=50, rate_per_s=rate, prompt=Lengths(median=100, sigma=1.0, most=500))
         found = requests(spec, clients=3, seed=2)
         assert [r.at for r in found] == sorted(r.at for r in found)
@@ -89,7 +89,7 @@ def test_the_same_requests_come_at_any_rate() -> None:
         assert {r.client for r in found} == {"client0", "client1", "client2"}
         return [(r.prompt, r.output) for r in found]
 
-    assert asked(1.0) == asked(30.0)
+    assert drawn(1.0) == drawn(30.0)
 
 
 def test_a_roofline_has_two_sides() -> None:
@@ -132,7 +132,7 @@ def test_groupings_are_all_and_each_once() -> None:
     assert all(tuple(map(sum, zip(*grouping, strict=True))) == (5, 2) for grouping in found)
 
 
-def test_neighbouring_new_hops_are_fed_in_one_run() -> None:
+def test_neighbouring_new_hops_are_replayed_in_one_run() -> None:
     hops = [Hop(peer, i, i + 1) for i, peer in enumerate("abcdef")]
     assert _runs(hops, {"b", "c", "f"}) == [(1, 2), (5, 5)]
     assert _runs(hops, set("abcdef")) == [(0, 5)]

@@ -113,12 +113,12 @@ def test_speeds_many_orders_of_magnitude_apart() -> None:
 
 
 @pytest.mark.parametrize("compute", [0.0, -1.0, math.nan, math.inf])
-def test_compute_that_is_no_speed_is_refused(compute: float) -> None:
+def test_invalid_compute_is_refused(compute: float) -> None:
     with pytest.raises(UsageError, match="compute"):
         PoolNode("a", 1, compute)
 
 
-def test_input_that_cannot_be_right_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     with pytest.raises(UsageError, match="layer_capacity"):
         PoolNode("a", -1, 1.0)
     with pytest.raises(UsageError, match="same id"):

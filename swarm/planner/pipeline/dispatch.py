@@ -17,7 +17,7 @@ from swarm.quantities import Amount, NodeId, Schema, Speed
 
 
 class NodeLoad(Schema, frozen=True):
-    """One replica now.
+    """The current load of one replica.
 
     `running_remaining` and `queued` are work in the request's unit (FLOPs), `capacity` is that unit a second,
     `available_memory` is in the unit of the request's memory.
@@ -50,10 +50,10 @@ def dispatch(work: float, memory: float, nodes: Iterable[NodeLoad]) -> Dispatch:
     known = list(nodes)
     _check(work, memory, known)
     ready = [node for node in known if node.available]
-    able = [node for node in ready if node.available_memory >= memory]
-    if not able:
+    eligible = [node for node in ready if node.available_memory >= memory]
+    if not eligible:
         raise Infeasible(_why_none(memory, known, ready))
-    completion_ms, node_id = min((node.completion_ms(work), node.id) for node in able)
+    completion_ms, node_id = min((node.completion_ms(work), node.id) for node in eligible)
     return Dispatch(node_id, completion_ms)
 
 

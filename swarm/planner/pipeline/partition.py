@@ -2,8 +2,8 @@
 
 Two ways to the same least bottleneck: Jupiter's dynamic program (§IV-B1) and Hyperion's HypSplit-DP (§IV-A, Algorithm
 1), a search over the answer with a feasibility program. Of all partitions with that bottleneck the one with the least
-total time is returned, since a lone token pays the total. Devices are taken in the order given; who they are, and what
-links them costs, is not known here.
+total time is returned, since a lone token pays the total. Devices are taken in the order given; what the links between
+them cost is not considered.
 
 All sums are exact (floats are scaled to whole numbers), so no stage exceeds its device's memory by rounding.
 """
@@ -24,8 +24,8 @@ from swarm.types import LayerSpan
 
 Method = Literal["jupiter", "hypsplit"]
 
-_TICKS = 1 << 40  # a bottleneck's worth of time in whole ticks: totals compare free of rounding
-_CLOSE = 1e-9  # relative width at which the search stops halving and asks for "strictly better" instead
+_TICKS = 1 << 40  # of one bottleneck: total times are compared as whole numbers
+_BISECTION_WIDTH = 1e-9  # relative; below it the search stops bisecting and asks for "strictly better" instead
 
 
 class LayerCost(Schema, frozen=True):
@@ -177,7 +177,7 @@ def _hypsplit(costs: _Costs, allow_idle: bool) -> float:
     low = 0.0
     while 0 < high < math.inf:
         middle = (low + high) / 2
-        last = high - low <= _CLOSE * high or not low < middle < high
+        last = high - low <= _BISECTION_WIDTH * high or not low < middle < high
         limit = math.nextafter(high, 0.0) if last else middle
         found = _feasible(costs, limit, allow_idle)
         if found < math.inf:

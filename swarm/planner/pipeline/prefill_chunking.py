@@ -1,7 +1,7 @@
-"""How to cut a prompt into chunks so that a pipeline of equal stages reads it soonest (Jupiter, §IV-B2).
+"""Chunked prefill: the chunks of a prompt that a pipeline of equal stages finishes soonest (Jupiter, §IV-B2).
 
 Owns the sizes of the chunks. Knows neither what a stage is made of nor how its cost was measured; links that take about
-as long for every chunk do not change the answer.
+as long for every chunk do not change the result.
 
 Jupiter finds, for each number of chunks k, the cut S(n, k) whose slowest chunk is fastest, and then picks k by the
 latency, sum of t_i + (d-1) * max t_i. That is best only if the sum does not depend on the cut. It does, unless a token
@@ -29,7 +29,7 @@ from swarm.errors import UsageError
 from swarm.quantities import Amount, Schema
 
 MAX_CHUNKS = 1 << 16
-_EXACT = 1e-12  # relative; a cut better by less than this is not looked for
+_TOLERANCE = 1e-12  # relative; a cut better by less than this is not searched for
 
 
 class ChunkCost(Schema, frozen=True):
@@ -105,7 +105,7 @@ def plan_prefill(length: int, stages: int, min_chunk: int, cost: ChunkCost) -> P
     while ranges:
         promise, low, high, least_sum = heapq.heappop(ranges)
         middle = (low + high) / 2
-        if promise >= best.latency_ms * (1 - _EXACT) or not low < middle < high:
+        if promise >= best.latency_ms * (1 - _TOLERANCE) or not low < middle < high:
             continue
         heapq.heappush(ranges, (least_sum + (stages - 1) * middle, middle, high, least_sum))
         chunks = _fill(length, min_chunk, cost, middle)

@@ -4,7 +4,7 @@ A replica is a set of capacities that reaches L layers. Give each capacity c a w
 weighs at least `total`; then a pool holds at most floor(sum of its weights / total) replicas. Every bound here is
 whole-number arithmetic on such weights, so none of them depends on rounding or on the machine it runs on.
 
-Knows capacities only, sorted from the largest down; nodes, regions and scores are `allocation`'s.
+Works on capacities only, sorted from the largest down; nodes, regions and scores belong to `allocation`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from swarm.planner.placement.policy import POLICY
 
-_DENOMINATORS = 128  # d = 2, 3, ... L for real models; an even choice of them beyond that many layers
-_NUMERATORS = 2  # of multipliers m/d; larger ones tightened 16 of 8,064 bounds on random pools, for 10x the rows
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,8 @@ def _rounding_duals(num_layers: int) -> tuple[Ints, Ints]:
     """
     capacity = np.arange(num_layers + 1, dtype=np.int64)
     rows: dict[tuple[int, ...], int] = {tuple(capacity.tolist()): num_layers}
-    for d in range(2, num_layers + 1, -(-num_layers // _DENOMINATORS)):
-        for m in range(1, min(_NUMERATORS, d - 1) + 1):
+    for d in range(2, num_layers + 1, -(-num_layers // POLICY.max_dual_denominators)):
+        for m in range(1, min(POLICY.max_dual_numerators, d - 1) + 1):
             part = m * num_layers % d  # frac(tL), in units of 1/d
             if part:
                 row = capacity * m // d * part + np.minimum(part, capacity * m % d)

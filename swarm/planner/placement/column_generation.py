@@ -5,7 +5,7 @@ min-cost covering program over layers. Either the prices prove that k replicas a
 solution shows how to form most of them: its whole parts are taken and the rest is solved again.
 
 Prices are floats, and every step is an elementwise operation or a left-to-right sum, so that all IEEE machines take
-the same path; a proof is given only after it has been checked in whole numbers. Knows capacities only, each below L.
+the same path; a proof is given only after it has been checked in whole numbers. Works on capacities only, each below L.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from swarm.planner.placement.bounds import Dual, Ints
 from swarm.planner.placement.greedy import Bin, form, longest_first, repair
+from swarm.planner.placement.policy import COSTS, POLICY
 from swarm.planner.placement.work_budget import WorkBudget
 
 Floats = npt.NDArray[np.float64]
@@ -28,10 +29,6 @@ Number = TypeVar("Number", np.int64, np.float64)
 _TINY = 1e-9
 _CLEAR = 1e-6  # how far below k the float bound must be before it is worth proving in whole numbers
 _PRICE = 1 << 40  # whole-number prices are in units of this fraction of a replica
-_REMEMBERED = 512  # patterns
-_MOST_PIVOTS = 100  # a row, in case degenerate pivots should ever cycle
-_PIVOT_STEPS = 50
-_AT_ONCE = 12  # patterns found in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class FractionalPacking:
 
 
 class Relaxation:
-    """Relaxations of pools for one number of layers. Remembers patterns: asking those costs a tenth of finding one."""
+    """Relaxations of pools for one number of layers. Caches patterns: pricing one costs a tenth of generating it."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -60,7 +57,7 @@ class Relaxation:
         for row, pattern in zip(counts, sorted(new), strict=True):
             for capacity in pattern:
                 row[capacity] += 1
-        self._patterns = np.concatenate([self._patterns, counts])[-_REMEMBERED:]
+        self._patterns = np.concatenate([self._patterns, counts])[-POLICY.cached_patterns :]
 
     def round_iteratively(
         self, capacities: Sequence[int], replicas: int, budget: WorkBudget
@@ -120,7 +117,7 @@ def _take(pattern: Sequence[int], copies: int, rest: Counter[int]) -> int:
 
 
 def _finish(fixed: list[Bin], rest: list[int], replicas: int, num_layers: int, budget: WorkBudget) -> list[Bin] | None:
-    """`fixed` and what `rest` forms by hand; failing that, with repairs across both."""
+    """`fixed` and what `rest` forms heuristically; failing that, with repairs across both."""
     left = replicas - len(fixed)
     if left == 0:
         return fixed
@@ -161,16 +158,16 @@ class _Simplex:
         self._tableau[-1, -1] = sum(self._amounts.tolist())
         absent = np.ones(num_layers + 1, dtype=bool)
         absent[sizes] = False
-        self._known: Ints = patterns[~patterns[:, absent].any(axis=1)][:, sizes]  # [patterns, rows]
+        self._cached: Ints = patterns[~patterns[:, absent].any(axis=1)][:, sizes]  # [patterns, rows]
 
     def run(self, replicas: int | None, budget: WorkBudget) -> Dual | FractionalPacking | None:
         """Improve until `replicas` are formed or ruled out, or the solution is the best; None when out of budget."""
-        for _ in range(_MOST_PIVOTS * len(self._sizes)):
+        for _ in range(POLICY.max_pivots_per_row * len(self._sizes)):
             if replicas is not None and self.value() >= replicas - _TINY:
                 break
-            if not budget.spend(_PIVOT_STEPS):
+            if not budget.spend(COSTS.pivot):
                 return None
-            column = self._slack() or self._known_pattern()
+            column = self._slack() or self._cached_pattern()
             if column is None:
                 if not budget.spend(len(self._left_after)):
                     return None
@@ -181,17 +178,17 @@ class _Simplex:
                     return proof
                 if costs[-1] >= 1 - _TINY:
                     break
-                self._know(prices, costs, choice)
+                self._cache_patterns(prices, costs, choice)
                 column = _Column(1.0, self._pattern(choice, len(choice) - 1))
             if not self._pivot(column):
                 break
-        return self.mixture()
+        return self._packing()
 
     def value(self) -> float:
         """Replicas of the current solution."""
         return float(self._tableau[-1, -1])
 
-    def mixture(self) -> FractionalPacking:
+    def _packing(self) -> FractionalPacking:
         chosen = [
             (tuple(self._sizes[row] for row in sorted(column.rows) for _ in range(column.rows[row])), amount)
             for amount, column in zip(self._amounts.tolist(), self._basis, strict=True)
@@ -204,15 +201,15 @@ class _Simplex:
         row = int(self._prices.argmin())
         return _Column(0.0, {row: 1}) if self._prices[row] < -_TINY else None
 
-    def _known_pattern(self) -> _Column | None:
-        """The most underpriced known pattern, if one clearly is. In whole numbers, lest the order of sums matter."""
-        if not len(self._known):
+    def _cached_pattern(self) -> _Column | None:
+        """The most underpriced cached pattern, if one clearly is. In whole numbers, lest the order of sums matter."""
+        if not len(self._cached):
             return None
-        costs = self._known @ (self._prices * _PRICE).astype(np.int64)
+        costs = self._cached @ (self._prices * _PRICE).astype(np.int64)
         cheapest = int(costs.argmin())
         if costs[cheapest] >= (1 - _CLEAR) * _PRICE:
             return None
-        return _Column(1.0, {row: number for row, number in enumerate(self._known[cheapest].tolist()) if number})
+        return _Column(1.0, {row: number for row, number in enumerate(self._cached[cheapest].tolist()) if number})
 
     def _pivot(self, column: _Column) -> bool:
         """Bring a column into the basis; False if no column can leave, which only rounding can cause."""
@@ -235,16 +232,20 @@ class _Simplex:
         self._basis[leaving] = column
         return True
 
-    def _know(self, prices: Floats, costs: Floats, choice: Ints) -> None:
-        """The cheapest replicas with each capacity, so far as they are underpriced: the next pivots will want them."""
+    def _cache_patterns(self, prices: Floats, costs: Floats, choice: Ints) -> None:
+        """The cheapest replicas with each capacity, if underpriced: the next pivots will use them."""
         ways = prices + costs[self._left_after[-1]]
-        rows = [row for row in np.argsort(ways, kind="stable")[:_AT_ONCE].tolist() if ways[row] < 1 - _CLEAR]
+        rows = [
+            row
+            for row in np.argsort(ways, kind="stable")[: POLICY.patterns_per_pricing].tolist()
+            if ways[row] < 1 - _CLEAR
+        ]
         counts = np.zeros((len(rows), len(self._sizes)), dtype=np.int64)
         for count, first in zip(counts, rows, strict=True):
             count[first] = 1
             for row, number in self._pattern(choice, int(self._left_after[-1, first])).items():
                 count[row] += number
-        self._known = np.concatenate([self._known, counts])
+        self._cached = np.concatenate([self._cached, counts])
 
     def _pattern(self, choice: Ints, layers: int) -> dict[int, int]:
         """The cheapest capacities for `layers`, read off the last one chosen for each number of layers."""

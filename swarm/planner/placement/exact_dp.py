@@ -4,8 +4,8 @@ The state is the paper's: a cursor into the sorted capacities and the sorted res
 back-pointers. What differs, each change sound:
 - no capacity is skipped. Swapping a used capacity for a larger unused one never hurts, so s*(k) is the shortest prefix
   of the sorted capacities that forms k replicas, and skipping is left to the caller, who tries prefix after prefix;
-- a capacity that meets a residual exactly completes it, for the reason given at `allocation_greedy.match_pairs`;
-- each dual function (`allocation_bounds`) measures waste: what a step adds in weight beyond what it saves in the weight
+- a capacity that meets a residual exactly completes it, for the reason given at `greedy.match_pairs`;
+- each dual function (`bounds`) measures waste: what a step adds in weight beyond what it saves in the weight
   still needed. A step is cut when its waste exceeds the slack of any of the duals;
 - the search is depth first, least waste first, and states that failed are not entered again, nor are those they
   dominate: the same cursor and residuals with more replicas still to begin.
@@ -21,10 +21,8 @@ import numpy as np
 from swarm.planner.placement.bounds import Dual, rounding_dual_rows
 from swarm.planner.placement.column_generation import cover_costs
 from swarm.planner.placement.greedy import Bin
+from swarm.planner.placement.policy import COSTS, POLICY
 from swarm.planner.placement.work_budget import WorkBudget
-
-_METRICS = 8  # duals to measure waste by
-_STATE_STEPS = 10
 
 Slack = tuple[int, ...]
 Residuals = tuple[int, ...]
@@ -37,7 +35,7 @@ def decide(
 
     `proofs`: duals found elsewhere that may cut the search short.
     """
-    duals = [*proofs, *rounding_dual_rows(capacities, num_layers, replicas, _METRICS)]
+    duals = [*proofs, *rounding_dual_rows(capacities, num_layers, replicas, POLICY.waste_duals)]
     metrics = [_Metric(dual, capacities, num_layers) for dual in duals]
     slack = tuple(metric.slack(capacities, replicas) for metric in metrics)
     if min(slack) < 0:
@@ -95,7 +93,7 @@ class _Search:
                 self._failed[cursor, frame.residuals] = frame.to_begin
                 path.pop()
                 continue
-            if not self._budget.spend(_STATE_STEPS):
+            if not self._budget.spend(COSTS.dp_state):
                 return None
             frame.taken = frame.steps.pop()
             after = self._after(frame, self._capacities[cursor])

@@ -1,7 +1,7 @@
-"""Forming k replicas out of given capacities by hand: pairing, longest-first, and repair by pairwise re-splitting.
+"""Heuristics that form k replicas out of given capacities: pairing, longest-first, repair by pairwise re-splitting.
 
-Everything here finds replicas or gives up; that more are impossible is for `allocation_bounds` and the exact searches
-to say. Knows capacities only, each below L layers.
+Each finds replicas or gives up; proofs that more are impossible come from `bounds` and the exact searches. Works on
+capacities only, each below L layers.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from swarm.planner.placement.policy import COSTS, POLICY
 from swarm.planner.placement.work_budget import WorkBudget
 
 Bin = list[int]
 """The capacities of one replica's nodes. Shared between answers: replaced as a whole, never changed."""
 
-_EXTEND_TRIES = 2  # re-splits, in each of two rounds, to make room for one more replica before starting over
-_REPAIR_TRIES = 20  # the same for each bin that falls short in a fresh start
-_SPLIT_STEPS = 5  # what one costs
-_LOOKED_UP = 4  # so few of the richest bins are found sooner without sorting
+_SCAN_LIMIT = 4  # up to so many of the richest bins are found faster by scanning than by sorting
 
 
 def match_pairs(capacities: Sequence[int], num_layers: int) -> tuple[list[Bin], list[int]]:
@@ -70,7 +68,7 @@ def repair(bins: list[Bin], num_layers: int, budget: WorkBudget) -> bool:
     """Move members between `bins` until each holds L layers; False, with bins half repaired, if that fails."""
     loads = [sum(members) for members in bins]
     short = sorted([i for i, load in enumerate(loads) if load < num_layers], key=loads.__getitem__)
-    return all(_top_up(i, bins, loads, num_layers, budget, _REPAIR_TRIES) for i in short)
+    return all(_top_up(i, bins, loads, num_layers, budget, POLICY.repair_tries) for i in short)
 
 
 def extend(
@@ -78,7 +76,7 @@ def extend(
 ) -> tuple[list[Bin], list[int]] | None:
     """-> `bins` and one more, of `extra` topped up with layers that the others can spare, and their loads; or None."""
     grown, sums = [*bins, list(extra)], [*loads, sum(extra)]
-    return (grown, sums) if _top_up(len(bins), grown, sums, num_layers, budget, _EXTEND_TRIES) else None
+    return (grown, sums) if _top_up(len(bins), grown, sums, num_layers, budget, POLICY.extend_tries) else None
 
 
 def trim(bins: Sequence[Bin], loads: Sequence[int], num_layers: int) -> list[Bin]:
@@ -96,17 +94,17 @@ def trim(bins: Sequence[Bin], loads: Sequence[int], num_layers: int) -> list[Bin
 def _top_up(short: int, bins: list[Bin], loads: list[int], num_layers: int, budget: WorkBudget, tries: int) -> bool:
     """Bring bin `short` to L layers at the cost of the others, or return False; updates `bins` and `loads`, their sums.
 
-    It is pooled with another bin, which keeps the fewest layers that still reach L: the richest bins first, then, to
-    stir, those without layers to spare; `tries` of them, and again with other members preferred.
+    It is pooled with another bin, which keeps the fewest layers that still reach L: the richest bins first, then, for
+    variation, those without layers to spare; `tries` of them, and again with other members preferred.
     """
     spare = sum([load - num_layers for load in sorted(loads)[-2 * tries :] if load > num_layers])
-    if loads[short] + spare < num_layers:  # not even if every bin that may be asked gave all it can
+    if loads[short] + spare < num_layers:  # not even if every bin that may give layers gave all it can
         return False
     for flip in (False, True):
         if loads[short] >= num_layers or budget.spent:
             break
         for other in _richest(loads, tries):
-            if loads[short] >= num_layers or loads[other] < num_layers or not budget.spend(_SPLIT_STEPS):
+            if loads[short] >= num_layers or loads[other] < num_layers or not budget.spend(COSTS.split):
                 break
             kept, given = _split(sorted(bins[other] + bins[short], reverse=flip), num_layers)
             load = sum(kept)
@@ -119,7 +117,7 @@ def _top_up(short: int, bins: list[Bin], loads: list[int], num_layers: int, budg
 
 def _richest(loads: Sequence[int], count: int) -> Iterator[int]:
     """The bins with the most layers, richest first, as they are now; of equal ones the first."""
-    if count > _LOOKED_UP:
+    if count > _SCAN_LIMIT:
         yield from sorted(range(len(loads)), key=loads.__getitem__, reverse=True)[:count]
         return
     left = list(loads)

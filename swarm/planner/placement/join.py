@@ -1,7 +1,7 @@
 """Parallax §3.4, the local half: which layers a joining node takes, and what is missing when one leaves.
 
-Owns the join rule and how nodes that join together share the model. The global half is `rebalance`. Knows neither
-sockets nor clocks; every node that has read the same snapshot gets the same answer.
+Owns the join rule and how nodes that join together share the model. The global half is `rebalancing`. Knows neither
+sockets nor clocks; every node that has read the same snapshot gets the same result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def join_span(layer_capacity_tokens: Sequence[float], capacity: int, *, slide: b
 def layer_capacity_tokens(profiles: Iterable[NodeProfile], num_layers: int) -> list[float]:
     """KV tokens held for each layer by the nodes that serve or load it, `[num_layers]`.
 
-    A node that has not said how much counts as one token, so that a layer somebody holds is never taken for a gap.
+    A node that publishes no capacity counts as one token, so that a layer it holds is never taken for a gap.
     """
     tokens = [0.0] * num_layers
     for node in profiles:
@@ -51,11 +51,11 @@ def place_joiners(snapshot: Snapshot) -> dict[PeerId, LayerSpan]:
 
     Coverage first, then fewest stages, then balance. Each gap (layers that no serving or loading node holds) is filled
     by the fewest joiners that can do it: the smallest one that holds it all, which takes all it can from there on, else
-    the largest first (then the lower peer id), who share it by speed as far as memory allows, in the order of their
+    the largest first (then the lower peer id), which share it by speed as far as memory allows, in the order of their
     ids. Those left over join at the bottleneck one after the other in order of peer id, each seeing the ones before
-    it; their slice keeps its length at the end of the model. If that leaves more uncovered than everybody joining at
-    the bottleneck with all its memory, they do that instead. A joiner's KV room, if not known yet, counts as the mean
-    of the others'.
+    it; their slice keeps its length at the end of the model. If that leaves more layers uncovered than every joiner
+    joining at the bottleneck with all its memory, they do that instead. A joiner's KV room, if not known yet, counts as
+    the mean of the others'.
     """
     joiners = sorted(
         (n for n in snapshot.nodes if n.state is NodeState.JOINING and n.span is None and n.layer_capacity > 0),
@@ -65,7 +65,7 @@ def place_joiners(snapshot: Snapshot) -> dict[PeerId, LayerSpan]:
     shared.fill_gaps(joiners)
     shared.at_bottleneck(joiners)
     in_turn.at_bottleneck(joiners)
-    return min((shared, in_turn), key=lambda placing: placing.tokens.count(0.0)).placed
+    return min((shared, in_turn), key=lambda planner: planner.tokens.count(0.0)).placed
 
 
 class _JoinPlanner:
@@ -113,7 +113,7 @@ def _fewest(waiting: Sequence[NodeProfile], layers: int) -> list[NodeProfile]:
 
 
 def _shares(team: Sequence[NodeProfile], start: int, end: int) -> list[tuple[NodeProfile, LayerSpan]]:
-    """Who of `team` takes which part of `[start, end)`; a node too slow to be given a layer takes none."""
+    """Which part of `[start, end)` each node of `team` takes; a node too slow to be given a layer takes none."""
     pool = [PoolNode(n.peer, n.layer_capacity, 1000.0 / max(n.cost.ms_at(1), 1e-3)) for n in team]
     if sum(n.layer_capacity for n in team) >= end - start:
         hops = balance(end - start, pool).spans

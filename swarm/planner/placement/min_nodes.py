@@ -1,11 +1,11 @@
 """s*(k), the fewest nodes that form k replicas, for every k at once: bounds proven from below, replicas from above.
 
 Both s*(k) and the prefix that attains it come from one order: with capacities sorted downwards, k replicas need no node
-outside the s*(k) largest (see `allocation_dp`). A first, cheap pass finds replicas for every k, each from the ones
-before; `sharpen` then closes the gaps that are left, by proof or by a better find: the relaxation first, the dynamic
-program where rounding the relaxation settles nothing.
+outside the s*(k) largest (see `exact_dp`). A first, cheap pass finds replicas for every k, each from the ones
+before; `tighten` then closes the gaps that are left, by proof or by a better find: the relaxation first, the dynamic
+program where rounding the relaxation decides nothing.
 
-Knows capacities only; nodes, regions and scores are `allocation`'s.
+Works on capacities only; nodes, regions and scores belong to `allocation`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MinNodesByReplicas:
         self._stages = [0] * len(self._bounds)  # nodes of `_found`
         self._proofs: list[Dual] = []
         self._relaxation = Relaxation(num_layers)
-        self._rounded: set[tuple[int, int]] = set()  # (nodes, replicas) that rounding did not settle
+        self._rounded: set[tuple[int, int]] = set()  # (nodes, replicas) that rounding did not decide
         self._climb(budget.share(0.5))
 
     @property
@@ -63,16 +63,16 @@ class MinNodesByReplicas:
         """(k, `stages(k)`) for every k that replicas were found for."""
         return [(k, stages) for k in range(1, self.most + 1) if (stages := self.stages(k)) is not None]
 
-    def settled(self, k: int) -> bool:
-        """Whether s*(k) is known."""
+    def exact(self, k: int) -> bool:
+        """Whether s*(k) is proven."""
         return self.bound(k) == self.stages(k)
 
-    def sharpen(self, k: int, budget: WorkBudget, deep: bool) -> bool:
-        """Work on s*(k) until it is known, or k is ruled out; False if the budget or the searches give up before.
+    def tighten(self, k: int, budget: WorkBudget, deep: bool) -> bool:
+        """Work on s*(k) until it is proven, or k is ruled out; False if the budget or the searches give up before.
 
-        `deep`: where rounding the relaxation settles nothing, run the dynamic program.
+        `deep`: where rounding the relaxation decides nothing, run the dynamic program.
         """
-        while k <= self.most and not self.settled(k):
+        while k <= self.most and not self.exact(k):
             row = k - self._whole - 1
             if not budget.spend(self._bounds[row]):
                 return False
@@ -157,10 +157,10 @@ class MinNodesByReplicas:
             self._stages.pop()
 
     def _climb(self, budget: WorkBudget) -> None:
-        """Find replicas for k = 1, 2, ... each in the shortest prefix that the quick ways manage."""
+        """Find replicas for k = 1, 2, ... each in the shortest prefix for which the heuristics find them."""
         bins: list[Bin] = []
         loads: list[int] = []
-        used, tight = 0, True  # gaps come in runs: after one, leave starting afresh to `sharpen`
+        used, tight = 0, True  # gaps come in runs: after one, leave starting afresh to `tighten`
         for row, bound in enumerate(self._bounds):
             for end in range(bound, len(self._parts) + 1):
                 grown = extend(bins, loads, self._parts[used:end], self._num_layers, budget) if end > used else None

@@ -1,7 +1,7 @@
 """Water-filling inside one pipeline: layers in proportion to compute, as far as memory allows (Parallax §3.2).
 
-Owns the integer shares of the nodes of one replica. Does not know which nodes form a replica (`allocation`), nor what
-the links between them cost.
+Owns the integer shares of the nodes of one replica. Knows neither how nodes are grouped into replicas (`allocation`)
+nor what the links between them cost.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def balance(num_layers: int, nodes: Sequence[PoolNode]) -> Balance:
 
 
 def lay_out(nodes: Sequence[PoolNode], shares: Sequence[int]) -> tuple[Hop, ...]:
-    """The write cursor: consecutive spans of `shares[i]` layers; a node without a share gets no hop."""
+    """Consecutive spans of `shares[i]` layers; a node without a share gets no hop."""
     hops, cursor = [], 0
     for node, share in zip(nodes, shares, strict=True):
         if share:

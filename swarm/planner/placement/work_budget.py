@@ -1,7 +1,7 @@
-"""How much work a decision may cost before it must settle for what it has.
+"""How much work a search may do before it returns the best it has found.
 
-Counts steps, a step being roughly a microsecond of Python, and no time, so that every node that plans from the same
-snapshot stops at the same place and gets the same plan.
+Counts steps of roughly a microsecond of Python instead of time, so that every node that plans from the same snapshot
+stops at the same place and gets the same plan.
 """
 
 from __future__ import annotations

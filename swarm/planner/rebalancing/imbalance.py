@@ -1,7 +1,7 @@
-"""Parallax §3.4 (iii): whether the whole swarm should be allocated anew.
+"""Parallax §3.4 (iii): whether the whole swarm should be reallocated.
 
 Owns the load of a layer and the two triggers (coverage, coefficient of variation). Knows neither how long a trigger has
-lasted (`keeper`) nor what everybody would then serve (`rebalance`).
+lasted (`rebalancer`) nor the target allocation (`target`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import UsageError
+from swarm.planner.rebalancing.policy import POLICY
 from swarm.quantities import Amount, Schema
 from swarm.types import LayerSpan, NodeProfile, PeerId, missing_ranges
 
-ALPHA = 0.5  # the paper's default: memory counts as much as compute
-THRESHOLD = 0.5  # coefficient of variation; two replicas of one half of the layers and one of the other give 0.33
-
 
 class LayerLoad(Schema, frozen=True):
-    """What all nodes together give one layer: KV memory and compute, in any units that the totals share."""
+    """KV memory and compute that all nodes together provide for one layer, in any units that the totals share."""
 
     kv: Amount
     compute: Amount
@@ -38,10 +36,10 @@ def load_imbalance(
     layers: Sequence[LayerLoad],
     total_kv: float,
     total_compute: float,
-    alpha: float = ALPHA,
-    threshold: float = THRESHOLD,
+    alpha: float = POLICY.alpha,
+    threshold: float = POLICY.threshold,
 ) -> ImbalanceVerdict:
-    """Whether the model should be allocated anew: a layer is served by nobody, or the loads differ too much.
+    """Whether the model should be reallocated: a layer is served by no node, or the loads differ too much.
 
     load = alpha kv / total_kv + (1 - alpha) compute / total_compute, 0 for a total of 0 (the paper's footnote 2); cv is
     their standard deviation over their mean, 0 if all are 0. Raises UsageError.
@@ -79,13 +77,13 @@ def judge_spans(
     nodes: Mapping[PeerId, NodeProfile],
     spans: Mapping[PeerId, LayerSpan],
     num_layers: int,
-    alpha: float = ALPHA,
-    threshold: float = THRESHOLD,
+    alpha: float = POLICY.alpha,
+    threshold: float = POLICY.threshold,
 ) -> ImbalanceVerdict:
     """`load_imbalance` of `nodes` if they served `spans`.
 
-    Departure from the paper: a node's compute is shared by the layers it serves, instead of counting in full for each;
-    otherwise a node with one layer would weigh no more there than a node that has all of them. So is its memory: the KV
+    Departure from the paper: a node's compute is split among the layers it serves, instead of counting in full for
+    each; otherwise a node with one layer would add no more to it than a node with all of them. So is its memory: the KV
     tokens of a layer are those it offers now, times the layers it has now, over the layers it would have.
     """
     kv, compute = [0.0] * num_layers, [0.0] * num_layers

@@ -1,16 +1,16 @@
-"""A node's slow loop as events in, actions out: when this node should change its layers for the swarm's sake.
+"""Rebalancing, one node's side: snapshots in, decisions out, when this node should change its layers.
 
-Owns patience: how long a trigger must last, how much a move must gain, how long to rest after one, so that the swarm
-does not thrash. What triggers and where to go is `rebalance`'s; time comes with the events; moving is the node's.
+Owns the hysteresis: how long a trigger must last, how much a move must gain, and the cooldown after one, so that the
+swarm does not thrash. The triggers are in `imbalance`, the target allocation in `target`; time comes with the
+snapshots; the node carries out the move.
 
-Each trigger has a clock of its own: every layer that nobody holds, and the imbalance. What else changes in the swarm
-meanwhile stops none of them, so a swarm in which somebody always comes or goes heals like a quiet one. Nor is anything
-asked of nodes that have come only just now: they have not waited, and some will be gone before they have.
+Each trigger has a timer of its own: every uncovered layer, and the imbalance. Other changes in the swarm reset none of
+them, so a swarm with constant churn heals like a quiet one. Nodes that have just joined are not moved: some of them
+will be gone before a timeout has passed.
 
-Every node runs its own keeper. They agree without talking: the target is the same for all who read the same snapshot,
-and only the moves of its first wave are safe to make now, so a node moves when its own move is in that wave, and has
-been for as long as others may be reading older snapshots. The next wave follows from the next snapshots: whoever is
-still in the wrong place then finds itself in a first wave.
+Every node runs its own rebalancer. They agree without messages: the target is the same for all that read the same
+snapshot, and only the moves of its first wave are safe to make now, so a node moves when its own move is in that wave,
+and has been for as long as others may be reading older snapshots. The next wave follows from the next snapshots.
 """
 
 from __future__ import annotations
@@ -20,38 +20,16 @@ from dataclasses import dataclass, replace
 
 from swarm.errors import Infeasible
 from swarm.planner.placement.join import place_joiners, uncovered_without
-from swarm.planner.rebalancing.imbalance import ALPHA, THRESHOLD, judge_spans
+from swarm.planner.rebalancing.imbalance import judge_spans
 from swarm.planner.rebalancing.migration import SpanMove
+from swarm.planner.rebalancing.policy import POLICY, RebalancePolicy
 from swarm.planner.rebalancing.target import TargetAllocation, target_allocation
 from swarm.types import LayerSpan, NodeState, PeerId, Snapshot, coverage
 
 
 @dataclass(frozen=True, slots=True)
-class RebalancePolicy:
-    """`coverage_timeout_s`, `patience_s`: how long a layer must lack a node, or the loads differ, without a break.
-
-    A gap that joining nodes are about to fill is given `patience_s` too, and every move a node has made in the last
-    `cooldown_s` doubles its patience with gaps, up to `patience_s`. A gap that is only foretold, because those who serve
-    the layers say that they leave, needs no patience but `stability_s`.
-
-    `stability_s`: how long a node must find its own move in the first wave before it makes it; longer than a record takes
-    to reach everybody, and not asked of a gap that has outlasted twice its patience. `cooldown_s`: after a move of its own
-    a node makes no other for balance. `min_gain`: relative fall of the coefficient of variation for which moving is
-    worth while.
-    """
-
-    alpha: float = ALPHA
-    threshold: float = THRESHOLD
-    coverage_patience_s: float = 6.0
-    patience_s: float = 30.0
-    settle_s: float = 2.0
-    rest_s: float = 300.0
-    min_gain: float = 0.2
-
-
-@dataclass(frozen=True, slots=True)
 class RebalanceDecision:
-    """`move`: what this node should do now, None to stay. `reason`: why, for people. `seen`: what it follows from."""
+    """`move`: what this node should do now, None to stay. `reason`: for people. `seen`: the snapshot it is based on."""
 
     move: SpanMove | None
     reason: str
@@ -60,7 +38,7 @@ class RebalanceDecision:
 
 @dataclass(frozen=True, slots=True)
 class _Trigger:
-    """What asks for a move: `gap` or imbalance; since when, and how long that must last."""
+    """Why to move: a coverage `gap` or imbalance; since when, and how long it must last."""
 
     gap: bool
     since: float
@@ -69,26 +47,26 @@ class _Trigger:
 
 
 class Rebalancer:
-    """One node's keeper; `observe` it with every snapshot of nodes that share its weights and dtype."""
+    """Of one node; `observe` takes every snapshot of the nodes that share its weights and dtype."""
 
     def __init__(self, me: PeerId, policy: RebalancePolicy | None = None) -> None:
         self._me = me
-        self._policy = RebalancePolicy() if policy is None else policy
-        self._uncovered_since: Mapping[int, float] = {}  # layer that nobody holds -> since when
+        self._policy = policy or POLICY
+        self._uncovered_since: Mapping[int, float] = {}  # uncovered layer -> since when
         self._uneven_since: float | None = None
         self._target_since: float | None = None  # since when this node's own move has been in the first wave
         self._moved_at: tuple[float, ...] = ()  # own moves, while they matter
-        self._seen: Mapping[PeerId, float] = {}  # since when each node has been there
+        self._seen: Mapping[PeerId, float] = {}  # since when each node has been in snapshots
         self._places: tuple[tuple[PeerId, NodeState, LayerSpan | None, bool], ...] = ()
-        self._target: TargetAllocation | None = None  # for these places; worked out when patience runs out
-        self._aimed_at: Snapshot | None = None  # what it was worked out from
+        self._target: TargetAllocation | None = None  # for these places; computed once a timeout has passed
+        self._target_snapshot: Snapshot | None = None  # what it was computed from
 
     def observe(self, snapshot: Snapshot, now: float) -> RebalanceDecision:
         """`now`: seconds of any clock that does not go back."""
         self._seen = {n.peer: self._seen.get(n.peer, now) for n in snapshot.nodes}
-        self._moved_at = tuple(at for at in self._moved_at if now - at < self._policy.rest_s)
+        self._moved_at = tuple(at for at in self._moved_at if now - at < self._policy.cooldown_s)
         trigger, reason = self._trigger(snapshot, now)
-        decision = RebalanceDecision(None, reason) if trigger is None else self._answer(trigger, snapshot, now)
+        decision = RebalanceDecision(None, reason) if trigger is None else self._decide(trigger, snapshot, now)
         if trigger is None or decision.move is None:
             self._target_since = None
             return decision
@@ -99,7 +77,7 @@ class Rebalancer:
         self._moved_at = (*self._moved_at, now)
 
     def _trigger(self, snapshot: Snapshot, now: float) -> tuple[_Trigger | None, str]:
-        """Keep the clocks; what asks for a move, if anything does, and how things stand."""
+        """Update the timers -> (the trigger that is active, if any; the state of the swarm, for people)."""
         policy = self._policy
         nodes = {n.peer: n for n in snapshot.nodes if not n.departing}
         spans = {peer: n.span for peer, n in nodes.items() if n.span is not None}
@@ -107,7 +85,7 @@ class Rebalancer:
         self._uncovered_since = {
             layer: self._uncovered_since.get(layer, now) for layer, count in enumerate(held) if not count
         }
-        spans |= place_joiners(snapshot)  # who joins now will fill what it can without anybody moving
+        spans |= place_joiners(snapshot)  # nodes that join now fill gaps without a move
         verdict = judge_spans(nodes, spans, snapshot.num_layers, policy.alpha, policy.threshold)
         if verdict.cv <= policy.threshold:
             self._uneven_since = None
@@ -116,17 +94,17 @@ class Rebalancer:
         if self._uncovered_since:
             since = min(self._uncovered_since.values())
             if not all(coverage(spans.values(), snapshot.num_layers)):
-                foretold = all(snapshot.coverage()[layer] for layer in self._uncovered_since)
-                patience_s = min(policy.coverage_patience_s * 2 ** len(self._moved_at), policy.patience_s)
-                patience_s = policy.settle_s if foretold else patience_s
-                return _Trigger(True, since, patience_s, verdict.reason), verdict.reason
+                announced = all(snapshot.coverage()[layer] for layer in self._uncovered_since)
+                timeout_s = min(policy.coverage_timeout_s * 2 ** len(self._moved_at), policy.imbalance_timeout_s)
+                timeout_s = policy.stability_s if announced else timeout_s
+                return _Trigger(True, since, timeout_s, verdict.reason), verdict.reason
             reason = "coverage: only nodes that are joining would hold some layers"
-            return _Trigger(True, since, policy.patience_s, reason), reason
+            return _Trigger(True, since, policy.imbalance_timeout_s, reason), reason
         if self._uneven_since is not None:
-            return _Trigger(False, self._uneven_since, policy.patience_s, verdict.reason), verdict.reason
+            return _Trigger(False, self._uneven_since, policy.imbalance_timeout_s, verdict.reason), verdict.reason
         return None, verdict.reason
 
-    def _answer(self, trigger: _Trigger, snapshot: Snapshot, now: float) -> RebalanceDecision:
+    def _decide(self, trigger: _Trigger, snapshot: Snapshot, now: float) -> RebalanceDecision:
         mine = snapshot.node(self._me)
         if mine is None or mine.state is not NodeState.SERVING:
             return RebalanceDecision(None, "this node is not serving")
@@ -136,16 +114,16 @@ class Rebalancer:
             return RebalanceDecision(None, f"{trigger.reason}; waiting to see whether it lasts")
         if not trigger.gap and self._moved_at:
             return RebalanceDecision(None, f"{trigger.reason}; this node has moved not long ago")
-        new = now - self._policy.coverage_patience_s
-        staying = [replace(n, pinned=True) if n.span and self._seen[n.peer] > new else n for n in snapshot.nodes]
+        recent = now - self._policy.coverage_timeout_s
+        staying = [replace(n, pinned=True) if n.span and self._seen[n.peer] > recent else n for n in snapshot.nodes]
         return self._recompute_target(trigger, replace(snapshot, nodes=tuple(staying)))
 
     def _is_stable(self, trigger: _Trigger, decision: RebalanceDecision, now: float) -> RebalanceDecision:
-        """`decision`, once this node has wanted to move for long enough."""
+        """`decision`, once it has been the same for `stability_s`."""
         if self._target_since is None:
             self._target_since = now
         overdue = trigger.gap and now - trigger.since >= 2 * trigger.timeout_s
-        if overdue or now - self._target_since >= self._policy.settle_s:
+        if overdue or now - self._target_since >= self._policy.stability_s:
             return decision
         return RebalanceDecision(None, f"{decision.reason}; waiting until everybody sees it so")
 
@@ -156,26 +134,26 @@ class Rebalancer:
         if self._target is None:
             try:
                 self._target = target_allocation(snapshot, self._policy.alpha, self._policy.threshold)
-                self._aimed_at = snapshot
+                self._target_snapshot = snapshot
             except Infeasible as error:
                 return RebalanceDecision(None, f"{error}; nothing to gain by moving")
-        aim = self._target
-        better = aim.after.cv <= aim.before.cv * (1.0 - self._policy.min_gain)
+        target = self._target
+        better = target.after.cv <= target.before.cv * (1.0 - self._policy.min_gain)
         if not trigger.gap and not better:
-            gain = f"from {aim.before.cv:.2f} to {aim.after.cv:.2f}"
+            gain = f"from {target.before.cv:.2f} to {target.after.cv:.2f}"
             return RebalanceDecision(None, f"{trigger.reason}; but the best allocation would only bring it {gain}")
-        first = self._first_wave(aim, snapshot)
+        first = self._first_wave(target, snapshot)
         move = next((m for m in first if m.peer == self._me), None)
         if move is None or move.old is None:
             return RebalanceDecision(None, f"{trigger.reason}; it is for others to move")
-        return RebalanceDecision(move, f"{trigger.reason}; layers {move.old} -> {move.new}", self._aimed_at)
+        return RebalanceDecision(move, f"{trigger.reason}; layers {move.old} -> {move.new}", self._target_snapshot)
 
-    def _first_wave(self, aim: TargetAllocation, snapshot: Snapshot) -> tuple[SpanMove, ...]:
+    def _first_wave(self, target: TargetAllocation, snapshot: Snapshot) -> tuple[SpanMove, ...]:
         """The moves to make now: of those that are safe together, the ones that fill a gap if any do.
 
-        A wave that uncovers layers is one that can only go all at once.
+        A wave that uncovers layers can only go all at once.
         """
-        first = aim.plan.waves[0] if aim.plan.waves else ()
+        first = target.plan.waves[0] if target.plan.waves else ()
         if uncovered_without(snapshot, {m.peer for m in first}):
             return first
         return tuple(m for m in first if any(layer in m.new for layer in self._uncovered_since)) or first

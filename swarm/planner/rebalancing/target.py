@@ -1,7 +1,7 @@
-"""Parallax §3.4 (iii): what everybody would serve if the whole swarm were allocated anew.
+"""Parallax §3.4 (iii): the target allocation of the whole swarm.
 
-Owns the target that every node computes alike from the same snapshot. Knows neither when it is wanted (`imbalance`,
-`keeper`) nor how nodes move (`moves`).
+Owns the target, which every node computes alike from the same snapshot. Knows neither when it is needed (`imbalance`,
+`rebalancer`) nor in which order nodes move (`migration`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swarm.errors import Infeasible
 from swarm.planner.placement.allocation import Objective, allocate
 from swarm.planner.placement.join import join_span, layer_capacity_tokens, place_joiners
 from swarm.planner.placement.water_filling import PoolNode
-from swarm.planner.rebalancing.imbalance import ALPHA, THRESHOLD, ImbalanceVerdict, judge_spans, speed
+from swarm.planner.rebalancing.imbalance import ImbalanceVerdict, judge_spans, speed
 from swarm.planner.rebalancing.migration import (
     MigrationPlan,
     layers_to_load,
@@ -23,15 +23,14 @@ from swarm.planner.rebalancing.migration import (
     migration_plan,
     relabel_equivalent,
 )
+from swarm.planner.rebalancing.policy import POLICY
 from swarm.planner.routing.route import DEFAULT_LINK_MS
 from swarm.types import Hop, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot, coverage, missing_ranges
-
-MOST_PERMUTED = 6  # nodes of a replica whose orders are all tried
 
 
 @dataclass(frozen=True, slots=True)
 class TargetAllocation:
-    """Where everybody should be. `spans`: of all nodes that take part; `before`, `after`: verdicts on now and then."""
+    """`spans`: of all nodes that take part; `before`, `after`: the imbalance now and then."""
 
     spans: Mapping[PeerId, LayerSpan]
     plan: MigrationPlan
@@ -39,11 +38,13 @@ class TargetAllocation:
     after: ImbalanceVerdict
 
 
-def target_allocation(snapshot: Snapshot, alpha: float = ALPHA, threshold: float = THRESHOLD) -> TargetAllocation:
-    """Phase 1 over everybody who can move, then the fewest moves that get there; the same for all readers.
+def target_allocation(
+    snapshot: Snapshot, alpha: float = POLICY.alpha, threshold: float = POLICY.threshold
+) -> TargetAllocation:
+    """Phase 1 over all nodes that can move, then the fewest moves that get there; the same for all readers.
 
-    `snapshot`: nodes of one weight hash and dtype. Those that are going count for nothing, those `pinned` stay. A node
-    that phase 1 has no use for stays too, or joins at the bottleneck. If the nodes that can move do not hold the model
+    `snapshot`: nodes of one weight hash and dtype. Departing ones are left out, `pinned` ones stay. A node that
+    phase 1 has no use for stays too, or joins at the bottleneck. If the nodes that can move do not hold the model
     without those that cannot, they fill the gaps as if they all joined now. Raises Infeasible if that leaves a gap.
     """
     num_layers = snapshot.num_layers
@@ -52,12 +53,12 @@ def target_allocation(snapshot: Snapshot, alpha: float = ALPHA, threshold: float
     movable = {peer: n for peer, n in nodes.items() if not n.pinned and n.layer_capacity > 0}
     fixed = {peer: span for peer, span in now.items() if peer not in movable}
     try:
-        wanted: Mapping[PeerId, LayerSpan | None] = _allocated(movable, now, num_layers)
+        target: Mapping[PeerId, LayerSpan | None] = _allocated(movable, now, num_layers)
     except Infeasible:
-        wanted = _repack_around_fixed(snapshot, movable, fixed)
+        target = _repack_around_fixed(snapshot, movable, fixed)
     alike = {peer: (n.region, round(math.log(speed(n), 1.3))) for peer, n in movable.items()}
     capacity = {peer: max(n.layer_capacity, len(n.span) if n.span else 0) for peer, n in nodes.items()}
-    spans = {**fixed, **relabel_equivalent(now, wanted, alike, capacity)}
+    spans = {**fixed, **relabel_equivalent(now, target, alike, capacity)}
     for peer in sorted(set(movable) - set(spans)):
         held = [replace(nodes[p], span=span, state=NodeState.SERVING) for p, span in spans.items()]
         spans[peer] = join_span(layer_capacity_tokens(held, num_layers), movable[peer].layer_capacity, slide=True)
@@ -79,26 +80,27 @@ def _allocated(
     if not pool:
         raise Infeasible("no node can be moved")
     hops = [ms for n in movable.values() for peer, ms in sorted(n.link_ms.items()) if peer in movable]
-    price = Objective(
+    objective = Objective(
         compute_ms=_two_digits(num_layers * math.fsum(1000.0 / node.compute for node in pool) / len(pool)),
         hop_ms=_two_digits(math.fsum(hops) / len(hops) if hops else DEFAULT_LINK_MS),
     )
-    wanted: dict[PeerId, LayerSpan | None] = dict.fromkeys(movable)
-    for replica in allocate(num_layers, pool, price).replicas:
-        wanted.update(_in_place(replica, now))
-    return wanted
+    target: dict[PeerId, LayerSpan | None] = dict.fromkeys(movable)
+    for replica in allocate(num_layers, pool, objective).replicas:
+        target.update(_in_place(replica, now))
+    return target
 
 
 def _two_digits(value: float) -> float:
-    """Two digits: what differs from one second to the next must not change a plan."""
+    """To two digits, so that measurement noise changes no plan."""
     return float(f"{value:.1e}")
 
 
 def _in_place(replica: Sequence[Hop], now: Mapping[PeerId, LayerSpan]) -> dict[PeerId, LayerSpan]:
-    """The nodes of a replica in the order in which they have the fewest layers to read; shares are unchanged."""
+    """The nodes of a replica in the order in which they have the fewest layers to load; shares are unchanged."""
     shares = {hop.peer: hop.end - hop.start for hop in replica}
     by_place = sorted(shares, key=lambda peer: (sum(now[peer]) / len(now[peer]) if peer in now else 0.0, peer))
-    orders = permutations(sorted(shares)) if len(shares) <= MOST_PERMUTED else iter([tuple(shares), tuple(by_place)])
+    few = len(shares) <= POLICY.max_permuted_nodes
+    orders = permutations(sorted(shares)) if few else iter([tuple(shares), tuple(by_place)])
 
     def laid_out(order: Sequence[PeerId]) -> dict[PeerId, LayerSpan]:
         ends = accumulate(shares[peer] for peer in order)
@@ -110,7 +112,7 @@ def _in_place(replica: Sequence[Hop], now: Mapping[PeerId, LayerSpan]) -> dict[P
 def _repack_around_fixed(
     snapshot: Snapshot, movable: Mapping[PeerId, NodeProfile], fixed: Mapping[PeerId, LayerSpan]
 ) -> dict[PeerId, LayerSpan | None]:
-    """Everybody who can move joins anew around those who cannot. Raises Infeasible if a layer remains uncovered."""
+    """All nodes that can move join again around those that cannot. Raises Infeasible if a layer remains uncovered."""
     joining = [replace(n, span=None, state=NodeState.JOINING) for n in movable.values()]
     staying = [n for n in snapshot.nodes if n.peer in fixed and not n.departing]
     nodes = tuple(sorted((*joining, *staying), key=lambda n: n.peer))

@@ -1,13 +1,14 @@
-/* The sweep of swarm.planner.routing.dag, compiled: the same numbers as sweep_plain there, which says what they mean.
+/* relax_backward of swarm.planner.routing.dag, compiled: the same numbers as relax_backward_plain there, where they are
+ * documented.
  *
- * Owns nothing: reads and fills arrays of int64 that Python made, in C order. A row's links are read from the first to
- * the last row that can be entered; those between that cannot cost NEVER, so there is nothing to gather.
+ * Reads and fills arrays of int64 that Python made, in C order. A row's links are read from the first to
+ * the last row that can be entered; those between that cannot be entered cost INFINITE, so there is nothing to gather.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 
-#define NEVER ((int64_t)1 << 61)
+#define INFINITE ((int64_t)1 << 61)
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default"))) /* chosen when it is loaded */
@@ -26,7 +27,7 @@ typedef struct {
 
 /* The cheapest way on through any of the rows [lo, hi). */
 static inline int64_t least(const int64_t *link, const int64_t *entry, Py_ssize_t lo, Py_ssize_t hi) {
-    int64_t best = NEVER;
+    int64_t best = INFINITE;
     for (Py_ssize_t to = lo; to < hi; to++) {
         int64_t cost = link[to] + entry[to];
         best = cost < best ? cost : best;
@@ -38,29 +39,29 @@ static inline int64_t least(const int64_t *link, const int64_t *entry, Py_ssize_
 FOR_EACH_CPU static void run(const Sweep *s, int64_t *entry) {
     const Py_ssize_t rows = s->rows;
     for (Py_ssize_t r = 0; r < rows; r++)
-        s->go[s->layers * rows + r] = NEVER;
+        s->go[s->layers * rows + r] = INFINITE;
     for (Py_ssize_t layer = s->layers - 1; layer >= 0; layer--) {
         const Py_ssize_t boundary = (layer + 1) * rows;
-        const int last = layer == s->layers - 1; /* after which nobody takes over */
+        const int last = layer == s->layers - 1; /* after which there is no next hop */
         const int64_t *after = last ? s->exits : s->go + boundary;
         const int64_t *tau = s->tau + layer * rows;
         Py_ssize_t lo = rows, hi = 0;
         for (Py_ssize_t r = 0; r < rows && !last; r++) {
-            entry[r] = s->may_enter && !s->may_enter[boundary + r] ? NEVER : after[r];
-            if (entry[r] < NEVER) {
+            entry[r] = s->may_enter && !s->may_enter[boundary + r] ? INFINITE : after[r];
+            if (entry[r] < INFINITE) {
                 lo = r < lo ? r : lo;
                 hi = r + 1;
             }
         }
         for (Py_ssize_t r = 0; r < rows; r++) {
-            int64_t best = NEVER;
-            if (tau[r] < NEVER) {
+            int64_t best = INFINITE;
+            if (tau[r] < INFINITE) {
                 best = after[r];
                 if (!s->may_leave || s->may_leave[boundary + r]) {
                     int64_t onward = least(s->rho + r * rows, entry, lo, hi);
                     best = onward < best ? onward : best;
                 }
-                best = best + tau[r] < NEVER ? best + tau[r] : NEVER;
+                best = best + tau[r] < INFINITE ? best + tau[r] : INFINITE;
             }
             s->go[layer * rows + r] = best;
         }
@@ -99,7 +100,7 @@ static PyObject *sweep(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"sweep", sweep, METH_VARARGS, "Fills the last array; see sweep_plain."}, {0}};
+static PyMethodDef methods[] = {{"sweep", sweep, METH_VARARGS, "Fills the last array; see relax_backward_plain."}, {0}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_relax", NULL, 0, methods, NULL, NULL, NULL, NULL};
 

@@ -1,9 +1,9 @@
 """The layer DAG of Parallax phase 2 (§3.3) as integer arrays, and the dynamic program over it.
 
-Owns the sweep, and how cost and hops are one number. Knows neither what a peer is nor where τ and ρ come from. How the
-best chain is read back is `routing_walk`'s; the constraint that a chain visits nobody twice is `routing_search`'s.
+Owns the backward relaxation, and how cost and hops are packed into one number. Knows neither peers nor where τ and ρ
+come from. `traceback` reads the best chain out of a relaxation; `simple_paths` adds that no node is visited twice.
 
-A cost is one int64 that holds, from the top, layers whose keys and values must be rebuilt (repair only), time in ticks,
+A cost is one int64 that holds, from the top bits, layers whose KV must be rebuilt (repair only), time in ticks,
 and the number of hops, so the order of chains is the order of integers: ties are exact, and the same on every machine.
 """
 
@@ -32,11 +32,11 @@ MAX_LAYERS = 1000
 
 
 class LayerDag:
-    """R rows (a node, or one way of using it) over L layers, ready to be swept.
+    """R rows (a node, or one way of using it) over L layers.
 
-    `owner`: rank of the row's node among all ids, `[R]`; ties go to the lower. `tau`: cost of a layer, NEVER where the
-    row does not hold it, `[L, R]`. `rho`: cost of the link and of one more hop from row to column, NEVER where there is
-    none and on the diagonal, `[R, R]`. `may_enter`, `may_leave`: where switching to or from a row is allowed,
+    `owner`: rank of the row's node among all ids, `[R]`; ties go to the lower. `tau`: cost of a layer, INFINITE where
+    the row does not hold it, `[L, R]`. `rho`: cost of the link and of one more hop from row to column, INFINITE where
+    there is none and on the diagonal, `[R, R]`. `may_enter`, `may_leave`: where switching to or from a row is allowed,
     `[L + 1, R]` by boundary, None for everywhere.
     """
 
@@ -59,7 +59,7 @@ class LayerDag:
         return bool((self.holds & ~closed).any(axis=1).all())
 
     def take(self, rows: Ints) -> LayerDag:
-        """The part of this Dag between the rows `rows`, ascending."""
+        """The subgraph of the rows `rows`, ascending."""
         enter = None if self.may_enter is None else self.may_enter.take(rows, axis=1)
         leave = None if self.may_leave is None else self.may_leave.take(rows, axis=1)
         rho = self.rho.take(rows, axis=0).take(rows, axis=1)
@@ -74,14 +74,14 @@ class LayerDag:
 
     @cached_property
     def work(self) -> int:
-        """Relaxations of a sweep, at least 1."""
+        """Relaxations of one backward pass, at least 1."""
         return 1 + int((self.holds.sum(axis=1, dtype=np.int64) ** 2).sum())
 
 
 def relax_backward(dag: LayerDag, exits: Ints, closed: Flags | None = None) -> Ints:
-    """`go[b, r]`: least cost from boundary b on if row r runs layer b, `[L + 1, R]`; NEVER where it cannot.
+    """`go[b, r]`: least cost from boundary b on if row r runs layer b, `[L + 1, R]`; INFINITE if it cannot.
 
-    One backward pass, O(L R²). `exits`: cost after the last layer, `[R]`. `closed`: rows to do without, `[R]`.
+    One backward pass, O(L R²). `exits`: cost after the last layer, `[R]`. `closed`: excluded rows, `[R]`.
     """
     tau = dag.tau if closed is None else np.where(closed, INFINITE, dag.tau)
     if compiled is None:
@@ -92,7 +92,7 @@ def relax_backward(dag: LayerDag, exits: Ints, closed: Flags | None = None) -> I
 
 
 def relax_backward_plain(dag: LayerDag, tau: Ints, exits: Ints) -> Ints:
-    """`sweep` in numpy; `_relax.c` gives the same. `tau` takes the place of the Dag's."""
+    """`relax_backward` in numpy; `_relax.c` gives the same numbers. `tau` replaces that of `dag`."""
     go = np.full((dag.num_layers + 1, dag.count), INFINITE)
     for layer in range(dag.num_layers - 1, -1, -1):
         rows, boundary = np.flatnonzero(tau[layer] < INFINITE), layer + 1
@@ -110,7 +110,7 @@ def relax_backward_plain(dag: LayerDag, tau: Ints, exits: Ints) -> Ints:
 
 
 def relax_backward_capped(dag: LayerDag, exits: Ints, cap: int) -> Ints:
-    """`sweep` where no visit may take longer than `cap`, O(L R² + L² R)."""
+    """`relax_backward` where no hop may take longer than `cap`, O(L R² + L² R)."""
     go = np.full((dag.num_layers + 1, dag.count), INFINITE)
     leave = go.copy()
     leave[-1] = np.where(dag.holds[-1], exits, INFINITE)

@@ -1,6 +1,6 @@
-"""What phase 2 is told about nodes and links, as arrays: ms on the outside, the integers of `routing_dp` inside.
+"""The input of phase 2, nodes and links, as arrays: ms on the outside, the integer costs of `dag` inside.
 
-Owns the arrays, how they fill in a missing ρ, and the way from ms to ticks and back to a `Chain`. Knows neither
+Owns the arrays, what a missing ρ counts as, and the conversion from ms to ticks and back to a `Chain`. Knows neither
 snapshots nor groups of nodes.
 """
 
@@ -23,8 +23,8 @@ from swarm.types import Chain, Hop, missing_ranges
 
 Floats = NDArray[np.float64]
 
-NANOSECONDS = 1e6  # ticks a millisecond
-MOST_TICKS = 1 << 38  # of all layers and links of one chain; edges to the client come on top
+TICKS_PER_MS = 1e6  # a tick is a nanosecond
+MAX_TICKS = 1 << 38  # of all layers and links of one chain; edges to the client come on top
 
 
 def link_matrix(ids: Sequence[str], link_ms: Links) -> Floats:
@@ -52,7 +52,7 @@ class LayerGraph:
     """
 
     def __init__(self, nodes: Sequence[RouteNode], num_layers: int, rho_ms: Floats) -> None:
-        """`rho_ms`: in the order of `nodes`. Raises UsageError for what is no number of ms."""
+        """`rho_ms`: in the order of `nodes`. Raises UsageError for what is not a time in ms."""
         if not 1 <= num_layers <= MAX_LAYERS:
             raise UsageError(f"a model of {num_layers} layers cannot be routed; 1 to {MAX_LAYERS} are possible")
         order = sorted(range(len(nodes)), key=lambda i: row_order(nodes[i]))
@@ -64,7 +64,7 @@ class LayerGraph:
         layers, rows, times = self._times()
         self.tau_ms = np.full((num_layers, len(nodes)), np.inf)
         self.tau_ms[layers, rows] = times
-        self.ticks_per_ms = NANOSECONDS / max(1.0, self._longest_ms(times) * NANOSECONDS / MOST_TICKS)
+        self.ticks_per_ms = TICKS_PER_MS / max(1.0, self._upper_bound_ms(times) * TICKS_PER_MS / MAX_TICKS)
         rank = {peer: i for i, peer in enumerate(sorted(set(self.ids)))}
         self.owner = np.array([rank[peer] for peer in self.ids], np.int64)
         tau = np.full(self.tau_ms.shape, INFINITE)
@@ -76,7 +76,7 @@ class LayerGraph:
         self.dag = LayerDag(self.owner, tau, rho)
 
     def _times(self) -> tuple[Ints, Ints, Floats]:
-        """Layers, rows and τ in ms of all that is held, flat. Raises UsageError for a span or τ that is none."""
+        """Layers, rows and τ in ms of all that is held, flat. Raises UsageError for an invalid span or τ."""
         taus = [node.taus(self.num_layers) for node in self.nodes]
         starts = np.array([node.start for node in self.nodes], np.int64)
         lengths = np.array([len(tau) for tau in taus], np.int64)
@@ -94,17 +94,17 @@ class LayerGraph:
             i, j = (int(k) for k in np.argwhere(~(self.rho_ms >= 0))[0])
             raise UsageError(f"the link {self.ids[i]} -> {self.ids[j]} takes {self.rho_ms[i, j]} ms; use 0 or more")
 
-    def _longest_ms(self, times: Floats) -> float:
-        """No chain takes longer, edges to the client aside."""
+    def _upper_bound_ms(self, times: Floats) -> float:
+        """No chain takes longer, edges to the client not counted."""
         rho = self.rho_ms.max(initial=0.0)
         if not rho < np.inf:
             rho = np.where(np.isfinite(self.rho_ms), self.rho_ms, 0.0).max(initial=0.0)
         return float(self.num_layers * (times.max(initial=0.0) + rho))
 
     def ticks(self, ms: Floats, hops: int = 0) -> Ints:
-        """ms, and `hops` on top -> cost; NEVER for infinite. To the nanosecond unless a chain could take minutes."""
+        """ms, and `hops` on top -> cost; INFINITE for infinite. To the nanosecond unless a chain could take minutes."""
         scaled = ms * self.ticks_per_ms
-        np.minimum(scaled, MOST_TICKS, out=scaled)
+        np.minimum(scaled, MAX_TICKS, out=scaled)
         np.rint(scaled, out=scaled)
         scaled *= TIME_UNIT  # below 2^53: still whole
         if hops:
@@ -160,13 +160,13 @@ class LayerGraph:
         hops = tuple(Hop(self.ids[row], start, end) for row, start, end in visits)
         if objective == "bottleneck":
             return Chain(hops, max(runs))
-        hand_overs = [float(self.rho_ms[a[0], b[0]]) for a, b in itertools.pairwise(visits)]
+        links = [float(self.rho_ms[a[0], b[0]]) for a, b in itertools.pairwise(visits)]
         edges = (float(entry_ms[visits[0][0]]), float(exit_ms[visits[-1][0]]))
-        return Chain(hops, math.fsum((*runs, *hand_overs, *edges)))
+        return Chain(hops, math.fsum((*runs, *links, *edges)))
 
 
 def no_route_sentence(missing: Sequence[tuple[int, int]], num_layers: int) -> str:
-    """Which layers keep an answer from being possible, for people."""
+    """Which layers are not served, and what to do about it, for people."""
     if not missing:
         return "nobody serves this model yet; start a node with: swarm-node join"
     ranges = ", ".join(f"{a}:{b}" for a, b in missing)

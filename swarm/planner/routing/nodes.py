@@ -1,7 +1,7 @@
-"""A node and the links as phase 2 is given them, in ms.
+"""Nodes and links as the input of phase 2, in ms.
 
-Owns `RouteNode` and how a ρ that a mapping leaves out is read. Without numpy, so that `swarm-plan` starts quickly;
-`routing_graph` makes arrays of both.
+Owns `RouteNode` and what a ρ missing from a mapping counts as. Without numpy, so that `swarm-plan` starts quickly;
+`graph` makes arrays of both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Links = Callable[[str, str], float] | Mapping[str, Mapping[str, float]]
 
 
 class RouteNode(Schema, frozen=True):
-    """A node as phase 2 sees it: layers `[start, end)` and τ in ms, queue included.
+    """A node as input of phase 2: layers `[start, end)` and τ in ms, queue included.
 
     `layer_ms`: one number for all layers, or one per layer of the span (or of the model, indexed by layer).
     """
@@ -36,12 +36,12 @@ class RouteNode(Schema, frozen=True):
         return float(self.layer_ms[layer - self.start if local else layer])
 
     def span(self, num_layers: int) -> LayerSpan:
-        """Raises UsageError if it is no span of the model."""
+        """Raises UsageError if it lies outside the model."""
         self._check(num_layers)
         return LayerSpan(self.start, self.end)
 
     def taus(self, num_layers: int) -> Sequence[float]:
-        """τ of the layers of the span, ms. Raises UsageError for no span of the model or a list that does not fit."""
+        """τ of the layers of the span, ms. Raises UsageError for a bad span or a list of another length."""
         self._check(num_layers)
         if isinstance(self.layer_ms, int | float):
             return (self.layer_ms,) * (self.end - self.start)
@@ -60,7 +60,7 @@ class RouteNode(Schema, frozen=True):
 
 
 def row_order(node: RouteNode) -> tuple[int, int, str]:
-    """How a Graph sorts its rows; stable for nodes that compare equal."""
+    """How a `LayerGraph` sorts its rows; stable for nodes that compare equal."""
     return node.start, node.end, node.id
 
 

@@ -1,8 +1,8 @@
 """Parallax phase 2 (§3.3): the best chain through the layer DAG of a swarm, and why it is the best.
 
-Owns which nodes may be chained together, what is assumed of a link nobody measured, and the explanation. The dynamic
-program is `routing_dp`, chains without repeats `routing_search`, pipelines `routing_bottleneck`, the way round a lost
-node `repair`. Knows neither where profiles come from (`records`, `net.directory`) nor how a session runs.
+Owns which nodes may be chained together, the time assumed for a link that was not measured, and the explanation. The
+dynamic program is in `dag`, chains without repeats in `simple_paths`, pipelines in `bottleneck`, routes around a lost
+node in `repair`. Knows neither where profiles come from (`records`, `net.discovery`) nor how a session runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "snapshot_links",
 ]
 
-DEFAULT_LINK_MS = 50.0  # between two peers of which nothing is known; half a transcontinental round trip
+DEFAULT_LINK_MS = 50.0  # of a link that was neither measured nor estimated; half a transcontinental round trip
 CLIENT = ""
 """The client's name in `snapshot_links`; no peer id is empty."""
 
@@ -58,12 +58,12 @@ def route(
     hop by hop, then the longer first hops. Costs are compared to the nanosecond.
 
     `link_ms` is ρ, one way, not necessarily symmetric, infinite for no link; a pair that a mapping leaves out is read
-    in the other direction, and costs nothing if that is missing too. `source` names the client in `link_ms`: then the
-    edges client -> first hop and tail -> client count as well. `revisits`: whether a chain may come back to a node it
+    in the other direction, and costs nothing if that is missing too. `source` is the client's name in `link_ms`: then
+    the edges client -> first hop and tail -> client count as well. `revisits`: whether a chain may return to a node it
     has left, as the layer DAG allows; a chain for a session may not (`RouteTable`), a pipeline never does.
 
-    O(L R²) for R nodes a layer. Raises NoRoute with the layers nobody serves, UsageError for a span, τ or ρ that is
-    none.
+    O(L R²) for R nodes a layer. Raises NoRoute with the layers that no node serves, UsageError for an invalid span, τ
+    or ρ.
     """
     usable = [n for n in nodes if n.id not in banned]
     ids = [n.id for n in usable]
@@ -96,10 +96,10 @@ def route_snapshot(
 
 
 class RouteTable:
-    """The routes of one snapshot: what all of them need, computed once.
+    """The routes of one snapshot; what all of them share is computed once.
 
     A chain never mixes weight hashes or dtypes and visits no peer twice. Left out: nodes that are not serving, that
-    say they have less than `min_free_tokens` of KV room, or whose times are no times.
+    publish less than `min_free_tokens` of free KV, or whose times are invalid.
     """
 
     def __init__(
@@ -144,24 +144,24 @@ class RouteTable:
         from the tail count, `DEFAULT_LINK_MS` for nodes not in it. Raises NoRoute.
         """
         chains: list[Chain] = []
-        refusals: list[NoRoute] = []
+        errors: list[NoRoute] = []
         for graph in self.graphs.values():
             edges = client_edges(graph, client_ms)
             try:
                 chains.append(graph.best(objective, edges, edges, banned))
             except NoRoute as error:
-                refusals.append(error)
+                errors.append(error)
         if chains:
             return min(chains, key=lambda chain: (round(chain.cost_ms, 6), len(chain), chain.peers))
-        raise self.refusal(refusals)
+        raise self.no_route(errors)
 
-    def refusal(self, refusals: Sequence[NoRoute]) -> NoRoute:
-        """The refusal of the group that came closest, in words that say what would help."""
+    def no_route(self, errors: Sequence[NoRoute]) -> NoRoute:
+        """The error of the group that came closest to a route, with what would help."""
         num_layers = self.snapshot.num_layers
         held = missing_ranges(coverage((n.span for n in self._fitting if n.span), num_layers))
         if held or not self._fitting:
             return NoRoute(no_route_sentence(held, num_layers), held)
-        closest = min(refusals, key=lambda e: sum(b - a for a, b in e.missing), default=None)
+        closest = min(errors, key=lambda e: sum(b - a for a, b in e.missing), default=None)
         if closest is not None and not closest.missing:
             return closest
         missing = closest.missing if closest else ((0, num_layers),)
@@ -187,7 +187,7 @@ def times_are_sane(node: NodeProfile) -> bool:
 
 
 def profile_nodes(profiles: Iterable[NodeProfile]) -> list[RouteNode]:
-    """The profiles that have a span, as phase 2 sees them; τ not yet measured is read off the cost curve."""
+    """The profiles that have a span, as input of phase 2; τ not yet measured is read off the cost curve."""
     return [
         RouteNode(p.peer, p.span.start, p.span.end, p.layer_ms if len(p.layer_ms) == len(p.span) else p.cost.ms_at(1))
         for p in profiles
@@ -202,7 +202,7 @@ def snapshot_rho(profiles: Sequence[NodeProfile]) -> Floats:
     """ρ between all pairs in ms, `[N, N]` by (from, to).
 
     Measured by the sender, else measured by the receiver, else estimated from network coordinates, else
-    `DEFAULT_LINK_MS`. What is no number of ms counts as not measured.
+    `DEFAULT_LINK_MS`. Invalid times count as not measured.
     """
     place = {p.peer: i for i, p in enumerate(profiles)}
     rho = _distances(profiles)
@@ -240,7 +240,7 @@ def _distances(profiles: Sequence[NodeProfile]) -> Floats:
 def snapshot_links(
     snapshot: Snapshot, client_ms: Mapping[PeerId, float] | None = None
 ) -> Callable[[PeerId, PeerId], float]:
-    """ρ in ms as `RouteTable` sees it, with `CLIENT` as one more peer."""
+    """ρ in ms as in `RouteTable`, with `CLIENT` as one more peer."""
     from_client = client_ms or {}
     place = {n.peer: i for i, n in enumerate(snapshot.nodes)}
     table = snapshot_rho(snapshot.nodes)
@@ -270,7 +270,7 @@ def explain(
     source: str | None = None,
     names: Mapping[str, str] | None = None,
 ) -> str:
-    """A chain in plain words: who runs what, what each hop and each link costs, and the sum."""
+    """A chain for people: which node runs which layers, the time of each hop and link, and the sum."""
     by_id = {n.id: n for n in nodes}
     rho = links(link_ms)
     named = names or {}
@@ -297,13 +297,13 @@ def explain_snapshot(chain: Chain, snapshot: Snapshot, client_ms: Mapping[PeerId
     source = CLIENT if client_ms is not None else None
     names = {n.peer: f"{n.name} ({n.peer[-6:]})" if n.name else n.peer for n in snapshot.nodes}
     lines = [explain(chain, profile_nodes(snapshot.nodes), snapshot_links(snapshot, client_ms), source, names)]
-    guessed = [
+    estimated = [
         f"{names[a.peer]} -> {names[b.peer]} ({how})"
         for a, b in itertools.pairwise(chain.hops)
         if (how := _link_origin(snapshot.node(a.peer), snapshot.node(b.peer))) != "measured"
     ]
-    if guessed:
-        lines.append(f"links nobody has measured: {', '.join(guessed)}")
+    if estimated:
+        lines.append(f"links nobody has measured: {', '.join(estimated)}")
     first = snapshot.node(chain.hops[0].peer)
     if first is not None:
         table = RouteTable(snapshot, dtype=first.dtype, weight_hash=first.weight_hash)

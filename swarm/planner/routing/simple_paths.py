@@ -1,10 +1,10 @@
-"""Chains that visit nobody twice: what the dynamic program alone cannot promise.
+"""Chains that visit no node twice (simple paths), which the dynamic program alone does not guarantee.
 
-Owns the search on top of the sweep. Knows only the integers of `routing_dp`.
+Owns the search on top of the relaxation. Works on the integer costs of `dag` only.
 
-The layer DAG of Parallax lets a chain come back to a node it has left. A session is kept by peer, so a chain to be used
-must not; and a pipeline whose stages share a node is no pipeline. Such chains are found by branch and bound over the
-sweep: exact while its budget lasts, and never worse than the best chain met on the way.
+The layer DAG of Parallax lets a chain return to a node it has left. A node holds one span per session, so a chain for a
+session must not; and stages of a pipeline that share a node do not overlap. Simple paths are found by branch and bound
+over the relaxation: exact within its limits, and never worse than the best one met on the way.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from swarm.planner.routing.dag import INFINITE, Flags, Ints, LayerDag, relax_backward, relax_backward_capped
+from swarm.planner.routing.policy import SEARCH
 from swarm.planner.routing.traceback import Path, PathSegment, trace_back
-
-BUDGET = 1 << 27  # relaxations spent on finding a chain that visits nobody twice
-MOST_ROUNDS = 400
-MOST_ROUNDS_CAPPED = 32  # where sweeps are dearer and repeats tempting
 
 
 def shortest_path(dag: LayerDag, entries: Ints, exits: Ints, closed: Flags | None = None) -> Path | None:
@@ -37,7 +34,7 @@ def best_simple_path(
 ) -> Path | None:
     """The best chain that visits no owner twice; None if none was found.
 
-    `cap`: most a visit may cost. `known`: such a chain found elsewhere. `first`: the answer of `cheapest`, if at hand.
+    `cap`: most a hop may cost. `known`: such a chain found elsewhere. `first`: the result of `shortest_path`, if known.
     Best first: the cheapest chain of a subproblem bounds it from below, so the first one without a repeat is the best.
     A repeat splits the subproblem into ones that cannot contain it (`_branches`).
     """
@@ -50,8 +47,8 @@ def best_simple_path(
     tickets = itertools.count()
     root = first or solve(dag)
     heap = [(root.key, next(tickets), root, dag)] if root else []
-    most_rounds = MOST_ROUNDS if cap >= INFINITE else MOST_ROUNDS_CAPPED
-    for _ in range(max(2, min(most_rounds, BUDGET // dag.work))):
+    limit = SEARCH.max_subproblems if cap >= INFINITE else SEARCH.max_subproblems_capped
+    for _ in range(max(2, min(limit, SEARCH.max_relaxations // dag.work))):
         if not heap or (known and heap[0][0] >= known.key):
             return known
         _, _, path, part = heapq.heappop(heap)
@@ -69,7 +66,7 @@ def best_simple_path(
 
 
 def _repeat(path: Path) -> tuple[PathSegment, PathSegment] | None:
-    """The closest two visits of one owner."""
+    """The closest two segments of one owner."""
     last: dict[int, int] = {}
     closest: tuple[int, PathSegment, PathSegment] | None = None
     for i, owner in enumerate(path.owners):
@@ -80,10 +77,11 @@ def _repeat(path: Path) -> tuple[PathSegment, PathSegment] | None:
 
 
 def _branches(dag: LayerDag, one: PathSegment, two: PathSegment) -> Iterator[LayerDag]:
-    """Subproblems that together hold every chain without repeats, and none of which holds these two visits.
+    """Subproblems that together contain every chain without repeats, and none of which contains these two segments.
 
-    Two rows of one owner: one of them goes. One row, left at b and entered again at c: a chain that visits it once does
-    not run it from c on, or not before b, or runs it across both and so neither enters nor leaves it from b to c.
+    Two rows of one owner: one of them is removed. One row, left at b and entered again at c: a chain that visits it
+    once does not run it from c on, or not before b, or runs it across both and so neither enters nor leaves it from b
+    to c.
     """
     if one.row != two.row:
         for visit in (one, two):
@@ -110,7 +108,7 @@ def _allowed(flags: Flags | None, dag: LayerDag) -> Flags:
 
 
 def _merged(dag: LayerDag, path: Path, entries: Ints, exits: Ints, cap: int) -> Path | None:
-    """`path` with every repeated row staying instead of coming back; None if that breaks the cap or rows differ."""
+    """`path` with every repeated row kept until its last use; None if that breaks the cap or rows differ."""
     visits: list[PathSegment] = []
     for visit in path.visits:
         again = next((i for i, v in enumerate(visits) if dag.owner[v.row] == dag.owner[visit.row]), None)
@@ -124,7 +122,7 @@ def _merged(dag: LayerDag, path: Path, entries: Ints, exits: Ints, cap: int) -> 
 
 
 def price(dag: LayerDag, visits: Sequence[PathSegment], entries: Ints, exits: Ints, cap: int = INFINITE) -> Path | None:
-    """The cost of given visits; None if a visit costs more than `cap`, or a link is missing."""
+    """The cost of given segments; None if one costs more than `cap`, or a link is missing."""
     runs = [int(dag.prefix_cost[v.end, v.row] - dag.prefix_cost[v.start, v.row]) for v in visits]
     links = [int(dag.rho[a.row, b.row]) for a, b in itertools.pairwise(visits)]
     cost = sum(runs) + sum(links) + int(entries[visits[0].row]) + int(exits[visits[-1].row])

@@ -1,7 +1,7 @@
-"""Reading the best chain back out of a sweep of `routing_dp`.
+"""Reading the best chain out of a backward relaxation of `dag`.
 
-Owns what a chain of rows is, and the exact order of chains of equal cost: hops, then ids, then longer first hops. Knows
-only the integers of `routing_dp`.
+Owns what a chain of rows is, and the exact order of chains of equal cost: hops, then ids, then longer first hops. Works
+on the integer costs of `dag` only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swarm.planner.routing.dag import INFINITE, Ints, LayerDag
 
 @dataclass(frozen=True, slots=True)
 class PathSegment:
-    """Layers `[start, end)` run by row `row` of a Dag."""
+    """Layers `[start, end)` run by row `row` of a `LayerDag`."""
 
     row: int
     start: int
@@ -24,7 +24,7 @@ class PathSegment:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Visits that cover every layer in order, the owners in visiting order, and the cost."""
+    """Segments that cover every layer in order, their owners, and the cost."""
 
     cost: int
     owners: tuple[int, ...]
@@ -37,7 +37,7 @@ class Path:
 
 
 def trace_back(dag: LayerDag, go: Ints, entries: Ints, exits: Ints, cap: int = INFINITE) -> Path | None:
-    """The best chain in a sweep: least cost, then lowest owners hop by hop, then the longest first hops; None for none.
+    """The best chain: least cost, then lowest owners hop by hop, then the longest first hops; None for none.
 
     `entries`: cost before the first layer, `[R]`. Equal chains may differ in where they switch, so each step keeps all
     layers at which the next node can be entered without losing anything.
@@ -79,7 +79,7 @@ def _leaving(dag: LayerDag, go: Ints, exits: Ints, row: int, start: int) -> tupl
 
 
 def _ends(tau: Ints, leave: Ints, cost: int, start: int, cap: int) -> list[int]:
-    """Where a visit that begins at `start` and costs `cost` from there on may end. `tau`, `leave`: from `start` on."""
+    """Where a segment that begins at `start` and costs `cost` from there may end. `tau`, `leave`: from `start` on."""
     run = tau.cumsum()
     good = run + leave == cost
     if cap < INFINITE:

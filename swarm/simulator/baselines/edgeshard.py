@@ -1,7 +1,7 @@
 """EdgeShard (Zhang et al., 2024): which devices to use and how to split the model among them.
 
 Two programs, as in the paper: the least latency of one token, devices that only slow it down left out, and the least
-bottleneck over all devices. The first shard is on the device that was asked. Prompts are not cut, and tokens are
+bottleneck over all devices. The first shard is on the device that got the request. Prompts are not cut, and tokens are
 decoded one after the other.
 """
 
@@ -23,7 +23,7 @@ from swarm.types import Hop
 
 
 class EdgeShard(StaticPipelines):
-    """One pipeline for everybody."""
+    """One pipeline for all requests."""
 
     def form(self, view: StaleSnapshot) -> Sequence[Sequence[Hop]]:
         devices = [node for node in alive(view) if node.capacity > 0]

@@ -1,7 +1,7 @@
 """GPipe (Huang et al., 2019), as Hyperion's evaluation uses it: the same number of layers for every tier.
 
-There a graph neural network deals the requests to the machines of a tier. Its weights are not published; the rule that
-finishes each request first stands in for it, which a learned one can hardly beat.
+There a graph neural network assigns the requests to the machines of a tier. Its weights are not published; the rule
+that finishes each request first stands in for it, which a learned one can hardly beat.
 """
 
 from __future__ import annotations

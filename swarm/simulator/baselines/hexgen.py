@@ -18,25 +18,23 @@ from swarm.simulator.policy import alive
 from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Hop
 
-MOST_NODES = 12
+MAX_NODES = 12  # more groupings than can be tried
 
 Kinds = tuple[int, ...]
 """How many nodes of each kind."""
 
 
 class HexGen(StaticPipelines):
-    """The grouping that completes most tokens a second; `objective` says when.
+    """The grouping with the most tokens per second, by `objective`.
 
-    "throughput": with every stage busy all the time, each pipeline yields a token a bottleneck. "latency": with one
-    request in each pipeline, it yields a token a passage, links included.
+    "throughput": with every stage always busy, a pipeline yields a token per time of its slowest stage. "latency": with
+    one request in each pipeline, a token per time of all stages and links.
     """
 
     def form(self, view: StaleSnapshot) -> Sequence[Sequence[Hop]]:
         nodes = [node for node in alive(view) if node.capacity > 0]
-        if len(nodes) > MOST_NODES:
-            raise UnsupportedRequest(
-                f"HexGen's best partition is searched exhaustively, for at most {MOST_NODES} nodes"
-            )
+        if len(nodes) > MAX_NODES:
+            raise UnsupportedRequest(f"HexGen's best partition is searched exhaustively, for at most {MAX_NODES} nodes")
         kinds = sorted({node.cost.device.name for node in nodes})
         members = [[node for node in nodes if node.cost.device.name == kind] for kind in kinds]
         layouts: dict[Kinds, tuple[int, ...] | None] = {}
@@ -45,7 +43,7 @@ class HexGen(StaticPipelines):
             formed = [g for g in grouping if self._shares(g, members, layouts)]
             if not formed:
                 continue
-            pipelines = self._deal(formed, members, layouts)
+            pipelines = self._assign_nodes(formed, members, layouts)
             latencies = [self._token_ms(view, pipeline) for pipeline in pipelines]
             bottlenecks = [bottleneck_ms(view.nodes, pipeline) for pipeline in pipelines]
             rate = sum(1.0 / ms for ms in (latencies if self.spec.objective == "latency" else bottlenecks))
@@ -55,7 +53,7 @@ class HexGen(StaticPipelines):
                 best = key, formed
         if best is None:
             raise Infeasible("no group of nodes holds the model")
-        return self._deal(best[1], members, layouts)
+        return self._assign_nodes(best[1], members, layouts)
 
     def _token_ms(self, view: StaleSnapshot, pipeline: Sequence[Hop]) -> float:
         links = sum(self.network.latency(a.peer, b.peer) for a, b in itertools.pairwise(pipeline))
@@ -76,13 +74,13 @@ class HexGen(StaticPipelines):
                 known[group] = None
         return known[group]
 
-    def _deal(
+    def _assign_nodes(
         self,
         groups: Sequence[Kinds],
         members: Sequence[Sequence[SimNode]],
         layouts: dict[Kinds, tuple[int, ...] | None],
     ) -> list[tuple[Hop, ...]]:
-        """Nodes by name for each group's stages."""
+        """The nodes of each group's stages."""
         left = [iter(nodes) for nodes in members]
         pipelines = []
         for group in groups:

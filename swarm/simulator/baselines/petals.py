@@ -36,7 +36,7 @@ class Petals(ServingPolicy):
         spans: dict[PeerId, LayerSpan] = {}
         for node in nodes:
             spans[node.id] = _best_span(_throughputs(spans, speed, view.num_layers), node.capacity)
-        self._settle(spans, speed, view.num_layers)
+        self._rebalance_all(spans, speed, view.num_layers)
         covered(spans, view.num_layers)
         return spans
 
@@ -48,7 +48,7 @@ class Petals(ServingPolicy):
         compute = BENCHMARK_ROWS / block_s / ((node.capacity + 1) / 2)
         return min(network, compute)
 
-    def _settle(self, spans: dict[PeerId, LayerSpan], speed: Mapping[PeerId, float], num_layers: int) -> None:
+    def _rebalance_all(self, spans: dict[PeerId, LayerSpan], speed: Mapping[PeerId, float], num_layers: int) -> None:
         """Servers check in turn whether to move, until none does; at most one round a server."""
         for _ in range(len(spans)):
             moved = False
@@ -63,7 +63,7 @@ class Petals(ServingPolicy):
     def _should_move(
         self, peer: PeerId, spans: Mapping[PeerId, LayerSpan], speed: Mapping[PeerId, float], num_layers: int
     ) -> bool:
-        """Whether the bottleneck now is below BALANCE_QUALITY of what it would be once everybody had settled."""
+        """Whether the bottleneck now is below BALANCE_QUALITY of what it would be once no server moved any more."""
         now = _throughputs(spans, speed, num_layers)
         mine = spans[peer]
         without = list(now)
@@ -73,10 +73,10 @@ class Petals(ServingPolicy):
             return False
         if _best_span(without, len(mine)) == mine:
             return False
-        imagined = dict(spans)
-        imagined[peer] = _best_span(without, len(mine))
-        self._relax(imagined, speed, num_layers)
-        then = min(_throughputs(imagined, speed, num_layers))
+        moved = dict(spans)
+        moved[peer] = _best_span(without, len(mine))
+        self._relax(moved, speed, num_layers)
+        then = min(_throughputs(moved, speed, num_layers))
         return then >= max(min(now), EPS) and min(now) / then < BALANCE_QUALITY - EPS
 
     def _relax(self, spans: dict[PeerId, LayerSpan], speed: Mapping[PeerId, float], num_layers: int) -> None:
@@ -168,7 +168,7 @@ def _best_span(throughputs: Sequence[float], blocks: int) -> LayerSpan:
 def _trace_back(
     reached: Sequence[Mapping[PeerId, tuple[float, Hop | None, PeerId]]], end: int, client_ms: Mapping[PeerId, float]
 ) -> Chain:
-    """The cheapest way to `end` and home."""
+    """The cheapest chain to `end` and back to the client."""
     total, peer = min((cost + client_ms[p], p) for p, (cost, _, _) in reached[end].items())
     hops: list[Hop] = []
     block = end

@@ -1,4 +1,4 @@
-"""Round-robin: pipelines of equal stages over nodes in the order they come, and requests dealt to them in turn."""
+"""Round-robin: pipelines of equal stages over nodes in the order they come, and requests assigned to them in turn."""
 
 from __future__ import annotations
 

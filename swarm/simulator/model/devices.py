@@ -1,7 +1,7 @@
 """How long a device takes for a batch of a model's layers, and how many of them it holds.
 
-Two ways to say it: a roofline (the slower of moving bytes and doing arithmetic, each at a share of the data sheet's
-peak), or a cost curve somebody measured.
+Two models: a roofline (the slower of moving bytes and doing arithmetic, each at a share of the data sheet's
+peak), or a measured cost curve.
 """
 
 from __future__ import annotations

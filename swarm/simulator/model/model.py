@@ -1,4 +1,4 @@
-"""What a decoder weighs and costs, from its shape. Knows no device."""
+"""Bytes and FLOPs of a decoder, from its shape. Knows no device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a message takes between machines: latency, and a sender's line that carries one thing at a time."""
+"""How long a message takes between machines: latency, and an uplink that carries one message at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     latency_ms: float = 10.0  # one way
     spread: float = 0.0  # 0.2: each pair's latency lies between 0.8 and 1.2 of latency_ms
     client_ms: float = 0.0  # uniform: one way between a client and any node
-    bandwidth_mbps: float = 1000.0  # of each machine's line out
+    bandwidth_mbps: float = 1000.0  # of each machine's uplink
     clients: int = 1  # places that requests come from
 
 
@@ -27,7 +27,7 @@ class NetworkModel:
     def __init__(self, spec: NetworkSpec, seed: int) -> None:
         self.spec = spec
         self._seed = seed
-        self._free: dict[str, float] = {}  # when a sender's line is free again
+        self._free: dict[str, float] = {}  # when a sender's uplink is free again
         self._points: dict[str, tuple[float, float]] = {}
         self._pairs: dict[tuple[str, str], float] = {}
         self._bytes_per_ms = spec.bandwidth_mbps * 1e6 / 8 / 1e3

@@ -1,7 +1,7 @@
 """One simulated node: its batches, KV memory, and τ as it publishes it.
 
-Owns what a node knows of itself. Which steps share a batch, how long one waits for more and what τ is are the rules of
-`plan.scheduling`, as at a real node; how long a batch takes is `devices`'.
+Owns the state of a node. Which steps share a batch, how long a batch waits for more and what τ is follow the rules of
+`planner.scheduling`, as at a real node; how long a batch takes is computed by `devices`.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class SimNode:
     kv_room: float = 0.0
     kv_used: float = 0.0
     held: dict[int, QueuedStep] = field(default_factory=dict)
-    opening: deque[tuple[SimSession, Hop]] = field(default_factory=deque)  # sessions that queue for room here
+    opening: deque[tuple[SimSession, Hop]] = field(default_factory=deque)  # sessions that queue for capacity here
     busy: bool = False
     start_at: float | None = None  # when the next batch is to be taken, ms
     usage: Usage = field(default_factory=Usage)
     scheduler: BatchScheduler[SimStep] = field(init=False)
     _order: SessionOrder[SimStep] = field(init=False)
     _layer_time: LayerTimeEstimator = field(init=False)
-    _last: tuple[object, NodeProfile] | None = None  # what it published last, and what that depends on
+    _last: tuple[object, NodeProfile] | None = None  # what it published last, and what that was computed from
 
     def __post_init__(self) -> None:
         self._layer_time = LayerTimeEstimator(self.cost.curve)
@@ -79,7 +79,7 @@ class SimNode:
         return serving and span is not None and span.start <= hop.start and hop.end <= span.end
 
     def take_layers(self, span: LayerSpan, state: NodeState) -> None:
-        """Serve or load `span` from now on; what sessions held goes."""
+        """Serve or load `span` from now on; sessions are closed."""
         self.span, self.state = span, state
         self.kv_room = self.cost.kv_room(span.start, span.end)
         for held in list(self.held.values()):
@@ -116,7 +116,7 @@ class SimNode:
     # Work ------------------------------------------------------------------------------------------------------------
 
     def push(self, step: SimStep) -> bool:
-        """Whether the step waits for a batch now, and not for another of its session."""
+        """Whether the step is ready for a batch, and does not wait for another of its session."""
         ready = self._order.arrive(step)
         if ready is not None:
             self.scheduler.push(ready)
@@ -137,7 +137,7 @@ class SimNode:
         return ms
 
     def ran(self, batch: list[SimStep], compute_ms: float, now: float) -> None:
-        """Count a batch that is done, and let the next steps of its sessions in."""
+        """Account for a finished batch, and queue the next steps of its sessions."""
         self.usage.busy_ms += compute_ms
         self.usage.batches += 1
         stats = BatchStats.of(batch, compute_ms)
@@ -152,7 +152,7 @@ class SimNode:
     # What it publishes -----------------------------------------------------------------------------------------------
 
     def profile(self, now: float) -> NodeProfile:
-        """What others read of it."""
+        """Its published record."""
         span = self.span
         layer_ms = (self._layer_time.ms(len(self.held), now / 1e3),) * len(span) if span else ()
         depends = (span, self.state, layer_ms, len(self.held), self.kv_used)
@@ -181,5 +181,5 @@ class SimNode:
         return profile
 
     def waiting(self) -> Iterator[SimSession]:
-        """Sessions that queue for room here and still want it."""
+        """Live sessions that queue for capacity here."""
         return (session for session, _ in self.opening if session.live)

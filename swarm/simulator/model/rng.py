@@ -1,7 +1,7 @@
-"""Random numbers that depend on a seed and a name, never on how often somebody else drew.
+"""Random numbers that depend on a seed and a name only.
 
-Owns the generator: SplitMix64 (Steele et al., OOPSLA 2014) with one stream a name, so that adding a draw in one place
-of the simulator changes nothing elsewhere. Plain integer arithmetic: the same numbers on every machine.
+Owns the generator: SplitMix64 (Steele et al., OOPSLA 2014) with one stream per name, so that more draws in one place of
+the simulator change nothing elsewhere. Plain integer arithmetic: the same numbers on every machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One request on its way through the swarm, and one step of work for it. Plain state; `engine` moves it."""
+"""One request on its way through the swarm, and one step of work for it. Plain state, updated by `des_engine`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class SimSession:
     produced: int = 0
     steps: int = 0
     chunks: tuple[int, ...] = ()
-    replays: int = 0  # runs of lost hops that are still being fed again
-    parked: list[SimStep] = field(default_factory=list)  # activations that wait for the next hop to let it in
+    replays: int = 0  # runs of new hops whose replay is not finished
+    parked: list[SimStep] = field(default_factory=list)  # activations that wait for the next hop to admit the session
     points_left: int = 0
     repairs: int = 0
     dials: int = 0  # nodes it tried that were gone or full
@@ -51,7 +51,7 @@ class SimSession:
 
     @property
     def most_tokens(self) -> int:
-        """KV tokens a hop must hold; the last token drawn is never sent back in."""
+        """KV tokens a hop must hold; the last token sampled is never sent back in."""
         return self.prompt + self.output
 
     @property
@@ -63,8 +63,8 @@ class SimSession:
 class SimStep:
     """`rows` rows after `base` tokens, at hop `index` of its session; `last`: the hop a replay ends at, -1 if none.
 
-    `hop` stays what it was when the step set out for it, whatever becomes of the session meanwhile. A
-    `plan.scheduling` step.
+    `hop` stays what it was when the step was sent to it, whatever becomes of the session meanwhile. A step of
+    `planner.scheduling`.
     """
 
     session: SimSession

@@ -1,4 +1,4 @@
-"""Who asks for what, and when: Poisson arrivals, all at once, or a trace that is replayed."""
+"""Requests and their arrival: Poisson, all at once, or a trace that is replayed."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def requests(spec: WorkloadSpec, clients: int, seed: int) -> list[SimRequest]:
     for number in range(len(trace) or spec.requests):
         client = f"client{places.below(max(clients, 1))}"
         if trace:
-            asked = trace[number]
-            found.append(SimRequest(number, asked.at_s * 1e3, asked.prompt, asked.output, client))
+            entry = trace[number]
+            found.append(SimRequest(number, entry.at_s * 1e3, entry.prompt, entry.output, client))
             continue
         at += arrivals.exponential(1e3 / spec.rate_per_s) if spec.arrivals == "poisson" else 0.0
         found.append(SimRequest(number, at, spec.prompt.draw(lengths), spec.output.draw(lengths), client))

@@ -1,6 +1,6 @@
 """Hyperion: contiguous parts of the model on tiers of machines, and a machine of each tier chosen for every request.
 
-Owns what all schedulers of tiers share, and Hyperion itself. Partition and dispatch are the planner's.
+Owns what all tiered policies share, and Hyperion itself. Partition and dispatch are the planner's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Hyperion(TieredPolicy):
 
 
 def weights(view: StaleSnapshot) -> list[LayerCost]:
-    """What each layer needs with room for KV, bytes; the first brings the embedding, the last the head."""
+    """Bytes of each layer with its KV reserve; the first includes the embedding, the last the head."""
     model, last = view.scenario.model, view.num_layers - 1
     layer = model.layer_bytes + view.scenario.serving.kv_reserve_tokens * model.kv_token_bytes
     return [LayerCost(layer + model.head_bytes * ((i == 0) + (i == last))) for i in range(last + 1)]

@@ -1,7 +1,7 @@
-"""Jupiter: one pipeline over all devices, prompts cut so that its stages overlap. Partition and cut are the planner's.
+"""Jupiter: one pipeline over all devices, with chunked prefill. Partition and chunks are the planner's.
 
-Its decoding (drafts from heads on the tail, points of an outline side by side) is in the scenario's policy table; the
-engine knows how such steps travel.
+Its decoding (Medusa drafts, points of an outline in parallel) is set in the scenario's policy table and simulated by
+the engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Jupiter(StaticPipelines):
         return plan_prefill(session.prompt, len(pipeline), min(least, session.prompt), slowest).chunks
 
     def _cost(self, node: SimNode, hop: Hop) -> ChunkCost:
-        """A straight line through the device's times for one chunk and for a chunk twice as long, and its context's."""
+        """A linear fit through the device's times for one chunk and for a chunk twice as long, and its context's."""
         chunk, layers = _ridge(node), len(hop.span)
         one, two = (node.cost.layer_ms(chunk * k, 0.0, 0.0) for k in (1, 2))
         per_token = (two - one) / chunk

@@ -1,4 +1,4 @@
-"""What static pipelines share: fixed chains, and a rule that deals requests to them."""
+"""What static pipelines share: fixed chains, and a rule that assigns requests to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm.types import Chain, Hop, LayerSpan, PeerId
 
 
 class StaticPipelines(ServingPolicy):
-    """`pipelines` are formed once. A request stays with the one it is dealt to and waits in line for it."""
+    """`pipelines` are formed once. A request stays with the one it is assigned to and waits in its queue."""
 
     @abstractmethod
     def form(self, view: StaleSnapshot) -> Sequence[Sequence[Hop]]:
@@ -25,22 +25,22 @@ class StaticPipelines(ServingPolicy):
     def place(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         self.pipelines = [tuple(pipeline) for pipeline in self.form(view)]
         self._rates = [1.0 / bottleneck_ms(view.nodes, pipeline) for pipeline in self.pipelines]
-        self._dealt: Counter[int] = Counter()
+        self._assigned: Counter[int] = Counter()
         self._open: Counter[int] = Counter()
         self._of: dict[int, int] = {}  # session -> pipeline
         return {hop.peer: hop.span for pipeline in self.pipelines for hop in pipeline}
 
     def admission_queue(self, session: SimSession) -> str:
-        """Deal the request to a pipeline.
+        """Assign the request to a pipeline.
 
         least_loaded: the fewest open requests for its speed; weighted: shares in proportion to speed, whatever is open;
         round_robin: in turn.
         """
         rule = self.spec.dispatch
-        load = self._open if rule == "least_loaded" else self._dealt
+        load = self._open if rule == "least_loaded" else self._assigned
         speed = [1.0] * len(self.pipelines) if rule == "round_robin" else self._rates
         chosen = min(range(len(self.pipelines)), key=lambda i: ((load[i] + 1) / speed[i], i))
-        self._dealt[chosen] += 1
+        self._assigned[chosen] += 1
         self._open[chosen] += 1
         self._of[session.number] = chosen
         return str(chosen)

@@ -10,6 +10,7 @@ from swarm.planner.placement.join import join_span, place_joiners
 from swarm.planner.placement.water_filling import PoolNode
 from swarm.planner.rebalancing.imbalance import judge_spans
 from swarm.planner.rebalancing.migration import MigrationPlan
+from swarm.planner.rebalancing.policy import POLICY
 from swarm.planner.rebalancing.target import target_allocation
 from swarm.planner.routing.repair import repair
 from swarm.simulator.model.node import SimNode
@@ -18,16 +19,14 @@ from swarm.simulator.policy import ReplayPlan, ServingPolicy, alive, covered
 from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Chain, LayerSpan, PeerId
 
-MIN_GAIN = 0.2  # relative fall of the loads' coefficient of variation that is worth moving for, as for a real node
-
 
 class SwarmPolicy(ServingPolicy):
     """Parallax's two phases on live data; every decision is a function of `swarm.planner`."""
 
     def place(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
-        """Phase 1 over everybody; those it has no use for join at the bottleneck, one after the other."""
+        """Phase 1 over all nodes; those it has no use for join at the bottleneck, one after the other."""
         nodes = [node for node in alive(view) if node.capacity > 0]
-        allocation = allocate(view.num_layers, [_pool_node(node) for node in nodes], self._price(nodes, view))
+        allocation = allocate(view.num_layers, [_pool_node(node) for node in nodes], self._objective(nodes, view))
         spans = {hop.peer: hop.span for replica in allocation.replicas for hop in replica}
         tokens = [0.0] * view.num_layers
         for peer, span in spans.items():
@@ -38,7 +37,7 @@ class SwarmPolicy(ServingPolicy):
         covered(spans, view.num_layers)
         return spans
 
-    def _price(self, nodes: list[SimNode], view: StaleSnapshot) -> Objective:
+    def _objective(self, nodes: list[SimNode], view: StaleSnapshot) -> Objective:
         idle = math.fsum(node.cost.curve.ms_at(1) for node in nodes) / len(nodes)
         some = nodes[:32]
         links = [self.network.latency(a.id, b.id) for a in some for b in some if a is not b]
@@ -46,11 +45,11 @@ class SwarmPolicy(ServingPolicy):
         return Objective(compute_ms=view.num_layers * idle, hop_ms=hop_ms, alpha=self.spec.alpha)
 
     def join(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
-        """A joining node reads the directory, which still lists nodes that have just gone."""
+        """A joining node reads the directory, which still lists nodes that have just left."""
         return place_joiners(view.take(self.scenario.serving.record_lifetime_ms))
 
     def rebalance(self, view: StaleSnapshot) -> MigrationPlan | None:
-        """By the planner's two triggers; for imbalance alone nobody moves unless it falls by MIN_GAIN."""
+        """By the planner's two triggers; for imbalance alone only if it falls by the policy's `min_gain`."""
         snapshot = view.take()
         nodes = {n.peer: n for n in snapshot.nodes}
         verdict = judge_spans(nodes, {n.peer: n.span for n in snapshot.nodes if n.span}, view.num_layers)
@@ -58,7 +57,7 @@ class SwarmPolicy(ServingPolicy):
             return None
         found = target_allocation(snapshot)
         gap = verdict.reason.startswith("coverage")
-        return found.plan if gap or found.after.cv <= (1 - MIN_GAIN) * found.before.cv else None
+        return found.plan if gap or found.after.cv <= (1 - POLICY.min_gain) * found.before.cv else None
 
     def choose(self, session: SimSession, view: StaleSnapshot) -> Chain:
         table = view.table(session.most_tokens)
