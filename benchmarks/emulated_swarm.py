@@ -106,10 +106,10 @@ async def far_client(
     """A client `delay_ms` from every node; `settings` go to ClientConfig, `options` to SwarmClient."""
     config = ClientConfig(peers=(address,), model=model, **(settings or {}))
     async with AsyncExitStack() as stack:
-        carrier = await MultiTransport.start(Identity.generate(), HostOptions(peers=(address,)), accept=False)
-        shaped = EmulatedTransport(carrier, LinkShape(send_delay_s=delay_ms / 1e3))
+        transport = await MultiTransport.start(Identity.generate(), HostOptions(peers=(address,)), accept=False)
+        shaped = EmulatedTransport(transport, LinkShape(send_delay_s=delay_ms / 1e3))
         stack.push_async_callback(shaped.close)
-        directory = await DhtDirectory.start(carrier.daemon, (address,), client=True)
+        directory = await DhtDirectory.start(transport.daemon, (address,), client=True)
         stack.push_async_callback(directory.close)
         network = ClientNetwork.from_transport(shaped, directory, config.limits)
         await stack.enter_async_context(network.pool)

@@ -1,4 +1,4 @@
-"""Any carrier as if over a slower line: benchmarks between real processes on one machine use it to be far apart.
+"""Any transport as if over a slower line: benchmarks between real processes on one machine use it to be far apart.
 
 Owns one-way delay and a rate cap, each way; keeps the order of frames and their back-pressure. Knows neither what
 carries the frames in the end nor what they mean. A delay is as exact as the event loop's timers, about a millisecond.
@@ -103,7 +103,7 @@ class _Direction:
 
 
 class EmulatedConnection:
-    """See `carrier.Connection`."""
+    """See `transport.Connection`."""
 
     def __init__(self, inner: Connection, send: _Bandwidth, receive: _Bandwidth, scope: TaskSet) -> None:
         self._inner = inner
@@ -150,13 +150,13 @@ class EmulatedConnection:
 
 
 class EmulatedTransport:
-    """See `carrier.Carrier`. Closing it closes the carrier inside."""
+    """See `transport.Transport`. Closing it closes the transport inside."""
 
     def __init__(self, inner: Transport, shape: LinkShape) -> None:
         self._inner = inner
         self._send = _Bandwidth(shape.send_rate, shape.send_delay_s)
         self._receive = _Bandwidth(shape.receive_rate, shape.receive_delay_s)
-        self._scope = TaskSet("shaped carrier")
+        self._tasks = TaskSet("shaped transport")
 
     @property
     def peer(self) -> PeerId:
@@ -181,8 +181,8 @@ class EmulatedTransport:
         await self._inner.serve(shaped)
 
     async def close(self) -> None:
-        await self._scope.close()
+        await self._tasks.close()
         await self._inner.close()
 
     def _shape(self, inner: Connection) -> EmulatedConnection:
-        return EmulatedConnection(inner, self._send, self._receive, self._scope)
+        return EmulatedConnection(inner, self._send, self._receive, self._tasks)

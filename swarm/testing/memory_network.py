@@ -1,4 +1,4 @@
-"""A whole network inside one event loop, for tests: the third carrier, and a directory in a dictionary.
+"""A whole network inside one event loop, for tests: the third transport, and a directory in a dictionary.
 
 Owns delay, rate, loss, partitions and the death of peers. All of it runs on `loop.time()` and one seeded generator, so
 a run under a virtual clock repeats itself exactly. Frames go through the real codec and limits. Knows no sockets.
@@ -137,7 +137,7 @@ class _Pipe:
 
 
 class MemoryConnection:
-    """One end of a connection; see `carrier.Connection`."""
+    """One end of a connection; see `transport.Connection`."""
 
     def __init__(self, peer: PeerId, inbound: _Pipe, outbound: _Pipe, limits: FrameLimits) -> None:
         self._peer = peer
@@ -179,7 +179,7 @@ class MemoryConnection:
 
 
 class MemoryTransport:
-    """One peer's endpoint in a `MemoryNetwork`; see `carrier.Carrier`."""
+    """One peer's endpoint in a `MemoryNetwork`; see `transport.Transport`."""
 
     def __init__(self, network: MemoryNetwork, peer: PeerId, limits: FrameLimits, dial_timeout_s: float) -> None:
         self._network = network
@@ -187,7 +187,7 @@ class MemoryTransport:
         self._limits = limits
         self._dial_timeout_s = dial_timeout_s
         self._handler: Handler | None = None
-        self._scope = TaskSet(f"memory carrier {peer}")
+        self._tasks = TaskSet(f"memory transport {peer}")
         self.closed = False
 
     @property
@@ -200,7 +200,7 @@ class MemoryTransport:
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> MemoryConnection:
         if self.closed:
-            raise PeerUnreachable("this carrier is closed")
+            raise PeerUnreachable("this transport is closed")
         if self._network.cut(self._peer, peer):
             await asyncio.sleep(self._dial_timeout_s)
             raise PeerUnreachable(f"{peer} did not answer within {self._dial_timeout_s:g} s")
@@ -212,7 +212,7 @@ class MemoryTransport:
         near = MemoryConnection(peer, back, there, self._limits)
         far = MemoryConnection(self._peer, there, back, target._limits)
         self._network.connected(near, (self._peer, peer), (there, back))
-        target._scope.start(_serve(target._handler, far), f"connection from {self._peer}")
+        target._tasks.start(_serve(target._handler, far), f"connection from {self._peer}")
         return near
 
     async def serve(self, handler: Handler) -> None:
@@ -222,7 +222,7 @@ class MemoryTransport:
         if not self.closed:
             self.closed = True
             self._network.disconnect(self._peer)
-        await self._scope.close()
+        await self._tasks.close()
 
 
 async def _serve(handler: Handler, connection: MemoryConnection) -> None:
@@ -233,7 +233,7 @@ async def _serve(handler: Handler, connection: MemoryConnection) -> None:
 
 
 class MemoryDirectory:
-    """See `carrier.Directory`. Records are visible to all at once and disappear when they expire."""
+    """See `transport.Directory`. Records are visible to all at once and disappear when they expire."""
 
     def __init__(self, network: MemoryNetwork, peer: PeerId) -> None:
         self._network = network
@@ -271,7 +271,7 @@ class MemoryNetwork:
         self._random = random.Random(seed)
         self._links: dict[tuple[PeerId, PeerId], LinkModel] = {}
         self._busy_until: dict[tuple[PeerId, PeerId], float] = {}
-        self._carriers: dict[PeerId, MemoryTransport] = {}
+        self._transports: dict[PeerId, MemoryTransport] = {}
         self._pipes: dict[MemoryConnection, tuple[tuple[PeerId, PeerId], tuple[_Pipe, _Pipe]]] = {}
         self._cuts: set[frozenset[PeerId]] = set()
         self._dark: set[PeerId] = set()
@@ -285,9 +285,9 @@ class MemoryNetwork:
         if peer in self._dark:
             self._dark.discard(peer)
             self.kill(peer)
-        carrier = MemoryTransport(self, peer, limits, dial_timeout_s)
-        self._carriers[peer] = carrier
-        return carrier
+        transport = MemoryTransport(self, peer, limits, dial_timeout_s)
+        self._transports[peer] = transport
+        return transport
 
     def directory(self, peer: PeerId) -> MemoryDirectory:
         return MemoryDirectory(self, peer)
@@ -306,9 +306,9 @@ class MemoryNetwork:
         if silent:
             self._dark.add(peer)
             return
-        carrier = self._carriers.pop(peer, None)
-        if carrier is not None:
-            carrier.closed = True
+        transport = self._transports.pop(peer, None)
+        if transport is not None:
+            transport.closed = True
         loop = asyncio.get_running_loop()
         for connection, (ends, pipes) in self._pipes.items():
             if peer in ends:
@@ -327,14 +327,14 @@ class MemoryNetwork:
                 for pipe in pipes:
                     pipe.resume()
 
-    # What carriers, pipes and directories ask of the network.
+    # What transports, pipes and directories ask of the network.
 
     def cut(self, a: PeerId, b: PeerId) -> bool:
         return frozenset((a, b)) in self._cuts or a in self._dark or b in self._dark
 
     def alive(self, peer: PeerId) -> MemoryTransport | None:
-        carrier = self._carriers.get(peer)
-        return None if carrier is None or carrier.closed else carrier
+        transport = self._transports.get(peer)
+        return None if transport is None or transport.closed else transport
 
     def round_trip_s(self, a: PeerId, b: PeerId) -> float:
         return self._link(a, b).delay_s + self._link(b, a).delay_s
@@ -344,13 +344,13 @@ class MemoryNetwork:
         self._pipes[connection] = (ends, pipes)
 
     def disconnect(self, peer: PeerId) -> None:
-        """The peer's carrier is closed: end its streams behind what is under way."""
+        """The peer's transport is closed: end its streams behind what is under way."""
         for ends, pipes in self._pipes.values():
             for end, inbound, outbound in ((0, pipes[1], pipes[0]), (1, pipes[0], pipes[1])):
                 if ends[end] == peer:
                     outbound.finish()
                     inbound.discard()
-        self._carriers.pop(peer, None)
+        self._transports.pop(peer, None)
 
     def count(self, ends: tuple[PeerId, PeerId], size: int) -> None:
         self.sent[ends] += size

@@ -26,12 +26,12 @@ OTHER = Identity.from_seed(bytes(32)).peer
 
 @contextlib.asynccontextmanager
 async def running(libp2p_impl: Libp2pImpl, *peers: str) -> AsyncIterator[MultiTransport]:
-    carrier = await MultiTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
+    transport = await MultiTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
     try:
-        await carrier.serve(echo)
-        yield carrier
+        await transport.serve(echo)
+        yield transport
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 @pytest.mark.parametrize(("asker", "answerer"), [("go", "go"), ("python", "go"), ("go", "python")])

@@ -42,11 +42,11 @@ async def swarm(size: int, clients: int = 0) -> AsyncIterator[list[Member]]:
         members: list[Member] = []
         for i in range(size + clients):
             peers = members[0][0].addresses if members else ()
-            carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
-            stack.push_async_callback(carrier.close)
-            directory = await DhtDirectory.start(carrier, peers, client=i >= size)
+            transport = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
+            stack.push_async_callback(transport.close)
+            directory = await DhtDirectory.start(transport, peers, client=i >= size)
             stack.push_async_callback(directory.close)
-            members.append((carrier, directory))
+            members.append((transport, directory))
         yield members
     assert not psutil.Process().children()
 
@@ -56,29 +56,29 @@ async def test_three_nodes_and_a_client_see_one_map() -> None:
         soon = time.time() + 10
         for i, (_, directory) in enumerate(members[:3]):
             await directory.publish(b"record %d" % i, "m", soon)
-        everyone = {carrier.peer: b"record %d" % i for i, (carrier, _) in enumerate(members[:3])}
+        everyone = {transport.peer: b"record %d" % i for i, (transport, _) in enumerate(members[:3])}
         for _, directory in members:
             assert await directory.read("m") == everyone
-        (carrier, directory), (_, other), (_, client) = members[0], members[1], members[3]
+        (transport, directory), (_, other), (_, client) = members[0], members[1], members[3]
         for round_ in range(3):  # a refresh replaces, even one with the same expiry
             await directory.publish(b"again %d" % round_, "m", soon)
-            assert (await other.read("m"))[carrier.peer] == b"again %d" % round_
+            assert (await other.read("m"))[transport.peer] == b"again %d" % round_
         await directory.withdraw("m")
         await directory.withdraw("m")
-        assert carrier.peer not in await client.read("m")
+        assert transport.peer not in await client.read("m")
         assert len(await client.read("m")) == 2
         await directory.publish(b"back", "m", soon)
-        assert (await client.read("m"))[carrier.peer] == b"back"
+        assert (await client.read("m"))[transport.peer] == b"back"
         assert await client.read("another model") == {}
 
 
 async def test_a_node_that_vanished_and_starts_again_is_one_replica_and_not_two() -> None:
     async with swarm(3) as members, contextlib.AsyncExitStack() as stack:
-        carrier, directory = members[2]
+        transport, directory = members[2]
         await directory.publish(b"before", "m", time.time() + 10)
-        identity = carrier.identity
+        identity = transport.identity
         await directory.close()  # without a word
-        await carrier.close()
+        await transport.close()
         peers = members[0][0].addresses
         again = await Libp2pTransport.start(identity, HostOptions(peers=peers))
         stack.push_async_callback(again.close)
@@ -197,10 +197,10 @@ async def test_joining_by_way_of_peers_without_a_directory() -> None:
 
 async def test_a_dead_daemon_is_an_error_and_not_an_empty_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(go_daemon, "RESTART_AFTER_S", ())
-    async with swarm(1) as ((carrier, directory),):
+    async with swarm(1) as ((transport, directory),):
         await directory.publish(b"x", "m", time.time() + 10)
-        os.kill(carrier.daemon_pid, signal.SIGKILL)
-        await carrier.failed.wait()
+        os.kill(transport.daemon_pid, signal.SIGKILL)
+        await transport.failed.wait()
         for doomed in (directory.read("m"), directory.publish(b"x", "m", time.time() + 10), directory.withdraw("m")):
             with pytest.raises(NetworkError):
                 await doomed
@@ -249,16 +249,16 @@ async def test_a_search_that_is_given_up_leaves_no_task_behind(monkeypatch: pyte
 
 async def test_a_clock_that_differs_from_all_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm(3) as members:
-        carrier, directory = members[0]
+        transport, directory = members[0]
         await directory.check_clock()
         # All live in this process and have one clock, so the tolerance is what must change.
         monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -600)
         with pytest.raises(ClockSkew, match="clock"):
             await directory.check_clock()
-        joiner = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=carrier.addresses))
+        joiner = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=transport.addresses))
         try:
             with pytest.raises(ClockSkew, match="clock"):
-                await DhtDirectory.start(joiner, carrier.addresses)
+                await DhtDirectory.start(joiner, transport.addresses)
         finally:
             await joiner.close()
 
@@ -306,11 +306,11 @@ async def test_the_records_of_a_private_swarm() -> None:
         members: list[Member] = []
         for chosen in (secret, secret, None, SwarmSecret("another swarm's secret")):
             peers = members[0][0].addresses if members else ()
-            carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
-            stack.push_async_callback(carrier.close)
-            directory = await DhtDirectory.start(carrier, peers, secret=chosen)
+            transport = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
+            stack.push_async_callback(transport.close)
+            directory = await DhtDirectory.start(transport, peers, secret=chosen)
             stack.push_async_callback(directory.close)
-            members.append((carrier, directory))
+            members.append((transport, directory))
         (member, one), (_, two), (stranger, open_one), (_, other) = members
         soon = time.time() + 10
         await one.publish(b"x" * MAX_RECORD, "m", soon)

@@ -1,4 +1,4 @@
-"""Ways to one peer that race each other, in virtual time; and how the two carriers race for a connection."""
+"""Ways to one peer that race each other, in virtual time; and how the two transports race for a connection."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_whoever_asks_may_give_up_and_nothing_is_left() -> None:
 
 
 class Stub:
-    """A carrier whose every dial goes by plan. `daemon`: it is the p2p daemon's, and its own host."""
+    """A transport whose every dial goes by plan. `daemon`: it is the p2p daemon's, and its own host."""
 
     def __init__(self, seconds: float, end: str | PeerUnreachable) -> None:
         self.peer = "us"
@@ -162,15 +162,15 @@ NOWHERE = PeerUnreachable("nothing answers")
 def test_the_carriers_race(direct: Plan, daemon: Plan, winner: str, after_s: float) -> None:
     async def race() -> None:
         straight, universal = Stub(*direct), Stub(*daemon)
-        carrier = MultiTransport(universal, straight, "")  # type: ignore[arg-type]
+        transport = MultiTransport(universal, straight, "")  # type: ignore[arg-type]
         moved: list[Connection] = []
 
         async def found(_: Connection, better: Connection) -> None:
             moved.append(better)
 
-        carrier.on_upgrade(found)
+        transport.on_upgrade(found)
         try:
-            stream = await carrier.dial("them", ADDRESSES)
+            stream = await transport.dial("them", ADDRESSES)
         except PeerUnreachable:
             assert not winner
             assert now() == pytest.approx(after_s)
@@ -179,7 +179,7 @@ def test_the_carriers_race(direct: Plan, daemon: Plan, winner: str, after_s: flo
             assert stream.name == winner  # type: ignore[attr-defined]
             await asyncio.sleep(4.0)
             assert [s.gone for s in (*straight.streams, *universal.streams)].count(False) == 1 + len(moved)
-        await carrier.close()
+        await transport.close()
         assert straight.asked == ADDRESSES[:1]
         assert universal.asked in ((), ADDRESSES[1:])
 

@@ -1,4 +1,4 @@
-"""The universal carrier on real p2p daemons on 127.0.0.1: the shared conformance suite, its errors, its process."""
+"""The universal transport on real p2p daemons on 127.0.0.1: the shared conformance suite, its errors, its process."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class TestDaemon(Conformance):
 
 @contextlib.asynccontextmanager
 async def running(options: HostOptions | None = None, **kwargs: object) -> AsyncIterator[Libp2pTransport]:
-    carrier = await Libp2pTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
+    transport = await Libp2pTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
     try:
-        yield carrier
+        yield transport
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 async def test_join_and_dial_by_id_alone() -> None:
@@ -118,8 +118,8 @@ async def test_a_busy_port() -> None:
 
 async def test_two_daemons_do_not_share_a_port() -> None:
     """They could (SO_REUSEPORT), and would take each other's callers."""
-    async with running() as carrier:
-        taken = carrier.addresses[0].partition("/p2p/")[0]
+    async with running() as transport:
+        taken = transport.addresses[0].partition("/p2p/")[0]
         with pytest.raises(AddressInUse, match="is taken"):
             await Libp2pTransport.start(Identity.generate(), HostOptions((taken,)))
 
@@ -172,24 +172,24 @@ async def test_a_daemon_that_dies_or_freezes_comes_back_as_the_same_peer_at_the_
 
 async def test_a_daemon_that_cannot_be_brought_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(go_daemon, "RESTART_AFTER_S", (0.0, 0.1))
-    async with running() as carrier:
+    async with running() as transport:
         monkeypatch.setattr(go_daemon, "P2PD", "/nowhere/p2pd")
-        os.kill(carrier.daemon_pid, signal.SIGKILL)
+        os.kill(transport.daemon_pid, signal.SIGKILL)
         async with asyncio.timeout(10):
-            await carrier.failed.wait()
+            await transport.failed.wait()
         with pytest.raises(PeerUnreachable):
-            await carrier.dial(NOBODY, ())
+            await transport.dial(NOBODY, ())
 
 
 async def test_a_daemon_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(go_daemon, "MAX_DEATHS", 2)
-    async with running() as carrier:
+    async with running() as transport:
         async with asyncio.timeout(20):
-            while not carrier.failed.is_set():
+            while not transport.failed.is_set():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(carrier.daemon_pid, signal.SIGKILL)
+                    os.kill(transport.daemon_pid, signal.SIGKILL)
                 await asyncio.sleep(0.3)
-        assert carrier.daemon.restarts <= 2
+        assert transport.daemon.restarts <= 2
 
 
 @pytest.mark.parametrize(
@@ -218,16 +218,16 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing_behind() -
 
 async def test_a_close_that_is_cancelled_still_ends_the_daemon() -> None:
     for turns in range(4):
-        carrier = await Libp2pTransport.start(Identity.generate())
-        await carrier.serve(echo)
-        closing = asyncio.create_task(carrier.close())
+        transport = await Libp2pTransport.start(Identity.generate())
+        await transport.serve(echo)
+        closing = asyncio.create_task(transport.close())
         for _ in range(turns):
             await asyncio.sleep(0)
         closing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await closing
         if not turns:  # cancelled before its first line
-            await carrier.close()
+            await transport.close()
         assert not psutil.Process().children()
 
 
@@ -270,8 +270,8 @@ from swarm.net.security.identity import Identity
 from swarm.net.pool.connection_pool import ConnectionPool
 
 async def main():
-    carrier = await Libp2pTransport.start(Identity.generate())
-    print(carrier.daemon_pid, flush=True)
+    transport = await Libp2pTransport.start(Identity.generate())
+    print(transport.daemon_pid, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Both carriers as one on 127.0.0.1: which way a peer is reached, and how a running link changes it."""
+"""Both transports as one on 127.0.0.1: which way a peer is reached, and how a running link changes it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def is_tcp(connection: Connection) -> bool:
 
 @contextlib.asynccontextmanager
 async def running(options: HostOptions | None = None, **kwargs: object) -> AsyncIterator[MultiTransport]:
-    carrier = await MultiTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
+    transport = await MultiTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
     try:
-        yield carrier
+        yield transport
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 async def test_direct_addresses_first_and_the_daemon_otherwise() -> None:
@@ -46,13 +46,13 @@ async def test_direct_addresses_first_and_the_daemon_otherwise() -> None:
         assert not any(map(is_direct, (*caller.addresses, *plain.addresses)))
         assert (listener.direct_disabled_reason, plain.direct_disabled_reason) == ("", "they are turned off")
         await listener.serve(echo)
-        for carrier, addresses, direct_one in (
+        for transport, addresses, direct_one in (
             (caller, listener.addresses, True),
             (caller, listener.addresses[1:], True),
             (caller, listener.addresses[:1], False),
             (plain, listener.addresses, False),
         ):
-            connection = await carrier.dial(listener.peer, addresses)
+            connection = await transport.dial(listener.peer, addresses)
             await connection.send(Ping(4))
             assert (await connection.receive())[0] == Ping(4)
             assert is_tcp(connection) is direct_one
@@ -98,8 +98,8 @@ async def test_relays_that_do_not_answer_are_an_error() -> None:
         HostOptions(relays=(dead,), relay_server=True)
     with pytest.raises(UsageError, match="which peer"):
         HostOptions(relays=("/ip4/127.0.0.1/tcp/1",))
-    async with running() as relay, running(HostOptions(relays=relay.addresses[:1])) as carrier:
-        assert f"{relay.addresses[0]}/p2p-circuit/p2p/{carrier.peer}" in carrier.addresses
+    async with running() as relay, running(HostOptions(relays=relay.addresses[:1])) as transport:
+        assert f"{relay.addresses[0]}/p2p-circuit/p2p/{transport.peer}" in transport.addresses
     assert not psutil.Process().children()
 
 
@@ -160,7 +160,7 @@ async def test_members_of_a_private_swarm_reach_each_other_and_strangers_do_not(
             connection = await member.dial(listener.peer, addresses)
             await connection.send(Ping(1))
             assert (await connection.receive())[0] == Ping(1)
-            for carrier in (other, stranger):
+            for transport in (other, stranger):
                 with pytest.raises(PeerUnreachable):
-                    await carrier.dial(listener.peer, addresses)
+                    await transport.dial(listener.peer, addresses)
         assert let_in == [member.peer, member.peer]

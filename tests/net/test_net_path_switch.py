@@ -19,12 +19,12 @@ from swarm.testing.memory_network import LinkModel, MemoryConnection, MemoryNetw
 
 
 class Improver(MemoryTransport):
-    """A memory carrier whose test says when there is a better way."""
+    """A memory transport whose test says when there is a better way."""
 
     found: OnUpgrade
     dialled: list[MemoryConnection]
 
-    def on_better(self, found: OnUpgrade) -> None:
+    def on_upgrade(self, found: OnUpgrade) -> None:
         self.found = found
         self.dialled = []
 
@@ -38,14 +38,14 @@ class World:
 
     def __init__(self, delay_s: float = 0.05) -> None:
         self.network = MemoryNetwork(link=LinkModel(delay_s=delay_s))
-        carrier = self.network.transport("client")
-        carrier.__class__ = Improver
-        assert isinstance(carrier, Improver)
-        self.carrier = carrier
+        transport = self.network.transport("client")
+        transport.__class__ = Improver
+        assert isinstance(transport, Improver)
+        self.transport = transport
         self.at_node: list[int] = []
         self.at_client: list[int] = []
         self.lost: list[tuple[str, NetworkError]] = []
-        self.client = ConnectionPool(self.carrier, self.on_client, self.on_lost)
+        self.client = ConnectionPool(self.transport, self.on_client, self.on_lost)
         self.node = ConnectionPool(self.network.transport("node"), self.on_node, self.on_lost)
 
     async def on_node(self, link: PoolLink, message: AnyMessage, body: Buffer) -> None:
@@ -69,8 +69,8 @@ class World:
             await link.send(CloseSession(i.to_bytes(16, "big")), bytes(i % 7))
 
     async def improve(self) -> None:
-        old = self.carrier.dialled[-1]
-        await self.carrier.found(old, await self.carrier.dial("node"))
+        old = self.transport.dialled[-1]
+        await self.transport.found(old, await self.transport.dial("node"))
 
     async def close(self) -> None:
         for pool in (self.client, self.node):
@@ -135,9 +135,9 @@ def test_any_interleaving_of_moves_and_traffic(seed: int) -> None:
 async def test_a_better_path_that_breaks_at_once_changes_nothing() -> None:
     world = World()
     link = await world.start()
-    new = await world.carrier.dial("node")
+    new = await world.transport.dial("node")
     await new.close()
-    await world.carrier.found(world.carrier.dialled[0], new)
+    await world.transport.found(world.transport.dialled[0], new)
     await world.send(link, range(3))
     await asyncio.sleep(1)
     assert world.at_client == [0, 1, 2]
@@ -152,8 +152,8 @@ async def test_a_better_path_to_a_peer_that_is_gone_is_closed() -> None:
     await world.client.drop("node")
     await asyncio.sleep(1)
     assert await world.client.get("node") is not link
-    new = await world.carrier.dial("node")
-    await world.carrier.found(world.carrier.dialled[0], new)
+    new = await world.transport.dial("node")
+    await world.transport.found(world.transport.dialled[0], new)
     with pytest.raises(ConnectionLost):
         await new.receive()
     await world.close()
@@ -166,7 +166,7 @@ async def test_an_old_path_that_dies_in_the_middle_ends_the_link_on_both_sides()
     await link.send(CloseSession(bytes(16)))
     moving = asyncio.create_task(world.improve())
     await asyncio.sleep(2.2)
-    world.carrier.dialled[0].abort()
+    world.transport.dialled[0].abort()
     await moving
     await asyncio.sleep(MOVE_TIMEOUT_S + 5)
     assert sorted(peer for peer, _ in world.lost)[-1] == "node"
@@ -183,7 +183,7 @@ async def test_moves_that_make_no_sense() -> None:
     await world.start()
 
     async def says(*messages: AnyMessage) -> None:
-        connection = await world.carrier.dial("node")
+        connection = await world.transport.dial("node")
         for message in messages:
             await connection.send(message)
         with pytest.raises(ConnectionLost):

@@ -22,10 +22,10 @@ class Peer:
     """A pool that notes what happens to it and answers every Close with Opened."""
 
     def __init__(self, network: MemoryNetwork, name: str, limits: Limits | None = None) -> None:
-        self.carrier: MemoryTransport = network.transport(name)
+        self.transport: MemoryTransport = network.transport(name)
         self.frames: asyncio.Queue[tuple[str, AnyMessage, bytes]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[Connection, NetworkError]] = asyncio.Queue()
-        self.pool = ConnectionPool(self.carrier, self.on_frame, self.on_lost, limits)
+        self.pool = ConnectionPool(self.transport, self.on_frame, self.on_lost, limits)
 
     async def on_frame(self, connection: Connection, message: AnyMessage, body: Buffer) -> None:
         if isinstance(message, DropInFlight):
@@ -39,7 +39,7 @@ class Peer:
 
     async def close(self) -> None:
         await self.pool.close()
-        await self.carrier.close()
+        await self.transport.close()
 
 
 async def two(

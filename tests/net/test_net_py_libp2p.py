@@ -43,11 +43,11 @@ def no_socket_left_open() -> Iterator[None]:
 async def running(
     libp2p_impl: Libp2pImpl = "python", options: HostOptions | None = None, **kwargs: object
 ) -> AsyncIterator[Libp2pTransport]:
-    carrier = await Libp2pTransport.start(Identity.generate(), options, libp2p_impl=libp2p_impl, **kwargs)  # type: ignore[arg-type]
+    transport = await Libp2pTransport.start(Identity.generate(), options, libp2p_impl=libp2p_impl, **kwargs)  # type: ignore[arg-type]
     try:
-        yield carrier
+        yield transport
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 class TestPy(Conformance):
@@ -57,13 +57,13 @@ class TestPy(Conformance):
             yield caller, listener
 
 
-def host_of(carrier: Libp2pTransport) -> PyHost:
-    assert isinstance(carrier.daemon, PyHost)
-    return carrier.daemon
+def host_of(transport: Libp2pTransport) -> PyHost:
+    assert isinstance(transport.daemon, PyHost)
+    return transport.daemon
 
 
-def endpoint(carrier: Libp2pTransport) -> tuple[str, int]:
-    return "127.0.0.1", int(carrier.addresses[0].split("/")[4])
+def endpoint(transport: Libp2pTransport) -> tuple[str, int]:
+    return "127.0.0.1", int(transport.addresses[0].split("/")[4])
 
 
 @pytest.mark.parametrize(("caller", "listener"), MIXED)
@@ -81,39 +81,42 @@ async def test_frames_cross_whichever_program_is_at_either_end(caller: Libp2pImp
 async def test_one_swarm_of_both() -> None:
     """Five peers, each knowing one of another kind: all read all records, and dial each other by id alone."""
     async with contextlib.AsyncExitStack() as stack:
-        carriers: list[Libp2pTransport] = []
+        transports: list[Libp2pTransport] = []
         directories: list[DhtDirectory] = []
         kinds: tuple[Libp2pImpl, ...] = ("go", "python", "go", "python", "python")
         for kind in kinds:
-            peers = carriers[-1].addresses[:1] if carriers else ()
-            carriers.append(await stack.enter_async_context(running(kind, HostOptions(peers=peers))))
-            await carriers[-1].serve(echo)
-            directories.append(await DhtDirectory.start(carriers[-1], peers))
+            peers = transports[-1].addresses[:1] if transports else ()
+            transports.append(await stack.enter_async_context(running(kind, HostOptions(peers=peers))))
+            await transports[-1].serve(echo)
+            directories.append(await DhtDirectory.start(transports[-1], peers))
             stack.push_async_callback(directories[-1].close)
         await asyncio.gather(
-            *(d.publish(c.peer.encode(), "m", time.time() + 30) for c, d in zip(carriers, directories, strict=True))
+            *(d.publish(c.peer.encode(), "m", time.time() + 30) for c, d in zip(transports, directories, strict=True))
         )
-        expected = {carrier.peer: carrier.peer.encode() for carrier in carriers}
+        expected = {transport.peer: transport.peer.encode() for transport in transports}
         for directory in directories:
             assert await directory.read("m") == expected
             await directory.check_clock()
         for near, far in ((0, 4), (4, 0), (1, 3), (3, 2)):
-            connection = await carriers[near].dial(carriers[far].peer)
+            connection = await transports[near].dial(transports[far].peer)
             await connection.send(Ping(7))
             assert await connection.receive() == (Ping(7), b"")
 
 
 async def test_a_private_swarm_of_both() -> None:
     secret, other = SwarmSecret("one secret of many"), SwarmSecret("another secret of many")
-    async with running("go", prove=secret.authenticate) as a, running("python", prove=secret.authenticate) as b:
+    async with (
+        running("go", authenticator=secret.authenticate) as a,
+        running("python", authenticator=secret.authenticate) as b,
+    ):
         await a.serve(echo)
         await b.serve(echo)
         for near, far in ((a, b), (b, a)):
             connection = await near.dial(far.peer, far.addresses)
             await connection.send(Ping(1))
             assert await connection.receive() == (Ping(1), b"")
-        for prove in (other.authenticate, None):
-            async with running("python", prove=prove) as stranger:
+        for authenticator in (other.authenticate, None):
+            async with running("python", authenticator=authenticator) as stranger:
                 for member in (a, b):
                     with pytest.raises(WrongSwarm):
                         await stranger.dial(member.peer, member.addresses)
@@ -258,8 +261,8 @@ async def test_a_host_that_dies_comes_back_as_the_same_peer_at_the_same_address(
 
 
 async def test_a_return_that_fails_is_tried_again() -> None:
-    async with running() as carrier:
-        host = host_of(carrier)
+    async with running() as transport:
+        host = host_of(transport)
         tries = 0
         back = asyncio.Event()
 

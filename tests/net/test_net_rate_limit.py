@@ -21,16 +21,16 @@ async def pair(rate: float) -> AsyncIterator[tuple[RateLimitedTransport, UploadB
     listener = network.transport("listener")
     await listener.serve(echo)
     upload = UploadBucket(rate)
-    carrier = RateLimitedTransport(network.transport("caller"), upload)
-    yield carrier, upload
-    await carrier.close()
+    transport = RateLimitedTransport(network.transport("caller"), upload)
+    yield transport, upload
+    await transport.close()
     await listener.close()
 
 
 @virtual_time
 async def test_bytes_leave_at_the_rate_whatever_the_connection() -> None:
-    async with pair(1e6) as (carrier, upload):
-        connections = [await carrier.dial("listener") for _ in range(2)]
+    async with pair(1e6) as (transport, upload):
+        connections = [await transport.dial("listener") for _ in range(2)]
         begun = asyncio.get_running_loop().time()
         for i in range(10):
             await connections[i % 2].send(CloseSession(bytes(16)), bytes(500_000))
@@ -42,8 +42,8 @@ async def test_bytes_leave_at_the_rate_whatever_the_connection() -> None:
 
 @virtual_time
 async def test_frames_keep_their_order_and_small_ones_are_not_held_up_for_long() -> None:
-    async with pair(1e6) as (carrier, _):
-        connection = await carrier.dial("listener")
+    async with pair(1e6) as (transport, _):
+        connection = await transport.dial("listener")
         async with asyncio.TaskGroup() as group:
             for nonce in range(20):
                 group.create_task(connection.send(Ping(nonce), bytes(10_000)))
@@ -52,11 +52,11 @@ async def test_frames_keep_their_order_and_small_ones_are_not_held_up_for_long()
 
 @virtual_time
 async def test_no_cap_means_no_waiting_and_what_is_closed_is_forgotten() -> None:
-    async with pair(float("inf")) as (carrier, upload):
-        connection = await carrier.dial("listener")
+    async with pair(float("inf")) as (transport, upload):
+        connection = await transport.dial("listener")
         begun = asyncio.get_running_loop().time()
         await connection.send(Ping(1), bytes(3_000_000))
         assert asyncio.get_running_loop().time() == begun
         assert upload.sent > 3_000_000
         await connection.close()
-        assert carrier._live == {}
+        assert transport._live == {}

@@ -1,4 +1,4 @@
-"""The direct carrier on 127.0.0.1: the shared conformance suite on both event loops, its errors, its limits."""
+"""The direct transport on 127.0.0.1: the shared conformance suite on both event loops, its errors, its limits."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_the_same_on_uvloop(name: str) -> None:
 
 @contextlib.asynccontextmanager
 async def running(*hosts: str, **kwargs: object) -> AsyncIterator[TlsTransport]:
-    carrier = await TlsTransport.start(Identity.generate(), hosts, **kwargs)  # type: ignore[arg-type]
+    transport = await TlsTransport.start(Identity.generate(), hosts, **kwargs)  # type: ignore[arg-type]
     try:
-        yield carrier
+        yield transport
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 async def test_one_good_address_among_bad_ones_will_do() -> None:

@@ -1,4 +1,4 @@
-"""Frames over one byte stream of asyncio: what every socket-like carrier has in common.
+"""Frames over one byte stream of asyncio: what every socket-like transport has in common.
 
 Owns parsing without needless copies (a large body is read straight into its own buffer), back-pressure both ways and
 the rule that a frame is written whole or not at all. Knows neither how the stream came about nor who is at its end.
@@ -29,7 +29,7 @@ CLOSE_GRACE_S = 5.0  # for the other side to take what is still buffered
 
 
 class FramedStream(asyncio.BufferedProtocol):
-    """One end of a connection; see `carrier.Connection`. Made by an asyncio transport factory.
+    """One end of a connection; see `transport.Connection`. Made by an asyncio transport factory.
 
     `preamble`: before the frames come messages of other protocols, each preceded by its length as a varint. They are
     read one by one with `preamble()`, and not one frame is looked at before `begin()`.
@@ -72,7 +72,7 @@ class FramedStream(asyncio.BufferedProtocol):
     # What a connection does.
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
-        """See `carrier.Connection.send`. A send that is cancelled half way through still completes its frame."""
+        """See `transport.Connection.send`. A send that is cancelled half way through still completes its frame."""
         header, body = codec.encode(message, body)
         async with self._sending:
             await self._ready()
@@ -119,7 +119,7 @@ class FramedStream(asyncio.BufferedProtocol):
             self._transport.close()
             asyncio.get_running_loop().call_later(CLOSE_GRACE_S, self._transport.abort)
 
-    # What a carrier does with it.
+    # What a transport does with it.
 
     def abort(self) -> None:
         """Close without sending what is buffered."""

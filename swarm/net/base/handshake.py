@@ -27,7 +27,7 @@ Authenticator = Callable[..., bytes]
 """(*parts) -> PROOF bytes; `network_secret.SwarmSecret.prove`."""
 
 
-async def accept_handshake(stream: FramedStream, own: PeerId, prove: Authenticator) -> None:
+async def accept_handshake(stream: FramedStream, own: PeerId, authenticator: Authenticator) -> None:
     """The acceptor's part; frames may follow. Raises ProtocolError, ConnectionLost; the stream is then of no use."""
     ours = os.urandom(NONCE)
     try:
@@ -36,22 +36,22 @@ async def accept_handshake(stream: FramedStream, own: PeerId, prove: Authenticat
             answer = await stream.preamble(limit=NONCE + PROOF)
             theirs, proof = answer[:NONCE], answer[NONCE:]
             parts = (ours, theirs, own.encode(), stream.peer.encode())
-            if not hmac.compare_digest(proof, prove(b"dial", *parts)):
+            if not hmac.compare_digest(proof, authenticator(b"dial", *parts)):
                 raise ProtocolError(f"{stream.peer} is not of this swarm")
-            await stream.write_delimited(prove(b"accept", *parts))
+            await stream.write_delimited(authenticator(b"accept", *parts))
     except TimeoutError:
         raise ProtocolError(f"{stream.peer} said no hello within {TIMEOUT_S:g} s") from None
     stream.begin()
 
 
-async def dial_handshake(stream: FramedStream, own: PeerId, prove: Authenticator) -> None:
+async def dial_handshake(stream: FramedStream, own: PeerId, authenticator: Authenticator) -> None:
     """The dialler's part; frames may follow. Raises PeerUnreachable, WrongSwarm if the peer is of another swarm."""
     ours = os.urandom(NONCE)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             theirs = await stream.preamble(limit=NONCE)
             parts = (theirs, ours, stream.peer.encode(), own.encode())
-            await stream.write_delimited(ours + prove(b"dial", *parts))
+            await stream.write_delimited(ours + authenticator(b"dial", *parts))
             proof = await stream.preamble(limit=PROOF)
     except (ConnectionLost, ProtocolError):
         raise WrongSwarm(
@@ -59,6 +59,6 @@ async def dial_handshake(stream: FramedStream, own: PeerId, prove: Authenticator
         ) from None
     except TimeoutError:
         raise PeerUnreachable(f"{stream.peer} said no hello within {TIMEOUT_S:g} s") from None
-    if not hmac.compare_digest(proof, prove(b"accept", *parts)):
+    if not hmac.compare_digest(proof, authenticator(b"accept", *parts)):
         raise WrongSwarm(f"{stream.peer} could not prove that it is of this swarm")
     stream.begin()

@@ -1,7 +1,7 @@
 """Several ways to one peer: the next is tried when those before take long or fail, and the first that leads there wins.
 
 Owns the race ("happy eyeballs", RFC 8305): its losers are cancelled, and closed if they arrive at the same moment.
-Knows neither addresses nor carriers.
+Knows neither addresses nor transports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tasks that belong to an object rather than to a block of code.
 
 Owns their end: whoever holds a scope cancels and awaits everything in it by `close`. An `asyncio.TaskGroup` does this
-for a block; a carrier or a pool lives longer than any block, and one peer's failed task must not cancel the others.
+for a block; a transport or a pool lives longer than any block, and one peer's failed task must not cancel the others.
 Knows nothing of what the tasks do.
 """
 

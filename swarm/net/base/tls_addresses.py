@@ -1,4 +1,4 @@
-"""Addresses of the direct carrier: `/ip4/192.0.2.1/tcp/4001/tls/p2p/<peer id>`.
+"""Addresses of the direct transport: `/ip4/192.0.2.1/tcp/4001/tls/p2p/<peer id>`.
 
 Owns that notation and which of a machine's addresses to announce. They lie beside the p2p daemon's own addresses in
 a record; the daemon knows nothing of `/tls` and passes over them. Opens no socket.

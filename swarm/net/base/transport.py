@@ -1,4 +1,4 @@
-"""The Carrier protocol: how frames reach a peer whose identity is proven. Its implementations are
+"""The Transport protocol: how frames reach a peer whose identity is proven. Its implementations are
 `daemon_streams`, `direct`, `reach` (both of them), `memory` and the wrappers `shaped` and `throttle`.
 
 Owns what a connection promises; knows neither what the messages mean nor how peers are found.
@@ -45,7 +45,7 @@ class Connection(Protocol):
 
 
 Handler = Callable[[Connection], Awaitable[None]]
-"""Runs one accepted connection to its end, in a task that the carrier owns and cancels at `close`."""
+"""Runs one accepted connection to its end, in a task that the transport owns and cancels at `close`."""
 
 
 class Transport(Protocol):
@@ -78,10 +78,10 @@ OnUpgrade = Callable[[Connection, Connection], Awaitable[None]]
 
 @runtime_checkable
 class UpgradingTransport(Protocol):
-    """A carrier that goes on looking for a better way to the peers it has dialled."""
+    """A transport that goes on looking for a better way to the peers it has dialled."""
 
     def on_upgrade(self, found: OnUpgrade) -> None:
-        """Have `found` awaited, in a task of the carrier's, for every better connection."""
+        """Have `found` awaited, in a task of the transport's, for every better connection."""
         ...
 
 

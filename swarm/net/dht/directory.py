@@ -36,20 +36,20 @@ TICK_S = 1e-3  # a replacement must expire later than what it replaces
 
 
 class DhtDirectory:
-    """See `carrier.Directory`. Made by `await DhtDirectory.start(carrier, peers)`; close it before the carrier.
+    """See `transport.Directory`. Made by `await DhtDirectory.start(transport, peers)`; close it before the transport.
 
-    When the carrier's daemon dies, what is under way fails at once; when it is back, it joins by way of the same
+    When the transport's daemon dies, what is under way fails at once; when it is back, it joins by way of the same
     `peers`, if they are still there; whoever knows others better has it `meet` them.
     """
 
     def __init__(
-        self, carrier: Libp2pTransport, peers: Sequence[str], client: bool, secret: SwarmSecret | None = None
+        self, transport: Libp2pTransport, peers: Sequence[str], client: bool, secret: SwarmSecret | None = None
     ) -> None:
-        self._carrier = carrier
+        self._transport = transport
         self._secret = secret
         self._peers = tuple(peers)
         self._client = client
-        self._validator = SignedSubkeyValidator(carrier.identity, time.time)
+        self._validator = SignedSubkeyValidator(transport.identity, time.time)
         self._joined: tuple[Any, DHTNode] | None = None  # None while the daemon is down
         self._calls: set[asyncio.Task[Any]] = set()
         self._published: dict[str, tuple[bytes, float]] = {}  # by model: our last record, and when it expires
@@ -57,7 +57,7 @@ class DhtDirectory:
     @classmethod
     async def start(
         cls,
-        carrier: Libp2pTransport,
+        transport: Libp2pTransport,
         peers: Sequence[str] = (),
         client: bool = False,
         secret: SwarmSecret | None = None,
@@ -67,18 +67,18 @@ class DhtDirectory:
 
         Raises PeerUnreachable if none of `peers` answers, ClockSkew if this machine's clock is off, NetworkError.
         """
-        self = cls(carrier, peers, client, secret)
+        self = cls(transport, peers, client, secret)
         await self._join(peers)
-        carrier.daemon.on_down(self._down)
-        carrier.daemon.on_up(self._up)
+        transport.daemon.on_down(self._down)
+        transport.daemon.on_up(self._up)
         return self
 
     async def _join(self, peers: Sequence[str]) -> None:
-        p2p = await self._carrier.daemon.calls()
+        p2p = await self._transport.daemon.calls()
         try:
             node = await DHTNode.create(
                 p2p=p2p,
-                node_id=DHTID.generate(source=self._carrier.peer),  # one that starts again is not taken for another
+                node_id=DHTID.generate(source=self._transport.peer),  # one that starts again is not taken for another
                 initial_peers=list(peers) or None,
                 num_replicas=REPLICAS,
                 num_workers=WORKERS,
@@ -135,7 +135,7 @@ class DhtDirectory:
         peer = address.rpartition("/p2p/")[2]
         try:
             peer_id = PeerID.from_base58(peer)
-            await self._ask("meet a peer of", self._carrier.control.connect(peer, (address,)), MEET_TIMEOUT_S)
+            await self._ask("meet a peer of", self._transport.control.connect(peer, (address,)), MEET_TIMEOUT_S)
             node.blacklist.register_success(peer_id)
             return await self._ask("meet a peer of", node.protocol.call_ping(peer_id), MEET_TIMEOUT_S) is not None
         except (NetworkError, ValueError) as error:
@@ -208,7 +208,7 @@ class DhtDirectory:
             self._name(model),
             self._sealed(record, model),
             expires_at,
-            subkey=self._carrier.peer,
+            subkey=self._transport.peer,
             beam_size=BEAM,
             num_workers=WORKERS,
         )
@@ -223,7 +223,7 @@ class DhtDirectory:
         return key(model) if self._secret is None else self._secret.name(key(model))
 
     def _sealed(self, record: bytes, model: str) -> bytes:
-        return record if self._secret is None else self._secret.seal(record, _about(self._carrier.peer, model))
+        return record if self._secret is None else self._secret.seal(record, _about(self._transport.peer, model))
 
     def _unsealed(self, stored: bytes, peer: PeerId, model: str) -> bytes:
         """What `peer` published; nothing if no member of this swarm sealed it for that."""

@@ -108,7 +108,7 @@ class AutoNatServer:
         self._asked: OrderedDict[PeerId, float] = OrderedDict()
         self._last = float("-inf")
         self._server: asyncio.Server | None = None
-        self._scope = TaskSet("dial back")
+        self._tasks = TaskSet("dial back")
 
     async def serve(self) -> None:
         path = self._host.inbound.with_name("dial-back")
@@ -124,13 +124,13 @@ class AutoNatServer:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        await self._scope.close()
+        await self._tasks.close()
 
     def _made(self, stream: FramedStream) -> None:
-        if len(self._scope) >= MAX_AT_ONCE or self._scope.closed:
+        if len(self._tasks) >= MAX_AT_ONCE or self._tasks.closed:
             stream.abort()
         else:
-            self._scope.start(self._serve(stream), "answer")
+            self._tasks.start(self._serve(stream), "answer")
 
     async def _serve(self, stream: FramedStream) -> None:
         try:

@@ -3,7 +3,7 @@
 Owns what is announced (a few addresses, for one network name and model) and the hearing of it. Members of a private
 swarm announce sealed bytes: whoever lacks the secret learns that some swarm is here, not which, nor its addresses.
 Nothing heard is believed: whoever answers at an address proves its peer id, and in a private swarm that it is a member.
-Knows neither carriers nor the DHT.
+Knows neither transports nor the DHT.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class MdnsService:
         self._mdns = mdns
         self._own = f"{os.urandom(8).hex()}.{SERVICE}"
         self._known: set[str] = set()
-        self._scope = TaskSet("neighbourhood")
+        self._tasks = TaskSet("neighbourhood")
         self._browser = AsyncServiceBrowser(mdns.zeroconf, SERVICE, handlers=[self._changed])
 
     @classmethod
@@ -118,14 +118,14 @@ class MdnsService:
             logger.info("the local network is not told of us: %s", error)
 
     async def close(self) -> None:
-        await self._scope.close()
+        await self._tasks.close()
         await self._browser.async_cancel()
         await self._mdns.async_close()
 
     def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
         if name not in self._known and name != self._own and len(self._known) < MAX_HEARD:
             self._known.add(name)
-            self._scope.start(self._look_at(zeroconf, name), "announcement")
+            self._tasks.start(self._look_at(zeroconf, name), "announcement")
 
     async def _look_at(self, zeroconf: Zeroconf, name: str) -> None:
         try:

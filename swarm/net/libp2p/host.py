@@ -1,6 +1,6 @@
 """What carries streams between peers that prove their identity: hivemind's p2p daemon, or py-libp2p in a thread.
 
-Owns what both promise to the carrier above (`libp2p_streams`) and to the directory beside it. They are `go_daemon.GoDaemonHost`
+Owns what both promise to the transport above (`libp2p_streams`) and to the directory beside it. They are `go_daemon.GoDaemonHost`
 and `py_host.PyHost`; on the wire they are the same, so that a swarm may mix them.
 """
 

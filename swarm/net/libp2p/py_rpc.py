@@ -60,7 +60,7 @@ class PyRpc:
         self._path = path
         self._handlers: dict[str, _Handler] = {}
         self._server: asyncio.Server | None = None
-        self._scope = TaskSet("calls")
+        self._tasks = TaskSet("calls")
 
     @classmethod
     async def start(cls, host: StreamOpener, own: PeerId, folder: Path) -> PyRpc:
@@ -105,22 +105,22 @@ class PyRpc:
     async def shutdown(self) -> None:
         """Idempotent."""
         self._terminate()
-        await self._scope.close()
+        await self._tasks.close()
 
     def _terminate(self) -> None:
         """hivemind's name for an end without farewell."""
         if self._server is not None:
             self._server.close()
         self._handlers.clear()
-        self._scope.cancel()
+        self._tasks.cancel()
 
     # Answering.
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._scope) >= MAX_CALLS:
+        if len(self._tasks) >= MAX_CALLS:
             writer.close()
             return
-        self._scope.start(self._answer(reader, writer), "answer")
+        self._tasks.start(self._answer(reader, writer), "answer")
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

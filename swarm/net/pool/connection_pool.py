@@ -2,7 +2,7 @@
 
 Owns who is connected: at most one outgoing connection a peer, dialled once however many ask; one reader task for every
 connection, dialled or accepted; pings; cutting off who has broken the protocol too often (`violations`); links that
-move to a better path (`link`) when the carrier finds one. Knows no session and no message but `Ping`, `Pong`, `Move`.
+move to a better path (`link`) when the transport finds one. Knows no session and no message but `Ping`, `Pong`, `Move`.
 """
 
 from __future__ import annotations
@@ -72,27 +72,27 @@ class ConnectionPool:
 
     def __init__(
         self,
-        carrier: Transport,
+        transport: Transport,
         on_frame: OnFrame,
         on_lost: OnLost | None = None,
         limits: Limits | None = None,
         keepalive_s: float | None = KEEPALIVE_S,
     ) -> None:
-        self._carrier = carrier
+        self._transport = transport
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._limits = limits or Limits()
         self.violations = ProtocolViolations(self._limits.max_protocol_errors)  # shared with those who serve its frames
         self._keepalive_s = keepalive_s
-        self._scope = TaskSet(f"pool of {carrier.peer[-6:]}")
+        self._tasks = TaskSet(f"pool of {transport.peer[-6:]}")
         self._links: set[_PooledLink] = set()
         self._outgoing: dict[PeerId, _PooledLink] = {}
         self._dialling: dict[PeerId, asyncio.Future[_PooledLink]] = {}
         self._moves: dict[tuple[PeerId, int], _PendingSwitch] = {}
         self._nonces = itertools.count()
         self._keeper: asyncio.Task[None] | None = None
-        if isinstance(carrier, UpgradingTransport):
-            carrier.on_upgrade(self._move)
+        if isinstance(transport, UpgradingTransport):
+            transport.on_upgrade(self._move)
 
     async def __aenter__(self) -> Self:
         return self
@@ -108,11 +108,11 @@ class ConnectionPool:
 
     @property
     def peer(self) -> PeerId:
-        return self._carrier.peer
+        return self._transport.peer
 
     async def serve(self) -> None:
         """Accept connections from now on. A client, which only dials, does not call this."""
-        await self._carrier.serve(self._accept)
+        await self._transport.serve(self._accept)
 
     async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> MigratableLink:
         """The link to `peer`, dialled if there is none. Raises PeerUnreachable, after `timeout_s` at the latest.
@@ -128,14 +128,14 @@ class ConnectionPool:
     async def _get(self, peer: PeerId, addresses: Sequence[str]) -> _PooledLink:
         if (link := self._outgoing.get(peer)) is not None:
             return link
-        if self._scope.closed:
+        if self._tasks.closed:
             raise PeerUnreachable("this end is shutting down")
         if self.violations.refuses(peer):
             raise PeerUnreachable(f"{peer} has broken the protocol too often and is refused")
         dial = self._dialling.get(peer)
         if dial is None:
             dial = self._dialling[peer] = asyncio.get_running_loop().create_future()
-            self._scope.start(self._dial(peer, tuple(addresses), dial), f"to {peer}")
+            self._tasks.start(self._dial(peer, tuple(addresses), dial), f"to {peer}")
         return await asyncio.shield(dial)
 
     async def rtt(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float = 5.0) -> float:
@@ -168,8 +168,8 @@ class ConnectionPool:
             await link.close(ConnectionLost(f"the connection to {peer} was closed: {reason}"))
 
     async def close(self) -> None:
-        """Close every connection and end every task; the carrier stays open. Idempotent."""
-        await self._scope.close()
+        """Close every connection and end every task; the transport stays open. Idempotent."""
+        await self._tasks.close()
 
     # One task for each connection, dialled or accepted.
 
@@ -195,7 +195,7 @@ class ConnectionPool:
             raise PeerUnreachable(f"{len(self._links)} connections are open already, which is the limit")
         try:
             async with asyncio.timeout(self._limits.dial_timeout_s):
-                return await self._carrier.dial(peer, addresses)
+                return await self._transport.dial(peer, addresses)
         except TimeoutError:
             raise PeerUnreachable(f"{peer} did not answer within {self._limits.dial_timeout_s:g} s") from None
 
@@ -203,12 +203,12 @@ class ConnectionPool:
         peer = connection.peer
         same = sum(1 for link in self._links if link.peer == peer and not link.outgoing)
         full = same >= MAX_ACCEPTED_PER_PEER or len(self._links) >= self._limits.max_connections
-        if full or self._scope.closed or self.violations.refuses(peer):
+        if full or self._tasks.closed or self.violations.refuses(peer):
             logger.debug("refused a connection from %s", peer)
             await connection.close()
             return
         link = self._add(connection, outgoing=False)
-        reader = self._scope.start(self._read(link), f"from {peer}")
+        reader = self._tasks.start(self._read(link), f"from {peer}")
         try:
             await asyncio.wait({reader})
             if link.adopter is not None:
@@ -220,7 +220,7 @@ class ConnectionPool:
         link = _PooledLink(connection, outgoing)
         self._links.add(link)
         if self._keepalive_s is not None and (self._keeper is None or self._keeper.done()):
-            self._keeper = self._scope.start(self._keep_alive(self._keepalive_s), "keepalive")
+            self._keeper = self._tasks.start(self._keep_alive(self._keepalive_s), "keepalive")
         return link
 
     def _remove(self, link: _PooledLink) -> None:
@@ -249,7 +249,7 @@ class ConnectionPool:
             self._remove(link)
             if link.adopter is None:
                 await link.close()
-                if self._on_lost is not None and not self._scope.closed:
+                if self._on_lost is not None and not self._tasks.closed:
                     await self._on_lost(link, error)
 
     async def _dispatch(self, link: _PooledLink, message: AnyMessage, body: memoryview) -> None:
@@ -259,7 +259,7 @@ class ConnectionPool:
             if link.pongs >= MAX_PONGS:
                 raise ProtocolError("too many pings whose answers are not read")
             link.pongs += 1
-            self._scope.start(self._pong(link, message.nonce), f"pong to {link.peer}")
+            self._tasks.start(self._pong(link, message.nonce), f"pong to {link.peer}")
         elif isinstance(message, Pong):
             answer = link.pings.get(message.nonce)
             if answer is not None and not answer.done():
@@ -280,7 +280,7 @@ class ConnectionPool:
     # Links that move.
 
     async def _move(self, old: Connection, new: Connection) -> None:
-        """The carrier has found a better way to a peer that it had dialled."""
+        """The transport has found a better way to a peer that it had dialled."""
         link = next((link for link in self._links if link.outgoing and link.path is old), None)
         try:
             if link is None or link.reason is not None:
@@ -336,7 +336,7 @@ class ConnectionPool:
                     silence = interval_s * link.misses
                     await link.close(ConnectionLost(f"nothing came from {link.peer} for {silence:g} s"))
                 else:
-                    self._scope.start(self._probe(link, interval_s), f"probe {link.peer}")
+                    self._tasks.start(self._probe(link, interval_s), f"probe {link.peer}")
 
     async def _probe(self, link: _PooledLink, timeout_s: float) -> None:
         try:

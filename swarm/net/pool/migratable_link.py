@@ -38,11 +38,11 @@ class MigratableLink:
         return self._out
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
-        """See `carrier.Connection.send`."""
+        """See `transport.Connection.send`."""
         await self._out.send(message, body)
 
     async def receive(self) -> tuple[AnyMessage, memoryview]:
-        """See `carrier.Connection.receive`. A `Move` of the acceptor's is followed here; a dialler's is handed on."""
+        """See `transport.Connection.receive`. A `Move` of the acceptor's is followed here; a dialler's is handed on."""
         while True:
             message, body = await self._in.receive()
             if not (self.outgoing and isinstance(message, PathSwitch)):

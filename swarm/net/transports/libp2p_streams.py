@@ -1,4 +1,4 @@
-"""The universal carrier: frames in libp2p streams, encrypted and authenticated by peer id.
+"""The universal transport: frames in libp2p streams, encrypted and authenticated by peer id.
 
 Owns the streams of one peer, those it opened and those it accepted. What opens them is a `host`, mostly hivemind's p2p
 daemon, without the Go program py-libp2p; parsing and back-pressure are `frame_stream`'s.
@@ -30,11 +30,11 @@ PROTOCOL = "/swarm/rpc/2"
 PRIVATE_PROTOCOL = "/swarm/private/2"  # frames come after a `hello`
 MAX_CONNECTIONS = 256
 PREAMBLE_TIMEOUT_S = 5.0
-FLUSH_S = 0.5  # for what is buffered when the carrier closes
+FLUSH_S = 0.5  # for what is buffered when the transport closes
 
 
 class Libp2pTransport:
-    """See `carrier.Carrier`. Made by `await Libp2pTransport.start(...)`."""
+    """See `transport.Transport`. Made by `await Libp2pTransport.start(...)`."""
 
     def __init__(
         self,
@@ -43,19 +43,19 @@ class Libp2pTransport:
         limits: FrameLimits,
         max_connections: int,
         dial_timeout_s: float,
-        prove: Authenticator | None = None,
+        authenticator: Authenticator | None = None,
     ) -> None:
         self._identity = identity
         self._daemon = daemon
         self._limits = limits
         self._max_connections = max_connections
         self._dial_timeout_s = dial_timeout_s
-        self._prove = prove
-        self._protocol = PROTOCOL if prove is None else PRIVATE_PROTOCOL
+        self._authenticator = authenticator
+        self._protocol = PROTOCOL if authenticator is None else PRIVATE_PROTOCOL
         self._handler: Handler | None = None
         self._server: asyncio.Server | None = None
         self._streams: set[FramedStream] = set()
-        self._scope = TaskSet("daemon carrier")
+        self._tasks = TaskSet("daemon transport")
 
     @classmethod
     async def start(
@@ -66,15 +66,15 @@ class Libp2pTransport:
         limits: FrameLimits = DEFAULT_LIMITS,
         max_connections: int = MAX_CONNECTIONS,
         dial_timeout_s: float = 10.0,
-        prove: Authenticator | None = None,
+        authenticator: Authenticator | None = None,
         libp2p_impl: Libp2pImpl = "go",
     ) -> Libp2pTransport:
-        """Start a host and join `options.peers`. With `prove`, members of a private swarm only are connected.
+        """Start a host and join `options.peers`. With `authenticator`, members of a private swarm only are connected.
 
         Raises what `Libp2pHost.start` does.
         """
         daemon = await host.start(identity, options, libp2p_impl)
-        return cls(identity, daemon, limits, max_connections, dial_timeout_s, prove)
+        return cls(identity, daemon, limits, max_connections, dial_timeout_s, authenticator)
 
     @property
     def peer(self) -> PeerId:
@@ -108,8 +108,8 @@ class Libp2pTransport:
         return self._daemon.pid
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FramedStream:
-        if self._scope.closed or self.failed.is_set():
-            raise PeerUnreachable("this carrier is closed")
+        if self._tasks.closed or self.failed.is_set():
+            raise PeerUnreachable("this transport is closed")
         if len(self._streams) >= self._max_connections:
             raise PeerUnreachable(f"{len(self._streams)} connections are open already, which is the limit")
         try:
@@ -133,20 +133,22 @@ class Libp2pTransport:
         except ProtocolNotSupported as error:
             none = error
         try:
-            other = await self.control.open_stream(peer, PROTOCOL if self._prove else PRIVATE_PROTOCOL, self._limits)
+            other = await self.control.open_stream(
+                peer, PROTOCOL if self._authenticator else PRIVATE_PROTOCOL, self._limits
+            )
         except PeerUnreachable:
             raise none from None
         other.abort()
-        if self._prove:
+        if self._authenticator:
             raise WrongSwarm(f"{peer} is of an open swarm, which has no secret: join it without one")
         raise WrongSwarm(f"{peer} is of a private swarm: ask its members for an invitation")
 
     async def _introduce(self, stream: FramedStream) -> None:
-        if self._prove is None:
+        if self._authenticator is None:
             stream.begin()
             return
         try:
-            await dial_handshake(stream, self.peer, self._prove)
+            await dial_handshake(stream, self.peer, self._authenticator)
         except BaseException:
             stream.abort()
             raise
@@ -169,7 +171,7 @@ class Libp2pTransport:
         try:
             if self._server is not None:
                 self._server.close()
-            await self._scope.close()
+            await self._tasks.close()
             await self._flush()
         finally:
             for stream in list(self._streams):
@@ -194,7 +196,7 @@ class Libp2pTransport:
             stream.abort()
             return
         self._adopt(stream)
-        self._scope.start(self._accept(stream), "accepted stream")
+        self._tasks.start(self._accept(stream), "accepted stream")
 
     def _adopt(self, stream: FramedStream) -> None:
         self._streams.add(stream)
@@ -210,10 +212,10 @@ class Libp2pTransport:
             stream.abort()
             return
         try:
-            if self._prove is None:
+            if self._authenticator is None:
                 stream.begin()
             else:
-                await accept_handshake(stream, self.peer, self._prove)
+                await accept_handshake(stream, self.peer, self._authenticator)
         except NetworkError as error:
             logger.info("refused a stream: %s", error)
             stream.abort()

@@ -1,4 +1,4 @@
-"""Both carriers as one: direct connections to peers that can be dialled, the daemon's streams to the others.
+"""Both transports as one: direct connections to peers that can be dialled, the daemon's streams to the others.
 
 Owns the choice. A peer's direct addresses have a head start, then the daemon is asked for a stream beside them, and
 what leads to the peer first is taken. Whoever was reached through the daemon is tried directly again and again in the
@@ -39,7 +39,7 @@ PROBE_AFTER_S = (1.0, 5.0, 30.0, 120.0)  # between probes of one peer; the last 
 
 
 class MultiTransport:
-    """See `carrier.Carrier` and `carrier.Improving`. Made by `await MultiTransport.start(...)`.
+    """See `transport.Transport` and `transport.UpgradingTransport`. Made by `await MultiTransport.start(...)`.
 
     `direct_disabled_reason`: why there are no direct connections here; "" if there are.
     """
@@ -55,7 +55,7 @@ class MultiTransport:
         self._on_better: OnUpgrade | None = None
         self._refreshing = False
         self._dial_back = AutoNatServer(daemon.daemon, self._verify_address, time.monotonic)
-        self._scope = TaskSet("reach")
+        self._tasks = TaskSet("reach")
 
     @classmethod
     async def start(
@@ -82,9 +82,11 @@ class MultiTransport:
         problem = "" if direct else "they are turned off"
         if direct:
             hosts = [host for address in options.listen if (host := listen_ip(address)) is not None] if accept else []
-            prove = secret.authenticate if secret else public_authenticator
+            authenticator = secret.authenticate if secret else public_authenticator
             try:
-                beside = await TlsTransport.start(identity, hosts, direct_port, prove=prove, limits=limits)
+                beside = await TlsTransport.start(
+                    identity, hosts, direct_port, authenticator=authenticator, limits=limits
+                )
             except NetworkError as error:
                 problem = str(error)
                 logger.warning("no direct connections, everything goes through the p2p daemon: %s", error)
@@ -94,7 +96,7 @@ class MultiTransport:
                 options,
                 limits=limits,
                 dial_timeout_s=dial_timeout_s,
-                prove=secret.authenticate if secret else None,
+                authenticator=secret.authenticate if secret else None,
                 libp2p_impl=libp2p_impl,
             )
         except BaseException:
@@ -129,7 +131,7 @@ class MultiTransport:
             [*ways, partial(self.daemon.dial, peer, others)], DIRECT_FIRST_S, FramedStream.abort
         )
         if direct and self._on_better is not None and not (self._direct and self._direct.owns(stream)):
-            self._scope.start(self._probe(stream, direct, self._on_better), f"probe of {peer}")
+            self._tasks.start(self._probe(stream, direct, self._on_better), f"probe of {peer}")
         return stream
 
     async def _dial_directly(self, peer: PeerId, addresses: Sequence[str]) -> FramedStream:
@@ -148,13 +150,13 @@ class MultiTransport:
         if not self._refreshing:
             self._refreshing = True
             await self._dial_back.serve()
-            self._scope.start(self._refresh(), "addresses")
+            self._tasks.start(self._refresh(), "addresses")
 
     def on_upgrade(self, found: OnUpgrade) -> None:
         self._on_better = found
 
     async def close(self) -> None:
-        await self._scope.close()
+        await self._tasks.close()
         await self._dial_back.close()
         try:
             if self._direct is not None:

@@ -1,6 +1,6 @@
-"""Any carrier with a cap on what it sends: a volunteer's `--upload-limit`.
+"""Any transport with a cap on what it sends: a volunteer's `--upload-limit`.
 
-Owns the token bucket and the count of bytes sent. Every connection of the carrier shares the bucket, first come first
+Owns the token bucket and the count of bytes sent. Every connection of the transport shares the bucket, first come first
 served. What the directory sends is not counted: a few kilobytes a second.
 """
 
@@ -39,7 +39,7 @@ class UploadBucket:
 
 
 class RateLimitedConnection:
-    """See `carrier.Connection`."""
+    """See `transport.Connection`."""
 
     def __init__(self, inner: Connection, upload: UploadBucket, on_closed: Callable[[Connection], None]) -> None:
         self._inner = inner
@@ -65,7 +65,7 @@ class RateLimitedConnection:
 
 
 class RateLimitedTransport:
-    """See `carrier.Carrier` and `carrier.Improving`. Closing it closes the carrier inside."""
+    """See `transport.Transport` and `transport.UpgradingTransport`. Closing it closes the transport inside."""
 
     def __init__(self, inner: Transport, upload: UploadBucket) -> None:
         self._inner = inner
@@ -94,7 +94,7 @@ class RateLimitedTransport:
         await self._inner.serve(throttled)
 
     def on_upgrade(self, found: OnUpgrade) -> None:
-        """Does nothing where the carrier inside does not look for better connections."""
+        """Does nothing where the transport inside does not look for better connections."""
 
         async def wrapped(old: Connection, better: Connection) -> None:
             known = self._live.get(old)

@@ -1,4 +1,4 @@
-"""The direct carrier: frames over TCP and TLS 1.3, one user-space copy fewer and one process fewer than the daemon.
+"""The direct transport: frames over TCP and TLS 1.3, one user-space copy fewer and one process fewer than the daemon.
 
 Owns the listening sockets and the connections. Who is at the other end is proven by its certificate (`tls_identity`)
 and that it is of our swarm by `hello`, both before a frame is read; parsing and back-pressure are `frame_stream`'s.
@@ -35,31 +35,31 @@ MAX_CONNECTIONS = 256
 MAX_DIALLED = 4  # addresses of one peer, all at once
 HANDSHAKE_S = 5.0
 SELF_TEST_S = 5.0
-FLUSH_S = 0.5  # for what is buffered when the carrier closes
+FLUSH_S = 0.5  # for what is buffered when the transport closes
 
 
 class TlsTransport:
-    """See `carrier.Carrier`. Made by `await TlsTransport.start(...)`."""
+    """See `transport.Transport`. Made by `await TlsTransport.start(...)`."""
 
     def __init__(
         self,
         identity: Identity,
         tls: tuple[ssl.SSLContext, ssl.SSLContext],
         sockets: Sequence[socket.socket],
-        prove: Authenticator,
+        authenticator: Authenticator,
         limits: FrameLimits,
         max_connections: int,
     ) -> None:
         self._identity = identity
         self._server_tls, self._client_tls = tls
         self._sockets = sockets
-        self._prove = prove
+        self._authenticator = authenticator
         self._limits = limits
         self._max_connections = max_connections
         self._handler: Handler | None = None
         self._servers: list[asyncio.Server] = []
         self._streams: set[FramedStream] = set()
-        self._scope = TaskSet("direct carrier")
+        self._tasks = TaskSet("direct transport")
         self.bound = tuple(TlsEndpoint(*s.getsockname()[:2]) for s in sockets)
 
     @classmethod
@@ -69,7 +69,7 @@ class TlsTransport:
         hosts: Sequence[str] = (),
         port: int = 0,
         *,
-        prove: Authenticator = public_authenticator,
+        authenticator: Authenticator = public_authenticator,
         limits: FrameLimits = DEFAULT_LIMITS,
         max_connections: int = MAX_CONNECTIONS,
     ) -> TlsTransport:
@@ -82,7 +82,7 @@ class TlsTransport:
         try:
             for host in dict.fromkeys(hosts):
                 sockets.append(_bind(host, port))
-            self = cls(identity, tls, sockets, prove, limits, max_connections)
+            self = cls(identity, tls, sockets, authenticator, limits, max_connections)
             await self._test()
         except BaseException:
             for opened in sockets:
@@ -100,8 +100,8 @@ class TlsTransport:
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FramedStream:
         """Try the direct ones of `addresses` all at once; the first that is `peer` wins. Raises PeerUnreachable."""
-        if self._scope.closed:
-            raise PeerUnreachable("this carrier is closed")
+        if self._tasks.closed:
+            raise PeerUnreachable("this transport is closed")
         if len(self._streams) >= self._max_connections:
             raise PeerUnreachable(f"{len(self._streams)} connections are open already, which is the limit")
         endpoints = list(dict.fromkeys(e for a in addresses if (e := parse(a, peer)) is not None))[:MAX_DIALLED]
@@ -134,7 +134,7 @@ class TlsTransport:
         for bound in self._sockets:
             bound.close()
         try:
-            await self._scope.close()
+            await self._tasks.close()
             await self._flush()
         finally:
             for stream in list(self._streams):
@@ -184,7 +184,7 @@ class TlsTransport:
         stream.peer = peer_id_of_connection(stream.transport_info("ssl_object"))
         if stream.peer != peer:
             raise PeerUnreachable(f"{stream.peer} answered instead")
-        await dial_handshake(stream, self.peer, self._prove)
+        await dial_handshake(stream, self.peer, self._authenticator)
 
     # Accepting.
 
@@ -196,16 +196,16 @@ class TlsTransport:
             logger.info("refused a connection: %s", error)
             stream.abort()
             return
-        if len(self._streams) >= self._max_connections or self._scope.closed:
+        if len(self._streams) >= self._max_connections or self._tasks.closed:
             stream.abort()
             return
         _tune(stream)
         self._adopt(stream)
-        self._scope.start(self._accept(stream), "accepted connection")
+        self._tasks.start(self._accept(stream), "accepted connection")
 
     async def _accept(self, stream: FramedStream) -> None:
         try:
-            await accept_handshake(stream, self.peer, self._prove)
+            await accept_handshake(stream, self.peer, self._authenticator)
         except NetworkError as error:
             logger.info("refused a connection: %s", error)
             stream.abort()
@@ -236,7 +236,7 @@ class TlsTransport:
                 )
             server.peer = peer_id_of_connection(server.transport_info("ssl_object"))
             async with asyncio.timeout(SELF_TEST_S), asyncio.TaskGroup() as group:
-                group.create_task(accept_handshake(server, self.peer, self._prove))
+                group.create_task(accept_handshake(server, self.peer, self._authenticator))
                 group.create_task(self._introduce(client, self.peer))
             async with asyncio.timeout(SELF_TEST_S):
                 await client.send(Ping(1))
