@@ -22,7 +22,7 @@ from swarm.net.security.identity import Identity
 from swarm.net.transports.multi import MultiTransport
 
 BODY = 60_000
-FRAMES = 40  # 2.4 MB each way: far more than the 128 kB of libp2p's own relays, see `p2pd.RELAY_BYTES`
+FRAMES = 40  # 2.4 MB each way: far more than the 128 kB of libp2p's own relays, see `GoDaemonPolicy.relay_data_limit`
 
 
 async def echo(connection: Connection) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgpack
 import psutil
@@ -196,7 +197,7 @@ async def test_joining_by_way_of_peers_without_a_directory() -> None:
 
 
 async def test_a_dead_daemon_is_an_error_and_not_an_empty_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(go_daemon, "RESTART_AFTER_S", ())
+    monkeypatch.setattr(go_daemon, "POLICY", replace(go_daemon.POLICY, restart_backoff_s=()))
     async with swarm(1) as ((transport, directory),):
         await directory.publish(b"x", "m", time.time() + 10)
         os.kill(transport.daemon_pid, signal.SIGKILL)

@@ -155,8 +155,8 @@ NOWHERE = PeerUnreachable("nothing answers")
         ((3600.0, "direct"), (0.2, "stream"), "stream", 0.5),  # a stale address that swallows packets
         ((0.02, NOWHERE), (0.2, "stream"), "stream", 0.22),  # a stale address that refuses
         ((0.6, "direct"), (0.05, NOWHERE), "direct", 0.6),
-        ((3600.0, "direct"), (0.05, NOWHERE), "", multi.DIRECT_TIMEOUT_S),
-        ((3600.0, "direct"), (3.0, NOWHERE), "", multi.DIRECT_TIMEOUT_S),
+        ((3600.0, "direct"), (0.05, NOWHERE), "", multi.MultiTransportPolicy().direct_timeout_s),
+        ((3600.0, "direct"), (3.0, NOWHERE), "", multi.MultiTransportPolicy().direct_timeout_s),
     ],
 )
 def test_the_carriers_race(direct: Plan, daemon: Plan, winner: str, after_s: float) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -27,7 +28,7 @@ from swarm.errors import (
     UsageError,
 )
 from swarm.messages import AnyMessage, CloseSession, DropInFlight, Ping
-from swarm.net.base.transport import Connection, Transport
+from swarm.net.base.transport import Connection, Transport, TransportPolicy
 from swarm.net.libp2p import go_daemon
 from swarm.net.libp2p.options import HostOptions, same_ports
 from swarm.net.pool.connection_pool import ConnectionPool
@@ -97,7 +98,7 @@ async def test_connections_are_bounded() -> None:
         except ConnectionLost:
             return False
 
-    async with running(max_connections=2) as listener, running(max_connections=3) as caller:
+    async with running(policy=TransportPolicy(2)) as listener, running(policy=TransportPolicy(3)) as caller:
         await listener.serve(echo)
         opened = [await caller.dial(listener.peer, listener.addresses) for _ in range(3)]
         assert len([connection for connection in opened if await alive(connection)]) == 2
@@ -171,7 +172,7 @@ async def test_a_daemon_that_dies_or_freezes_comes_back_as_the_same_peer_at_the_
 
 
 async def test_a_daemon_that_cannot_be_brought_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(go_daemon, "RESTART_AFTER_S", (0.0, 0.1))
+    monkeypatch.setattr(go_daemon, "POLICY", replace(go_daemon.POLICY, restart_backoff_s=(0.0, 0.1)))
     async with running() as transport:
         monkeypatch.setattr(go_daemon, "P2PD", "/nowhere/p2pd")
         os.kill(transport.daemon_pid, signal.SIGKILL)
@@ -182,7 +183,7 @@ async def test_a_daemon_that_cannot_be_brought_back_is_given_up(monkeypatch: pyt
 
 
 async def test_a_daemon_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(go_daemon, "MAX_DEATHS", 2)
+    monkeypatch.setattr(go_daemon, "POLICY", replace(go_daemon.POLICY, max_crashes=2))
     async with running() as transport:
         async with asyncio.timeout(20):
             while not transport.failed.is_set():

@@ -20,10 +20,12 @@ from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.pool.migratable_link import MigratableLink
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
-from swarm.net.transports import multi, tls
-from swarm.net.transports.multi import MultiTransport
+from swarm.net.transports import tls
+from swarm.net.transports.multi import MultiTransport, MultiTransportPolicy
 
 pytestmark = pytest.mark.processes
+
+QUICK = MultiTransportPolicy(upgrade_backoff_s=(0.1,))
 
 
 def is_tcp(connection: Connection) -> bool:
@@ -103,9 +105,8 @@ async def test_relays_that_do_not_answer_are_an_error() -> None:
     assert not psutil.Process().children()
 
 
-async def test_a_link_moves_to_a_direct_connection_when_one_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The direct port is shut at first. Frames cross without a gap while it opens and the link moves."""
-    monkeypatch.setattr(multi, "PROBE_AFTER_S", (0.1,))
+async def test_a_link_migrates_to_a_direct_connection_when_one_is_possible() -> None:
+    """The direct port is shut at first. Frames cross without a gap while it opens and the link migrates."""
     answers: list[int] = []
 
     async def node(link: MigratableLink, message: AnyMessage, body: memoryview) -> None:
@@ -119,7 +120,7 @@ async def test_a_link_moves_to_a_direct_connection_when_one_can_be_had(monkeypat
         news.set()
 
     news = asyncio.Event()
-    async with running() as listener, running(accept=False) as caller:
+    async with running() as listener, running(accept=False, policy=QUICK) as caller:
         async with ConnectionPool(listener, node) as serving, ConnectionPool(caller, client) as dialling:
             await listener.daemon.serve(serving._accept)
             link = await dialling.get(listener.peer, listener.addresses)

@@ -13,7 +13,7 @@ from swarm.codec import Buffer
 from swarm.errors import ConnectionLost, NetworkError
 from swarm.messages import AnyMessage, CloseSession, PathSwitch, Ping, SessionOpened
 from swarm.net.base.transport import OnUpgrade
-from swarm.net.pool.connection_pool import MOVE_TIMEOUT_S, ConnectionPool
+from swarm.net.pool.connection_pool import ConnectionPool, PoolPolicy
 from swarm.net.pool.migratable_link import MigratableLink as PoolLink
 from swarm.testing.memory_network import LinkModel, MemoryConnection, MemoryNetwork, MemoryTransport
 
@@ -75,8 +75,8 @@ class World:
     async def close(self) -> None:
         for pool in (self.client, self.node):
             await pool.close()
-        assert not self.node._moves
-        assert not self.client._moves
+        assert not self.node._pending_switches
+        assert not self.client._pending_switches
 
 
 @virtual_time
@@ -168,7 +168,7 @@ async def test_an_old_path_that_dies_in_the_middle_ends_the_link_on_both_sides()
     await asyncio.sleep(2.2)
     world.transport.dialled[0].abort()
     await moving
-    await asyncio.sleep(MOVE_TIMEOUT_S + 5)
+    await asyncio.sleep(PoolPolicy().path_switch_timeout_s + 5)
     assert sorted(peer for peer, _ in world.lost)[-1] == "node"
     with pytest.raises(ConnectionLost):
         await link.send(Ping(1))
@@ -196,5 +196,5 @@ async def test_moves_that_make_no_sense() -> None:
         group.create_task(says(PathSwitch(3)))
         group.create_task(says(PathSwitch(3)))
     assert world.node.violations.counts == {"client": 4}
-    assert not world.node._moves
+    assert not world.node._pending_switches
     await world.close()

@@ -12,7 +12,7 @@ from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
 from swarm.messages import AnyMessage, CloseSession, DropInFlight, Ping, Pong, SessionOpened
 from swarm.net.base.transport import Connection
-from swarm.net.pool.connection_pool import MAX_ACCEPTED_PER_PEER, ConnectionPool
+from swarm.net.pool.connection_pool import ConnectionPool, PoolPolicy
 from swarm.testing.memory_network import LinkModel, MemoryNetwork, MemoryTransport
 
 SESSION = bytes(16)
@@ -176,7 +176,7 @@ async def test_what_a_service_finds_out_later_is_charged_too() -> None:
 async def test_connections_are_bounded() -> None:
     network, _client, node = await two(limits=Limits(max_connections=6))
     greedy = network.transport("greedy")
-    opened = [await greedy.dial("node") for _ in range(MAX_ACCEPTED_PER_PEER + 1)]
+    opened = [await greedy.dial("node") for _ in range(PoolPolicy().max_accepted_per_peer + 1)]
     with pytest.raises(ConnectionLost):
         await opened[-1].receive()
     for i in range(3):

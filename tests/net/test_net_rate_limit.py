@@ -11,8 +11,10 @@ from transport_conformance import echo
 from virtual_clock import virtual_time
 
 from swarm.messages import CloseSession, Ping
-from swarm.net.transports.rate_limit import BURST_S, FRAME_BYTES, RateLimitedTransport, UploadBucket
+from swarm.net.transports.rate_limit import FRAME_OVERHEAD, RateLimitedTransport, UploadBucket
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
+
+BURST_S = 0.25
 
 
 @contextlib.asynccontextmanager
@@ -20,7 +22,7 @@ async def pair(rate: float) -> AsyncIterator[tuple[RateLimitedTransport, UploadB
     network = MemoryNetwork(link=LinkModel(delay_s=0.001))
     listener = network.transport("listener")
     await listener.serve(echo)
-    upload = UploadBucket(rate)
+    upload = UploadBucket(rate, BURST_S)
     transport = RateLimitedTransport(network.transport("caller"), upload)
     yield transport, upload
     await transport.close()
@@ -36,7 +38,7 @@ async def test_bytes_leave_at_the_rate_whatever_the_connection() -> None:
             await connections[i % 2].send(CloseSession(bytes(16)), bytes(500_000))
             await connections[i % 2].receive()
         took = asyncio.get_running_loop().time() - begun
-        assert upload.sent == 10 * (500_000 + FRAME_BYTES)
+        assert upload.sent == 10 * (500_000 + FRAME_OVERHEAD)
         assert took == pytest.approx(upload.sent / 1e6 - BURST_S, abs=0.1)
 
 

@@ -14,7 +14,7 @@ from transport_conformance import SMALL, Conformance, echo
 from swarm.errors import AddressInUse, ConnectionLost, PeerUnreachable, UsageError
 from swarm.messages import Ping
 from swarm.net.base.tls_addresses import TlsEndpoint, advertised, is_direct, parse
-from swarm.net.base.transport import Transport
+from swarm.net.base.transport import Transport, TransportPolicy
 from swarm.net.security.identity import Identity
 from swarm.net.transports import tls
 from swarm.net.transports.tls import TlsTransport
@@ -81,7 +81,7 @@ async def test_connections_are_bounded() -> None:
         except ConnectionLost:
             return False
 
-    async with running(*HOME, max_connections=2) as listener, running() as caller:
+    async with running(*HOME, policy=TransportPolicy(2)) as listener, running() as caller:
         await listener.serve(echo)
         opened = [await caller.dial(listener.peer, listener.addresses) for _ in range(2)]
         with pytest.raises(PeerUnreachable):

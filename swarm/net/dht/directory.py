@@ -74,7 +74,7 @@ class DhtDirectory:
         return self
 
     async def _join(self, peers: Sequence[str]) -> None:
-        p2p = await self._transport.daemon.calls()
+        p2p = await self._transport.daemon.hivemind_p2p()
         try:
             node = await DHTNode.create(
                 p2p=p2p,
@@ -107,7 +107,7 @@ class DhtDirectory:
         joined, self._joined = self._joined, None
         if joined is not None:
             joined[0]._terminate()
-        self._give_up_calls()
+        self._give_up_hivemind_p2p()
 
     def _give_up_calls(self) -> None:
         for call in self._calls:
@@ -194,7 +194,7 @@ class DhtDirectory:
         joined, self._joined = self._joined, None
         if joined is None:
             return
-        self._give_up_calls()
+        self._give_up_hivemind_p2p()
         p2p, node = joined
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):  # a dying daemon never answers
