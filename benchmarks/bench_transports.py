@@ -32,10 +32,10 @@ from swarm.net.transports.tls import TlsTransport
 SIZES = {"1 KB": 1 << 10, "16 KB": 16 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "16 MB": 16 << 20}
 ROUND_TRIPS = {"1 KB": 400, "16 KB": 300, "256 KB": 100, "4 MB": 12, "16 MB": 5}
 FLOOD = 256 << 20  # bytes sent for one throughput figure, fewer where frames are small
-SLOW = 8  # times fewer bytes and round trips for a transport that takes longer
+SLOWDOWN = 8  # times fewer bytes and round trips for a slow transport
 FLOOD_FRAMES = 4000
 TRANSPORTS = ("daemon", "py", "direct")  # p2p daemon, py-libp2p, TLS in our own loop
-SWARMS = {  # what a node and a client are told for each
+SWARMS = {  # the settings of node and client for each
     "daemon": {"transport": "libp2p", "libp2p_impl": "go"},
     "py": {"transport": "libp2p", "libp2p_impl": "python"},
     "direct": {"transport": "auto", "libp2p_impl": "go"},
@@ -50,7 +50,7 @@ async def make(kind: str, listen: bool) -> Transport:
 
 
 async def answer(connection: Connection) -> None:
-    """Send a Close back with its body, drop a Prune, answer a Ping."""
+    """Echo a CloseSession with its body, ignore a DropInFlight, answer a Ping."""
     with suppress(NetworkError):
         while True:
             message, body = await connection.receive()
@@ -61,15 +61,15 @@ async def answer(connection: Connection) -> None:
 
 
 async def listener() -> None:
-    """The other process: says where it listens and lives until its stdin ends."""
+    """The other process: prints where it listens and runs until its stdin ends."""
     async with AsyncExitStack() as stack:
-        places: dict[str, tuple[str, list[str]]] = {}
+        endpoints: dict[str, tuple[str, list[str]]] = {}
         for kind in TRANSPORTS:
             transport = await make(kind, listen=True)
             stack.push_async_callback(transport.close)
             await transport.serve(answer)
-            places[kind] = transport.peer, list(transport.addresses)
-        print(json.dumps(places), flush=True)
+            endpoints[kind] = transport.peer, list(transport.addresses)
+        print(json.dumps(endpoints), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
@@ -104,19 +104,19 @@ async def measure_links(rounds: int) -> list[dict[str, object]]:
     )
     assert child.stdout is not None
     try:
-        places = json.loads(await child.stdout.readline())
+        endpoints = json.loads(await child.stdout.readline())
         async with AsyncExitStack() as stack:
             connections: dict[str, Connection] = {}
             for kind in TRANSPORTS:
                 transport = await make(kind, listen=False)
                 stack.push_async_callback(transport.close)
-                connections[kind] = await transport.dial(*places[kind])
+                connections[kind] = await transport.dial(*endpoints[kind])
             for connection in connections.values():  # warm both sides
                 await round_trip_ms(connection, "256 KB")
             return [row for size in SIZES for row in await _measure_size(connections, size, rounds)]
     finally:
         assert child.stdin is not None
-        child.stdin.close()  # its sign to end
+        child.stdin.close()  # ends it
         await child.wait()
 
 
@@ -125,9 +125,9 @@ async def _measure_size(connections: dict[str, Connection], size: str, rounds: i
     rate: dict[str, list[float]] = {kind: [] for kind in connections}
     for _ in range(rounds):
         for kind, connection in connections.items():
-            rtt[kind].append(await round_trip_ms(connection, size, SLOW if kind == "py" else 1))
+            rtt[kind].append(await round_trip_ms(connection, size, SLOWDOWN if kind == "py" else 1))
         for kind, connection in connections.items():
-            rate[kind].append(await throughput_mb_s(connection, size, SLOW if kind == "py" else 1))
+            rate[kind].append(await throughput_mb_s(connection, size, SLOWDOWN if kind == "py" else 1))
     return [
         {
             "size": size,

@@ -1,4 +1,4 @@
-"""A chain of real node processes over emulated lines, and a client as far away: what the WAN benchmarks share."""
+"""A chain of real node processes over emulated WAN links, and a client as far away: shared by the WAN benchmarks."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ async def far_client(
     config = ClientConfig(peers=(address,), model=model, **(settings or {}))
     async with AsyncExitStack() as stack:
         transport = await MultiTransport.start(Identity.generate(), HostOptions(peers=(address,)), accept=False)
-        shaped = EmulatedTransport(transport, LinkShape(send_delay_s=delay_ms / 1e3))
-        stack.push_async_callback(shaped.close)
+        emulated = EmulatedTransport(transport, LinkShape(send_delay_s=delay_ms / 1e3))
+        stack.push_async_callback(emulated.close)
         directory = await DhtDirectory.start(transport.daemon, (address,), client=True)
         stack.push_async_callback(directory.close)
-        network = ClientNetwork.from_transport(shaped, directory, config.limits)
+        network = ClientNetwork.from_transport(emulated, directory, config.limits)
         await stack.enter_async_context(network.pool)
         yield await stack.enter_async_context(SwarmClient(config=config, network=network, **options))
 
