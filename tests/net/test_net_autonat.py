@@ -52,15 +52,15 @@ async def test_what_another_peer_reaches(
 
 async def test_only_a_clients_own_addresses_at_its_own_ip_are_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autonat, "POLICY", AutoNatPolicy(client_interval_s=0.0, request_interval_s=0.0))
-    knocks = 0
+    accepts = 0
 
-    async def knocked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal knocks
-        knocks += 1
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal accepts
+        accepts += 1
         writer.close()
 
     async with running("go") as other, running("go", other.addresses[0]) as us:
-        async with await asyncio.start_server(knocked, "127.0.0.2", 0) as server:
+        async with await asyncio.start_server(accepted, "127.0.0.2", 0) as server:
             port = server.sockets[0].getsockname()[1]
             elsewhere = [f"/ip4/127.0.0.2/tcp/{port}/p2p/{us.peer}", f"/ip4/127.0.0.2/tcp/{port}/tls/p2p/{us.peer}"]
             elsewhere += [f"/dns4/localhost/tcp/{port}/p2p/{us.peer}", f"/ip4/127.0.0.1/udp/{port}/p2p/{us.peer}"]
@@ -69,7 +69,7 @@ async def test_only_a_clients_own_addresses_at_its_own_ip_are_dialled(monkeypatc
             verdict = await probe(us.daemon.daemon, other.peer, elsewhere)
         assert verdict.reached == ()
         assert set(verdict.missed) <= {f"/ip4/127.0.0.1/tcp/99999999/p2p/{us.peer}"}
-        assert knocks == 0
+        assert accepts == 0
 
 
 async def test_clients_are_rate_limited_and_malformed_requests_refused() -> None:

@@ -1,4 +1,4 @@
-"""The directory on real DHT nodes on 127.0.0.1, and what strangers try to do to it."""
+"""The directory on real DHT nodes on 127.0.0.1, and attacks of untrusted peers on it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def swarm(size: int, clients: int = 0) -> AsyncIterator[list[Member]]:
     assert not psutil.Process().children()
 
 
-async def test_three_nodes_and_a_client_see_one_map() -> None:
+async def test_three_nodes_and_a_client_see_the_same_records() -> None:
     async with swarm(3, clients=1) as members:
         soon = time.time() + 10
         for i, (_, directory) in enumerate(members[:3]):
@@ -94,7 +94,7 @@ async def test_a_node_that_vanished_and_starts_again_is_one_replica_and_not_two(
             assert (await other.read("m"))[again.peer] == b"4"
 
 
-async def test_a_replica_that_refuses_makes_no_failure_of_what_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_refuses_does_not_fail_a_store_that_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm(3) as members:
         (_, publisher), (_, second), (_, third) = members
         monkeypatch.setattr(third._node.protocol.storage, "store_subkey", lambda *args: False)
@@ -103,7 +103,7 @@ async def test_a_replica_that_refuses_makes_no_failure_of_what_others_keep(monke
             assert list((await second.read("m")).values()) == [b"%d" % number]
         for directory in (publisher, second):
             monkeypatch.setattr(directory._node.protocol.storage, "store_subkey", lambda *args: False)
-        with pytest.raises(NetworkError, match="no peer would keep our record"):
+        with pytest.raises(NetworkError, match="no peer stored our record"):
             await publisher.publish(b"5", "m", time.time() + 10)
 
 
@@ -136,7 +136,7 @@ class Replayer(Liar):
         return bytes(record.value) + self.signature
 
 
-async def test_strangers_cannot_write_under_another_peers_subkey() -> None:
+async def test_untrusted_peers_cannot_write_under_another_peers_subkey() -> None:
     async with swarm(3) as ((victim, one), (_, two), (attacker, lair)):
         await one.publish(b"truth", "m", time.time() + 10)
         await lair.publish(b"attacker", "m", time.time() + 10)
@@ -166,7 +166,7 @@ async def test_strangers_cannot_write_under_another_peers_subkey() -> None:
         await attack(b"truth", stored.expiration_time + 20, victim.peer)
 
 
-async def test_a_lying_replica_spoils_only_its_own_entries() -> None:
+async def test_a_malicious_replica_invalidates_only_its_own_entries() -> None:
     async with swarm(3) as ((victim, one), (_, two), (attacker, lair)):
         await one.publish(b"truth", "m", time.time() + 10)
         key_id, storage, soon = DHTID.generate(key("m")), lair._node.protocol.storage, time.time() + 10
@@ -211,18 +211,18 @@ async def test_after_the_death_of_its_daemon_a_node_is_found_again() -> None:
     async with swarm(3) as ((first, directory), (_, second), (third, _)):
         soon = time.time() + 30
         await second.publish(b"second", "m", soon)
-        revived: asyncio.Queue[None] = asyncio.Queue()
-        first.daemon.on_up(lambda: revived.put(None))
+        restarted: asyncio.Queue[None] = asyncio.Queue()
+        first.daemon.on_up(lambda: restarted.put(None))
         os.kill(first.daemon_pid, signal.SIGKILL)
         async with asyncio.timeout(10):
-            await revived.get()
+            await restarted.get()
         assert await directory.rebootstrap([third.addresses[0], f"/ip4/127.0.0.1/tcp/1/p2p/{third.peer[:-1]}x"]) == 1
         await directory.publish(b"first", "m", time.time() + 30)
         assert (await directory.read("m"))[first.peer] == b"first"
         assert set((await second.read("m")).values()) == {b"first", b"second"}
 
 
-async def test_a_search_that_is_given_up_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_lookup_leaks_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hivemind's own leave behind is destroyed while it waits, which asyncio tells the loop's handler."""
     lost: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context["message"]))
@@ -238,10 +238,10 @@ async def test_a_search_that_is_given_up_leaves_no_task_behind(monkeypatch: pyte
         publishing = asyncio.create_task(directory.publish(b"record", "m", time.time() + 5))
         await asyncio.sleep(0.2)
         assert len(asyncio.all_tasks() - before) > 4, "a search is under way"
-        directory._down()  # as when the daemon dies
-        for given_up in (reading, publishing):
+        directory._on_host_down()  # as when the daemon dies
+        for cancelled in (reading, publishing):
             with pytest.raises(NetworkError):
-                await given_up
+                await cancelled
         await asyncio.sleep(0.1)
         assert not {task for task in asyncio.all_tasks() - before if not task.done()}
     gc.collect()
@@ -301,7 +301,7 @@ def test_the_serializer_refuses_everything_else(data: bytes) -> None:
 
 
 async def test_the_records_of_a_private_swarm() -> None:
-    """Strangers in the same DHT neither find nor read them, nor have what they plant believed."""
+    """Non-members in the same DHT neither find nor read them, and what they store there is ignored."""
     secret = SwarmSecret("a secret of our own")
     async with contextlib.AsyncExitStack() as stack:
         members: list[Member] = []
@@ -312,14 +312,14 @@ async def test_the_records_of_a_private_swarm() -> None:
             directory = await DhtDirectory.start(transport, peers, secret=chosen)
             stack.push_async_callback(directory.close)
             members.append((transport, directory))
-        (member, one), (_, two), (stranger, open_one), (_, other) = members
+        (member, one), (_, two), (outsider, open_one), (_, other) = members
         soon = time.time() + 10
         await one.publish(b"x" * MAX_RECORD, "m", soon)
         assert await two.read("m") == {member.peer: b"x" * MAX_RECORD}
         assert await open_one.read("m") == await other.read("m") == {}
-        # A stranger that got to know the name can store there, under its own id, and is not heard.
+        # A non-member that has learned the name can store there, under its own id, and is ignored.
         for planted in (b"", b"plain", secret.seal(b"sealed for another", f"{member.peer} m".encode())):
-            await open_one._node.store(secret.name(key("m")), planted, soon, subkey=stranger.peer)
+            await open_one._node.store(secret.name(key("m")), planted, soon, subkey=outsider.peer)
             assert set(await two.read("m")) == {member.peer}
         await one.withdraw("m")
         assert await two.read("m") == {}

@@ -111,7 +111,7 @@ class Stub:
         self.peer = "us"
         self.daemon = self
         self.streams: list[Stub.Stream] = []
-        self.asked: tuple[str, ...] = ()
+        self.dialled: tuple[str, ...] = ()
         self._plan = seconds, end
 
     class Stream:
@@ -131,7 +131,7 @@ class Stub:
 
     async def dial(self, peer: str, addresses: Sequence[str]) -> Stream:
         seconds, end = self._plan
-        self.asked = tuple(addresses)
+        self.dialled = tuple(addresses)
         await asyncio.sleep(seconds)
         if isinstance(end, PeerUnreachable):
             raise end
@@ -159,14 +159,14 @@ NOWHERE = PeerUnreachable("nothing answers")
         ((3600.0, "direct"), (3.0, NOWHERE), "", multi.MultiTransportPolicy().direct_timeout_s),
     ],
 )
-def test_the_carriers_race(direct: Plan, daemon: Plan, winner: str, after_s: float) -> None:
+def test_the_transports_race(direct: Plan, daemon: Plan, winner: str, after_s: float) -> None:
     async def race() -> None:
         straight, universal = Stub(*direct), Stub(*daemon)
         transport = MultiTransport(universal, straight, "")  # type: ignore[arg-type]
-        moved: list[Connection] = []
+        upgraded: list[Connection] = []
 
         async def found(_: Connection, better: Connection) -> None:
-            moved.append(better)
+            upgraded.append(better)
 
         transport.on_upgrade(found)
         try:
@@ -178,9 +178,9 @@ def test_the_carriers_race(direct: Plan, daemon: Plan, winner: str, after_s: flo
             assert now() == pytest.approx(after_s)
             assert stream.name == winner  # type: ignore[attr-defined]
             await asyncio.sleep(4.0)
-            assert [s.gone for s in (*straight.streams, *universal.streams)].count(False) == 1 + len(moved)
+            assert [s.gone for s in (*straight.streams, *universal.streams)].count(False) == 1 + len(upgraded)
         await transport.close()
-        assert straight.asked == ADDRESSES[:1]
-        assert universal.asked in ((), ADDRESSES[1:])
+        assert straight.dialled == ADDRESSES[:1]
+        assert universal.dialled in ((), ADDRESSES[1:])
 
     run(race())

@@ -1,4 +1,4 @@
-"""The universal transport on real p2p daemons on 127.0.0.1: the shared conformance suite, its errors, its process."""
+"""The libp2p transport on real p2p daemons on 127.0.0.1: the shared conformance suite, its errors, its process."""
 
 from __future__ import annotations
 
@@ -144,14 +144,14 @@ async def test_options_that_cannot_work(
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_daemon_that_dies_or_freezes_comes_back_as_the_same_peer_at_the_same_address(
+async def test_a_daemon_that_dies_or_freezes_restarts_as_the_same_peer_at_the_same_address(
     blow: signal.Signals,
 ) -> None:
     async with running() as listener, running() as caller:
         await listener.serve(echo)
         addresses = listener.addresses
-        revived: asyncio.Queue[None] = asyncio.Queue()
-        listener.daemon.on_up(lambda: revived.put(None))
+        restarted: asyncio.Queue[None] = asyncio.Queue()
+        listener.daemon.on_up(lambda: restarted.put(None))
         for round_ in range(2):
             connection = await caller.dial(listener.peer, addresses)
             victim = listener.daemon_pid
@@ -159,7 +159,7 @@ async def test_a_daemon_that_dies_or_freezes_comes_back_as_the_same_peer_at_the_
             async with asyncio.timeout(10):
                 with pytest.raises(ConnectionLost):
                     await drain(connection)
-                await revived.get()
+                await restarted.get()
             assert listener.daemon_pid != victim
             assert listener.addresses == addresses
             assert not psutil.pid_exists(victim), "the dead daemon was not reaped"
@@ -171,7 +171,7 @@ async def test_a_daemon_that_dies_or_freezes_comes_back_as_the_same_peer_at_the_
             await again.close()
 
 
-async def test_a_daemon_that_cannot_be_brought_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_daemon_that_cannot_be_restarted_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(go_daemon, "POLICY", replace(go_daemon.POLICY, restart_backoff_s=(0.0, 0.1)))
     async with running() as transport:
         monkeypatch.setattr(go_daemon, "P2PD", "/nowhere/p2pd")
@@ -182,7 +182,7 @@ async def test_a_daemon_that_cannot_be_brought_back_is_given_up(monkeypatch: pyt
             await transport.dial(NOBODY, ())
 
 
-async def test_a_daemon_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_daemon_in_a_crash_loop_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(go_daemon, "POLICY", replace(go_daemon.POLICY, max_crashes=2))
     async with running() as transport:
         async with asyncio.timeout(20):

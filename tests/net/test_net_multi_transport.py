@@ -1,4 +1,4 @@
-"""Both transports as one on 127.0.0.1: which way a peer is reached, and how a running link changes it."""
+"""Both transports as one on 127.0.0.1: which one reaches a peer, and how a live link migrates."""
 
 from __future__ import annotations
 
@@ -141,13 +141,13 @@ async def test_a_link_migrates_to_a_direct_connection_when_one_is_possible() -> 
             assert (len(serving), len(dialling)) == (1, 1)
 
 
-async def test_members_of_a_private_swarm_reach_each_other_and_strangers_do_not() -> None:
+async def test_members_of_a_private_swarm_connect_and_others_do_not() -> None:
     secret = SwarmSecret("a secret of our own")
     async with (
         running(secret=secret) as listener,
         running(accept=False, secret=secret) as member,
         running(accept=False, secret=SwarmSecret("another swarm's secret")) as other,
-        running(accept=False) as stranger,
+        running(accept=False) as outsider,
     ):
         let_in: list[str] = []
 
@@ -161,7 +161,7 @@ async def test_members_of_a_private_swarm_reach_each_other_and_strangers_do_not(
             connection = await member.dial(listener.peer, addresses)
             await connection.send(Ping(1))
             assert (await connection.receive())[0] == Ping(1)
-            for transport in (other, stranger):
+            for transport in (other, outsider):
                 with pytest.raises(PeerUnreachable):
                     await transport.dial(listener.peer, addresses)
         assert let_in == [member.peer, member.peer]

@@ -104,7 +104,7 @@ async def test_unreachable_peers() -> None:
 
 
 @virtual_time
-async def test_a_lost_connection_is_told_once_and_dialled_anew() -> None:
+async def test_a_lost_connection_is_reported_once_and_redialled() -> None:
     network, client, node = await two()
     first = await client.pool.get("node")
     network.kill("node")
@@ -140,7 +140,7 @@ async def test_rtt() -> None:
 
 
 @virtual_time
-async def test_offenders_are_cut_and_then_refused() -> None:
+async def test_violators_are_disconnected_and_then_refused() -> None:
     network, client, node = await two(limits=Limits(max_protocol_errors=3))
     bystander = Peer(network, "bystander")
     await (await bystander.pool.get("node")).send(CloseSession(SESSION))
@@ -161,7 +161,7 @@ async def test_offenders_are_cut_and_then_refused() -> None:
 
 
 @virtual_time
-async def test_what_a_service_finds_out_later_is_charged_too() -> None:
+async def test_a_violation_that_a_service_reports_later_is_recorded() -> None:
     _, client, node = await two()
     await client.pool.rtt("node")
     (accepted,) = node.pool._links
@@ -204,7 +204,7 @@ async def test_a_flood_of_pings_is_cut_off() -> None:
 
 
 @virtual_time
-async def test_silence_ends_a_connection_but_idleness_does_not() -> None:
+async def test_an_unresponsive_connection_ends_but_an_idle_one_does_not() -> None:
     network, client, node = await two()
     await client.pool.get("node")
     await asyncio.sleep(600)

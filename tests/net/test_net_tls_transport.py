@@ -123,7 +123,7 @@ def test_addresses_are_read_as_they_are_written() -> None:
         assert parse(f"/ip4/192.0.2.1/tcp/{port}/tls/p2p/{peer}", peer) is None
 
 
-def test_what_is_announced() -> None:
+def test_which_addresses_are_advertised() -> None:
     any4, any6 = TlsEndpoint("0.0.0.0", 10), TlsEndpoint("::", 11)
     daemon = [
         "/ip4/127.0.0.1/tcp/4001/p2p/x",

@@ -198,7 +198,7 @@ class Conformance:
                 await caller.dial(listener.peer, listener.addresses)
             await caller.close()
 
-    async def test_closing_a_carrier_ends_everything_on_it(self) -> None:
+    async def test_closing_a_transport_ends_everything_on_it(self) -> None:
         async with self.pair() as (caller, listener):
             ended = asyncio.Event()
 
