@@ -1,8 +1,8 @@
-"""The carriers between two processes in one run: round trips, throughput, and tokens/s of a 3-node swarm with each.
+"""The transports between two processes in one run: round trips, throughput, and tokens/s of a 3-node swarm with each.
 
     python benchmarks/bench_transports.py [--rounds 5] [--no-swarm] [--tokens 128] [--json FILE]
 
-Every round measures all carriers one after the other, so that a machine that speeds up or slows down changes all of
+Every round measures all transports one after the other, so that a machine that speeds up or slows down changes all of
 them; what counts is the ratio to the p2p daemon's stream, taken round by round, of which the median is printed.
 """
 
@@ -32,10 +32,10 @@ from swarm.net.transports.tls import TlsTransport
 SIZES = {"1 KB": 1 << 10, "16 KB": 16 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "16 MB": 16 << 20}
 ROUND_TRIPS = {"1 KB": 400, "16 KB": 300, "256 KB": 100, "4 MB": 12, "16 MB": 5}
 FLOOD = 256 << 20  # bytes sent for one throughput figure, fewer where frames are small
-SLOW = 8  # times fewer bytes and round trips for a carrier that takes longer
+SLOWDOWN = 8  # times fewer bytes and round trips for a slow transport
 FLOOD_FRAMES = 4000
-CARRIERS = ("daemon", "py", "direct")  # p2p daemon, py-libp2p, TLS in our own loop
-SWARMS = {  # what a node and a client are told for each
+TRANSPORTS = ("daemon", "py", "direct")  # p2p daemon, py-libp2p, TLS in our own loop
+SWARMS = {  # the settings of node and client for each
     "daemon": {"transport": "libp2p", "libp2p_impl": "go"},
     "py": {"transport": "libp2p", "libp2p_impl": "python"},
     "direct": {"transport": "auto", "libp2p_impl": "go"},
@@ -50,7 +50,7 @@ async def make(kind: str, listen: bool) -> Transport:
 
 
 async def answer(connection: Connection) -> None:
-    """Send a Close back with its body, drop a Prune, answer a Ping."""
+    """Echo a CloseSession with its body, ignore a DropInFlight, answer a Ping."""
     with suppress(NetworkError):
         while True:
             message, body = await connection.receive()
@@ -61,15 +61,15 @@ async def answer(connection: Connection) -> None:
 
 
 async def listener() -> None:
-    """The other process: says where it listens and lives until its stdin ends."""
+    """The other process: prints where it listens and runs until its stdin ends."""
     async with AsyncExitStack() as stack:
-        places: dict[str, tuple[str, list[str]]] = {}
-        for kind in CARRIERS:
-            carrier = await make(kind, listen=True)
-            stack.push_async_callback(carrier.close)
-            await carrier.serve(answer)
-            places[kind] = carrier.peer, list(carrier.addresses)
-        print(json.dumps(places), flush=True)
+        endpoints: dict[str, tuple[str, list[str]]] = {}
+        for kind in TRANSPORTS:
+            transport = await make(kind, listen=True)
+            stack.push_async_callback(transport.close)
+            await transport.serve(answer)
+            endpoints[kind] = transport.peer, list(transport.addresses)
+        print(json.dumps(endpoints), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
@@ -86,7 +86,7 @@ async def round_trip_ms(connection: Connection, size: str, share: int = 1) -> fl
 
 
 async def throughput_mb_s(connection: Connection, size: str, share: int = 1) -> float:
-    """MB (10^6 bytes) a second one way, as many frames in flight as the carrier takes."""
+    """MB (10^6 bytes) a second one way, as many frames in flight as the transport takes."""
     body = os.urandom(SIZES[size])
     frames = max(2, min(FLOOD_FRAMES, FLOOD // len(body)) // share)
     begun = time.perf_counter()
@@ -98,25 +98,25 @@ async def throughput_mb_s(connection: Connection, size: str, share: int = 1) -> 
 
 
 async def measure_links(rounds: int) -> list[dict[str, object]]:
-    """-> one row a size and carrier."""
+    """-> one row a size and transport."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--listener", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     assert child.stdout is not None
     try:
-        places = json.loads(await child.stdout.readline())
+        endpoints = json.loads(await child.stdout.readline())
         async with AsyncExitStack() as stack:
             connections: dict[str, Connection] = {}
-            for kind in CARRIERS:
-                carrier = await make(kind, listen=False)
-                stack.push_async_callback(carrier.close)
-                connections[kind] = await carrier.dial(*places[kind])
+            for kind in TRANSPORTS:
+                transport = await make(kind, listen=False)
+                stack.push_async_callback(transport.close)
+                connections[kind] = await transport.dial(*endpoints[kind])
             for connection in connections.values():  # warm both sides
                 await round_trip_ms(connection, "256 KB")
             return [row for size in SIZES for row in await _measure_size(connections, size, rounds)]
     finally:
         assert child.stdin is not None
-        child.stdin.close()  # its sign to end
+        child.stdin.close()  # ends it
         await child.wait()
 
 
@@ -125,13 +125,13 @@ async def _measure_size(connections: dict[str, Connection], size: str, rounds: i
     rate: dict[str, list[float]] = {kind: [] for kind in connections}
     for _ in range(rounds):
         for kind, connection in connections.items():
-            rtt[kind].append(await round_trip_ms(connection, size, SLOW if kind == "py" else 1))
+            rtt[kind].append(await round_trip_ms(connection, size, SLOWDOWN if kind == "py" else 1))
         for kind, connection in connections.items():
-            rate[kind].append(await throughput_mb_s(connection, size, SLOW if kind == "py" else 1))
+            rate[kind].append(await throughput_mb_s(connection, size, SLOWDOWN if kind == "py" else 1))
     return [
         {
             "size": size,
-            "carrier": kind,
+            "transport": kind,
             "rtt_ms": statistics.median(rtt[kind]),
             "mb_s": statistics.median(rate[kind]),
             "rtt_speedup": statistics.median(d / own for d, own in zip(rtt["daemon"], rtt[kind], strict=True)),
@@ -181,9 +181,9 @@ async def measure_swarm(rounds: int, tokens: int) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    head = "| size | carrier | RTT, ms | MB/s one way | RTT, times faster | MB/s, times |\n|---|---|---|---|---|---|"
+    head = "| size | transport | RTT, ms | MB/s one way | RTT, times faster | MB/s, times |\n|---|---|---|---|---|---|"
     lines = [
-        f"| {r['size']} | {r['carrier']} | {r['rtt_ms']:.3f} | {r['mb_s']:.0f} "
+        f"| {r['size']} | {r['transport']} | {r['rtt_ms']:.3f} | {r['mb_s']:.0f} "
         f"| {r['rtt_speedup']:.2f} | {r['rate_speedup']:.2f} |"
         for r in rows
     ]
@@ -205,7 +205,7 @@ def main() -> None:
     print(f"\nTwo processes on loopback, {os.cpu_count()} cores, {args.rounds} rounds\n\n{table(rows)}")
     speeds = {} if args.no_swarm else uvloop.run(measure_swarm(args.rounds, args.tokens))
     if speeds:
-        print(f"\nThree node processes, {args.tokens} greedy tokens\n\n| carrier | tokens/s |\n|---|---|")
+        print(f"\nThree node processes, {args.tokens} greedy tokens\n\n| transport | tokens/s |\n|---|---|")
         print("\n".join(f"| {kind} | {speed:.1f} |" for kind, speed in speeds.items()))
     if args.json:
         args.json.write_text(json.dumps({"links": rows, "tokens_s": speeds}, indent=2) + "\n")

@@ -43,7 +43,7 @@ async def serve(config: NodeConfig, shape: LinkShape) -> None:
 
 
 def slow_down(times: float) -> None:
-    """A machine whose calibration says `times` this one's, and whose batches take that long.
+    """Emulate a machine that is slower by `times`, in its calibration and in its batches.
 
     It sleeps after its own computing, so that many slow machines fit into this one.
     """

@@ -1,4 +1,4 @@
-"""A chain of real node processes over emulated lines, and a client as far away: what the WAN benchmarks share."""
+"""A chain of real node processes over emulated WAN links, and a client as far away: shared by the WAN benchmarks."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ async def far_client(
     """A client `delay_ms` from every node; `settings` go to ClientConfig, `options` to SwarmClient."""
     config = ClientConfig(peers=(address,), model=model, **(settings or {}))
     async with AsyncExitStack() as stack:
-        carrier = await MultiTransport.start(Identity.generate(), HostOptions(peers=(address,)), accept=False)
-        shaped = EmulatedTransport(carrier, LinkShape(send_delay_s=delay_ms / 1e3))
-        stack.push_async_callback(shaped.close)
-        directory = await DhtDirectory.start(carrier.daemon, (address,), client=True)
+        transport = await MultiTransport.start(Identity.generate(), HostOptions(peers=(address,)), accept=False)
+        emulated = EmulatedTransport(transport, LinkShape(send_delay_s=delay_ms / 1e3))
+        stack.push_async_callback(emulated.close)
+        directory = await DhtDirectory.start(transport.daemon, (address,), client=True)
         stack.push_async_callback(directory.close)
-        network = ClientNetwork.from_transport(shaped, directory, config.limits)
+        network = ClientNetwork.from_transport(emulated, directory, config.limits)
         await stack.enter_async_context(network.pool)
         yield await stack.enter_async_context(SwarmClient(config=config, network=network, **options))
 

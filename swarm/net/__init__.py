@@ -1,1 +1,1 @@
-"""The outside world: identities, carriers, the DHT. No torch, no plan."""
+"""The outside world: identities, transports, the DHT. No torch, no plan."""

@@ -1,7 +1,7 @@
-"""Any carrier as if over a slower line: benchmarks between real processes on one machine use it to be far apart.
+"""WAN emulation: any transport with added latency and limited bandwidth, for benchmarks between processes of one host.
 
-Owns one-way delay and a rate cap, each way; keeps the order of frames and their back-pressure. Knows neither what
-carries the frames in the end nor what they mean. A delay is as exact as the event loop's timers, about a millisecond.
+Owns one-way delay and a rate cap, each way; keeps the order of frames and their back-pressure. Knows neither the
+transport underneath nor the messages. A delay is as exact as the event loop's timers, about a millisecond.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Connection, Handler, Transport
 from swarm.types import PeerId
 
-WINDOW = 4 << 20  # bytes on their way in one direction of a connection, before its sender waits
+WINDOW = 4 << 20  # bytes in flight in one direction of a connection, before its sender waits
 
 _Item = tuple[AnyMessage, Buffer]
 
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """What one machine's line adds. Delays one way, in seconds; rates in bytes a second, shared by all connections."""
+    """What one machine's link adds. Delays one way, in seconds; rates in bytes a second, shared by all connections."""
 
     send_delay_s: float = 0.0
     send_rate: float = math.inf
@@ -36,7 +36,7 @@ class LinkShape:
 
 
 class _Bandwidth:
-    """One direction of a machine's line: bytes leave one after the other."""
+    """One direction of a machine's link: bytes are sent one after the other."""
 
     def __init__(self, rate: float, delay_s: float) -> None:
         self._rate = rate
@@ -44,31 +44,31 @@ class _Bandwidth:
         self._free_at = 0.0
 
     def arrival(self, size: int) -> float:
-        """When `size` bytes handed over now are at the other end, loop time."""
+        """The loop time at which `size` bytes sent now arrive at the other end."""
         now = asyncio.get_running_loop().time()
         self._free_at = max(now, self._free_at) + size / self._rate
         return self._free_at + self._delay_s
 
 
 class _Direction:
-    """One direction of one connection: what is put in comes out in order, later."""
+    """One direction of one connection: a queue whose items come out in order, later."""
 
-    def __init__(self, line: _Bandwidth) -> None:
-        self._line = line
+    def __init__(self, bandwidth: _Bandwidth) -> None:
+        self._bandwidth = bandwidth
         self._items: deque[tuple[float, int, _Item]] = deque()
         self._bytes = 0
         self._changed = asyncio.Event()
         self._end: NetworkError | None = None
 
     async def put(self, message: AnyMessage, body: Buffer) -> None:
-        """Waits while the lane is full. Raises ConnectionLost once it has ended."""
+        """Waits while the window is full. Raises ConnectionLost once this direction has ended."""
         size = len(codec.encode(message)[0]) + len(body)
         while self._end is None and self._items and self._bytes + size > WINDOW:
             await self._changed.wait()
         if self._end is not None:
             raise ConnectionLost(str(self._end))
         self._bytes += size
-        self._items.append((self._line.arrival(size), size, (message, body)))
+        self._items.append((self._bandwidth.arrival(size), size, (message, body)))
         self._notify()
 
     async def get(self) -> _Item:
@@ -89,7 +89,7 @@ class _Direction:
         return item
 
     def end(self, error: NetworkError, drop: bool = False) -> None:
-        """Take no more; `drop` what is under way as well."""
+        """Accept no more items; `drop` those in flight as well."""
         if self._end is None:
             self._end = error
         if drop:
@@ -103,13 +103,13 @@ class _Direction:
 
 
 class EmulatedConnection:
-    """See `carrier.Connection`."""
+    """See `transport.Connection`."""
 
-    def __init__(self, inner: Connection, send: _Bandwidth, receive: _Bandwidth, scope: TaskSet) -> None:
+    def __init__(self, inner: Connection, send: _Bandwidth, receive: _Bandwidth, tasks: TaskSet) -> None:
         self._inner = inner
         self._out, self._in = _Direction(send), _Direction(receive)
-        self._pusher = scope.start(self._push(), f"to {inner.peer}")
-        self._puller = scope.start(self._pull(), f"from {inner.peer}")
+        self._sender = tasks.start(self._send_all(), f"to {inner.peer}")
+        tasks.start(self._receive_all(), f"from {inner.peer}")
 
     @property
     def peer(self) -> PeerId:
@@ -127,10 +127,10 @@ class EmulatedConnection:
         self._in.end(ConnectionLost("the connection was closed here"), drop=True)
 
     async def flushed(self) -> None:
-        """Wait until all that was sent before `close` has left."""
-        await asyncio.wait({self._pusher})
+        """Wait until all that was sent before `close` is sent on."""
+        await asyncio.wait({self._sender})
 
-    async def _push(self) -> None:
+    async def _send_all(self) -> None:
         try:
             while True:
                 message, body = await self._out.get()
@@ -140,7 +140,7 @@ class EmulatedConnection:
         finally:
             await self._inner.close()
 
-    async def _pull(self) -> None:
+    async def _receive_all(self) -> None:
         try:
             while True:
                 await self._in.put(*await self._inner.receive())
@@ -150,13 +150,13 @@ class EmulatedConnection:
 
 
 class EmulatedTransport:
-    """See `carrier.Carrier`. Closing it closes the carrier inside."""
+    """See `transport.Transport`. Closing it closes the transport inside."""
 
     def __init__(self, inner: Transport, shape: LinkShape) -> None:
         self._inner = inner
         self._send = _Bandwidth(shape.send_rate, shape.send_delay_s)
         self._receive = _Bandwidth(shape.receive_rate, shape.receive_delay_s)
-        self._scope = TaskSet("shaped carrier")
+        self._tasks = TaskSet("emulated transport")
 
     @property
     def peer(self) -> PeerId:
@@ -167,22 +167,22 @@ class EmulatedTransport:
         return self._inner.addresses
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
-        return self._shape(await self._inner.dial(peer, addresses))
+        return self._emulate(await self._inner.dial(peer, addresses))
 
     async def serve(self, handler: Handler) -> None:
-        async def shaped(inner: Connection) -> None:
-            connection = self._shape(inner)
+        async def emulated(inner: Connection) -> None:
+            connection = self._emulate(inner)
             try:
                 await handler(connection)
             finally:
                 await connection.close()
             await connection.flushed()
 
-        await self._inner.serve(shaped)
+        await self._inner.serve(emulated)
 
     async def close(self) -> None:
-        await self._scope.close()
+        await self._tasks.close()
         await self._inner.close()
 
-    def _shape(self, inner: Connection) -> EmulatedConnection:
-        return EmulatedConnection(inner, self._send, self._receive, self._scope)
+    def _emulate(self, inner: Connection) -> EmulatedConnection:
+        return EmulatedConnection(inner, self._send, self._receive, self._tasks)

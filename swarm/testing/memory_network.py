@@ -1,7 +1,7 @@
-"""A whole network inside one event loop, for tests: the third carrier, and a directory in a dictionary.
+"""A whole network inside one event loop, for tests: an in-memory transport, and a directory in a dictionary.
 
-Owns delay, rate, loss, partitions and the death of peers. All of it runs on `loop.time()` and one seeded generator, so
-a run under a virtual clock repeats itself exactly. Frames go through the real codec and limits. Knows no sockets.
+Owns delay, rate, loss, partitions and crashes of peers. All of it runs on `loop.time()` and one seeded generator, so a
+run under a virtual clock is deterministic. Frames go through the real codec and limits. Knows no sockets.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class _Pipe:
     def __init__(self, network: MemoryNetwork, source: PeerId, target: PeerId) -> None:
         self._network = network
         self._ends = (source, target)
-        self._flight: deque[_Frame | None] = deque()  # None ends the stream
+        self._in_flight: deque[_Frame | None] = deque()  # None ends the stream
         self._arrived: deque[_Frame] = deque()
-        self._stalled = 0  # of `_flight`: would have arrived, but the link is cut
+        self._stalled = 0  # of `_in_flight`: would have arrived, but for the partition
         self._unread = 0  # bytes
         self._last_arrival = 0.0
         self._changed = asyncio.Event()
         self._finished = False  # the sender has ended the stream: nothing more is sent
-        self.ended = False  # the reader has got to know it: nothing more arrives
+        self.ended = False  # the reader has seen the end: nothing more arrives
         self.on_end: Callable[[], None] = lambda: None
 
     async def put(self, frame: _Frame) -> None:
@@ -82,21 +82,21 @@ class _Pipe:
         return frame
 
     def finish(self) -> None:
-        """End the stream behind the frames that are under way."""
+        """End the stream behind the frames in flight."""
         if not self._finished:
             self._finished = True
             self._send(None, 0)
             self._notify()
 
-    def silence(self) -> None:
-        """The sender has died: what is under way is lost. The reader is told by a later `abort`."""
+    def drop_in_flight(self) -> None:
+        """The sender has crashed: frames in flight are lost. A later `abort` notifies the reader."""
         self._finished = True
-        self._flight.clear()
+        self._in_flight.clear()
         self._stalled = 0
 
     def abort(self) -> None:
-        """Drop what is under way; both ends see ConnectionLost, the reader after what had arrived."""
-        self.silence()
+        """Drop the frames in flight; both ends see ConnectionLost, the reader after what had arrived."""
+        self.drop_in_flight()
         self.ended = True
         self._notify()
 
@@ -106,7 +106,7 @@ class _Pipe:
         self._arrived.clear()
 
     def resume(self) -> None:
-        """The link is whole again: deliver what it held back, in order."""
+        """The partition has healed: deliver what it held back, in order."""
         stalled, self._stalled = self._stalled, 0
         for _ in range(stalled):
             self._arrive()
@@ -114,16 +114,16 @@ class _Pipe:
     def _send(self, frame: _Frame | None, size: int) -> None:
         when = max(self._network.arrival(self._ends, size), self._last_arrival)
         self._last_arrival = when
-        self._flight.append(frame)
+        self._in_flight.append(frame)
         asyncio.get_running_loop().call_at(when, self._arrive)
 
     def _arrive(self) -> None:
         if self._stalled or self._network.cut(*self._ends):
             self._stalled += 1
             return
-        if not self._flight:  # aborted meanwhile
+        if not self._in_flight:  # aborted meanwhile
             return
-        frame = self._flight.popleft()
+        frame = self._in_flight.popleft()
         if frame is None:
             self.ended = True
             self.on_end()
@@ -137,7 +137,7 @@ class _Pipe:
 
 
 class MemoryConnection:
-    """One end of a connection; see `carrier.Connection`."""
+    """One end of a connection; see `transport.Connection`."""
 
     def __init__(self, peer: PeerId, inbound: _Pipe, outbound: _Pipe, limits: FrameLimits) -> None:
         self._peer = peer
@@ -155,7 +155,7 @@ class MemoryConnection:
         await self.send_raw(header, body)
 
     async def send_raw(self, header: bytes, body: Buffer = b"") -> None:
-        """A frame as bytes, prefix included, unchecked: for tests that play a hostile peer."""
+        """A frame as bytes, prefix included, unchecked: for tests of malicious peers."""
         async with self._sending:
             await self._out.put((header, memoryview(bytes(body))))
 
@@ -173,13 +173,13 @@ class MemoryConnection:
         self._in.discard()
 
     def abort(self) -> None:
-        """As when the process of one end dies."""
+        """As when the process of one end crashes."""
         self._out.abort()
         self._in.abort()
 
 
 class MemoryTransport:
-    """One peer's endpoint in a `MemoryNetwork`; see `carrier.Carrier`."""
+    """One peer's endpoint in a `MemoryNetwork`; see `transport.Transport`."""
 
     def __init__(self, network: MemoryNetwork, peer: PeerId, limits: FrameLimits, dial_timeout_s: float) -> None:
         self._network = network
@@ -187,7 +187,7 @@ class MemoryTransport:
         self._limits = limits
         self._dial_timeout_s = dial_timeout_s
         self._handler: Handler | None = None
-        self._scope = TaskSet(f"memory carrier {peer}")
+        self._tasks = TaskSet(f"memory transport {peer}")
         self.closed = False
 
     @property
@@ -200,7 +200,7 @@ class MemoryTransport:
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> MemoryConnection:
         if self.closed:
-            raise PeerUnreachable("this carrier is closed")
+            raise PeerUnreachable("this transport is closed")
         if self._network.cut(self._peer, peer):
             await asyncio.sleep(self._dial_timeout_s)
             raise PeerUnreachable(f"{peer} did not answer within {self._dial_timeout_s:g} s")
@@ -212,7 +212,7 @@ class MemoryTransport:
         near = MemoryConnection(peer, back, there, self._limits)
         far = MemoryConnection(self._peer, there, back, target._limits)
         self._network.connected(near, (self._peer, peer), (there, back))
-        target._scope.start(_serve(target._handler, far), f"connection from {self._peer}")
+        target._tasks.start(_serve(target._handler, far), f"connection from {self._peer}")
         return near
 
     async def serve(self, handler: Handler) -> None:
@@ -222,7 +222,7 @@ class MemoryTransport:
         if not self.closed:
             self.closed = True
             self._network.disconnect(self._peer)
-        await self._scope.close()
+        await self._tasks.close()
 
 
 async def _serve(handler: Handler, connection: MemoryConnection) -> None:
@@ -233,7 +233,7 @@ async def _serve(handler: Handler, connection: MemoryConnection) -> None:
 
 
 class MemoryDirectory:
-    """See `carrier.Directory`. Records are visible to all at once and disappear when they expire."""
+    """See `transport.Directory`. Records are visible to all at once and disappear when they expire."""
 
     def __init__(self, network: MemoryNetwork, peer: PeerId) -> None:
         self._network = network
@@ -271,7 +271,7 @@ class MemoryNetwork:
         self._random = random.Random(seed)
         self._links: dict[tuple[PeerId, PeerId], LinkModel] = {}
         self._busy_until: dict[tuple[PeerId, PeerId], float] = {}
-        self._carriers: dict[PeerId, MemoryTransport] = {}
+        self._transports: dict[PeerId, MemoryTransport] = {}
         self._pipes: dict[MemoryConnection, tuple[tuple[PeerId, PeerId], tuple[_Pipe, _Pipe]]] = {}
         self._cuts: set[frozenset[PeerId]] = set()
         self._dark: set[PeerId] = set()
@@ -280,40 +280,39 @@ class MemoryNetwork:
     def transport(
         self, peer: PeerId, limits: FrameLimits = DEFAULT_LIMITS, dial_timeout_s: float = 10.0
     ) -> MemoryTransport:
-        """A peer's endpoint; again, after its death, for its rebirth: a machine that starts again resets what was
-        connected to it before."""
+        """A peer's endpoint; again, after a crash, for its restart, which resets the connections that it had before."""
         if peer in self._dark:
             self._dark.discard(peer)
             self.kill(peer)
-        carrier = MemoryTransport(self, peer, limits, dial_timeout_s)
-        self._carriers[peer] = carrier
-        return carrier
+        transport = MemoryTransport(self, peer, limits, dial_timeout_s)
+        self._transports[peer] = transport
+        return transport
 
     def directory(self, peer: PeerId) -> MemoryDirectory:
         return MemoryDirectory(self, peer)
 
     def set_link(self, a: PeerId, b: PeerId, link: LinkModel, both: bool = True) -> None:
-        """What frames from `a` to `b` meet from now on, and those from `b` to `a` if `both`."""
+        """The link of frames from `a` to `b` from now on, and of those from `b` to `a` if `both`."""
         self._links[a, b] = link
         if both:
             self._links[b, a] = link
 
     def kill(self, peer: PeerId, silent: bool = False) -> None:
-        """The peer's process dies: its connections break, which the others learn after the link's delay.
+        """The peer's process crashes: its connections break, which the others see after the link's delay.
 
-        `silent`: its machine dies, and nobody is told.
+        `silent`: its machine crashes, and no connection is reset.
         """
         if silent:
             self._dark.add(peer)
             return
-        carrier = self._carriers.pop(peer, None)
-        if carrier is not None:
-            carrier.closed = True
+        transport = self._transports.pop(peer, None)
+        if transport is not None:
+            transport.closed = True
         loop = asyncio.get_running_loop()
         for connection, (ends, pipes) in self._pipes.items():
             if peer in ends:
                 outbound, other = (pipes[0], ends[1]) if ends[0] == peer else (pipes[1], ends[0])
-                outbound.silence()
+                outbound.drop_in_flight()
                 loop.call_later(self._link(peer, other).delay_s, connection.abort)
 
     def partition(self, a: PeerId, b: PeerId) -> None:
@@ -327,14 +326,14 @@ class MemoryNetwork:
                 for pipe in pipes:
                     pipe.resume()
 
-    # What carriers, pipes and directories ask of the network.
+    # For transports, pipes and directories.
 
     def cut(self, a: PeerId, b: PeerId) -> bool:
         return frozenset((a, b)) in self._cuts or a in self._dark or b in self._dark
 
     def alive(self, peer: PeerId) -> MemoryTransport | None:
-        carrier = self._carriers.get(peer)
-        return None if carrier is None or carrier.closed else carrier
+        transport = self._transports.get(peer)
+        return None if transport is None or transport.closed else transport
 
     def round_trip_s(self, a: PeerId, b: PeerId) -> float:
         return self._link(a, b).delay_s + self._link(b, a).delay_s
@@ -344,20 +343,20 @@ class MemoryNetwork:
         self._pipes[connection] = (ends, pipes)
 
     def disconnect(self, peer: PeerId) -> None:
-        """The peer's carrier is closed: end its streams behind what is under way."""
+        """The peer's transport is closed: end its streams behind the frames in flight."""
         for ends, pipes in self._pipes.values():
             for end, inbound, outbound in ((0, pipes[1], pipes[0]), (1, pipes[0], pipes[1])):
                 if ends[end] == peer:
                     outbound.finish()
                     inbound.discard()
-        self._carriers.pop(peer, None)
+        self._transports.pop(peer, None)
 
     def count(self, ends: tuple[PeerId, PeerId], size: int) -> None:
         self.sent[ends] += size
         self.frames[ends] += 1
 
     def arrival(self, ends: tuple[PeerId, PeerId], size: int) -> float:
-        """When `size` bytes handed over now will have crossed the link: its queue, its rate, its delay, its losses."""
+        """The loop time at which `size` bytes sent now arrive: after the link's queue, rate, delay and losses."""
         link = self._link(*ends)
         departed = max(asyncio.get_running_loop().time(), self._busy_until.get(ends, 0.0)) + size / link.rate
         self._busy_until[ends] = departed

@@ -85,7 +85,7 @@ class Router:
         return rewritten(packet, head, 12, self._ip, head, port)
 
     def back(self, packet: bytearray) -> bytes | None:
-        """What enters for a packet from outside; None if nobody asked for it."""
+        """What enters for a packet from outside; None if no mapping exists."""
         if packet[0] >> 4 != 4 or packet[9] not in CHECKSUM:
             return None
         protocol, head = packet[9], (packet[0] & 15) * 4

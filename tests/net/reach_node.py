@@ -22,7 +22,7 @@ from swarm.net.security.identity import Identity
 from swarm.net.transports.multi import MultiTransport
 
 BODY = 60_000
-FRAMES = 40  # 2.4 MB each way: far more than the 128 kB of libp2p's own relays, see `p2pd.RELAY_BYTES`
+FRAMES = 40  # 2.4 MB each way: far more than the 128 kB of libp2p's own relays, see `GoDaemonPolicy.relay_data_limit`
 
 
 async def echo(connection: Connection) -> None:
@@ -31,13 +31,13 @@ async def echo(connection: Connection) -> None:
             await connection.send(*await connection.receive())
 
 
-async def dial(carrier: MultiTransport, peer: str, addresses: Sequence[str]) -> Connection:
+async def dial(transport: MultiTransport, peer: str, addresses: Sequence[str]) -> Connection:
     """A listener's reservation at its relay takes a moment."""
     for _ in range(20):
         with contextlib.suppress(PeerUnreachable):
-            return await carrier.dial(peer, addresses)
+            return await transport.dial(peer, addresses)
         await asyncio.sleep(0.5)
-    return await carrier.dial(peer, addresses)
+    return await transport.dial(peer, addresses)
 
 
 def say(**fields: object) -> None:
@@ -50,11 +50,11 @@ async def main(role: str, host: str, relay: str = "", peer: str = "", *addresses
         options = HostOptions(listen, relay_server=True)
     else:
         options = HostOptions(listen, peers=(relay,), relays=(relay,) if role == "listen" else ())
-    carrier = await MultiTransport.start(Identity.generate(), options)
+    transport = await MultiTransport.start(Identity.generate(), options)
     try:
-        await carrier.serve(echo)
+        await transport.serve(echo)
         if role == "dial":
-            connection = await dial(carrier, peer, addresses)
+            connection = await dial(transport, peer, addresses)
             echoed = 0
             with contextlib.suppress(NetworkError):
                 while echoed < FRAMES:
@@ -65,10 +65,10 @@ async def main(role: str, host: str, relay: str = "", peer: str = "", *addresses
                     echoed += 1
             say(echoed=echoed, of=FRAMES)
             return
-        say(peer=carrier.peer, addresses=carrier.addresses)
+        say(peer=transport.peer, addresses=transport.addresses)
         await asyncio.to_thread(sys.stdin.read)
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 if __name__ == "__main__":

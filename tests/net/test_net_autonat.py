@@ -13,7 +13,7 @@ from transport_conformance import echo
 from swarm.config import Libp2pImpl
 from swarm.errors import ConnectionLost, NetworkError
 from swarm.net.discovery import autonat
-from swarm.net.discovery.autonat import PROTOCOL, probe
+from swarm.net.discovery.autonat import PROTOCOL, AutoNatPolicy, probe
 from swarm.net.libp2p.go_daemon_control import accepted_from
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
@@ -26,21 +26,20 @@ OTHER = Identity.from_seed(bytes(32)).peer
 
 @contextlib.asynccontextmanager
 async def running(libp2p_impl: Libp2pImpl, *peers: str) -> AsyncIterator[MultiTransport]:
-    carrier = await MultiTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
+    transport = await MultiTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
     try:
-        await carrier.serve(echo)
-        yield carrier
+        await transport.serve(echo)
+        yield transport
     finally:
-        await carrier.close()
+        await transport.close()
 
 
-@pytest.mark.parametrize(("asker", "answerer"), [("go", "go"), ("python", "go"), ("go", "python")])
+@pytest.mark.parametrize(("client", "server"), [("go", "go"), ("python", "go"), ("go", "python")])
 async def test_what_another_peer_reaches(
-    asker: Libp2pImpl, answerer: Libp2pImpl, monkeypatch: pytest.MonkeyPatch
+    client: Libp2pImpl, server: Libp2pImpl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autonat, "PEER_INTERVAL_S", 0.0)
-    monkeypatch.setattr(autonat, "ALL_INTERVAL_S", 0.0)
-    async with running(answerer) as other, running(asker, other.addresses[0]) as us:
+    monkeypatch.setattr(autonat, "POLICY", AutoNatPolicy(client_interval_s=0.0, request_interval_s=0.0))
+    async with running(server) as other, running(client, other.addresses[0]) as us:
         verdict = await us.check_reachability(other.peer)
         assert verdict.observed == "127.0.0.1"
         assert set(verdict.reached) == set(us.addresses)
@@ -51,18 +50,17 @@ async def test_what_another_peer_reaches(
         assert not verdict.reached
 
 
-async def test_only_an_askers_own_addresses_at_its_own_ip_are_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autonat, "PEER_INTERVAL_S", 0.0)
-    monkeypatch.setattr(autonat, "ALL_INTERVAL_S", 0.0)
-    knocks = 0
+async def test_only_a_clients_own_addresses_at_its_own_ip_are_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autonat, "POLICY", AutoNatPolicy(client_interval_s=0.0, request_interval_s=0.0))
+    accepts = 0
 
-    async def knocked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal knocks
-        knocks += 1
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal accepts
+        accepts += 1
         writer.close()
 
     async with running("go") as other, running("go", other.addresses[0]) as us:
-        async with await asyncio.start_server(knocked, "127.0.0.2", 0) as server:
+        async with await asyncio.start_server(accepted, "127.0.0.2", 0) as server:
             port = server.sockets[0].getsockname()[1]
             elsewhere = [f"/ip4/127.0.0.2/tcp/{port}/p2p/{us.peer}", f"/ip4/127.0.0.2/tcp/{port}/tls/p2p/{us.peer}"]
             elsewhere += [f"/dns4/localhost/tcp/{port}/p2p/{us.peer}", f"/ip4/127.0.0.1/udp/{port}/p2p/{us.peer}"]
@@ -71,10 +69,10 @@ async def test_only_an_askers_own_addresses_at_its_own_ip_are_dialled(monkeypatc
             verdict = await probe(us.daemon.daemon, other.peer, elsewhere)
         assert verdict.reached == ()
         assert set(verdict.missed) <= {f"/ip4/127.0.0.1/tcp/99999999/p2p/{us.peer}"}
-        assert knocks == 0
+        assert accepts == 0
 
 
-async def test_askers_are_served_rarely_and_nonsense_never() -> None:
+async def test_clients_are_rate_limited_and_malformed_requests_refused() -> None:
     async with running("go") as other, running("go", other.addresses[0]) as us:
         assert (await us.check_reachability(other.peer)).reached
         with pytest.raises(NetworkError, match="asked too often"):

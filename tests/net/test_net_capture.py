@@ -1,4 +1,4 @@
-"""A packet capture of a conversation holds nothing of it in clear, whichever carrier it took."""
+"""A packet capture of a conversation holds nothing of it in clear, whichever transport it took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory on real DHT nodes on 127.0.0.1, and what strangers try to do to it."""
+"""The directory on real DHT nodes on 127.0.0.1, and attacks of untrusted peers on it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgpack
 import psutil
@@ -42,43 +43,43 @@ async def swarm(size: int, clients: int = 0) -> AsyncIterator[list[Member]]:
         members: list[Member] = []
         for i in range(size + clients):
             peers = members[0][0].addresses if members else ()
-            carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
-            stack.push_async_callback(carrier.close)
-            directory = await DhtDirectory.start(carrier, peers, client=i >= size)
+            transport = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
+            stack.push_async_callback(transport.close)
+            directory = await DhtDirectory.start(transport, peers, client=i >= size)
             stack.push_async_callback(directory.close)
-            members.append((carrier, directory))
+            members.append((transport, directory))
         yield members
     assert not psutil.Process().children()
 
 
-async def test_three_nodes_and_a_client_see_one_map() -> None:
+async def test_three_nodes_and_a_client_see_the_same_records() -> None:
     async with swarm(3, clients=1) as members:
         soon = time.time() + 10
         for i, (_, directory) in enumerate(members[:3]):
             await directory.publish(b"record %d" % i, "m", soon)
-        everyone = {carrier.peer: b"record %d" % i for i, (carrier, _) in enumerate(members[:3])}
+        everyone = {transport.peer: b"record %d" % i for i, (transport, _) in enumerate(members[:3])}
         for _, directory in members:
             assert await directory.read("m") == everyone
-        (carrier, directory), (_, other), (_, client) = members[0], members[1], members[3]
+        (transport, directory), (_, other), (_, client) = members[0], members[1], members[3]
         for round_ in range(3):  # a refresh replaces, even one with the same expiry
             await directory.publish(b"again %d" % round_, "m", soon)
-            assert (await other.read("m"))[carrier.peer] == b"again %d" % round_
+            assert (await other.read("m"))[transport.peer] == b"again %d" % round_
         await directory.withdraw("m")
         await directory.withdraw("m")
-        assert carrier.peer not in await client.read("m")
+        assert transport.peer not in await client.read("m")
         assert len(await client.read("m")) == 2
         await directory.publish(b"back", "m", soon)
-        assert (await client.read("m"))[carrier.peer] == b"back"
+        assert (await client.read("m"))[transport.peer] == b"back"
         assert await client.read("another model") == {}
 
 
 async def test_a_node_that_vanished_and_starts_again_is_one_replica_and_not_two() -> None:
     async with swarm(3) as members, contextlib.AsyncExitStack() as stack:
-        carrier, directory = members[2]
+        transport, directory = members[2]
         await directory.publish(b"before", "m", time.time() + 10)
-        identity = carrier.identity
+        identity = transport.identity
         await directory.close()  # without a word
-        await carrier.close()
+        await transport.close()
         peers = members[0][0].addresses
         again = await Libp2pTransport.start(identity, HostOptions(peers=peers))
         stack.push_async_callback(again.close)
@@ -93,7 +94,7 @@ async def test_a_node_that_vanished_and_starts_again_is_one_replica_and_not_two(
             assert (await other.read("m"))[again.peer] == b"4"
 
 
-async def test_a_replica_that_refuses_makes_no_failure_of_what_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_refuses_does_not_fail_a_store_that_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm(3) as members:
         (_, publisher), (_, second), (_, third) = members
         monkeypatch.setattr(third._node.protocol.storage, "store_subkey", lambda *args: False)
@@ -102,7 +103,7 @@ async def test_a_replica_that_refuses_makes_no_failure_of_what_others_keep(monke
             assert list((await second.read("m")).values()) == [b"%d" % number]
         for directory in (publisher, second):
             monkeypatch.setattr(directory._node.protocol.storage, "store_subkey", lambda *args: False)
-        with pytest.raises(NetworkError, match="no peer would keep our record"):
+        with pytest.raises(NetworkError, match="no peer stored our record"):
             await publisher.publish(b"5", "m", time.time() + 10)
 
 
@@ -135,7 +136,7 @@ class Replayer(Liar):
         return bytes(record.value) + self.signature
 
 
-async def test_strangers_cannot_write_under_another_peers_subkey() -> None:
+async def test_untrusted_peers_cannot_write_under_another_peers_subkey() -> None:
     async with swarm(3) as ((victim, one), (_, two), (attacker, lair)):
         await one.publish(b"truth", "m", time.time() + 10)
         await lair.publish(b"attacker", "m", time.time() + 10)
@@ -165,7 +166,7 @@ async def test_strangers_cannot_write_under_another_peers_subkey() -> None:
         await attack(b"truth", stored.expiration_time + 20, victim.peer)
 
 
-async def test_a_lying_replica_spoils_only_its_own_entries() -> None:
+async def test_a_malicious_replica_invalidates_only_its_own_entries() -> None:
     async with swarm(3) as ((victim, one), (_, two), (attacker, lair)):
         await one.publish(b"truth", "m", time.time() + 10)
         key_id, storage, soon = DHTID.generate(key("m")), lair._node.protocol.storage, time.time() + 10
@@ -196,11 +197,11 @@ async def test_joining_by_way_of_peers_without_a_directory() -> None:
 
 
 async def test_a_dead_daemon_is_an_error_and_not_an_empty_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(go_daemon, "RESTART_AFTER_S", ())
-    async with swarm(1) as ((carrier, directory),):
+    monkeypatch.setattr(go_daemon, "POLICY", replace(go_daemon.POLICY, restart_backoff_s=()))
+    async with swarm(1) as ((transport, directory),):
         await directory.publish(b"x", "m", time.time() + 10)
-        os.kill(carrier.daemon_pid, signal.SIGKILL)
-        await carrier.failed.wait()
+        os.kill(transport.daemon_pid, signal.SIGKILL)
+        await transport.failed.wait()
         for doomed in (directory.read("m"), directory.publish(b"x", "m", time.time() + 10), directory.withdraw("m")):
             with pytest.raises(NetworkError):
                 await doomed
@@ -210,18 +211,18 @@ async def test_after_the_death_of_its_daemon_a_node_is_found_again() -> None:
     async with swarm(3) as ((first, directory), (_, second), (third, _)):
         soon = time.time() + 30
         await second.publish(b"second", "m", soon)
-        revived: asyncio.Queue[None] = asyncio.Queue()
-        first.daemon.on_up(lambda: revived.put(None))
+        restarted: asyncio.Queue[None] = asyncio.Queue()
+        first.daemon.on_up(lambda: restarted.put(None))
         os.kill(first.daemon_pid, signal.SIGKILL)
         async with asyncio.timeout(10):
-            await revived.get()
+            await restarted.get()
         assert await directory.rebootstrap([third.addresses[0], f"/ip4/127.0.0.1/tcp/1/p2p/{third.peer[:-1]}x"]) == 1
         await directory.publish(b"first", "m", time.time() + 30)
         assert (await directory.read("m"))[first.peer] == b"first"
         assert set((await second.read("m")).values()) == {b"first", b"second"}
 
 
-async def test_a_search_that_is_given_up_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_lookup_leaks_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hivemind's own leave behind is destroyed while it waits, which asyncio tells the loop's handler."""
     lost: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context["message"]))
@@ -237,10 +238,10 @@ async def test_a_search_that_is_given_up_leaves_no_task_behind(monkeypatch: pyte
         publishing = asyncio.create_task(directory.publish(b"record", "m", time.time() + 5))
         await asyncio.sleep(0.2)
         assert len(asyncio.all_tasks() - before) > 4, "a search is under way"
-        directory._down()  # as when the daemon dies
-        for given_up in (reading, publishing):
+        directory._on_host_down()  # as when the daemon dies
+        for cancelled in (reading, publishing):
             with pytest.raises(NetworkError):
-                await given_up
+                await cancelled
         await asyncio.sleep(0.1)
         assert not {task for task in asyncio.all_tasks() - before if not task.done()}
     gc.collect()
@@ -249,16 +250,16 @@ async def test_a_search_that_is_given_up_leaves_no_task_behind(monkeypatch: pyte
 
 async def test_a_clock_that_differs_from_all_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm(3) as members:
-        carrier, directory = members[0]
+        transport, directory = members[0]
         await directory.check_clock()
         # All live in this process and have one clock, so the tolerance is what must change.
         monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -600)
         with pytest.raises(ClockSkew, match="clock"):
             await directory.check_clock()
-        joiner = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=carrier.addresses))
+        joiner = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=transport.addresses))
         try:
             with pytest.raises(ClockSkew, match="clock"):
-                await DhtDirectory.start(joiner, carrier.addresses)
+                await DhtDirectory.start(joiner, transport.addresses)
         finally:
             await joiner.close()
 
@@ -300,25 +301,25 @@ def test_the_serializer_refuses_everything_else(data: bytes) -> None:
 
 
 async def test_the_records_of_a_private_swarm() -> None:
-    """Strangers in the same DHT neither find nor read them, nor have what they plant believed."""
+    """Non-members in the same DHT neither find nor read them, and what they store there is ignored."""
     secret = SwarmSecret("a secret of our own")
     async with contextlib.AsyncExitStack() as stack:
         members: list[Member] = []
         for chosen in (secret, secret, None, SwarmSecret("another swarm's secret")):
             peers = members[0][0].addresses if members else ()
-            carrier = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
-            stack.push_async_callback(carrier.close)
-            directory = await DhtDirectory.start(carrier, peers, secret=chosen)
+            transport = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers))
+            stack.push_async_callback(transport.close)
+            directory = await DhtDirectory.start(transport, peers, secret=chosen)
             stack.push_async_callback(directory.close)
-            members.append((carrier, directory))
-        (member, one), (_, two), (stranger, open_one), (_, other) = members
+            members.append((transport, directory))
+        (member, one), (_, two), (outsider, open_one), (_, other) = members
         soon = time.time() + 10
         await one.publish(b"x" * MAX_RECORD, "m", soon)
         assert await two.read("m") == {member.peer: b"x" * MAX_RECORD}
         assert await open_one.read("m") == await other.read("m") == {}
-        # A stranger that got to know the name can store there, under its own id, and is not heard.
+        # A non-member that has learned the name can store there, under its own id, and is ignored.
         for planted in (b"", b"plain", secret.seal(b"sealed for another", f"{member.peer} m".encode())):
-            await open_one._node.store(secret.name(key("m")), planted, soon, subkey=stranger.peer)
+            await open_one._node.store(secret.name(key("m")), planted, soon, subkey=outsider.peer)
             assert set(await two.read("m")) == {member.peer}
         await one.withdraw("m")
         assert await two.read("m") == {}

@@ -51,8 +51,8 @@ async def test_the_rate_is_shared_by_all_connections() -> None:
     network = MemoryNetwork()
     listener = network.transport("listener")
     await listener.serve(echo)
-    carrier = EmulatedTransport(network.transport("caller"), LinkShape(send_rate=1e6))
-    connections = [await carrier.dial("listener") for _ in range(2)]
+    transport = EmulatedTransport(network.transport("caller"), LinkShape(send_rate=1e6))
+    connections = [await transport.dial("listener") for _ in range(2)]
     for connection in connections:
         await connection.send(DropInFlight(SESSION, 0), bytes(500_000))
     for connection in connections:

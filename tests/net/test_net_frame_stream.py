@@ -16,7 +16,7 @@ from swarm import codec
 from swarm.codec import FrameLimits
 from swarm.errors import ConnectionLost, ProtocolError
 from swarm.messages import AnyMessage, DropInFlight, Ping
-from swarm.net.base.frame_stream import PIECE, SMALL, STAGING, UNREAD_HIGH, FramedStream
+from swarm.net.base.frame_stream import POLICY, FramedStream
 
 SESSION = bytes(16)
 
@@ -45,9 +45,9 @@ def frame(message: AnyMessage, body: bytes = b"") -> bytes:
 FRAMES: list[tuple[AnyMessage, bytes]] = [
     (Ping(1), b""),
     (DropInFlight(SESSION, 2, [1, 2, 3]), b"abc"),
-    (DropInFlight(SESSION, 3), os.urandom(STAGING - 40)),
-    (DropInFlight(SESSION, 4), os.urandom(STAGING)),
-    (DropInFlight(SESSION, 5, list(range(4000))), os.urandom(PIECE + 1)),
+    (DropInFlight(SESSION, 3), os.urandom(POLICY.read_buffer - 40)),
+    (DropInFlight(SESSION, 4), os.urandom(POLICY.read_buffer)),
+    (DropInFlight(SESSION, 5, list(range(4000))), os.urandom(POLICY.write_chunk + 1)),
     (Ping(6), b""),
 ]
 BYTES = b"".join(frame(message, body) for message, body in FRAMES)
@@ -62,7 +62,7 @@ async def test_the_bytes_may_be_cut_anywhere(seed: int) -> None:
         async def feed() -> None:
             at = 0
             while at < len(BYTES):
-                size = chance.choice((1, 2, 7, 100, 5000, STAGING, PIECE))
+                size = chance.choice((1, 2, 7, 100, 5000, POLICY.read_buffer, POLICY.write_chunk))
                 await loop.sock_sendall(far, BYTES[at : at + size])
                 at += size
                 if chance.random() < 0.5:
@@ -77,7 +77,16 @@ async def test_the_bytes_may_be_cut_anywhere(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 async def test_small_frames_of_one_turn_go_together_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    sizes = (0, 1, 1024, SMALL, SMALL + 1, STAGING, STAGING + 1, PIECE + 7)
+    sizes = (
+        0,
+        1,
+        1024,
+        POLICY.coalesce_below,
+        POLICY.coalesce_below + 1,
+        POLICY.read_buffer,
+        POLICY.read_buffer + 1,
+        POLICY.write_chunk + 7,
+    )
     sent = [(DropInFlight(SESSION, i), rng.randbytes(rng.choice(sizes[: rng.choice((3, 8))]))) for i in range(120)]
     near, far = socket.socketpair()
     loop = asyncio.get_running_loop()
@@ -101,7 +110,7 @@ async def test_small_frames_of_one_turn_go_together_and_in_order(seed: int, monk
     with pytest.raises(ConnectionLost):
         await reader.receive()
     assert sum(writes) == sum(len(frame(message, body)) for message, body in sent)
-    assert len(writes) < 120 + sum(len(body) // PIECE for _, body in sent)
+    assert len(writes) < 120 + sum(len(body) // POLICY.write_chunk for _, body in sent)
     await reader.close()
 
 
@@ -214,11 +223,11 @@ async def test_what_nobody_receives_is_not_read() -> None:
     async with stream() as (frames, far):
         sent = 0
         with contextlib.suppress(TimeoutError):
-            while sent < 16 * UNREAD_HIGH:
+            while sent < 16 * POLICY.unread_high:
                 async with asyncio.timeout(0.2):
                     await loop.sock_sendall(far, data)
                 sent += len(data)
-        assert sent < 4 * UNREAD_HIGH
+        assert sent < 4 * POLICY.unread_high
         for _ in range(sent // len(data)):
             await frames.receive()
 

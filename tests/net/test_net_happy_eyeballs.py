@@ -1,4 +1,4 @@
-"""Ways to one peer that race each other, in virtual time; and how the two carriers race for a connection."""
+"""Ways to one peer that race each other, in virtual time; and how the two transports race for a connection."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ async def test_whoever_asks_may_give_up_and_nothing_is_left() -> None:
 
 
 class Stub:
-    """A carrier whose every dial goes by plan. `daemon`: it is the p2p daemon's, and its own host."""
+    """A transport whose every dial goes by plan. `daemon`: it is the p2p daemon's, and its own host."""
 
     def __init__(self, seconds: float, end: str | PeerUnreachable) -> None:
         self.peer = "us"
         self.daemon = self
         self.streams: list[Stub.Stream] = []
-        self.asked: tuple[str, ...] = ()
+        self.dialled: tuple[str, ...] = ()
         self._plan = seconds, end
 
     class Stream:
@@ -131,7 +131,7 @@ class Stub:
 
     async def dial(self, peer: str, addresses: Sequence[str]) -> Stream:
         seconds, end = self._plan
-        self.asked = tuple(addresses)
+        self.dialled = tuple(addresses)
         await asyncio.sleep(seconds)
         if isinstance(end, PeerUnreachable):
             raise end
@@ -155,22 +155,22 @@ NOWHERE = PeerUnreachable("nothing answers")
         ((3600.0, "direct"), (0.2, "stream"), "stream", 0.5),  # a stale address that swallows packets
         ((0.02, NOWHERE), (0.2, "stream"), "stream", 0.22),  # a stale address that refuses
         ((0.6, "direct"), (0.05, NOWHERE), "direct", 0.6),
-        ((3600.0, "direct"), (0.05, NOWHERE), "", multi.DIRECT_TIMEOUT_S),
-        ((3600.0, "direct"), (3.0, NOWHERE), "", multi.DIRECT_TIMEOUT_S),
+        ((3600.0, "direct"), (0.05, NOWHERE), "", multi.MultiTransportPolicy().direct_timeout_s),
+        ((3600.0, "direct"), (3.0, NOWHERE), "", multi.MultiTransportPolicy().direct_timeout_s),
     ],
 )
-def test_the_carriers_race(direct: Plan, daemon: Plan, winner: str, after_s: float) -> None:
+def test_the_transports_race(direct: Plan, daemon: Plan, winner: str, after_s: float) -> None:
     async def race() -> None:
         straight, universal = Stub(*direct), Stub(*daemon)
-        carrier = MultiTransport(universal, straight, "")  # type: ignore[arg-type]
-        moved: list[Connection] = []
+        transport = MultiTransport(universal, straight, "")  # type: ignore[arg-type]
+        upgraded: list[Connection] = []
 
         async def found(_: Connection, better: Connection) -> None:
-            moved.append(better)
+            upgraded.append(better)
 
-        carrier.on_upgrade(found)
+        transport.on_upgrade(found)
         try:
-            stream = await carrier.dial("them", ADDRESSES)
+            stream = await transport.dial("them", ADDRESSES)
         except PeerUnreachable:
             assert not winner
             assert now() == pytest.approx(after_s)
@@ -178,9 +178,9 @@ def test_the_carriers_race(direct: Plan, daemon: Plan, winner: str, after_s: flo
             assert now() == pytest.approx(after_s)
             assert stream.name == winner  # type: ignore[attr-defined]
             await asyncio.sleep(4.0)
-            assert [s.gone for s in (*straight.streams, *universal.streams)].count(False) == 1 + len(moved)
-        await carrier.close()
-        assert straight.asked == ADDRESSES[:1]
-        assert universal.asked in ((), ADDRESSES[1:])
+            assert [s.gone for s in (*straight.streams, *universal.streams)].count(False) == 1 + len(upgraded)
+        await transport.close()
+        assert straight.dialled == ADDRESSES[:1]
+        assert universal.dialled in ((), ADDRESSES[1:])
 
     run(race())

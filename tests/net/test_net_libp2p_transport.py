@@ -1,4 +1,4 @@
-"""The universal carrier on real p2p daemons on 127.0.0.1: the shared conformance suite, its errors, its process."""
+"""The libp2p transport on real p2p daemons on 127.0.0.1: the shared conformance suite, its errors, its process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -27,7 +28,7 @@ from swarm.errors import (
     UsageError,
 )
 from swarm.messages import AnyMessage, CloseSession, DropInFlight, Ping
-from swarm.net.base.transport import Connection, Transport
+from swarm.net.base.transport import Connection, Transport, TransportPolicy
 from swarm.net.libp2p import go_daemon
 from swarm.net.libp2p.options import HostOptions, same_ports
 from swarm.net.pool.connection_pool import ConnectionPool
@@ -60,11 +61,11 @@ class TestDaemon(Conformance):
 
 @contextlib.asynccontextmanager
 async def running(options: HostOptions | None = None, **kwargs: object) -> AsyncIterator[Libp2pTransport]:
-    carrier = await Libp2pTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
+    transport = await Libp2pTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
     try:
-        yield carrier
+        yield transport
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 async def test_join_and_dial_by_id_alone() -> None:
@@ -97,7 +98,7 @@ async def test_connections_are_bounded() -> None:
         except ConnectionLost:
             return False
 
-    async with running(max_connections=2) as listener, running(max_connections=3) as caller:
+    async with running(policy=TransportPolicy(2)) as listener, running(policy=TransportPolicy(3)) as caller:
         await listener.serve(echo)
         opened = [await caller.dial(listener.peer, listener.addresses) for _ in range(3)]
         assert len([connection for connection in opened if await alive(connection)]) == 2
@@ -118,8 +119,8 @@ async def test_a_busy_port() -> None:
 
 async def test_two_daemons_do_not_share_a_port() -> None:
     """They could (SO_REUSEPORT), and would take each other's callers."""
-    async with running() as carrier:
-        taken = carrier.addresses[0].partition("/p2p/")[0]
+    async with running() as transport:
+        taken = transport.addresses[0].partition("/p2p/")[0]
         with pytest.raises(AddressInUse, match="is taken"):
             await Libp2pTransport.start(Identity.generate(), HostOptions((taken,)))
 
@@ -143,14 +144,14 @@ async def test_options_that_cannot_work(
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_daemon_that_dies_or_freezes_comes_back_as_the_same_peer_at_the_same_address(
+async def test_a_daemon_that_dies_or_freezes_restarts_as_the_same_peer_at_the_same_address(
     blow: signal.Signals,
 ) -> None:
     async with running() as listener, running() as caller:
         await listener.serve(echo)
         addresses = listener.addresses
-        revived: asyncio.Queue[None] = asyncio.Queue()
-        listener.daemon.on_up(lambda: revived.put(None))
+        restarted: asyncio.Queue[None] = asyncio.Queue()
+        listener.daemon.on_up(lambda: restarted.put(None))
         for round_ in range(2):
             connection = await caller.dial(listener.peer, addresses)
             victim = listener.daemon_pid
@@ -158,7 +159,7 @@ async def test_a_daemon_that_dies_or_freezes_comes_back_as_the_same_peer_at_the_
             async with asyncio.timeout(10):
                 with pytest.raises(ConnectionLost):
                     await drain(connection)
-                await revived.get()
+                await restarted.get()
             assert listener.daemon_pid != victim
             assert listener.addresses == addresses
             assert not psutil.pid_exists(victim), "the dead daemon was not reaped"
@@ -170,26 +171,26 @@ async def test_a_daemon_that_dies_or_freezes_comes_back_as_the_same_peer_at_the_
             await again.close()
 
 
-async def test_a_daemon_that_cannot_be_brought_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(go_daemon, "RESTART_AFTER_S", (0.0, 0.1))
-    async with running() as carrier:
+async def test_a_daemon_that_cannot_be_restarted_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(go_daemon, "POLICY", replace(go_daemon.POLICY, restart_backoff_s=(0.0, 0.1)))
+    async with running() as transport:
         monkeypatch.setattr(go_daemon, "P2PD", "/nowhere/p2pd")
-        os.kill(carrier.daemon_pid, signal.SIGKILL)
+        os.kill(transport.daemon_pid, signal.SIGKILL)
         async with asyncio.timeout(10):
-            await carrier.failed.wait()
+            await transport.failed.wait()
         with pytest.raises(PeerUnreachable):
-            await carrier.dial(NOBODY, ())
+            await transport.dial(NOBODY, ())
 
 
-async def test_a_daemon_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(go_daemon, "MAX_DEATHS", 2)
-    async with running() as carrier:
+async def test_a_daemon_in_a_crash_loop_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(go_daemon, "POLICY", replace(go_daemon.POLICY, max_crashes=2))
+    async with running() as transport:
         async with asyncio.timeout(20):
-            while not carrier.failed.is_set():
+            while not transport.failed.is_set():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(carrier.daemon_pid, signal.SIGKILL)
+                    os.kill(transport.daemon_pid, signal.SIGKILL)
                 await asyncio.sleep(0.3)
-        assert carrier.daemon.restarts <= 2
+        assert transport.daemon.restarts <= 2
 
 
 @pytest.mark.parametrize(
@@ -218,16 +219,16 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing_behind() -
 
 async def test_a_close_that_is_cancelled_still_ends_the_daemon() -> None:
     for turns in range(4):
-        carrier = await Libp2pTransport.start(Identity.generate())
-        await carrier.serve(echo)
-        closing = asyncio.create_task(carrier.close())
+        transport = await Libp2pTransport.start(Identity.generate())
+        await transport.serve(echo)
+        closing = asyncio.create_task(transport.close())
         for _ in range(turns):
             await asyncio.sleep(0)
         closing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await closing
         if not turns:  # cancelled before its first line
-            await carrier.close()
+            await transport.close()
         assert not psutil.Process().children()
 
 
@@ -270,8 +271,8 @@ from swarm.net.security.identity import Identity
 from swarm.net.pool.connection_pool import ConnectionPool
 
 async def main():
-    carrier = await Libp2pTransport.start(Identity.generate())
-    print(carrier.daemon_pid, flush=True)
+    transport = await Libp2pTransport.start(Identity.generate())
+    print(transport.daemon_pid, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())

@@ -11,7 +11,7 @@ import pytest
 from zeroconf import ServiceInfo
 from zeroconf.asyncio import AsyncZeroconf
 
-from swarm.net.discovery.mdns import SERVICE, MdnsService, SwarmTag, browse
+from swarm.net.discovery.mdns import SERVICE, MdnsPolicy, MdnsService, SwarmTag, browse
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
 
@@ -29,9 +29,9 @@ async def ignore(addresses: tuple[str, ...]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def announced(group: SwarmTag, port: int) -> AsyncIterator[str]:
+async def advertised(tag: SwarmTag, port: int) -> AsyncIterator[str]:
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}"
-    node = await MdnsService.start(group, ignore, LOOPBACK)
+    node = await MdnsService.start(tag, ignore, LOOPBACK)
     try:
         await node.advertise((address,))
         yield address
@@ -46,34 +46,34 @@ async def port() -> AsyncIterator[int]:
 
 
 async def test_members_find_each_other_and_others_do_not(port: int) -> None:
-    async with announced(PRIVATE, port) as address, announced(OPEN, port):
-        strangers = (
+    async with advertised(PRIVATE, port) as address, advertised(OPEN, port):
+        others = (
             SwarmTag("office", "smollm2-135m"),
             SwarmTag("home", "another"),
             SwarmTag("home", "another", SECRET),
             SwarmTag("home", "smollm2-135m", SwarmSecret("another secret of many")),
         )
-        answers = await asyncio.gather(*(browse(group, LOOPBACK, 4.0) for group in (OPEN, PRIVATE, *strangers)))
+        answers = await asyncio.gather(*(browse(tag, LOOPBACK, MdnsPolicy(4.0)) for tag in (OPEN, PRIVATE, *others)))
     assert answers == [(address,), (address,), (), (), (), ()]
 
 
-async def test_an_announcement_whose_maker_is_gone_is_passed_over(port: int) -> None:
-    async with announced(OPEN, 1):
-        assert await browse(OPEN, LOOPBACK, 2.5) == ()
+async def test_an_announcement_of_a_node_that_is_gone_is_ignored(port: int) -> None:
+    async with advertised(OPEN, 1):
+        assert await browse(OPEN, LOOPBACK, MdnsPolicy(2.5)) == ()
 
 
-async def test_two_that_began_at_once_hear_each_other(port: int) -> None:
+async def test_two_that_started_at_once_discover_each_other(port: int) -> None:
     heard: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
     first = await MdnsService.start(OPEN, heard.put, LOOPBACK)
     try:
-        async with announced(OPEN, port) as address:
+        async with advertised(OPEN, port) as address:
             assert await asyncio.wait_for(heard.get(), 10) == (address,)
     finally:
         await first.close()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "values",
     [
         {},
         {"network": b"home", "model": b"smollm2-135m"},
@@ -83,30 +83,32 @@ async def test_two_that_began_at_once_hear_each_other(port: int) -> None:
         {"d0": b"x" * 200, "d1": b"y" * 200},
     ],
 )
-def test_what_makes_no_sense_says_nothing(said: dict[str, bytes]) -> None:
-    assert not OPEN.decode(said)
-    assert not PRIVATE.decode(said)
+def test_what_makes_no_sense_says_nothing(values: dict[str, bytes]) -> None:
+    assert not OPEN.decode(values)
+    assert not PRIVATE.decode(values)
 
 
 def test_a_private_swarm_announces_nothing_readable() -> None:
     address = f"/ip4/192.168.1.7/tcp/4001/p2p/{PEER}"
-    said = PRIVATE.encode((address,) * 5)
-    assert PRIVATE.decode(said) == (address,) * 3
-    told = b"".join((*(key.encode() for key in said), *said.values()))
+    values = PRIVATE.encode((address,) * 5)
+    assert PRIVATE.decode(values) == (address,) * 3
+    announced = b"".join((*(key.encode() for key in values), *values.values()))
     for word in (b"home", b"smollm2", b"192.168", PEER.encode(), PEER[-8:].encode()):
-        assert word not in told
-    assert all(len(key) + len(value) < 255 for key, value in said.items())
+        assert word not in announced
+    assert all(len(key) + len(value) < 255 for key, value in values.items())
     assert PRIVATE.encode((address,)) != PRIVATE.encode((address,)), "and never the same twice"
 
 
-async def test_a_flood_of_announcements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.net.discovery.mdns.MAX_HEARD", 3)
+async def test_a_flood_of_announcements_is_bounded() -> None:
     heard: list[tuple[str, ...]] = []
 
     async def note(addresses: tuple[str, ...]) -> None:
         heard.append(addresses)
 
-    flooder, node = AsyncZeroconf(interfaces=LOOPBACK), await MdnsService.start(OPEN, note, LOOPBACK)
+    flooder, node = (
+        AsyncZeroconf(interfaces=LOOPBACK),
+        await MdnsService.start(OPEN, note, LOOPBACK, MdnsPolicy(max_announcements=3)),
+    )
     try:
         for i in range(12):
             address = f"/ip4/127.0.0.1/tcp/{i + 1}/p2p/{PEER}"

@@ -106,7 +106,7 @@ async def test_a_killed_peer() -> None:
 
 
 @virtual_time
-async def test_a_machine_that_goes_dark_says_nothing() -> None:
+async def test_a_machine_that_crashes_silently_resets_nothing() -> None:
     network = MemoryNetwork()
     a, b = network.transport("a", dial_timeout_s=7.0), network.transport("b")
     await b.serve(echo)
@@ -125,8 +125,8 @@ async def test_a_machine_that_goes_dark_says_nothing() -> None:
 
 
 @virtual_time
-async def test_a_machine_that_starts_again_resets_what_was_connected_to_it_before() -> None:
-    """Else its former life, of which nobody was told that it ended, would answer in its place."""
+async def test_a_machine_that_restarts_resets_what_was_connected_to_it_before() -> None:
+    """Else its former instance, whose end was silent, would answer in its place."""
     network = MemoryNetwork()
     a, b = network.transport("a"), network.transport("b")
     await b.serve(echo)

@@ -1,4 +1,4 @@
-"""Both carriers as one on 127.0.0.1: which way a peer is reached, and how a running link changes it."""
+"""Both transports as one on 127.0.0.1: which one reaches a peer, and how a live link migrates."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.pool.migratable_link import MigratableLink
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
-from swarm.net.transports import multi, tls
-from swarm.net.transports.multi import MultiTransport
+from swarm.net.transports import tls
+from swarm.net.transports.multi import MultiTransport, MultiTransportPolicy
 
 pytestmark = pytest.mark.processes
+
+QUICK = MultiTransportPolicy(upgrade_backoff_s=(0.1,))
 
 
 def is_tcp(connection: Connection) -> bool:
@@ -33,11 +35,11 @@ def is_tcp(connection: Connection) -> bool:
 
 @contextlib.asynccontextmanager
 async def running(options: HostOptions | None = None, **kwargs: object) -> AsyncIterator[MultiTransport]:
-    carrier = await MultiTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
+    transport = await MultiTransport.start(Identity.generate(), options, **kwargs)  # type: ignore[arg-type]
     try:
-        yield carrier
+        yield transport
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 async def test_direct_addresses_first_and_the_daemon_otherwise() -> None:
@@ -46,13 +48,13 @@ async def test_direct_addresses_first_and_the_daemon_otherwise() -> None:
         assert not any(map(is_direct, (*caller.addresses, *plain.addresses)))
         assert (listener.direct_disabled_reason, plain.direct_disabled_reason) == ("", "they are turned off")
         await listener.serve(echo)
-        for carrier, addresses, direct_one in (
+        for transport, addresses, direct_one in (
             (caller, listener.addresses, True),
             (caller, listener.addresses[1:], True),
             (caller, listener.addresses[:1], False),
             (plain, listener.addresses, False),
         ):
-            connection = await carrier.dial(listener.peer, addresses)
+            connection = await transport.dial(listener.peer, addresses)
             await connection.send(Ping(4))
             assert (await connection.receive())[0] == Ping(4)
             assert is_tcp(connection) is direct_one
@@ -98,14 +100,13 @@ async def test_relays_that_do_not_answer_are_an_error() -> None:
         HostOptions(relays=(dead,), relay_server=True)
     with pytest.raises(UsageError, match="which peer"):
         HostOptions(relays=("/ip4/127.0.0.1/tcp/1",))
-    async with running() as relay, running(HostOptions(relays=relay.addresses[:1])) as carrier:
-        assert f"{relay.addresses[0]}/p2p-circuit/p2p/{carrier.peer}" in carrier.addresses
+    async with running() as relay, running(HostOptions(relays=relay.addresses[:1])) as transport:
+        assert f"{relay.addresses[0]}/p2p-circuit/p2p/{transport.peer}" in transport.addresses
     assert not psutil.Process().children()
 
 
-async def test_a_link_moves_to_a_direct_connection_when_one_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The direct port is shut at first. Frames cross without a gap while it opens and the link moves."""
-    monkeypatch.setattr(multi, "PROBE_AFTER_S", (0.1,))
+async def test_a_link_migrates_to_a_direct_connection_when_one_is_possible() -> None:
+    """The direct port is shut at first. Frames cross without a gap while it opens and the link migrates."""
     answers: list[int] = []
 
     async def node(link: MigratableLink, message: AnyMessage, body: memoryview) -> None:
@@ -119,7 +120,7 @@ async def test_a_link_moves_to_a_direct_connection_when_one_can_be_had(monkeypat
         news.set()
 
     news = asyncio.Event()
-    async with running() as listener, running(accept=False) as caller:
+    async with running() as listener, running(accept=False, policy=QUICK) as caller:
         async with ConnectionPool(listener, node) as serving, ConnectionPool(caller, client) as dialling:
             await listener.daemon.serve(serving._accept)
             link = await dialling.get(listener.peer, listener.addresses)
@@ -140,13 +141,13 @@ async def test_a_link_moves_to_a_direct_connection_when_one_can_be_had(monkeypat
             assert (len(serving), len(dialling)) == (1, 1)
 
 
-async def test_members_of_a_private_swarm_reach_each_other_and_strangers_do_not() -> None:
+async def test_members_of_a_private_swarm_connect_and_others_do_not() -> None:
     secret = SwarmSecret("a secret of our own")
     async with (
         running(secret=secret) as listener,
         running(accept=False, secret=secret) as member,
         running(accept=False, secret=SwarmSecret("another swarm's secret")) as other,
-        running(accept=False) as stranger,
+        running(accept=False) as outsider,
     ):
         let_in: list[str] = []
 
@@ -160,7 +161,7 @@ async def test_members_of_a_private_swarm_reach_each_other_and_strangers_do_not(
             connection = await member.dial(listener.peer, addresses)
             await connection.send(Ping(1))
             assert (await connection.receive())[0] == Ping(1)
-            for carrier in (other, stranger):
+            for transport in (other, outsider):
                 with pytest.raises(PeerUnreachable):
-                    await carrier.dial(listener.peer, addresses)
+                    await transport.dial(listener.peer, addresses)
         assert let_in == [member.peer, member.peer]

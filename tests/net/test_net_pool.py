@@ -12,7 +12,7 @@ from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
 from swarm.messages import AnyMessage, CloseSession, DropInFlight, Ping, Pong, SessionOpened
 from swarm.net.base.transport import Connection
-from swarm.net.pool.connection_pool import MAX_ACCEPTED_PER_PEER, ConnectionPool
+from swarm.net.pool.connection_pool import ConnectionPool, PoolPolicy
 from swarm.testing.memory_network import LinkModel, MemoryNetwork, MemoryTransport
 
 SESSION = bytes(16)
@@ -22,10 +22,10 @@ class Peer:
     """A pool that notes what happens to it and answers every Close with Opened."""
 
     def __init__(self, network: MemoryNetwork, name: str, limits: Limits | None = None) -> None:
-        self.carrier: MemoryTransport = network.transport(name)
+        self.transport: MemoryTransport = network.transport(name)
         self.frames: asyncio.Queue[tuple[str, AnyMessage, bytes]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[Connection, NetworkError]] = asyncio.Queue()
-        self.pool = ConnectionPool(self.carrier, self.on_frame, self.on_lost, limits)
+        self.pool = ConnectionPool(self.transport, self.on_frame, self.on_lost, limits)
 
     async def on_frame(self, connection: Connection, message: AnyMessage, body: Buffer) -> None:
         if isinstance(message, DropInFlight):
@@ -39,7 +39,7 @@ class Peer:
 
     async def close(self) -> None:
         await self.pool.close()
-        await self.carrier.close()
+        await self.transport.close()
 
 
 async def two(
@@ -104,7 +104,7 @@ async def test_unreachable_peers() -> None:
 
 
 @virtual_time
-async def test_a_lost_connection_is_told_once_and_dialled_anew() -> None:
+async def test_a_lost_connection_is_reported_once_and_redialled() -> None:
     network, client, node = await two()
     first = await client.pool.get("node")
     network.kill("node")
@@ -140,7 +140,7 @@ async def test_rtt() -> None:
 
 
 @virtual_time
-async def test_offenders_are_cut_and_then_refused() -> None:
+async def test_violators_are_disconnected_and_then_refused() -> None:
     network, client, node = await two(limits=Limits(max_protocol_errors=3))
     bystander = Peer(network, "bystander")
     await (await bystander.pool.get("node")).send(CloseSession(SESSION))
@@ -161,7 +161,7 @@ async def test_offenders_are_cut_and_then_refused() -> None:
 
 
 @virtual_time
-async def test_what_a_service_finds_out_later_is_charged_too() -> None:
+async def test_a_violation_that_a_service_reports_later_is_recorded() -> None:
     _, client, node = await two()
     await client.pool.rtt("node")
     (accepted,) = node.pool._links
@@ -176,7 +176,7 @@ async def test_what_a_service_finds_out_later_is_charged_too() -> None:
 async def test_connections_are_bounded() -> None:
     network, _client, node = await two(limits=Limits(max_connections=6))
     greedy = network.transport("greedy")
-    opened = [await greedy.dial("node") for _ in range(MAX_ACCEPTED_PER_PEER + 1)]
+    opened = [await greedy.dial("node") for _ in range(PoolPolicy().max_accepted_per_peer + 1)]
     with pytest.raises(ConnectionLost):
         await opened[-1].receive()
     for i in range(3):
@@ -204,7 +204,7 @@ async def test_a_flood_of_pings_is_cut_off() -> None:
 
 
 @virtual_time
-async def test_silence_ends_a_connection_but_idleness_does_not() -> None:
+async def test_an_unresponsive_connection_ends_but_an_idle_one_does_not() -> None:
     network, client, node = await two()
     await client.pool.get("node")
     await asyncio.sleep(600)

@@ -11,8 +11,10 @@ from transport_conformance import echo
 from virtual_clock import virtual_time
 
 from swarm.messages import CloseSession, Ping
-from swarm.net.transports.rate_limit import BURST_S, FRAME_BYTES, RateLimitedTransport, UploadBucket
+from swarm.net.transports.rate_limit import FRAME_OVERHEAD, RateLimitedTransport, UploadBucket
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
+
+BURST_S = 0.25
 
 
 @contextlib.asynccontextmanager
@@ -20,30 +22,30 @@ async def pair(rate: float) -> AsyncIterator[tuple[RateLimitedTransport, UploadB
     network = MemoryNetwork(link=LinkModel(delay_s=0.001))
     listener = network.transport("listener")
     await listener.serve(echo)
-    upload = UploadBucket(rate)
-    carrier = RateLimitedTransport(network.transport("caller"), upload)
-    yield carrier, upload
-    await carrier.close()
+    upload = UploadBucket(rate, BURST_S)
+    transport = RateLimitedTransport(network.transport("caller"), upload)
+    yield transport, upload
+    await transport.close()
     await listener.close()
 
 
 @virtual_time
 async def test_bytes_leave_at_the_rate_whatever_the_connection() -> None:
-    async with pair(1e6) as (carrier, upload):
-        connections = [await carrier.dial("listener") for _ in range(2)]
+    async with pair(1e6) as (transport, upload):
+        connections = [await transport.dial("listener") for _ in range(2)]
         begun = asyncio.get_running_loop().time()
         for i in range(10):
             await connections[i % 2].send(CloseSession(bytes(16)), bytes(500_000))
             await connections[i % 2].receive()
         took = asyncio.get_running_loop().time() - begun
-        assert upload.sent == 10 * (500_000 + FRAME_BYTES)
+        assert upload.sent == 10 * (500_000 + FRAME_OVERHEAD)
         assert took == pytest.approx(upload.sent / 1e6 - BURST_S, abs=0.1)
 
 
 @virtual_time
 async def test_frames_keep_their_order_and_small_ones_are_not_held_up_for_long() -> None:
-    async with pair(1e6) as (carrier, _):
-        connection = await carrier.dial("listener")
+    async with pair(1e6) as (transport, _):
+        connection = await transport.dial("listener")
         async with asyncio.TaskGroup() as group:
             for nonce in range(20):
                 group.create_task(connection.send(Ping(nonce), bytes(10_000)))
@@ -52,11 +54,11 @@ async def test_frames_keep_their_order_and_small_ones_are_not_held_up_for_long()
 
 @virtual_time
 async def test_no_cap_means_no_waiting_and_what_is_closed_is_forgotten() -> None:
-    async with pair(float("inf")) as (carrier, upload):
-        connection = await carrier.dial("listener")
+    async with pair(float("inf")) as (transport, upload):
+        connection = await transport.dial("listener")
         begun = asyncio.get_running_loop().time()
         await connection.send(Ping(1), bytes(3_000_000))
         assert asyncio.get_running_loop().time() == begun
         assert upload.sent > 3_000_000
         await connection.close()
-        assert carrier._live == {}
+        assert transport._live == {}

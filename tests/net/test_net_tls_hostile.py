@@ -1,4 +1,4 @@
-"""Strangers at the direct carrier's door: none of them gets a frame through."""
+"""Untrusted peers at the TLS transport: none of their frames is read."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ FRAME = codec.encode(Ping(1))[0]
 
 
 class Listener:
-    """A direct carrier that notes every connection it let in and every frame it read."""
+    """A direct transport that notes every connection it let in and every frame it read."""
 
-    def __init__(self, carrier: TlsTransport) -> None:
-        self.carrier = carrier
+    def __init__(self, transport: TlsTransport) -> None:
+        self.transport = transport
         self.let_in: list[str] = []
         self.frames = 0
 
@@ -47,19 +47,19 @@ class Listener:
 
     @property
     def port(self) -> int:
-        return self.carrier.bound[0].port
+        return self.transport.bound[0].port
 
 
 @contextlib.asynccontextmanager
 async def listener(secret: SwarmSecret | None = None) -> AsyncIterator[Listener]:
-    prove = secret.authenticate if secret else public_authenticator
-    carrier = await TlsTransport.start(Identity.generate(), ["127.0.0.1"], prove=prove)
-    held = Listener(carrier)
-    await carrier.serve(held.handle)
+    authenticator = secret.authenticate if secret else public_authenticator
+    transport = await TlsTransport.start(Identity.generate(), ["127.0.0.1"], authenticator=authenticator)
+    held = Listener(transport)
+    await transport.serve(held.handle)
     try:
         yield held
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 async def _refused(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -156,22 +156,22 @@ async def test_an_older_tls_and_another_protocol() -> None:
         assert held.let_in == []
 
 
-async def test_frames_before_the_hello_and_a_replayed_hello() -> None:
-    """A member records its own hello and says it again, word for word, on a second connection."""
+async def test_frames_before_the_handshake_and_a_replayed_handshake() -> None:
+    """A member records its own handshake and replays it on a second connection."""
     member = Identity.generate()
     _, context = contexts(member)
     async with listener() as held:
         reader, writer = await asyncio.open_connection("127.0.0.1", held.port, ssl=context, server_hostname="")
         nonce = (await reader.readexactly(33))[1:]
         ours = bytes(32)
-        proof = public_authenticator(b"dial", nonce, ours, held.carrier.peer.encode(), member.peer.encode())
-        hello = bytes([64]) + ours + proof
-        writer.write(hello + FRAME)
+        proof = public_authenticator(b"dial", nonce, ours, held.transport.peer.encode(), member.peer.encode())
+        handshake = bytes([64]) + ours + proof
+        writer.write(handshake + FRAME)
         assert len(await reader.readexactly(33)) == 33
         await asyncio.sleep(0.05)
         assert (held.let_in, held.frames) == ([member.peer], 1)
         writer.close()
-        for said in (hello + FRAME * 5, FRAME * 20, bytes([64]) + bytes(64) + FRAME, b"\xff" * 100):
+        for said in (handshake + FRAME * 5, FRAME * 20, bytes([64]) + bytes(64) + FRAME, b"\xff" * 100):
             reader, writer = await asyncio.open_connection("127.0.0.1", held.port, ssl=context, server_hostname="")
             writer.write(said)
             await _refused(reader, writer)
@@ -180,13 +180,15 @@ async def test_frames_before_the_hello_and_a_replayed_hello() -> None:
 
 async def test_another_networks_secret() -> None:
     async with listener(SwarmSecret("correct horse battery")) as held:
-        for prove in (public_authenticator, SwarmSecret("correct horse batterz").authenticate):
-            stranger = await TlsTransport.start(Identity.generate(), prove=prove)
+        for authenticator in (public_authenticator, SwarmSecret("correct horse batterz").authenticate):
+            outsider = await TlsTransport.start(Identity.generate(), authenticator=authenticator)
             with pytest.raises(PeerUnreachable, match="secret"):
-                await stranger.dial(held.carrier.peer, held.carrier.addresses)
-            await stranger.close()
-        member = await TlsTransport.start(Identity.generate(), prove=SwarmSecret("correct horse battery").authenticate)
-        await (await member.dial(held.carrier.peer, held.carrier.addresses)).send(Ping(1))
+                await outsider.dial(held.transport.peer, held.transport.addresses)
+            await outsider.close()
+        member = await TlsTransport.start(
+            Identity.generate(), authenticator=SwarmSecret("correct horse battery").authenticate
+        )
+        await (await member.dial(held.transport.peer, held.transport.addresses)).send(Ping(1))
         await asyncio.sleep(0.05)
         assert (held.let_in, held.frames) == ([member.peer], 1)
         await member.close()
@@ -222,18 +224,18 @@ async def test_a_listener_that_is_somebody_else_or_not_of_the_swarm() -> None:
     server.close()
 
 
-async def test_none_of_a_thousand_strangers_frames_is_read() -> None:
+async def test_no_frame_of_a_thousand_untrusted_peers_is_read() -> None:
     no_certificate, forged = _context(), _context(_forge(VICTIM))
     async with listener() as held:
 
-        async def knock(context: ssl.SSLContext | None) -> None:
+        async def attempt(context: ssl.SSLContext | None) -> None:
             name = None if context is None else ""
             reader, writer = await asyncio.open_connection("127.0.0.1", held.port, ssl=context, server_hostname=name)
             writer.write(FRAME * 50)
             await _refused(reader, writer)
 
         for context in (None, no_certificate, forged, None, no_certificate) * 4:
-            await knock(context)
+            await attempt(context)
         assert (held.let_in, held.frames) == ([], 0)
 
 
@@ -281,7 +283,7 @@ def test_damage_to_a_certificate_is_noticed_and_never_makes_another_peer_of_it()
 async def test_a_connection_is_of_no_use_after_its_peer_broke_the_protocol() -> None:
     async with listener() as held:
         caller = await TlsTransport.start(Identity.generate())
-        connection = await caller.dial(held.carrier.peer, held.carrier.addresses)
+        connection = await caller.dial(held.transport.peer, held.transport.addresses)
         connection._transport.write(b"\xff" * 8)  # type: ignore[attr-defined]
         with pytest.raises(ConnectionLost):
             await connection.receive()

@@ -1,4 +1,4 @@
-"""The direct carrier on 127.0.0.1: the shared conformance suite on both event loops, its errors, its limits."""
+"""The direct transport on 127.0.0.1: the shared conformance suite on both event loops, its errors, its limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transport_conformance import SMALL, Conformance, echo
 from swarm.errors import AddressInUse, ConnectionLost, PeerUnreachable, UsageError
 from swarm.messages import Ping
 from swarm.net.base.tls_addresses import TlsEndpoint, advertised, is_direct, parse
-from swarm.net.base.transport import Transport
+from swarm.net.base.transport import Transport, TransportPolicy
 from swarm.net.security.identity import Identity
 from swarm.net.transports import tls
 from swarm.net.transports.tls import TlsTransport
@@ -41,11 +41,11 @@ def test_the_same_on_uvloop(name: str) -> None:
 
 @contextlib.asynccontextmanager
 async def running(*hosts: str, **kwargs: object) -> AsyncIterator[TlsTransport]:
-    carrier = await TlsTransport.start(Identity.generate(), hosts, **kwargs)  # type: ignore[arg-type]
+    transport = await TlsTransport.start(Identity.generate(), hosts, **kwargs)  # type: ignore[arg-type]
     try:
-        yield carrier
+        yield transport
     finally:
-        await carrier.close()
+        await transport.close()
 
 
 async def test_one_good_address_among_bad_ones_will_do() -> None:
@@ -81,7 +81,7 @@ async def test_connections_are_bounded() -> None:
         except ConnectionLost:
             return False
 
-    async with running(*HOME, max_connections=2) as listener, running() as caller:
+    async with running(*HOME, policy=TransportPolicy(2)) as listener, running() as caller:
         await listener.serve(echo)
         opened = [await caller.dial(listener.peer, listener.addresses) for _ in range(2)]
         with pytest.raises(PeerUnreachable):
@@ -123,7 +123,7 @@ def test_addresses_are_read_as_they_are_written() -> None:
         assert parse(f"/ip4/192.0.2.1/tcp/{port}/tls/p2p/{peer}", peer) is None
 
 
-def test_what_is_announced() -> None:
+def test_which_addresses_are_advertised() -> None:
     any4, any6 = TlsEndpoint("0.0.0.0", 10), TlsEndpoint("::", 11)
     daemon = [
         "/ip4/127.0.0.1/tcp/4001/p2p/x",

@@ -1,4 +1,4 @@
-"""What every carrier must do. A test module subclasses `Conformance` and says how to make a pair of endpoints."""
+"""What every transport must do. A test module subclasses `Conformance` and says how to make a pair of endpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def ping_forever(connection: Connection) -> None:
 
 
 class Conformance:
-    """`pair()` yields (caller, listener): two carriers that can reach each other; the listener keeps to SMALL."""
+    """`pair()` yields (caller, listener): two transports that can reach each other; the listener keeps to SMALL."""
 
     pair: Callable[[], contextlib.AbstractAsyncContextManager[tuple[Transport, Transport]]]
 
@@ -198,7 +198,7 @@ class Conformance:
                 await caller.dial(listener.peer, listener.addresses)
             await caller.close()
 
-    async def test_closing_a_carrier_ends_everything_on_it(self) -> None:
+    async def test_closing_a_transport_ends_everything_on_it(self) -> None:
         async with self.pair() as (caller, listener):
             ended = asyncio.Event()
 

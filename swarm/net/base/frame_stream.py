@@ -1,7 +1,8 @@
-"""Frames over one byte stream of asyncio: what every socket-like carrier has in common.
+"""Length-prefixed frames over one asyncio byte stream: the base of every socket transport.
 
 Owns parsing without needless copies (a large body is read straight into its own buffer), back-pressure both ways and
-the rule that a frame is written whole or not at all. Knows neither how the stream came about nor who is at its end.
+the rule that a frame is written whole or not at all. Does not know how the stream was opened or how its peer was
+authenticated.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -19,21 +21,30 @@ from swarm.errors import ConnectionLost, NetworkError, ProtocolError
 from swarm.messages import AnyMessage
 from swarm.types import PeerId
 
-STAGING = 64 << 10  # bytes read at once; whole small frames are cut out of it
-SMALL = 4 << 10  # a body that is sent together with what follows it in the same turn of the loop
-PIECE = 256 << 10  # of a large body, between two waits for the socket
-UNREAD_HIGH = 2 << 20  # bytes parsed and not yet received, before we stop reading
-UNREAD_LOW = 1 << 20
-FRAME_COST = 256  # bytes that one queued frame takes besides its content
-CLOSE_GRACE_S = 5.0  # for the other side to take what is still buffered
+
+@dataclass(frozen=True, slots=True)
+class StreamPolicy:
+    """Buffers of one stream, in bytes: throughput against memory per connection."""
+
+    read_buffer: int = 64 << 10  # read at once; whole small frames are cut out of it
+    coalesce_below: int = 4 << 10  # smaller bodies sent in one iteration of the event loop share a write
+    write_chunk: int = 256 << 10  # of a large body, between two waits for the socket; also the write high-water mark
+    unread_high: int = 2 << 20  # parsed and not yet received: reading pauses above this
+    unread_low: int = 1 << 20  # and resumes below this
+    frame_overhead: int = 256  # what one queued frame takes besides its content
+    close_timeout_s: float = 5.0  # for the peer to read what is still buffered at `close`
+
+
+POLICY = StreamPolicy()
+MAX_LENGTH_VARINT = 5  # bytes
 
 
 class FramedStream(asyncio.BufferedProtocol):
-    """One end of a connection; see `carrier.Connection`. Made by an asyncio transport factory.
+    """One end of a connection; see `transport.Connection`. Made by an asyncio transport factory.
 
-    `preamble`: before the frames come messages of other protocols, each preceded by its length as a varint. They are
-    read one by one with `preamble()`, and not one frame is looked at before `begin()`.
-    `on_made` is called once the transport is there.
+    `preamble`: messages of other protocols precede the frames, each with its length as a varint. They are read one by
+    one with `preamble()`, and no frame is parsed before `begin()`.
+    `on_made` is called once the asyncio transport is connected.
     """
 
     def __init__(
@@ -46,48 +57,48 @@ class FramedStream(asyncio.BufferedProtocol):
         self._limits = limits
         self._on_made = on_made
         self._transport: asyncio.Transport | None = None
-        self._sending = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
         self._writable = asyncio.Event()
         self._writable.set()
-        self._arrived = asyncio.Event()
-        self._gone = asyncio.Event()  # the transport is closed
-        self._on_gone: Callable[[FramedStream], None] | None = None
-        # Writing: small frames of this turn of the loop, which go as one.
-        self._small: list[Buffer] = []
-        self._small_size = 0
-        self._turn = False
+        self._received = asyncio.Event()
+        self._closed = asyncio.Event()  # the asyncio transport is closed
+        self._on_closed: Callable[[FramedStream], None] | None = None
+        # Writing: small frames of this iteration of the event loop, which go in one write.
+        self._pending: list[Buffer] = []
+        self._pending_size = 0
+        self._flush_scheduled = False
         self._end: NetworkError | None = None  # why there are no more frames
-        # Reading: bytes [_start, _stop) of the staging buffer, or a piece that is read into its own buffer.
-        self._staging = memoryview(bytearray(STAGING))
+        # Reading: bytes [_start, _stop) of the read buffer, or a part of a frame that is read into its own buffer.
+        self._buffer = memoryview(bytearray(POLICY.read_buffer))
         self._start = self._stop = 0
-        self._piece: memoryview | None = None
-        self._piece_filled = 0
-        self._begun = not preamble
+        self._partial: memoryview | None = None
+        self._partial_filled = 0
+        self._framing = not preamble
         self._sizes: tuple[int, int] | None = None  # of the frame being read: header, body
         self._header: bytes | None = None
         self._frames: deque[tuple[bytes, memoryview]] = deque()
         self._unread = 0
         self._reading_paused = False
 
-    # What a connection does.
+    # Connection.
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
-        """See `carrier.Connection.send`. A send that is cancelled half way through still completes its frame."""
+        """See `transport.Connection.send`. A send that is cancelled half way through still completes its frame."""
         header, body = codec.encode(message, body)
-        async with self._sending:
+        async with self._send_lock:
             await self._ready()
-            if len(body) <= SMALL:
-                self._write_soon(header, body)
+            if len(body) <= POLICY.coalesce_below:
+                self._write_coalesced(header, body)
                 return
             self._flush()
-            if len(body) <= STAGING:
+            if len(body) <= POLICY.read_buffer:
                 self._write(header + body)
                 return
             self._write(header)
             rest = memoryview(body).cast("B")
             while rest:
-                self._write(rest[:PIECE])
-                rest = rest[PIECE:]
+                self._write(rest[: POLICY.write_chunk])
+                rest = rest[POLICY.write_chunk :]
                 try:
                     await self._ready()
                 except asyncio.CancelledError:
@@ -99,11 +110,11 @@ class FramedStream(asyncio.BufferedProtocol):
             if self._end is not None:
                 error, self._end = self._end, ConnectionLost("the connection is closed")
                 raise error
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._received.clear()
+            await self._received.wait()
         header, body = self._frames.popleft()
-        self._unread -= len(header) + len(body) + FRAME_COST
-        if self._unread <= UNREAD_LOW:
+        self._unread -= len(header) + len(body) + POLICY.frame_overhead
+        if self._unread <= POLICY.unread_low:
             self._resume_reading()
         try:
             return codec.decode(header), body
@@ -115,11 +126,11 @@ class FramedStream(asyncio.BufferedProtocol):
         self._flush()
         self._finish(ConnectionLost("the connection was closed here"))
         self._frames.clear()
-        if self._transport is not None and not self._gone.is_set() and not self._transport.is_closing():
+        if self._transport is not None and not self._closed.is_set() and not self._transport.is_closing():
             self._transport.close()
-            asyncio.get_running_loop().call_later(CLOSE_GRACE_S, self._transport.abort)
+            asyncio.get_running_loop().call_later(POLICY.close_timeout_s, self._transport.abort)
 
-    # What a carrier does with it.
+    # For the transport that owns the stream.
 
     def abort(self) -> None:
         """Close without sending what is buffered."""
@@ -133,16 +144,16 @@ class FramedStream(asyncio.BufferedProtocol):
         return self._transport.get_extra_info(name) if self._transport is not None else None
 
     async def closed(self) -> None:
-        """Wait until the transport is gone, what was buffered sent or given up."""
-        await self._gone.wait()
+        """Wait until the asyncio transport is closed, with what was buffered sent or dropped."""
+        await self._closed.wait()
 
-    def on_gone(self, callback: Callable[[FramedStream], None]) -> None:
-        """Have `callback(self)` called once the transport is gone, at once if it is."""
-        self._on_gone = callback
-        if self._gone.is_set():
+    def on_closed(self, callback: Callable[[FramedStream], None]) -> None:
+        """Have `callback(self)` called once the asyncio transport is closed, at once if it is."""
+        self._on_closed = callback
+        if self._closed.is_set():
             callback(self)
 
-    async def preamble(self, limit: int = STAGING // 2) -> bytes:
+    async def preamble(self, limit: int = POLICY.read_buffer // 2) -> bytes:
         """The next message before the frames. Raises ConnectionLost, and ProtocolError if it is over `limit` bytes."""
         while True:
             try:
@@ -154,18 +165,18 @@ class FramedStream(asyncio.BufferedProtocol):
                 return message
             if self._end is not None:
                 raise self._end
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._received.clear()
+            await self._received.wait()
 
     def begin(self) -> None:
-        """Frames from here on. Idempotent."""
-        if not self._begun:
-            self._begun = True
-            self._guarded(self._parse)
+        """End of the preamble: parse frames from here on. Idempotent."""
+        if not self._framing:
+            self._framing = True
+            self._parse_or_abort()
             self._resume_reading()
 
     async def write_delimited(self, data: bytes) -> None:
-        """A message of another protocol, preceded by its length as a varint."""
+        """Send a message of another protocol, preceded by its length as a varint."""
         self._write(varint(len(data)) + data)
         await self._ready()
 
@@ -174,27 +185,27 @@ class FramedStream(asyncio.BufferedProtocol):
         if self._end is not None or self._transport is None or self._transport.is_closing():
             raise ConnectionLost("the connection is closed")
 
-    def _write_soon(self, header: bytes, body: Buffer) -> None:
-        """A small frame. The first of a turn of the loop goes at once; those that follow it go together after them."""
-        if not self._turn:
-            self._turn = True
-            asyncio.get_running_loop().call_soon(self._end_turn)
+    def _write_coalesced(self, header: bytes, body: Buffer) -> None:
+        """Write a small frame: the first of a loop iteration at once, those that follow it together at its end."""
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._scheduled_flush)
             self._write(header + body if body else header)
             return
-        self._small += (header, body)
-        self._small_size += len(header) + len(body)
-        if self._small_size >= STAGING:
+        self._pending += (header, body)
+        self._pending_size += len(header) + len(body)
+        if self._pending_size >= POLICY.read_buffer:
             self._flush()
 
-    def _end_turn(self) -> None:
-        self._turn = False
+    def _scheduled_flush(self) -> None:
+        self._flush_scheduled = False
         self._flush()
 
     def _flush(self) -> None:
-        if self._small:
-            data = b"".join(self._small)
-            self._small.clear()
-            self._small_size = 0
+        if self._pending:
+            data = b"".join(self._pending)
+            self._pending.clear()
+            self._pending_size = 0
             self._write(data)
 
     def _write(self, data: Buffer) -> None:
@@ -202,24 +213,24 @@ class FramedStream(asyncio.BufferedProtocol):
             self._transport.write(data)
 
     def _finish(self, error: NetworkError) -> None:
-        """No more frames after those that have arrived, and no more sends."""
+        """Accept no more frames after those already received, and no more sends."""
         if self._end is None:
             self._end = error
-        self._arrived.set()
+        self._received.set()
         self._writable.set()
 
-    # What asyncio calls.
+    # asyncio.BufferedProtocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=PIECE)
+        self._transport.set_write_buffer_limits(high=POLICY.write_chunk)
         if self._on_made is not None:
             self._on_made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gone.set()
-        if self._on_gone is not None:
-            self._on_gone(self)
+        self._closed.set()
+        if self._on_closed is not None:
+            self._on_closed(self)
         self._finish(ConnectionLost("the other side closed the connection" if exc is None else f"lost: {exc}"))
 
     def eof_received(self) -> bool:
@@ -232,23 +243,23 @@ class FramedStream(asyncio.BufferedProtocol):
         self._writable.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._piece is not None:
-            return self._piece[self._piece_filled :]
-        return self._staging[self._stop :]
+        if self._partial is not None:
+            return self._partial[self._partial_filled :]
+        return self._buffer[self._stop :]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._end is not None:
             return
-        if self._piece is None:
+        if self._partial is None:
             self._stop += nbytes
         else:
-            self._piece_filled += nbytes
-        if self._begun:
-            self._guarded(self._parse)
+            self._partial_filled += nbytes
+        if self._framing:
+            self._parse_or_abort()
         else:
-            if self._stop == STAGING:
+            if self._stop == POLICY.read_buffer:
                 self._pause_reading()
-            self._arrived.set()
+            self._received.set()
 
     def _pause_reading(self) -> None:
         if not self._reading_paused and self._transport is not None:
@@ -263,62 +274,61 @@ class FramedStream(asyncio.BufferedProtocol):
 
     # Parsing.
 
-    def _guarded(self, parse: Callable[[], None]) -> None:
+    def _parse_or_abort(self) -> None:
         try:
-            parse()
+            self._parse()
         except ProtocolError as error:
             self._finish(error)
             if self._transport is not None:
                 self._transport.abort()
 
     def _parse(self) -> None:
-        """Take the piece that is complete, then cut whatever is complete out of the staging buffer."""
-        if self._piece is not None:
-            if self._piece_filled < len(self._piece):
+        """Finish the partial header or body if it is complete, then cut complete ones out of the read buffer."""
+        if self._partial is not None:
+            if self._partial_filled < len(self._partial):
                 return
-            piece, self._piece = self._piece, None
-            self._take(piece)
+            part, self._partial = self._partial, None
+            self._add_part(part)
         while True:
             if self._sizes is None:
                 if self._stop - self._start < PREFIX.size:
                     self._compact()
                     return
-                prefix = self._staging[self._start : self._start + PREFIX.size]
+                prefix = self._buffer[self._start : self._start + PREFIX.size]
                 self._sizes = codec.parse_prefix(prefix, self._limits)
                 self._start += PREFIX.size
             need = self._sizes[0] if self._header is None else self._sizes[1]
-            available = self._stop - self._start
-            piece = _allocate(need)
-            filled = min(need, available)
-            piece[:filled] = self._staging[self._start : self._start + filled]
+            part = _allocate(need)
+            filled = min(need, self._stop - self._start)
+            part[:filled] = self._buffer[self._start : self._start + filled]
             self._start += filled
-            if filled < need:  # the staging buffer is used up: read the rest into its place
+            if filled < need:  # the read buffer is used up: read the rest into its place
                 self._start = self._stop = 0
-                self._piece, self._piece_filled = piece, filled
+                self._partial, self._partial_filled = part, filled
                 return
-            self._take(piece)
+            self._add_part(part)
 
-    def _take(self, piece: memoryview) -> None:
-        """A header or a body is complete."""
+    def _add_part(self, part: memoryview) -> None:
+        """A header or a body is complete; after the body the frame is."""
         assert self._sizes is not None
         if self._header is None:
-            self._header = bytes(piece)
+            self._header = bytes(part)
             if self._sizes[1]:
                 return
-            piece = memoryview(b"")
-        self._frames.append((self._header, piece))
-        self._unread += len(self._header) + len(piece) + FRAME_COST
+            part = memoryview(b"")
+        self._frames.append((self._header, part))
+        self._unread += len(self._header) + len(part) + POLICY.frame_overhead
         self._sizes = self._header = None
-        self._arrived.set()
-        if self._unread > UNREAD_HIGH:
+        self._received.set()
+        if self._unread > POLICY.unread_high:
             self._pause_reading()
 
     def _cut_preamble(self, limit: int) -> bytes | None:
         """The next message of another protocol; None while it is incomplete."""
-        data = bytes(self._staging[self._start : self._stop])
-        length = next((i for i, byte in enumerate(data[:5], 1) if byte < 0x80), 0)  # of the varint
+        data = bytes(self._buffer[self._start : self._stop])
+        length = next((i for i, byte in enumerate(data[:MAX_LENGTH_VARINT], 1) if byte < 0x80), 0)  # of the varint
         if not length:
-            if len(data) >= 5:
+            if len(data) >= MAX_LENGTH_VARINT:
                 raise ProtocolError("a preamble without a length")
             return None
         end = length + sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data[:length]))
@@ -330,14 +340,14 @@ class FramedStream(asyncio.BufferedProtocol):
         return data[length:end]
 
     def _compact(self) -> None:
-        """Move what is left in the staging buffer to its front, so that there is room to read."""
-        rest = bytes(self._staging[self._start : self._stop])
-        self._staging[: len(rest)] = rest
+        """Move what is left in the read buffer to its front, so that there is room to read."""
+        rest = bytes(self._buffer[self._start : self._stop])
+        self._buffer[: len(rest)] = rest
         self._start, self._stop = 0, len(rest)
 
 
 def _allocate(size: int) -> memoryview:
-    """A buffer whose pages are not touched before data arrives, so that announcing a large body costs us nothing."""
+    """A buffer whose pages are not touched before data arrives, so that a large announced length costs nothing."""
     return np.empty(size, np.uint8).data
 
 

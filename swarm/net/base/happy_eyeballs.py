@@ -1,7 +1,7 @@
-"""Several ways to one peer: the next is tried when those before take long or fail, and the first that leads there wins.
+"""Happy eyeballs (RFC 8305): several connection attempts to one peer, started one after the other; the first wins.
 
-Owns the race ("happy eyeballs", RFC 8305): its losers are cancelled, and closed if they arrive at the same moment.
-Knows neither addresses nor carriers.
+Owns the race: the losers are cancelled, and closed if they connect at the same moment. Knows neither addresses nor
+transports.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ _C = TypeVar("_C")
 
 
 async def staggered_race(
-    ways: Sequence[Callable[[], Awaitable[_C]]], stagger_s: float, discard: Callable[[_C], None]
+    attempts: Sequence[Callable[[], Awaitable[_C]]], stagger_s: float, discard: Callable[[_C], None]
 ) -> _C:
-    """What the first of `ways` leads to; each begins `stagger_s` after the one before it, or as soon as one fails.
+    """The result of the first of `attempts` to succeed; each starts `stagger_s` after the previous one, or as soon as
+    one fails.
 
-    `discard` closes what came too late. Raises PeerUnreachable if all of them do: the error that says why we are not
-    let in, else that of the last way.
+    `discard` closes late results. Raises PeerUnreachable if all attempts do: WrongSwarm if there is one, else the error
+    of the last attempt.
     """
     results: list[_C] = []
     errors: dict[int, PeerUnreachable] = {}
 
-    async def attempt(number: int, way: Callable[[], Awaitable[_C]]) -> None:
+    async def run(number: int, attempt: Callable[[], Awaitable[_C]]) -> None:
         try:
-            results.append(await way())
+            results.append(await attempt())
         except PeerUnreachable as error:
             errors[number] = error
 
@@ -36,8 +37,8 @@ async def staggered_race(
     won = False
     try:
         async with asyncio.TaskGroup() as group:
-            for number, way in enumerate(ways):
-                running.add(group.create_task(attempt(number, way)))
+            for number, attempt in enumerate(attempts):
+                running.add(group.create_task(run(number, attempt)))
                 _, running = await asyncio.wait(running, timeout=stagger_s, return_when=asyncio.FIRST_COMPLETED)
                 if results:
                     break

@@ -1,7 +1,7 @@
-"""Addresses of the direct carrier: `/ip4/192.0.2.1/tcp/4001/tls/p2p/<peer id>`.
+"""Addresses of the TLS transport: `/ip4/192.0.2.1/tcp/4001/tls/p2p/<peer id>`.
 
-Owns that notation and which of a machine's addresses to announce. They lie beside the p2p daemon's own addresses in
-a record; the daemon knows nothing of `/tls` and passes over them. Opens no socket.
+Owns that notation and which of a machine's addresses to advertise. In a record they stand beside the addresses of the
+libp2p host, which ignores `/tls`. Opens no socket.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_relayed(address: str) -> bool:
 
 
 def parse(address: str, peer: PeerId) -> TlsEndpoint | None:
-    """The endpoint of a direct address of `peer`; None if it is none."""
+    """The endpoint of a TLS address of `peer`; None for any other text."""
     match address.split("/"):
         case ["", "ip4" | "ip6", host, "tcp", port, "tls", "p2p", owner] if owner == peer and re.fullmatch(
             r"[0-9]{1,5}", port
@@ -48,7 +48,7 @@ def parse(address: str, peer: PeerId) -> TlsEndpoint | None:
 
 
 def listen_ip(address: str) -> str | None:
-    """The IP address that a daemon's listen address is on; None if it has none."""
+    """The IP address at the front of a multiaddr; None if it has none."""
     parts = address.split("/")
     return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6") and _ip(parts[2]) is not None else None
 
@@ -59,18 +59,18 @@ def is_loopback(address: str) -> bool:
     return host is not None and ipaddress.ip_address(host).is_loopback
 
 
-def advertised(bound: Sequence[TlsEndpoint], daemon_addresses: Iterable[str]) -> list[TlsEndpoint]:
-    """Where others may reach the sockets in `bound`, given the addresses that the daemon found out to be ours.
+def advertised(bound: Sequence[TlsEndpoint], host_addresses: Iterable[str]) -> list[TlsEndpoint]:
+    """Where others may dial the sockets in `bound`, given the addresses at which the libp2p host is reachable.
 
     Loopback only if there is nothing else; public addresses first.
     """
     found: dict[str, TlsEndpoint] = {}
-    for address in daemon_addresses:
+    for address in host_addresses:
         host = listen_ip(address)
         if host is None or is_relayed(address):
             continue
         for socket in bound:
-            if socket.host == host or (ipaddress.ip_address(socket.host).is_unspecified and _same_kind(socket, host)):
+            if socket.host == host or (ipaddress.ip_address(socket.host).is_unspecified and _same_family(socket, host)):
                 found.setdefault(host, TlsEndpoint(host, socket.port))
     ips = {host: ipaddress.ip_address(host) for host in found}
     outside = [host for host in found if not (ips[host].is_loopback or ips[host].is_link_local)]
@@ -78,7 +78,7 @@ def advertised(bound: Sequence[TlsEndpoint], daemon_addresses: Iterable[str]) ->
     return [found[host] for host in chosen[:MAX_ADVERTISED]]
 
 
-def _same_kind(socket: TlsEndpoint, host: str) -> bool:
+def _same_family(socket: TlsEndpoint, host: str) -> bool:
     return (":" in socket.host) == (":" in host)
 
 

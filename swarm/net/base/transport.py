@@ -1,12 +1,14 @@
-"""The Carrier protocol: how frames reach a peer whose identity is proven. Its implementations are
-`daemon_streams`, `direct`, `reach` (both of them), `memory` and the wrappers `shaped` and `throttle`.
+"""The Transport protocol: frames to and from a peer whose identity is authenticated. Implementations: `tls`,
+`libp2p_streams`, `multi` (both of them) and `testing.memory_network`; wrappers: `rate_limit`, `testing.emulated_link`.
 
-Owns what a connection promises; knows neither what the messages mean nor how peers are found.
+Owns the contract of a connection and the policy that all transports share; knows neither what the messages mean nor how
+peers are found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from swarm.codec import Buffer
@@ -14,18 +16,28 @@ from swarm.messages import AnyMessage
 from swarm.types import PeerId
 
 
+@dataclass(frozen=True, slots=True)
+class TransportPolicy:
+    """Limits of one transport's connections."""
+
+    max_connections: int = 256  # dialled and accepted: sockets and buffers against peers served at once
+    handshake_timeout_s: float = 5.0  # each of TLS and the preamble: slow links against callers that hold a slot open
+    flush_timeout_s: float = 0.5  # for what is buffered when the transport closes: last frames against a quick exit
+    max_parallel_dials: int = 4  # addresses of one peer, all at once
+
+
 class Connection(Protocol):
     """A duplex, ordered, reliable stream of frames to one authenticated peer. Many sessions share one connection."""
 
     @property
     def peer(self) -> PeerId:
-        """The other side, proven by its key before any frame is read."""
+        """The other side, authenticated by its key before any frame is read."""
         ...
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
-        """Queue one frame and wait while the link is backed up. Frames of concurrent senders never interleave, and a
-        send that is cancelled still sends its frame whole or not at all. `body` may be read after this returns, so
-        leave it unchanged.
+        """Queue one frame and wait while the link is congested. Frames of concurrent senders never interleave, and a
+        send that is cancelled still sends its frame whole or not at all. `body` may be read after this returns: do not
+        change it.
 
         Raises ConnectionLost.
         """
@@ -45,7 +57,7 @@ class Connection(Protocol):
 
 
 Handler = Callable[[Connection], Awaitable[None]]
-"""Runs one accepted connection to its end, in a task that the carrier owns and cancels at `close`."""
+"""Runs one accepted connection to its end, in a task that the transport owns and cancels at `close`."""
 
 
 class Transport(Protocol):
@@ -73,20 +85,20 @@ class Transport(Protocol):
 
 
 OnUpgrade = Callable[[Connection, Connection], Awaitable[None]]
-"""(a connection that was dialled, a better one to the same peer), which it may use instead or must close."""
+"""(a connection that was dialled, a better one to the same peer): the callback uses the second one or closes it."""
 
 
 @runtime_checkable
 class UpgradingTransport(Protocol):
-    """A carrier that goes on looking for a better way to the peers it has dialled."""
+    """A transport that keeps trying for a better connection to the peers it has dialled."""
 
-    def on_upgrade(self, found: OnUpgrade) -> None:
-        """Have `found` awaited, in a task of the carrier's, for every better connection."""
+    def on_upgrade(self, callback: OnUpgrade) -> None:
+        """Have `callback` awaited, in a task of the transport's, for every better connection."""
         ...
 
 
 class Directory(Protocol):
-    """The live map of who serves what. `net.directory` keeps it in the DHT; `net.memory` in a dictionary for tests."""
+    """The live records of who serves what: in the DHT (`dht.directory`), in a dict for tests (`testing`)."""
 
     async def publish(self, record: bytes, model: str, expires_at: float) -> None:
         """Store our signed record under `swarm/<model>/nodes`, subkey our peer id. Raises NetworkError."""

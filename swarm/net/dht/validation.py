@@ -1,7 +1,8 @@
-"""What keeps strangers from spoiling hivemind's DHT: signed subkeys, capped lifetimes, typed and bounded decoding.
+"""Validation of hivemind's DHT entries against untrusted peers: signed subkeys, capped lifetimes, bounded decoding.
 
-Owns the rules by which our DHT nodes store and return entries. As it comes, the DHT lets anyone overwrite any subkey,
-for years, and one malformed entry voids all that a replica returns. Knows not what records say (`swarm.records`).
+Owns the rules by which our DHT nodes store and return entries. By default, the DHT lets anyone overwrite any subkey,
+for years, and one malformed entry invalidates all that a replica returns. Does not know the contents of the records
+(`swarm.records`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _decode_subkey = msgspec.msgpack.Decoder(_Subkey).decode
 class SignedSubkeyValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
     """Every entry lies under a subkey that is a peer id, is signed by that peer and lives MAX_LIFETIME_S at most.
 
-    The signature covers key, subkey, expiry and value, so that nobody can prolong what another peer once published.
+    The signature covers key, subkey, expiry and value, so that nobody can extend the life of another peer's entry.
     """
 
     def __init__(self, identity: Identity, clock: Callable[[], float]) -> None:
@@ -59,7 +60,7 @@ class SignedSubkeyValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
         return verify(peer, _signed(record, value), signature)
 
     def within_ttl(self, expires_at: float) -> bool:
-        """Whether an entry may live so long; no for NaN."""
+        """Whether an entry's lifetime is allowed; False for NaN."""
         return expires_at <= self._clock() + MAX_LIFETIME_S + MAX_CLOCK_SKEW_S
 
     def sign_value(self, record: DHTRecord) -> bytes:
@@ -70,12 +71,12 @@ class SignedSubkeyValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
 
 
 class StrictSerializer(MSGPackSerializer):  # type: ignore[misc]
-    """Reads only what our DHT holds: text, bytes, dictionaries of text to bytes. The rest is refused at once."""
+    """Decodes only what our DHT holds: text, bytes, dictionaries of text to bytes. Rejects the rest at once."""
 
     @classmethod
     def loads(cls, buf: bytes) -> Any:
         """Raises ProtocolError."""
-        kind = buf[0] if buf else 0  # MessagePack's first byte says what follows
+        kind = buf[0] if buf else 0  # MessagePack's first byte is the type of what follows
         try:
             if 0xC4 <= kind <= 0xC6:
                 return _decode_bytes(buf)
@@ -95,38 +96,38 @@ class StrictSerializer(MSGPackSerializer):  # type: ignore[misc]
 
 
 def install_validators(node: DHTNode, validator: SignedSubkeyValidator) -> None:
-    """Have a DHT node decode strictly, drop bad entries of a dictionary instead of the dictionary, believe no peer that
-    claims to have the last word on a key, which would end the search for other replicas, and count no peer as a replica
-    that refuses what it is to keep.
+    """Make a DHT node decode strictly, drop the invalid entries of a dictionary instead of all of it, ignore replies
+    that expire too late, which would end the search for other replicas, and not count a peer that rejected an entry as
+    a replica.
     """
     protocol = node.protocol
     protocol.serializer = StrictSerializer
-    protocol._validate_dictionary = functools.partial(_keep_valid, validator)
-    protocol.call_find = functools.partial(_find_timely, validator, protocol.call_find)
+    protocol._validate_dictionary = functools.partial(_drop_invalid, validator)
+    protocol.call_find = functools.partial(_find_within_ttl, validator, protocol.call_find)
     protocol.call_store = functools.partial(_store_if_valid, protocol.call_store)
 
 
 async def _store_if_valid(store: Callable[..., Awaitable[list[bool] | None]], *args: Any, **kwargs: Any) -> Any:
-    """`DHTProtocol.call_store`; None, as if it had not answered, of a peer that keeps nothing.
+    """`DHTProtocol.call_store`; None, as if there was no reply, from a peer that stored nothing.
 
-    `DHTNode.store` reports what the last peer said: one that has the entry already would make a failure of a success.
+    `DHTNode.store` reports the last peer's reply: one that has the entry already would turn a success into a failure.
     """
-    kept = await store(*args, **kwargs)
-    return kept if kept and any(kept) else None
+    stored = await store(*args, **kwargs)
+    return stored if stored and any(stored) else None
 
 
-async def _find_timely(
+async def _find_within_ttl(
     validator: SignedSubkeyValidator, find: Callable[..., Awaitable[Any]], peer: Any, keys: Collection[Any]
 ) -> Any:
-    """`DHTProtocol.call_find`, without the answers that expire too late: {key: (answer or None, nearest peers)}."""
-    answers = await find(peer, keys)
-    for key, (answer, nearest) in list((answers or {}).items()):
-        if answer is not None and not validator.within_ttl(answer.expiration_time):
-            answers[key] = None, nearest
-    return answers
+    """`DHTProtocol.call_find`, without the values that expire too late: {key: (value or None, nearest peers)}."""
+    replies = await find(peer, keys)
+    for key, (value, nearest) in list((replies or {}).items()):
+        if value is not None and not validator.within_ttl(value.expiration_time):
+            replies[key] = None, nearest
+    return replies
 
 
-def _keep_valid(validator: SignedSubkeyValidator, key: bytes, dictionary: DictionaryDHTValue) -> bool:
+def _drop_invalid(validator: SignedSubkeyValidator, key: bytes, dictionary: DictionaryDHTValue) -> bool:
     with dictionary.freeze():
         for subkey, (value, expires_at) in list(dictionary.items()):
             if not validator.validate(DHTRecord(key, MSGPackSerializer.dumps(subkey), value, expires_at)):

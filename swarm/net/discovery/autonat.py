@@ -1,10 +1,10 @@
-"""Whether others can dial us: one peer asks another to try its addresses, and to say what came of it.
+"""AutoNAT: whether others can dial us. A client has a server dial its addresses and report which it reached.
 
-    asker    -> answerer   its addresses         on a libp2p stream of PROTOCOL, MessagePack preceded by its length
-    answerer -> asker      the IP address it sees the asker at, and which of the addresses at that IP it reached
+    client -> server   its addresses         on a libp2p stream of PROTOCOL, MessagePack preceded by its length
+    server -> client   the client's observed IP address, and which of the addresses at that IP it reached
 
-Owns that exchange and its limits. Nothing is dialled but the asker's own addresses at the very IP address its request
-came from, so that nobody can be made to knock on other people's doors; and few askers are served, each rarely.
+Owns that exchange and its limits. The server dials nothing but the client's own addresses at the IP address that the
+request came from, so that it cannot be used for attacks on third parties; and requests are rate limited.
 """
 
 from __future__ import annotations
@@ -34,16 +34,25 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "/swarm/dial-back/1"
 MAX_ADDRESSES = 8  # as in a record
-MAX_DIALLED = 3
-MAX_MESSAGE = 2048
-MAX_AT_ONCE = 4
-MAX_ASKERS = 1024  # whose last request is remembered
-PEER_INTERVAL_S = 10.0  # between two requests of one peer
-ALL_INTERVAL_S = 1.0  # between any two: peer ids cost nothing
-REQUEST_S = 5.0
-DIAL_S = 3.0
-ANSWER_S = 15.0
-_GREETING = b"\x13/multistream/1.0.0\n"  # whoever listens for libp2p answers this with the same
+MAX_MESSAGE = 2048  # bytes
+_MULTISTREAM = b"\x13/multistream/1.0.0\n"  # a libp2p listener replies to this with the same
+
+
+@dataclass(frozen=True, slots=True)
+class AutoNatPolicy:
+    """Limits of the service, which dials on behalf of untrusted peers. Times in seconds."""
+
+    max_dials: int = 3  # addresses of one request
+    max_concurrent_requests: int = 4
+    max_tracked_clients: int = 1024  # whose last request is remembered: memory against repeated requests
+    client_interval_s: float = 10.0  # between two requests of one peer
+    request_interval_s: float = 1.0  # between any two, as peer ids are free to make
+    request_timeout_s: float = 5.0  # for a request to arrive whole
+    dial_timeout_s: float = 3.0  # for one address
+    reply_timeout_s: float = 15.0  # of the client, for all of it
+
+
+POLICY = AutoNatPolicy()
 
 _Address = Annotated[str, Meta(max_length=160)]
 _Addresses = Annotated[list[_Address], Meta(max_length=MAX_ADDRESSES)]
@@ -70,7 +79,7 @@ Dial = Callable[[PeerId, str], Awaitable[bool]]
 
 @dataclass(frozen=True, slots=True)
 class ReachabilityReport:
-    """What another peer found out. `observed`: the IP address it sees us at; "" if we came by way of a relay."""
+    """The result of another peer's dials. `observed`: our IP address as it sees it; "" through a relay."""
 
     observed: str
     reached: tuple[str, ...]
@@ -78,37 +87,39 @@ class ReachabilityReport:
 
 
 async def probe(host: Libp2pHost, peer: PeerId, addresses: Sequence[str]) -> ReachabilityReport:
-    """Have `peer`, which we are connected to, dial our `addresses`. Raises NetworkError, with its words if any."""
+    """Have `peer`, which we are connected to, dial our `addresses`. Raises NetworkError, with its refusal if any."""
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(POLICY.reply_timeout_s):
             stream = await host.control.open_stream(peer, PROTOCOL)
             try:
                 await stream.write_delimited(_encode(_ProbeRequest(list(addresses[:MAX_ADDRESSES]))))
-                told = _decode_reply(await stream.preamble(MAX_MESSAGE))
+                reply = _decode_reply(await stream.preamble(MAX_MESSAGE))
             finally:
                 stream.abort()
     except TimeoutError:
-        raise NetworkError(f"{peer} did not say within {ANSWER_S:g} s whether it can dial us") from None
+        raise NetworkError(
+            f"{peer} did not report within {POLICY.reply_timeout_s:g} s whether it can dial us"
+        ) from None
     except UNDECODABLE as error:
-        raise ProtocolError(f"{peer} does not make sense: {error}") from None
-    if told.refusal:
-        raise NetworkError(f"{peer} does not dial back: {told.refusal!r}")
+        raise ProtocolError(f"{peer} sent a malformed reply: {error}") from None
+    if reply.refusal:
+        raise NetworkError(f"{peer} does not dial back: {reply.refusal!r}")
     ours = set(addresses)
-    return ReachabilityReport(told.observed, tuple(ours & set(told.reached)), tuple(ours & set(told.missed)))
+    return ReachabilityReport(reply.observed, tuple(ours & set(reply.reached)), tuple(ours & set(reply.missed)))
 
 
 class AutoNatServer:
-    """Answers those who ask. `serve` it; close it before the host."""
+    """Serves the requests of others. `serve` it; close it before the host."""
 
     def __init__(self, host: Libp2pHost, dial: Dial, clock: Callable[[], float]) -> None:
-        """`dial`: for direct addresses, whose owner it proves. `clock`: seconds."""
+        """`dial`: for direct addresses, whose owner it authenticates. `clock`: seconds."""
         self._host = host
         self._dial = dial
         self._clock = clock
-        self._asked: OrderedDict[PeerId, float] = OrderedDict()
+        self._last_by_client: OrderedDict[PeerId, float] = OrderedDict()  # time of the last request
         self._last = float("-inf")
         self._server: asyncio.Server | None = None
-        self._scope = TaskSet("dial back")
+        self._tasks = TaskSet("autonat")
 
     async def serve(self) -> None:
         path = self._host.inbound.with_name("dial-back")
@@ -124,66 +135,68 @@ class AutoNatServer:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        await self._scope.close()
+        await self._tasks.close()
 
     def _made(self, stream: FramedStream) -> None:
-        if len(self._scope) >= MAX_AT_ONCE or self._scope.closed:
+        if len(self._tasks) >= POLICY.max_concurrent_requests or self._tasks.closed:
             stream.abort()
         else:
-            self._scope.start(self._serve(stream), "answer")
+            self._tasks.start(self._serve(stream), "request")
 
     async def _serve(self, stream: FramedStream) -> None:
         try:
-            async with asyncio.timeout(REQUEST_S):
+            async with asyncio.timeout(POLICY.request_timeout_s):
                 peer, observed = accepted_from(await stream.preamble())
-                asked = _decode_request(await stream.preamble(MAX_MESSAGE))
-            await stream.write_delimited(_encode(await self._answer(peer, observed, asked.addresses)))
+                request = _decode_request(await stream.preamble(MAX_MESSAGE))
+            await stream.write_delimited(_encode(await self._reply(peer, observed, request.addresses)))
             await stream.close()
         except (TimeoutError, NetworkError, *UNDECODABLE) as error:
-            logger.debug("a request to dial back came to nothing: %s", error)
+            logger.debug("an autonat request failed: %s", error)
             stream.abort()
 
-    async def _answer(self, peer: PeerId, observed: str, addresses: Sequence[str]) -> _ProbeReply:
+    async def _reply(self, peer: PeerId, observed: str, addresses: Sequence[str]) -> _ProbeReply:
         now = self._clock()
-        if now - self._last < ALL_INTERVAL_S or now - self._asked.get(peer, float("-inf")) < PEER_INTERVAL_S:
+        last = self._last_by_client.get(peer, float("-inf"))
+        if now - self._last < POLICY.request_interval_s or now - last < POLICY.client_interval_s:
             return _ProbeReply("", [], [], "asked too often")
         self._last = now
-        self._asked[peer] = now
-        self._asked.move_to_end(peer)
-        if len(self._asked) > MAX_ASKERS:
-            self._asked.popitem(last=False)
-        own = [a for a in dict.fromkeys(addresses) if _is_at(a, observed) and a.endswith(f"/p2p/{peer}")][:MAX_DIALLED]
-        results = await asyncio.gather(*(self._reaches(peer, address) for address in own))
+        self._last_by_client[peer] = now
+        self._last_by_client.move_to_end(peer)
+        if len(self._last_by_client) > POLICY.max_tracked_clients:
+            self._last_by_client.popitem(last=False)
+        own = [a for a in dict.fromkeys(addresses) if _is_at(a, observed) and a.endswith(f"/p2p/{peer}")]
+        own = own[: POLICY.max_dials]
+        results = await asyncio.gather(*(self._is_reachable(peer, address) for address in own))
         found = dict(zip(own, results, strict=True))
         return _ProbeReply(observed, [a for a, ok in found.items() if ok], [a for a, ok in found.items() if not ok])
 
-    async def _reaches(self, peer: PeerId, address: str) -> bool:
+    async def _is_reachable(self, peer: PeerId, address: str) -> bool:
         try:
-            async with asyncio.timeout(DIAL_S):
+            async with asyncio.timeout(POLICY.dial_timeout_s):
                 if is_direct(address):
                     return await self._dial(peer, address)
-                return await _greets(address)
+                return await _speaks_libp2p(address)
         except (TimeoutError, OSError, NetworkError, asyncio.IncompleteReadError):
             return False
 
 
 def _is_at(address: str, ip: str) -> bool:
-    """Whether it is a TCP address at that very IP address."""
+    """Whether it is a TCP address at exactly that IP address."""
     host = listen_ip(address)
     if not ip or host is None or is_relayed(address):
         return False
     return ipaddress.ip_address(host) == ipaddress.ip_address(ip) and address.split("/")[3] == "tcp"
 
 
-async def _greets(address: str) -> bool:
-    """Whether libp2p listens there: a new connection, where the daemon would reuse the one we have."""
+async def _speaks_libp2p(address: str) -> bool:
+    """Whether libp2p listens there: by a new connection, where the host would reuse an open one."""
     _, _, host, _, port, *_ = address.split("/")
     if not port.isdigit() or not 0 < int(port) < 1 << 16:
         return False
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        writer.write(_GREETING)
-        return await reader.readexactly(len(_GREETING)) == _GREETING
+        writer.write(_MULTISTREAM)
+        return await reader.readexactly(len(_MULTISTREAM)) == _MULTISTREAM
     finally:
         writer.close()
         with contextlib.suppress(OSError):

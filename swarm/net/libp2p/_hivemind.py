@@ -1,7 +1,7 @@
 """The only place that imports hivemind: it takes seconds, brings torch along, warns and sets up logging of its own.
 
-Owns which parts of hivemind we stand on, and that py-libp2p can be imported beside it. Import it only where the p2p
-daemon or the DHT is really used.
+Owns the list of hivemind's parts that we use, and that py-libp2p can be imported beside it. Import it only where the
+p2p daemon or the DHT is really used.
 """
 
 from __future__ import annotations

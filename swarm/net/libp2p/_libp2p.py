@@ -1,6 +1,6 @@
-"""The only place that imports py-libp2p: it takes seconds and 75 MB, and logs what strangers do as errors.
+"""The only place that imports py-libp2p: it takes seconds and 75 MB, and logs what untrusted peers do as errors.
 
-Owns which parts of it we stand on. Import it only where `--libp2p python` is really used.
+Owns the list of its parts that we use. Import it only where `--libp2p python` is really used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """hivemind's p2p daemon, a Go program on libp2p, as a child process.
 
-Owns the process: it is started, watched, started again if it dies, and gone after `stop`, whatever is cancelled in
-between. It dies with us, be our own end ever so sudden. What it can do is asked through `control`.
+Owns the process: it is started, supervised, restarted if it dies, and ended by `stop`, whatever is cancelled in
+between. It is killed with us, however we end. Requests go through `control`.
 
-A daemon that was started again has the identity and the ports of the first one, and no connection: who shares it is
-told (`on_down`, `on_up`) and makes its own anew.
+A restarted daemon has the identity and the ports of the first one, and no connection: those who share it are notified
+(`on_down`, `on_up`) and connect again.
 """
 
 from __future__ import annotations
@@ -32,42 +32,29 @@ from swarm.net.base.tls_addresses import is_loopback, listen_ip
 from swarm.net.libp2p._hivemind import P2P, P2PD, HivemindMultiaddr
 from swarm.net.libp2p.go_daemon_control import GoDaemonControl
 from swarm.net.libp2p.options import HostOptions, same_ports
+from swarm.net.libp2p.policy import GoDaemonPolicy
 from swarm.net.libp2p.socket_dir import SocketDir
 from swarm.net.security.identity import Identity
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0  # joining a swarm whose first peers do not answer takes long
-STOP_TIMEOUT_S = 2.0
-RESTART_TIMEOUT_S = 5.0
-HEALTH_EVERY_S = 0.4
-HEALTH_ANSWER_S = 0.75  # that a daemon may take to say who it is, twice: then it is frozen
-RESTART_AFTER_S = (0.0, 0.5, 2.0)  # each try to bring a dead daemon back waits so long before
-MAX_DEATHS = 5  # within DEATHS_WITHIN_S: then something is wrong that starting it again does not cure
-DEATHS_WITHIN_S = 60.0
-# What a relay lends at most: bytes each way and time of one relayed connection, connections of one peer, and peers.
-# hivemind's daemon starts two relays, one with these limits and one with libp2p's own (128 kB, 2 minutes); the later of
-# them answers. On several threads that is often the wrong one, on one thread the right one.
-RELAY_BYTES = 1 << 30
-RELAY_TIME_LIMIT = "30m"
-RELAY_CIRCUITS = 16
-RELAY_RESERVATIONS = 64
+POLICY = GoDaemonPolicy()
 PR_SET_PDEATHSIG = 1
 _KEY = "identity"
 
 
 class GoDaemonHost:
-    """`await GoDaemonHost.start(...)`; then ask its `control`; then `await stop()`.
+    """`await GoDaemonHost.start(...)`; then use its `control`; then `await stop()`.
 
-    `failed` is set when it has died and cannot be brought back; `reason` says why.
+    `failed` is set when it has died and cannot be restarted; `reason` says why.
     """
 
     def __init__(self, identity: Identity, options: HostOptions) -> None:
         """Raises NetworkError when there is no room for its sockets."""
         self._identity = identity
         self._options = options
-        self._home = SocketDir()
-        self._folder = self._home.path
+        self._socket_dir = SocketDir()
+        self._folder = self._socket_dir.path
         self.control = GoDaemonControl(self._folder / "control")
         self.inbound = self._folder / "inbound"  # for the socket to which it delivers streams
         self.addresses: tuple[str, ...] = ()
@@ -76,12 +63,12 @@ class GoDaemonHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks = TaskSet("p2p daemon")
         self._liveness: FramedStream | None = None
-        self._ready = asyncio.Event()  # it answers, or has ended
-        self._ended = asyncio.Event()
-        self._serving = False  # it has answered, and its death would be news
+        self._ready = asyncio.Event()  # it has started, or has exited
+        self._exited = asyncio.Event()
+        self._serving = False  # it has started, so that an exit means a restart
         self._stopping = False
-        self._said: deque[str] = deque(maxlen=6)
-        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)  # loop times
+        self._output: deque[str] = deque(maxlen=6)  # its last lines
+        self._crashes: deque[float] = deque(maxlen=POLICY.max_crashes)  # loop times
         self._on_down: list[Callable[[], None]] = []
         self._on_up: list[Callable[[], Awaitable[None]]] = []
 
@@ -91,11 +78,13 @@ class GoDaemonHost:
         options = options or HostOptions()
         self = cls(identity, options)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(POLICY.start_timeout_s):
                 await self._launch(options)
         except TimeoutError:
             await self.stop()
-            raise NetworkError(f"the p2p daemon did not start within {START_TIMEOUT_S:g} s: {self.reason}") from None
+            raise NetworkError(
+                f"the p2p daemon did not start within {POLICY.start_timeout_s:g} s: {self.reason}"
+            ) from None
         except BaseException:
             await self.stop()
             raise
@@ -109,24 +98,24 @@ class GoDaemonHost:
 
     @property
     def reason(self) -> str:
-        """The daemon's last words."""
-        return " / ".join(self._said) or "it said nothing"
+        """The daemon's last lines of output."""
+        return " / ".join(self._output) or "it wrote nothing"
 
-    async def calls(self) -> P2P:
+    async def hivemind_p2p(self) -> P2P:
         """hivemind's own connection to the daemon, for its `DHTNode`."""
         return await P2P.replicate(HivemindMultiaddr(f"/unix{self.control.path}"))
 
     async def refresh(self) -> None:
-        """Ask again where we can be dialled: routers and relays take their time. Raises NetworkError."""
+        """Query again where we can be dialled: NAT mappings and relays appear late. Raises NetworkError."""
         _, self.addresses = await self.control.identify()
 
-    def on_down(self, tell: Callable[[], None]) -> None:
-        """Call `tell` whenever the daemon has died: every connection through it is lost."""
-        self._on_down.append(tell)
+    def on_down(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever the daemon has died: every connection through it is lost."""
+        self._on_down.append(callback)
 
-    def on_up(self, tell: Callable[[], Awaitable[None]]) -> None:
-        """Await `tell` whenever it has been started again, those who asked first before the others."""
-        self._on_up.append(tell)
+    def on_up(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Await `callback` whenever it has been restarted, in the order of registration."""
+        self._on_up.append(callback)
 
     async def stop(self) -> None:
         """End the process and reap it, even if cancelled meanwhile. Idempotent."""
@@ -135,8 +124,8 @@ class GoDaemonHost:
             if self._process is not None and self._process.poll() is None:
                 self._process.terminate()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(STOP_TIMEOUT_S):
-                        await self._ended.wait()
+                    async with asyncio.timeout(POLICY.stop_timeout_s):
+                        await self._exited.wait()
         finally:
             self._tasks.cancel()
             if self._liveness is not None:
@@ -144,72 +133,72 @@ class GoDaemonHost:
             self._reap()
 
     async def _launch(self, options: HostOptions) -> None:
-        """Start a process and wait until it answers. Raises as `start`."""
+        """Start a process and wait until it is ready. Raises as `start`."""
         _check_ports(options.listen)
         self._ready.clear()
-        self._ended.clear()
+        self._exited.clear()
         self.control.path.unlink(missing_ok=True)
         self._process = self._spawn(options)
-        self._tasks.start(self._watch(self._process), "watch")
+        self._tasks.start(self._read_output(self._process), "output")
         await self._ready.wait()
-        (self._folder / _KEY).unlink(missing_ok=True)  # it has been read, and should not outlive a sudden death
-        if self._ended.is_set():
+        (self._folder / _KEY).unlink(missing_ok=True)  # it has been read, and must not be left behind by a crash
+        if self._exited.is_set():
             raise _start_error(self.reason, options)
         self._liveness = await self.control.liveness_stream()
         peer, self.addresses = await self.control.identify()
         if peer != self._identity.peer:
             raise NetworkError(f"the p2p daemon runs as {peer} instead of {self._identity.peer}")
-        for wanted in options.listen:
-            port = _port(wanted)
+        for requested in options.listen:
+            port = _port(requested)
             if port and all(_port(address) != port for address in self.addresses):
-                raise AddressInUse(f"cannot listen on {wanted}: the port is taken; choose another, or use 0")
-        if self._ended.is_set():
+                raise AddressInUse(f"cannot listen on {requested}: the port is taken; choose another, or use 0")
+        if self._exited.is_set():
             raise _start_error(self.reason, options)
 
     async def _check_health(self) -> None:
-        """A daemon that lives and does not answer is as good as dead: end it, so that it is started again."""
+        """Kill a daemon that runs but does not answer, so that it is restarted."""
         missed, clock = 0, asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(HEALTH_EVERY_S if not missed else 0.0)
-            asked = clock()
+            await asyncio.sleep(POLICY.health_interval_s if not missed else 0.0)
+            sent = clock()
             try:
-                async with asyncio.timeout(HEALTH_ANSWER_S):
+                async with asyncio.timeout(POLICY.health_timeout_s):
                     await self.control.identify()
                 missed = 0
             except TimeoutError:
-                missed += clock() - asked < 1.5 * HEALTH_ANSWER_S  # or else it was us who were late
+                missed += clock() - sent < 1.5 * POLICY.health_timeout_s  # or else our own loop was late
             except NetworkError:
-                missed = 0  # it is dead, or about to answer again: `_watch` and `_restart` see to that
+                missed = 0  # it is dead or starting: `_read_output` and `_restart` handle that
             if missed > 1 and self._serving and self._process is not None:
                 logger.warning("the p2p daemon does not answer; ending it")
                 self._process.kill()
                 missed = 0
 
     async def _restart(self) -> None:
-        """Bring a daemon that died back, with its identity and its ports; set `failed` if that cannot be done."""
-        logger.warning("the p2p daemon has died: %s; starting it again", self.reason)
+        """Restart a daemon that died, with its identity and its ports; set `failed` if that is not possible."""
+        logger.warning("the p2p daemon has died: %s; restarting it", self.reason)
         self._kill()
-        for tell in self._on_down:
-            tell()
+        for notify_down in self._on_down:
+            notify_down()
         now = asyncio.get_running_loop().time()
-        hopeless = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WITHIN_S
-        self._deaths.append(now)
+        crash_loop = len(self._crashes) == POLICY.max_crashes and now - self._crashes[0] < POLICY.crash_window_s
+        self._crashes.append(now)
         # No peers: they may be gone by now, and it would refuse to start without them.
         same = replace(self._options, listen=same_ports(self._options.listen, self.addresses), peers=())
-        tries = () if hopeless else RESTART_AFTER_S
-        for number, pause_s in enumerate(tries, start=1):
+        backoff = () if crash_loop else POLICY.restart_backoff_s
+        for number, pause_s in enumerate(backoff, start=1):
             await asyncio.sleep(pause_s)
-            options = same if number < len(tries) else replace(same, listen=self._options.listen)
+            options = same if number < len(backoff) else replace(same, listen=self._options.listen)
             try:
-                async with asyncio.timeout(RESTART_TIMEOUT_S):
+                async with asyncio.timeout(POLICY.restart_timeout_s):
                     await self._launch(options)
-                    for again in self._on_up:
-                        await again()
+                    for notify_up in self._on_up:
+                        await notify_up()
             except (SwarmError, TimeoutError) as error:
-                logger.warning("the p2p daemon could not be started again (try %d): %s", number, error)
+                logger.warning("the p2p daemon could not be restarted (try %d): %s", number, error)
                 self._kill()
                 continue
-            if self._ended.is_set():
+            if self._exited.is_set():
                 continue
             self.restarts += 1
             self._serving = True
@@ -218,7 +207,7 @@ class GoDaemonHost:
         self.failed.set()
 
     def _spawn(self, options: HostOptions) -> subprocess.Popen[bytes]:
-        """Not asyncio's way of it: here is no moment at which a cancellation could lose the child."""
+        """Not by asyncio's subprocesses, which could lose the child to a cancellation."""
         key = self._folder / _KEY
         key.unlink(missing_ok=True)
         self._identity.save(key)
@@ -230,7 +219,7 @@ class GoDaemonHost:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "GOLOG_LOG_LEVEL": "error", **one_thread},
-                start_new_session=True,  # Ctrl-C is for us: we may want to drain before the network goes
+                start_new_session=True,  # Ctrl-C is for us: we may want to drain before the network stops
                 preexec_fn=_die_with_parent if _libc is not None else None,
             )
         except OSError as error:
@@ -238,7 +227,7 @@ class GoDaemonHost:
 
     def _reap(self) -> None:
         self._kill()
-        self._home.remove()
+        self._socket_dir.remove()
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -246,7 +235,7 @@ class GoDaemonHost:
             self._process.wait()
 
     def _command(self, key: Path, options: HostOptions) -> list[str]:
-        outside = not all(map(is_loopback, options.listen))
+        public = not all(map(is_loopback, options.listen))
         command = [
             str(P2PD),
             f"-listen=/unix{self.control.path}",
@@ -255,8 +244,8 @@ class GoDaemonHost:
             "-dhtServer=1",
             "-relay=1",
             *_relay_flags(options),
-            f"-autonat={int(outside)}",
-            f"-natPortMap={int(outside)}",
+            f"-autonat={int(public)}",
+            f"-natPortMap={int(public)}",
             "-connManager=1",
             "-idleTimeout=30s",
         ]
@@ -266,8 +255,8 @@ class GoDaemonHost:
             command += ["-b=1", f"-bootstrapPeers={','.join(options.peers)}"]
         return command
 
-    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Listen to what the daemon says until it says no more, which is when it is dead."""
+    async def _read_output(self, process: subprocess.Popen[bytes]) -> None:
+        """Read the daemon's output until it ends, which is when the process has died."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), process.stdout)
@@ -275,25 +264,25 @@ class GoDaemonHost:
             while line := await reader.readline():
                 text = line.decode(errors="replace").strip()
                 logger.debug("p2pd: %s", text)
-                self._said.append(text)
+                self._output.append(text)
                 if text.startswith("Peer ID:"):
                     self._ready.set()
         finally:
             pipe.close()
-            self._ended.set()
+            self._exited.set()
             self._ready.set()
             if self._serving and not self._stopping:
                 self._serving = False
-                self._tasks.start(self._restart(), "revive")
+                self._tasks.start(self._restart(), "restart")
 
 
 def _relay_flags(options: HostOptions) -> list[str]:
     if options.relay_server:
         caps = (
-            f"-relayDataLimit={RELAY_BYTES}",
-            f"-relayMaxCircuits={RELAY_CIRCUITS}",
-            f"-relayMaxReservations={RELAY_RESERVATIONS}",
-            f"-relayTimeLimit={RELAY_TIME_LIMIT}",
+            f"-relayDataLimit={POLICY.relay_data_limit}",
+            f"-relayMaxCircuits={POLICY.relay_max_circuits}",
+            f"-relayMaxReservations={POLICY.relay_max_reservations}",
+            f"-relayTimeLimit={POLICY.relay_time_limit}",
         )
         return ["-relayService=1", "-forceReachabilityPublic=1", *caps]
     if options.relays:
@@ -303,7 +292,7 @@ def _relay_flags(options: HostOptions) -> list[str]:
 
 
 def _check_ports(listen: Sequence[str]) -> None:
-    """Daemons would share a TCP port and take each other's callers. Raises AddressInUse."""
+    """Daemons would share a TCP port and accept each other's connections. Raises AddressInUse."""
     for address in listen:
         host, port = listen_ip(address), _port(address)
         if host is None or not port or "/tcp/" not in address:
@@ -319,16 +308,16 @@ def _check_ports(listen: Sequence[str]) -> None:
                     ) from None
 
 
-def _start_error(said: str, options: HostOptions) -> NetworkError | AddressInUse | UsageError:
-    if "address already in use" in said:
+def _start_error(output: str, options: HostOptions) -> NetworkError | AddressInUse | UsageError:
+    if "address already in use" in output:
         return AddressInUse(
             f"cannot listen on {', '.join(options.listen)}: the port is taken; choose another, or 0 for any"
         )
-    if "cannot assign requested address" in said:
+    if "cannot assign requested address" in output:
         return UsageError(f"cannot listen on {', '.join(options.listen)}: this machine has no such address")
-    if "bootstrap" in said:
+    if "bootstrap" in output:
         return PeerUnreachable(f"none of the peers to join answered: {', '.join(options.peers)}")
-    return NetworkError(f"the p2p daemon did not start: {said}")
+    return NetworkError(f"the p2p daemon did not start: {output}")
 
 
 def _port(address: str) -> int:

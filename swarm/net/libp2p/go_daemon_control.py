@@ -1,7 +1,7 @@
 """The control protocol of hivemind's p2p daemon: one socket connection a request, protobufs preceded by their length.
 
-Owns what we ask of the daemon and how its refusals read. A connection on which a stream was opened becomes that stream.
-Knows neither the daemon's process (`p2pd`) nor frames.
+Owns the requests to the daemon and the errors in its replies. A connection on which a stream was opened becomes that
+stream. Knows neither the daemon's process (`go_daemon`) nor frames.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from swarm.types import PeerId
 
 
 class GoDaemonControl:
-    """Talks to the daemon that listens on the unix socket `path`. All raise NetworkError if it is not there."""
+    """A client of the daemon that listens on the unix socket `path`. All raise NetworkError if it does not run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
         """-> the daemon's peer id and the addresses it can be dialled at, each ending in `/p2p/<peer id>`."""
-        response = await self._ask(pb.Request(type=pb.Request.IDENTIFY))
+        response = await self._request(pb.Request(type=pb.Request.IDENTIFY))
         peer = base58.b58encode(response.identify.id).decode()
         return peer, tuple(f"{Multiaddr(raw)}/p2p/{peer}" for raw in response.identify.addrs)
 
     async def connect(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        """Make sure of a connection to `peer`; addresses that make no sense are passed over. Raises PeerUnreachable."""
+        """Ensure a connection to `peer`; malformed addresses are ignored. Raises PeerUnreachable."""
         raw = [address for text in addresses if (address := _to_bytes(text, peer))]
         try:
-            await self._ask(
+            await self._request(
                 pb.Request(type=pb.Request.CONNECT, connect=pb.ConnectRequest(peer=_peer_bytes(peer), addrs=raw))
             )
-        except Refused as error:
+        except DaemonError as error:
             raise PeerUnreachable(f"cannot reach {peer}: {error}") from None
 
     async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FramedStream:
@@ -49,9 +49,9 @@ class GoDaemonControl:
         opening = pb.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol])
         try:
             response, stream = await self._open(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=opening), limits)
-        except Refused as error:
+        except DaemonError as error:
             if "protocols not supported" in str(error):
-                raise ProtocolNotSupported(f"{peer} takes no streams of this protocol") from None
+                raise ProtocolNotSupported(f"{peer} accepts no streams of this protocol") from None
             raise PeerUnreachable(f"cannot open a stream to {peer}: {error}") from None
         stream.peer = base58.b58encode(response.streamInfo.peer).decode()
         return stream
@@ -59,14 +59,14 @@ class GoDaemonControl:
     async def accept_streams(self, protocol: str, path: Path) -> None:
         """From now on, streams that others open are delivered to the unix socket `path`, see `accepted_peer`."""
         handler = pb.StreamHandlerRequest(addr=_unix_address(path), proto=[protocol], balanced=False)
-        await self._ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler))
+        await self._request(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler))
 
     async def liveness_stream(self) -> FramedStream:
         """A connection whose end is the end of the daemon."""
         _, stream = await self._open(pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE))
         return stream
 
-    async def _ask(self, request: pb.Request) -> pb.Response:
+    async def _request(self, request: pb.Request) -> pb.Response:
         response, stream = await self._open(request)
         stream.abort()
         return response
@@ -83,7 +83,7 @@ class GoDaemonControl:
             await stream.write_delimited(request.SerializeToString())
             response = pb.Response.FromString(await stream.preamble())
             if response.type != pb.Response.OK:
-                raise Refused(response.error.msg)
+                raise DaemonError(response.error.msg)
         except (ConnectionLost, DecodeError) as error:
             stream.abort()
             raise NetworkError(f"the p2p daemon broke off: {error}") from None
@@ -93,16 +93,16 @@ class GoDaemonControl:
         return response, stream
 
 
-class Refused(NetworkError):
-    """The daemon's own words for why it did not do something."""
+class DaemonError(NetworkError):
+    """The daemon refused a request; the message is its own."""
 
 
 def accepted_peer(preamble: bytes) -> PeerId:
-    """Who opened a stream that the daemon delivers: the message before its first frame. Raises NetworkError."""
+    """The peer that opened a stream, from the preamble that the daemon sends first. Raises NetworkError."""
     try:
         return base58.b58encode(pb.StreamInfo.FromString(preamble).peer).decode()
     except DecodeError as error:
-        raise NetworkError(f"the p2p daemon announced a stream that cannot be read: {error}") from None
+        raise NetworkError(f"the p2p daemon sent a malformed preamble: {error}") from None
 
 
 def accepted_from(preamble: bytes) -> tuple[PeerId, str]:

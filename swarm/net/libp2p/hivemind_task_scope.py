@@ -1,8 +1,8 @@
-"""Tasks of a library that lets go of them: each ends at the latest when the task that made it is cancelled.
+"""Structured concurrency for hivemind: each of its tasks is cancelled with the task that created it.
 
-Owns that bond, as a stand-in for the `asyncio` that the library's modules see. hivemind's DHT begins searches that
-nobody holds, and leaves a task behind for each of their workers that is cancelled, to wait for an event that never
-comes. Knows nothing of searches.
+Owns that bond, as a stand-in for the `asyncio` that hivemind's modules see. Its DHT starts searches without keeping a
+reference, and leaks a task for each of their cancelled workers, which waits for an event that never comes. Knows
+nothing of searches.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class CancelWithParent:
         child, parent = asyncio.create_task(work, **options), asyncio.current_task()
         if parent is not None:
 
-            def ended(maker: asyncio.Task[Any]) -> None:
-                if maker.cancelled():
+            def on_parent_done(parent: asyncio.Task[Any]) -> None:
+                if parent.cancelled():
                     child.cancel()
 
-            parent.add_done_callback(ended)
-            child.add_done_callback(lambda _: parent.remove_done_callback(ended))
+            parent.add_done_callback(on_parent_done)
+            child.add_done_callback(lambda _: parent.remove_done_callback(on_parent_done))
         return child

@@ -1,7 +1,7 @@
-"""What carries streams between peers that prove their identity: hivemind's p2p daemon, or py-libp2p in a thread.
+"""The libp2p host, which opens streams between authenticated peers: hivemind's Go daemon, or py-libp2p in a thread.
 
-Owns what both promise to the carrier above (`libp2p_streams`) and to the directory beside it. They are `go_daemon.GoDaemonHost`
-and `py_host.PyHost`; on the wire they are the same, so that a swarm may mix them.
+Owns the interface that both give to the transport above (`libp2p_streams`) and to the directory beside it. They are
+`go_daemon.GoDaemonHost` and `py_host.PyHost`; on the wire they are the same, so that a swarm may mix them.
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ from swarm.types import PeerId
 
 
 class ProtocolNotSupported(PeerUnreachable):
-    """The peer was reached, but takes no streams of that protocol."""
+    """The peer was reached, but accepts no streams of that protocol."""
 
 
 class HostControl(Protocol):
-    """What a host is asked for. All raise NetworkError when it is gone."""
+    """The requests that a host answers. All raise NetworkError when it has ended."""
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
         """-> its peer id and the addresses it can be dialled at, each ending in `/p2p/<peer id>`."""
         ...
 
     async def connect(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        """Make sure of a connection to `peer`; addresses that make no sense are passed over. Raises PeerUnreachable."""
+        """Ensure a connection to `peer`; malformed addresses are ignored. Raises PeerUnreachable."""
         ...
 
     async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FramedStream:
-        """A stream to a peer that we are connected to, or that the host can find. Raises PeerUnreachable, ProtocolNotSupported."""
+        """A stream to a peer that we are connected to, or that the host can find.
+
+        Raises PeerUnreachable, ProtocolNotSupported.
+        """
         ...
 
     async def accept_streams(self, protocol: str, path: Path) -> None:
-        """From now on, streams that others open are delivered to the unix socket `path`, each after a message that
-        says who opened it, see `p2pd_control.accepted_peer`.
+        """From now on, streams that others open are delivered to the unix socket `path`, each after a preamble with
+        the peer that opened it, see `go_daemon_control.accepted_peer`.
         """
         ...
 
 
 class Libp2pHost(Protocol):
-    """One of them at work. `failed` is set when it has died and cannot be brought back."""
+    """A running host. `failed` is set when it has died and cannot be restarted."""
 
     failed: asyncio.Event
     addresses: tuple[str, ...]
@@ -65,23 +68,23 @@ class Libp2pHost(Protocol):
 
     @property
     def pid(self) -> int:
-        """Of the process it is; 0 if it is none of its own."""
+        """Of its process; 0 if it has none of its own."""
         ...
 
-    async def calls(self) -> Any:
-        """What hivemind's `DHTNode` takes for its `P2P`; whoever asked for it shuts it down."""
+    async def hivemind_p2p(self) -> Any:
+        """A `hivemind.P2P`, or a stand-in, for a `DHTNode`; the caller shuts it down."""
         ...
 
     async def refresh(self) -> None:
-        """Ask again where we can be dialled: routers and relays take their time. Raises NetworkError."""
+        """Query again where we can be dialled: NAT mappings and relays appear late. Raises NetworkError."""
         ...
 
-    def on_down(self, tell: Callable[[], None]) -> None:
-        """Call `tell` whenever it has died: every connection through it is lost."""
+    def on_down(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever it has died: every connection through it is lost."""
         ...
 
-    def on_up(self, tell: Callable[[], Awaitable[None]]) -> None:
-        """Await `tell` whenever it has been started again, those who asked first before the others."""
+    def on_up(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Await `callback` whenever it has been restarted, in the order of registration."""
         ...
 
     async def stop(self) -> None:
@@ -90,7 +93,10 @@ class Libp2pHost(Protocol):
 
 
 async def start(identity: Identity, options: HostOptions | None, libp2p_impl: Libp2pImpl) -> Libp2pHost:
-    """Start the host of that kind. Importing either takes seconds, in which others can work. Raises as `Libp2pHost.start`."""
+    """Start the host of that kind. Raises as `Libp2pHost.start`.
+
+    Importing either takes seconds, so it is done in a thread, while the event loop runs on.
+    """
     name, kind = ("py_host", "PyHost") if libp2p_impl == "python" else ("go_daemon", "GoDaemonHost")
     module = await asyncio.to_thread(importlib.import_module, f"swarm.net.libp2p.{name}")
     made: type[Libp2pHost] = getattr(module, kind)

@@ -1,4 +1,4 @@
-"""What a p2p daemon is to do, checked before one is started. Owns the rules of its addresses; starts nothing."""
+"""The options of a libp2p host, checked before one is started. Owns the rules of its addresses; starts nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from swarm.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """Multiaddrs: where to listen, whom to join (each ends in `/p2p/<peer id>`), what to announce instead.
+    """Multiaddrs: where to listen, which peers to join (each ends in `/p2p/<peer id>`), what to advertise instead.
 
-    `relays`: peers to be reached through, for a machine that nobody can dial. `relay_server`: be one for others.
+    `relays`: peers that relay connections to a machine that cannot be dialled. `relay_server`: relay for others.
     """
 
     listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
@@ -46,12 +46,14 @@ def _check(options: HostOptions) -> None:
 
 def same_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
     """`listen` with the ports that `addresses` show in place of 0."""
-    return tuple(next((kept for a in addresses if (kept := _with_port_of(wanted, a))), wanted) for wanted in listen)
+    return tuple(
+        next((kept for a in addresses if (kept := _with_port_of(requested, a))), requested) for requested in listen
+    )
 
 
-def _with_port_of(wanted: str, address: str) -> str:
+def _with_port_of(requested: str, address: str) -> str:
     """`/ip4/0.0.0.0/tcp/0` and `/ip4/10.0.0.1/tcp/4001/p2p/...` -> `/ip4/0.0.0.0/tcp/4001`; "" if they differ."""
-    ours, theirs = wanted.split("/"), address.split("/")
+    ours, theirs = requested.split("/"), address.split("/")
     if len(ours) < 5 or ours[4] != "0" or len(theirs) < 5:
         return ""
     same_host = ours[2] == theirs[2] or ours[2] in ("0.0.0.0", "::")

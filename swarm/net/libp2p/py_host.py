@@ -1,7 +1,7 @@
-"""py-libp2p in a thread of its own: what the p2p daemon is, without the Go program. See `host.Host`.
+"""py-libp2p in a thread of its own: the alternative to the Go daemon. See `host.Libp2pHost`.
 
-Owns the thread and the way there and back: requests cross one by one, bytes by unix sockets. The libp2p host that
-lives in the thread is `py_node`'s. One that dies is started again, with its identity and its ports.
+Owns the thread and the communication with it: requests cross one by one, stream bytes by unix sockets. The libp2p host
+in the thread is `py_node.PyNode`. One that dies is restarted, with its identity and its ports.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from swarm.errors import AddressInUse, NetworkError, SwarmError, UsageError
 from swarm.net.base.frame_stream import FramedStream
 from swarm.net.base.tasks import TaskSet
 from swarm.net.libp2p.options import HostOptions, same_ports
+from swarm.net.libp2p.policy import PyHostPolicy
 from swarm.net.libp2p.py_node import PyNode
 from swarm.net.libp2p.py_rpc import PyRpc
 from swarm.net.libp2p.socket_dir import SocketDir
@@ -32,18 +33,15 @@ from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 5.0
-RESTART_AFTER_S = (0.0, 0.5, 2.0)  # each try to bring a dead host back waits so long before
-MAX_RESTARTS = 8  # then something is wrong that starting it again does not cure
+POLICY = PyHostPolicy()
 
 _T = TypeVar("_T")
 
 
 class PyHost:
-    """`await PyHost.start(...)`; then ask its `control`, which is itself; then `await stop()`."""
+    """`await PyHost.start(...)`; then use its `control`, which is itself; then `await stop()`."""
 
-    pid = 0  # it is no process of its own
+    pid = 0  # no process of its own
 
     def __init__(self, identity: Identity, options: HostOptions) -> None:
         self.addresses: tuple[str, ...] = ()
@@ -51,8 +49,8 @@ class PyHost:
         self.restarts = 0
         self._identity = identity
         self._options = options
-        self._home = SocketDir()
-        self._folder = self._home.path
+        self._socket_dir = SocketDir()
+        self._folder = self._socket_dir.path
         self.inbound = self._folder / "inbound"  # for the socket to which streams are delivered
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="py-libp2p")
         self._node: PyNode | None = None  # None while it is down
@@ -63,15 +61,15 @@ class PyHost:
 
     @classmethod
     async def start(cls, identity: Identity, options: HostOptions | None = None) -> PyHost:
-        """See `host.Host.start`."""
+        """See `host.Libp2pHost.start`."""
         self = cls(identity, options or HostOptions())
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(POLICY.start_timeout_s):
                 await self._launch(self._options)
             self._watch()
         except TimeoutError:
             await self.stop()
-            raise NetworkError(f"py-libp2p did not start within {START_TIMEOUT_S:g} s") from None
+            raise NetworkError(f"py-libp2p did not start within {POLICY.start_timeout_s:g} s") from None
         except BaseException:
             await self.stop()
             raise
@@ -81,13 +79,13 @@ class PyHost:
     def control(self) -> PyHost:
         return self
 
-    def on_down(self, tell: Callable[[], None]) -> None:
-        self._on_down.append(tell)
+    def on_down(self, callback: Callable[[], None]) -> None:
+        self._on_down.append(callback)
 
-    def on_up(self, tell: Callable[[], Awaitable[None]]) -> None:
-        self._on_up.append(tell)
+    def on_up(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self._on_up.append(callback)
 
-    async def calls(self) -> PyRpc:
+    async def hivemind_p2p(self) -> PyRpc:
         return await PyRpc.start(self, self._identity.peer, self._folder)
 
     async def refresh(self) -> None:
@@ -101,9 +99,9 @@ class PyHost:
             await self._tasks.close()
         finally:
             self._thread.shutdown(wait=False)
-            self._home.remove()
+            self._socket_dir.remove()
 
-    # What a host is asked for: `host.Switchboard`.
+    # host.HostControl.
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
         return self._identity.peer, await self._in_trio(self._alive.addresses)
@@ -115,7 +113,7 @@ class PyHost:
         near = await self.open_socket(peer, protocol)
         loop = asyncio.get_running_loop()
         _, stream = await loop.create_unix_connection(lambda: FramedStream(limits, preamble=True), sock=near)
-        stream.peer = peer  # as it has proven to the host, or there would be no stream
+        stream.peer = peer  # authenticated by the host, or there would be no stream
         return stream
 
     async def open_socket(self, peer: PeerId, protocol: str) -> socket.socket:
@@ -145,7 +143,7 @@ class PyHost:
         """`work(*args)` in the other thread; if we are cancelled, so is it. Raises NetworkError."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_T] = loop.create_future()
-        cancel = self._alive.call(partial(work, *args), partial(_tell, loop, answer))
+        cancel = self._alive.call(partial(work, *args), partial(_resolve, loop, answer))
         try:
             return await answer
         finally:
@@ -163,12 +161,12 @@ class PyHost:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             node.end()
-            running.add_done_callback(_forget)
+            running.add_done_callback(_consume_error)
             raise
         finally:
             waiting.cancel()
         if running.done():
-            raise _reason(running)
+            raise _error_of(running)
         self._node, self._running = node, running
         await self.refresh()
 
@@ -176,34 +174,34 @@ class PyHost:
         node, self._node = self._node, None
         if node is not None and self._running is not None:
             node.end()
-            await asyncio.wait({self._running}, timeout=STOP_TIMEOUT_S)
+            await asyncio.wait({self._running}, timeout=POLICY.stop_timeout_s)
 
     def _watch(self) -> None:
-        """Bring it back when it dies from now on."""
+        """Restart it when it dies from now on."""
         assert self._running is not None
         self._running.add_done_callback(self._died)
 
     def _died(self, running: asyncio.Future[None]) -> None:
-        reason = _reason(running)
+        reason = _error_of(running)
         if self._tasks.closed:
             return
-        logger.warning("py-libp2p has died: %s; starting it again", reason)
+        logger.warning("py-libp2p has died: %s; restarting it", reason)
         self._node = None
-        for tell in self._on_down:
-            tell()
-        self._tasks.start(self._restart(), "revive")
+        for notify_down in self._on_down:
+            notify_down()
+        self._tasks.start(self._restart(), "restart")
 
     async def _restart(self) -> None:
         # No peers: they may be gone by now, and it would refuse to start without them.
         same = replace(self._options, listen=same_ports(self._options.listen, self.addresses), peers=())
-        for pause_s in RESTART_AFTER_S if self.restarts < MAX_RESTARTS else ():
+        for pause_s in POLICY.restart_backoff_s if self.restarts < POLICY.max_restarts else ():
             await asyncio.sleep(pause_s)
             try:
                 await self._launch(same)
-                for again in self._on_up:
-                    await again()
+                for notify_up in self._on_up:
+                    await notify_up()
             except SwarmError as error:
-                logger.warning("py-libp2p could not be started again: %s", error)
+                logger.warning("py-libp2p could not be restarted: %s", error)
                 await self._halt()
                 continue
             self.restarts += 1
@@ -213,10 +211,10 @@ class PyHost:
         self.failed.set()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[_T], result: _T | NetworkError) -> None:
-    """In the other thread: settle what somebody here waits for."""
+def _resolve(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[_T], result: _T | NetworkError) -> None:
+    """Called in the other thread: set the result of a future of this loop."""
 
-    def settle() -> None:
+    def set_result() -> None:
         if answer.done():
             return
         if isinstance(result, NetworkError):
@@ -224,12 +222,12 @@ def _tell(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[_T], result: _
         else:
             answer.set_result(result)
 
-    with contextlib.suppress(RuntimeError):  # nobody waits when the loop is closed
-        loop.call_soon_threadsafe(settle)
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(set_result)
 
 
-def _reason(ended: asyncio.Future[None]) -> NetworkError | UsageError | AddressInUse:
-    """Why a host ended, which trio wraps in groups."""
+def _error_of(ended: asyncio.Future[None]) -> NetworkError | UsageError | AddressInUse:
+    """Why a host ended; trio wraps it in exception groups."""
     error: BaseException | None = ended.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -238,5 +236,5 @@ def _reason(ended: asyncio.Future[None]) -> NetworkError | UsageError | AddressI
     return NetworkError(f"py-libp2p ended: {error!r}")
 
 
-def _forget(ended: asyncio.Future[None]) -> None:
+def _consume_error(ended: asyncio.Future[None]) -> None:
     ended.exception()

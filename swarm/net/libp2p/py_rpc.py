@@ -1,7 +1,7 @@
 """hivemind's remote calls over py-libp2p: the part of its `P2P` that `DHTNode` uses.
 
 Owns the wire format of a call, that of hivemind's p2p daemon: one stream a call, on it a `PersistentConnectionRequest`
-each way, preceded by its length. Knows neither what is called nor how streams come about (`py_host`).
+each way, preceded by its length. Knows neither the calls' contents nor how streams are opened (`py_host`).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from swarm.net.base.frame_stream import varint
 from swarm.net.base.tasks import TaskSet
 from swarm.net.libp2p._hivemind import P2PContext, PeerID
 from swarm.net.libp2p._hivemind import p2pd_pb2 as pb
+from swarm.net.libp2p.policy import PyHostPolicy
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE = 4 << 20  # bytes, as the daemon has it
-MAX_CALLS = 64  # answered at once
-REQUEST_S = 10.0  # for a request to arrive whole, and for its answer to be taken
-REFUSED = (SwarmError, DecodeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
-"""What hivemind's handlers raise on requests that make no sense."""
+POLICY = PyHostPolicy()
+MAX_MESSAGE = 4 << 20  # bytes, the limit of the Go daemon
+HANDLER_ERRORS = (SwarmError, DecodeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
+"""What hivemind's handlers raise on malformed requests."""
 
 Handle = Callable[[Any, Any], Awaitable[Any]]
 
 
 class StreamOpener(Protocol):
-    """What calls need of `py_host.PyHost`."""
+    """The part of `py_host.PyHost` that calls use."""
 
     async def open_socket(self, peer: PeerId, protocol: str) -> socket: ...
 
@@ -52,7 +52,7 @@ class _Handler:
 
 
 class PyRpc:
-    """Looks like `hivemind.P2P` to a `DHTNode`. Made by `await PyRpc.start(...)`; ended by `shutdown`."""
+    """A stand-in for `hivemind.P2P` in a `DHTNode`. Made by `await PyRpc.start(...)`; ended by `shutdown`."""
 
     def __init__(self, host: StreamOpener, own: PeerId, path: Path) -> None:
         self.peer_id = PeerID.from_base58(own)
@@ -60,11 +60,11 @@ class PyRpc:
         self._path = path
         self._handlers: dict[str, _Handler] = {}
         self._server: asyncio.Server | None = None
-        self._scope = TaskSet("calls")
+        self._tasks = TaskSet("calls")
 
     @classmethod
     async def start(cls, host: StreamOpener, own: PeerId, folder: Path) -> PyRpc:
-        """`folder`: where its socket may be."""
+        """`folder`: for its unix socket."""
         self = cls(host, own, folder / f"calls-{os.urandom(4).hex()}")
         self._server = await asyncio.start_unix_server(self._accept, str(self._path))
         return self
@@ -79,9 +79,9 @@ class PyRpc:
         stream_output: bool = False,
         balanced: bool = False,
     ) -> None:
-        """See `hivemind.P2P`. Calls that stream are not what a DHT makes. Raises NetworkError."""
+        """See `hivemind.P2P`. Streaming calls, which a DHT does not use, raise NetworkError."""
         if stream_input or stream_output:
-            raise NetworkError(f"{name} streams, which calls over py-libp2p cannot")
+            raise NetworkError(f"{name} is a streaming call, which py-libp2p does not support here")
         self._handlers[name] = _Handler(handler, input_protobuf_type)
         await self._host.accept_streams(name, self._path)
 
@@ -91,59 +91,59 @@ class PyRpc:
     async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
         """See `hivemind.P2P`. Raises NetworkError."""
         call = pb.CallUnaryRequest(peer=peer_id.to_bytes(), proto=name, data=input.SerializeToString())
-        asked = pb.PersistentConnectionRequest(callId=uuid.uuid4().bytes, callUnary=call)
+        request = pb.PersistentConnectionRequest(callId=uuid.uuid4().bytes, callUnary=call)
         async with _stream(await self._host.open_socket(peer_id.to_base58(), name)) as (reader, writer):
-            await _write(writer, asked)
+            await _write(writer, request)
             answer = (await _read(reader, pb.PersistentConnectionRequest)).unaryResponse
         if answer.WhichOneof("result") != "response":
             raise NetworkError(f"{peer_id} did not answer {name}: {answer.error[:200]!r}")
         try:
             return output_protobuf_type.FromString(answer.response)
         except DecodeError as error:
-            raise ProtocolError(f"{peer_id} answers {name} with nonsense: {error}") from None
+            raise ProtocolError(f"{peer_id} sent a malformed reply to {name}: {error}") from None
 
     async def shutdown(self) -> None:
         """Idempotent."""
         self._terminate()
-        await self._scope.close()
+        await self._tasks.close()
 
     def _terminate(self) -> None:
-        """hivemind's name for an end without farewell."""
+        """hivemind's name for an end without waiting."""
         if self._server is not None:
             self._server.close()
         self._handlers.clear()
-        self._scope.cancel()
+        self._tasks.cancel()
 
-    # Answering.
+    # Server side.
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._scope) >= MAX_CALLS:
+        if len(self._tasks) >= POLICY.max_concurrent_calls:
             writer.close()
             return
-        self._scope.start(self._answer(reader, writer), "answer")
+        self._tasks.start(self._serve(reader, writer), "serve")
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(REQUEST_S):
-                told = await _read(reader, pb.StreamInfo)
-                asked = await _read(reader, pb.PersistentConnectionRequest)
-            answer = await self._handle(told, asked.callUnary.data)
-            async with asyncio.timeout(REQUEST_S):
-                await _write(writer, pb.PersistentConnectionRequest(callId=asked.callId, unaryResponse=answer))
+            async with asyncio.timeout(POLICY.call_timeout_s):
+                info = await _read(reader, pb.StreamInfo)
+                request = await _read(reader, pb.PersistentConnectionRequest)
+            response = await self._handle(info, request.callUnary.data)
+            async with asyncio.timeout(POLICY.call_timeout_s):
+                await _write(writer, pb.PersistentConnectionRequest(callId=request.callId, unaryResponse=response))
         except (TimeoutError, NetworkError) as error:
-            logger.debug("a call came to nothing: %s", error)
+            logger.debug("a call failed: %s", error)
         finally:
             writer.close()
 
-    async def _handle(self, told: pb.StreamInfo, data: bytes) -> pb.CallUnaryResponse:
-        handler = self._handlers.get(told.proto)
+    async def _handle(self, info: pb.StreamInfo, data: bytes) -> pb.CallUnaryResponse:
+        handler = self._handlers.get(info.proto)
         if handler is None:
             return pb.CallUnaryResponse(error=b"no such call")
-        context = P2PContext(handle_name=told.proto, local_id=self.peer_id, remote_id=PeerID(told.peer))
+        context = P2PContext(handle_name=info.proto, local_id=self.peer_id, remote_id=PeerID(info.peer))
         try:
             answer = await handler.handle(handler.request.FromString(data), context)
-        except REFUSED as error:
-            logger.debug("refused a call of %s: %r", told.proto, error)
+        except HANDLER_ERRORS as error:
+            logger.debug("refused a call of %s: %r", info.proto, error)
             return pb.CallUnaryResponse(error=repr(error).encode()[:200])
         return pb.CallUnaryResponse(response=answer.SerializeToString())
 
@@ -164,7 +164,7 @@ async def _write(writer: asyncio.StreamWriter, message: Any) -> None:
         writer.write(varint(len(data)) + data)
         await writer.drain()
     except OSError as error:
-        raise ConnectionLost(f"the call was broken off: {error}") from None
+        raise ConnectionLost(f"the call was interrupted: {error}") from None
 
 
 async def _read(reader: asyncio.StreamReader, kind: Any) -> Any:
@@ -183,6 +183,6 @@ async def _read(reader: asyncio.StreamReader, kind: Any) -> Any:
             raise ProtocolError(f"a message of {size} bytes")
         return kind.FromString(await reader.readexactly(size))
     except (OSError, asyncio.IncompleteReadError) as error:
-        raise ConnectionLost(f"the call was broken off: {error}") from None
+        raise ConnectionLost(f"the call was interrupted: {error}") from None
     except DecodeError as error:
-        raise ProtocolError(f"a message that cannot be read: {error}") from None
+        raise ProtocolError(f"a malformed message: {error}") from None

@@ -1,7 +1,7 @@
-"""Folders for a host's unix sockets, which nobody else may use, and which go once their owner has, however it ended.
+"""Private folders for a host's unix sockets, removed once their owner has ended, also if it was killed.
 
-Owns how an owner that was killed is told from one that lives: each holds a lock, which ends with its process. Knows
-nothing of what is kept in them.
+Owns how an owner that was killed is distinguished from one that runs: each holds a file lock, which ends with its
+process. Knows nothing of what is kept in the folders.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _OWNER = "owner"
 
 
 class SocketDir:
-    """A new one, at `path`. Those of owners that were killed are removed as it is made."""
+    """A new folder, at `path`. The folders of owners that were killed are removed first."""
 
     def __init__(self) -> None:
         """Raises NetworkError."""
-        place = tempfile.gettempdir() if len(os.fsencode(tempfile.gettempdir())) <= MAX_PATH else "/tmp"
-        remove_stale(Path(place))
+        parent = tempfile.gettempdir() if len(os.fsencode(tempfile.gettempdir())) <= MAX_PATH else "/tmp"
+        remove_stale(Path(parent))
         try:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))  # 0700
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # 0700
             self._lock = FileLock(self.path / f"{_OWNER}.new", thread_local=False)
             self._lock.acquire()
-            (self.path / f"{_OWNER}.new").rename(self.path / _OWNER)  # it is never there unlocked while we live
+            (self.path / f"{_OWNER}.new").rename(self.path / _OWNER)  # never visible unlocked while we run
         except OSError as error:
             raise NetworkError(f"no folder for the p2p daemon's sockets: {error.strerror}; free some space") from None
 
@@ -42,16 +42,16 @@ class SocketDir:
         self._lock.release()
 
 
-def remove_stale(place: Path) -> None:
-    """Remove the folders in `place` that were ours and whose owner is gone."""
-    for folder in place.glob(f"{_PREFIX}*"):
+def remove_stale(parent: Path) -> None:
+    """Remove the folders of this user in `parent` whose owner has ended."""
+    for folder in parent.glob(f"{_PREFIX}*"):
         try:
-            seen = folder.lstat()  # a stranger's may be a trap: a link, or with a link in it
-            if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid() or stat.S_IMODE(seen.st_mode) != 0o700:
+            info = folder.lstat()  # another user's may be a trap: a link, or with a link in it
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o700:
                 continue
             if not (folder / _OWNER).exists():
                 continue
             with FileLock(folder / _OWNER, timeout=0):
                 shutil.rmtree(folder, ignore_errors=True)
         except (OSError, Timeout):
-            continue  # its owner lives, or somebody else has just removed it
+            continue  # its owner runs, or another process has just removed it

@@ -1,12 +1,12 @@
-"""A connection to a peer as its sessions see it, while what carries the frames may change underneath.
+"""A link to a peer as its sessions see it, while the connection underneath may change (QUIC: connection migration).
 
-Owns the two paths of a move and which frames go on which. Moving loses no frame and keeps their order, without a pause:
+Owns the two paths of a path switch and which frames go on which. No frame is lost or reordered, and no sender pauses:
 
-    dialler   says Move on the new path, then Move on the old one; all it sends later goes on the new path
-    acceptor  having read Move on both, says Move on the old path; all it sends later goes on the new path
-    both      read the old path up to its Move, then the new one
+    dialler   sends PathSwitch on the new path, then on the old one; all it sends later goes on the new path
+    acceptor  having read PathSwitch on both, sends it on the old path; all it sends later goes on the new path
+    both      read the old path up to its PathSwitch, then the new one
 
-Knows neither why a link moves nor who reads it (`pool`).
+Knows neither why a link migrates nor who reads it (`connection_pool`).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from swarm.types import PeerId
 
 
 class MigratableLink:
-    """Made by the pool for each connection, dialled (`outgoing`) or accepted. What sessions send on."""
+    """Made by the pool for each connection, dialled (`outgoing`) or accepted. Sessions send on it."""
 
     def __init__(self, connection: Connection, outgoing: bool) -> None:
         self.peer: PeerId = connection.peer
         self.outgoing = outgoing
-        self.reason: NetworkError | None = None  # why it was closed, if it was from here
-        self.ended = asyncio.Event()  # set by the pool when nobody reads it any more
+        self.reason: NetworkError | None = None  # why it was closed, if from this side
+        self.ended = asyncio.Event()  # set by the pool when its reader has ended
         self._in = self._out = connection
-        self._switching: tuple[int, Connection] | None = None  # of a dialler that waits for the acceptor's Move
+        self._switching: tuple[int, Connection] | None = None  # of a dialler that waits for the acceptor's PathSwitch
 
     @property
     def path(self) -> Connection:
-        """What carries the frames that are sent now."""
+        """The connection that frames are sent on now."""
         return self._out
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
-        """See `carrier.Connection.send`."""
+        """See `transport.Connection.send`."""
         await self._out.send(message, body)
 
     async def receive(self) -> tuple[AnyMessage, memoryview]:
-        """See `carrier.Connection.receive`. A `Move` of the acceptor's is followed here; a dialler's is handed on."""
+        """See `transport.Connection.receive`. An acceptor's PathSwitch is handled here, a dialler's is returned."""
         while True:
             message, body = await self._in.receive()
             if not (self.outgoing and isinstance(message, PathSwitch)):
@@ -50,14 +50,14 @@ class MigratableLink:
             await self._follow(message.nonce)
 
     async def close(self, reason: NetworkError | None = None) -> None:
-        """Idempotent; the first `reason` stands."""
+        """Idempotent; the first `reason` is kept."""
         self.reason = self.reason or reason
         paths = {self._in, self._out, *([self._switching[1]] if self._switching else [])}
         for path in paths:
             await path.close()
 
     async def switch_path(self, new: Connection) -> bool:
-        """A dialler's part: go on over `new`. False, with `new` closed, if that is not to be had."""
+        """The dialler's part: continue on `new`. False, with `new` closed, if that is not possible."""
         if self._switching is not None or self._in is not self._out:
             await new.close()
             return False
@@ -74,7 +74,7 @@ class MigratableLink:
         return True
 
     async def accept_switch(self, nonce: int, new: Connection) -> None:
-        """An acceptor's part, once both paths have said Move. Raises ConnectionLost."""
+        """The acceptor's part, once PathSwitch was read on both paths. Raises ConnectionLost."""
         old, self._out = self._out, new
         await old.send(PathSwitch(nonce))
         self._in = new
@@ -82,6 +82,6 @@ class MigratableLink:
 
     async def _follow(self, nonce: int) -> None:
         if self._switching is None or self._switching[0] != nonce:
-            raise ProtocolError("a move that nobody began")
+            raise ProtocolError("a path switch that was not started here")
         old, (_, self._in), self._switching = self._in, self._switching, None
         await old.close()

@@ -1,7 +1,7 @@
-"""How often each peer has broken the protocol: the one count, of broken frames and of messages that break the rules.
+"""Protocol violations by peer: one count for malformed frames and for messages that break the rules.
 
-Owns the counts and the limit. What is a violation its callers know: the connection pool, which cuts off whom `refuses`
-names, and those who serve what comes over its connections. Used from the event loop only.
+Owns the counts and the limit. What counts as a violation is decided by its callers: the connection pool, which refuses
+the peers over the limit, and the services on its connections. Used from the event loop only.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-MAX_PEERS = 4096  # peer ids cost nothing, so the memory of their violations is bounded
-
 
 class ProtocolViolations:
-    """`limit`: how many of one peer are borne; it is refused from then on, and counted no further."""
+    """`limit`: a peer with so many is refused, and counted no further.
 
-    def __init__(self, limit: int) -> None:
+    `max_peers`: bounds the memory, as peer ids are free to make; the count updated least recently is evicted.
+    """
+
+    def __init__(self, limit: int, max_peers: int = 4096) -> None:
         self._limit = limit
+        self._max_peers = max_peers
         self._counts: OrderedDict[PeerId, int] = OrderedDict()
 
     @property
@@ -36,7 +38,7 @@ class ProtocolViolations:
         if self.refuses(peer):
             return True
         count = self._counts[peer] = self._counts.pop(peer, 0) + 1
-        if len(self._counts) > MAX_PEERS:
+        if len(self._counts) > self._max_peers:
             self._counts.popitem(last=False)
         logger.info("protocol violation %d of %s: %s", count, peer, error)
         return self.refuses(peer)

@@ -1,7 +1,7 @@
 """One Ed25519 key, which is one peer id, kept on disk.
 
 Owns the key's file and the arithmetic of libp2p peer ids: for Ed25519 the id is the identity multihash of the public
-key's protobuf, so it embeds the key and anyone who knows the id can check a signature. Written out here because
+key's protobuf, so it embeds the key and the id is enough to check a signature. Implemented here because
 importing py-libp2p for it costs a second and 75 MB; tests compare the results with py-libp2p's. Knows no network.
 
 The file holds libp2p's `PrivateKey` protobuf with the 64-byte `seed || public` form, as the p2p daemon wants it.
@@ -124,7 +124,7 @@ def public_key(peer: PeerId) -> Ed25519PublicKey:
 
 @functools.lru_cache(maxsize=2048)
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
-    """Whether `peer`'s key signed `data`. Remembered: every replica of the directory returns the same records."""
+    """Whether `peer`'s key signed `data`. Cached: every replica of the directory returns the same records."""
     try:
         public_key(peer).verify(signature, data)
     except (InvalidSignature, ProtocolError):

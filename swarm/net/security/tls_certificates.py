@@ -1,8 +1,8 @@
 """TLS 1.3 between peer ids, with libp2p's self-signed certificates: an extension binds each to the peer's own key.
 
 Owns the certificate (libp2p specs, tls/tls.md: "libp2p Public Key Extension"), the contexts that ask both sides for
-one, and the proof of who is at the other end. For Ed25519 the extension has one fixed layout, so there is no parser to
-attack. Written out here because py-libp2p brings 1 s and 50 MB of imports along; tests compare the two both ways.
+one, and the authentication of the other end. For Ed25519 the extension has one fixed layout, so there is no parser to
+attack. Implemented here because py-libp2p brings 1 s and 50 MB of imports along; tests compare the two both ways.
 Knows no frames.
 """
 
@@ -32,7 +32,7 @@ from swarm.types import PeerId
 EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 ALPN = "swarm/2"
 MAX_CERTIFICATE = 4096  # bytes; ours take 400
-_SIGNED = b"libp2p-tls-handshake:"  # what the peer's signature of its certificate's key begins with
+_SIGNED = b"libp2p-tls-handshake:"  # prefix of what the peer signs; the certificate's public key follows
 # DER: SEQUENCE { OCTET STRING public key protobuf, OCTET STRING signature }, of 36 and 64 bytes for Ed25519.
 _HEAD = bytes([0x30, 0x68, 0x04, 0x24])
 _KEY = slice(4, 40)
@@ -87,7 +87,7 @@ def make_certificate(identity: Identity) -> tuple[bytes, bytes]:
 
 
 def peer_id_of_connection(tls: ssl.SSLObject) -> PeerId:
-    """Who is at the other end of a finished handshake. Raises ProtocolError if it did not prove it."""
+    """The other end's peer id after a finished TLS handshake. Raises ProtocolError if it is not authenticated."""
     if tls.selected_alpn_protocol() != ALPN or tls.version() != "TLSv1.3":
         raise ProtocolError("not a connection of this protocol")
     der = tls.getpeercert(binary_form=True)
@@ -97,15 +97,16 @@ def peer_id_of_connection(tls: ssl.SSLObject) -> PeerId:
 
 
 def peer_id_of_certificate(der: bytes) -> PeerId:
-    """The peer id that a certificate is for. Raises ProtocolError unless it is whole, in date and signed by that peer.
+    """The peer id that a certificate is for. Raises ProtocolError unless it is well-formed, valid now and signed by
+    that peer.
 
-    That the other side holds the certificate's key is the handshake's to prove.
+    The TLS handshake proves that the other side holds the certificate's key.
     """
     if len(der) > MAX_CERTIFICATE:
         raise ProtocolError(f"a certificate of {len(der)} bytes")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what strangers send is theirs to be warned of
+            warnings.simplefilter("ignore")  # about what untrusted peers send
             certificate = x509.load_der_x509_certificate(der)
         extension = certificate.extensions.get_extension_for_oid(EXTENSION).value
         certificate.verify_directly_issued_by(certificate)
@@ -135,7 +136,7 @@ def _context(protocol: int, path: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # identity is ours to check: no authority vouches for these
+    context.verify_mode = ssl.CERT_NONE  # self-signed: we check the identity ourselves
     context.set_alpn_protocols([ALPN])
     context.options |= ssl.OP_NO_TICKET
     if protocol == ssl.PROTOCOL_TLS_SERVER:
@@ -144,9 +145,9 @@ def _context(protocol: int, path: Path) -> ssl.SSLContext:
     return context
 
 
-# OpenSSL can ask the client for a certificate without judging it. Python cannot: CERT_OPTIONAL also demands an
+# OpenSSL can request a client certificate without verifying it. Python cannot: CERT_OPTIONAL also demands a certificate
 # authority. So the verification callback is set in OpenSSL itself, as py-libp2p does; but the function is taken from
-# the very library that Python's ssl is linked with.
+# the library that Python's ssl is linked with.
 _VERIFY_PEER = 0x01
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
 _accept_any = _Callback(lambda _ok, _store: 1)
@@ -154,7 +155,7 @@ _HEADER = 2 * ctypes.sizeof(ctypes.c_void_p)  # of a CPython object; PySSLContex
 
 
 def _ask_for_certificates(context: ssl.SSLContext) -> None:
-    """Raises NetworkError where that cannot be done."""
+    """Raises NetworkError where that is not possible."""
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise NetworkError("this Python's ssl cannot ask clients for certificates")
     import _ssl
@@ -167,5 +168,5 @@ def _ask_for_certificates(context: ssl.SSLContext) -> None:
     set_verify.restype = None
     pointer = ctypes.c_void_p.from_address(id(context) + _HEADER).value
     set_verify(pointer, _VERIFY_PEER, _accept_any)
-    if context.verify_mode != ssl.CERT_OPTIONAL:  # Python reads back what OpenSSL was told
+    if context.verify_mode != ssl.CERT_OPTIONAL:  # Python reads back OpenSSL's setting
         raise NetworkError("this Python's ssl cannot ask clients for certificates")

@@ -1,7 +1,7 @@
-"""The universal carrier: frames in libp2p streams, encrypted and authenticated by peer id.
+"""The libp2p transport, which reaches every peer: frames in libp2p streams, encrypted and authenticated by peer id.
 
-Owns the streams of one peer, those it opened and those it accepted. What opens them is a `host`, mostly hivemind's p2p
-daemon, without the Go program py-libp2p; parsing and back-pressure are `frame_stream`'s.
+Owns the streams of one peer, those it opened and those it accepted. They are opened by a libp2p host (`libp2p.host`:
+hivemind's Go daemon or py-libp2p); parsing and back-pressure belong to `base.frame_stream`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swarm.errors import NetworkError, PeerUnreachable, WrongSwarm
 from swarm.net.base.frame_stream import FramedStream
 from swarm.net.base.handshake import Authenticator, accept_handshake, dial_handshake
 from swarm.net.base.tasks import TaskSet
-from swarm.net.base.transport import Handler
+from swarm.net.base.transport import Handler, TransportPolicy
 from swarm.net.libp2p import host
 from swarm.net.libp2p.go_daemon_control import accepted_peer
 from swarm.net.libp2p.host import HostControl, Libp2pHost, ProtocolNotSupported
@@ -27,35 +27,32 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/swarm/rpc/2"
-PRIVATE_PROTOCOL = "/swarm/private/2"  # frames come after a `hello`
-MAX_CONNECTIONS = 256
-PREAMBLE_TIMEOUT_S = 5.0
-FLUSH_S = 0.5  # for what is buffered when the carrier closes
+PRIVATE_PROTOCOL = "/swarm/private/2"  # frames come after the handshake
 
 
 class Libp2pTransport:
-    """See `carrier.Carrier`. Made by `await Libp2pTransport.start(...)`."""
+    """See `transport.Transport`. Made by `await Libp2pTransport.start(...)`."""
 
     def __init__(
         self,
         identity: Identity,
         daemon: Libp2pHost,
         limits: FrameLimits,
-        max_connections: int,
         dial_timeout_s: float,
-        prove: Authenticator | None = None,
+        authenticator: Authenticator | None,
+        policy: TransportPolicy,
     ) -> None:
         self._identity = identity
         self._daemon = daemon
         self._limits = limits
-        self._max_connections = max_connections
+        self._policy = policy
         self._dial_timeout_s = dial_timeout_s
-        self._prove = prove
-        self._protocol = PROTOCOL if prove is None else PRIVATE_PROTOCOL
+        self._authenticator = authenticator
+        self._protocol = PROTOCOL if authenticator is None else PRIVATE_PROTOCOL
         self._handler: Handler | None = None
         self._server: asyncio.Server | None = None
         self._streams: set[FramedStream] = set()
-        self._scope = TaskSet("daemon carrier")
+        self._tasks = TaskSet("libp2p transport")
 
     @classmethod
     async def start(
@@ -64,17 +61,17 @@ class Libp2pTransport:
         options: HostOptions | None = None,
         *,
         limits: FrameLimits = DEFAULT_LIMITS,
-        max_connections: int = MAX_CONNECTIONS,
         dial_timeout_s: float = 10.0,
-        prove: Authenticator | None = None,
+        authenticator: Authenticator | None = None,
         libp2p_impl: Libp2pImpl = "go",
+        policy: TransportPolicy = TransportPolicy(),
     ) -> Libp2pTransport:
-        """Start a host and join `options.peers`. With `prove`, members of a private swarm only are connected.
+        """Start a host and join `options.peers`. With an `authenticator`, connect only members of its private swarm.
 
         Raises what `Libp2pHost.start` does.
         """
         daemon = await host.start(identity, options, libp2p_impl)
-        return cls(identity, daemon, limits, max_connections, dial_timeout_s, prove)
+        return cls(identity, daemon, limits, dial_timeout_s, authenticator, policy)
 
     @property
     def peer(self) -> PeerId:
@@ -90,17 +87,17 @@ class Libp2pTransport:
 
     @property
     def control(self) -> HostControl:
-        """For others that share the daemon, such as the directory."""
+        """For others that share the host, such as the directory."""
         return self._daemon.control
 
     @property
     def daemon(self) -> Libp2pHost:
-        """For others that share it. If it dies, every connection is lost; it is started again."""
+        """The libp2p host, for others that share it. If it dies, every connection is lost; it is restarted."""
         return self._daemon
 
     @property
     def failed(self) -> asyncio.Event:
-        """Set when the daemon has died and cannot be brought back: no connection can be made any more."""
+        """Set when the host has died and cannot be restarted: no connection can be made any more."""
         return self._daemon.failed
 
     @property
@@ -108,45 +105,47 @@ class Libp2pTransport:
         return self._daemon.pid
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FramedStream:
-        if self._scope.closed or self.failed.is_set():
-            raise PeerUnreachable("this carrier is closed")
-        if len(self._streams) >= self._max_connections:
+        if self._tasks.closed or self.failed.is_set():
+            raise PeerUnreachable("this transport is closed")
+        if len(self._streams) >= self._policy.max_connections:
             raise PeerUnreachable(f"{len(self._streams)} connections are open already, which is the limit")
         try:
             async with asyncio.timeout(self._dial_timeout_s):
                 if addresses:
                     await self.control.connect(peer, addresses)
                 stream = await self._open(peer)
-                await self._introduce(stream)
+                await self._authenticate(stream)
         except TimeoutError:
             raise PeerUnreachable(f"{peer} did not answer within {self._dial_timeout_s:g} s") from None
         except PeerUnreachable:
             raise
         except NetworkError as error:
             raise PeerUnreachable(f"cannot reach {peer}: {error}") from None
-        self._adopt(stream)
+        self._track(stream)
         return stream
 
     async def _open(self, peer: PeerId) -> FramedStream:
         try:
             return await self.control.open_stream(peer, self._protocol, self._limits)
         except ProtocolNotSupported as error:
-            none = error
+            unsupported = error
         try:
-            other = await self.control.open_stream(peer, PROTOCOL if self._prove else PRIVATE_PROTOCOL, self._limits)
+            other = await self.control.open_stream(
+                peer, PROTOCOL if self._authenticator else PRIVATE_PROTOCOL, self._limits
+            )
         except PeerUnreachable:
-            raise none from None
+            raise unsupported from None
         other.abort()
-        if self._prove:
+        if self._authenticator:
             raise WrongSwarm(f"{peer} is of an open swarm, which has no secret: join it without one")
         raise WrongSwarm(f"{peer} is of a private swarm: ask its members for an invitation")
 
-    async def _introduce(self, stream: FramedStream) -> None:
-        if self._prove is None:
+    async def _authenticate(self, stream: FramedStream) -> None:
+        if self._authenticator is None:
             stream.begin()
             return
         try:
-            await dial_handshake(stream, self.peer, self._prove)
+            await dial_handshake(stream, self.peer, self._authenticator, self._policy.handshake_timeout_s)
         except BaseException:
             stream.abort()
             raise
@@ -169,7 +168,7 @@ class Libp2pTransport:
         try:
             if self._server is not None:
                 self._server.close()
-            await self._scope.close()
+            await self._tasks.close()
             await self._flush()
         finally:
             for stream in list(self._streams):
@@ -183,37 +182,37 @@ class Libp2pTransport:
         for stream in streams:
             await stream.close()
         try:
-            async with asyncio.timeout(FLUSH_S):
+            async with asyncio.timeout(self._policy.flush_timeout_s):
                 for stream in streams:
                     await stream.closed()
         except TimeoutError:
-            logger.debug("some peers did not take their last frames")
+            logger.debug("some peers did not read their last frames")
 
     def _made(self, stream: FramedStream) -> None:
-        if len(self._streams) >= self._max_connections:
+        if len(self._streams) >= self._policy.max_connections:
             stream.abort()
             return
-        self._adopt(stream)
-        self._scope.start(self._accept(stream), "accepted stream")
+        self._track(stream)
+        self._tasks.start(self._accept(stream), "accepted stream")
 
-    def _adopt(self, stream: FramedStream) -> None:
+    def _track(self, stream: FramedStream) -> None:
         self._streams.add(stream)
-        stream.on_gone(self._streams.discard)
+        stream.on_closed(self._streams.discard)
 
     async def _accept(self, stream: FramedStream) -> None:
         """Run one accepted stream to its end."""
         try:
-            async with asyncio.timeout(PREAMBLE_TIMEOUT_S):
+            async with asyncio.timeout(self._policy.handshake_timeout_s):
                 stream.peer = accepted_peer(await stream.preamble())
         except (TimeoutError, NetworkError) as error:
-            logger.warning("a stream that the p2p daemon did not introduce: %s", error)
+            logger.warning("a stream came without the p2p daemon's preamble: %s", error)
             stream.abort()
             return
         try:
-            if self._prove is None:
+            if self._authenticator is None:
                 stream.begin()
             else:
-                await accept_handshake(stream, self.peer, self._prove)
+                await accept_handshake(stream, self.peer, self._authenticator, self._policy.handshake_timeout_s)
         except NetworkError as error:
             logger.info("refused a stream: %s", error)
             stream.abort()

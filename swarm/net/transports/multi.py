@@ -1,16 +1,18 @@
-"""Both carriers as one: direct connections to peers that can be dialled, the daemon's streams to the others.
+"""Both transports as one: direct TLS connections to peers that can be dialled, libp2p streams to the others.
 
-Owns the choice. A peer's direct addresses have a head start, then the daemon is asked for a stream beside them, and
-what leads to the peer first is taken. Whoever was reached through the daemon is tried directly again and again in the
-background, and what succeeds is offered to the pool, which moves the link. Knows neither TLS nor daemons.
+Owns the choice. A peer's direct addresses get a head start over a libp2p stream, and the first connection wins. A peer
+that is connected by libp2p is dialled directly again in the background, with backoff; a direct connection is handed to
+the pool, which migrates the link to it. Knows the details of neither TLS nor libp2p.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
@@ -31,31 +33,42 @@ from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-DIRECT_FIRST_S = 0.3  # of the direct addresses, before the daemon is asked too
-DIRECT_TIMEOUT_S = 5.0  # for them to lead anywhere: no answer at all is common behind firewalls
-RELAY_TIMEOUT_S = 8.0
-REFRESH_S = 5.0  # between two looks at the daemon's own addresses
-PROBE_AFTER_S = (1.0, 5.0, 30.0, 120.0)  # between probes of one peer; the last again and again
+
+@dataclass(frozen=True, slots=True)
+class MultiTransportPolicy:
+    """How the two transports compete. Times in seconds."""
+
+    direct_head_start_s: float = 0.3  # for direct addresses: time lost where they fail against a slower connection
+    direct_timeout_s: float = 5.0  # firewalls drop silently: slow links against waiting for nothing
+    relay_timeout_s: float = 8.0  # for one of our relays to answer at the start
+    address_refresh_interval_s: float = 5.0  # between two queries of the host's addresses: fresh records against load
+    upgrade_backoff_s: tuple[float, ...] = (1.0, 5.0, 30.0, 120.0)  # between direct dials of one peer; the last repeats
 
 
 class MultiTransport:
-    """See `carrier.Carrier` and `carrier.Improving`. Made by `await MultiTransport.start(...)`.
+    """See `transport.Transport` and `transport.UpgradingTransport`. Made by `await MultiTransport.start(...)`.
 
     `direct_disabled_reason`: why there are no direct connections here; "" if there are.
     """
 
     def __init__(
-        self, daemon: Libp2pTransport, direct: TlsTransport | None, without_direct: str, relays: Sequence[str] = ()
+        self,
+        daemon: Libp2pTransport,
+        direct: TlsTransport | None,
+        direct_disabled_reason: str,
+        relays: Sequence[str] = (),
+        policy: MultiTransportPolicy = MultiTransportPolicy(),
     ) -> None:
         self.daemon = daemon
-        # The daemon does not tell the addresses by way of its relays, but they follow from the relays'.
+        # The host does not list its relayed addresses, but they follow from the relays'.
         self._relayed = tuple(f"{relay}/p2p-circuit/p2p/{daemon.peer}" for relay in relays)
-        self.direct_disabled_reason = without_direct
+        self.direct_disabled_reason = direct_disabled_reason
         self._direct = direct
-        self._on_better: OnUpgrade | None = None
+        self._policy = policy
+        self._on_upgrade: OnUpgrade | None = None
         self._refreshing = False
-        self._dial_back = AutoNatServer(daemon.daemon, self._verify_address, time.monotonic)
-        self._scope = TaskSet("reach")
+        self._autonat = AutoNatServer(daemon.daemon, self._verify_address, time.monotonic)
+        self._tasks = TaskSet("multi transport")
 
     @classmethod
     async def start(
@@ -70,23 +83,23 @@ class MultiTransport:
         limits: FrameLimits = DEFAULT_LIMITS,
         dial_timeout_s: float = 10.0,
         libp2p_impl: Libp2pImpl = "go",
+        policy: MultiTransportPolicy = MultiTransportPolicy(),
     ) -> MultiTransport:
-        """Start a p2p daemon (or what stands in for it), and direct connections beside it if `direct` and this system
-        can.
+        """Start a libp2p host, and direct connections beside it if `direct` and the system supports them.
 
-        `accept`: also listen for direct connections, on `direct_port` (0: any) of the IP addresses that the daemon
+        `accept`: also listen for direct connections, on `direct_port` (0: any) of the IP addresses that the host
         listens on. Raises what `Libp2pTransport.start` does, AddressInUse also for a `direct_port` that is taken.
         """
         options = options or HostOptions()
-        beside: TlsTransport | None = None
-        problem = "" if direct else "they are turned off"
+        tls: TlsTransport | None = None
+        disabled_reason = "" if direct else "they are turned off"
         if direct:
             hosts = [host for address in options.listen if (host := listen_ip(address)) is not None] if accept else []
-            prove = secret.authenticate if secret else public_authenticator
+            authenticator = secret.authenticate if secret else public_authenticator
             try:
-                beside = await TlsTransport.start(identity, hosts, direct_port, prove=prove, limits=limits)
+                tls = await TlsTransport.start(identity, hosts, direct_port, authenticator=authenticator, limits=limits)
             except NetworkError as error:
-                problem = str(error)
+                disabled_reason = str(error)
                 logger.warning("no direct connections, everything goes through the p2p daemon: %s", error)
         try:
             daemon = await Libp2pTransport.start(
@@ -94,14 +107,14 @@ class MultiTransport:
                 options,
                 limits=limits,
                 dial_timeout_s=dial_timeout_s,
-                prove=secret.authenticate if secret else None,
+                authenticator=secret.authenticate if secret else None,
                 libp2p_impl=libp2p_impl,
             )
         except BaseException:
-            if beside is not None:
-                await beside.close()
+            if tls is not None:
+                await tls.close()
             raise
-        self = cls(daemon, beside, problem, options.relays)
+        self = cls(daemon, tls, disabled_reason, options.relays, policy)
         try:
             await self._check_relays(options.relays)
         except BaseException:
@@ -115,7 +128,7 @@ class MultiTransport:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """One of the daemon's leads, for people to pass on; then the direct ones, those through relays, the others."""
+        """One of the host's comes first, for people to pass on; then the direct ones, relayed ones, the others."""
         own = [address for address in self.daemon.addresses if not is_relayed(address)]
         bound = self._direct.bound if self._direct is not None else ()
         direct = [endpoint.address(self.peer) for endpoint in advertised(bound, own)]
@@ -124,22 +137,24 @@ class MultiTransport:
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
         direct = tuple(address for address in addresses if is_direct(address)) if self._direct is not None else ()
         others = tuple(address for address in addresses if not is_direct(address))
-        ways = [partial(self._dial_directly, peer, direct)] if direct else []
+        attempts = [partial(self._dial_directly, peer, direct)] if direct else []
         stream = await staggered_race(
-            [*ways, partial(self.daemon.dial, peer, others)], DIRECT_FIRST_S, FramedStream.abort
+            [*attempts, partial(self.daemon.dial, peer, others)], self._policy.direct_head_start_s, FramedStream.abort
         )
-        if direct and self._on_better is not None and not (self._direct and self._direct.owns(stream)):
-            self._scope.start(self._probe(stream, direct, self._on_better), f"probe of {peer}")
+        if direct and self._on_upgrade is not None and not (self._direct and self._direct.owns(stream)):
+            self._tasks.start(self._upgrade(stream, direct, self._on_upgrade), f"upgrade to {peer}")
         return stream
 
     async def _dial_directly(self, peer: PeerId, addresses: Sequence[str]) -> FramedStream:
         """Raises PeerUnreachable."""
         assert self._direct is not None  # or no address would count as direct
         try:
-            async with asyncio.timeout(DIRECT_TIMEOUT_S):
+            async with asyncio.timeout(self._policy.direct_timeout_s):
                 return await self._direct.dial(peer, addresses)
         except TimeoutError:
-            raise PeerUnreachable(f"{peer} did not answer directly within {DIRECT_TIMEOUT_S:g} s") from None
+            raise PeerUnreachable(
+                f"{peer} did not answer directly within {self._policy.direct_timeout_s:g} s"
+            ) from None
 
     async def serve(self, handler: Handler) -> None:
         if self._direct is not None:
@@ -147,15 +162,15 @@ class MultiTransport:
         await self.daemon.serve(handler)
         if not self._refreshing:
             self._refreshing = True
-            await self._dial_back.serve()
-            self._scope.start(self._refresh(), "addresses")
+            await self._autonat.serve()
+            self._tasks.start(self._refresh_addresses(), "addresses")
 
-    def on_upgrade(self, found: OnUpgrade) -> None:
-        self._on_better = found
+    def on_upgrade(self, callback: OnUpgrade) -> None:
+        self._on_upgrade = callback
 
     async def close(self) -> None:
-        await self._scope.close()
-        await self._dial_back.close()
+        await self._tasks.close()
+        await self._autonat.close()
         try:
             if self._direct is not None:
                 await self._direct.close()
@@ -163,10 +178,11 @@ class MultiTransport:
             await self.daemon.close()
 
     async def check_reachability(self, peer: PeerId) -> ReachabilityReport:
-        """Have a peer that runs this version find out whether it can dial us. Raises NetworkError."""
+        """AutoNAT: have a peer that runs this version check whether it can dial us. Raises NetworkError."""
         return await probe(self.daemon.daemon, peer, self.addresses)
 
     async def _verify_address(self, peer: PeerId, address: str) -> bool:
+        """Whether a direct address of `peer` leads to `peer`. Raises PeerUnreachable."""
         if self._direct is None:
             return False
         await (await self._direct.dial(peer, (address,))).close()
@@ -176,7 +192,7 @@ class MultiTransport:
         """Raises PeerUnreachable if there are some and none answers."""
         for relay in relays:
             try:
-                async with asyncio.timeout(RELAY_TIMEOUT_S):
+                async with asyncio.timeout(self._policy.relay_timeout_s):
                     await self.daemon.control.connect(relay.rpartition("/p2p/")[2], (relay,))
                 return
             except (TimeoutError, NetworkError) as error:
@@ -184,29 +200,30 @@ class MultiTransport:
         if relays:
             raise PeerUnreachable(f"none of the relays answers, choose others: {', '.join(relays)}")
 
-    async def _refresh(self) -> None:
+    async def _refresh_addresses(self) -> None:
         while True:
-            await asyncio.sleep(REFRESH_S)
+            await asyncio.sleep(self._policy.address_refresh_interval_s)
             try:
                 await self.daemon.daemon.refresh()
             except NetworkError as error:
-                logger.debug("the p2p daemon does not tell its addresses: %s", error)
+                logger.debug("cannot query the p2p daemon's addresses: %s", error)
 
-    async def _probe(self, stream: FramedStream, addresses: Sequence[str], found: OnUpgrade) -> None:
-        """Try a peer that is connected through the daemon directly, until it works or the stream is gone."""
-        turn = 0
-        while not await _gone_within(stream, PROBE_AFTER_S[min(turn, len(PROBE_AFTER_S) - 1)]):
-            turn += 1
+    async def _upgrade(self, stream: FramedStream, addresses: Sequence[str], callback: OnUpgrade) -> None:
+        """Dial a peer that is connected by libp2p directly, until that succeeds or the stream is closed."""
+        backoff = self._policy.upgrade_backoff_s
+        for pause_s in itertools.chain(backoff, itertools.repeat(backoff[-1])):
+            if await _closed_within(stream, pause_s):
+                return
             try:
                 better = await self._dial_directly(stream.peer, addresses)
             except PeerUnreachable as error:
-                logger.debug("still not directly: %s", error)
+                logger.debug("no direct connection yet: %s", error)
                 continue
-            await found(stream, better)
+            await callback(stream, better)
             return
 
 
-async def _gone_within(stream: FramedStream, seconds: float) -> bool:
+async def _closed_within(stream: FramedStream, seconds: float) -> bool:
     try:
         async with asyncio.timeout(seconds):
             await stream.closed()

@@ -1,6 +1,6 @@
-"""Any carrier with a cap on what it sends: a volunteer's `--upload-limit`.
+"""Any transport with a cap on its upload bandwidth: a volunteer's `--upload-limit`.
 
-Owns the token bucket and the count of bytes sent. Every connection of the carrier shares the bucket, first come first
+Owns the token bucket and the count of bytes sent. All connections of the transport share the bucket, first come first
 served. What the directory sends is not counted: a few kilobytes a second.
 """
 
@@ -15,45 +15,48 @@ from swarm.messages import AnyMessage
 from swarm.net.base.transport import Connection, Handler, OnUpgrade, Transport, UpgradingTransport
 from swarm.types import PeerId
 
-FRAME_BYTES = 160  # about what prefix, header and encryption add to a frame's body
-BURST_S = 0.25  # of the rate that may leave at once after a pause
+FRAME_OVERHEAD = 160  # bytes that prefix, header and encryption add to a frame's body, about
 
 
 class UploadBucket:
-    """What a node sends. `rate`: bytes a second, infinite for no cap. `sent`: bytes so far."""
+    """A token bucket for what a node sends. `rate`: bytes a second, infinite for no cap. `sent`: bytes so far.
 
-    def __init__(self, rate: float = math.inf) -> None:
+    `burst_s`: how many seconds' worth of the rate may be sent at once after a pause.
+    """
+
+    def __init__(self, rate: float = math.inf, burst_s: float = 0.25) -> None:
         self.rate = rate
         self.sent = 0
-        self._free_at = -math.inf  # loop time at which all that was taken so far has left
+        self._burst_s = burst_s
+        self._free_at = -math.inf  # loop time at which all that was taken so far is sent
 
     async def take(self, size: int) -> None:
-        """Wait until `size` bytes may leave."""
+        """Wait until `size` bytes may be sent."""
         self.sent += size
         if math.isinf(self.rate):
             return
         now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now - BURST_S) + size / self.rate
+        self._free_at = max(self._free_at, now - self._burst_s) + size / self.rate
         if self._free_at > now:
             await asyncio.sleep(self._free_at - now)
 
 
 class RateLimitedConnection:
-    """See `carrier.Connection`."""
+    """See `transport.Connection`."""
 
     def __init__(self, inner: Connection, upload: UploadBucket, on_closed: Callable[[Connection], None]) -> None:
         self._inner = inner
         self._upload = upload
         self._on_closed = on_closed
-        self._turn = asyncio.Lock()  # frames leave in the order in which they were handed over
+        self._send_lock = asyncio.Lock()  # frames are sent in the order of the calls
 
     @property
     def peer(self) -> PeerId:
         return self._inner.peer
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
-        async with self._turn:
-            await self._upload.take(memoryview(body).nbytes + FRAME_BYTES)
+        async with self._send_lock:
+            await self._upload.take(memoryview(body).nbytes + FRAME_OVERHEAD)
             await self._inner.send(message, body)
 
     async def receive(self) -> tuple[AnyMessage, memoryview]:
@@ -65,7 +68,7 @@ class RateLimitedConnection:
 
 
 class RateLimitedTransport:
-    """See `carrier.Carrier` and `carrier.Improving`. Closing it closes the carrier inside."""
+    """See `transport.Transport` and `transport.UpgradingTransport`. Closing it closes the transport inside."""
 
     def __init__(self, inner: Transport, upload: UploadBucket) -> None:
         self._inner = inner
@@ -84,24 +87,24 @@ class RateLimitedTransport:
         return self._wrap(await self._inner.dial(peer, addresses))
 
     async def serve(self, handler: Handler) -> None:
-        async def throttled(inner: Connection) -> None:
+        async def rate_limited(inner: Connection) -> None:
             connection = self._wrap(inner)
             try:
                 await handler(connection)
             finally:
                 await connection.close()
 
-        await self._inner.serve(throttled)
+        await self._inner.serve(rate_limited)
 
-    def on_upgrade(self, found: OnUpgrade) -> None:
-        """Does nothing where the carrier inside does not look for better connections."""
+    def on_upgrade(self, callback: OnUpgrade) -> None:
+        """Does nothing if the transport inside does not look for better connections."""
 
         async def wrapped(old: Connection, better: Connection) -> None:
-            known = self._live.get(old)
-            if known is None:
+            wrapper = self._live.get(old)
+            if wrapper is None:
                 await better.close()
             else:
-                await found(known, self._wrap(better))
+                await callback(wrapper, self._wrap(better))
 
         if isinstance(self._inner, UpgradingTransport):
             self._inner.on_upgrade(wrapped)

@@ -1,8 +1,9 @@
-"""The direct carrier: frames over TCP and TLS 1.3, one user-space copy fewer and one process fewer than the daemon.
+"""The TLS transport: frames over TCP and TLS 1.3, one user-space copy fewer and one process fewer than libp2p streams.
 
-Owns the listening sockets and the connections. Who is at the other end is proven by its certificate (`tls_identity`)
-and that it is of our swarm by `hello`, both before a frame is read; parsing and back-pressure are `frame_stream`'s.
-Reaches only peers whose port can be dialled; `reach` falls back to the daemon for the others.
+Owns the listening sockets and the connections. The peer is authenticated by its certificate
+(`security.tls_certificates`) and its membership of the swarm by the handshake (`base.handshake`), both before a frame
+is read; parsing and back-pressure belong to `base.frame_stream`. Reaches only peers whose port can be dialled; `multi`
+falls back to libp2p streams for the others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from swarm.net.base.handshake import Authenticator, accept_handshake, dial_hands
 from swarm.net.base.happy_eyeballs import staggered_race
 from swarm.net.base.tasks import TaskSet
 from swarm.net.base.tls_addresses import TlsEndpoint, parse
-from swarm.net.base.transport import Handler
+from swarm.net.base.transport import Handler, TransportPolicy
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import public_authenticator
 from swarm.net.security.tls_certificates import contexts, peer_id_of_connection
@@ -31,35 +32,29 @@ from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256
-MAX_DIALLED = 4  # addresses of one peer, all at once
-HANDSHAKE_S = 5.0
-SELF_TEST_S = 5.0
-FLUSH_S = 0.5  # for what is buffered when the carrier closes
-
 
 class TlsTransport:
-    """See `carrier.Carrier`. Made by `await TlsTransport.start(...)`."""
+    """See `transport.Transport`. Made by `await TlsTransport.start(...)`."""
 
     def __init__(
         self,
         identity: Identity,
         tls: tuple[ssl.SSLContext, ssl.SSLContext],
         sockets: Sequence[socket.socket],
-        prove: Authenticator,
+        authenticator: Authenticator,
         limits: FrameLimits,
-        max_connections: int,
+        policy: TransportPolicy,
     ) -> None:
         self._identity = identity
         self._server_tls, self._client_tls = tls
         self._sockets = sockets
-        self._prove = prove
+        self._authenticator = authenticator
         self._limits = limits
-        self._max_connections = max_connections
+        self._policy = policy
         self._handler: Handler | None = None
         self._servers: list[asyncio.Server] = []
         self._streams: set[FramedStream] = set()
-        self._scope = TaskSet("direct carrier")
+        self._tasks = TaskSet("TLS transport")
         self.bound = tuple(TlsEndpoint(*s.getsockname()[:2]) for s in sockets)
 
     @classmethod
@@ -69,11 +64,11 @@ class TlsTransport:
         hosts: Sequence[str] = (),
         port: int = 0,
         *,
-        prove: Authenticator = public_authenticator,
+        authenticator: Authenticator = public_authenticator,
         limits: FrameLimits = DEFAULT_LIMITS,
-        max_connections: int = MAX_CONNECTIONS,
+        policy: TransportPolicy = TransportPolicy(),
     ) -> TlsTransport:
-        """Bind `port` (0: any) of each of the IP addresses `hosts`, none to dial out only, and test that it works.
+        """Bind `port` (0: any) of each of the IP addresses `hosts`, none to dial out only, and run a self-test.
 
         Raises AddressInUse, UsageError, and NetworkError where this system cannot do it.
         """
@@ -82,8 +77,8 @@ class TlsTransport:
         try:
             for host in dict.fromkeys(hosts):
                 sockets.append(_bind(host, port))
-            self = cls(identity, tls, sockets, prove, limits, max_connections)
-            await self._test()
+            self = cls(identity, tls, sockets, authenticator, limits, policy)
+            await self._self_test()
         except BaseException:
             for opened in sockets:
                 opened.close()
@@ -99,17 +94,17 @@ class TlsTransport:
         return tuple(endpoint.address(self.peer) for endpoint in self.bound)
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FramedStream:
-        """Try the direct ones of `addresses` all at once; the first that is `peer` wins. Raises PeerUnreachable."""
-        if self._scope.closed:
-            raise PeerUnreachable("this carrier is closed")
-        if len(self._streams) >= self._max_connections:
+        """Dial the TLS ones of `addresses` in parallel; the first that is `peer` wins. Raises PeerUnreachable."""
+        if self._tasks.closed:
+            raise PeerUnreachable("this transport is closed")
+        if len(self._streams) >= self._policy.max_connections:
             raise PeerUnreachable(f"{len(self._streams)} connections are open already, which is the limit")
-        endpoints = list(dict.fromkeys(e for a in addresses if (e := parse(a, peer)) is not None))[:MAX_DIALLED]
+        endpoints = list(dict.fromkeys(e for a in addresses if (e := parse(a, peer)) is not None))
         if not endpoints:
             raise PeerUnreachable(f"{peer} has no direct address")
-        ways = [partial(self._attempt, peer, endpoint) for endpoint in endpoints]
-        stream = await staggered_race(ways, 0.0, FramedStream.abort)
-        self._adopt(stream)
+        attempts = [partial(self._dial_endpoint, peer, e) for e in endpoints[: self._policy.max_parallel_dials]]
+        stream = await staggered_race(attempts, 0.0, FramedStream.abort)
+        self._track(stream)
         return stream
 
     def owns(self, stream: FramedStream) -> bool:
@@ -124,7 +119,7 @@ class TlsTransport:
                 lambda: FramedStream(self._limits, preamble=True, on_made=self._made),
                 sock=self._sockets[len(self._servers)],
                 ssl=self._server_tls,
-                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_handshake_timeout=self._policy.handshake_timeout_s,
             )
             self._servers.append(server)
 
@@ -134,7 +129,7 @@ class TlsTransport:
         for bound in self._sockets:
             bound.close()
         try:
-            await self._scope.close()
+            await self._tasks.close()
             await self._flush()
         finally:
             for stream in list(self._streams):
@@ -145,13 +140,13 @@ class TlsTransport:
         for stream in streams:
             await stream.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FLUSH_S):
+            async with asyncio.timeout(self._policy.flush_timeout_s):
                 for stream in streams:
                     await stream.closed()
 
     # Dialling.
 
-    async def _attempt(self, peer: PeerId, endpoint: TlsEndpoint) -> FramedStream:
+    async def _dial_endpoint(self, peer: PeerId, endpoint: TlsEndpoint) -> FramedStream:
         """Raises PeerUnreachable."""
         loop = asyncio.get_running_loop()
         try:
@@ -161,13 +156,13 @@ class TlsTransport:
                 endpoint.port,
                 ssl=self._client_tls,
                 server_hostname="",  # peers have no names
-                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_handshake_timeout=self._policy.handshake_timeout_s,
             )
         except (OSError, asyncio.IncompleteReadError) as error:
             raise PeerUnreachable(f"cannot reach {peer} at {endpoint.host} port {endpoint.port}: {error}") from None
         try:
-            _tune(stream)
-            await self._introduce(stream, peer)
+            _set_socket_options(stream)
+            await self._authenticate(stream, peer)
         except WrongSwarm:
             stream.abort()
             raise
@@ -179,33 +174,33 @@ class TlsTransport:
             raise
         return stream
 
-    async def _introduce(self, stream: FramedStream, peer: PeerId) -> None:
-        """Raises NetworkError unless `peer` is at the other end and lets us in."""
+    async def _authenticate(self, stream: FramedStream, peer: PeerId) -> None:
+        """Raises NetworkError unless the other end is `peer` and accepts us."""
         stream.peer = peer_id_of_connection(stream.transport_info("ssl_object"))
         if stream.peer != peer:
             raise PeerUnreachable(f"{stream.peer} answered instead")
-        await dial_handshake(stream, self.peer, self._prove)
+        await dial_handshake(stream, self.peer, self._authenticator, self._policy.handshake_timeout_s)
 
     # Accepting.
 
     def _made(self, stream: FramedStream) -> None:
-        """TLS is up. Nothing that the other side sends is looked at unless it has proven who it is."""
+        """TLS is established. Nothing that the other side sends is parsed unless its certificate is valid."""
         try:
             stream.peer = peer_id_of_connection(stream.transport_info("ssl_object"))
         except NetworkError as error:
             logger.info("refused a connection: %s", error)
             stream.abort()
             return
-        if len(self._streams) >= self._max_connections or self._scope.closed:
+        if len(self._streams) >= self._policy.max_connections or self._tasks.closed:
             stream.abort()
             return
-        _tune(stream)
-        self._adopt(stream)
-        self._scope.start(self._accept(stream), "accepted connection")
+        _set_socket_options(stream)
+        self._track(stream)
+        self._tasks.start(self._accept(stream), "accepted connection")
 
     async def _accept(self, stream: FramedStream) -> None:
         try:
-            await accept_handshake(stream, self.peer, self._prove)
+            await accept_handshake(stream, self.peer, self._authenticator, self._policy.handshake_timeout_s)
         except NetworkError as error:
             logger.info("refused a connection: %s", error)
             stream.abort()
@@ -216,29 +211,29 @@ class TlsTransport:
         finally:
             await stream.close()
 
-    def _adopt(self, stream: FramedStream) -> None:
+    def _track(self, stream: FramedStream) -> None:
         self._streams.add(stream)
-        stream.on_gone(self._streams.discard)
+        stream.on_closed(self._streams.discard)
 
     # Self-test.
 
-    async def _test(self) -> None:
-        """Shake hands with ourselves and pass a frame, which shows at once what this system's ssl or loop cannot do."""
+    async def _self_test(self) -> None:
+        """Connect to ourselves and pass a frame, which shows at once what this system's ssl or loop cannot do."""
         near, far = socket.socketpair()
-        loop = asyncio.get_running_loop()
+        loop, timeout_s = asyncio.get_running_loop(), self._policy.handshake_timeout_s
         streams = [FramedStream(self._limits, preamble=True) for _ in range(2)]
         server, client = streams
         try:
-            async with asyncio.timeout(SELF_TEST_S), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
                 group.create_task(loop.connect_accepted_socket(lambda: server, far, ssl=self._server_tls))
                 group.create_task(
                     loop.create_unix_connection(lambda: client, sock=near, ssl=self._client_tls, server_hostname="")
                 )
             server.peer = peer_id_of_connection(server.transport_info("ssl_object"))
-            async with asyncio.timeout(SELF_TEST_S), asyncio.TaskGroup() as group:
-                group.create_task(accept_handshake(server, self.peer, self._prove))
-                group.create_task(self._introduce(client, self.peer))
-            async with asyncio.timeout(SELF_TEST_S):
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                group.create_task(accept_handshake(server, self.peer, self._authenticator, timeout_s))
+                group.create_task(self._authenticate(client, self.peer))
+            async with asyncio.timeout(timeout_s):
                 await client.send(Ping(1))
                 await server.receive()
         except (TimeoutError, OSError, NetworkError) as error:
@@ -269,25 +264,21 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-# Connections that stay open for hours, carry small frames that must not wait, and notice a peer that vanished.
-_OPTIONS = (
+# Connections that stay open for hours, send small frames without delay, and detect a peer that vanished.
+_SOCKET_OPTIONS = (
     ("SO_KEEPALIVE", socket.SOL_SOCKET, 1),
     ("TCP_NODELAY", socket.IPPROTO_TCP, 1),
     ("TCP_KEEPIDLE", socket.IPPROTO_TCP, 10),
     ("TCP_KEEPINTVL", socket.IPPROTO_TCP, 5),
     ("TCP_KEEPCNT", socket.IPPROTO_TCP, 3),
     ("TCP_USER_TIMEOUT", socket.IPPROTO_TCP, 20_000),  # ms that sent bytes may stay unacknowledged
-    (
-        "TCP_CONGESTION",
-        socket.IPPROTO_TCP,
-        b"bbr",
-    ),  # keeps a long, lossy line full
+    ("TCP_CONGESTION", socket.IPPROTO_TCP, b"bbr"),  # keeps a long, lossy link full
 )
 
 
-def _tune(stream: FramedStream) -> None:
+def _set_socket_options(stream: FramedStream) -> None:
     raw = stream.transport_info("socket")
-    for name, level, value in _OPTIONS:
+    for name, level, value in _SOCKET_OPTIONS:
         option = getattr(socket, name, None)
         if raw is None or option is None:
             continue
