@@ -89,9 +89,9 @@ class Features:
         keys = [number.to_bytes(2, "little") for number in range(len(chats))]
         for key, size in zip(keys, sizes, strict=True):
             cache.open(key, size)
-        plan = cache.schedule([StepRequest(key, 0, size) for key, size in zip(keys, sizes, strict=True)])
+        metadata = cache.schedule([StepRequest(key, 0, size) for key, size in zip(keys, sizes, strict=True)])
         tokens = [token for chat in chats for token in chat.tokens.tolist()]
-        hidden = span.forward(span.embed(tokens), plan, cache)
+        hidden = span.forward(span.embed(tokens), metadata, cache)
         if isinstance(span, LlamaSpan) and span.is_last:
             hidden = span.final_hidden(hidden)
         return [rows.bfloat16().cpu().clone() for rows in torch.split(hidden, sizes)]

@@ -30,8 +30,8 @@ def greedy_answers(
     for done in range(tokens):
         rows = [StepRequest(keys[i], cache.length(keys[i]), len(fresh)) for i, fresh in pending.items()]
         ends_at = torch.tensor([len(fresh) for fresh in pending.values()]).cumsum(0) - 1
-        plan = cache.schedule(rows)
-        hidden = span.forward(span.embed([t for fresh in pending.values() for t in fresh]), plan, cache)
+        metadata = cache.schedule(rows)
+        hidden = span.forward(span.embed([t for fresh in pending.values() for t in fresh]), metadata, cache)
         chosen = span.logits(hidden[ends_at]).argmax(-1).tolist()
         for i, token in zip(list(pending), chosen, strict=True):
             answers[i].append(token)

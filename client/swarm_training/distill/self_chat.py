@@ -144,8 +144,8 @@ class ChatGenerator:
         live, span = self._live, self._span
         requests = [StepRequest(c.key, len(c.tokens) - len(c.pending), len(c.pending)) for c in live]
         tokens = [token for chat in live for token in chat.pending]
-        plan = self._cache.schedule(requests)
-        hidden = span.forward(span.embed(tokens), plan, self._cache)
+        metadata = self._cache.schedule(requests)
+        hidden = span.forward(span.embed(tokens), metadata, self._cache)
         ends = torch.from_numpy(np.cumsum([len(chat.pending) for chat in live]) - 1)
         ids, logprobs = top_tokens(span.logits(hidden[ends]), 4 * TOP)
         for chat, top, logprob in zip(live, ids.cpu(), logprobs.cpu(), strict=True):

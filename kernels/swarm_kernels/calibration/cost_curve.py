@@ -50,11 +50,11 @@ class StepTimer:
         return 1e3 * seconds
 
     def _run(self, base: int, rows: int) -> float:
-        plan = self._cache.schedule([StepRequest(_SESSION, base, rows)])
+        metadata = self._cache.schedule([StepRequest(_SESSION, base, rows)])
         hidden = self._rows[:rows].to(device=self._span.device, dtype=self._span.dtype)
         self._wait()
         start = time.perf_counter()
-        self._span.forward(hidden, plan, self._cache)
+        self._span.forward(hidden, metadata, self._cache)
         self._wait()
         return time.perf_counter() - start
 
@@ -142,9 +142,9 @@ def verify_layer(span: Span, source: ModelSource) -> None:
     for step in steps:
         hidden = torch.randn(step.rows, config.hidden_size, generator=generator).to(span.dtype)
         got = span.forward(hidden, ours.schedule([step]), ours, layer, layer + 1)
-        plan = theirs.schedule([step])
-        cos, sin = span.rope.at(plan.positions.to(span.device), theirs.top_position)
-        want = decoder_layer(hidden.float(), plain, cos.cpu(), sin.cpu(), theirs.k[0], theirs.v[0], plan)
+        metadata = theirs.schedule([step])
+        cos, sin = span.rope.at(metadata.positions.to(span.device), theirs.top_position)
+        want = decoder_layer(hidden.float(), plain, cos.cpu(), sin.cpu(), theirs.k[0], theirs.v[0], metadata)
         error = float((got.cpu().float() - want).norm() / (want - hidden.float()).norm())
         if not error <= _TOLERANCE[span.weight_dtype]:
             raise ResourceError(

@@ -47,8 +47,8 @@ class LocalModel:
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
 
-    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
-        return self._span.run(tokens, plan, cache)
+    def run(self, tokens: Sequence[int], metadata: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
+        return self._span.run(tokens, metadata, cache)
 
     def new_head(self) -> FullHead:
         return FullHead(self._span)
@@ -95,8 +95,8 @@ class TrainedDraft:
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
 
-    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
-        return self._span.run(tokens, plan, cache)
+    def run(self, tokens: Sequence[int], metadata: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
+        return self._span.run(tokens, metadata, cache)
 
     def new_head(self) -> TrimmedVocabHead:
         return TrimmedVocabHead(self._rows, self._frequent, self._known, self._norm, self._eps)
@@ -148,9 +148,9 @@ class _SharedSpan:
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
 
-    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
+    def run(self, tokens: Sequence[int], metadata: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
         with self._lock:
-            return self._span.forward(self._span.embed(tokens), plan, cache)
+            return self._span.forward(self._span.embed(tokens), metadata, cache)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         with self._lock:

@@ -47,7 +47,7 @@ class DraftModel(Protocol):
 
     def new_cache(self, max_tokens: int) -> KVCacheManager: ...
 
-    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
+    def run(self, tokens: Sequence[int], metadata: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
         """-> `[n, hidden]`, what `guess` takes."""
         ...
 
