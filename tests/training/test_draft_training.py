@@ -30,10 +30,10 @@ CPU = torch.device("cpu")
 KINDS = ["llama", "qwen2", "qwen3"]
 
 
-def weights_of(source: ModelTensors, base: int, copied: tuple[int, ...], quantised: bool, path: Path) -> DraftWeights:
+def weights_of(source: ModelTensors, base: int, copied: tuple[int, ...], quantized: bool, path: Path) -> DraftWeights:
     student = LayersStudent.of_target(source, base, copied)
     card = DraftMetadata("tiny", source.weight_hash, base, len(copied))
-    DraftWeights(card, student.weights(), torch.arange(0, VOCAB, 2)).save(path, quantise=quantised)
+    DraftWeights(card, student.weights(), torch.arange(0, VOCAB, 2)).save(path, quantize=quantized)
     return DraftWeights.load(path)
 
 

@@ -79,9 +79,9 @@ def test_what_the_heads_learn_is_what_the_tail_runs(source: ModelTensors, tmp_pa
     for part in (first, span):
         cache = part.new_cache(64)
         cache.open(b"a", 64)
-        found = part.forward(found, cache.plan(rows), cache)
+        found = part.forward(found, cache.schedule(rows), cache)
     heads = MedusaHeads.of(saved(student, source, tmp_path / "h"), span, source)
-    ids, logprobs = heads.propose(span.normed(found), 4)
+    ids, logprobs = heads.propose(span.final_hidden(found), 4)
     assert (len(heads), tuple(ids.shape)) == (HEADS, (HEADS, len(text), 4))
     assert not (ids % 2).any()
     torch.testing.assert_close(logprobs, expected.gather(2, ids // 2), atol=0.1, rtol=0.05)  # both in 8 bits
@@ -196,7 +196,7 @@ def test_heads_that_cannot_be_used_are_one_sentence(source: ModelTensors, tmp_pa
     assert "these heads are for another model" in refused(CorruptModel, saved(wide, source, tmp_path / "wide"))
     card = heads.metadata(source.name, source.weight_hash)
     DraftWeights(card, heads.weights(), torch.tensor([3, VOCAB])).save(tmp_path / "rich")
-    assert "can say tokens that the model does not have" in refused(CorruptModel, tmp_path / "rich")
+    assert "predicts tokens that the model does not have" in refused(CorruptModel, tmp_path / "rich")
     assert "swarm-draft train --kind heads" in refused(ModelNotFound, tmp_path / "none")
     with pytest.raises(DrafterFailed, match="which a node runs"):
         TrainedDraft(DraftWeights.load(saved(heads, source, tmp_path / "h")), source)

@@ -1,8 +1,8 @@
 """Weights from a Hugging Face folder: one safetensors file or an indexed set of shards.
 
 Owns the safetensors container (https://github.com/huggingface/safetensors, "Format") and the folder's layout. Reads
-nothing but `*.safetensors` and `*.json`: pickle files (`*.bin`, `*.pt`) are refused, for loading one runs its code. The
-library's `safe_open` is not used: it maps the file into memory, and one that shrinks ends the process by a bus error.
+only `*.safetensors` and `*.json`: pickle files (`*.bin`, `*.pt`) are refused, as loading one can run any code.
+The library's `safe_open` is not used: it maps the file into memory, and a file that shrinks then kills the process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Tensor:
 
 
 class SafetensorsSource:
-    """A ModelSource. Opening reads the headers and the first 4 KiB of each tensor, nothing more."""
+    """A ModelSource. Opening reads only the headers and the first 4 KiB of each tensor."""
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         """Raises ModelNotFound, CorruptModel, UnsupportedModel."""
