@@ -77,14 +77,14 @@ def test_any_share_of_linears_and_attention(permille: int, fast: int, slow: int,
     generator = torch.Generator().manual_seed(rows)
     linear, x = dispatch.quantize_linear(torch.randn(200, 96, generator=generator)), torch.randn(rows, 96)
     parts = [Part(committed, tree=random_tree(rows, generator)), Part(70, line=1)]
-    plan, pages = make_plan(parts, generator)
-    k_blocks, v_blocks = random_pages(pages, 2, 32, torch.float32, generator)
-    q, k, v = (torch.randn(plan.rows, heads, 32, generator=generator) for heads in (6, 2, 2))
+    metadata, num_blocks = make_plan(parts, generator)
+    k_blocks, v_blocks = random_pages(num_blocks, 2, 32, torch.float32, generator)
+    q, k, v = (torch.randn(metadata.rows, heads, 32, generator=generator) for heads in (6, 2, 2))
     dispatch.set_threads(1)
-    expected = linear(x), dispatch.attend(q, k, v, k_blocks, v_blocks, plan, 0.2)
+    expected = linear(x), dispatch.attend(q, k, v, k_blocks, v_blocks, metadata, 0.2)
     cpu_library.split_columns(CoreGroups((0,) * fast, (0,) * slow, permille))
     assert torch.equal(linear(x), expected[0])
-    assert torch.equal(dispatch.attend(q, k, v, k_blocks, v_blocks, plan, 0.2), expected[1])
+    assert torch.equal(dispatch.attend(q, k, v, k_blocks, v_blocks, metadata, 0.2), expected[1])
 
 
 GROUPS = CoreGroups((0, 1, 2, 3), (4, 5))

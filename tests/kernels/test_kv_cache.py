@@ -228,16 +228,16 @@ def test_blocks_read_from_one_cache_import_into_another(tokens: int) -> None:
         append(cache, b"other", 3)
         cache.open(b"a", 6 * BLOCK_SIZE)
     append(source, b"a", 5 * BLOCK_SIZE)
-    theirs, ours = source.block_ids(b"a", tokens), target.import_blocks(b"a", tokens)
+    source_blocks, target_blocks = source.block_ids(b"a", tokens), target.import_blocks(b"a", tokens)
     for layer in range(source.shape.layers):
-        target.pool.write(layer, ours, source.pool.read(layer, theirs, tokens))
+        target.pool.write(layer, target_blocks, source.pool.read(layer, source_blocks, tokens))
         for at in range(tokens):
-            a, b, slot = theirs[at // BLOCK_SIZE], ours[at // BLOCK_SIZE], at % BLOCK_SIZE
+            a, b, slot = source_blocks[at // BLOCK_SIZE], target_blocks[at // BLOCK_SIZE], at % BLOCK_SIZE
             assert torch.equal(source.k[layer][a, :, :, slot], target.k[layer][b, :, :, slot])
             assert torch.equal(source.v[layer][a, :, slot], target.v[layer][b, :, slot])
-        rest = tokens - (len(ours) - 1) * BLOCK_SIZE
-        assert not target.k[layer][ours[-1], :, :, rest:].any()
-        assert not target.v[layer][ours[-1], :, rest:].any()
+        rest = tokens - (len(target_blocks) - 1) * BLOCK_SIZE
+        assert not target.k[layer][target_blocks[-1], :, :, rest:].any()
+        assert not target.v[layer][target_blocks[-1], :, rest:].any()
     target.check_integrity()
     assert target.length(b"a") == tokens
     append(target, b"a", 1)

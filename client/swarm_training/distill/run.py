@@ -152,12 +152,11 @@ def _learn(
     loss, min_rate = 0.0, plan.optimizer_policy.min_learning_rate
     while (now := clock()) < deadline:
         fraction = (now - began) / max(1e-9, deadline - began)
-        value = trainer.learn(
-            max(min_rate, min(1.0, 2 * (1 - fraction)))
-        )  # constant for half of the time, then linear decay
+        rate = max(min_rate, min(1.0, 2 * (1 - fraction)))  # constant for half of the time, then linear decay
+        value = trainer.learn(rate)
         loss = value if not loss else 0.95 * loss + 0.05 * value
-        rate = (trainer.seen - seen) / max(1e-9, clock() - began)
-        report("learning", fraction, f"loss {loss:.3f}, {trainer.steps} steps, {rate:.0f} tokens a second")
+        speed = (trainer.seen - seen) / max(1e-9, clock() - began)
+        report("learning", fraction, f"loss {loss:.3f}, {trainer.steps} steps, {speed:.0f} tokens a second")
         if clock() - saved > plan.save_every_s:
             trainer.save(plan.work / plan.recipe.checkpoint)
             _export(source, plan, trainer, None)

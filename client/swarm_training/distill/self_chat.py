@@ -36,9 +36,7 @@ class _Chat:
     temperature: float
     tokens: list[int] = field(default_factory=list)
     origin: list[int] = field(default_factory=list)
-    tops: list[tuple[int, torch.Tensor, torch.Tensor]] = field(
-        default_factory=list
-    )  # (position, ids, log-probabilities)
+    tops: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (position, ids, logprobs)
     pending: list[int] = field(default_factory=list)
     role: int = USER
     part: int = 0

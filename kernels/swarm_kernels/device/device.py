@@ -57,7 +57,7 @@ def choose_device(gpu: int | None) -> torch.device:
     if gpu is None:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceUnavailable(f"GPU {gpu} was asked for, but PyTorch sees none here; leave --gpu out to use the CPU")
+        raise DeviceUnavailable(f"GPU {gpu} was requested, but PyTorch finds none here; leave --gpu out to use the CPU")
     count = torch.cuda.device_count()
     if not 0 <= gpu < count:
         raise DeviceUnavailable(f"GPU {gpu} is not there; this machine has GPUs 0 to {count - 1}")

@@ -235,7 +235,7 @@ class _DraftSource:
         return self.tensor(hf_name).nbytes
 
     def close(self) -> None:
-        """Does nothing: whoever opened the target closes it."""
+        """Does nothing: the caller owns the target."""
 
     def _is_base(self, name: str) -> bool:
         parts = name.split(".")

@@ -14,13 +14,13 @@ import torch
 
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
+from swarm_kernels.kvcache.sequence import ROOT
 
 Path = tuple[int, ...]
 DraftCandidates = list[tuple[int, float]]
 """(token, ln of its probability), likeliest first."""
 
 _SESSION = b"draft"
-_ROOT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class DraftSession:
         request = StepRequest(_SESSION, base, len(causal), parents, slots, commit)
         hidden = self._run(request, [*causal, *(path[-1] for path in missing)])
         if causal:
-            self._nodes[()] = _Node(_ROOT, hidden[len(causal) - 1], [])
+            self._nodes[()] = _Node(ROOT, hidden[len(causal) - 1], [])
         for row, (path, slot) in enumerate(slot_of.items(), len(causal)):
             self._nodes[path] = _Node(slot, hidden[row], [])
 
@@ -170,7 +170,7 @@ class DraftSession:
         return self._model.run(tokens, self._cache.schedule([request]), self._cache)
 
     def _slot(self, path: Path) -> int:
-        return self._nodes[path].slot if path else _ROOT
+        return self._nodes[path].slot if path else ROOT
 
     def _drop_tree(self) -> None:
         """Drop every slot. The last token of the text is computed again, as its hidden state is dropped with its

@@ -111,7 +111,7 @@ class SafetensorsSource:
         for name, shard in weight_map.items():
             if name not in shards[shard]:
                 raise CorruptModel(
-                    f"{index} says {name[:80]!r} is in {shard[:80]!r}, but it is not; fetch the model again"
+                    f"{index} places {name[:80]!r} in {shard[:80]!r}, but it is not there; fetch the model again"
                 )
             tensors[name] = shards[shard][name]
         return tensors
@@ -152,7 +152,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
         return {}
     try:
         if path.stat().st_size > _MAX_JSON:
-            raise CorruptModel(f"{path} is too large to be what its name says")
+            raise CorruptModel(f"{path} is too large for a JSON file")
         parsed = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelNotFound(f"cannot read {path}: {error.strerror}") from None

@@ -26,7 +26,7 @@ def check_shapes(config: ModelConfig, tensors: Mapping[str, _Shaped], where: str
             raise CorruptModel(f"{where} has no tensor '{name}'; fetch the model again")
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
-            raise CorruptModel(f"{where}: '{name}' has the shape {found}, but its config promises {list(shape)}")
+            raise CorruptModel(f"{where}: '{name}' has the shape {found}, but its config needs {list(shape)}")
 
 
 def _expected_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

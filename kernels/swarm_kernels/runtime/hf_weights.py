@@ -132,7 +132,7 @@ class _WeightLoader:
             meta = self.parameters[tied[0]]
             if tensor.shape != meta.shape:
                 raise CorruptModel(
-                    f"tensor {stored} has shape {tuple(tensor.shape)}, its config says {tuple(meta.shape)}"
+                    f"tensor {stored} has shape {tuple(tensor.shape)}, its config needs {tuple(meta.shape)}"
                 )
             tensor = tensor.to(device=self._device, dtype=meta.dtype)
             for name in tied:

@@ -240,7 +240,7 @@ class _Reader:
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.source.tensor(name)
         if tuple(tensor.shape) != shape:
-            raise CorruptModel(f"tensor {name} has shape {tuple(tensor.shape)}, its config says {shape}")
+            raise CorruptModel(f"tensor {name} has shape {tuple(tensor.shape)}, its config needs {shape}")
         return tensor
 
 

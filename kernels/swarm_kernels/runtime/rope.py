@@ -55,7 +55,7 @@ class RopeTable:
     def _dynamic_angles(self, positions: torch.Tensor) -> torch.Tensor:
         """Beyond the context, NTK's base grows with the sequence; a row takes the length that ends with itself.
 
-        transformers takes the longest row of the batch instead, so its keys depend on prefill chunking; ours do not.
+        transformers takes the longest row of the batch instead, so its keys depend on prefill chunking; these do not.
         """
         scaling = self._rope.scaling or {}
         ratio = scaling["factor"] * (positions.double() + 1) / self._context - (scaling["factor"] - 1)
