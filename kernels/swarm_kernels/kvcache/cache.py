@@ -8,7 +8,7 @@ Batches must run in the order in which they were scheduled, each exactly once: `
 once. If a batch fails half-way, its sessions must be closed.
 
 A session reserves, when it opens, the tokens it may commit, and reservations never exceed the pool: a session that
-holds at most `ceil(max_tokens / BLOCK_SIZE)` blocks, tree included, is never refused a block. Blocks allocates that (a
+holds at most `ceil(max_tokens / BLOCK_SIZE)` blocks, tree included, is never refused a block. Blocks beyond that (a
 tree on top of a full context) come from unreserved ones."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_MAX_SLOTS = 4096  # tree slots per session, as `messages.MAX_SLOTS`
 
 
 class KVCacheManager:
-    """Keys and values of `shape.layers` layers for at most `max_tokens` tokens in all, rounded up to whole sequence.
+    """Keys and values of `shape.layers` layers for at most `max_tokens` tokens in all, rounded up to whole blocks.
 
     `k[i]`, `v[i]` are the tensors of the span's i-th layer, see `block_pool`. Not thread-safe: one owner calls it.
     """

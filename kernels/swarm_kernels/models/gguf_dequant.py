@@ -21,7 +21,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _CHUNK_VALUES = 32000
 """Dequantized at a time: fits the CPU cache, and is just below the 32768 values from which torch uses several threads.
-With more runnable threads than cores (several nodes starting on one machine) those barriers cost far more than the
+With more runnable threads than cores (several nodes starting on one machine) their barriers cost far more than the
 work: on two cores with a load of ten, ten layers of the built-in model took 8 to 12 s without chunks and 0.6 to 0.8 s
 with them."""
 

@@ -6,8 +6,8 @@ parameters, the position and the history, and on nothing else: not on batching, 
 speculative decoding changes the speed and never the text.
 
 Filters come in transformers' order: repetition penalty, temperature, top-k, top-p. The kept tokens stay in the order of
-their ids when the cumulative distribution is inverted, so that a rounding error moves a
-boundary by its own size instead of swapping two neighbors.
+their ids when the cumulative distribution is inverted, so that a rounding error moves a boundary by its own size
+instead of swapping two neighbors.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _PlainNamespace(Namespace):
     """Jinja's namespace without underscored names, which could replace its internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`: a template may name a value so
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self` parameter: a template may name a value `self`
         self, *values = args
         attributes = dict(*values, **kwargs)
         for name in attributes:
