@@ -25,21 +25,21 @@ CONTEXT = 256
 HEADER = "rows | bf16 | int8 | int4 | llama.cpp BF16 | bf16 / llama.cpp | int8 / bf16 | int4 / int8"
 ROWS = (1, 4, 16, 64)
 LLAMA_PYTHON = "SWARM_LLAMA_PYTHON"
-"""Environment variable: a Python that has llama-cpp-python, if ours has not."""
+"""Environment variable: a Python that has llama-cpp-python, if this one has not."""
 
 
-def ours(source: ModelSource, weights: torch.dtype) -> dict[int, Timed]:
+def swarm(source: ModelSource, weights: torch.dtype) -> dict[int, Timed]:
     """One step, tokens to logits of all rows, by its number of rows: a binary tree on CONTEXT tokens."""
     span = load_span(source, LayerSpan(0, source.config.num_layers), weights)
     cache = span.new_cache(CONTEXT + max(ROWS))
     cache.open(b"s", CONTEXT)
-    cache_plan = cache.schedule([StepRequest(b"s", 0, CONTEXT)])
-    span.forward(span.embed(list(range(CONTEXT))), cache_plan, cache)
+    metadata = cache.schedule([StepRequest(b"s", 0, CONTEXT)])
+    span.forward(span.embed(list(range(CONTEXT))), metadata, cache)
 
     def step(rows: int) -> Timed:
-        plan, _ = tree_plan(CONTEXT, rows)
+        metadata, _ = tree_plan(CONTEXT, rows)
         tokens = list(range(1000, 1000 + rows))
-        return wall(lambda: span.logits(span.forward(span.embed(tokens), plan, cache)))
+        return wall(lambda: span.logits(span.forward(span.embed(tokens), metadata, cache)))
 
     return {rows: step(rows) for rows in ROWS}
 
@@ -70,7 +70,7 @@ def write_bf16_gguf(source: Path, target: Path) -> None:
 
 @contextmanager
 def llama_cpp(source: ModelSource, threads: int) -> Iterator[dict[int, Timed] | None]:
-    """As `ours`, by llama.cpp; None if it is not installed or does not start."""
+    """As `swarm`, by llama.cpp; None if it is not installed or does not start."""
     python = os.environ.get(LLAMA_PYTHON, sys.executable)
     probe = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False)
     if probe.returncode != 0:
@@ -81,38 +81,38 @@ def llama_cpp(source: ModelSource, threads: int) -> Iterator[dict[int, Timed] | 
         write_bf16_gguf(source.path, model)
         command = [python, str(Path(__file__).with_name("llama_cpp_timing.py")), str(model), str(threads), str(CONTEXT)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            asked, answers = process.stdin, process.stdout
-            assert asked is not None
-            assert answers is not None
+            requests, replies = process.stdin, process.stdout
+            assert requests is not None
+            assert replies is not None
 
             def step(rows: int) -> Timed:
                 def run() -> float:
-                    asked.write(f"{rows}\n")
-                    asked.flush()
-                    return float(answers.readline())
+                    requests.write(f"{rows}\n")
+                    requests.flush()
+                    return float(replies.readline())
 
                 return run
 
-            yield {rows: step(rows) for rows in ROWS} if answers.readline() == "ready\n" else None
-            asked.close()
+            yield {rows: step(rows) for rows in ROWS} if replies.readline() == "ready\n" else None
+            requests.close()
 
 
 def bench(source: ModelSource, seconds: float, threads: int) -> tuple[str, list[str]]:
-    """-> (table, what misses the targets): milliseconds a step."""
-    steps = {name: ours(source, DTYPES[name]) for name in ("bf16", "int8", "int4")}
+    """-> (table, missed targets): milliseconds a step."""
+    steps = {name: swarm(source, DTYPES[name]) for name in ("bf16", "int8", "int4")}
     lines, missed = [], []
-    with llama_cpp(source, threads) as theirs:
-        if theirs is not None:
-            steps["llama.cpp BF16"] = theirs
+    with llama_cpp(source, threads) as llama_cpp_steps:
+        if llama_cpp_steps is not None:
+            steps["llama.cpp BF16"] = llama_cpp_steps
         for rows in ROWS:
             pairs = measure(seconds, {name: by_rows[rows] for name, by_rows in steps.items()})
-            against = f"{pairs.ratio('bf16', 'llama.cpp BF16'):.2f}" if theirs else "not installed"
-            llama = f"{pairs.median('llama.cpp BF16'):.2f}" if theirs else "not installed"
-            ours_ms = " | ".join(f"{pairs.median(name):.2f}" for name in ("bf16", "int8", "int4"))
+            against = f"{pairs.ratio('bf16', 'llama.cpp BF16'):.2f}" if llama_cpp_steps else "not installed"
+            llama = f"{pairs.median('llama.cpp BF16'):.2f}" if llama_cpp_steps else "not installed"
+            swarm_ms = " | ".join(f"{pairs.median(name):.2f}" for name in ("bf16", "int8", "int4"))
             fewer = f"{pairs.ratio('int8', 'bf16'):.2f} | {pairs.ratio('int4', 'int8'):.2f}"
-            lines.append(f"{rows} | {ours_ms} | {llama} | {against} | {fewer}")
+            lines.append(f"{rows} | {swarm_ms} | {llama} | {against} | {fewer}")
             limit = {1: 1.2, 16: 0.6}.get(rows)
-            if theirs and limit and pairs.ratio("bf16", "llama.cpp BF16") > limit:
+            if llama_cpp_steps and limit and pairs.ratio("bf16", "llama.cpp BF16") > limit:
                 missed.append(f"{rows} rows: {against} of llama.cpp's time, not {limit}")
             if pairs.ratio("int8", "bf16") >= 1:
                 missed.append(f"{rows} rows: int8 is no faster than bf16")

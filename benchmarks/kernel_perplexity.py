@@ -1,4 +1,4 @@
-"""Perplexity of SmolLM2-135M on perplexity.txt, in each number format: what a format costs in what it says."""
+"""Perplexity of SmolLM2-135M on perplexity.txt, in each number format: the quality lost to quantization."""
 
 from __future__ import annotations
 

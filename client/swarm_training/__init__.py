@@ -1,1 +1,1 @@
-"""Self-distillation: a model writes its own chats, and a small draft learns to guess what it says next."""
+"""Self-distillation: a model writes its own chats, and a small drafter learns to predict its next tokens."""

@@ -1,4 +1,4 @@
-"""`swarm-draft`: train a small draft, or heads for the tail, of a model, and measure them."""
+"""`swarm-draft`: train a small draft, or Medusa heads for the tail, of a model, and evaluate them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from swarm.errors import SwarmError, UsageError
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Train what guesses ahead for a model, and measure it."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Train a drafter for speculative decoding of a model, and evaluate it.",
 )
 
 _MODEL = typer.Option(help="A Hugging Face folder or id, a .gguf file, or a built-in name.")
@@ -30,28 +32,31 @@ class Kind(StrEnum):
 
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(help="Where it goes, a few MB; it is renewed every few minutes.")],
-    minutes: Annotated[float, typer.Option(help="How long to write and learn, in all.")],
+    out: Annotated[Path, typer.Option(help="Output file, a few MB; rewritten every few minutes.")],
+    minutes: Annotated[float, typer.Option(help="Total time, for writing chats and training.")],
     model: Annotated[str, _MODEL] = "smollm2-135m",
     work: Annotated[
-        Path | None, typer.Option(help="Chats and checkpoint; a run goes on from there. By default beside --out.")
+        Path | None,
+        typer.Option(help="Folder of chats and checkpoint; a run resumes from there. By default beside --out."),
     ] = None,
     kind: Annotated[
         Kind, typer.Option(help="A draft, which clients run, or Medusa heads, which the node of the last layers runs.")
     ] = Kind.DRAFT,
-    heads: Annotated[int, typer.Option(help="Heads, if it is to be heads: tokens they guess ahead.")] = 4,
-    base: Annotated[int, typer.Option(help="First layers of the model that the draft uses as they are.")] = 0,
-    layers: Annotated[str, typer.Option(help="Layers of the model that the draft's own start as.")] = "0",
-    tokens: Annotated[int, typer.Option(help="Tokens of chats to write before learning.")] = 300_000,
-    writing: Annotated[float, typer.Option(help="Part of the time that writing may take.")] = 0.5,
-    vocabulary: Annotated[int, typer.Option(help="Tokens it can say; a draft those of the text, too.")] = 8192,
-    batch: Annotated[int, typer.Option(help="Chats written side by side.")] = 48,
+    heads: Annotated[int, typer.Option(help="Number of Medusa heads: tokens predicted ahead.")] = 4,
+    base: Annotated[int, typer.Option(help="First layers of the model that the draft uses unchanged.")] = 0,
+    layers: Annotated[str, typer.Option(help="Layers of the model that the draft's own are initialized from.")] = "0",
+    tokens: Annotated[int, typer.Option(help="Tokens of chats to write before training.")] = 300_000,
+    writing: Annotated[float, typer.Option(help="Fraction of the time for writing chats.")] = 0.5,
+    vocabulary: Annotated[
+        int, typer.Option(help="Size of the draft vocabulary; a draft adds the tokens of its text.")
+    ] = 8192,
+    batch: Annotated[int, typer.Option(help="Chats written in one batch.")] = 48,
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default all.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Let the model write chats with itself, teach a draft or heads what it says, and keep them in a file."""
+    """Let the model write chats with itself, distill a draft or Medusa heads from them, and save these to a file."""
 
-    def work_on() -> None:
+    def run_command() -> None:
         from swarm_kernels.models.open import open_model
         from swarm_kernels.ops import dispatch
         from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe
@@ -71,44 +76,42 @@ def train(
             batch,
             device,
         )
-        with _Bar() as bar:
+        with _ProgressBar() as bar:
             card = run(open_model(model), plan, bar.report)
-        _say(json.dumps(card.evaluation))
+        _print(json.dumps(card.evaluation))
 
-    _guarded(work_on)
+    _exit_on_error(run_command)
 
 
 @app.command("eval")
 def evaluate(
-    draft: Annotated[
-        Path | None, typer.Option(help="The draft's file; by default the one that came with swarm.")
-    ] = None,
-    heads: Annotated[Path | None, typer.Option(help="A file of Medusa heads, instead of a draft or beside it.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="The draft's file; by default the bundled one.")] = None,
+    heads: Annotated[Path | None, typer.Option(help="A file of Medusa heads, instead of a draft or with it.")] = None,
     model: Annotated[str, _MODEL] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 96,
-    depths: Annotated[int, typer.Option(help="Levels below the certain text.")] = 4,
-    nodes: Annotated[int, typer.Option(help="Tree nodes a round.")] = 16,
+    depths: Annotated[int, typer.Option(help="Levels below the committed text.")] = 4,
+    nodes: Annotated[int, typer.Option(help="Tree nodes per step.")] = 16,
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default all.")] = None,
 ) -> None:
-    """Look-up, draft or heads, and both together on prompts nobody trained on: top-1, 4 and 8 by depth, tokens a round
+    """N-gram drafter, draft or heads, and mixtures on held-out prompts: top-1, 4 and 8 by depth, tokens per step
     by kind of prompt. One JSON object."""
 
-    def work_on() -> None:
+    def run_command() -> None:
         from swarm_kernels.models.open import open_model
         from swarm_kernels.ops import dispatch
         from swarm_training.evaluation.evaluate import evaluate
 
         if threads is not None:
             dispatch.set_threads(threads)
-        with _Bar() as bar:
+        with _ProgressBar() as bar:
             figures = evaluate(open_model(model), draft, heads, tokens, depths, nodes, bar.report)
-        _say(json.dumps(figures))
+        _print(json.dumps(figures))
 
-    _guarded(work_on)
+    _exit_on_error(run_command)
 
 
-class _Bar:
-    """A progress bar on stderr; one plain line every few percent where that is no terminal."""
+class _ProgressBar:
+    """A progress bar on stderr; one plain line every few percent if it is not a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -116,23 +119,23 @@ class _Bar:
         self._progress = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self._plain = not console.is_terminal
         self._tasks: dict[str, TaskID] = {}
-        self._said: tuple[str, int] = ("", -1)
+        self._last_printed: tuple[str, int] = ("", -1)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> _ProgressBar:
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def report(self, phase: str, share: float, note: str) -> None:
+    def report(self, phase: str, fraction: float, note: str) -> None:
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=1.0, note=note)
-        self._progress.update(self._tasks[phase], completed=share, note=note)
-        step = (phase, int(share * 50))
-        if self._plain and step != self._said:
-            self._said = step
-            print(f"{phase} {share:.0%} {note}", file=sys.stderr, flush=True)  # noqa: T201
+        self._progress.update(self._tasks[phase], completed=fraction, note=note)
+        step = (phase, int(fraction * 50))
+        if self._plain and step != self._last_printed:
+            self._last_printed = step
+            print(f"{phase} {fraction:.0%} {note}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _layer_list(text: str) -> tuple[int, ...]:
@@ -142,8 +145,8 @@ def _layer_list(text: str) -> tuple[int, ...]:
         raise UsageError(f"'{text}' is not a list of layers; write --layers 0,29") from None
 
 
-def _guarded(work: Callable[[], None]) -> None:
-    """Every mistake is one sentence on stderr and exit code 2."""
+def _exit_on_error(work: Callable[[], None]) -> None:
+    """Report a SwarmError as one line on stderr and its exit code."""
     try:
         work()
     except SwarmError as error:
@@ -153,7 +156,7 @@ def _guarded(work: Callable[[], None]) -> None:
         raise typer.Exit(130) from None
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)  # noqa: T201
 
 

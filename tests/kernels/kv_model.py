@@ -18,12 +18,12 @@ from swarm_kernels.kvcache.sequence import blocks_for
 SHAPE = KvShape(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32)
 
 
-def small_cache(pages: int, max_slots: int = 70) -> KVCacheManager:
-    return KVCacheManager(SHAPE, pages * BLOCK_SIZE, max_slots=max_slots)
+def small_cache(blocks: int, max_slots: int = 70) -> KVCacheManager:
+    return KVCacheManager(SHAPE, blocks * BLOCK_SIZE, max_slots=max_slots)
 
 
 @dataclass
-class Told:
+class Expected:
     """What one session should find in the cache."""
 
     max_tokens: int
@@ -58,26 +58,26 @@ class Told:
 
 
 class Memory:
-    """Carries out plans on a flat array with a mark for each slot, as the kernels do on keys and values."""
+    """Runs batches on a flat array with a mark for each slot, as the kernels do on keys and values."""
 
-    def __init__(self, pages: int) -> None:
-        self.marks = torch.full((pages * BLOCK_SIZE,), -1, dtype=torch.int64)
+    def __init__(self, blocks: int) -> None:
+        self.marks = torch.full((blocks * BLOCK_SIZE,), -1, dtype=torch.int64)
 
-    def run(self, plan: AttentionMetadata, marks: list[int]) -> None:
-        self.marks[plan.copy_to] = self.marks[plan.copy_from].clone()
-        self.marks[plan.slot_mapping] = torch.tensor(marks, dtype=torch.int64)
+    def run(self, metadata: AttentionMetadata, marks: list[int]) -> None:
+        self.marks[metadata.copy_to] = self.marks[metadata.copy_from].clone()
+        self.marks[metadata.slot_mapping] = torch.tensor(marks, dtype=torch.int64)
 
-    def sees(self, plan: AttentionMetadata, row: int) -> tuple[list[int], list[int]]:
+    def sees(self, metadata: AttentionMetadata, row: int) -> tuple[list[int], list[int]]:
         """-> (marks of the committed tokens a row sees, marks of the tree slots it sees, by slot)."""
-        session = int(plan.sequence_index[row])
-        past = int(plan.context_lens[row])
-        pages = plan.block_tables[session].tolist()
-        committed = [int(self.marks[pages[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE]) for t in range(past)]
-        tree_pages = plan.tree_block_tables[session].tolist()
+        session = int(metadata.sequence_index[row])
+        past = int(metadata.context_lens[row])
+        blocks = metadata.block_tables[session].tolist()
+        committed = [int(self.marks[blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE]) for t in range(past)]
+        tree_blocks = metadata.tree_block_tables[session].tolist()
         tree = []
-        for slot in range(plan.tree_mask.shape[1] * 64):
-            if int(plan.tree_mask[row, slot // 64]) >> (slot % 64) & 1:
-                tree.append(int(self.marks[tree_pages[slot // BLOCK_SIZE] * BLOCK_SIZE + slot % BLOCK_SIZE]))
+        for slot in range(metadata.tree_mask.shape[1] * 64):
+            if int(metadata.tree_mask[row, slot // 64]) >> (slot % 64) & 1:
+                tree.append(int(self.marks[tree_blocks[slot // BLOCK_SIZE] * BLOCK_SIZE + slot % BLOCK_SIZE]))
         return committed, tree
 
 
@@ -85,10 +85,11 @@ def state_of(cache: KVCacheManager) -> Any:
     """Everything a failed call must leave as it was."""
     sessions = {
         key: (
-            pages.length, pages.count, pages.table[: pages.count].tolist(), dict(pages.tree), set(pages.tree_pages),
-            [int(pages.tree_table[i]) for i in sorted(pages.tree_pages)],
+            sequence.length, sequence.count, sequence.table[: sequence.count].tolist(), dict(sequence.tree),
+            set(sequence.tree_blocks),
+            [int(sequence.tree_table[i]) for i in sorted(sequence.tree_blocks)],
         )
-        for key, pages in cache._sessions.items()
+        for key, sequence in cache._sessions.items()
     }  # fmt: skip
     return copy.deepcopy((sessions, cache.pool.refs, cache.pool._free))
 
@@ -96,11 +97,11 @@ def state_of(cache: KVCacheManager) -> Any:
 class Player:
     """Applies random operations to a cache and to its model, and compares."""
 
-    def __init__(self, rng: random.Random, pages: int) -> None:
+    def __init__(self, rng: random.Random, blocks: int) -> None:
         self.rng = rng
-        self.cache = small_cache(pages)
-        self.memory = Memory(pages)
-        self.told: dict[bytes, Told] = {}
+        self.cache = small_cache(blocks)
+        self.memory = Memory(blocks)
+        self.expected: dict[bytes, Expected] = {}
         self.refusal: Exception | None = None
         self.next_mark = 0
         self.next_key = 0
@@ -123,16 +124,16 @@ class Player:
 
     def step(self) -> None:
         choice = self.rng.random()
-        if not self.told or choice < 0.08:
+        if not self.expected or choice < 0.08:
             self.open()
         elif choice < 0.14:
             self.fork()
         elif choice < 0.19:
-            self.close(self.rng.choice(list(self.told)))
+            self.close(self.rng.choice(list(self.expected)))
         elif choice < 0.26:
-            self.prune(self.rng.choice(list(self.told)))
+            self.prune(self.rng.choice(list(self.expected)))
         elif choice < 0.32:
-            self.rollback(self.rng.choice(list(self.told)))
+            self.rollback(self.rng.choice(list(self.expected)))
         else:
             self.plan()
         self.cache.check_integrity()
@@ -140,41 +141,41 @@ class Player:
     def open(self) -> None:
         key, tokens = self.key(), self.rng.randint(1, 60)
         if self.attempt(lambda: self.cache.open(key, tokens)):
-            self.told[key] = Told(tokens)
+            self.expected[key] = Expected(tokens)
 
     def fork(self) -> None:
-        parent, child = self.rng.choice(list(self.told)), self.key()
-        tokens = len(self.told[parent].committed) + self.rng.randint(-1, 30)
+        parent, child = self.rng.choice(list(self.expected)), self.key()
+        tokens = len(self.expected[parent].committed) + self.rng.randint(-1, 30)
         if self.attempt(lambda: self.cache.fork(parent, child, tokens)):
-            self.told[child] = Told(tokens, list(self.told[parent].committed))
+            self.expected[child] = Expected(tokens, list(self.expected[parent].committed))
 
     def close(self, key: bytes) -> None:
         self.cache.close(key)
-        del self.told[key]
+        del self.expected[key]
 
     def prune(self, key: bytes) -> None:
         slots = {self.rng.randrange(70) for _ in range(self.rng.randint(1, 6))}
         self.cache.prune(key, slots)
-        self.told[key].drop_below(slots)
+        self.expected[key].drop_below(slots)
 
     def rollback(self, key: bytes) -> None:
-        told = self.told[key]
-        length = max(0, len(told.committed) - self.rng.choice((0, 0, 1, 5, 40)))
+        expected = self.expected[key]
+        length = max(0, len(expected.committed) - self.rng.choice((0, 0, 1, 5, 40)))
         if self.attempt(lambda: self.cache.rollback(key, length)):
-            told.committed, told.tree = told.committed[:length], {}
+            expected.committed, expected.tree = expected.committed[:length], {}
 
     def request(self, key: bytes) -> StepRequest:
-        rng, told = self.rng, self.told[key]
-        base = len(told.committed) + (rng.random() < 0.03)
+        rng, expected = self.rng, self.expected[key]
+        base = len(expected.committed) + (rng.random() < 0.03)
         commit: list[int] = []
-        if told.tree and rng.random() < 0.4:
-            path = told.path(rng.choice(list(told.tree)))
+        if expected.tree and rng.random() < 0.4:
+            path = expected.path(rng.choice(list(expected.tree)))
             commit = path[: rng.randint(1, len(path))]
             if rng.random() < 0.04:
                 commit = commit[1:] or [69]
-        after = copy.deepcopy(told)
-        after.take(StepRequest(key, base, 0, commit_slots=commit if set(commit) <= set(told.tree) else ()), [])
-        room = told.max_tokens - len(after.committed) + (rng.random() < 0.03)
+        after = copy.deepcopy(expected)
+        after.take(StepRequest(key, base, 0, commit_slots=commit if set(commit) <= set(expected.tree) else ()), [])
+        room = expected.max_tokens - len(after.committed) + (rng.random() < 0.03)
         line = min(room, rng.choice((1, 1, 2, 17))) if rng.random() < 0.4 else 0
         alive = [] if line else list(after.tree)
         parents, slots = [], []
@@ -184,44 +185,44 @@ class Player:
             slots.append(rng.choice(unused if unused and rng.random() < 0.99 else [0, 70]))
         return StepRequest(key, base, line, parents, slots, commit)
 
-    def pages_after(self, request: StepRequest) -> int:
-        told = copy.deepcopy(self.told[request.session])
-        told.take(request, [0] * request.rows)
-        return blocks_for(len(told.committed)) + len({slot // BLOCK_SIZE for slot in told.tree})
+    def blocks_after(self, request: StepRequest) -> int:
+        expected = copy.deepcopy(self.expected[request.session])
+        expected.take(request, [0] * request.rows)
+        return blocks_for(len(expected.committed)) + len({slot // BLOCK_SIZE for slot in expected.tree})
 
     def plan(self) -> None:
-        keys = self.rng.sample(list(self.told), min(len(self.told), self.rng.randint(1, 3)))
+        keys = self.rng.sample(list(self.expected), min(len(self.expected), self.rng.randint(1, 3)))
         requests = [self.request(key) for key in keys]
-        plan = self.attempt(lambda: self.cache.schedule(requests))
-        if plan is None:
-            if isinstance(self.refusal, OutOfMemory):  # never while all stay within what they were promised
-                assert any(self.pages_after(r) > blocks_for(self.told[r.session].max_tokens) for r in requests)
+        metadata = self.attempt(lambda: self.cache.schedule(requests))
+        if metadata is None:
+            if isinstance(self.refusal, OutOfMemory):  # never while all stay within their reservations
+                assert any(self.blocks_after(r) > blocks_for(self.expected[r.session].max_tokens) for r in requests)
             return
-        marks = list(range(self.next_mark, self.next_mark + plan.rows))
-        self.next_mark += plan.rows
-        self.memory.run(plan, marks)
+        marks = list(range(self.next_mark, self.next_mark + metadata.rows))
+        self.next_mark += metadata.rows
+        self.memory.run(metadata, marks)
         row = 0
         for request in requests:
             mine = marks[row : row + request.rows]
-            self.told[request.session].take(request, mine)
-            self.compare(request, plan, row)
+            self.expected[request.session].take(request, mine)
+            self.compare(request, metadata, row)
             row += request.rows
 
-    def compare(self, request: StepRequest, plan: AttentionMetadata, row: int) -> None:
-        told = self.told[request.session]
-        start = len(told.committed) - request.causal_rows
+    def compare(self, request: StepRequest, metadata: AttentionMetadata, row: int) -> None:
+        expected = self.expected[request.session]
+        start = len(expected.committed) - request.causal_rows
         for i in range(request.causal_rows):
-            committed, tree = self.memory.sees(plan, row + i)
-            assert (committed, tree) == (told.committed[: start + i + 1], [])
-            assert int(plan.positions[row + i]) == start + i
+            committed, tree = self.memory.sees(metadata, row + i)
+            assert (committed, tree) == (expected.committed[: start + i + 1], [])
+            assert int(metadata.positions[row + i]) == start + i
         for i, slot in enumerate(request.slots):
-            committed, tree = self.memory.sees(plan, row + request.causal_rows + i)
-            path = told.ancestors(slot)
-            assert (committed, sorted(tree)) == (told.committed, sorted(path))
-            assert int(plan.positions[row + request.causal_rows + i]) == len(told.committed) + len(path) - 1
+            committed, tree = self.memory.sees(metadata, row + request.causal_rows + i)
+            path = expected.ancestors(slot)
+            assert (committed, sorted(tree)) == (expected.committed, sorted(path))
+            assert int(metadata.positions[row + request.causal_rows + i]) == len(expected.committed) + len(path) - 1
 
     def finish(self) -> None:
-        for key in list(self.told):
+        for key in list(self.expected):
             self.close(key)
         self.cache.check_integrity()
         assert self.cache.free_tokens == self.cache.capacity_tokens

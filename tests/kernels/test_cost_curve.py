@@ -40,7 +40,7 @@ def test_a_cost_curve_is_positive_and_never_falls(kind: str) -> None:
 
 
 def test_other_work_cannot_make_rows_free(source: ModelTensors, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row always met somebody else's work, and so did every fourth batch; wider ones tell what it costs at most."""
+    """One row always ran beside other load, and so did every fourth batch; wider ones give an upper bound."""
     batches = itertools.count()
 
     def ms(_: StepTimer, width: int) -> float:
@@ -53,8 +53,8 @@ def test_other_work_cannot_make_rows_free(source: ModelTensors, monkeypatch: pyt
 
 def test_threads_are_chosen_from_what_was_offered(source: ModelTensors) -> None:
     span = load_span(source, LayerSpan(0, 1), torch.float32)
-    assert choose_threads(span, most=1) == 1
-    assert choose_threads(span, most=3, budget_s=0.05) in (1, 2, 3)
+    assert choose_threads(span, max_threads=1) == 1
+    assert choose_threads(span, max_threads=3, budget_s=0.05) in (1, 2, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

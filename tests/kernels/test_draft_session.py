@@ -1,4 +1,4 @@
-"""A draft session against the plain thing: running the model over the whole hypothetical text."""
+"""A draft session against a plain pass: running the model over the whole hypothetical text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from tiny_models import ModelTensors, tiny_model
 
 from swarm.types import LayerSpan
 from swarm_kernels.draft import models
-from swarm_kernels.draft import session as draft_session
 from swarm_kernels.draft.models import LocalModel, top_tokens
-from swarm_kernels.draft.session import DraftCandidates, DraftSession, Path
+from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates, DraftSession, Path
 from swarm_kernels.kvcache.cache import StepRequest
 
 VOCAB = 131
@@ -51,48 +50,47 @@ STEPS = st.lists(st.tuples(st.sampled_from(["extend", "follow", "reset"]), TOKEN
 @pytest.mark.slow
 @given(TOKENS, STEPS)
 @settings(max_examples=15, deadline=None)
-def test_guesses_are_those_of_a_plain_pass(model: LocalModel, prompt: list[int], steps: list[tuple]) -> None:
+def test_candidates_are_those_of_a_plain_pass(model: LocalModel, prompt: list[int], steps: list[tuple]) -> None:
     session, text = DraftSession(model), list(prompt)
     session.reset(text)
     for what, tokens, raw in steps:
         paths: list[Path] = [tuple(path) for path in raw]
-        for path, guesses in zip(paths, session.propose(paths, WIDTH), strict=True):
-            assert same(guesses, plain(model, [*text, *path]))
+        for path, candidates in zip(paths, session.propose(paths, WIDTH), strict=True):
+            assert same(candidates, plain(model, [*text, *path]))
         if what == "reset":
             text = [*text[: len(text) // 2 + 1], *tokens]
             session.reset(text)
-        else:  # "follow": what becomes certain was guessed before, so its keys are only moved
+        else:  # "follow": the new tokens were drafted before, so their keys are only moved
             fresh = list(paths[0]) or tokens if what == "follow" else tokens
             text += fresh
             session.extend(fresh)
     session._cache.check_integrity()
 
 
-def test_what_was_guessed_is_not_run_again(model: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_tokens_are_not_computed_again(model: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     run = model.run
     monkeypatch.setattr(
-        model, "run", lambda tokens, plan, cache: (rows.append(len(tokens)), run(tokens, plan, cache))[1]
+        model, "run", lambda tokens, metadata, cache: (rows.append(len(tokens)), run(tokens, metadata, cache))[1]
     )
     session = DraftSession(model)
     session.reset([1, 2, 3])
     session.propose([(), (4,), (5,), (4, 6)], 2)
     session.extend([4])
-    session.propose([(6,)], 2)  # its keys and values, and its guesses, are there
+    session.propose([(6,)], 2)  # its keys, values and candidates are cached
     session.propose([(6, 7)], 2)
-    session.reset([1, 2, 3, 4, 9])  # a common beginning is kept
+    session.reset([1, 2, 3, 4, 9])  # the common prefix is kept
     session.propose([()], 2)
     assert rows == [6, 0, 1, 1]
 
 
-def test_a_long_prompt_is_read_in_chunks(model: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_session, "CHUNK", 16)
-    session, text = DraftSession(model), [i % VOCAB for i in range(50)]
+def test_a_long_prompt_is_prefilled_in_chunks(model: LocalModel) -> None:
+    session, text = DraftSession(model, policy=DraftCachePolicy(prefill_chunk=16)), [i % VOCAB for i in range(50)]
     session.reset(text)
     assert same(session.propose([(1, 2)], WIDTH)[0], plain(model, [*text, 1, 2]))
 
 
-def test_beyond_the_context_there_are_no_guesses(model: LocalModel) -> None:
+def test_beyond_the_context_there_are_no_candidates(model: LocalModel) -> None:
     session = DraftSession(model, 8)
     session.reset([1, 2, 3, 4, 5, 6])
     assert session.propose([(1, 1, 1)], WIDTH) == [[]]
@@ -101,20 +99,19 @@ def test_beyond_the_context_there_are_no_guesses(model: LocalModel) -> None:
     assert session.propose([()], WIDTH) == [[]]
 
 
-def test_an_empty_text_has_no_guesses(model: LocalModel) -> None:
+def test_an_empty_text_has_no_candidates(model: LocalModel) -> None:
     session = DraftSession(model)
     session.reset([])
     assert session.propose([()], WIDTH) == [[]]
 
 
-def test_a_tree_that_outgrows_its_slots_is_begun_anew(model: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_session, "MAX_NODES", 8)
-    session, text = DraftSession(model), [1, 2, 3]
+def test_a_tree_that_outgrows_its_slots_is_dropped_and_computed_again(model: LocalModel) -> None:
+    session, text = DraftSession(model, policy=DraftCachePolicy(max_tree_slots=8)), [1, 2, 3]
     session.reset(text)
     for first in range(20, 32):
         paths = [(first,), (first, 1), (first, 1, 2)]
-        for path, guesses in zip(paths, session.propose(paths, WIDTH), strict=True):
-            assert same(guesses, plain(model, [*text, *path]))
+        for path, candidates in zip(paths, session.propose(paths, WIDTH), strict=True):
+            assert same(candidates, plain(model, [*text, *path]))
     session._cache.check_integrity()
 
 

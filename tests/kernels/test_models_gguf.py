@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm.errors import CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from swarm_kernels.models.gguf import GgufSource
-from swarm_kernels.models.gguf_dequant import unpack
+from swarm_kernels.models.gguf_dequant import dequantize
 from swarm_kernels.models.gguf_header import QUANT_BLOCKS, GgufHeader
 from swarm_kernels.models.open import ModelSource, open_model
 from swarm_kernels.models.source import ModelFile
@@ -83,7 +83,7 @@ def test_unpacking_equals_gguf_py(kind: int) -> None:
         ).copy()
     shape = (rows, blocks * values)
     with np.errstate(all="ignore"):  # random scales overflow
-        got = unpack(stored.copy(), kind, shape).float().numpy()
+        got = dequantize(stored.copy(), kind, shape).float().numpy()
         wanted = gguf.quants.dequantize(stored.reshape(rows, -1), Quant(kind)).astype(np.float32).reshape(shape)
     np.testing.assert_array_equal(got, wanted)
 

@@ -130,7 +130,7 @@ def test_folders_that_are_no_model(copy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["", "no-such-model", "~nobody-here/x", "a" * 5000, "./missing", "x\0y"])
-def test_a_spec_that_names_nothing_says_what_would(spec: str) -> None:
+def test_an_unknown_spec_lists_the_possible_ones(spec: str) -> None:
     with pytest.raises(ModelNotFound) as caught:
         open_model(spec)
     assert len(str(caught.value)) < 500
@@ -140,18 +140,18 @@ def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
 
     def offline(repo: str, **options: Any) -> str:
-        asked.update(options, repo=repo)
+        requested.update(options, repo=repo)
         raise LocalEntryNotFoundError("no network\nand a long story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ModelNotFound, match="neither in the local cache nor can it be fetched") as caught:
         open_model("org/name", tmp_path)
     assert "\n" not in str(caught.value)
-    assert asked["repo"] == "org/name"
-    assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in asked["allow_patterns"])
+    assert requested["repo"] == "org/name"
+    assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in requested["allow_patterns"])
 
 
 def test_a_hub_model_keeps_its_id_as_its_name(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_values_that_cannot_be_are_corrupt(changes: dict[str, Any]) -> None:
         {"is_encoder_decoder": True},
     ],
 )
-def test_models_we_do_not_run_are_refused(changes: dict[str, Any]) -> None:
+def test_unsupported_models_are_rejected(changes: dict[str, Any]) -> None:
     config = {key: value for key, value in _config(**changes).items() if value is not None}
     with pytest.raises(UnsupportedModel):
         model_config(config)
@@ -291,7 +291,7 @@ def test_models_we_do_not_run_are_refused(changes: dict[str, Any]) -> None:
 def test_weights_that_do_not_fit_the_config_are_corrupt(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": 97}))
-    with pytest.raises(CorruptModel, match="its config promises"):
+    with pytest.raises(CorruptModel, match="its config needs"):
         open_model(str(copy))
     (copy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     with pytest.raises(CorruptModel, match=r"no tensor 'model\.layers\.3"):

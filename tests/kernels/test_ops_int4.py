@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import KernelError
-from swarm_kernels.models.gguf_dequant import unpack
+from swarm_kernels.models.gguf_dequant import dequantize
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int4_linear
 
@@ -41,7 +41,7 @@ def test_weights_of_a_q4_1_file_are_taken_over_unchanged(seed: int, outputs: int
     bytes_[:, 4] = 0xF0
     ends = torch.randn(outputs * blocks, 2, generator=generator) * torch.tensor([0.01, 0.1])
     bytes_[:, :4] = torch.stack((ends[:, 0].abs() + 1e-4, ends[:, 1]), 1).half().view(torch.uint8)
-    weight = unpack(bytes_.flatten().numpy(), Q4_1, (outputs, blocks * 32))
+    weight = dequantize(bytes_.flatten().numpy(), Q4_1, (outputs, blocks * 32))
     ids = torch.arange(outputs).flip(0)
     assert torch.equal(dispatch.quantize_linear(weight, bits=4).embedding_rows(ids), weight[ids])
 

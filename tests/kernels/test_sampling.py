@@ -51,7 +51,7 @@ def test_uniform_numbers_fill_the_interval_and_depend_on_seed_and_position() -> 
 
 
 def transformers_distribution(logits: torch.Tensor, sampling: Sampling, history: list[int]) -> torch.Tensor:
-    """What transformers would draw from, `[vocab]` probabilities."""
+    """What transformers would sample from, `[vocab]` probabilities."""
     steps = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -65,7 +65,7 @@ def transformers_distribution(logits: torch.Tensor, sampling: Sampling, history:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", FILTERS)
-def test_draws_follow_transformers_distribution(sampling: Sampling) -> None:
+def test_samples_follow_transformers_distribution(sampling: Sampling) -> None:
     """Inverting the distribution at every point of a fine grid gives each token its probability."""
     torch.manual_seed(3)
     logits = torch.randn(600) * 3
@@ -95,7 +95,7 @@ def test_long_vocabularies_take_the_blocked_path() -> None:
             assert token == 0 or ends[token - 1] <= point + 1e-6
 
 
-def test_the_same_draw_alone_and_in_a_batch_and_again() -> None:
+def test_the_same_sample_alone_and_in_a_batch_and_again() -> None:
     logits = torch.randn(len(FILTERS), 3000)
     histories = [random.Random(i).sample(range(3000), 20) for i in range(len(FILTERS))]
     positions = list(range(len(FILTERS)))
@@ -138,12 +138,12 @@ def test_logits_that_are_not_finite(sampling: Sampling, bad: float) -> None:
         sample(torch.full((500,), -math.inf), sampling, 0)
 
 
-def test_masked_tokens_are_never_drawn() -> None:
+def test_masked_tokens_are_never_sampled() -> None:
     logits = torch.full((1000,), -math.inf)
     logits[[3, 700]] = 0.0
     for filters in (Sampling(1.0), Sampling(1.0, top_p=0.99), Sampling(100.0, top_k=50)):
-        drawn = {sample(logits, replace(filters, seed=seed), 0) for seed in range(40)}
-        assert drawn == {3, 700}
+        sampled = {sample(logits, replace(filters, seed=seed), 0) for seed in range(40)}
+        assert sampled == {3, 700}
 
 
 def test_extreme_values() -> None:

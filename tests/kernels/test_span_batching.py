@@ -1,6 +1,6 @@
 """What a row computes does not depend on its company: other sessions, chunks, trees, forks, parts of a span.
 
-Run on the lean span (llama) and on the general one (gemma2, whose layers alternate windows and cap their scores).
+Run on the fast path (llama) and on the general path (gemma2, whose layers alternate windows and cap their scores).
 """
 
 from __future__ import annotations
@@ -130,13 +130,13 @@ def test_a_hop_may_use_part_of_a_span(model: tuple[object, ModelTensors]) -> Non
     wide.open(b"a")
     expected = whole.run([StepRequest(b"a", 0, 20)], prompt)
     span, cache = wide.spans[0], wide.caches[0]
-    plan = cache.schedule([StepRequest(b"a", 0, 20)])
-    hidden = span.forward(span.forward(span.embed(prompt), plan, cache, 0, 2), plan, cache, 2)
+    metadata = cache.schedule([StepRequest(b"a", 0, 20)])
+    hidden = span.forward(span.forward(span.embed(prompt), metadata, cache, 0, 2), metadata, cache, 2)
     tail, tail_cache = wide.spans[1], wide.caches[1]
     logits = tail.logits(tail.forward(hidden, tail_cache.schedule([StepRequest(b"a", 0, 20)]), tail_cache, 5, 6))
     assert torch.equal(logits, expected)
     with pytest.raises(InvalidRequest, match="this span holds 0:5"):
-        span.forward(hidden, plan, cache, 4, 6)
+        span.forward(hidden, metadata, cache, 4, 6)
     with pytest.raises(InvalidRequest, match="do not hold the embedding"):
         tail.embed([1])
     with pytest.raises(InvalidRequest, match="do not hold the head"):
@@ -156,7 +156,7 @@ def test_a_step_that_only_commits(model: tuple[object, ModelTensors]) -> None:
 
 
 def test_another_sessions_infinities_stay_its_own(model: tuple[object, ModelTensors]) -> None:
-    """Hidden states come from strangers: what one sends must not reach the rows of another, nor pages used again."""
+    """Hidden states come from untrusted peers: those of one must not reach the rows of another, nor reused blocks."""
     hf, source = model
     chain = Chain(source, ())
     prompt = words(9, 23)
@@ -166,8 +166,8 @@ def test_another_sessions_infinities_stay_its_own(model: tuple[object, ModelTens
     hidden = span.embed([*words(18, 24), *prompt]).clone()
     hidden[:18] = float("nan")
     hidden[3] = float("inf")
-    plan = cache.schedule([StepRequest(b"bad", 0, 17, (-1,), (3,)), StepRequest(b"good", 0, 9)])
-    logits = span.logits(span.forward(hidden, plan, cache))[18:]
+    metadata = cache.schedule([StepRequest(b"bad", 0, 17, (-1,), (3,)), StepRequest(b"good", 0, 9)])
+    logits = span.logits(span.forward(hidden, metadata, cache))[18:]
     assert close(logits, hf_logits(hf, prompt))
     cache.close(b"bad")
     cache.open(b"next", 40)

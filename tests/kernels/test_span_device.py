@@ -37,7 +37,7 @@ def test_number_formats() -> None:
 def test_the_cpu_is_the_default_and_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(None) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceUnavailable, match="GPU 0 was asked for, but PyTorch sees none"):
+    with pytest.raises(DeviceUnavailable, match="GPU 0 was requested, but PyTorch finds none"):
         choose_device(0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,4 +1,4 @@
-"""Decoders outside the lean families: transformers' layers, our attention, any cut; and those we must refuse."""
+"""Decoders outside the fast path: transformers' layers, our attention, any slice; and those that must be rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 96, "n_layer": 6, "n_head": 6, "n_positions": 256},  # learned positions
     "gpt_neox": {},  # parallel residual, fused projections
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
-    "mistral": {"sliding_window": 20},  # lean but for its window
+    "mistral": {"sliding_window": 20},  # has a fast path but for its window
     "mixtral": MOE,
     "olmo2": {},
     "phi3": {},
@@ -77,7 +77,7 @@ UNSUPPORTED = {
 
 @pytest.mark.filterwarnings("ignore")  # transformers' advice on optional packages
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_models_that_cannot_be_cut_are_refused_in_one_sentence(kind: str) -> None:
+def test_models_that_cannot_be_sliced_are_rejected_in_one_sentence(kind: str) -> None:
     changes, reason = UNSUPPORTED[kind]
     with pytest.raises(UnsupportedModel, match=reason) as caught:
         load_span(ModelTensors(tiny_model(kind, **changes)), LayerSpan(1, 3), torch.float32)
@@ -96,5 +96,5 @@ def test_a_kind_nobody_has_heard_of_and_missing_tensors() -> None:
     with pytest.raises(CorruptModel, match=r"mlp\.up_proj"):
         load_span(source, LayerSpan(1, 2), torch.float32)
     source.replace("model.layers.2.mlp.up_proj.weight", torch.zeros(3, 3))
-    with pytest.raises(ModelError, match="its config says"):
+    with pytest.raises(ModelError, match="its config needs"):
         load_span(source, LayerSpan(2, 3), torch.float32)

@@ -1,4 +1,4 @@
-"""The lean span in 8 and 4 bits: near the fp32 model, and the same bits however rows are batched."""
+"""The fast path in 8 and 4 bits: near the fp32 model, and the same bits however rows are batched."""
 
 from __future__ import annotations
 

@@ -30,17 +30,17 @@ CPU = torch.device("cpu")
 KINDS = ["llama", "qwen2", "qwen3"]
 
 
-def weights_of(source: ModelTensors, base: int, copied: tuple[int, ...], quantised: bool, path: Path) -> DraftWeights:
+def weights_of(source: ModelTensors, base: int, copied: tuple[int, ...], quantized: bool, path: Path) -> DraftWeights:
     student = LayersStudent.of_target(source, base, copied)
     card = DraftMetadata("tiny", source.weight_hash, base, len(copied))
-    DraftWeights(card, student.weights(), torch.arange(0, VOCAB, 2)).save(path, quantise=quantised)
+    DraftWeights(card, student.weights(), torch.arange(0, VOCAB, 2)).save(path, quantize=quantized)
     return DraftWeights.load(path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("base", [0, 2])
-def test_what_is_trained_is_what_runs(kind: str, base: int, tmp_path: Path) -> None:
-    """The student's logits, and the guesses of the same weights on the kernels, agree."""
+def test_the_trained_layers_match_the_kernels(kind: str, base: int, tmp_path: Path) -> None:
+    """The student's logits, and the candidates of the same weights on the kernels, agree."""
     source = ModelTensors(tiny_model(kind, tie_word_embeddings=True))
     weights = weights_of(source, base, (1, 4), False, tmp_path / "d.safetensors")
     student = LayersStudent.of_target(source, base, (1, 4))
@@ -51,15 +51,15 @@ def test_what_is_trained_is_what_runs(kind: str, base: int, tmp_path: Path) -> N
     logits = source.tensor("model.embed_tokens.weight").float() @ hidden
     session = DraftSession(TrainedDraft(weights, source))
     session.reset(text)
-    guesses = dict(session.propose([()], 16)[0])
-    sayable = sorted({*range(0, VOCAB, 2), *text})
-    expected = logits[sayable].log_softmax(-1)
-    for token, logprob in guesses.items():
-        assert logprob == pytest.approx(float(expected[sayable.index(token)]), abs=0.08)  # bf16 weights
-    assert set(guesses) <= set(sayable)
+    candidates = dict(session.propose([()], 16)[0])
+    in_vocabulary = sorted({*range(0, VOCAB, 2), *text})
+    expected = logits[in_vocabulary].log_softmax(-1)
+    for token, logprob in candidates.items():
+        assert logprob == pytest.approx(float(expected[in_vocabulary.index(token)]), abs=0.08)  # bf16 weights
+    assert set(candidates) <= set(in_vocabulary)
 
 
-def test_the_texts_own_rare_tokens_can_be_guessed(tmp_path: Path) -> None:
+def test_rare_tokens_of_the_text_can_be_proposed(tmp_path: Path) -> None:
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=True))
     model = TrainedDraft(weights_of(source, 0, (0,), True, tmp_path / "d.safetensors"), source)
     session = DraftSession(model)
@@ -78,24 +78,24 @@ def test_eight_bits_lose_little(tmp_path: Path) -> None:
         assert (stored[name] - tensor).norm() <= 0.01 * tensor.norm()
 
 
-def test_learning_and_going_on_where_it_stopped(tmp_path: Path) -> None:
+def test_training_and_resuming_from_a_checkpoint(tmp_path: Path) -> None:
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=True))
     chats = [counting(start, step) for start in range(0, 100, 5) for step in (1, 2)]
-    lessons = [TrainingExample(*pair) for pair in zip(chats, Features(source, 0, CPU).of(chats), strict=True)]
+    examples = [TrainingExample(*pair) for pair in zip(chats, Features(source, 0, CPU).of(chats), strict=True)]
     vocabulary = frequent_tokens(chats, 110, VOCAB)
     assert vocabulary.tolist() == sorted(set(vocabulary.tolist()))
 
     def trainer() -> Trainer:
         made = Trainer(source, LayersStudent.of_target(source, 0, (0,)), vocabulary, CPU)
-        made.add(lessons)
+        made.add(examples)
         return made
 
     first = trainer()
-    first.settle_scale()
-    before = measure(first.averaged(), source, vocabulary, lessons[:8])
+    first.init_logit_scale()
+    before = measure(first.averaged(), source, vocabulary, examples[:8])
     losses = [first.learn(1.0) for _ in range(150)]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    after = measure(first.averaged(), source, vocabulary, lessons[:8])
+    after = measure(first.averaged(), source, vocabulary, examples[:8])
     assert after.hits[0][-1] > before.hits[0][-1] + 0.1
     first.save(tmp_path / "c.safetensors")
     second = trainer()
@@ -107,7 +107,7 @@ def test_learning_and_going_on_where_it_stopped(tmp_path: Path) -> None:
     assert second.learn(1.0) < losses[0]
 
 
-def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_is_rejected(tmp_path: Path) -> None:
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=True))
     trainer = Trainer(source, LayersStudent.of_target(source, 0, (0,)), torch.arange(64), CPU)
     (tmp_path / "c").write_bytes(b"nonsense")
@@ -134,7 +134,7 @@ def test_a_corpus_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert len(list(again.read(1))) == 2
 
 
-def test_another_models_chats_and_damaged_shards_are_refused(tmp_path: Path) -> None:
+def test_another_models_chats_and_damaged_shards_are_rejected(tmp_path: Path) -> None:
     Corpus(tmp_path, "a" * 32).append([counting(0, 1)])
     with pytest.raises(CorruptModel, match="another model"):
         Corpus(tmp_path, "b" * 32)
@@ -143,7 +143,7 @@ def test_another_models_chats_and_damaged_shards_are_refused(tmp_path: Path) -> 
         Corpus(tmp_path, "a" * 32)
 
 
-def test_a_draft_of_another_model_is_one_sentence(tmp_path: Path) -> None:
+def test_a_draft_of_another_model_is_rejected(tmp_path: Path) -> None:
     source = ModelTensors(tiny_model("llama", tie_word_embeddings=True))
     weights = weights_of(source, 0, (0,), True, tmp_path / "d.safetensors")
     foreign = replace(weights, card=replace(weights.card, weight_hash="f" * 32))
@@ -188,6 +188,6 @@ def test_a_file_that_is_no_draft(tmp_path: Path) -> None:
         {"vocabulary": 1},
     ],
 )
-def test_a_wrong_plan_is_refused(wrong: dict, tmp_path: Path) -> None:
+def test_a_wrong_plan_is_rejected(wrong: dict, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         replace(TrainingPlan(1.0, tmp_path / "d", tmp_path), **wrong).checked(6)

@@ -1,4 +1,4 @@
-"""Training Medusa heads on a tiny model: what is learnt is what a tail runs, and mistakes are one sentence."""
+"""Training Medusa heads on a tiny model: what is trained is what a tail runs, and errors are one sentence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def source() -> ModelTensors:
 
 
 @pytest.fixture(scope="module")
-def lessons(source: ModelTensors) -> list[TrainingExample]:
+def examples(source: ModelTensors) -> list[TrainingExample]:
     return [TrainingExample(*pair) for pair in zip(CHATS, Features(source, LAYERS, CPU).of(CHATS), strict=True)]
 
 
@@ -61,7 +61,7 @@ def saved(student: HeadsStudent | LayersStudent, source: ModelTensors, path: Pat
     return path
 
 
-def test_what_the_heads_learn_is_what_the_tail_runs(source: ModelTensors, tmp_path: Path) -> None:
+def test_trained_heads_match_the_tail(source: ModelTensors, tmp_path: Path) -> None:
     """The student on the states it is shown, and the file beside the head of the last layers, agree."""
     torch.manual_seed(0)
     student = HeadsStudent(source.config, HEADS)
@@ -79,30 +79,30 @@ def test_what_the_heads_learn_is_what_the_tail_runs(source: ModelTensors, tmp_pa
     for part in (first, span):
         cache = part.new_cache(64)
         cache.open(b"a", 64)
-        found = part.forward(found, cache.plan(rows), cache)
+        found = part.forward(found, cache.schedule(rows), cache)
     heads = MedusaHeads.of(saved(student, source, tmp_path / "h"), span, source)
-    ids, logprobs = heads.propose(span.normed(found), 4)
+    ids, logprobs = heads.propose(span.final_hidden(found), 4)
     assert (len(heads), tuple(ids.shape)) == (HEADS, (HEADS, len(text), 4))
     assert not (ids % 2).any()
     torch.testing.assert_close(logprobs, expected.gather(2, ids // 2), atol=0.1, rtol=0.05)  # both in 8 bits
 
 
-def test_heads_learn_and_go_on_where_they_stopped(
-    source: ModelTensors, lessons: list[TrainingExample], tmp_path: Path
+def test_heads_train_and_resume_from_a_checkpoint(
+    source: ModelTensors, examples: list[TrainingExample], tmp_path: Path
 ) -> None:
     vocabulary = frequent_tokens(CHATS, 110, VOCAB)
 
     def trainer(heads: int = HEADS) -> Trainer:
         made = Trainer(source, HeadsStudent(source.config, heads), vocabulary, CPU)
-        made.add(lessons)
+        made.add(examples)
         return made
 
     first = trainer()
-    first.settle_scale()
-    before = measure(first.averaged(), source, vocabulary, lessons[:8])
+    first.init_logit_scale()
+    before = measure(first.averaged(), source, vocabulary, examples[:8])
     losses = [first.learn(1.0) for _ in range(100)]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    after = measure(first.averaged(), source, vocabulary, lessons[:8])
+    after = measure(first.averaged(), source, vocabulary, examples[:8])
     assert len(after.hits) == HEADS
     assert all(late[-1] > early[-1] + 0.1 for late, early in zip(after.hits, before.hits, strict=True))
     first.save(tmp_path / "c")
@@ -117,33 +117,33 @@ def test_heads_learn_and_go_on_where_they_stopped(
             trainer(other).resume(tmp_path / "c")
 
 
-def test_only_what_a_head_could_have_said_is_asked_for() -> None:
-    """Place i stands for the token `ahead` places on, and all from the next one on must be of one answer."""
+def test_targets_are_within_one_answer() -> None:
+    """Position i predicts the token `ahead` positions on, and all from the next one on must be of one answer."""
     chat = chat_of(list(range(9)))
     chat.origin[:] = torch.tensor([GIVEN, GIVEN, ANSWER, ANSWER, ANSWER, GIVEN, GIVEN, ANSWER, ANSWER])
-    lessons = [TrainingExample(chat, torch.zeros(9, 4)), TrainingExample(chat_of([1, 2]), torch.zeros(2, 4))]
-    for ahead, places in ((1, [1, 2, 3, 6, 7]), (2, [1, 2, 6]), (3, [1]), (4, []), (12, [])):
-        question = TeacherTopK.of(lessons, ahead, CPU)
-        assert question.asked.nonzero().tolist() == [[0, place] for place in places]
-        assert question.ids[:, 0].tolist() == [place + ahead for place in places]
+    examples = [TrainingExample(chat, torch.zeros(9, 4)), TrainingExample(chat_of([1, 2]), torch.zeros(2, 4))]
+    for ahead, positions in ((1, [1, 2, 3, 6, 7]), (2, [1, 2, 6]), (3, [1]), (4, []), (12, [])):
+        targets = TeacherTopK.of(examples, ahead, CPU)
+        assert targets.mask.nonzero().tolist() == [[0, position] for position in positions]
+        assert targets.ids[:, 0].tolist() == [position + ahead for position in positions]
 
 
-def test_states_are_kept_and_damaged_ones_made_again(
+def test_states_are_cached_and_damaged_ones_recomputed(
     source: ModelTensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = Corpus(tmp_path, source.weight_hash)
     corpus.append(CHATS[:3])
     corpus.append(CHATS[3:5])
     made = Features(source, LAYERS, CPU).examples(corpus)
-    for lesson, states in zip(made, Features(source, LAYERS, CPU).of(CHATS[:5]), strict=True):
-        assert torch.equal(lesson.states, states)
+    for example, states in zip(made, Features(source, LAYERS, CPU).of(CHATS[:5]), strict=True):
+        assert torch.equal(example.states, states)
     damaged = tmp_path / "states-06-00001.safetensors"
     damaged.unlink()  # `made` still reads what was there
     damaged.write_bytes(b"\0" * 20)
     again = Features(source, LAYERS, CPU).examples(corpus)
     monkeypatch.delattr(features, "load_teacher")  # nothing is left to be run
-    for lessons in (again, Features(source, LAYERS, CPU).examples(corpus)):
-        assert all(torch.equal(a.states, b.states) for a, b in zip(made, lessons, strict=True))
+    for examples in (again, Features(source, LAYERS, CPU).examples(corpus)):
+        assert all(torch.equal(a.states, b.states) for a, b in zip(made, examples, strict=True))
 
 
 class Clock:
@@ -196,7 +196,7 @@ def test_heads_that_cannot_be_used_are_one_sentence(source: ModelTensors, tmp_pa
     assert "these heads are for another model" in refused(CorruptModel, saved(wide, source, tmp_path / "wide"))
     card = heads.metadata(source.name, source.weight_hash)
     DraftWeights(card, heads.weights(), torch.tensor([3, VOCAB])).save(tmp_path / "rich")
-    assert "can say tokens that the model does not have" in refused(CorruptModel, tmp_path / "rich")
+    assert "predicts tokens that the model does not have" in refused(CorruptModel, tmp_path / "rich")
     assert "swarm-draft train --kind heads" in refused(ModelNotFound, tmp_path / "none")
     with pytest.raises(DrafterFailed, match="which a node runs"):
         TrainedDraft(DraftWeights.load(saved(heads, source, tmp_path / "h")), source)

@@ -20,8 +20,9 @@ from swarm_kernels.runtime.span import Span
 from swarm_training.distill import run, self_chat
 from swarm_training.distill.corpus import ANSWER, GIVEN, USER, Corpus, RecordedChat
 from swarm_training.distill.greedy import greedy_answers
+from swarm_training.distill.policy import ChatPolicy
 from swarm_training.distill.run import TrainingPlan, train
-from swarm_training.distill.self_chat import MAX_CHAT, MAX_TURN, ChatGenerator
+from swarm_training.distill.self_chat import ChatGenerator
 
 pytestmark = pytest.mark.slow
 
@@ -63,17 +64,17 @@ def test_turns_follow_the_template(chats: list[RecordedChat]) -> None:
     opening, answer = tokenizer.encode("<u>"), tokenizer.encode("$<a>")
     for chat in chats:
         tokens, origin = chat.tokens.tolist(), chat.origin.tolist()
-        assert len(chat) <= MAX_CHAT + 192
+        assert len(chat) <= 640 + 192
         assert set(origin) == {GIVEN, USER, ANSWER}
         pairs = zip(tokens, origin, strict=True)
         runs = [(who, [t for t, _ in part]) for who, part in itertools.groupby(pairs, lambda x: x[1])]
         assert [who for who, _ in runs[:4]] == [GIVEN, USER, GIVEN, ANSWER]
         assert any(runs[0][1][i : i + len(opening)] == opening for i in range(len(runs[0][1])))
         assert runs[2][1] == answer
-        for who, said in runs:
-            assert who == GIVEN or len(said) <= MAX_TURN[who]
-            assert who != USER or END not in said
-            assert who != ANSWER or END not in said[:-1]
+        for who, tokens_of_turn in runs:
+            assert who == GIVEN or len(tokens_of_turn) <= {USER: 160, ANSWER: 224}[who]
+            assert who != USER or END not in tokens_of_turn
+            assert who != ANSWER or END not in tokens_of_turn[:-1]
 
 
 def test_what_the_teacher_expected_is_what_a_plain_pass_expects(span: Span, chats: list[RecordedChat]) -> None:
@@ -83,12 +84,12 @@ def test_what_the_teacher_expected_is_what_a_plain_pass_expects(span: Span, chat
     tokens = chat.tokens.tolist()
     hidden = span.forward(span.embed(tokens), cache.schedule([StepRequest(b"plain", 0, len(tokens))]), cache)
     expected = span.logits(hidden).log_softmax(-1)
-    for place in range(1, len(tokens)):
-        if chat.origin[place] == GIVEN:
-            assert not chat.top_ids[place].any()
+    for position in range(1, len(tokens)):
+        if chat.origin[position] == GIVEN:
+            assert not chat.top_ids[position].any()
         else:
-            found = expected[place - 1][chat.top_ids[place].long()]
-            torch.testing.assert_close(chat.top_logprobs[place].float(), found, atol=0.05, rtol=0)
+            found = expected[position - 1][chat.top_ids[position].long()]
+            torch.testing.assert_close(chat.top_logprobs[position].float(), found, atol=0.05, rtol=0)
 
 
 def test_the_same_seed_writes_the_same_chats(span: Span, chats: list[RecordedChat]) -> None:
@@ -97,10 +98,10 @@ def test_the_same_seed_writes_the_same_chats(span: Span, chats: list[RecordedCha
         assert torch.equal(found.tokens, expected.tokens)
 
 
-def test_a_loop_is_noticed() -> None:
-    assert self_chat._loops([1, 2, 3] * 20)
-    assert not self_chat._loops([1, 2, 3] * 8)
-    assert not self_chat._loops(list(range(60)))
+def test_a_loop_is_detected() -> None:
+    assert self_chat._loops([1, 2, 3] * 20, 48)
+    assert not self_chat._loops([1, 2, 3] * 8, 48)
+    assert not self_chat._loops(list(range(60)), 48)
 
 
 def test_a_template_that_rewrites_messages_cannot_be_used(span: Span) -> None:
@@ -126,25 +127,25 @@ def plan_in(folder: Path, **changes: Any) -> TrainingPlan:
     return TrainingPlan(out=folder / "tiny.draft", **{"work": folder / "work", **values, **changes})
 
 
-def test_a_run_writes_learns_exports_and_goes_on(
+def test_a_run_writes_learns_exports_and_resumes(
     source: ModelTensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "load_tokenizer", lambda source: TinyTokenizer())
-    monkeypatch.setattr(self_chat, "MAX_TURN", {USER: 10, ANSWER: 20})
+    short = ChatPolicy(max_user_tokens=10, max_answer_tokens=20)
     phases: list[str] = []
 
-    def report(phase: str, share: float, note: str) -> None:
-        assert share >= 0
+    def report(phase: str, fraction: float, note: str) -> None:
+        assert fraction >= 0
         phases.append(phase)
 
-    card = train(source, plan_in(tmp_path), report, Clock())
+    card = train(source, plan_in(tmp_path, chat_policy=short), report, Clock())
     assert list(dict.fromkeys(phases)) == ["loading", "writing", "preparing", "learning", "measuring"]
     assert card.evaluation["held_out_places"] > 0
     assert card.seen_tokens > 0
     assert read_card(tmp_path / "tiny.draft") == card
     assert len(DraftWeights.load(tmp_path / "tiny.draft").vocabulary) == 100
     phases.clear()
-    later = train(source, plan_in(tmp_path), report, Clock())
+    later = train(source, plan_in(tmp_path, chat_policy=short), report, Clock())
     assert "writing" not in phases
     assert later.seen_tokens > card.seen_tokens
 

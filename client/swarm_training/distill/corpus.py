@@ -1,7 +1,6 @@
-"""The chats a model wrote, with the teacher's likeliest tokens at every place, kept in shards on disk.
+"""The chats a model wrote, with the teacher's likeliest tokens at every position, in shards on disk.
 
-Owns the file format: safetensors, one shard per few hundred chats, each complete or absent. Knows neither who wrote the
-chats nor who learns from them.
+Owns the file format: safetensors, some chats per shard, each shard complete or absent.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from swarm.errors import CorruptModel
 
 TOP = 16
-"""Teacher's tokens kept a place."""
+"""Tokens of the teacher kept per position."""
 
 GIVEN, USER, ANSWER = 0, 1, 2
-"""Where a token came from: written by the template, or by the model as the user or as the assistant."""
+"""Origin of a token: the template, or the model as the user or as the assistant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChat:
-    """`n` tokens and, for each, what the teacher expected there; rows of GIVEN tokens are zero."""
+    """`n` tokens and, for each, the teacher's prediction there; rows of GIVEN tokens are zero."""
 
     tokens: torch.Tensor  # [n] int32
     origin: torch.Tensor  # [n] uint8
@@ -38,7 +37,7 @@ class RecordedChat:
 
 
 class Corpus:
-    """A folder of shards written by one model. `weight_hash`: of that model; another one's chats are refused."""
+    """A folder of shards written by one model. `weight_hash`: of that model; chats of another one are rejected."""
 
     def __init__(self, folder: Path, weight_hash: str) -> None:
         """Raises CorruptModel when the folder holds another model's chats."""
@@ -51,11 +50,11 @@ class Corpus:
             self._count(_metadata(path), path)
 
     def __len__(self) -> int:
-        """Shards."""
+        """Number of shards."""
         return len(self._paths)
 
     def append(self, chats: Sequence[RecordedChat]) -> None:
-        """One more shard, on disk once this returns."""
+        """Write one more shard; it is on disk when this returns."""
         sizes = torch.tensor([len(chat) for chat in chats], dtype=torch.int64)
         tensors = {"sizes": sizes}
         for name in ("tokens", "origin", "top_ids", "top_logprobs"):

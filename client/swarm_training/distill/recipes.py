@@ -1,4 +1,4 @@
-"""The kinds of students that a run can train. Owns their shapes and what can be wrong with them."""
+"""The kinds of students that a run can train. Owns their shapes and the validation of these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm_training.distill.student import HeadsStudent, LayersStudent, Student
 class Recipe(Protocol):
     @property
     def checkpoint(self) -> str:
-        """The name of its file in the work folder; every kind has its own, and the chats are everybody's."""
+        """Its file name in the work folder; each kind has its own, and the chats are shared."""
         ...
 
     def check(self, num_layers: int) -> None:
@@ -22,13 +22,14 @@ class Recipe(Protocol):
         ...
 
     def student(self, source: ModelSource) -> Student:
-        """Before any training."""
+        """The untrained student."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LayersRecipe:
-    """A draft: the target's first `base` layers as they are, then layers that begin as the target's layers `copied`."""
+    """A draft: the target's first `base` layers unchanged, then layers initialized from the target's layers
+    `copied`."""
 
     base: int = 0
     copied: tuple[int, ...] = (0,)
@@ -44,7 +45,7 @@ class LayersRecipe:
 
 @dataclass(frozen=True, slots=True)
 class HeadsRecipe:
-    """Medusa heads, for the tail: the k-th guesses the token k + 2 places after the state it sees."""
+    """Medusa heads, for the tail: head k predicts the token k + 2 positions after its input state."""
 
     count: int = 4
     checkpoint: str = "training-heads.safetensors"

@@ -1,7 +1,6 @@
-"""One run of `swarm-draft train`: write chats until there are enough, learn from them until the time is up, export.
+"""One run of `swarm-draft train`: write chats until there are enough, train on them until the time is up, export.
 
-Owns the order of things, what is kept in the work folder between runs and what is held out. Knows no terminal: progress
-goes to a callback.
+Owns the order of these, what is kept in the work folder between runs and what is held out. Progress goes to a callback.
 """
 
 from __future__ import annotations
@@ -20,36 +19,35 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_training.distill.corpus import Corpus, RecordedChat
 from swarm_training.distill.features import Features, TrainingExample, load_teacher
+from swarm_training.distill.policy import ChatPolicy, OptimizerPolicy
 from swarm_training.distill.recipes import LayersRecipe, Recipe
 from swarm_training.distill.self_chat import ChatGenerator
 from swarm_training.distill.student import Student
 from swarm_training.distill.training import Trainer, frequent_tokens
 from swarm_training.distill.validation import Score, measure
 
-HELD_OUT = 16
-"""One chat in so many is never learnt from."""
-
 Report = Callable[[str, float, str], None]
-"""(what is being done, the part of it that is, a figure worth seeing)."""
+"""(phase, fraction done, a note)."""
 
 _SHARD = 32  # chats
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """What to train and for how long. `tokens`: of chats to write before learning; `writing`: share of the time it may
-    take."""
+    """What to train and for how long."""
 
     minutes: float
     out: Path
     work: Path
     recipe: Recipe = field(default_factory=LayersRecipe)
-    tokens: int = 300_000
-    writing: float = 0.5
+    tokens: int = 300_000  # of chats to write before training
+    writing: float = 0.5  # fraction of the time for writing them
     vocabulary: int = 8192
     batch: int = 48
     device: str = "cpu"
     save_every_s: float = 180.0
+    chat_policy: ChatPolicy = field(default_factory=ChatPolicy)
+    optimizer_policy: OptimizerPolicy = field(default_factory=OptimizerPolicy)
 
     def checked(self, num_layers: int) -> TrainingPlan:
         """Raises UsageError."""
@@ -57,17 +55,17 @@ class TrainingPlan:
             raise UsageError("give some minutes, at least 1000 tokens, a batch of at least 1, and time to learn")
         self.recipe.check(num_layers)
         if self.vocabulary < 64:
-            raise UsageError("a draft vocabulary of under 64 tokens guesses nothing")
+            raise UsageError("a draft vocabulary needs at least 64 tokens")
         return self
 
 
 def train(
     source: ModelSource, plan: TrainingPlan, report: Report, clock: Callable[[], float] = time.monotonic
 ) -> DraftMetadata:
-    """Write, learn, export; go on from what `plan.work` holds. -> what was made.
+    """Write chats, train, export; resumes from the work folder. -> the metadata of the result.
 
-    Raises UsageError, UnsupportedModel (not a Llama-like model, or none that chats), CorruptModel (the work folder is
-    another model's), Infeasible (too little time to write or learn anything).
+    Raises UsageError, UnsupportedModel (not a Llama-like model, or without a chat template), CorruptModel (the work
+    folder is another model's), Infeasible (too little time to write or train anything).
     """
     plan.checked(source.config.num_layers)
     if not source.config.has_fast_path:
@@ -79,14 +77,14 @@ def train(
         raise Infeasible("too little time to write a single chat; give more --minutes")
     student = plan.recipe.student(source)
 
-    def prepared(share: float) -> None:
-        report("preparing", share, f"{corpus.tokens} tokens")
+    def on_prepared(fraction: float) -> None:
+        report("preparing", fraction, f"{corpus.tokens} tokens")
         if clock() >= started + plan.minutes * 60:
             raise Infeasible("no time was left to learn; run it again with this --work, it goes on where it stopped")
 
-    lessons = Features(source, student.base, torch.device(plan.device)).examples(corpus, prepared)
-    held_out, learnt = _split(lessons)
-    trainer = _trainer(source, plan, student, learnt)
+    examples = Features(source, student.base, torch.device(plan.device)).examples(corpus, on_prepared)
+    held_out, training = _split(examples, plan.optimizer_policy.holdout_every)
+    trainer = _trainer(source, plan, student, training)
     _learn(source, plan, trainer, report, started, clock)
     report("measuring", 0.0, "")
     draft = _export(source, plan, trainer, measure(trainer.averaged(), source, trainer.vocabulary, held_out))
@@ -102,42 +100,42 @@ def _write(
         return
     report("loading", 0.0, "")
     span = load_teacher(source, source.config.num_layers, torch.device(plan.device))
-    writer = ChatGenerator(span, load_tokenizer(source), plan.batch, seed=len(corpus))
+    generator = ChatGenerator(span, load_tokenizer(source), plan.batch, len(corpus), plan.chat_policy)
     began, before = clock(), corpus.tokens
     shard: list[RecordedChat] = []
-    for chat in writer.write():
+    for chat in generator.write():
         shard.append(chat)
         written = corpus.tokens + sum(len(chat) for chat in shard)
-        over = clock() >= deadline or written >= plan.tokens
-        if over or len(shard) == _SHARD:
+        enough = clock() >= deadline or written >= plan.tokens
+        if enough or len(shard) == _SHARD:
             corpus.append(shard)
             shard = []
         rate = (written - before) / max(1e-9, clock() - began)
         report("writing", written / plan.tokens, f"{written} tokens, {rate:.0f} a second")
-        if over:
+        if enough:
             return
 
 
-def _split(lessons: list[TrainingExample]) -> tuple[list[TrainingExample], list[TrainingExample]]:
-    """(held out, learnt from): by place, so that a longer corpus holds out the same and more."""
-    held = [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT == HELD_OUT // 2]
-    return held or lessons[:1], [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT != HELD_OUT // 2]
+def _split(examples: list[TrainingExample], every: int) -> tuple[list[TrainingExample], list[TrainingExample]]:
+    """(held out, for training): by index, so that a longer corpus holds out the same chats and more."""
+    held_out = [example for i, example in enumerate(examples) if i % every == every // 2]
+    return held_out or examples[:1], [example for i, example in enumerate(examples) if i % every != every // 2]
 
 
-def _trainer(source: ModelSource, plan: TrainingPlan, student: Student, learnt: list[TrainingExample]) -> Trainer:
+def _trainer(source: ModelSource, plan: TrainingPlan, student: Student, examples: list[TrainingExample]) -> Trainer:
     checkpoint = plan.work / plan.recipe.checkpoint
     resumed = checkpoint.is_file()
     vocabulary = (
         Trainer.vocabulary_of(checkpoint)
         if resumed
-        else frequent_tokens([lesson.chat for lesson in learnt], plan.vocabulary, source.config.vocab_size)
+        else frequent_tokens([example.chat for example in examples], plan.vocabulary, source.config.vocab_size)
     )
-    trainer = Trainer(source, student, vocabulary, torch.device(plan.device))
-    trainer.add(learnt)
+    trainer = Trainer(source, student, vocabulary, torch.device(plan.device), plan.optimizer_policy)
+    trainer.add(examples)
     if resumed:
         trainer.resume(checkpoint)
     else:
-        trainer.settle_scale()
+        trainer.init_logit_scale()
     return trainer
 
 
@@ -151,13 +149,14 @@ def _learn(
 ) -> None:
     began, deadline = clock(), started + plan.minutes * 60
     saved, seen = began, trainer.seen
-    loss = 0.0
+    loss, min_rate = 0.0, plan.optimizer_policy.min_learning_rate
     while (now := clock()) < deadline:
-        share = (now - began) / max(1e-9, deadline - began)
-        value = trainer.learn(max(0.02, min(1.0, 2 * (1 - share))))  # full for half of the time, then down
+        fraction = (now - began) / max(1e-9, deadline - began)
+        rate = max(min_rate, min(1.0, 2 * (1 - fraction)))  # constant for half of the time, then linear decay
+        value = trainer.learn(rate)
         loss = value if not loss else 0.95 * loss + 0.05 * value
-        rate = (trainer.seen - seen) / max(1e-9, clock() - began)
-        report("learning", share, f"loss {loss:.3f}, {trainer.steps} steps, {rate:.0f} tokens a second")
+        speed = (trainer.seen - seen) / max(1e-9, clock() - began)
+        report("learning", fraction, f"loss {loss:.3f}, {trainer.steps} steps, {speed:.0f} tokens a second")
         if clock() - saved > plan.save_every_s:
             trainer.save(plan.work / plan.recipe.checkpoint)
             _export(source, plan, trainer, None)

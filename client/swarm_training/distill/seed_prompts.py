@@ -1,7 +1,7 @@
-"""How the self-written chats begin, so that they cover what people ask for. Owns the words; knows no model.
+"""Seeds of the self-written chats, so that they cover what people ask for.
 
-An opening is a system prompt (None: the template's own) and the first words of the user's turn, which the model itself
-then goes on writing.
+A seed is a system prompt (None: the template's own) and the first words of the user's turn, which the model then
+continues.
 """
 
 from __future__ import annotations

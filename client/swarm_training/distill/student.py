@@ -1,9 +1,7 @@
-"""What is trained: torch modules that turn the target's states into states for the target's own head to read.
+"""The trained modules: they map the target's states to states for the target's own head.
 
-Medusa heads (the arithmetic of `draft_heads`) and layers of a draft model (that of `ops.decoder_layers`), with
-gradients; their initial weights and the names of them in a file. The head stays the target's: it would be most of the
-file. Knows no data and no schedule.
-"""
+Medusa heads (the arithmetic of `draft.medusa`) and layers of a draft model (that of `ops.dispatch.decoder_layers`),
+with gradients, initial weights and tensor names. The head stays the target's: it would be most of the file."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ from swarm_kernels.runtime.rope import RopeTable
 
 
 class Student(nn.Module, ABC):
-    """What the trainer asks of every kind.
+    """The interface to the trainer.
 
-    `[b, n, hidden]` -> `[levels, b, n, hidden]`; level l of place i stands for token `i + ahead[l]`.
+    `[b, n, hidden]` -> `[levels, b, n, hidden]`; level l at position i predicts token `i + ahead[l]`.
     """
 
     base: int
-    """Layers of the target that it stands on."""
+    """Layers of the target below it."""
 
     ahead: tuple[int, ...]
 
@@ -36,11 +34,11 @@ class Student(nn.Module, ABC):
 
     @abstractmethod
     def scale_logits(self, scale: float) -> None:
-        """Before the first step: it knows less than the target, so make its logits `scale` as sharp as they began."""
+        """Before the first step: multiply its logits by `scale`, as it should be less confident than the target."""
 
     @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:
-        """As its file names them."""
+        """By their names in its file."""
 
     @abstractmethod
     def metadata(self, model: str, weight_hash: str) -> DraftMetadata:
@@ -48,10 +46,11 @@ class Student(nn.Module, ABC):
 
 
 class HeadsStudent(Student):
-    """`count` heads of one block on top of the whole target (Cai et al. 2024, §2.1): head k guesses k + 2 places on.
+    """`count` heads of one block on top of the whole target (Cai et al. 2024, §2.1): head k predicts the
+    token k + 2 positions on.
 
-    Medusa's heads each learn an output matrix of their own, most of a file of hundreds of MB. Here it is the target's
-    times a matrix `[hidden, hidden]`, the turn. They begin as Medusa's do, saying what the target's head says.
+    Medusa's heads each train an output matrix, most of a file of hundreds of MB. Here it is the target's times a
+    projection `[hidden, hidden]`. As Medusa's, they start with the output of the target's head.
     """
 
     def __init__(self, config: ModelConfig, count: int) -> None:
@@ -62,19 +61,19 @@ class HeadsStudent(Student):
         self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(count))
         for weight in self.blocks.parameters():
             nn.init.zeros_(weight)
-        self.turns = nn.ParameterList(torch.eye(hidden) for _ in range(count))
+        self.projections = nn.ParameterList(torch.eye(hidden) for _ in range(count))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        heads = zip(self.blocks, self.turns, strict=True)
-        return torch.stack([F.linear(hidden + F.silu(block(hidden)), turn) for block, turn in heads])
+        heads = zip(self.blocks, self.projections, strict=True)
+        return torch.stack([F.linear(hidden + F.silu(block(hidden)), projection) for block, projection in heads])
 
     def scale_logits(self, scale: float) -> None:
         with torch.no_grad():
-            for turn in self.turns:
-                turn.mul_(scale)
+            for projection in self.projections:
+                projection.mul_(scale)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        named = {f"{k}.1.weight": turn.detach() for k, turn in enumerate(self.turns)}
+        named = {f"{k}.1.weight": projection.detach() for k, projection in enumerate(self.projections)}
         for name, weight in self.blocks.named_parameters():  # <head>.weight, <head>.bias
             named[name.replace(".", ".0.linear.")] = weight.detach()
         return named
@@ -84,7 +83,7 @@ class HeadsStudent(Student):
 
 
 class LayersStudent(Student):
-    """Layers on top of the target's first `base`, and the final norm; it guesses the next token."""
+    """Layers on top of the target's first `base`, and the final norm; predicts the next token."""
 
     ahead = (1,)
 
@@ -99,7 +98,7 @@ class LayersStudent(Student):
 
     @classmethod
     def of_target(cls, source: ModelSource, base: int, copied: Sequence[int]) -> LayersStudent:
-        """Its layers begin as the target's layers `copied`, its norm as the target's: far better than at random."""
+        """Initialized from the target's layers `copied` and its final norm: far better than random."""
         layers = [
             {name: source.tensor(f"model.layers.{layer}.{name}").float() for name in layer_tensors(source, layer)}
             for layer in copied
@@ -122,7 +121,7 @@ class LayersStudent(Student):
         return DraftMetadata(model, weight_hash, self.base, len(self.own))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """As a draft file names them: the layers come after the target's first `base`."""
+        """By their names in a draft file: the layers come after the target's first `base`."""
         tensors = {FINAL_NORM: self.norm.detach()}
         for number, layer in enumerate(self.own):
             for name, weight in layer.named_weights():
@@ -158,7 +157,7 @@ class _Layer(nn.Module):
         k = norm("self_attn.k_norm.weight", heads("k", config.num_kv_heads, x))
         v = heads("v", config.num_kv_heads, x)
         mixed = F.scaled_dot_product_attention(
-            _turned(q, cos, sin), _turned(k, cos, sin), v, is_causal=True, enable_gqa=True
+            _rotated(q, cos, sin), _rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
         )
         hidden = hidden + linear("self_attn.o_proj", mixed.transpose(1, 2).flatten(-2))
         x = norm("post_attention_layernorm.weight", hidden)
@@ -167,7 +166,7 @@ class _Layer(nn.Module):
         return hidden
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding, Hugging Face's convention; `x [b, heads, n, dim]`, tables `[n, rot]`."""
     width = cos.shape[-1]
     part, rest = x[..., :width], x[..., width:]

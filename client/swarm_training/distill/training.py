@@ -1,10 +1,9 @@
-"""Trains a student on a corpus: loss, optimiser, averaging, checkpoints. Owns the state a resumed run goes on from.
+"""Trains a student on a corpus: loss, optimizer, weight averaging, checkpoints. Owns the state that a run resumes from.
 
-The loss is the teacher's cross entropy over its likeliest tokens, as far as the draft vocabulary has them, plus the
-likeliest one again: acceptance asks for the teacher's choice, not for its doubts. Levels further ahead weigh less (Cai
-et al. 2024, §2.2.1). A draft that works from tokens alone sees at every depth what the teacher would see, so training
-one level on the teacher's own text is training for all depths.
-"""
+The loss is the cross entropy to the teacher's likeliest tokens that are in the draft vocabulary, plus that to the first
+one again, since acceptance depends on the teacher's first choice only. Levels further ahead weigh less (Cai et al.
+2024, §2.2.1). The inputs of a draft model are tokens, the same at every depth as the teacher's, so training one level
+on the teacher's own text trains all depths."""
 
 from __future__ import annotations
 
@@ -24,89 +23,90 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
 from swarm_training.distill.corpus import GIVEN, RecordedChat
 from swarm_training.distill.features import TeacherTopK, TrainingExample, padded_states
+from swarm_training.distill.policy import OptimizerPolicy
 from swarm_training.distill.student import Student
-
-CHATS_A_STEP = 8
-PEAK_RATE = 2e-3
-WARM_UP = 10  # steps
-CHOICE_WEIGHT = 0.3  # of the teacher's first choice in the loss
-LEVEL_DECAY = 0.8  # of the loss, a level
-AVERAGE = 0.98  # what the averaged weights keep of themselves a step
-_SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)
 
 
 class Trainer:
-    """`learn()` takes one step; `averaged()` is the student to ship at any time."""
+    """`learn()` takes one step; `averaged()` is the student to export, at any time."""
 
-    def __init__(self, source: ModelSource, student: Student, vocabulary: torch.Tensor, device: torch.device) -> None:
-        """`vocabulary [v]`: the token ids the draft can say, ascending."""
-        self._device = device
+    def __init__(
+        self,
+        source: ModelSource,
+        student: Student,
+        vocabulary: torch.Tensor,
+        device: torch.device,
+        policy: OptimizerPolicy = OptimizerPolicy(),
+    ) -> None:
+        """`vocabulary [v]`: the token ids that the student can predict, ascending."""
+        self._device, self._policy = device, policy
         self.student, self.vocabulary = student.to(device), vocabulary
         name = HEAD if source.has(HEAD) and not source.config.tie_word_embeddings else EMBEDDING
         self._head = source.tensor(name)[vocabulary].float().to(device)
-        self._place = torch.full((source.config.vocab_size,), -1)
-        self._place[vocabulary] = torch.arange(len(vocabulary))
-        self._place = self._place.to(device)
-        self._lessons: list[TrainingExample] = []
+        self._vocab_index = torch.full((source.config.vocab_size,), -1)
+        self._vocab_index[vocabulary] = torch.arange(len(vocabulary))
+        self._vocab_index = self._vocab_index.to(device)
+        self._examples: list[TrainingExample] = []
         self._queue: list[int] = []
         decayed = [p for p in student.parameters() if p.dim() > 1]
         plain = [p for p in student.parameters() if p.dim() == 1]
-        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
-        self._optimiser = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95))
+        groups = [{"params": decayed, "weight_decay": policy.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, lr=policy.peak_learning_rate, betas=policy.betas)
         self._average = [p.detach().clone() for p in student.parameters()]
         self.steps = self.seen = 0
 
-    def add(self, lessons: Sequence[TrainingExample]) -> None:
-        """More to learn from."""
-        self._lessons += lessons
+    def add(self, examples: Sequence[TrainingExample]) -> None:
+        """Add training examples."""
+        self._examples += examples
 
     @property
     def tokens(self) -> int:
-        return sum(len(lesson.chat) for lesson in self._lessons)
+        return sum(len(example.chat) for example in self._examples)
 
-    def settle_scale(self) -> None:
+    def init_logit_scale(self) -> None:
         """Before the first step: see `Student.scale_logits`."""
         losses = {}
-        for scale in _SCALES:
+        for scale in self._policy.initial_logit_scales:
             tried = copy.deepcopy(self.student)
             tried.scale_logits(scale)
             with torch.no_grad():
-                losses[scale] = float(self._loss(tried, range(min(CHATS_A_STEP, len(self._lessons)))))
+                losses[scale] = float(self._loss(tried, range(min(self._policy.batch_chats, len(self._examples)))))
         self.student.scale_logits(min(losses, key=lambda scale: losses[scale]))
         self._average = [p.detach().clone() for p in self.student.parameters()]
 
     def learn(self, rate: float) -> float:
-        """One step; `rate` 0 to 1 of the peak learning rate. -> the loss."""
-        for group in self._optimiser.param_groups:
-            group["lr"] = PEAK_RATE * rate * min(1.0, (self.steps + 1) / WARM_UP)
-        chosen = self._draw()
+        """One step; `rate`: learning rate as a fraction of the peak. -> the loss."""
+        policy = self._policy
+        for group in self._optimizer.param_groups:
+            group["lr"] = policy.peak_learning_rate * rate * min(1.0, (self.steps + 1) / policy.warmup_steps)
+        chosen = self._next_batch()
         loss = self._loss(self.student, chosen)
-        self._optimiser.zero_grad()
+        self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
-        self._optimiser.step()
+        torch.nn.utils.clip_grad_norm_(self.student.parameters(), policy.max_grad_norm)
+        self._optimizer.step()
         self.steps += 1
-        self.seen += sum(len(self._lessons[i].chat) for i in chosen)
-        keep = min(AVERAGE, self.steps / (self.steps + 9))
+        self.seen += sum(len(self._examples[i].chat) for i in chosen)
+        keep = min(policy.average_decay, self.steps / (self.steps + 9))
         with torch.no_grad():
             for average, weight in zip(self._average, self.student.parameters(), strict=True):
                 average.lerp_(weight, 1 - keep)
         return float(loss.detach())
 
     def averaged(self) -> Student:
-        """A copy of the student with the mean of its recent weights, on the CPU."""
+        """A copy of the student with the EWMA of its weights, on the CPU."""
         student = copy.deepcopy(self.student)
         with torch.no_grad():
-            for own, average in zip(student.parameters(), self._average, strict=True):
-                own.copy_(average)
+            for weight, average in zip(student.parameters(), self._average, strict=True):
+                weight.copy_(average)
         return student.cpu()
 
     def save(self, path: Path) -> None:
-        """Everything but the corpus; on disk once this returns."""
+        """Checkpoint everything but the corpus; it is on disk when this returns."""
         tensors = {"vocabulary": self.vocabulary.contiguous()}
         for i, (weight, average) in enumerate(zip(self.student.parameters(), self._average, strict=True)):
             tensors[f"weight.{i}"], tensors[f"average.{i}"] = weight.detach().cpu(), average.cpu()
-            for name, value in self._optimiser.state.get(weight, {}).items():
+            for name, value in self._optimizer.state.get(weight, {}).items():
                 tensors[f"optimiser.{i}.{name}"] = value.cpu()
         part = path.with_name(path.name + ".part")
         save_file(tensors, part, {"state": json.dumps({"steps": self.steps, "seen": self.seen})})
@@ -123,65 +123,70 @@ class Trainer:
             raise CorruptModel(f"{path} is no checkpoint of a draft; remove it") from None
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of the same shape and vocabulary. Raises CorruptModel."""
+        """Load a checkpoint of the same shape and vocabulary. Raises CorruptModel."""
         try:
             with safe_open(path, "pt") as file:
                 state = json.loads((file.metadata() or {})["state"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
             weights = list(self.student.parameters())
             if sum(name.startswith("weight.") for name in tensors) != len(weights):
-                raise ValueError("of another number of weights")
+                raise ValueError("the number of weights differs")
             with torch.no_grad():
                 for i, weight in enumerate(weights):
                     weight.copy_(tensors[f"weight.{i}"])
                     self._average[i].copy_(tensors[f"average.{i}"])
                     prefix = f"optimiser.{i}."
                     moments = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-                    self._optimiser.state[weight] = {
+                    self._optimizer.state[weight] = {
                         n: t if n == "step" else t.to(weight.device) for n, t in moments.items()
                     }
             self.steps, self.seen = int(state["steps"]), int(state["seen"])
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError):
             raise CorruptModel(f"{path} is no checkpoint of this draft; remove it, or give another --work") from None
 
-    def _draw(self) -> list[int]:
-        """The next chats, each once before any comes again; of similar length, so that little is padding."""
-        if len(self._queue) < CHATS_A_STEP:
+    def _next_batch(self) -> list[int]:
+        """The next chats, each once per epoch; of similar length, so that there is little padding."""
+        size, jitter = self._policy.batch_chats, self._policy.length_jitter
+        if len(self._queue) < size:
             rng = random.Random(self.steps)
-            order = sorted(range(len(self._lessons)), key=lambda i: len(self._lessons[i].chat) + rng.uniform(-40, 40))
-            groups = [order[i : i + CHATS_A_STEP] for i in range(0, len(order), CHATS_A_STEP)]
+            order = sorted(
+                range(len(self._examples)), key=lambda i: len(self._examples[i].chat) + rng.uniform(-jitter, jitter)
+            )
+            groups = [order[i : i + size] for i in range(0, len(order), size)]
             rng.shuffle(groups)
             self._queue = [i for group in groups for i in group]
-        chosen, self._queue = self._queue[:CHATS_A_STEP], self._queue[CHATS_A_STEP:]
+        chosen, self._queue = self._queue[:size], self._queue[size:]
         return chosen
 
     def _loss(self, student: Student, chosen: Sequence[int]) -> torch.Tensor:
-        lessons = [self._lessons[i] for i in chosen]
-        levels = student(padded_states(lessons, self._device))  # [levels, b, n, hidden]
+        examples = [self._examples[i] for i in chosen]
+        levels = student(padded_states(examples, self._device))  # [levels, b, n, hidden]
         total, weights = torch.zeros((), device=self._device), 0.0
         for level, (states, ahead) in enumerate(zip(levels, student.ahead, strict=True)):
-            question = TeacherTopK.of(lessons, ahead, self._device)
-            total = total + LEVEL_DECAY**level * self._surprise(states[question.asked], question)
-            weights += LEVEL_DECAY**level
+            targets, weight = TeacherTopK.of(examples, ahead, self._device), self._policy.level_decay**level
+            total = total + weight * self._cross_entropy(states[targets.mask], targets)
+            weights += weight
         return total / weights
 
-    def _surprise(self, states: torch.Tensor, question: TeacherTopK) -> torch.Tensor:
-        """How far the guesses of `states [m, hidden]` are from what the teacher expects, a place."""
+    def _cross_entropy(self, states: torch.Tensor, targets: TeacherTopK) -> torch.Tensor:
+        """Mean loss of the predictions from `states [m, hidden]` against the teacher's."""
         logits = F.linear(states, self._head)
         total = logits.logsumexp(-1, keepdim=True)
-        places = self._place[question.ids]
-        sayable = places >= 0
-        belief = question.logprobs.exp() * sayable
-        belief = belief / belief.sum(-1, keepdim=True).clamp_min(1e-6)
-        belief[:, 0] += CHOICE_WEIGHT * sayable[:, 0]
-        loss = belief * (total - logits.gather(1, places.clamp_min(0)))
-        return loss.sum() / (max(1, len(loss)) * (1 + CHOICE_WEIGHT))
+        columns = self._vocab_index[targets.ids]
+        in_vocabulary = columns >= 0
+        probs = targets.logprobs.exp() * in_vocabulary
+        probs = probs / probs.sum(-1, keepdim=True).clamp_min(1e-6)
+        probs[:, 0] += self._policy.top1_weight * in_vocabulary[:, 0]
+        loss = probs * (total - logits.gather(1, columns.clamp_min(0)))
+        return loss.sum() / (max(1, len(loss)) * (1 + self._policy.top1_weight))
 
 
 def frequent_tokens(chats: Sequence[RecordedChat], count: int, vocab_size: int) -> torch.Tensor:
-    """The `count` ids that the teacher expects most, `[count]` ascending."""
+    """The `count` ids with the largest probability mass by the teacher, `[count]` ascending."""
     mass = torch.zeros(vocab_size, dtype=torch.float64)
     for chat in chats:
-        said = chat.origin != GIVEN
-        mass.scatter_add_(0, chat.top_ids[said].flatten().long(), chat.top_logprobs[said].flatten().double().exp())
+        written = chat.origin != GIVEN
+        mass.scatter_add_(
+            0, chat.top_ids[written].flatten().long(), chat.top_logprobs[written].flatten().double().exp()
+        )
     return mass.topk(min(count, vocab_size)).indices.sort().values

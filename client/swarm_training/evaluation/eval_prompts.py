@@ -1,4 +1,4 @@
-"""Prompts written by people, of the kinds that matter for drafting; no draft is trained on them. Owns the words."""
+"""Held-out prompts for evaluation, written by people, of the kinds that matter for drafting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two kinds of cores in one processor, and how work may be divided between them. Knows no kernels and no torch."""
+"""Fast and slow cores of one processor, and how columns of linear layers are split between them. No torch here."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SYSTEM = Path("/sys/devices/system/cpu")
-_KINDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")  # larger is faster
+_SPEED_FILES = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")  # larger is faster
 _LAST_CACHE = "cache/index3/shared_cpu_list"
 
 
 @dataclass(frozen=True, slots=True)
 class CoreGroups:
-    """A thread for each of these cores. The narrow unit does `thousandths` of the columns of each linear layer."""
+    """Cores, one thread each. The slow group computes `slow_permille` thousandths of the columns of each linear
+    layer."""
 
     fast: tuple[int, ...]
     slow: tuple[int, ...]
@@ -26,29 +27,29 @@ class CoreGroups:
 
 
 def find_core_groups(cores: Collection[int] | None = None, system: Path = _SYSTEM) -> CoreGroups | None:
-    """The cores this process may use, or `cores`, as a wide and a narrow unit; None if there is but one core.
+    """The cores this process may use, or `cores`, as a fast and a slow group; None if there is only one core.
 
-    Fast and slow cores where the system tells them apart, else those that share a last-level cache, else halves.
-    """
-    usable = sorted(cores if cores is not None else _allowed())
+    Split by the speed that the system reports, else into those that share a last-level cache and the rest, else in
+    halves."""
+    usable = sorted(cores if cores is not None else _usable_cores())
     if len(usable) < 2:
         return None
-    for name in _KINDS:
+    for name in _SPEED_FILES:
         speeds = {core: _number(system / f"cpu{core}" / name) for core in usable}
         fastest = max(speeds.values())
-        narrow = [core for core in usable if speeds[core] < fastest]
-        if narrow:
-            return _units(usable, narrow)
+        slow = [core for core in usable if speeds[core] < fastest]
+        if slow:
+            return _groups(usable, slow)
     first = _text(system / f"cpu{usable[0]}" / _LAST_CACHE)
-    apart = [core for core in usable if _text(system / f"cpu{core}" / _LAST_CACHE) != first]
-    return _units(usable, apart or usable[-(-len(usable) // 2) :])
+    others = [core for core in usable if _text(system / f"cpu{core}" / _LAST_CACHE) != first]
+    return _groups(usable, others or usable[-(-len(usable) // 2) :])
 
 
-def _units(cores: list[int], narrow: list[int]) -> CoreGroups:
-    return CoreGroups(tuple(core for core in cores if core not in narrow), tuple(narrow))
+def _groups(cores: list[int], slow: list[int]) -> CoreGroups:
+    return CoreGroups(tuple(core for core in cores if core not in slow), tuple(slow))
 
 
-def _allowed() -> Collection[int]:
+def _usable_cores() -> Collection[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return range(os.cpu_count() or 1)

@@ -1,6 +1,6 @@
-"""Which device and which number format this machine computes with, and how much memory it may use.
+"""The device and number formats this machine computes with, and how much memory it may use.
 
-Owns the names of dtypes on the wire and on command lines. Knows no model.
+Owns the names of dtypes on the wire and on command lines. Models are not known here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from swarm.errors import DeviceUnavailable, UsageError
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch has it, its stubs do not
-"""Stands for `quantised4`'s format; no tensor has it."""
+"""Names the format of `ops.base.int4_linear`; no tensor has this dtype."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": INT4}
 """The number formats of weights; `state_dtype` is that of everything else."""
@@ -45,19 +45,19 @@ def state_dtype(weights: torch.dtype) -> torch.dtype:
     return weights if weights.is_floating_point else torch.bfloat16
 
 
-def bytes_a_weight(weights: torch.dtype) -> tuple[float, float]:
-    """Of the layers, and of the embedding and the head, which keep 8 bits where the layers have 4."""
+def bytes_per_weight(weights: torch.dtype) -> tuple[float, float]:
+    """-> (in the layers, in the embedding and the head); the latter stay at 8 bits where the layers have 4."""
     if weights == INT4:
         return 5 / 8, 1.0  # 32 weights, a scale and a minimum are 20 bytes
     return float(weights.itemsize), float(weights.itemsize)
 
 
 def choose_device(gpu: int | None) -> torch.device:
-    """The CPU for None, else that GPU. Raises DeviceUnavailable in a sentence that names what is there."""
+    """The CPU for None, else that GPU. Raises DeviceUnavailable, naming the GPUs that exist."""
     if gpu is None:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceUnavailable(f"GPU {gpu} was asked for, but PyTorch sees none here; leave --gpu out to use the CPU")
+        raise DeviceUnavailable(f"GPU {gpu} was requested, but PyTorch finds none here; leave --gpu out to use the CPU")
     count = torch.cuda.device_count()
     if not 0 <= gpu < count:
         raise DeviceUnavailable(f"GPU {gpu} is not there; this machine has GPUs 0 to {count - 1}")
@@ -71,7 +71,7 @@ def choose_device(gpu: int | None) -> torch.device:
 
 
 def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Format of the residual stream inside a span: fp32 on a CPU, where it costs nothing, else the model's own."""
+    """Format of the residual stream inside a span: fp32 on a CPU, where it is free, else the model's own."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
@@ -81,12 +81,12 @@ def available_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     available = int(psutil.virtual_memory().available)
-    limit = _cgroup_room()
+    limit = _cgroup_available()
     return available if limit is None else min(available, limit)
 
 
-def _cgroup_room() -> int | None:
-    """Bytes left under a container's memory limit; None without one. Page cache counts as room."""
+def _cgroup_available() -> int | None:
+    """Bytes left under a container's memory limit; None without one. The page cache counts as available."""
     for limit_name, usage_name, stat_key in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -105,17 +105,17 @@ def _cgroup_room() -> int | None:
 
 
 def release_free_memory() -> None:
-    """Give memory that the process no longer uses back to the system; glibc keeps what threads freed in an arena each.
+    """Return freed memory to the system (`malloc_trim`); glibc keeps what each thread freed in its arena.
 
-    A model that was read, packed and let go of leaves hundreds of megabytes there. Does nothing where the C library has
-    no such call (musl, macOS, Windows).
+    Reading and packing a model leaves hundreds of megabytes there. Does nothing where the C library has no such call
+    (musl, macOS, Windows).
     """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def physical_cores() -> int:
-    """Cores this process may use, hyper-threads not counted twice; at least 1."""
+    """Cores this process may use, without hyper-threads; at least 1."""
     usable = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
     physical = psutil.cpu_count(logical=False) or usable or 1
     return max(1, min(usable or 1, physical))

@@ -1,6 +1,6 @@
-"""Tensors between the host and a GPU without making either wait: through pinned memory, in as few transfers as can be.
+"""Asynchronous transfers between host and GPU: through pinned memory, in as few copies as possible.
 
-On the CPU nothing is copied that need not be. Knows no kernels.
+On the CPU nothing is copied without need.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_ALIGN = 16  # bytes: what the kernels' widest loads ask for
+_ALIGN = 16  # bytes: alignment of the kernels' widest loads
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`tensor` on `device`, as `dtype` if given. The host goes on meanwhile, and may change its source."""
+    """`tensor` on `device`, as `dtype` if given. Does not block; the host may change the source at once."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory().to(device, non_blocking=True)  # the allocator keeps the pinned copy until then
     return tensor.to(device=device, dtype=dtype)
 
 
 def to_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` as `dtype` in host memory, complete. Itself if it is that already."""
+    """`tensor` as `dtype` in host memory, complete. The same tensor if nothing changes."""
     converted = tensor.to(dtype)
     if converted.device.type != "cuda":
         return converted.to("cpu")
@@ -41,22 +41,22 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[tor
 
 
 def flatten(arrays: Sequence[npt.NDArray[Any]], pinned: bool) -> torch.Tensor:
-    """All arrays behind one another in one buffer of bytes, each aligned."""
+    """All arrays concatenated in one byte buffer, each aligned."""
     flat = torch.empty(sum(_padded(array) for array in arrays), dtype=torch.uint8, pin_memory=pinned)
-    target, at = flat.numpy(), 0
+    target, offset = flat.numpy(), 0
     for array in arrays:
-        target[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        at += _padded(array)
+        target[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        offset += _padded(array)
     return flat
 
 
 def split(flat: torch.Tensor, like: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-    """Views of `pack`'s buffer, with the dtypes and shapes of the arrays it was made of."""
-    tensors, at = [], 0
+    """Views into a buffer of `flatten`, with the dtypes and shapes of the arrays `like`."""
+    tensors, offset = [], 0
     for array in like:
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        tensors.append(flat[at : at + array.nbytes].view(dtype).view(array.shape))
-        at += _padded(array)
+        tensors.append(flat[offset : offset + array.nbytes].view(dtype).view(array.shape))
+        offset += _padded(array)
     return tensors
 
 

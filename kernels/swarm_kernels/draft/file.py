@@ -1,8 +1,8 @@
-"""The file of what was trained to guess for a model: a draft's layers and final norm, or Medusa heads for its tail.
+"""The file format of a trained drafter: a draft's layers and final norm, or Medusa heads for the tail.
 
 Owns the format: one safetensors file of a few MB. The target's embedding, its first layers and the rows of its head are
-not in it: they are read from the target's own weights, whose fingerprint the file names. Matrices are int8 with a scale
-a row, or bf16. Knows neither training nor running.
+not in it: they are read from the target's own weights, whose fingerprint is in the file. Matrices are int8 with a scale
+per row, or bf16.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ _FORMAT = "swarm-draft-1"
 
 @dataclass(frozen=True, slots=True)
 class DraftMetadata:
-    """What the file holds and how good that was when it was made. `evaluation`: figures by name, of chats that it never
-    saw."""
+    """What the file holds and how well it did when it was made. `evaluation`: metrics by name, on held-out chats."""
 
     model: str
     weight_hash: str  # of the target
-    base: int  # layers of the target it starts with, as they are
-    layers: int  # layers of its own after those
-    heads: int = 0  # Medusa heads of its own after those
+    base: int  # first layers of the target that it uses unchanged
+    layers: int  # own layers after those
+    heads: int = 0  # own Medusa heads after those
     trained_tokens: int = 0
     seen_tokens: int = 0  # with repetition
     date: str = ""
@@ -44,18 +43,18 @@ class DraftMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftWeights:
-    """`tensors`: fp32; layers by Hugging Face's names, numbered from `card.base`, heads by Medusa's (`draft_heads`).
-    `vocabulary [v]`: the ids they can say, ascending."""
+    """`tensors`: fp32; layers by Hugging Face's names, numbered from `card.base`, heads by Medusa's (`draft.medusa`).
+    `vocabulary [v]`: the ids they can predict, ascending."""
 
     card: DraftMetadata
     tensors: Mapping[str, torch.Tensor]
     vocabulary: torch.Tensor
 
-    def save(self, path: Path, *, quantise: bool = True) -> None:
-        """`quantise`: matrices as int8, a quarter of the size of fp32; else bf16."""
+    def save(self, path: Path, *, quantize: bool = True) -> None:
+        """`quantize`: matrices as int8, a quarter of the size of fp32; else bf16."""
         stored: dict[str, torch.Tensor] = {_VOCABULARY: self.vocabulary.to(torch.int32).contiguous()}
         for name, tensor in self.tensors.items():
-            if tensor.dim() == 2 and quantise:
+            if tensor.dim() == 2 and quantize:
                 scale = tensor.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
                 stored[name] = (tensor / scale).round().to(torch.int8)
                 stored[name + _SCALE] = scale.float()
@@ -76,7 +75,7 @@ class DraftWeights:
             raise CorruptModel(f"{path} is truncated or damaged; train or fetch it again") from None
         vocabulary = stored.pop(_VOCABULARY, None)
         if vocabulary is None or vocabulary.dim() != 1 or not len(vocabulary):
-            raise CorruptModel(f"{path} names no draft vocabulary; train it again")
+            raise CorruptModel(f"{path} has no draft vocabulary; train it again")
         tensors = {}
         for name, tensor in stored.items():
             if not name.endswith(_SCALE):
@@ -86,7 +85,7 @@ class DraftWeights:
 
 
 def is_draft(path: Path) -> bool:
-    """Whether it says that it is a file of this format."""
+    """Whether the file has this format."""
     try:
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get("format") == _FORMAT
@@ -109,6 +108,6 @@ def read_card(path: Path) -> DraftMetadata:
 
 
 def layer_tensors(source: ModelSource, layer: int) -> Sequence[str]:
-    """The names, within the layer, of the tensors the target has for a layer."""
+    """Names of the target's tensors of one layer, relative to the layer."""
     prefix = f"model.layers.{layer}."
     return [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]

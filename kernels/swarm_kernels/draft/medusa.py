@@ -1,15 +1,14 @@
-"""Medusa heads: guesses of the tokens after the next, from the target's own last hidden state (Cai et al. 2024, §2.1).
+"""Medusa heads: candidates for the tokens after the next, from the target's last hidden state (Cai et al. 2024, §2.1).
 
-Owns their names and their arithmetic: head k maps `x` to `x + silu(W x + b)`, as often as it has blocks, then to the
-vocabulary, and guesses the token k + 2 places after the row (the target's own head says the one after it). They are run
-where that state is, on the tail (Jupiter §IV). Knows neither trees nor sessions.
+Owns their tensor names and arithmetic: head k maps `x` to `x + silu(W x + b)` for each of its blocks, then to the
+vocabulary, and predicts the token k + 2 positions after the row (the target's head predicts the next one). They run
+where that state is, on the tail (Jupiter §IV).
 
-The file is one safetensors file in the names of Medusa's own releases: `<head>.<block>.linear.weight` `[hidden,
-hidden]`, `<head>.<block>.linear.bias` `[hidden]`, and `<head>.<blocks>.weight` `[vocab, hidden]`; all possibly behind a
-prefix such as `medusa_head.`. Heads without the last share the target's output; where it is `[hidden, hidden]`, it
-turns the state for that. Files that were trained here (`draft_file`) are of this last kind and say only the frequent
-tokens.
-"""
+The file is one safetensors file with the tensor names of Medusa's own releases: `<head>.<block>.linear.weight`
+`[hidden, hidden]`, `<head>.<block>.linear.bias` `[hidden]`, and `<head>.<blocks>.weight` `[vocab, hidden]`; all with an
+optional prefix such as `medusa_head.`. Heads without the last tensor share the target's output layer; where it is
+`[hidden, hidden]`, it projects the state for that layer. Files trained by `swarm-draft` (`draft.file`) are of this last
+kind and predict only frequent tokens."""
 
 from __future__ import annotations
 
@@ -40,22 +39,22 @@ _NAME = re.compile(r"(?:.*\.)?(\d{1,3})\.(\d{1,3})\.(linear\.weight|linear\.bias
 @dataclass(frozen=True, slots=True, eq=False)
 class _Head:
     blocks: tuple[dispatch.Linear, ...]
-    turn: dispatch.Linear | None
+    projection: dispatch.Linear | None
     output: dispatch.Linear | None  # None: the target's
 
     def states(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + F.silu(block(x))
-        return x if self.turn is None else self.turn(x)
+        return x if self.projection is None else self.projection(x)
 
 
 class MedusaHeads:
-    """`len(heads)` guesses ahead. Use `of`."""
+    """Predicts `len(heads)` tokens after the next one. Use `of`."""
 
     def __init__(
         self, heads: Sequence[_Head], shared: dispatch.Linear | None = None, vocabulary: torch.Tensor | None = None
     ) -> None:
-        """`shared`: reads the states of heads without outputs. `vocabulary [v]`: the ids of the outputs, if not all."""
+        """`shared`: output layer of heads without their own. `vocabulary [v]`: the ids of the outputs, if not all."""
         self._heads, self._shared, self._vocabulary = tuple(heads), shared, vocabulary
 
     def __len__(self) -> int:
@@ -63,9 +62,10 @@ class MedusaHeads:
 
     @classmethod
     def of(cls, path: Path, span: Span, source: ModelSource) -> MedusaHeads:
-        """Beside the head of `span`, the last of the model `source`. Raises as `load`, and UnsupportedModel."""
+        """Heads for `span`, which holds the last layer of the model `source`. Raises as `load`, and
+        UnsupportedModel."""
         if not isinstance(span, LlamaSpan) or span.head is None:
-            raise UnsupportedModel("Medusa heads are run on the last layers of Llama-like models only")
+            raise UnsupportedModel("Medusa heads run on the last layers of Llama-like models only")
         if is_draft(path):
             card = read_card(path)
             if not card.heads:
@@ -86,9 +86,9 @@ class MedusaHeads:
     ) -> MedusaHeads:
         """`shared`: the target's head, for files that have none. Raises ModelNotFound, CorruptModel."""
         tensors, vocabulary = _read(path)
-        small = vocabulary is not None and device.type == "cpu"  # trained here, and there are kernels for 8 bits
+        quantized = vocabulary is not None and device.type == "cpu"  # trained by swarm-draft; CPUs have int8 kernels
         build = _Build(
-            config, path, shared is not None, device, dispatch.quantize_linear if small else dispatch.pack_linear
+            config, path, shared is not None, device, dispatch.quantize_linear if quantized else dispatch.pack_linear
         )
         parts = _sorted_parts(tensors, path)
         heads = [build.head(parts[k], k) for k in range(len(parts))]
@@ -96,16 +96,16 @@ class MedusaHeads:
             return cls(heads, shared)
         fits = int(vocabulary.min()) >= 0 and int(vocabulary.max()) < config.vocab_size
         if not fits or any(head.output is not None for head in heads):
-            raise CorruptModel(f"{path} can say tokens that the model does not have; train the heads again")
+            raise CorruptModel(f"{path} predicts tokens that the model does not have; train the heads again")
         vocabulary = vocabulary.to(device)
         return cls(heads, build.pack(shared.embedding_rows(vocabulary), None), vocabulary)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[n, hidden]` after the final norm, as the head sees it -> fp32 `[heads, n, v]`."""
+        """`[n, hidden]` after the final norm, the input of the head -> fp32 `[heads, n, v]`."""
         states = torch.stack([head.states(hidden.float()) for head in self._heads])
         shared = self._shared
-        if shared is not None and all(head.output is None for head in self._heads):  # its weights are read once
+        if shared is not None and all(head.output is None for head in self._heads):  # one pass over its weights
             return shared(states.flatten(0, 1)).float().view(*states.shape[:2], -1)
         rows = []
         for head, state in zip(self._heads, states, strict=True):
@@ -125,9 +125,9 @@ class MedusaHeads:
 
 
 def _read(path: Path) -> tuple[Mapping[str, torch.Tensor], torch.Tensor | None]:
-    """-> tensors and, of a file that was trained here, the ids that the heads can say."""
+    """-> tensors and, for a file of `swarm-draft`, the ids that the heads can predict."""
     if not path.is_file():
-        raise ModelNotFound(f"there are no Medusa heads at {path}; make some with 'swarm-draft train --kind heads'")
+        raise ModelNotFound(f"there are no Medusa heads at {path}; train some with 'swarm-draft train --kind heads'")
     if is_draft(path):
         weights = DraftWeights.load(path)
         return weights.tensors, weights.vocabulary
@@ -154,7 +154,7 @@ def _sorted_parts(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[int, 
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """Makes heads of their tensors."""
+    """Builds heads from their tensors."""
 
     config: ModelConfig
     path: Path
@@ -163,16 +163,16 @@ class _Build:
     pack: Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear]
 
     def head(self, parts: _Parts, number: int) -> _Head:
-        """Raises CorruptModel for parts that do not fit the model."""
+        """Raises CorruptModel for tensors that do not fit the model."""
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         blocks = sum(name == "linear.weight" for _, name in parts)
         expected: dict[tuple[int, str], tuple[int, ...]] = {}
         for block in range(blocks):
             expected[block, "linear.weight"], expected[block, "linear.bias"] = (hidden, hidden), (hidden,)
         last = parts.get((blocks, "weight"))
-        turns = last is not None and self.has_shared and tuple(last.shape) == (hidden, hidden)
+        projects = last is not None and self.has_shared and tuple(last.shape) == (hidden, hidden)
         if last is not None or not self.has_shared:
-            expected[blocks, "weight"] = (hidden if turns else vocab, hidden)
+            expected[blocks, "weight"] = (hidden if projects else vocab, hidden)
         found = {place: tuple(tensor.shape) for place, tensor in parts.items()}
         if found != expected:
             wrong = sorted(set(found.items()) ^ set(expected.items()))[0][0]
@@ -182,9 +182,9 @@ class _Build:
                 "another model"
             )
         linears = [self._packed(parts[b, "linear.weight"], parts[b, "linear.bias"]) for b in range(blocks)]
-        turn = self._packed(last) if last is not None and turns else None
-        output = None if last is None or turns else dispatch.pack_linear(last.to(self.device, torch.bfloat16))
-        return _Head(tuple(linears), turn, output)
+        projection = self._packed(last) if last is not None and projects else None
+        output = None if last is None or projects else dispatch.pack_linear(last.to(self.device, torch.bfloat16))
+        return _Head(tuple(linears), projection, output)
 
     def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> dispatch.Linear:
         return self.pack(weight.float().to(self.device), None if bias is None else bias.float().to(self.device))

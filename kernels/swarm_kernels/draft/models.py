@@ -1,6 +1,6 @@
-"""The models that guess: a whole local model, or a trained draft on top of the target's own embedding and layers.
+"""Draft models: a whole local model, or a trained draft on top of the target's embedding and first layers.
 
-Owns loading them and choosing their likeliest tokens. `draft_session` keeps their keys and values.
+Owns loading them and selecting their likeliest tokens. `draft.session` keeps their keys and values.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 
-_STORED = torch.bfloat16  # the target's head, from which rows are taken
+_STORED = torch.bfloat16  # of the target's head, from which rows are taken
 
 
 def _dtype(config: ModelConfig, device: torch.device | str) -> torch.dtype:
-    """8 bits where there are kernels for them: a draft reads all of its weights for every level of a tree."""
+    """8 bits where there are kernels for them: a draft model reads all of its weights for every tree level."""
     return torch.int8 if config.has_fast_path and torch.device(device).type == "cpu" else torch.bfloat16
 
 
 class LocalModel:
-    """A whole model on this machine. See `draft_session.DraftModel`."""
+    """A whole model on this machine. See `session.DraftModel`."""
 
     def __init__(self, source: ModelSource, device: torch.device | str = "cpu") -> None:
         """Raises as `load_span`."""
@@ -47,31 +47,31 @@ class LocalModel:
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
 
-    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
-        return self._span.run(tokens, plan, cache)
+    def run(self, tokens: Sequence[int], metadata: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
+        return self._span.run(tokens, metadata, cache)
 
     def new_head(self) -> FullHead:
         return FullHead(self._span)
 
 
 class FullHead:
-    """Says every token there is."""
+    """Proposes any token of the vocabulary."""
 
     def __init__(self, span: _SharedSpan) -> None:
         self._span = span
 
     def allow(self, tokens: Sequence[int]) -> None:
-        """It can say these anyhow."""
+        """Nothing to do: all tokens are allowed."""
 
     def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
         return _pairs(*top_tokens(self._span.logits(hidden), width))
 
 
 class TrainedDraft:
-    """The target's first layers, a few trained ones, and a head of only the frequent tokens and the text's own."""
+    """The target's first layers, a few trained ones, and a head trimmed to frequent tokens and those of the text."""
 
     def __init__(self, weights: DraftWeights, target: ModelSource) -> None:
-        """Raises DrafterFailed for a draft of another model, CorruptModel for one whose parts do not fit."""
+        """Raises DrafterFailed for a draft of another model, CorruptModel if its tensors do not fit."""
         card, config = weights.card, target.config
         if card.weight_hash != target.weight_hash:
             raise DrafterFailed(f"the draft was trained for {card.model}, not for {target.name}; train one for it")
@@ -95,15 +95,15 @@ class TrainedDraft:
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
 
-    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
-        return self._span.run(tokens, plan, cache)
+    def run(self, tokens: Sequence[int], metadata: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
+        return self._span.run(tokens, metadata, cache)
 
     def new_head(self) -> TrimmedVocabHead:
         return TrimmedVocabHead(self._rows, self._frequent, self._known, self._norm, self._eps)
 
 
 class TrimmedVocabHead:
-    """Says the frequent tokens, which all texts share, and those of its own text."""
+    """Proposes frequent tokens, which all texts share, and tokens of its own text."""
 
     def __init__(
         self,
@@ -113,34 +113,35 @@ class TrimmedVocabHead:
         norm: torch.Tensor,
         eps: float,
     ) -> None:
-        """`rows [vocab, hidden]`: the target's whole head; `frequent`: ids `[v]`, all in `known`, and their rows."""
+        """`rows [vocab, hidden]`: the target's whole head; `frequent`: ids `[v]`, all in `known`, and their packed
+        rows."""
         self._rows, self._norm, self._eps = rows, norm, eps
         self._ids, self._head = frequent
         self._known = known
-        self._context_vocab: dict[int, None] = {}  # in order of appearance
-        self._own_head: tuple[torch.Tensor, dispatch.Linear] | None = None  # None: to be packed again
+        self._context_vocab: dict[int, None] = {}  # an ordered set
+        self._context_head: tuple[torch.Tensor, dispatch.Linear] | None = None  # None: must be packed again
 
     def allow(self, tokens: Sequence[int]) -> None:
         fresh = [token for token in tokens if token not in self._known and token not in self._context_vocab]
         if fresh:
             self._context_vocab.update(dict.fromkeys(fresh))
-            self._own_head = None
+            self._context_head = None
 
     def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
         states = dispatch.rms_norm(hidden.float(), self._norm, self._eps)
         logits, ids = self._head(states), self._ids
         if self._context_vocab:
-            if self._own_head is None:
-                own = torch.tensor(list(self._context_vocab))
-                self._own_head = own, dispatch.quantize_linear(self._rows[own])
-            own_ids, head = self._own_head
-            logits, ids = torch.cat((logits, head(states)), 1), torch.cat((ids, own_ids))
-        places, logprobs = top_tokens(logits, width)
-        return _pairs(ids[places], logprobs)
+            if self._context_head is None:
+                context_ids = torch.tensor(list(self._context_vocab))
+                self._context_head = context_ids, dispatch.quantize_linear(self._rows[context_ids])
+            context_ids, head = self._context_head
+            logits, ids = torch.cat((logits, head(states)), 1), torch.cat((ids, context_ids))
+        indices, logprobs = top_tokens(logits, width)
+        return _pairs(ids[indices], logprobs)
 
 
 class _SharedSpan:
-    """A span that several threads may use, one after the other."""
+    """A span that threads may share: a lock serializes its calls."""
 
     def __init__(self, span: Span) -> None:
         self._span, self._lock = span, threading.Lock()
@@ -148,9 +149,9 @@ class _SharedSpan:
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
 
-    def run(self, tokens: Sequence[int], plan: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
+    def run(self, tokens: Sequence[int], metadata: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
         with self._lock:
-            return self._span.forward(self._span.embed(tokens), plan, cache)
+            return self._span.forward(self._span.embed(tokens), metadata, cache)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         with self._lock:
@@ -162,7 +163,8 @@ _LOADING = threading.Lock()
 
 
 def open_draft(path: Path, target: ModelSource) -> TrainedDraft:
-    """The clients of one process share it. Raises ModelNotFound, CorruptModel, DrafterFailed, UnsupportedModel."""
+    """Load a draft; clients of one process share it. Raises ModelNotFound, CorruptModel, DrafterFailed,
+    UnsupportedModel."""
     try:
         key = path.resolve(), path.stat().st_mtime_ns, target.weight_hash
     except OSError:
@@ -191,8 +193,8 @@ def top_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     blocks = logits.view(rows, whole, block)
     best = blocks.amax(-1).topk(count, -1).indices  # [n, count]
     gathered = blocks.gather(1, best[:, :, None].expand(-1, -1, block)).reshape(rows, -1)
-    values, places = gathered.topk(count, -1)
-    return best.gather(1, places // block) * block + places % block, values - total
+    values, indices = gathered.topk(count, -1)
+    return best.gather(1, indices // block) * block + indices % block, values - total
 
 
 def _pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[DraftCandidates]:
@@ -203,8 +205,8 @@ def _pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[DraftCandidates]:
 class _DraftSource:
     """A ModelSource of the target's first layers and the draft's own.
 
-    Its config says one layer more than there are, so that a span of them all is not the last: it keeps neither norm nor
-    head, which are the draft's.
+    Its config has one layer more than there are, so that a span of them all is not the last one and loads neither norm
+    nor head: the draft has its own.
     """
 
     def __init__(self, weights: DraftWeights, target: ModelSource) -> None:
@@ -233,7 +235,7 @@ class _DraftSource:
         return self.tensor(hf_name).nbytes
 
     def close(self) -> None:
-        """The target is its opener's to close."""
+        """Does nothing: the caller owns the target."""
 
     def _is_base(self, name: str) -> bool:
         parts = name.split(".")

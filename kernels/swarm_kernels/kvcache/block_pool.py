@@ -1,7 +1,7 @@
-"""The physical pages of one span's cache: the tensors, the free list and the reference counts.
+"""The physical blocks of one span's cache: the tensors, the free list and the reference counts.
 
-Owns memory; knows neither sessions nor trees. A page is the same index in the key and value tensors of every layer.
-"""
+Owns the memory; sessions and trees are not known here. A block is the same index in the key and value tensors of every
+layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swarm_kernels.batch import BLOCK_SIZE
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token costs: `layers` times a key and a value of `kv_heads * head_dim` elements."""
+    """Size of one token: in each of `layers`, a key and a value of `kv_heads * head_dim` elements."""
 
     layers: int
     kv_heads: int
@@ -31,23 +31,25 @@ class KvShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one page in all layers."""
+        """Bytes of one block in all layers."""
         return BLOCK_SIZE * self.layers * self.bytes_per_token_per_layer
 
 
 class BlockPool:
-    """`pages` pages; `k[layer]` is `[pages, G, D, PAGE]`, `v[layer]` is `[pages, G, PAGE, D]`, zero until written.
+    """`num_blocks` reference-counted blocks, zero until written.
 
-    On a CPU the tensors are a private anonymous mapping, so a page costs physical memory once it is first written.
-    Raises OutOfMemory when the device cannot hold `pages`.
+    `k[layer]` is `[blocks, G, D, BLOCK_SIZE]`, `v[layer]` is `[blocks, G, BLOCK_SIZE, D]`.
+
+    On a CPU the tensors are a private anonymous mapping, so a block costs physical memory once it is first written.
+    Raises OutOfMemory when the device cannot hold `num_blocks`.
     """
 
-    def __init__(self, shape: KvShape, pages: int, device: torch.device) -> None:
+    def __init__(self, shape: KvShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
-        self.pages = pages
-        self.k, self.v = _allocate(shape, pages, device)
-        self.refs = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))  # a stack: low pages first, and those just freed again
+        self.num_blocks = num_blocks
+        self.k, self.v = _allocate(shape, num_blocks, device)
+        self.refs = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low blocks first, then the most recently freed
 
     @property
     def free(self) -> int:
@@ -56,50 +58,50 @@ class BlockPool:
     @property
     def nbytes(self) -> int:
         """Bytes of address space; what is resident is at most this."""
-        return self.pages * self.shape.bytes_per_block
+        return self.num_blocks * self.shape.bytes_per_block
 
     def allocate(self) -> int:
-        """A free page with one reference. Callers count before they take: an empty pool is a bug of ours."""
-        page = self._free.pop()
-        self.refs[page] = 1
-        return page
+        """A free block with one reference. Callers check `free` first: an empty pool here is a bug."""
+        block = self._free.pop()
+        self.refs[block] = 1
+        return block
 
-    def incref(self, page: int) -> None:
-        self.refs[page] += 1
+    def incref(self, block: int) -> None:
+        self.refs[block] += 1
 
-    def decref(self, page: int) -> None:
-        """Give up one reference; the last one frees the page."""
-        self.refs[page] -= 1
-        if self.refs[page] == 0:
-            self._free.append(page)
+    def decref(self, block: int) -> None:
+        """Drop one reference; the last one frees the block."""
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            self._free.append(block)
 
-    def read(self, layer: int, pages: Sequence[int], tokens: int) -> bytes:
-        """Keys, then values, of the first `tokens` of those that lie in `pages`, as `write` takes them.
+    def read(self, layer: int, block_ids: Sequence[int], tokens: int) -> bytes:
+        """Keys, then values, of the first `tokens` tokens stored in `block_ids`, in the format of `write`.
 
-        What follows them in the last page is zeroed: it may have been another session's.
+        The rest of the last block is zeroed: it may hold another session's data.
         """
-        at = torch.tensor(pages, dtype=torch.long, device=self.k[layer].device)
-        k, v = self.k[layer][at], self.v[layer][at]  # copies
-        used = tokens - (len(pages) - 1) * BLOCK_SIZE
+        index = torch.tensor(block_ids, dtype=torch.long, device=self.k[layer].device)
+        k, v = self.k[layer][index], self.v[layer][index]  # copies
+        used = tokens - (len(block_ids) - 1) * BLOCK_SIZE
         k[-1, :, :, used:] = 0
         v[-1, :, used:] = 0
         return b"".join(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in (k, v))
 
-    def write(self, layer: int, pages: Sequence[int], body: bytes | bytearray | memoryview) -> None:
-        """`body` must be of `block_bytes` for each of `pages`."""
-        at = torch.tensor(pages, dtype=torch.long, device=self.k[layer].device)
-        both = torch.frombuffer(bytearray(body), dtype=self.shape.dtype).view(2, -1).to(at.device)
-        self.k[layer][at] = both[0].view(-1, *self.k[layer].shape[1:])
-        self.v[layer][at] = both[1].view(-1, *self.v[layer].shape[1:])
+    def write(self, layer: int, block_ids: Sequence[int], body: bytes | bytearray | memoryview) -> None:
+        """`body`: keys of all `block_ids`, then their values, as `read` returns them."""
+        index = torch.tensor(block_ids, dtype=torch.long, device=self.k[layer].device)
+        both = torch.frombuffer(bytearray(body), dtype=self.shape.dtype).view(2, -1).to(index.device)
+        self.k[layer][index] = both[0].view(-1, *self.k[layer].shape[1:])
+        self.v[layer][index] = both[1].view(-1, *self.v[layer].shape[1:])
 
     def free_blocks(self) -> frozenset[int]:
         return frozenset(self._free)
 
 
-def _allocate(shape: KvShape, pages: int, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    k_size = (pages, shape.kv_heads, shape.head_dim, BLOCK_SIZE)
-    v_size = (pages, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
-    total = pages * shape.bytes_per_block
+def _allocate(shape: KvShape, num_blocks: int, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    k_size = (num_blocks, shape.kv_heads, shape.head_dim, BLOCK_SIZE)
+    v_size = (num_blocks, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    total = num_blocks * shape.bytes_per_block
     try:
         flat = _lazy_zeros(total, device)
     except (OSError, RuntimeError, MemoryError, OverflowError):

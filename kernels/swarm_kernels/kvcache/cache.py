@@ -1,40 +1,38 @@
-"""The two-level paged KV cache of one span: committed pages, shared between forks, and of uncommitted tree slots.
+"""The two-level paged KV cache of one span: committed blocks, shared between forks, and blocks of uncommitted tree
+slots.
 
-Owns which page belongs to whom, and turns requests for rows into a `AttentionMetadata`. Knows neither models nor peers, and
-never reads a key or a value: copies are part of the plan and are carried out by whoever runs it.
+Owns the block tables of all sessions, and turns step requests into `AttentionMetadata`. Models and peers are not known
+here, and no key or value is read: slot copies are part of the metadata and are done by the backend that runs the batch.
 
-Plans must be run in the order they were made, each exactly once: `plan` updates the bookkeeping at once, on the promise
-that the batch follows. If a batch fails half-way, its sessions are to be closed.
+Batches must run in the order in which they were scheduled, each exactly once: `schedule` updates the bookkeeping at
+once. If a batch fails half-way, its sessions must be closed.
 
-Reservations are promises. A session is opened with the tokens it may commit, and the cache never promises more pages
-than it has: as long as a session holds no more than `ceil(max_tokens / PAGE)` pages, tree included, it is not refused.
-Pages beyond that (a tree on top of a full context) come from what nobody was promised.
-"""
+A session reserves, when it opens, the tokens it may commit, and reservations never exceed the pool: a session that
+holds at most `ceil(max_tokens / BLOCK_SIZE)` blocks, tree included, is never refused a block. Blocks beyond that (a
+tree on top of a full context) come from unreserved ones."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
-from swarm_kernels.device.transfer import upload
 from swarm_kernels.kvcache.block_pool import BlockPool, KvShape
+from swarm_kernels.kvcache.metadata_builder import MetadataBuilder
 from swarm_kernels.kvcache.sequence import BlockDelta, SequenceBlocks, SessionKey, StepRequest, blocks_for
 from swarm_kernels.ops.base.validate import mark_validated
 
 __all__ = ["DEFAULT_MAX_SLOTS", "KVCacheManager", "KvShape", "StepRequest"]
 
-DEFAULT_MAX_SLOTS = 4096  # tree slots a session may number, as `messages.MAX_SLOTS`
+DEFAULT_MAX_SLOTS = 4096  # tree slots per session, as `messages.MAX_SLOTS`
 
 
 class KVCacheManager:
-    """Keys and values of `shape.layers` layers for at most `max_tokens` tokens in all, rounded up to whole pages.
+    """Keys and values of `shape.layers` layers for at most `max_tokens` tokens in all, rounded up to whole blocks.
 
-    `k[i]`, `v[i]` are the tensors of the span's i-th layer, see `kv_pool`. Not thread-safe: one owner calls it.
+    `k[i]`, `v[i]` are the tensors of the span's i-th layer, see `block_pool`. Not thread-safe: one owner calls it.
     """
 
     def __init__(
@@ -49,18 +47,18 @@ class KVCacheManager:
         self.max_slots = max_slots
         self.pool = BlockPool(shape, max(1, blocks_for(max_tokens)), self.device)
         self.k, self.v = self.pool.k, self.pool.v
-        self.top_position = 0  # the largest position any plan has held
+        self.top_position = 0  # the largest position scheduled so far
         self._sessions: dict[SessionKey, SequenceBlocks] = {}
 
-    # --- what there is ------------------------------------------------------------------------------------------
+    # --- capacity ------------------------------------------------------------------------------------------------
 
     @property
     def capacity_tokens(self) -> int:
-        return self.pool.pages * BLOCK_SIZE
+        return self.pool.num_blocks * BLOCK_SIZE
 
     @property
     def free_tokens(self) -> int:
-        """Tokens nobody holds or was promised: the largest reservation a new session can get."""
+        """Tokens neither held nor reserved: the largest reservation a new session can get."""
         return (self.pool.free - self._reserved()) * BLOCK_SIZE
 
     @property
@@ -90,9 +88,9 @@ class KVCacheManager:
         self._sessions[session] = SequenceBlocks(max_tokens)
 
     def fork(self, parent: SessionKey, child: SessionKey, max_tokens: int, length: int | None = None) -> None:
-        """Start `child` with committed tokens of `parent`; the pages are shared until one of them writes.
+        """Start `child` with committed tokens of `parent`; the blocks are shared until one of the two writes.
 
-        `length`: how many of them, all by default. `max_tokens` counts them too. The parent's tree is not inherited.
+        `length`: how many of them, all by default. `max_tokens` includes them. The parent's tree is not copied.
         Raises OutOfMemory, InvalidRequest.
         """
         source = self._get(parent)
@@ -102,154 +100,163 @@ class KVCacheManager:
             raise InvalidRequest(f"{length} of {source.length} tokens cannot be shared by a session of {max_tokens}")
         count, partial = blocks_for(length), length % BLOCK_SIZE != 0
         own = blocks_for(max_tokens) - (count - partial)
-        last = partial and count == source.count  # the parent's last page is shared, and it may want to go on in it
-        holds = source.count - last + len(source.tree_pages)
+        shares_last = (
+            partial and count == source.count
+        )  # the parent's last block is shared, and the parent may append to it
+        held = source.count - shares_last + len(source.tree_blocks)
         self._check_reservation(
-            own + max(0, source.reserved_blocks - holds) - source.unallocated_reservation(self.pool) if last else own
+            own + max(0, source.reserved_blocks - held) - source.unallocated_reservation(self.pool)
+            if shares_last
+            else own
         )
         forked = SequenceBlocks(max_tokens)
         forked.table = source.table[:count].copy()
         forked.length, forked.count = length, count
-        for page in source.table[:count].tolist():
-            self.pool.incref(page)
+        for block in source.table[:count].tolist():
+            self.pool.incref(block)
         self._sessions[child] = forked
 
     def freeze_prefix(self, session: SessionKey, length: int) -> None:
-        """Keep the first `length` committed tokens for others to share; nothing more will be written.
+        """Keep the first `length` committed tokens as a read-only cached prefix for later forks.
 
-        What was promised to the session is free again. Raises InvalidRequest.
+        The rest of the reservation is released. Raises InvalidRequest.
         """
-        pages = self._get(session)
-        if not 0 < length <= pages.length:
-            raise InvalidRequest(f"{length} of {pages.length} committed tokens cannot be kept")
+        sequence = self._get(session)
+        if not 0 < length <= sequence.length:
+            raise InvalidRequest(f"{length} of {sequence.length} committed tokens cannot be kept")
         self.drop_tree(session)
-        pages.truncate(length, self.pool)
-        pages.max_tokens = length
+        sequence.truncate(length, self.pool)
+        sequence.max_tokens = length
 
     def close(self, session: SessionKey) -> None:
-        """Give back all pages. Closing what is not open does nothing."""
-        pages = self._sessions.pop(session, None)
-        if pages is not None:
-            pages.release_tree_pages((), self.pool)
-            pages.truncate(0, self.pool)
+        """Give back all sequence. Closing what is not open does nothing."""
+        sequence = self._sessions.pop(session, None)
+        if sequence is not None:
+            sequence.release_tree_blocks((), self.pool)
+            sequence.truncate(0, self.pool)
 
     def prune(self, session: SessionKey, slots: Collection[int]) -> None:
-        """Drop tree slots and all that hang on them; slots that are not alive are ignored. Raises InvalidRequest."""
+        """Drop tree slots and their descendants; unknown slots are ignored. Raises InvalidRequest."""
         self._get(session).prune(slots, self.pool)
 
     def drop_tree(self, session: SessionKey) -> None:
         """Drop every uncommitted slot."""
-        pages = self._get(session)
-        pages.tree = {}
-        pages.release_tree_pages((), self.pool)
+        sequence = self._get(session)
+        sequence.tree = {}
+        sequence.release_tree_blocks((), self.pool)
 
     def rollback(self, session: SessionKey, length: int) -> None:
-        """Forget the tree and all committed tokens from `length` on.
+        """Drop the tree and all committed tokens from `length` on.
 
-        Raises InvalidRequest, or OutOfMemory when pages shared with others would have to be promised again.
+        Raises InvalidRequest, or OutOfMemory when shared blocks would have to be reserved again.
         """
-        pages = self._get(session)
-        if not 0 <= length <= pages.length:
-            raise InvalidRequest(f"cannot roll {pages.length} committed tokens back to {length}")
+        sequence = self._get(session)
+        if not 0 <= length <= sequence.length:
+            raise InvalidRequest(f"cannot roll {sequence.length} committed tokens back to {length}")
         kept = blocks_for(length)
         refs = self.pool.refs
-        freed = sum(refs[page] == 1 for page in pages.table[kept : pages.count].tolist())
-        unusable = length % BLOCK_SIZE != 0 and refs[pages.table[kept - 1]] > 1
-        debt = max(0, pages.reserved_blocks - (kept - unusable))
-        self._check_reservation(debt - pages.unallocated_reservation(self.pool) - freed - len(pages.tree_pages))
+        freed = sum(refs[block] == 1 for block in sequence.table[kept : sequence.count].tolist())
+        unusable = length % BLOCK_SIZE != 0 and refs[sequence.table[kept - 1]] > 1
+        deficit = max(0, sequence.reserved_blocks - (kept - unusable))
+        self._check_reservation(
+            deficit - sequence.unallocated_reservation(self.pool) - freed - len(sequence.tree_blocks)
+        )
         self.drop_tree(session)
-        pages.truncate(length, self.pool)
+        sequence.truncate(length, self.pool)
 
-    # --- from one machine to another ----------------------------------------------------------------------------
+    # --- KV transfer --------------------------------------------------------------------------------------------
 
-    def pages(self, session: SessionKey, tokens: int) -> list[int]:
-        """Where its first `tokens` committed tokens lie: pages of `pool.read`. Raises InvalidRequest."""
-        pages = self._get(session)
-        if not 0 <= tokens <= pages.length:
-            raise InvalidRequest(f"{tokens} of {pages.length} committed tokens were asked for")
-        return [int(page) for page in pages.table[: blocks_for(tokens)]]
+    def block_ids(self, session: SessionKey, tokens: int) -> list[int]:
+        """The blocks that hold its first `tokens` committed tokens, for `pool.read`. Raises InvalidRequest."""
+        sequence = self._get(session)
+        if not 0 <= tokens <= sequence.length:
+            raise InvalidRequest(f"{tokens} of {sequence.length} committed tokens were requested")
+        return [int(block) for block in sequence.table[: blocks_for(tokens)]]
 
     def import_blocks(self, session: SessionKey, tokens: int) -> list[int]:
-        """Count `tokens` of an empty session as committed. -> the pages to fill by `pool.write`. Raises InvalidRequest.
+        """Mark `tokens` of an empty session as committed. -> the blocks to fill by `pool.write`. Raises InvalidRequest.
 
-        Nothing may be computed for the session before they are.
+        No batch of the session may run before they are filled.
         """
-        pages = self._get(session)
-        if pages.length or pages.tree or tokens > pages.max_tokens:
-            raise InvalidRequest(f"{tokens} tokens cannot be put into a session of {pages.max_tokens} that has begun")
-        pages.grow(tokens, self.pool)
-        return self.pages(session, tokens)
+        sequence = self._get(session)
+        if sequence.length or sequence.tree or tokens > sequence.max_tokens:
+            raise InvalidRequest(f"{tokens} tokens can be imported only into an empty session that reserved as many")
+        sequence.grow(tokens, self.pool)
+        return self.block_ids(session, tokens)
 
-    # --- the main call ------------------------------------------------------------------------------------------
+    # --- scheduling ---------------------------------------------------------------------------------------------
 
     def schedule(self, requests: Sequence[StepRequest]) -> AttentionMetadata:
-        """Place the rows of `requests`, one a session at most, in their order.
+        """Allocate slots for the rows of `requests`, at most one per session, in their order.
 
-        Raises InvalidRequest (a step its session does not allow) or OutOfMemory (no pages left), and then nothing has
-        changed for any of the sessions.
+        Raises InvalidRequest (a step that its session does not allow) or OutOfMemory (no blocks left) before anything
+        has changed in any session.
         """
         checked = self._check(requests)
-        writer = _MetadataBuilder(sum(request.rows for request in requests))
+        builder = MetadataBuilder(sum(request.rows for request in requests))
         moved = []
-        for pages, request, draft in checked:  # a slot that moves is addressed before its page is given back
-            moved.append([pages.slot_address(slot) for slot in request.commit_slots])
-            if draft.give:
-                pages.release_tree_pages(draft.tree_pages, self.pool)
-        for index, (pages, request, draft) in enumerate(checked):
-            self._apply(pages, request, draft, moved[index], writer, index)
-        self.top_position = max(self.top_position, writer.top)
-        plan = writer.finish([pages for pages, _, _ in checked], self.device)
+        for sequence, request, delta in checked:  # committed slots are addressed before their blocks are released
+            moved.append([sequence.slot_address(slot) for slot in request.commit_slots])
+            if delta.release:
+                sequence.release_tree_blocks(delta.tree_blocks, self.pool)
+        for index, (sequence, request, delta) in enumerate(checked):
+            self._apply(sequence, request, delta, moved[index], builder, index)
+        self.top_position = max(self.top_position, builder.top)
+        metadata = builder.finish([sequence for sequence, _, _ in checked], self.device)
         if self.device.type != "cpu":
-            mark_validated(plan, self.pool.pages)
-        return plan
+            mark_validated(metadata, self.pool.num_blocks)
+        return metadata
 
     def _check(self, requests: Sequence[StepRequest]) -> list[tuple[SequenceBlocks, StepRequest, BlockDelta]]:
         checked = []
-        beyond = False
+        allocates = False
         for request in requests:
-            pages = self._get(request.session)
-            draft = pages.check(request, self.pool, self.max_slots)
-            beyond = beyond or draft.take > 0
-            checked.append((pages, request, draft))
+            sequence = self._get(request.session)
+            delta = sequence.check(request, self.pool, self.max_slots)
+            allocates = allocates or delta.allocate > 0
+            checked.append((sequence, request, delta))
         if len(checked) > 1 and len({request.session for request in requests}) < len(checked):
             raise InvalidRequest("a batch may hold one step of a session")
-        if beyond:
+        if allocates:
             needed = sum(
-                draft.take - draft.give + pages.unallocated_after(draft, self.pool) for pages, _, draft in checked
+                delta.allocate - delta.release + sequence.unallocated_after(delta, self.pool)
+                for sequence, _, delta in checked
             )
-            self._check_reservation(needed - sum(pages.unallocated_reservation(self.pool) for pages, _, _ in checked))
+            self._check_reservation(
+                needed - sum(sequence.unallocated_reservation(self.pool) for sequence, _, _ in checked)
+            )
         return checked
 
     def _apply(
         self,
-        pages: SequenceBlocks,
+        sequence: SequenceBlocks,
         request: StepRequest,
-        draft: BlockDelta,
+        delta: BlockDelta,
         moved: list[int],
-        writer: _MetadataBuilder,
+        builder: MetadataBuilder,
         index: int,
     ) -> None:
-        if draft.copy_last:
-            old, new = pages.copy_on_write_last(self.pool)
-            writer.copy_page(old, new, pages.length % BLOCK_SIZE)
-        start = pages.length
-        line_start = start + len(moved)
-        pages.grow(draft.new_length, self.pool)
-        pages.take_tree_pages(draft.tree_pages, self.pool)
-        pages.tree = draft.tree
-        writer.copy_from.extend(moved)
-        writer.copy_to.extend(pages.address(position) for position in range(start, line_start))
-        writer.add_line(index, pages, line_start, request.causal_rows)
+        if delta.copy_last:
+            old, new = sequence.copy_on_write_last(self.pool)
+            builder.copy_block(old, new, sequence.length % BLOCK_SIZE)
+        start = sequence.length
+        causal_start = start + len(moved)
+        sequence.grow(delta.new_length, self.pool)
+        sequence.allocate_tree_blocks(delta.tree_blocks, self.pool)
+        sequence.tree = delta.tree
+        builder.copy_from.extend(moved)
+        builder.copy_to.extend(sequence.address(position) for position in range(start, causal_start))
+        builder.add_causal(index, sequence, causal_start, request.causal_rows)
         if request.slots:
-            writer.add_tree(index, pages, request.slots)
+            builder.add_tree(index, sequence, request.slots)
 
     # --- accounting ---------------------------------------------------------------------------------------------
 
     def _get(self, session: SessionKey) -> SequenceBlocks:
-        pages = self._sessions.get(session)
-        if pages is None:
+        sequence = self._sessions.get(session)
+        if sequence is None:
             raise InvalidRequest("this session is not open here")
-        return pages
+        return sequence
 
     def _check_new(self, session: SessionKey, max_tokens: int) -> None:
         if session in self._sessions:
@@ -258,135 +265,59 @@ class KVCacheManager:
             raise InvalidRequest(f"a session cannot reserve {max_tokens} tokens")
 
     def _reserved(self) -> int:
-        """Pages promised to open sessions and not yet taken."""
-        return sum(pages.unallocated_reservation(self.pool) for pages in self._sessions.values())
+        """Blocks reserved by open sessions and not yet allocated."""
+        return sum(sequence.unallocated_reservation(self.pool) for sequence in self._sessions.values())
 
-    def _check_reservation(self, pages: int) -> None:
-        """Raise OutOfMemory unless `pages` more can be taken or promised."""
-        if pages <= 0:
+    def _check_reservation(self, blocks: int) -> None:
+        """Raise OutOfMemory unless `blocks` more can be allocated or reserved."""
+        if blocks <= 0:
             return
         available = self.pool.free - self._reserved()
-        if pages > available:
+        if blocks > available:
             raise OutOfMemory(
-                f"{pages * BLOCK_SIZE} more tokens of KV memory are needed, {available * BLOCK_SIZE} of {self.capacity_tokens} free"
+                f"{blocks * BLOCK_SIZE} more tokens of KV memory are needed, "
+                f"{available * BLOCK_SIZE} of {self.capacity_tokens} free"
             )
 
     def check_integrity(self) -> None:
-        """Recount every page from the sessions. Raises RuntimeError, naming the first rule that is broken: our bug."""
-        refs = [0] * self.pool.pages
-        for pages in self._sessions.values():
-            self._check_session(pages)
-            for page in pages.table[: pages.count].tolist():
-                refs[page] += 1
-            for index in pages.tree_pages:
-                refs[int(pages.tree_table[index])] += 1
+        """Recount all blocks from the sessions. Raises RuntimeError naming the first invariant that does not hold."""
+        refs = [0] * self.pool.num_blocks
+        for sequence in self._sessions.values():
+            self._check_session(sequence)
+            for block in sequence.table[: sequence.count].tolist():
+                refs[block] += 1
+            for index in sequence.tree_blocks:
+                refs[int(sequence.tree_table[index])] += 1
         free = self.pool.free_blocks()
-        _require(refs == self.pool.refs, "reference counts are not what the sessions hold")
-        _require(len(free) == self.pool.free, "a page is free twice")
-        _require(free == {page for page, count in enumerate(refs) if count == 0}, "the free list is not what is free")
-        _require(self._reserved() <= self.pool.free, "more pages are promised than there are")
-
-    def _check_session(self, pages: SequenceBlocks) -> None:
-        held = pages.table[: pages.count].tolist()
-        _require(pages.count == blocks_for(pages.length), "a session's pages are not what its tokens need")
-        _require(len(set(held)) == len(held), "a session holds a page twice")
-        _require(pages.length <= pages.max_tokens, "a session is longer than its reservation")
+        _require(refs == self.pool.refs, "reference counts differ from the blocks that sessions hold")
+        _require(len(free) == self.pool.free, "a block is twice in the free list")
         _require(
-            set(pages.tree_pages) == {slot // BLOCK_SIZE for slot in pages.tree}, "a tree's pages are not what it needs"
+            free == {block for block, count in enumerate(refs) if count == 0},
+            "the free list differs from the unreferenced blocks",
         )
-        for index in pages.tree_pages:
-            _require(self.pool.refs[int(pages.tree_table[index])] == 1, "a tree page is shared")
-        for slot, node in pages.tree.items():
-            above = pages.tree.get(node.parent)
-            _require(above is not None or node.parent == -1, "a tree slot hangs on nothing")
-            mask, position = (above.mask, above.position + 1) if above else (0, pages.length)
+        _require(self._reserved() <= self.pool.free, "more blocks are reserved than free")
+
+    def _check_session(self, sequence: SequenceBlocks) -> None:
+        held = sequence.table[: sequence.count].tolist()
+        _require(
+            sequence.count == blocks_for(sequence.length), "a session holds more or fewer blocks than its tokens need"
+        )
+        _require(len(set(held)) == len(held), "a session holds a block twice")
+        _require(sequence.length <= sequence.max_tokens, "a session is longer than its reservation")
+        _require(
+            set(sequence.tree_blocks) == {slot // BLOCK_SIZE for slot in sequence.tree},
+            "a tree holds more or fewer blocks than its slots need",
+        )
+        for index in sequence.tree_blocks:
+            _require(self.pool.refs[int(sequence.tree_table[index])] == 1, "a tree block is shared")
+        for slot, node in sequence.tree.items():
+            above = sequence.tree.get(node.parent)
+            _require(above is not None or node.parent == -1, "a tree slot has no parent")
+            mask, position = (above.mask, above.position + 1) if above else (0, sequence.length)
             _require(node.mask == mask | 1 << slot, "an ancestor mask is wrong")
             _require(node.position == position, "a tree slot's position is wrong")
 
 
-class _MetadataBuilder:
-    """Collects the rows of a plan in numpy arrays, which become tensors without a copy."""
-
-    __slots__ = ("copy_from", "copy_to", "masks", "past", "positions", "row", "rows", "session", "top", "write")
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.row = 0
-        self.top = 0
-        self.positions = np.empty(rows, np.int64)
-        self.write = np.empty(rows, np.int64)
-        self.past = np.empty(rows, np.int32)
-        self.session = np.zeros(rows, np.int32)
-        self.masks: list[tuple[int, int]] = []  # (row, mask)
-        self.copy_from: list[int] = []
-        self.copy_to: list[int] = []
-
-    def copy_page(self, old: int, new: int, tokens: int) -> None:
-        self.copy_from.extend(range(old * BLOCK_SIZE, old * BLOCK_SIZE + tokens))
-        self.copy_to.extend(range(new * BLOCK_SIZE, new * BLOCK_SIZE + tokens))
-
-    def add_line(self, index: int, pages: SequenceBlocks, start: int, rows: int) -> None:
-        row = self.row
-        if rows == 1:
-            self.positions[row] = start
-            self.write[row] = pages.address(start)
-            self.past[row] = start + 1
-            self.session[row] = index
-        elif rows:
-            part = slice(row, row + rows)
-            positions = np.arange(start, start + rows, dtype=np.int64)
-            self.positions[part] = positions
-            self.write[part] = (
-                pages.table[positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-            )
-            self.past[part] = positions + 1
-            self.session[part] = index
-        self.row += rows
-        self.top = max(self.top, start + rows - 1)
-
-    def add_tree(self, index: int, pages: SequenceBlocks, slots: Sequence[int]) -> None:
-        row = self.row
-        for slot in slots:
-            node = pages.tree[slot]
-            self.positions[row] = node.position
-            self.write[row] = pages.slot_address(slot)
-            self.masks.append((row, node.mask))
-            self.top = max(self.top, node.position)
-            row += 1
-        self.past[self.row : row] = pages.length
-        self.session[self.row : row] = index
-        self.row = row
-
-    def finish(self, sessions: Sequence[SequenceBlocks], device: torch.device) -> AttentionMetadata:
-        tree_sessions = sessions if self.masks else ()
-        words = max((pages.tree_words() for pages in tree_sessions), default=0)
-        tree_mask = np.zeros((self.rows, words), np.int64)
-        for row, mask in self.masks:
-            tree_mask[row] = np.frombuffer(mask.to_bytes(words * 8, "little"), np.int64)
-        tensors = (
-            self.positions,
-            self.session,
-            self.past,
-            self.write,
-            _table([pages.table[: pages.count] for pages in sessions]),
-            _table([pages.tree_table[: words * (64 // BLOCK_SIZE)] for pages in sessions]),
-            tree_mask,
-            np.array(self.copy_from, np.int64),
-            np.array(self.copy_to, np.int64),
-        )
-        return AttentionMetadata(*upload(tensors, device))
-
-
-def _table(rows: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
-    """`[S, longest row]`, padded with 0. A single row is not copied."""
-    if len(rows) == 1:
-        return rows[0][None]
-    table = np.zeros((len(rows), max((len(row) for row in rows), default=0)), np.int32)
-    for index, row in enumerate(rows):
-        table[index, : len(row)] = row
-    return table
-
-
-def _require(condition: bool, rule: str) -> None:
+def _require(condition: bool, failure: str) -> None:
     if not condition:
-        raise RuntimeError(rule)
+        raise RuntimeError(failure)

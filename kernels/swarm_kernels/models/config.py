@@ -1,4 +1,4 @@
-"""What a decoder looks like, whichever file it came from. Owns a model's normalised shape; knows no file format."""
+"""The shape of a decoder-only model, normalized over file formats."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FAST_PATH_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""`model_type`s the lean span runs; SmolLM and SmolLM2 are `llama`. All others take transformers' own layers."""
+"""`model_type`s that `LlamaSpan` runs; SmolLM and SmolLM2 are `llama`. All others run on transformers' layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: `inv_freq` derives from `theta`, `dim` and `scaling` (Hugging Face's `rope_scaling` words)."""
+    """Rotary embedding: `inv_freq` derives from `theta`, `dim` and `scaling` (keys of Hugging Face's
+    `rope_scaling`)."""
 
     theta: float = 10000.0
     scaling: Mapping[str, Any] | None = None  # {"rope_type": "linear" | "llama3" | "yarn" | "dynamic" ..., ...}
@@ -46,6 +47,6 @@ class ModelConfig:
 
     @property
     def has_fast_path(self) -> bool:
-        """Whether the lean span covers this model exactly; else the general path runs it."""
+        """Whether `LlamaSpan` covers this model exactly; else `HfSpan` runs it."""
         full_window = self.sliding_window is None or self.sliding_window >= self.context_length
         return self.model_type in FAST_PATH_ARCHITECTURES and self.hidden_act in ("silu", "swish") and full_window

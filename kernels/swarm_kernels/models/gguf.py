@@ -1,4 +1,5 @@
-"""Weights from one GGUF file under Hugging Face names. Owns the name mapping and the undoing of llama.cpp's layout."""
+"""Weights from one GGUF file under Hugging Face names. Owns the name mapping and the conversion from llama.cpp's row
+order."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from swarm.errors import CorruptModel, UnsupportedModel
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.gguf_config import gguf_model_config
-from swarm_kernels.models.gguf_dequant import unpack, unpacked_itemsize
+from swarm_kernels.models.gguf_dequant import dequantize, dequantized_itemsize
 from swarm_kernels.models.gguf_header import GgufHeader, GgufTensor
 from swarm_kernels.models.source import ModelFile, fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
@@ -40,7 +41,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GgufSource:
-    """A ModelSource. Opening reads the header and the first 4 KiB of each tensor, nothing more."""
+    """A ModelSource. Opening reads only the header and the first 4 KiB of each tensor."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         """Raises ModelNotFound, CorruptModel, UnsupportedModel."""
@@ -75,7 +76,7 @@ class GgufSource:
 
     def nbytes(self, hf_name: str) -> int:
         tensor = self._find(hf_name)
-        return math.prod(tensor.shape) * unpacked_itemsize(tensor.ggml_type)
+        return math.prod(tensor.shape) * dequantized_itemsize(tensor.ggml_type)
 
     def tensor(self, hf_name: str) -> torch.Tensor:
         tensor = self._find(hf_name)
@@ -84,7 +85,7 @@ class GgufSource:
             stored = _unpermute(stored, tensor.shape[0], self.config.num_heads)
         elif self.config.model_type == "llama" and ".attn_k." in tensor.name:
             stored = _unpermute(stored, tensor.shape[0], self.config.num_kv_heads)
-        return unpack(stored, tensor.ggml_type, tensor.shape)
+        return dequantize(stored, tensor.ggml_type, tensor.shape)
 
     def close(self) -> None:
         self.file.close()
@@ -120,8 +121,8 @@ def _hf_names(header: GgufHeader) -> dict[str, GgufTensor]:
 def _unpermute(stored: npt.NDArray[np.uint8], rows: int, heads: int) -> npt.NDArray[np.uint8]:
     """Put the rows of a query or key projection back in Hugging Face's order.
 
-    llama.cpp interleaves the two halves of each head, since its rotary embedding turns neighbours; `rotate_half` turns
-    the halves. Whole rows move, so stored bytes do: `[heads, dim / 2, 2, bytes]` -> `[heads, 2, dim / 2, bytes]`.
-    """
+    llama.cpp interleaves the two halves of each head, since its rotary embedding rotates neighboring values;
+    `rotate_half` rotates the halves. Whole rows move, so stored bytes do: `[heads, dim / 2, 2, bytes]` -> `[heads, 2,
+    dim / 2, bytes]`."""
     pairs = stored.reshape(heads, rows // heads // 2, 2, -1)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)

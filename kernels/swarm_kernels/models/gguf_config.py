@@ -13,7 +13,7 @@ from swarm_kernels.models.gguf_header import GgufHeader
 from swarm_kernels.models.hf_config import model_config
 
 MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""GGUF architecture -> Hugging Face model_type; Mistral's layers are Llama's, and llama.cpp files them so."""
+"""GGUF architecture -> Hugging Face model_type; llama.cpp stores Mistral models as Llama."""
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -116,9 +116,9 @@ def _rope(header: GgufHeader, arch: str, where: str, hf: dict[str, Any], factors
 
 
 def _llama3_scaling(factors: tuple[float, ...], theta: float, where: str) -> dict[str, Any]:
-    """Llama 3's scaling, recovered: llama.cpp stores only what each frequency is divided by, `[head_dim / 2]`.
+    """Llama 3's scaling, recovered from the divisors of each frequency, `[head_dim / 2]`, all that llama.cpp stores.
 
-    Every Llama 3.x release uses the same three constants beside the factor; the fit is checked, never assumed.
+    All Llama 3.x releases share the three constants beside the factor; the fit is checked.
     """
     low, high, original = 1.0, 4.0, 8192
     factor = round(max(factors), 4)

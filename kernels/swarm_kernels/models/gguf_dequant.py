@@ -1,7 +1,8 @@
-"""Unpacking of GGUF's quantised blocks with torch. Owns the common block layouts; knows no file.
+"""Dequantization of GGUF's blocks with torch. Owns the common block layouts; reads no file.
 
 Each function does gguf-py's fp32 operations in gguf-py's order, so the values agree to the last bit, in a half to
-four fifths of its time; types that are rare in practice go through gguf-py itself. Layouts: ggml-common.h of https://github.com/ggml-org/llama.cpp.
+four fifths of its time; rare types use gguf-py itself. Layouts: ggml-common.h of
+https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from swarm.errors import UnsupportedModel
 from swarm_kernels.models.gguf_header import QUANT_BLOCKS
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types that hold values, not blocks."""
+"""Types stored as plain values, not blocks."""
 
 _CHUNK_VALUES = 32000
-"""Unpacked at a time: stays in the cache, and just below the 32768 values from which torch shares an operation among
-threads. With more runnable threads than cores (several nodes starting on one machine) those barriers cost far more than
-the work: on two cores with a load of ten, ten layers of the built-in model took 8 to 12 s without chunks and 0.6 to
-0.8 s with them."""
+"""Dequantized at a time: fits the CPU cache, and is just below the 32768 values from which torch uses several threads.
+With more runnable threads than cores (several nodes starting on one machine) their barriers cost far more than the
+work: on two cores with a load of ten, ten layers of the built-in model took 8 to 12 s without chunks and 0.6 to 0.8 s
+with them."""
 
 
-def unpack(stored: npt.NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Stored bytes, `[nbytes]` and ours to keep, -> a tensor of `shape`: fp32, or fp16/bf16 where stored as such."""
+def dequantize(stored: npt.NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Stored bytes, `[nbytes]`, which the result may alias, -> a tensor of `shape`: fp32, or fp16/bf16 where stored as
+    such."""
     name, values, size = QUANT_BLOCKS[ggml_type]
     raw = torch.from_numpy(stored)
     if name in PLAIN:
@@ -43,20 +45,20 @@ def unpack(stored: npt.NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]
     return out.reshape(shape)
 
 
-def unpacked_itemsize(ggml_type: int) -> int:
-    """Bytes of one value as `unpack` returns it."""
+def dequantized_itemsize(ggml_type: int) -> int:
+    """Bytes of one value as `dequantize` returns it."""
     return PLAIN.get(QUANT_BLOCKS[ggml_type][0], torch.float32).itemsize
 
 
 def _by_gguf_py(stored: npt.NDArray[np.uint8], ggml_type: int) -> torch.Tensor:
     from gguf import GGMLQuantizationType  # 60 to 100 ms to import, and rarely needed
-    from gguf.quants import dequantize
+    from gguf.quants import dequantize as gguf_dequantize
 
     try:
-        return torch.from_numpy(dequantize(stored, GGMLQuantizationType(ggml_type)))
+        return torch.from_numpy(gguf_dequantize(stored, GGMLQuantizationType(ggml_type)))
     except (NotImplementedError, ValueError):
         kind = QUANT_BLOCKS[ggml_type][0]
-        raise UnsupportedModel(f"{kind} tensors cannot be unpacked here; use a Q4_K_M or Q8_0 file") from None
+        raise UnsupportedModel(f"{kind} tensors cannot be dequantized here; use a Q4_K_M or Q8_0 file") from None
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

@@ -1,11 +1,10 @@
 """The header of a GGUF file: metadata and tensor table, parsed with every count checked against the file's size.
 
-Owns the container format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3). gguf-py's own
-reader maps the file into memory, so that one cut short is a bus error and not CorruptModel; it walks an array said to
-have 2^40 values for minutes; and it builds Python objects for each of the 49,152 vocabulary entries of the built-in
-model: 2 s and 165 MB, against 30 ms and 4 MB here, where string arrays are only walked over, and decoded when somebody
-asks. Knows nothing of what the metadata or the tensors mean.
-"""
+Owns the container format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3). gguf-py's
+reader is not used: it maps the file into memory, so that a truncated one is a bus error and not CorruptModel; an array
+that claims 2^40 values takes it minutes; and it builds Python objects for each of the 49,152 vocabulary entries of the
+built-in model: 2 s and 165 MB, against 30 ms and 4 MB here, where string arrays are skipped and decoded on demand. The
+meaning of metadata and tensors is not known here."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ QUANT_BLOCKS: dict[int, tuple[str, int, int]] = {
     22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
     34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
-"""ggml type id -> (name, values a block, bytes a block). gguf-py has the same, 60 to 100 ms of imports away."""
+"""ggml type id -> (name, values a block, bytes a block). gguf-py has the same table, but takes 60 to 100 ms to
+import."""
 
 _MAX_KEYS = 1 << 14
 _MAX_TENSORS = 1 << 17
@@ -41,7 +41,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. `shape` is in torch order, slowest dimension first; `offset` is from the file's start."""
+    """Location of one tensor. `shape` is in torch order, slowest dimension first; `offset` is from the file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,14 +56,14 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class _StringArray:
-    """Strings that were walked over but not decoded: `count` of them from `start` in the header's bytes."""
+    """Strings that were skipped, not decoded: `count` of them from `start` in the header's bytes."""
 
     count: int
     start: int
 
 
 class GgufHeader:
-    """Metadata and tensor table of one file. Raises CorruptModel or UnsupportedModel, never anything else."""
+    """Metadata and tensor table of one file. Raises only CorruptModel or UnsupportedModel."""
 
     def __init__(self, file: ModelFile) -> None:
         cursor = _Cursor(file)
@@ -171,8 +171,8 @@ class _Cursor:
                 f"{self._file.path} is truncated: it has {size} bytes, its tensors need {end}; fetch it again"
             )
 
-    def need(self, length: int) -> int:
-        """Make `length` more bytes available and move past them; returns where they start."""
+    def advance(self, length: int) -> int:
+        """Read `length` more bytes and move past them. -> where they start."""
         start, end = self.position, self.position + length
         if end > self._file.size:
             raise CorruptModel(f"{self._file.path} is truncated or malformed: its header runs past its end")
@@ -183,15 +183,15 @@ class _Cursor:
         return start
 
     def raw(self, length: int) -> bytes:
-        start = self.need(length)
+        start = self.advance(length)
         return bytes(self._data[start : start + length])
 
     def u32(self) -> int:
-        start = self.need(4)
+        start = self.advance(4)
         return int(_U32.unpack_from(self._data, start)[0])
 
     def u64(self) -> int:
-        start = self.need(8)
+        start = self.advance(8)
         return int(_U64.unpack_from(self._data, start)[0])
 
     def text(self, limit: int) -> str:
@@ -217,7 +217,7 @@ class _Cursor:
         code = _SCALARS.get(kind)
         if code is None:
             raise self.corrupt(f"value type {kind} does not exist")
-        start = self.need(count * struct.calcsize("<" + code))  # checks `count` before anything is allocated
+        start = self.advance(count * struct.calcsize("<" + code))  # checks `count` before anything is allocated
         return struct.unpack_from(f"<{count}{code}", self._data, start)
 
     def _array(self, kind: int, count: int) -> Any:
@@ -230,8 +230,8 @@ class _Cursor:
         start = self.position
         unpack = _U64.unpack_from
         for _ in range(count):
-            position = self.need(8)
-            self.need(unpack(self._data, position)[0])
+            position = self.advance(8)
+            self.advance(unpack(self._data, position)[0])
         return _StringArray(count, start)
 
 
@@ -266,7 +266,7 @@ def _stored_bytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int)
 
 
 def _check_extents(cursor: _Cursor, tensors: dict[str, GgufTensor]) -> None:
-    """Tensors must lie inside the file and not on top of each other."""
+    """Tensors must lie inside the file and not overlap."""
     end = 0
     for tensor in sorted(tensors.values(), key=lambda t: t.offset):
         if tensor.offset < end:

@@ -1,6 +1,6 @@
-"""A Hugging Face `config.json` -> ModelConfig. Owns the spellings and defaults of each model family; reads no files.
+"""A Hugging Face `config.json` -> ModelConfig. Owns the key aliases and defaults of each model family; reads no files.
 
-Defaults are those of transformers' config classes: a key that is absent means the class's value, not one of ours.
+Defaults are those of transformers' config classes.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def model_config(
 ) -> ModelConfig:
     """`hf`: the parsed config.json; `generation`: generation_config.json; `has_head`: whether a LM head is stored.
 
-    Raises CorruptModel for values that cannot be, UnsupportedModel for models we do not run.
+    Raises CorruptModel for impossible values, UnsupportedModel for models that do not run here.
     """
     read = _Reader(hf, where)
-    _refuse(hf, where)
+    _check_supported(hf, where)
     heads = read.size("num_attention_heads")
     hidden = read.size("hidden_size")
     head_dim = read.size("head_dim", hidden // heads)
@@ -86,7 +86,7 @@ def model_config(
 
 
 class _Reader:
-    """Typed access by any of a key's spellings, then the class default."""
+    """Typed access by a key or its aliases, then the class default."""
 
     def __init__(self, hf: Mapping[str, Any], where: str) -> None:
         kind = hf.get("model_type")
@@ -129,10 +129,10 @@ def positive(where: str, key: str, value: Any) -> float:
     raise CorruptModel(f"{where}: {key} is {value!r}, not a positive number")
 
 
-def _refuse(hf: Mapping[str, Any], where: str) -> None:
+def _check_supported(hf: Mapping[str, Any], where: str) -> None:
     if isinstance(hf.get("quantization_config"), Mapping):
         method = hf["quantization_config"].get("quant_method", "an unknown method")
-        raise UnsupportedModel(f"{where}: the weights are quantised with {method}; use the original or a GGUF file")
+        raise UnsupportedModel(f"{where}: the weights are quantized with {method}; use the original or a GGUF file")
     if isinstance(hf.get("text_config"), Mapping) and "hidden_size" not in hf:
         raise UnsupportedModel(f"{where}: this is a multimodal model; only text decoders are served")
     if hf.get("is_encoder_decoder") is True:
@@ -140,7 +140,7 @@ def _refuse(hf: Mapping[str, Any], where: str) -> None:
 
 
 def _rope(read: _Reader, head_dim: int, context: int) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
+    """Both formats: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
     given = read.get("rope_parameters") or read.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise CorruptModel(f"{read.where}: the rope parameters are not a table")
@@ -158,7 +158,7 @@ def _rope(read: _Reader, head_dim: int, context: int) -> RopeConfig:
 
 
 def _sliding_window(read: _Reader) -> int | None:
-    """The window of the layers that have one; None when all of them see everything."""
+    """The window of the layers that have one; None if all layers have full attention."""
     if read.get("sliding_window") is None:
         return None
     if read.model_type in ("qwen2", "qwen3"):
@@ -169,7 +169,7 @@ def _sliding_window(read: _Reader) -> int | None:
 
 
 def _eos_ids(where: str, *given: Any) -> tuple[int, ...]:
-    """Every id that ends an answer, from both files: each may name one, several or none."""
+    """All end-of-sequence ids, from both files: each may have one, several or none."""
     ids: set[int] = set()
     for value in given:
         for token in value if isinstance(value, list) else [value]:

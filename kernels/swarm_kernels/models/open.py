@@ -1,6 +1,6 @@
-"""From the name a user types to an open ModelSource.
+"""Opens a ModelSource by the name a user gives.
 
-Owns what a model may be called: a Hugging Face folder, a `.gguf` file, a hub id or a built-in name. Only safetensors
+Owns the accepted names: a Hugging Face folder, a `.gguf` file, a hub id or a built-in name. Only safetensors
 and GGUF are ever read; no pickle is loaded and no code from a model is run.
 """
 
@@ -26,8 +26,8 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 def open_model(spec: str, cache_dir: Path | None = None, *, expected_sha256: str | None = None) -> ModelSource:
     """Open a model by folder, `.gguf` file, hub id ("org/name") or built-in name ("smollm2-135m").
 
-    `cache_dir`: where downloads are kept, by default the swarm's or Hugging Face's own folder. `expected_sha256`: hash
-    of the one weight file, hex. Raises ModelNotFound, CorruptModel, UnsupportedModel, each with one sentence, and
+    `cache_dir`: where downloads are cached, by default the swarm's or Hugging Face's folder. `expected_sha256`: hash
+    of the one weight file, hex. Raises ModelNotFound, CorruptModel, UnsupportedModel, and
     UsageError when a hash is given for weights in several files.
     """
     if spec in builtin.MODELS:
@@ -68,7 +68,7 @@ def _open_folder(folder: Path, name: str | None, expected_sha256: str | None) ->
 
 
 def _checked(path: Path, expected_sha256: str | None) -> Path:
-    """`path`, once its hash is the expected one."""
+    """`path`, after its hash was checked."""
     if expected_sha256 is None:
         return path
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
 """Weights from a Hugging Face folder: one safetensors file or an indexed set of shards.
 
 Owns the safetensors container (https://github.com/huggingface/safetensors, "Format") and the folder's layout. Reads
-nothing but `*.safetensors` and `*.json`: pickle files (`*.bin`, `*.pt`) are refused, for loading one runs its code. The
-library's `safe_open` is not used: it maps the file into memory, and one that shrinks ends the process by a bus error.
+only `*.safetensors` and `*.json`: pickle files (`*.bin`, `*.pt`) are refused, as loading one can run any code.
+The library's `safe_open` is not used: it maps the file into memory, and a file that shrinks then kills the process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Tensor:
 
 
 class SafetensorsSource:
-    """A ModelSource. Opening reads the headers and the first 4 KiB of each tensor, nothing more."""
+    """A ModelSource. Opening reads only the headers and the first 4 KiB of each tensor."""
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         """Raises ModelNotFound, CorruptModel, UnsupportedModel."""
@@ -111,7 +111,7 @@ class SafetensorsSource:
         for name, shard in weight_map.items():
             if name not in shards[shard]:
                 raise CorruptModel(
-                    f"{index} says {name[:80]!r} is in {shard[:80]!r}, but it is not; fetch the model again"
+                    f"{index} places {name[:80]!r} in {shard[:80]!r}, but it is not there; fetch the model again"
                 )
             tensors[name] = shards[shard][name]
         return tensors
@@ -152,7 +152,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
         return {}
     try:
         if path.stat().st_size > _MAX_JSON:
-            raise CorruptModel(f"{path} is too large to be what its name says")
+            raise CorruptModel(f"{path} is too large for a JSON file")
         parsed = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelNotFound(f"cannot read {path}: {error.strerror}") from None

@@ -1,7 +1,7 @@
-"""What a model's weights look like to the rest of the program, whichever file they came from.
+"""The interface to a model's weights, independent of the file format.
 
-Owns the `ModelSource` protocol, bounded reading of one file, and the fingerprint two peers compare before they trust
-each other's hidden states. Knows no file format.
+Owns the `ModelSource` protocol, bounded reading of one file, and the fingerprint that peers compare before they
+exchange hidden states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarm.errors import CorruptModel, ModelNotFound
 from swarm_kernels.models.config import ModelConfig
 
 HASHED_BYTES = 4096
-"""Bytes of each tensor that enter the fingerprint: enough to tell fine-tunes apart, little enough to read at once."""
+"""Bytes of each tensor that enter the fingerprint: enough to distinguish fine-tunes, and quick to read."""
 
 _NOT_COMPUTATION = frozenset(
     {
@@ -49,7 +49,7 @@ class ModelSource(Protocol):
 
     @property
     def weight_hash(self) -> str:
-        """32 hex digits; the same weights give the same ones wherever they lie. A fingerprint, not a proof."""
+        """32 hex digits; the same for the same weights wherever they are stored. A fingerprint, not a proof."""
         ...
 
     def names(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class ModelSource(Protocol):
     def shape(self, hf_name: str) -> tuple[int, ...]: ...
 
     def tensor(self, hf_name: str) -> torch.Tensor:
-        """A fresh CPU tensor, `[out, in]` for linear weights; quantised ones come as fp32. Raises CorruptModel."""
+        """A fresh CPU tensor, `[out, in]` for linear weights; quantized ones as fp32. Raises CorruptModel."""
         ...
 
     def nbytes(self, hf_name: str) -> int:
@@ -69,14 +69,14 @@ class ModelSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the files; tensors already handed out stay valid."""
+        """Close the files; tensors already returned stay valid."""
         ...
 
 
 class ModelFile:
-    """Bounded reads of one open file. `bytes_read` counts them, so tests can tell what was touched.
+    """Bounded reads of one open file. `bytes_read` counts them, for tests.
 
-    Plain reads rather than a memory map: a file that shrinks under a running node is then an error and not a SIGBUS.
+    Plain reads rather than a memory map: a file that shrinks while a node runs is then an error and not a SIGBUS.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,7 +122,7 @@ def fingerprint(
     """Hash of the canonical config, the tensor table and each tensor's first bytes; 32 hex digits.
 
     `table`: (name, shape, stored dtype, stored bytes) of each tensor; `read_start(name, n)` its first n stored bytes.
-    Files, shards, paths and tokenizer settings do not enter it: they do not change what a layer computes.
+    Files, shards, paths and tokenizer settings are left out: they do not change what a layer computes.
     """
     digest = hashlib.sha256(json.dumps(_canonical(config), sort_keys=True, default=str).encode())
     for name, shape, dtype, size in sorted(table):

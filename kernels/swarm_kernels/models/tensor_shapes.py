@@ -15,22 +15,22 @@ class _Shaped(Protocol):
 
 
 def check_shapes(config: ModelConfig, tensors: Mapping[str, _Shaped], where: str) -> None:
-    """Whether the weights are what the config promises. Raises CorruptModel naming the first that is not.
+    """Check the weights against the config. Raises CorruptModel naming the first mismatch.
 
-    Other architectures name their tensors differently and are left to whoever runs them.
+    Architectures outside the fast path have other tensor names and are checked when they are loaded.
     """
     if config.model_type not in FAST_PATH_ARCHITECTURES:
         return
-    for name, shape in _promised(config):
+    for name, shape in _expected_shapes(config):
         if name not in tensors:
             raise CorruptModel(f"{where} has no tensor '{name}'; fetch the model again")
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
-            raise CorruptModel(f"{where}: '{name}' has the shape {found}, but its config promises {list(shape)}")
+            raise CorruptModel(f"{where}: '{name}' has the shape {found}, but its config needs {list(shape)}")
 
 
-def _promised(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Lazily, for a config may claim any number of layers."""
+def _expected_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Lazily, as a damaged config may claim any number of layers."""
     yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
     yield "model.norm.weight", (c.hidden_size,)
     if not c.tie_word_embeddings:

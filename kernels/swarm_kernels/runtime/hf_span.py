@@ -1,11 +1,11 @@
-"""The general span: any decoder that transformers can run through its attention interface, on our paged attention.
+"""The general path: any decoder that transformers can run through its attention interface, on our paged attention.
 
-Owns how transformers' own forward code is made to run a slice of its layers on packed rows. Each decoder layer sits
-behind a `_LayerTap`: those before the slice pass on what they get, the one right before it hands in our hidden states, the
-last one of the slice ends the run. So everything a model does around its layers (positions, scales, caps on logits) is
-transformers' own code and need not be known here. Only code that ships with transformers runs, never a model's own.
+Owns running a slice of a model's layers on packed rows with transformers' own forward code. Each decoder layer is
+wrapped by a `_LayerTap`: taps before the slice pass their input through, the one right before it injects our hidden
+states, and the last one of the slice stops the forward. So whatever a model does around its layers (positions, scales,
+logit caps) stays transformers' code. Only code that ships with transformers runs, never a model's own.
 
-Reading the weights is `general_load`'s work.
+`hf_weights` reads the weights.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
-from swarm_kernels.runtime.span import Progress, check_part, check_tokens
+from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 
 ATTENTION = "swarm"
 """Our name in transformers' attention interface."""
 
 _IGNORED = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions",
                       "output_hidden_states", "position_embeddings", "return_dict", "logits_to_keep"})  # fmt: skip
-"""Words of the interface that say nothing our plan does not say already; any other that is set changes the result."""
+"""Arguments of the interface that AttentionMetadata implies; any other that is set would change the result."""
 
 _PROBE_ERRORS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, NotImplementedError)
-"""How a model fails that needs more than its hidden states and positions."""
+"""Raised by models that need more than hidden states and positions."""
 
 
 @dataclass(slots=True)
-class _Run:
-    """What the attention of the layers needs to know while a batch is in flight."""
+class _BatchContext:
+    """Context of the attention calls while a batch runs."""
 
-    plan: AttentionMetadata
-    cache: KVCacheManager | None  # None: note the shapes, compute nothing
+    metadata: AttentionMetadata
+    cache: KVCacheManager | None  # None while probing: record shapes, compute nothing
     first_layer: int
-    seen: list[tuple[int, int, int]] = field(default_factory=list)  # (layer of the span, key heads, head size)
+    probed: list[tuple[int, int, int]] = field(default_factory=list)  # (layer of the span, key heads, head size)
 
 
-_running: ContextVar[_Run] = ContextVar("swarm_running")
+_running: ContextVar[_BatchContext] = ContextVar("swarm_running")
 
 
 def _attention(
@@ -67,26 +67,28 @@ def _attention(
     """transformers' attention interface: `query [1, H, n, D]`, `key`, `value` `[1, G, n, D]` -> `[1, n, H, D]`."""
     unknown = [name for name, given in others.items() if name not in _IGNORED and given is not None]
     if attention_mask is not None or unknown:
-        raise UnsupportedModel(f"its attention needs {', '.join(unknown) or 'a mask of its own'}")
-    run = _running.get()
+        raise UnsupportedModel(f"its attention needs {', '.join(unknown) or 'an attention mask'}")
+    batch = _running.get()
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    wide, size = q.shape[-1], v.shape[-1]
-    if size < wide:  # smaller values than keys (multi-head latent attention): the cache holds both at one size
-        v = torch.nn.functional.pad(v, (0, wide - size))
-    layer = int(module.layer_idx) - run.first_layer  # type: ignore[arg-type]
-    if run.cache is None:
-        run.seen.append((layer, k.shape[1], wide))
-        return q[None, ..., :size], None
-    scale = wide**-0.5 if scaling is None else scaling
-    mixed = dispatch.attend(q, k, v, run.cache.k[layer], run.cache.v[layer], run.plan, scale, sliding_window, softcap)
-    return mixed[None, ..., :size], None
+    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    if value_dim < key_dim:  # smaller values than keys (multi-head latent attention): the cache holds both at one size
+        v = torch.nn.functional.pad(v, (0, key_dim - value_dim))
+    layer = int(module.layer_idx) - batch.first_layer  # type: ignore[arg-type]
+    if batch.cache is None:
+        batch.probed.append((layer, k.shape[1], key_dim))
+        return q[None, ..., :value_dim], None
+    scale = key_dim**-0.5 if scaling is None else scaling
+    attended = dispatch.attend(
+        q, k, v, batch.cache.k[layer], batch.cache.v[layer], batch.metadata, scale, sliding_window, softcap
+    )
+    return attended[None, ..., :value_dim], None
 
 
 AttentionInterface.register(ATTENTION, _attention)
 
 
 class _StopForward(Exception):
-    """Ends transformers' forward once the last layer asked for has run. Never leaves this module."""
+    """Stops transformers' forward after the last requested layer. Never leaves this module."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -95,35 +97,35 @@ class _StopForward(Exception):
 
 @dataclass(slots=True)
 class _TapState:
-    """What the gates of one model do in the run at hand."""
+    """State shared by the taps of one model during a forward."""
 
     start: int = 0
     end: int = 0
-    hidden: torch.Tensor | None = None  # handed in before layer `start`
+    hidden: torch.Tensor | None = None  # injected before layer `start`
     tuples: bool = False  # whether this model's layers return tuples
-    probe: torch.nn.Module | None = None  # a layer to run in place of layer 0, to learn `tuples`
+    probe: torch.nn.Module | None = None  # runs in place of layer 0, to find out `tuples`
 
 
 class _LayerTap(torch.nn.Module):
-    """Stands where layer `index` was; attributes the model reads from its layers are the layer's."""
+    """Replaces layer `index`; attributes that the model reads from its layers are the wrapped layer's."""
 
-    def __init__(self, layer: torch.nn.Module, index: int, route: _TapState) -> None:
+    def __init__(self, layer: torch.nn.Module, index: int, state: _TapState) -> None:
         super().__init__()
         self.layer = layer
         self.index = index
-        self.route = route
+        self.state = state
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        route = self.route
-        if route.start <= self.index < route.end:
-            output = (route.probe or self.layer)(hidden, *args, **kwargs)
-            if self.index == route.end - 1:
-                route.tuples = isinstance(output, tuple)
-                raise _StopForward(output[0] if route.tuples else output)
+        state = self.state
+        if state.start <= self.index < state.end:
+            output = (state.probe or self.layer)(hidden, *args, **kwargs)
+            if self.index == state.end - 1:
+                state.tuples = isinstance(output, tuple)
+                raise _StopForward(output[0] if state.tuples else output)
             return output
-        if self.index == route.start - 1 and route.hidden is not None:
-            hidden = route.hidden
-        return (hidden,) if route.tuples else hidden
+        if self.index == state.start - 1 and state.hidden is not None:
+            hidden = state.hidden
+        return (hidden,) if state.tuples else hidden
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -138,7 +140,7 @@ class HfSpan:
     def __init__(
         self, config: ModelConfig, layers: LayerSpan, dtype: torch.dtype, device: torch.device, model: MetaModel
     ) -> None:
-        """`model`: its weights loaded. Raises UnsupportedModel if its layers cannot run on our attention."""
+        """`model`: with loaded weights. Raises UnsupportedModel if its layers cannot run on our attention."""
         self.config = config
         self.layers = layers
         self.dtype = dtype
@@ -151,17 +153,17 @@ class HfSpan:
         self._embedding_size = int(next(model.embedding.parameters()).shape[-1])
         self.layer_bytes = max(_nbytes(model.layers[index]) for index in layers)
         self.edge_bytes = _nbytes(model.causal_lm) - sum(_nbytes(layer) for layer in model.layers)
-        self._route = _TapState()
+        self._tap_state = _TapState()
         first_layer = model.layers[layers.start]
         for index, layer in enumerate(model.layers):
-            model.layers[index] = _LayerTap(layer, index, self._route)
+            model.layers[index] = _LayerTap(layer, index, self._tap_state)
         self._kv_heads, self._head_dim = self._probe(first_layer)
 
     @classmethod
     def load(
         cls, source: ModelSource, layers: LayerSpan, dtype: torch.dtype, device: torch.device, progress: Progress
     ) -> HfSpan:
-        """see `span_loading.load_span`."""
+        """See `load.load_span`."""
         if not dtype.is_floating_point:
             raise UnsupportedModel(f"models of type {source.config.model_type} are not served in 8 or 4 bits; use bf16")
         try:
@@ -169,7 +171,7 @@ class HfSpan:
             load_weights(model, source, layers, device, progress)
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
-        return cls(_with_steady_positions(source.config), layers, dtype, device, model)
+        return cls(_limited_to_trained_context(source.config), layers, dtype, device, model)
 
     @property
     def kv_bytes_per_token_per_layer(self) -> int:
@@ -193,20 +195,20 @@ class HfSpan:
     def forward(
         self,
         hidden: torch.Tensor,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
         cache: KVCacheManager,
         start: int | None = None,
         end: int | None = None,
     ) -> torch.Tensor:
-        first, last = check_part(self.layers, start, end)
+        first, last = check_layer_range(self.layers, start, end)
         hidden = hidden.to(device=self.device, dtype=self.dtype)
-        if plan.rows == 0:
+        if metadata.rows == 0:
             part = slice(first - self.layers.start, last - self.layers.start)
-            for k_pages, v_pages in zip(cache.k[part], cache.v[part], strict=True):
-                dispatch.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+            for k_blocks, v_blocks in zip(cache.k[part], cache.v[part], strict=True):
+                dispatch.commit_tree_slots(k_blocks, v_blocks, metadata.copy_from, metadata.copy_to)
             return hidden
-        with _running_as(_Run(plan, cache, self.layers.start)):
-            return self._through(hidden, plan.positions, first, last)
+        with _running_as(_BatchContext(metadata, cache, self.layers.start)):
+            return self._forward_layers(hidden, metadata.positions, first, last)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -214,55 +216,55 @@ class HfSpan:
             raise InvalidRequest(f"layers {self.layers} do not hold the head")
         rows = hidden.shape[0]
         positions = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
-        with self._routed(self.config.num_layers, self.config.num_layers, hidden):
-            output = self._model(inputs_embeds=self._nothing(rows), position_ids=positions, use_cache=False)
+        with self._tapped(self.config.num_layers, self.config.num_layers, hidden):
+            output = self._model(inputs_embeds=self._placeholder(rows), position_ids=positions, use_cache=False)
         logits: torch.Tensor = output.logits
         return logits[0].float()
 
-    def _through(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    def _forward_layers(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """Run layers `[start, end)` by transformers' own forward."""
-        inputs = hidden[None] if start == 0 else self._nothing(hidden.shape[0])
-        with self._routed(start, end, hidden):
+        inputs = hidden[None] if start == 0 else self._placeholder(hidden.shape[0])
+        with self._tapped(start, end, hidden):
             try:
                 self._decoder(inputs_embeds=inputs, position_ids=positions[None], use_cache=False)
             except _StopForward as finished:
                 return finished.hidden[0]
         raise self._unsupported("transformers does not run its layers one after another")
 
-    def _nothing(self, rows: int) -> torch.Tensor:
-        """Stands for the embedding of rows whose hidden states are handed in later, `[1, rows, width]`."""
+    def _placeholder(self, rows: int) -> torch.Tensor:
+        """Dummy embeddings of rows whose hidden states are injected later, `[1, rows, width]`."""
         return torch.zeros(1, rows, self._embedding_size, dtype=self.dtype, device=self.device)
 
     @contextmanager
-    def _routed(self, start: int, end: int, hidden: torch.Tensor) -> Iterator[None]:
-        route = self._route
-        route.start, route.end = start, end
-        route.hidden = hidden.to(device=self.device, dtype=self.dtype)[None] if start else None
+    def _tapped(self, start: int, end: int, hidden: torch.Tensor) -> Iterator[None]:
+        state = self._tap_state
+        state.start, state.end = start, end
+        state.hidden = hidden.to(device=self.device, dtype=self.dtype)[None] if start else None
         try:
             yield
         finally:
-            route.hidden = None
+            state.hidden = None
 
     def _probe(self, first_layer: torch.nn.Module) -> tuple[int, int]:
-        """Run one row through every layer here and see how it calls attention. -> (key heads, head size)."""
-        plan = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])
-        run = _Run(plan, None, self.layers.start)
+        """Run one row through every layer of the span and record its attention calls. -> (key heads, head size)."""
+        metadata = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])
+        batch = _BatchContext(metadata, None, self.layers.start)
         row = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         position = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
-            with torch.inference_mode(), _running_as(run):
-                self._route.probe = first_layer
-                self._through(row, position, 0, 1)
-                self._route.probe = None
-                run.seen.clear()
-                self._through(row, position, self.layers.start, self.layers.end)
+            with torch.inference_mode(), _running_as(batch):
+                self._tap_state.probe = first_layer
+                self._forward_layers(row, position, 0, 1)
+                self._tap_state.probe = None
+                batch.probed.clear()
+                self._forward_layers(row, position, self.layers.start, self.layers.end)
                 if self.is_last:
                     self.logits(row)
         except _PROBE_ERRORS as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise self._unsupported(reason) from None
-        layers = [layer for layer, _, _ in run.seen]
-        shapes = {(heads, size) for _, heads, size in run.seen}
+        layers = [layer for layer, _, _ in batch.probed]
+        shapes = {(heads, size) for _, heads, size in batch.probed}
         if layers != list(range(len(self.layers))) or len(shapes) != 1:
             raise self._unsupported("not every layer attends once, with keys of the same shape")
         return shapes.pop()
@@ -271,10 +273,9 @@ class HfSpan:
         return UnsupportedModel(f"models of type {self.config.model_type} cannot be served in slices: {reason}")
 
 
-def _with_steady_positions(config: ModelConfig) -> ModelConfig:
-    """LongRoPE switches all frequencies once a sequence outgrows the trained context, which would make a row depend on
-    its batch: such a model is served up to there.
-    """
+def _limited_to_trained_context(config: ModelConfig) -> ModelConfig:
+    """LongRoPE switches all frequencies once a sequence outgrows the trained context, so a row would depend on its
+    batch: such a model is served up to the trained context only."""
     scaling = config.rope.scaling or {}
     trained = scaling.get("original_max_position_embeddings")
     if scaling.get("rope_type") != "longrope" or not isinstance(trained, int):
@@ -287,8 +288,8 @@ def _nbytes(module: torch.nn.Module) -> int:
 
 
 @contextmanager
-def _running_as(run: _Run) -> Iterator[None]:
-    token = _running.set(run)
+def _running_as(batch: _BatchContext) -> Iterator[None]:
+    token = _running.set(batch)
     try:
         yield
     finally:

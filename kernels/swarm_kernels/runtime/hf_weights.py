@@ -1,7 +1,7 @@
-"""transformers' own model on the meta device, and the weights of some of its layers put into it.
+"""A transformers model on the meta device, and loading the weights of some of its layers into it.
 
-Owns how tensors find their parameters, transformers' renamings and fusions (mixtures of experts) included. Does not
-know how the layers are run.
+Owns the mapping of tensors to parameters, transformers' renamings and fusions (mixtures of experts) included.
+`hf_span` runs the layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MetaModel:
     """A transformers model, all on the meta device until `load_weights`."""
 
     causal_lm: Any  # PreTrainedModel: hidden states -> logits
-    decoder: Any  # its part without the head
+    decoder: Any  # without the head
     layers: torch.nn.ModuleList
     embedding: torch.nn.Module
 
@@ -38,8 +38,8 @@ class MetaModel:
 def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype) -> MetaModel:
     """Build the model a config describes, without weights and with `attention` as its attention.
 
-    Raises UnsupportedModel if transformers has no such decoder, or it does more than attend to all or the last tokens.
-    """
+    Raises UnsupportedModel if transformers has no such decoder, or its layers are neither full nor sliding-window
+    attention."""
     kind = config.model_type
     try:
         hf = AutoConfig.for_model(**{**config.hf, "model_type": kind})
@@ -65,92 +65,93 @@ def _check_layer_kinds(kind: str, hf: Any) -> None:
     if others:
         raise UnsupportedModel(f"models of type {kind} have layers of kind {', '.join(others)}, which swarm cannot run")
     if getattr(hf, "use_bidirectional_attention", False) or getattr(hf, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"this model of type {kind} looks ahead; only causal decoders are served")
+        raise UnsupportedModel(f"this model of type {kind} is not causal; only causal decoders are served")
 
 
 def load_weights(
     model: MetaModel, source: ModelSource, layers: LayerSpan, device: torch.device, progress: Progress
 ) -> None:
-    """Fill the parameters of `layers`, of what surrounds all layers, and of the embedding and head where they belong.
+    """Fill the parameters of `layers`, of modules outside all layers, and of the embedding and head if the span has
+    them.
 
-    Everything else stays on the meta device and costs nothing. Raises CorruptModel, UnsupportedModel.
+    Everything else stays on the meta device and takes no memory. Raises CorruptModel, UnsupportedModel.
     """
     _fill_buffers(model.causal_lm, device)
-    filler = _WeightLoader(model.causal_lm, source, device)
-    filler.fill(_outside_names(model, layers), None)
+    loader = _WeightLoader(model.causal_lm, source, device)
+    loader.fill(_outside_names(model, layers), None)
     progress(1 / (len(layers) + 1))
     list_name = next(name for name, module in model.causal_lm.named_modules() if module is model.layers)
     for done, index in enumerate(layers, start=2):
         prefix = f"{list_name}.{index}."
-        filler.fill({name for name in filler.names if name.startswith(prefix)}, index)
+        loader.fill({name for name in loader.parameters if name.startswith(prefix)}, index)
         progress(done / (len(layers) + 1))
 
 
 def _outside_names(model: MetaModel, layers: LayerSpan) -> set[str]:
-    """What belongs to no layer, without the embedding or head that this span does not need. Tied ones are both."""
+    """Names outside all layers, less the embedding or head that this span does not need. Tied weights count as both."""
     inside = {id(p) for p in model.layers.state_dict(keep_vars=True).values()}
     embedding = {id(p) for p in model.embedding.parameters()}
     head_module = model.causal_lm.get_output_embeddings()
     head = {id(p) for p in head_module.parameters()} if head_module is not None else set()
-    wanted = (embedding if layers.start == 0 else set()) | (head if layers.end == len(model.layers) else set())
-    unwanted = (embedding | head) - wanted
+    needed = (embedding if layers.start == 0 else set()) | (head if layers.end == len(model.layers) else set())
+    excluded = inside | ((embedding | head) - needed)
     everything = model.causal_lm.state_dict(keep_vars=True)
-    return {name for name, p in everything.items() if id(p) not in inside | unwanted}
+    return {name for name, p in everything.items() if id(p) not in excluded}
 
 
 @torch.no_grad()
 def _fill_buffers(causal_lm: Any, device: torch.device) -> None:
-    """Buffers that are computed rather than stored (rotary frequencies, embedding scales), as transformers does it."""
+    """Initialize buffers that are computed, not stored (rotary frequencies, embedding scales), as transformers does."""
     for module in causal_lm.modules():
-        hollow = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.device.type == "meta"}
-        for name, buffer in hollow.items():
+        meta = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.device.type == "meta"}
+        for name, buffer in meta.items():
             module._buffers[name] = torch.zeros_like(buffer, device=device)
-        if hollow:
+        if meta:
             causal_lm._init_weights(module)
 
 
 class _WeightLoader:
-    """Puts tensors of a source into a model, under their own names or by transformers' conversions."""
+    """Copies tensors of a source into a model, by name or by transformers' conversions."""
 
     def __init__(self, causal_lm: Any, source: ModelSource, device: torch.device) -> None:
         self._model = causal_lm
         self._source = source
         self._device = device
-        self.names: dict[str, torch.Tensor] = dict(causal_lm.state_dict(keep_vars=True))
+        self.parameters: dict[str, torch.Tensor] = dict(causal_lm.state_dict(keep_vars=True))
 
-    def fill(self, wanted: Collection[str], layer: int | None) -> None:
-        """`wanted`: parameters and buffers, all of one layer or of none."""
+    def fill(self, names: Collection[str], layer: int | None) -> None:
+        """`names`: parameters and buffers, all of one layer or of none."""
         missing: list[list[str]] = []
-        for names in self._shared(wanted):
-            stored = next((name for name in names if self._source.has(name)), None)
+        for tied in self._tied(names):
+            stored = next((name for name in tied if self._source.has(name)), None)
             if stored is None:
-                if isinstance(self.names[names[0]], torch.nn.Parameter):  # buffers have their value already
-                    missing.append(names)
+                if isinstance(self.parameters[tied[0]], torch.nn.Parameter):  # buffers have their value already
+                    missing.append(tied)
                 continue
             tensor = self._source.tensor(stored)
-            hollow = self.names[names[0]]
-            if tensor.shape != hollow.shape:
+            meta = self.parameters[tied[0]]
+            if tensor.shape != meta.shape:
                 raise CorruptModel(
-                    f"tensor {stored} has shape {tuple(tensor.shape)}, its config says {tuple(hollow.shape)}"
+                    f"tensor {stored} has shape {tuple(tensor.shape)}, its config needs {tuple(meta.shape)}"
                 )
-            tensor = tensor.to(device=self._device, dtype=hollow.dtype)
-            for name in names:
+            tensor = tensor.to(device=self._device, dtype=meta.dtype)
+            for name in tied:
                 self._assign(name, tensor)
         if missing:
             self._convert(layer)
             self._check_filled(missing)
 
-    def _shared(self, wanted: Collection[str]) -> Iterable[list[str]]:
-        """Names grouped by the tensor they stand for: tied weights have several."""
+    def _tied(self, names: Collection[str]) -> Iterable[list[str]]:
+        """Names grouped by parameter: tied weights have several."""
         groups: dict[int, list[str]] = {}
-        for name in sorted(wanted):
-            groups.setdefault(id(self.names[name]), []).append(name)
+        for name in sorted(names):
+            groups.setdefault(id(self.parameters[name]), []).append(name)
         return groups.values()
 
     def _assign(self, name: str, tensor: torch.Tensor) -> None:
         path, _, leaf = name.rpartition(".")
         module = self._model.get_submodule(path)
-        if isinstance(self.names[name], torch.nn.Parameter):
+        if isinstance(self.parameters[name], torch.nn.Parameter):
             module._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
         else:
             module._buffers[leaf] = tensor
@@ -163,13 +164,13 @@ class _WeightLoader:
             from transformers.modeling_utils import LoadStateDictConfig
         except ImportError:
             raise UnsupportedModel("this version of transformers cannot convert the model's weights") from None
-        left = [name for name in self._source.names() if name not in self.names and _layer_of(name) == layer]
-        shown = transformers_logging.is_progress_bar_enabled()
+        unmatched = [name for name in self._source.names() if name not in self.parameters and _layer_of(name) == layer]
+        bar_enabled = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()
         try:
             convert_and_load_state_dict_in_model(
                 self._model,
-                {name: _Unread(self._source, name) for name in left},
+                {name: _LazyTensor(self._source, name) for name in unmatched},
                 LoadStateDictConfig(
                     weight_mapping=get_model_conversion_mapping(self._model),
                     device_map={"": self._device},
@@ -177,7 +178,7 @@ class _WeightLoader:
                 ),
             )
         finally:
-            if shown:
+            if bar_enabled:
                 transformers_logging.enable_progress_bar()
 
     def _check_filled(self, missing: Iterable[list[str]]) -> None:
@@ -190,7 +191,7 @@ class _WeightLoader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unread:
+class _LazyTensor:
     """A tensor that is read when transformers first slices it."""
 
     source: ModelSource

@@ -1,6 +1,6 @@
 """Hidden states as bytes: `[rows, hidden]`, row-major, little-endian, in the session's dtype, nothing else.
 
-Owns that layout and the check of its length. Knows neither frames nor sessions.
+Owns that layout and the check of its length; frames and sessions belong to others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ def wire_bytes(rows: int, hidden_size: int, dtype: torch.dtype) -> int:
 
 
 def to_wire(hidden: torch.Tensor, dtype: torch.dtype) -> memoryview:
-    """`hidden [n, hidden]` of any float dtype and device -> its bytes in `dtype`. Copies only what must be converted.
+    """`hidden [n, hidden]` of any float dtype and device -> its bytes in `dtype`. Copies only if a conversion is
+    needed.
 
-    The bytes share memory with `hidden` when nothing had to be converted: write them before it changes.
+    Without a conversion the bytes share memory with `hidden`: send them before it changes.
     """
     flat = to_host(hidden.detach(), dtype).contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
@@ -30,7 +31,7 @@ def from_wire(body: bytes | bytearray | memoryview, rows: int, hidden_size: int,
     view = memoryview(body)
     expected = wire_bytes(rows, hidden_size, dtype)
     if view.nbytes != expected:
-        raise ProtocolError(f"a body of {rows} hidden states takes {expected} bytes, {view.nbytes} came")
+        raise ProtocolError(f"a body of {rows} hidden states takes {expected} bytes, {view.nbytes} arrived")
     if rows == 0:
         return torch.empty(0, hidden_size, dtype=dtype)
     if view.readonly:

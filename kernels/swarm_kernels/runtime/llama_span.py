@@ -1,6 +1,6 @@
-"""The lean span: Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) on this package's own kernels.
+"""The fast path: Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) on this package's own kernels.
 
-Owns which tensors such a layer is made of. Knows no file format; the arithmetic is in `ops`.
+Owns which tensors make up such a layer. The arithmetic is in `ops`, file formats in `models`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int8_linear
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.runtime.rope import RopeTable
-from swarm_kernels.runtime.span import Progress, check_part, check_tokens
+from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -42,9 +42,7 @@ class LlamaSpan:
     weight_dtype: torch.dtype
     device: torch.device
     weights: list[dispatch.LayerWeights]
-    embedding: (
-        dispatch.Linear | None
-    )  # its rows are the tokens' [hidden]; where both are here and tied, the head itself
+    embedding: dispatch.Linear | None  # [vocab, hidden]; the head itself where both are held and tied
     final_norm: torch.Tensor | None  # [hidden]
     head: dispatch.Linear | None  # hidden -> vocab
     rope: RopeTable
@@ -59,11 +57,13 @@ class LlamaSpan:
         progress: Progress,
         like: LlamaSpan | None = None,
     ) -> LlamaSpan:
-        """see `span_loading.load_span`."""
+        """See `load.load_span`."""
         config = source.config
-        whole = not dtype.is_floating_point
-        stored = torch.float32 if whole else dtype
-        edge_pack = dispatch.quantize_linear if whole else dispatch.pack_linear  # 8 bits: rounding the head costs most
+        quantized = not dtype.is_floating_point
+        stored = torch.float32 if quantized else dtype
+        edge_pack = (
+            dispatch.quantize_linear if quantized else dispatch.pack_linear
+        )  # 8 bits even for int4: rounding of the head costs the most quality
         pack = partial(dispatch.quantize_linear, bits=4) if dtype == INT4 else edge_pack
         reader = _Reader(source, stored, device)
         is_first, is_last = layers.start == 0, layers.end == config.num_layers
@@ -71,20 +71,20 @@ class LlamaSpan:
         embedding = norm = head = None
         weights: list[dispatch.LayerWeights] = []
         shared = {} if like is None else dict(zip(like.layers, like.weights, strict=True))
-        same_ends = like is not None and (like.is_first, like.is_last) == (is_first, is_last)
+        same_edges = like is not None and (like.is_first, like.is_last) == (is_first, is_last)
         try:
-            if like is not None and same_ends:
+            if like is not None and same_edges:
                 embedding, norm, head = like.embedding, like.final_norm, like.head
             elif is_first:
-                both = is_last and _tied(source)
-                plain = int8_linear.quantize_linear if whole else plain_linear
-                held = edge_pack if both else plain
-                embedding = held(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
-                head = embedding if both else None
+                shared_head = is_last and _tied(source)
+                lookup_pack = int8_linear.quantize_linear if quantized else plain_linear
+                pack_embedding = edge_pack if shared_head else lookup_pack
+                embedding = pack_embedding(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
+                head = embedding if shared_head else None
             for layer in layers:
                 weights.append(shared.get(layer) or _load_layer(reader, config, layer, pack))
                 progress((len(weights) + is_first) / steps)
-            if is_last and not same_ends:
+            if is_last and not same_edges:
                 norm = reader.vector(FINAL_NORM, config.hidden_size)
                 name = EMBEDDING if _tied(source) else HEAD
                 head = head or edge_pack(reader.matrix(name, config.vocab_size, config.hidden_size))
@@ -137,31 +137,31 @@ class LlamaSpan:
     def forward(
         self,
         hidden: torch.Tensor,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
         cache: KVCacheManager,
         start: int | None = None,
         end: int | None = None,
     ) -> torch.Tensor:
-        first, last = check_part(self.layers, start, end)
+        first, last = check_layer_range(self.layers, start, end)
         part = slice(first - self.layers.start, last - self.layers.start)
         hidden = to_device(hidden, self.device, activation_dtype(self.dtype, self.device))
-        if not plan.rows:
-            for k_pages, v_pages in zip(cache.k[part], cache.v[part], strict=True):
-                dispatch.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
+        if not metadata.rows:
+            for k_blocks, v_blocks in zip(cache.k[part], cache.v[part], strict=True):
+                dispatch.commit_tree_slots(k_blocks, v_blocks, metadata.copy_from, metadata.copy_to)
             return hidden
-        cos, sin = self.rope.at(plan.positions, cache.top_position)
+        cos, sin = self.rope.at(metadata.positions, cache.top_position)
         caches = list(zip(cache.k[part], cache.v[part], strict=True))
-        return dispatch.decoder_layers(hidden, self.weights[part], cos, sin, caches, plan)
+        return dispatch.decoder_layers(hidden, self.weights[part], cos, sin, caches, metadata)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.final_hidden(hidden)
-        assert self.head is not None  # whoever has the norm has the head
+        assert self.head is not None  # `final_hidden` has checked it
         return self.head(normed).float()
 
     @torch.inference_mode()
     def final_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[m, hidden]` as the last layer left them -> as the head sees them. Raises InvalidRequest."""
+        """`[m, hidden]` after the last layer -> after the final norm, the input of the head. Raises InvalidRequest."""
         if self.head is None or self.final_norm is None:
             raise InvalidRequest(f"layers {self.layers} do not hold the head")
         hidden = to_device(hidden, self.device, activation_dtype(self.dtype, self.device))
@@ -185,7 +185,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, layer: int, pack: Pack) ->
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, dim = config.hidden_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    wide = config.intermediate_size
+    intermediate = config.intermediate_size
 
     def linear(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> dispatch.Linear:
         return pack(*reader.stacked(names, rows, columns, bias))
@@ -195,8 +195,10 @@ def _load_layer(reader: _Reader, config: ModelConfig, layer: int, pack: Pack) ->
         qkv=linear([f"{attention}.{name}_proj.weight" for name in "qkv"], (q, kv, kv), hidden, config.qkv_bias),
         o=linear([f"{attention}.o_proj.weight"], (hidden,), q, config.o_bias),
         mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=linear([f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (wide, wide), hidden, config.mlp_bias),
-        down=linear([f"{mlp}.down_proj.weight"], (hidden,), wide, config.mlp_bias),
+        gate_up=linear(
+            [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (intermediate, intermediate), hidden, config.mlp_bias
+        ),
+        down=linear([f"{mlp}.down_proj.weight"], (hidden,), intermediate, config.mlp_bias),
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=dim,
@@ -209,7 +211,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, layer: int, pack: Pack) ->
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Checked reads of one model in the dtype and on the device of a span."""
+    """Shape-checked reads of one model, in the dtype and on the device of a span."""
 
     source: ModelSource
     dtype: torch.dtype
@@ -219,7 +221,7 @@ class _Reader:
         return self._read(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        """Norm weights, kept in fp32: they are small, and the kernels compute norms in fp32."""
+        """Norm weights, in fp32: they are small, and the kernels compute norms in fp32."""
         return self._read(name, (size,)).to(device=self.device, dtype=torch.float32)
 
     def stacked(
@@ -238,7 +240,7 @@ class _Reader:
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.source.tensor(name)
         if tuple(tensor.shape) != shape:
-            raise CorruptModel(f"tensor {name} has shape {tuple(tensor.shape)}, its config says {shape}")
+            raise CorruptModel(f"tensor {name} has shape {tuple(tensor.shape)}, its config needs {shape}")
         return tensor
 
 

@@ -1,6 +1,6 @@
-"""Makes the span of a model: the lean one where it covers the model exactly, transformers' own layers elsewhere.
+"""Loads a span of a model: a `LlamaSpan` where it covers the model exactly, else an `HfSpan` on transformers' layers.
 
-Owns that choice. Knows neither how layers compute nor what a span is used for.
+Owns that choice only.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def load_span(
 ) -> Span:
     """Read the tensors of `layers` (and the embedding, norm and head where the span has an end of the model).
 
-    `dtype`: of the weights, one of `device.DTYPES`; int8 and int4 for lean spans only. Layer by layer, each read,
-    converted and packed before the next, so memory never holds the weights twice. What `like`, a span of the same
-    model, dtype and device, holds already is shared with it where spans allow that (lean ones do). Raises
+    `dtype`: of the weights, one of `device.DTYPES`; int8 and int4 for `LlamaSpan` only. Each layer is read,
+    converted and packed before the next, so memory never holds the weights twice. `like`: a span of the same model,
+    dtype and device, whose weights are reused for layers that both hold (`LlamaSpan` only). Raises
     CorruptModel, UnsupportedModel, OutOfMemory, UsageError.
     """
     if layers.end > source.config.num_layers:
-        raise UsageError(f"layers {layers} are asked for, but the model has {source.config.num_layers}")
-    report = progress or (lambda share: None)
+        raise UsageError(f"layers {layers} were requested, but the model has {source.config.num_layers}")
+    report = progress or (lambda fraction: None)
     if source.config.has_fast_path:
         shared = like if isinstance(like, LlamaSpan) else None
         span: Span = LlamaSpan.load(source, layers, dtype, torch.device(device), report, shared)
@@ -40,5 +40,5 @@ def load_span(
         from swarm_kernels.runtime.hf_span import HfSpan  # imports transformers, which takes seconds
 
         span = HfSpan.load(source, layers, dtype, torch.device(device), report)
-    release_free_memory()  # what reading and packing took: up to half of a span's size
+    release_free_memory()  # reading and packing leave up to half of a span's size behind
     return span

@@ -1,7 +1,8 @@
-"""Rotary embeddings: inverse frequencies with every scaling the lean models use, and tables of their cosines and sines.
+"""Rotary embeddings: inverse frequencies with every scaling that fast-path models use, and tables of their cosines and
+sines.
 
-Owns the numbers of `transformers.modeling_rope_utils` (whose names and defaults it keeps), so a span agrees with
-transformers to the bit in fp32. Knows neither layers nor caches.
+Owns the arithmetic of `transformers.modeling_rope_utils` (same names and defaults), so that a span agrees with
+transformers to the bit in fp32.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 from swarm.errors import CorruptModel, UnsupportedModel
 from swarm_kernels.models.config import RopeConfig
 
-_FIRST_ROWS = 2048
+_INITIAL_ROWS = 2048
 
 
 class RopeTable:
     """Cosines and sines `[positions, rot]` in fp32 (Hugging Face's convention: both halves); it grows on demand."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_length: int, device: torch.device) -> None:
-        """Raises UnsupportedModel for a scaling nobody here knows, CorruptModel for one with words missing."""
+        """Raises UnsupportedModel for an unknown scaling, CorruptModel for one with missing values."""
         self._rope = rope
         self._dim = rope.dim or head_dim
         self._context = context_length
@@ -41,7 +42,7 @@ class RopeTable:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def _grow(self, rows: int) -> None:
-        rows = max(rows, 2 * self._rows, min(_FIRST_ROWS, self._context))
+        rows = max(rows, 2 * self._rows, min(_INITIAL_ROWS, self._context))
         positions = torch.arange(rows)
         angles = positions[:, None].float() * self._inv_freq
         if _kind(self._rope.scaling) == "dynamic" and rows > self._context:
@@ -54,11 +55,11 @@ class RopeTable:
     def _dynamic_angles(self, positions: torch.Tensor) -> torch.Tensor:
         """Beyond the context, NTK's base grows with the sequence; a row takes the length that ends with itself.
 
-        transformers takes the longest row of the batch instead, so its keys depend on how a prompt is cut; ours do not.
+        transformers takes the longest row of the batch instead, so its keys depend on prefill chunking; these do not.
         """
         scaling = self._rope.scaling or {}
-        stretch = scaling["factor"] * (positions.double() + 1) / self._context - (scaling["factor"] - 1)
-        bases = self._rope.theta * stretch ** (self._dim / (self._dim - 2))
+        ratio = scaling["factor"] * (positions.double() + 1) / self._context - (scaling["factor"] - 1)
+        bases = self._rope.theta * ratio ** (self._dim / (self._dim - 2))
         exponents = torch.arange(0, self._dim, 2, dtype=torch.int64).float() / self._dim
         angles: torch.Tensor = positions[:, None].float() * (1.0 / bases.float()[:, None] ** exponents)
         return angles

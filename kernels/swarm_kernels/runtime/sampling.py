@@ -1,12 +1,13 @@
-"""Drawing the next token. The tail calls it on the target's own logits; drafts are only matched against its answer.
+"""Sampling of the next token. The tail samples from the target's logits; draft tokens are only compared with the
+result.
 
-Owns the generator, the order of the filters and their ties. A draw depends on the logits, the sampling values, the
-position and the history, and on nothing else: not on batching, chain, machine or earlier draws. So speculation changes
-the speed and never the text (design section 4).
+Owns the random numbers, the order of the filters and how they break ties. A sample depends on the logits, the sampling
+parameters, the position and the history, and on nothing else: not on batching, chain, machine or earlier samples. So
+speculative decoding changes the speed and never the text.
 
 Filters come in transformers' order: repetition penalty, temperature, top-k, top-p. The kept tokens stay in the order of
-their ids when the cumulative distribution is inverted, so that rounding moves a border by its own size instead of
-swapping two neighbours.
+their ids when the cumulative distribution is inverted, so that a rounding error moves a boundary by its own size
+instead of swapping two neighbors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _BLOCK = 256
 
 
 def validate_sampling(sampling: Sampling) -> Sampling:
-    """`sampling` itself if every value is in range, else InvalidRequest with one sentence."""
+    """`sampling` itself if every value is in range. Raises InvalidRequest."""
     _check_range("temperature", sampling.temperature, 0.0, 100.0)
     _check_range("top_p", sampling.top_p, 0.0, 1.0)
     if sampling.top_p == 0:
@@ -55,7 +56,7 @@ def _check_whole(name: str, value: int, high: int) -> None:
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, position: int, history: History = ()) -> int:
-    """The token at `position`, drawn from `logits [vocab]` fp32. Greedy takes the lowest id of the largest logit.
+    """The token at `position`, sampled from `logits [vocab]` fp32. Greedy takes the lowest id of the largest logit.
 
     Raises ModelError if the logits are not finite, InvalidRequest if `history` holds ids outside the vocabulary.
     """
@@ -76,12 +77,12 @@ def sample_rows(
 
 def _sample(scores: _Scores, sampling: Sampling, position: int, history: History) -> int:
     if sampling.repetition_penalty != 1 and len(history):
-        scores = _penalised(scores, sampling.repetition_penalty, history)
+        scores = _penalized(scores, sampling.repetition_penalty, history)
     best = int(scores.argmax())  # the first NaN, if there is one
     _check_finite(scores[best])
     if sampling.temperature == 0 or sampling.top_k == 1:
         return best
-    return _draw(scores, sampling, uniform(sampling.seed, position), scores[best])
+    return _sample_filtered(scores, sampling, uniform(sampling.seed, position), scores[best])
 
 
 def _check_finite(values: _Scores | np.float32) -> None:
@@ -89,7 +90,7 @@ def _check_finite(values: _Scores | np.float32) -> None:
         raise ModelError("the model's output is not finite; its weights or a node of the chain are damaged")
 
 
-def _penalised(scores: _Scores, penalty: float, history: History) -> _Scores:
+def _penalized(scores: _Scores, penalty: float, history: History) -> _Scores:
     seen = history if isinstance(history, np.ndarray) else np.fromiter(history, np.int64, len(history))
     if seen.min() < 0 or seen.max() >= len(scores):
         raise InvalidRequest(f"a token of the history is outside the vocabulary of {len(scores)}")
@@ -99,12 +100,12 @@ def _penalised(scores: _Scores, penalty: float, history: History) -> _Scores:
     return scores
 
 
-def _draw(scores: _Scores, sampling: Sampling, point: float, best: np.float32) -> int:
+def _sample_filtered(scores: _Scores, sampling: Sampling, point: float, best: np.float32) -> int:
     """Invert the cumulative distribution of the filtered tokens at `point` in [0, 1)."""
     kept: npt.NDArray[np.int64] | None = None  # ids, ascending; None: all
     if 0 < sampling.top_k < len(scores):
-        border = np.partition(scores, -sampling.top_k)[-sampling.top_k]
-        kept = np.flatnonzero(scores >= border)  # ties at the border stay, as in transformers
+        threshold = np.partition(scores, -sampling.top_k)[-sampling.top_k]
+        kept = np.flatnonzero(scores >= threshold)  # ties at the threshold are kept, as in transformers
         scores = scores[kept]
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature: exp(-inf) is the right 0
         weights = np.exp((scores - best) / np.float32(max(sampling.temperature, 1e-30)))
@@ -117,7 +118,8 @@ def _draw(scores: _Scores, sampling: Sampling, point: float, best: np.float32) -
 
 
 def _nucleus(weights: _Scores, top_p: float) -> npt.NDArray[np.int64]:
-    """Ids, ascending, of the fewest likeliest tokens that hold `top_p` of the mass; of equals the lower ids."""
+    """Ids, ascending, of the smallest set of likeliest tokens with mass `top_p`; of equally likely ones the lower
+    ids."""
     goal = top_p * float(weights.sum(dtype=np.float64))
     for floor in (0.1, 1e-3, 1e-5, -1.0):  # times the largest weight, 1: sorting a whole vocabulary is slow
         heavy = np.flatnonzero(weights > floor)
@@ -130,7 +132,7 @@ def _nucleus(weights: _Scores, top_p: float) -> npt.NDArray[np.int64]:
 
 
 def _invert(weights: _Scores, point: float) -> int:
-    """The first index whose cumulative weight exceeds `point` of the total. In blocks: one long sum is slow."""
+    """The first index whose cumulative weight exceeds `point` of the total. By blocks: one long sum is slow."""
     whole = len(weights) // _BLOCK * _BLOCK
     blocks = weights[:whole].reshape(-1, _BLOCK).sum(axis=1, dtype=np.float64)
     ends = np.cumsum(np.append(blocks, weights[whole:].sum(dtype=np.float64)))
@@ -141,11 +143,11 @@ def _invert(weights: _Scores, point: float) -> int:
     index = int(np.searchsorted(np.cumsum(part, dtype=np.float64), target - before, side="right"))
     if index < len(part):
         return block * _BLOCK + index
-    return int(np.flatnonzero(weights[: block * _BLOCK + len(part)])[-1])  # rounding took us over the edge
+    return int(np.flatnonzero(weights[: block * _BLOCK + len(part)])[-1])  # rounding error went past the last one
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on nothing but its arguments.
+    """A number in [0, 1) with 53 random bits, a pure function of its arguments.
 
     Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with key `seed` and counter
     `position`.

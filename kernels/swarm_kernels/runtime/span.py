@@ -1,6 +1,6 @@
 """A contiguous slice of a decoder, run on packed rows of many sessions.
 
-Owns the `Span` protocol, which covers every model. `span_loading` makes one; `lean` and `general` are its kinds.
+Owns the `Span` protocol, which covers every model. `load` makes one: a `LlamaSpan` or an `HfSpan`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.models.config import ModelConfig
 
 Progress = Callable[[float], None]
-"""Called with the share of the weights loaded so far, 0 to 1."""
+"""Called with the fraction of the weights loaded so far, 0 to 1."""
 
 
 class Span(Protocol):
@@ -31,7 +31,7 @@ class Span(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys, values and the wire."""
+        """Of keys, values and hidden states on the wire."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Span(Protocol):
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of weights one layer holds, the largest of the span's."""
+        """Bytes of weights one layer holds, the maximum over the span."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Span(Protocol):
         ...
 
     def new_cache(self, max_tokens: int) -> KVCacheManager:
-        """A cache for all layers of this span, `max_tokens` tokens in all sessions together. Raises OutOfMemory."""
+        """A KV cache for all layers of this span, `max_tokens` tokens over all sessions. Raises OutOfMemory."""
         ...
 
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -67,29 +67,29 @@ class Span(Protocol):
     def forward(
         self,
         hidden: torch.Tensor,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
         cache: KVCacheManager,
         start: int | None = None,
         end: int | None = None,
     ) -> torch.Tensor:
         """Run `hidden [n, hidden]` through layers `[start, end)` of the model, the whole span by default.
 
-        Writes keys and values where `plan` says. Any float dtype in; out comes the dtype of the activations. Raises
-        InvalidRequest for layers that are not here.
+        Writes keys and values to the slots of `metadata`. Takes any float dtype and returns that of the activations.
+        Raises InvalidRequest for layers outside this span.
         """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[m, hidden]` as the last layer left them -> fp32 `[m, vocab]` (last span only): final norm, then head."""
+        """`[m, hidden]` after the last layer -> fp32 `[m, vocab]` (last span only): final norm, then head."""
         ...
 
 
-def check_part(layers: LayerSpan, start: int | None, end: int | None) -> tuple[int, int]:
-    """The part `[start, end)` of a span, None meaning its own end. Raises InvalidRequest."""
+def check_layer_range(layers: LayerSpan, start: int | None, end: int | None) -> tuple[int, int]:
+    """The layers `[start, end)` within a span; None means the span's own bound. Raises InvalidRequest."""
     first = layers.start if start is None else start
     last = layers.end if end is None else end
     if not layers.start <= first < last <= layers.end:
-        raise InvalidRequest(f"layers {first}:{last} are asked for, this span holds {layers}")
+        raise InvalidRequest(f"layers {first}:{last} were requested, this span holds {layers}")
     return first, last
 
 

@@ -1,4 +1,4 @@
-"""A model's Jinja chat template, run in a sandbox, with the words transformers gives its templates."""
+"""A model's Jinja chat template, run in a sandbox, with the globals that transformers gives to templates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from swarm.errors import CorruptModel, InvalidRequest
 
 
 class ChatTemplate:
-    """Renders messages into one prompt text. A template can loop, but reach neither files nor Python's internals."""
+    """Renders messages into one prompt text. A template can loop, but cannot reach files or Python's internals."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """`special`: `bos_token` and the like, which templates write. Raises CorruptModel."""
+        """`special`: `bos_token` and the like, which templates use. Raises CorruptModel."""
         self._special = dict(special)
         try:
             self._template: Template = _environment().from_string(source)
@@ -29,7 +29,7 @@ class ChatTemplate:
             raise CorruptModel(f"the model's chat template cannot be parsed: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """Raises InvalidRequest when a message is malformed or the template refuses the conversation."""
+        """Raises InvalidRequest when a message is malformed or the template rejects the conversation."""
         _check(messages)
         try:
             return self._template.render(
@@ -62,7 +62,7 @@ def _check(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` blocks mark the assistant's part for training; here they are only passed through."""
+    """`{% generation %}` blocks mark the assistant's part for training; here they are rendered as they are."""
 
     tags = {"generation"}
 
@@ -76,32 +76,32 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    words: dict[str, Callable[..., Any]] = {
+    functions: dict[str, Callable[..., Any]] = {
         "raise_exception": _raise,
         "strftime_now": _now,
-        "dict": _make_dict,  # a function, so that a template cannot reach the type behind it
+        "dict": _make_dict,  # a function, so that a template cannot reach the type
         "namespace": _PlainNamespace,
     }
-    environment.globals.update(words)
+    environment.globals.update(functions)
     return environment
 
 
 class _PlainNamespace(Namespace):
-    """Jinja's namespace without underscored names, by which a template could replace its internals."""
+    """Jinja's namespace without underscored names, which could replace its internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`, so that a template may call one of its values that
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self` parameter: a template may name a value `self`
         self, *values = args
         attributes = dict(*values, **kwargs)
         for name in attributes:
-            _refuse_underscore(name)
+            _reject_underscore(name)
         Namespace.__init__(self, attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_underscore(name)
+        _reject_underscore(name)
         super().__setitem__(name, value)
 
 
-def _refuse_underscore(name: object) -> None:
+def _reject_underscore(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a template may not set '{name}'")
 

@@ -1,7 +1,7 @@
 """The tokenizer inside a GGUF file, rebuilt with the `tokenizers` library.
 
-Owns llama.cpp's `tokenizer.ggml.*` keys and what its pre-tokenizer names stand for (`llama-vocab.cpp`). Where
-transformers' GGUF reader and the original tokenizer differ we follow the original: `smollm` cuts digits off first,
+Owns llama.cpp's `tokenizer.ggml.*` keys and its pre-tokenizer names (`llama-vocab.cpp`). Where
+transformers' GGUF reader and the original tokenizer differ, the original is followed: `smollm` splits digits first,
 so that "\\n\\n1." becomes the tokens the model was trained on.
 """
 
@@ -32,13 +32,13 @@ _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclass(frozen=True, slots=True)
 class _Pre:
-    """How text is cut before merging: single digits first, then by `split`, or by GPT-2's expression without one."""
+    """How text is split before merging: single digits first, then by `split`, or by GPT-2's expression if None."""
 
     digits: bool = False
     split: str | None = None
     nfc: bool = False
-    ignore_merges: bool = False  # a word that is a token stays whole, whatever the merges say
-    add_bos: bool = False  # when the file does not say
+    ignore_merges: bool = False  # a word that is a token is not split by merges
+    add_bos: bool = False  # if the file has no such key
 
 
 _GPT2 = _Pre()
@@ -93,7 +93,7 @@ def _named_tokens(header: GgufHeader, tokens: Sequence[str], where: str) -> dict
 
 
 def _byte_level(header: GgufHeader, tokens: list[str], kinds: Sequence[float], where: str) -> tuple[Tokenizer, bool]:
-    """GPT-2's byte-level BPE with the pre-tokenizer the file names."""
+    """GPT-2's byte-level BPE with the pre-tokenizer of the file."""
     name = header.text("tokenizer.ggml.pre")
     if name not in _PRE_TOKENIZERS:
         raise UnsupportedModel(
@@ -142,14 +142,14 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], where: str) -> Tokeniz
 
 
 def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to cut a token into two tokens, best score first, as transformers' `generate_merges`."""
+    """Every split of a token into two tokens, best score first, as transformers' `generate_merges`."""
     ids = {token: i for i, token in enumerate(tokens)}
     score_of = dict(zip(tokens, scores, strict=True))
     ranked = []
     for token, score in score_of.items():
-        cuts = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ids and token[i:] in ids]
-        cuts.sort(key=lambda cut: (ids[cut[0]], ids[cut[1]]))
-        ranked += [(score, len(left), len(right), left, right) for left, right in cuts]
+        splits = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ids and token[i:] in ids]
+        splits.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        ranked += [(score, len(left), len(right), left, right) for left, right in splits]
     ranked.sort(key=lambda entry: entry[:3], reverse=True)
     return [(left, right) for *_, left, right in ranked]
 

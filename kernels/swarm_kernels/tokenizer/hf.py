@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
 
-`tokenizer.json` says all there is about ids, what is put around a text included; as in transformers 5, the flags
-`add_bos_token` and `add_eos_token` beside it are not looked at.
+`tokenizer.json` defines all ids, those added around a text included; as in transformers 5, the flags `add_bos_token`
+and `add_eos_token` beside it are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
         raise ModelNotFound(f"{folder} has no tokenizer.json")
     with MalformedTokenizer(str(file)):
         tokenizer = Tokenizer.from_str(_read_text(file))
-    tokenizer.no_truncation()  # baked into some files, and never wanted here
+    tokenizer.no_truncation()  # set in some files, and never used here
     tokenizer.no_padding()
     settings = read_json(folder / "tokenizer_config.json", required=False)
     special = _named_tokens(settings)
@@ -41,7 +41,7 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Each is a text, or an object whose `content` is the text."""
+    """Each is a string, or an object whose `content` is the string."""
     named = {}
     for key in _NAMED:
         value = settings.get(key)

@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, whichever files it was read from; `hf_tokenizer` and `gguf_tokenizer` make it."""
+"""The parts of a tokenizer, independent of the file format; `tokenizer.hf` and `tokenizer.gguf` read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.errors import CorruptModel
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """`special`: the named tokens a chat template may write (`bos_token`, `eos_token`, ...)."""
+    """`special`: the named tokens a chat template may use (`bos_token`, `eos_token`, ...)."""
 
     tokenizer: Tokenizer
     chat_template: str | None = None
@@ -22,22 +22,22 @@ class TokenizerParts:
 
 
 def wrap_with(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make `encode` put `bos` before a text and `eos` behind it; None leaves it out."""
+    """Make `encode` add `bos` before a text and `eos` after it, unless None."""
     single = " ".join(([f"{bos}:0"] if bos else []) + ["$A:0"] + ([f"{eos}:0"] if eos else []))
     named = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token]
     tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=named)
 
 
 def add_tokens(tokenizer: Tokenizer, control: list[str], user_defined: list[str]) -> None:
-    """Match these whole wherever they stand in a text; only control tokens are left out when decoding."""
+    """Match these as single tokens anywhere in a text; only control tokens are skipped when decoding."""
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control])
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in user_defined])
 
 
-class MalformedTokenizer:  # reads as a statement: `with malformed(file):`
+class MalformedTokenizer:  # used as `with MalformedTokenizer(file):`
     """Turns the errors of the `tokenizers` library into CorruptModel.
 
-    The library raises plain `Exception`, so exactly that class is taken and none of its subclasses.
+    The library raises plain `Exception`, so exactly that class is caught and none of its subclasses.
     """
 
     def __init__(self, what: str) -> None:

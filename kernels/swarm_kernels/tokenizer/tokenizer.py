@@ -1,7 +1,7 @@
 """Text to token ids and back, chat messages to a prompt.
 
-Owns ChatTokenizer and streaming detokenisation. Uses the `tokenizers` library alone: importing transformers takes
-seconds, and a node or a client must start at once. Knows no model and no peers.
+Owns ChatTokenizer and streaming detokenization. Uses only the `tokenizers` library: importing transformers takes
+seconds, and a node or a client must start quickly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarm_kernels.tokenizer.hf import read_hf_tokenizer
 from swarm_kernels.tokenizer.parts import TokenizerParts
 
 _REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
-_MAX_HELD = 16
+_MAX_PENDING = 16  # tokens of an incomplete character, before its bytes are emitted as U+FFFD
 
 
 def load_tokenizer(source: ModelSource) -> ChatTokenizer:
@@ -34,11 +34,11 @@ class ChatTokenizer:
     """Encodes, decodes and applies the chat template as transformers does with the same files.
 
     Text that looks like a special token ("<|im_end|>") becomes that token, in user messages too, as with transformers'
-    defaults: whoever puts strangers' words into a prompt must strip such text first.
+    defaults: a caller that puts untrusted text into a prompt must strip such tokens first.
     """
 
     def __init__(self, parts: TokenizerParts, eos_token_ids: Iterable[int] = ()) -> None:
-        """`eos_token_ids`: further ids that end an answer. Raises CorruptModel when the chat template is broken."""
+        """`eos_token_ids`: further ids that end a generation. Raises CorruptModel when the chat template is broken."""
         self._tokenizer = parts.tokenizer
         self._template = ChatTemplate(parts.chat_template, parts.special) if parts.chat_template else None
         self.eos_token_ids: tuple[int, ...] = tuple(sorted({*eos_token_ids, *parts.eos_token_ids}))
@@ -56,7 +56,8 @@ class ChatTokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens`: with the beginning-of-text token, for models that want one. Raises InvalidRequest."""
+        """`add_special_tokens`: with the beginning-of-sequence token, for models that have one. Raises
+        InvalidRequest."""
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):  # lone surrogates
@@ -64,7 +65,7 @@ class ChatTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Raises InvalidRequest for ids that are no token's."""
+        """Raises InvalidRequest for ids outside the vocabulary."""
         try:
             text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError):
@@ -88,49 +89,49 @@ class ChatTokenizer:
 
 
 class StreamDecoder:
-    """Turns tokens into text as they come. All pushes and `finish` joined are `decode` of all the tokens.
+    """Streaming detokenizer. All pushes and `finish` joined equal `decode` of all the tokens.
 
-    A token may end inside a character, and a token's text may depend on the one before it; so the last tokens shown are
-    decoded again with the new one, and nothing is given out while the text ends in an incomplete character.
+    A token may end inside a character, and a token's text may depend on the one before it; so the last tokens
+    emitted are decoded again with the new one, and nothing is emitted while the text ends in an incomplete character.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._shown: list[int] = []  # tokens given out last: the context of the next
-        self._held: list[int] = []
+        self._emitted: list[int] = []  # the last tokens emitted: context of the next
+        self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that is certain now; often one word, "" while a character is incomplete."""
+        """The text that is complete now; often one word, "" while a character is incomplete."""
         if token in self._skip:
             return ""
-        self._held.append(token)
+        self._pending.append(token)
         text = self._new_text()
         if not text.endswith(_REPLACEMENT):
-            return self._give_out(len(self._held), text)
-        return self._shed() if len(self._held) > _MAX_HELD else ""
+            return self._emit(len(self._pending), text)
+        return self._emit_invalid() if len(self._pending) > _MAX_PENDING else ""
 
     def finish(self) -> str:
-        """What was held back: an incomplete character at the end, as U+FFFD."""
-        return self._give_out(len(self._held), self._new_text())
+        """The rest: an incomplete character at the end, as U+FFFD."""
+        return self._emit(len(self._pending), self._new_text())
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _new_text(self) -> str:
-        before = self._decode(self._shown)
-        return self._decode(self._shown + self._held)[len(before) :]
+        before = self._decode(self._emitted)
+        return self._decode(self._emitted + self._pending)[len(before) :]
 
-    def _give_out(self, count: int, text: str) -> str:
+    def _emit(self, count: int, text: str) -> str:
         if count:
-            self._shown, self._held = self._held[:count], self._held[count:]
+            self._emitted, self._pending = self._pending[:count], self._pending[count:]
         return text
 
-    def _shed(self) -> str:
-        """Give out a run of bytes that will never be characters, cut where no character straddles."""
+    def _emit_invalid(self) -> str:
+        """Emit a run of bytes that will never be characters, split between characters."""
         whole = self._new_text()
-        for count in range(len(self._held) - 4, 0, -1):  # a character has at most four bytes
-            text = self._decode(self._shown + self._held[:count])[len(self._decode(self._shown)) :]
-            if text + self._decode(self._held[count:]) == whole:
-                return self._give_out(count, text)
+        for count in range(len(self._pending) - 4, 0, -1):  # a character has at most four bytes
+            text = self._decode(self._emitted + self._pending[:count])[len(self._decode(self._emitted)) :]
+            if text + self._decode(self._pending[count:]) == whole:
+                return self._emit(count, text)
         return ""

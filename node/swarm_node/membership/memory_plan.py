@@ -13,7 +13,7 @@ import torch
 
 from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
-from swarm_kernels.device.device import bytes_a_weight, state_dtype
+from swarm_kernels.device.device import bytes_per_weight, state_dtype
 from swarm_kernels.models.source import ModelSource
 from swarm_node.membership.policy import MemoryPolicy
 
@@ -42,7 +42,7 @@ class ModelMemory:
         """Of weights in `dtype`, one of `swarm_kernels.device.device.DTYPES`."""
         config = source.config
         tied = config.tie_word_embeddings or not source.has(_HEAD)
-        layer_bytes, edge_bytes = bytes_a_weight(dtype)
+        layer_bytes, edge_bytes = bytes_per_weight(dtype)
         layers = [0] * config.num_layers
         embedding = head = 0
         for name in source.names():

@@ -86,19 +86,19 @@ class SpanEngine:
         self.cache.import_blocks(_key(key), tokens)
 
     def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
-        blocks, pool, base = self.cache.pages(_key(key), tokens), self.cache.pool, self.span.start
+        block_ids, pool, base = self.cache.block_ids(_key(key), tokens), self.cache.pool, self.span.start
 
         def read(layer: int, first: int, count: int) -> bytes:
-            part = blocks[first : first + count]
+            part = block_ids[first : first + count]
             return pool.read(layer - base, part, min(tokens - first * BLOCK_SIZE, len(part) * BLOCK_SIZE))
 
         return read
 
     def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
-        blocks, pool, base = self.cache.pages(_key(key), tokens), self.cache.pool, self.span.start
+        block_ids, pool, base = self.cache.block_ids(_key(key), tokens), self.cache.pool, self.span.start
 
         def write(layer: int, first: int, body: bytes) -> None:
-            pool.write(layer - base, blocks[first : first + len(body) // self.block_bytes], body)
+            pool.write(layer - base, block_ids[first : first + len(body) // self.block_bytes], body)
 
         return write
 
