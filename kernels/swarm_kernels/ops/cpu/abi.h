@@ -9,11 +9,11 @@ enum SwarmStatus : int32_t {
   SWARM_NO_MEMORY = 1,
   SWARM_UNKNOWN_ISA = 2,
   // Faults of a plan, found by swarm_check_plan before any kernel runs.
-  SWARM_BAD_SESSION = 10,
-  SWARM_BAD_PAST = 11,
-  SWARM_BAD_WRITE = 12,
-  SWARM_BAD_PAGE = 13,
-  SWARM_BAD_TREE_PAGE = 14,
+  SWARM_BAD_SEQUENCE = 10,
+  SWARM_BAD_CONTEXT_LEN = 11,
+  SWARM_BAD_SLOT = 12,
+  SWARM_BAD_BLOCK = 13,
+  SWARM_BAD_TREE_BLOCK = 14,
   SWARM_BAD_TREE_MASK = 15,
   SWARM_BAD_COPY = 16,
 };
@@ -43,17 +43,17 @@ struct SwarmLayer {
 // One layer's pages: keys [pages][groups][dim][PAGE], values [pages][groups][PAGE][dim].
 struct SwarmCache {
   void *k, *v;
-  int64_t pages, groups, dim;
+  int64_t blocks, kv_heads, dim;
   int32_t bf16, unused;
 };
 
 // swarm_kernels.batch.BatchPlan, all arrays contiguous.
 struct SwarmPlan {
-  int64_t rows, sessions, max_pages, max_tree_pages, words, copies;
+  int64_t rows, sequences, max_blocks, max_tree_blocks, mask_words, copies;
   const int64_t* positions;
-  const int32_t *session, *past;
-  const int64_t* write;
-  const int32_t *pages, *tree_pages;
+  const int32_t *sequence_index, *context_lens;
+  const int64_t* slot_mapping;
+  const int32_t *block_tables, *tree_block_tables;
   const uint64_t* tree_mask;
   const int64_t *copy_from, *copy_to;
 };

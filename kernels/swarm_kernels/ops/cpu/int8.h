@@ -20,14 +20,14 @@ constexpr bool UNSIGNED_WEIGHTS = SWARM_LANES > 4;
 struct WeightQuads {
 #if defined(__AVX512VNNI__)
   I all;
-  SWARM_INLINE explicit WeightQuads(U words) : all((I)words) {}
+  SWARM_INLINE explicit WeightQuads(U mask_words) : all((I)mask_words) {}
 #elif SWARM_LANES > 4
   I even, odd;  // as 16-bit numbers
-  SWARM_INLINE explicit WeightQuads(U words) : even((I)(words & 0x00ff00ffu)), odd((I)(words >> 8 & 0x00ff00ffu)) {}
+  SWARM_INLINE explicit WeightQuads(U mask_words) : even((I)(mask_words & 0x00ff00ffu)), odd((I)(mask_words >> 8 & 0x00ff00ffu)) {}
 #else
   typedef int16_t S __attribute__((vector_size(4 * LANES)));
   S even, odd;
-  SWARM_INLINE explicit WeightQuads(U words) : even((S)words << 8 >> 8), odd((S)words >> 8) {}
+  SWARM_INLINE explicit WeightQuads(U mask_words) : even((S)mask_words << 8 >> 8), odd((S)mask_words >> 8) {}
 #endif
 };
 
@@ -51,12 +51,12 @@ SWARM_INLINE I add_products(I sums, const WeightQuads& w, const char* quad) {
 // [ROWS] of a tile x [BLOCKS] weight blocks, `stride` bytes apart -> c [ROWS][BLOCKS * 16], but for the weights'
 // scales. `in`: a multiple of 4.
 template <int ROWS, int BLOCKS>
-void multiply(const char* x, int64_t tile_rows, int64_t in, const uint8_t* w, int64_t stride, float* c) {
+void micro_kernel(const char* x, int64_t tile_rows, int64_t in, const uint8_t* w, int64_t stride, float* c) {
   constexpr int N = BLOCKS * VECS;
   for (int i = 0; i < ROWS * N; i++) store(c + i * LANES, zero());
   for (int64_t k = 0; k < in; k += GROUP, x += tile_rows * Tile8::GROUP_ROW_BYTES) {
     const int64_t quads = (in - k < GROUP ? in - k : GROUP) / 4;
-    const char *steps = Tile8::head(x, tile_rows, STEP), *starts = Tile8::head(x, tile_rows, BELOW_ZERO);
+    const char *steps = Tile8::head(x, tile_rows, STEP), *starts = Tile8::head(x, tile_rows, ZERO_POINT);
     const char* quad = Tile8::quads(x, tile_rows);
     I sums[ROWS][N];
     SWARM_UNROLL
@@ -67,7 +67,7 @@ void multiply(const char* x, int64_t tile_rows, int64_t in, const uint8_t* w, in
       SWARM_UNROLL
       for (int j = 0; j < N; j++) {
         const uint8_t* at = w + (j / VECS) * stride + (j % VECS) * 4 * LANES;
-        if (j % VECS == 0) __builtin_prefetch(at + AHEAD);
+        if (j % VECS == 0) __builtin_prefetch(at + PREFETCH_BYTES);
         const WeightQuads weights(UNSIGNED_WEIGHTS ? load_words(at) : load_words(at) ^ 0x80808080u);
         SWARM_UNROLL
         for (int r = 0; r < ROWS; r++) sums[r][j] = add_products(sums[r][j], weights, quad + r * Tile8::QUAD);

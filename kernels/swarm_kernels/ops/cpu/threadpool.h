@@ -13,23 +13,23 @@
 
 namespace swarm {
 
-struct Units {
-  int narrow_threads = 0;          // the last of the pool's; 0: all are one unit
-  int64_t narrow_thousandths = 0;  // of the columns of a linear
+struct CoreGroups {
+  int slow_threads = 0;          // the last of the pool's; 0: all are one unit
+  int64_t slow_permille = 0;  // of the columns of a linear
   std::vector<int> cores[2];       // where the threads of the wide and the narrow unit run; empty: anywhere
 };
 
-class Pool {
+class ThreadPool {
  public:
-  explicit Pool(int threads, const Units& units = {});
-  ~Pool();
-  Pool(const Pool&) = delete;
-  Pool& operator=(const Pool&) = delete;
+  explicit ThreadPool(int threads, const CoreGroups& units = {});
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
 
-  int asked() const { return asked_; }
+  int requested_threads() const { return requested_threads_; }
   int threads() const { return (int)workers_.size() + 1; }  // fewer than asked if the system gave no more
-  bool divided() const { return threads() > first_narrow_; }
-  int narrow_threads() const { return divided() ? threads() - first_narrow_ : 0; }
+  bool has_slow_group() const { return threads() > first_slow_; }
+  int slow_threads() const { return has_slow_group() ? threads() - first_slow_ : 0; }
 
   // Calls work(item, thread) once for each item, from the caller and the workers, highest item first; thread is below
   // threads(). Returns when all are done. One region at a time.
@@ -39,12 +39,12 @@ class Pool {
   }
   // The same; the last `narrow` items of a divided pool are the narrow unit's, and only these.
   template <typename Work>
-  void run(int64_t items, int64_t narrow, const Work& work) {
-    if ((items <= 1 && narrow == 0) || workers_.empty()) {
+  void run(int64_t items, int64_t slow, const Work& work) {
+    if ((items <= 1 && slow == 0) || workers_.empty()) {
       for (int64_t item = items; item-- > 0;) work(item, 0);
       return;
     }
-    run_region(items - narrow, narrow, [](const void* context, int64_t item, int thread) {
+    run_region(items - slow, slow, [](const void* context, int64_t item, int thread) {
       (*static_cast<const Work*>(context))(item, thread);
     }, &work);
   }
@@ -60,17 +60,17 @@ class Pool {
     int64_t first = 0;  // item
   };
 
-  void run_region(int64_t wide, int64_t narrow, Call call, const void* context);
+  void run_region(int64_t fast, int64_t slow, Call call, const void* context);
   bool claim_one(int thread);
   bool claim_from(Queue& queue, int thread);
   bool anything_for(int thread) const;
   void serve(int thread);
   bool await_region(int thread);
 
-  const int asked_, first_narrow_;  // thread
+  const int requested_threads_, first_slow_;  // thread
   std::vector<std::thread> workers_;
   Queue queues_[2];
-  std::atomic<bool> shared_{true};  // the narrow unit takes the wide one's items too
+  std::atomic<bool> fast_is_shared_{true};  // the narrow unit takes the wide one's items too
   alignas(64) std::atomic<int64_t> unfinished_{0};
   alignas(64) Call call_ = nullptr;
   const void* context_ = nullptr;
