@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import Part, make_plan, random_pages, random_tree
+from kernel_cases import Part, make_plan, random_blocks, random_tree
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import KernelError
@@ -79,14 +79,14 @@ def test_any_share_of_linears_and_attention(
     generator = torch.Generator().manual_seed(rows)
     linear, x = dispatch.quantize_linear(torch.randn(200, 96, generator=generator)), torch.randn(rows, 96)
     parts = [Part(committed, tree=random_tree(rows, generator)), Part(70, line=1)]
-    plan, pages = make_plan(parts, generator)
-    k_pages, v_pages = random_pages(pages, 2, 32, torch.float32, generator)
+    plan, blocks = make_plan(parts, generator)
+    k_blocks, v_blocks = random_blocks(blocks, 2, 32, torch.float32, generator)
     q, k, v = (torch.randn(plan.rows, heads, 32, generator=generator) for heads in (6, 2, 2))
     dispatch.set_threads(1)
-    expected = linear(x), dispatch.attend(q, k, v, k_pages, v_pages, plan, 0.2)
+    expected = linear(x), dispatch.attend(q, k, v, k_blocks, v_blocks, plan, 0.2)
     cpu_library.split_columns(CoreGroups((0,) * wide, (0,) * narrow, thousandths))
     assert torch.equal(linear(x), expected[0])
-    assert torch.equal(dispatch.attend(q, k, v, k_pages, v_pages, plan, 0.2), expected[1])
+    assert torch.equal(dispatch.attend(q, k, v, k_blocks, v_blocks, plan, 0.2), expected[1])
 
 
 UNITS = CoreGroups((0, 1, 2, 3), (4, 5))

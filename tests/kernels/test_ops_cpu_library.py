@@ -17,7 +17,7 @@ from swarm_kernels.ops.cpu import build, cpu_library
 
 COMPUTE = """
 import os, sys, threading, torch
-from swarm_kernels import ops
+from swarm_kernels.ops import dispatch as ops
 torch.manual_seed(0)
 ops.set_threads(3)
 linear, x = ops.pack_linear(torch.randn(512, 512)), torch.randn(40, 512)

@@ -12,7 +12,6 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
-from swarm_kernels.ops import gpu
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
@@ -21,6 +20,7 @@ from swarm_kernels.ops.base.validate import check_cache, check_plan, check_rows,
 from swarm_kernels.ops.cpu import cpu_library, cpu_linear
 from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
 from swarm_kernels.ops.cpu.cpu_library import describe, isa, select_isa, set_threads
+from swarm_kernels.ops.triton import selector
 
 __all__ = [
     "LayerWeights",
@@ -40,45 +40,45 @@ __all__ = [
 ]
 
 
-def _backend(x: torch.Tensor, head_dim: int = gpu.USUAL_HEAD_DIM) -> AttentionBackend:
+def _backend(x: torch.Tensor, head_dim: int = selector.DEFAULT_HEAD_DIM) -> AttentionBackend:
     """The fastest that runs on x's device, and on a GPU in its dtype and head size."""
     library = cpu_library.library() if x.is_cpu else None
     if library is not None:
         return cpu_backend(library)
-    return gpu.backend(x.device, x.dtype, head_dim) or REFERENCE
+    return selector.backend(x.device, x.dtype, head_dim) or REFERENCE
 
 
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
     plan: AttentionMetadata,
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
     """See `AttentionBackend.attend`. Raises KernelError."""
-    pages, _, dim, _ = check_rows(q, k, v, k_pages, v_pages, plan)
+    blocks, _, dim, _ = check_rows(q, k, v, k_blocks, v_blocks, plan)
     backend = _backend(q, dim)
-    if not backend.supports_attention(q.shape[1], k_pages):
+    if not backend.supports_attention(q.shape[1], k_blocks):
         backend = REFERENCE
     if not backend.checks_slots:
-        check_plan(plan, pages)
-    return backend.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
+        check_plan(plan, blocks)
+    return backend.attend(q, k, v, k_blocks, v_blocks, plan, scale, sliding_window, softcap)
 
 
 def commit_tree_slots(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+    k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
 ) -> None:
     """See `AttentionBackend.commit_tree_slots`. Raises KernelError."""
-    pages, _, dim, _ = check_cache(k_pages, v_pages)
-    check_slots(copy_from, copy_to, pages)
-    backend = _backend(k_pages, dim)
-    if not backend.supports_cache(k_pages):
+    blocks, _, dim, _ = check_cache(k_blocks, v_blocks)
+    check_slots(copy_from, copy_to, blocks)
+    backend = _backend(k_blocks, dim)
+    if not backend.supports_cache(k_blocks):
         backend = REFERENCE
-    backend.commit_tree_slots(k_pages, v_pages, copy_from, copy_to)
+    backend.commit_tree_slots(k_blocks, v_blocks, copy_from, copy_to)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -92,12 +92,12 @@ def decoder_layer(
     weights: LayerWeights,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
     plan: AttentionMetadata,
 ) -> torch.Tensor:
     """`decoder_layers` of one layer."""
-    return decoder_layers(hidden, (weights,), cos, sin, ((k_pages, v_pages),), plan)
+    return decoder_layers(hidden, (weights,), cos, sin, ((k_blocks, v_blocks),), plan)
 
 
 def decoder_layers(
@@ -122,7 +122,7 @@ def decoder_layers(
     assert stack is not None  # the reference supports every layer
     check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
     if not backend.checks_slots:
-        check_plan(plan, stack.pages)
+        check_plan(plan, stack.blocks)
     return stack.run(hidden, layers, cos, sin, caches, plan)
 
 
@@ -141,7 +141,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 
 def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Linear:
-    """Prepare a linear layer in 8 or 4 `bits`, see `quantised` and `quantised4`. `weight [N, K]` of any float dtype,
+    """Prepare a linear layer in 8 or 4 `bits`, see `quantized` and `quantised4`. `weight [N, K]` of any float dtype,
     best fp32, `bias [N]`.
 
     As `pack_linear` otherwise; a half and 5/16 of the memory of bf16 (on a GPU and where nothing is compiled, 4 bits

@@ -4,7 +4,7 @@ Owns their contract (shapes, dtypes, units), which stands here and nowhere else,
 checks the tensors and picks a backend by what it supports: callers go through it. The backends are `reference` (plain
 torch), `compiled` (C++, on CPUs) and `triton.api` (on GPUs).
 
-On the CPU, inside the lean span, the residual stream and all activations are fp32; only weights and KV pages have the
+On the CPU, inside the lean span, the residual stream and all activations are fp32; only weights and KV blocks have the
 model's dtype.
 """
 
@@ -23,7 +23,7 @@ from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.base.validate import check_stack
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
-"""Key pages `[pages, G, D, PAGE]` and value pages `[pages, G, PAGE, D]` of one layer."""
+"""Key blocks `[blocks, G, D, BLOCK_SIZE]` and value blocks `[blocks, G, BLOCK_SIZE, D]` of one layer."""
 
 
 class LayerStack(ABC):
@@ -33,7 +33,7 @@ class LayerStack(ABC):
         """Raises KernelError if a layer does not fit its cache, or the layers each other."""
         check_stack(layers, caches)
         self.width, self.head_dim = layers[0].o.out_features, layers[0].head_dim
-        self.pages = min(k_pages.shape[0] for k_pages, _ in caches)  # of the smallest cache
+        self.blocks = min(k_blocks.shape[0] for k_blocks, _ in caches)  # of the smallest cache
         self._parts = tuple(weakref.ref(part) for part in _parts(layers, caches))
 
     @property
@@ -77,12 +77,12 @@ class AttentionBackend(ABC):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def supports_cache(self, k_pages: torch.Tensor) -> bool:
-        """Whether `commit_tree_slots` works on pages of this dtype and head size."""
+    def supports_cache(self, k_blocks: torch.Tensor) -> bool:
+        """Whether `commit_tree_slots` works on blocks of this dtype and head size."""
 
-    def supports_attention(self, heads: int, k_pages: torch.Tensor) -> bool:
-        """Whether `attend` works with this many query heads over these pages."""
-        return self.supports_cache(k_pages)
+    def supports_attention(self, heads: int, k_blocks: torch.Tensor) -> bool:
+        """Whether `attend` works with this many query heads over these blocks."""
+        return self.supports_cache(k_blocks)
 
     @abstractmethod
     def supports_norm(self, x: torch.Tensor) -> bool:
@@ -98,8 +98,8 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
         plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
@@ -111,7 +111,7 @@ class AttentionBackend(ABC):
         keys and values are written to their slots, then row i sees the first `past[i]` committed keys of its session
         and the tree slots of its mask. Rows that see nothing get zeros. H is a multiple of G.
 
-        `k_pages [pages, G, D, PAGE]` and `v_pages [pages, G, PAGE, D]` change in place. Scores are multiplied by
+        `k_blocks [blocks, G, D, BLOCK_SIZE]` and `v_blocks [blocks, G, BLOCK_SIZE, D]` change in place. Scores are multiplied by
         `scale`; `sliding_window` hides committed keys at distance >= window tokens from the row's position; `softcap`
         is Gemma's cap * tanh(score / cap). Any float dtype of `q`, which is the result's.
         Compiled, dense past and sparse tree are computed apart and merged by online softmax (Ghidorah, section
@@ -120,7 +120,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def commit_tree_slots(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+        self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
     ) -> None:
         """Commit tree slots of one layer: copy keys and values at flat slots `copy_from [m]` to `copy_to [m]` (int64),
         in place; all are read before any is written."""

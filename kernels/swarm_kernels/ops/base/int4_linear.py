@@ -1,7 +1,7 @@
 """4-bit linear layers: how weights become numbers of 4 bits, and the layer in plain torch.
 
 32 inputs of an output share a scale and a minimum in fp16, as in GGUF's Q4_1, whose weights are taken over unchanged.
-Inputs become int8 as in `quantised`; whole numbers are summed exactly and the rest is rounded operation by operation in
+Inputs become int8 as in `quantized`; whole numbers are summed exactly and the rest is rounded operation by operation in
 rising order, so a row's result depends neither on its neighbours nor on who computes it, to the last bit.
 """
 
@@ -20,7 +20,7 @@ GROUP_SIZE = 32
 
 _MOST = 15
 _FP16_MAX = 65504.0
-_CHUNK = 1 << 18  # weights quantised at a time: its temporaries stay in the caches
+_CHUNK = 1 << 18  # weights quantized at a time: its temporaries stay in the caches
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """What a decoder layer is made of, as every implementation of the ops takes it. Owns torch's own linear layer.
 
-Knows no implementation: `packed`, `quantised` and `quantised4` make other linear layers.
+Knows no implementation: `packed`, `quantized` and `quantised4` make other linear layers.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ LOG2_E = 1.44269504088896
 class ReferenceBackend(AttentionBackend):
     """Supports everything."""
 
-    def supports_cache(self, k_pages: torch.Tensor) -> bool:
+    def supports_cache(self, k_blocks: torch.Tensor) -> bool:
         return True
 
     def supports_norm(self, x: torch.Tensor) -> bool:
@@ -36,32 +36,32 @@ class ReferenceBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
         plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        self.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
-        append(k, v, k_pages, v_pages, plan.slot_mapping)
+        self.commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
+        append(k, v, k_blocks, v_blocks, plan.slot_mapping)
         out = torch.empty_like(q)
         for group in _groups(plan):
             visible = group.visible
             if sliding_window is not None:
                 visible = visible & (group.position > plan.positions[group.rows, None] - sliding_window)
-            keys = _key_slots(k_pages)[group.pages].flatten(0, 1).to(q.dtype)  # [keys, G, D]
-            values = _value_slots(v_pages)[group.pages].flatten(0, 1).to(q.dtype)
-            rounding = torch.bfloat16 if k_pages.dtype == torch.bfloat16 else torch.float32
+            keys = _key_slots(k_blocks)[group.blocks].flatten(0, 1).to(q.dtype)  # [keys, G, D]
+            values = _value_slots(v_blocks)[group.blocks].flatten(0, 1).to(q.dtype)
+            rounding = torch.bfloat16 if k_blocks.dtype == torch.bfloat16 else torch.float32
             out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding)
         return out
 
     def commit_tree_slots(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+        self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
     ) -> None:
         if copy_from.numel() == 0:
             return
-        keys, values = _key_slots(k_pages), _value_slots(v_pages)
+        keys, values = _key_slots(k_blocks), _value_slots(v_blocks)
         source, target = _split_slots(copy_from), _split_slots(copy_to)
         keys[target] = keys[source]
         values[target] = values[source]
@@ -88,8 +88,8 @@ class _ReferenceStack(LayerStack):
         caches: Sequence[LayerCache],
         plan: AttentionMetadata,
     ) -> torch.Tensor:
-        for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
-            hidden = decoder_layer(hidden, weights, cos, sin, k_pages, v_pages, plan)
+        for weights, (k_blocks, v_blocks) in zip(layers, caches, strict=True):
+            hidden = decoder_layer(hidden, weights, cos, sin, k_blocks, v_blocks, plan)
         return hidden
 
 
@@ -98,8 +98,8 @@ def decoder_layer(
     weights: LayerWeights,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
     plan: AttentionMetadata,
 ) -> torch.Tensor:
     """One layer of a stack, see `LayerStack.run`; unchecked."""
@@ -112,7 +112,7 @@ def decoder_layer(
     if w.k_norm is not None:
         k = REFERENCE.rms_norm(k, w.k_norm, w.eps)
     q, k = apply_rope(q, k, cos, sin)
-    mixed = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, w.scale)
+    mixed = REFERENCE.attend(q, k, v, k_blocks, v_blocks, plan, w.scale)
     hidden = hidden + w.o(mixed.reshape(rows, -1))
     gate, up = w.gate_up(REFERENCE.rms_norm(hidden, w.mlp_norm, w.eps)).chunk(2, -1)
     return hidden + w.down(F.silu(gate) * up)
@@ -136,23 +136,23 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((turned.to(x.dtype), x[..., rot:]), -1)
 
 
-def append(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, write: torch.Tensor) -> None:
+def append(k: torch.Tensor, v: torch.Tensor, k_blocks: torch.Tensor, v_blocks: torch.Tensor, write: torch.Tensor) -> None:
     """Store `k` and `v` `[n, G, D]` at flat slots `write [n]`, in place, rounded to the cache's dtype."""
     slots = _split_slots(write)
-    _key_slots(k_pages)[slots] = k.to(k_pages.dtype)
-    _value_slots(v_pages)[slots] = v.to(v_pages.dtype)
+    _key_slots(k_blocks)[slots] = k.to(k_blocks.dtype)
+    _value_slots(v_blocks)[slots] = v.to(v_blocks.dtype)
 
 
 def _split_slots(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return flat // BLOCK_SIZE, flat % BLOCK_SIZE
 
 
-def _key_slots(k_pages: torch.Tensor) -> torch.Tensor:
-    return k_pages.permute(0, 3, 1, 2)  # [pages, PAGE, G, D]
+def _key_slots(k_blocks: torch.Tensor) -> torch.Tensor:
+    return k_blocks.permute(0, 3, 1, 2)  # [blocks, BLOCK_SIZE, G, D]
 
 
-def _value_slots(v_pages: torch.Tensor) -> torch.Tensor:
-    return v_pages.transpose(1, 2)  # [pages, PAGE, G, D]
+def _value_slots(v_blocks: torch.Tensor) -> torch.Tensor:
+    return v_blocks.transpose(1, 2)  # [blocks, BLOCK_SIZE, G, D]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +160,7 @@ class _Group:
     """The rows of one session, the keys they may see, and which of them each row does."""
 
     rows: torch.Tensor  # [r]
-    pages: torch.Tensor  # committed pages, then tree pages
+    blocks: torch.Tensor  # committed blocks, then tree blocks
     position: torch.Tensor  # [keys] committed keys: their position; tree slots: larger than any
     visible: torch.Tensor  # [r, keys] bool
 
@@ -189,8 +189,8 @@ def _group(plan: AttentionMetadata, rows: torch.Tensor, session: int, longest: i
     committed = torch.arange(used * BLOCK_SIZE, device=device)
     dense = committed < plan.context_lens[rows, None]
     words = plan.tree_mask.shape[1]
-    tree_pages = plan.tree_block_tables[session][: -(-words * 64 // BLOCK_SIZE)]
-    slots = torch.arange(tree_pages.numel() * BLOCK_SIZE, device=device)
+    tree_blocks = plan.tree_block_tables[session][: -(-words * 64 // BLOCK_SIZE)]
+    slots = torch.arange(tree_blocks.numel() * BLOCK_SIZE, device=device)
     if slots.numel():
         sparse = (plan.tree_mask[rows][:, slots // 64] >> (slots % 64) & 1).bool()
     else:
@@ -198,7 +198,7 @@ def _group(plan: AttentionMetadata, rows: torch.Tensor, session: int, longest: i
     endless = torch.full_like(slots, torch.iinfo(torch.int64).max)
     return _Group(
         rows=rows,
-        pages=torch.cat((plan.block_tables[session, :used], tree_pages)).long(),
+        blocks=torch.cat((plan.block_tables[session, :used], tree_blocks)).long(),
         position=torch.cat((committed, endless)),
         visible=torch.cat((dense, sparse), 1),
     )

@@ -132,12 +132,12 @@ SWARM_INLINE KeyMask visible(const AttendJob& job, int64_t row, int64_t word) {
   KeyMask mask;
   for (int w = 0; w < STEP_WORDS; w++, word++) {
     if (job.mask) {
-      mask.mask_words[w] = word < job.mask_words ? job.mask[row * job.mask_words + word] : 0;
+      mask.words[w] = word < job.mask_words ? job.mask[row * job.mask_words + word] : 0;
       continue;
     }
     const int64_t from = job.first_key[row] - word * CHUNK, to = job.end_key[row] - word * CHUNK;
     const uint64_t below = to >= CHUNK ? ~0ull : to <= 0 ? 0 : (1ull << to) - 1;
-    mask.mask_words[w] = from >= CHUNK ? 0 : from <= 0 ? below : below & (~0ull << from);
+    mask.words[w] = from >= CHUNK ? 0 : from <= 0 ? below : below & (~0ull << from);
   }
   return mask;
 }

@@ -28,7 +28,7 @@ def cpu_backend(library: ctypes.CDLL) -> CpuBackend:
 
 
 class CpuBackend(AttentionBackend):
-    """Attention over bf16 and fp32 pages; norms and stacks of packed layers in fp32."""
+    """Attention over bf16 and fp32 blocks; norms and stacks of packed layers in fp32."""
 
     checks_slots = True  # in C++, where it costs a tenth of what torch takes
 
@@ -36,15 +36,15 @@ class CpuBackend(AttentionBackend):
         super().__init__()
         self._library = library
 
-    def supports_cache(self, k_pages: torch.Tensor) -> bool:
-        return supports_cache(k_pages)
+    def supports_cache(self, k_blocks: torch.Tensor) -> bool:
+        return supports_cache(k_blocks)
 
     def supports_norm(self, x: torch.Tensor) -> bool:
         return x.dtype is torch.float32
 
     def supports_layers(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], dtype: torch.dtype) -> bool:
         return dtype is torch.float32 and all(
-            supports_layer(weights, k_pages) for weights, (k_pages, _) in zip(layers, caches, strict=True)
+            supports_layer(weights, k_blocks) for weights, (k_blocks, _) in zip(layers, caches, strict=True)
         )
 
     def attend(
@@ -52,8 +52,8 @@ class CpuBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
         plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
@@ -61,14 +61,14 @@ class CpuBackend(AttentionBackend):
     ) -> torch.Tensor:
         queries, keys, values = _plain(q), _plain(k), _plain(v)
         out = torch.empty_like(queries)
-        cache = describe_cache(k_pages, v_pages)
+        cache = describe_cache(k_blocks, v_blocks)
         status = self._library.swarm_attend(
             queries.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
             q.shape[1],
             cache,
-            prepared_plan(self._library, plan, cache.pages),
+            prepared_plan(self._library, plan, cache.blocks),
             scale,
             sliding_window or 0,
             softcap or 0.0,
@@ -79,11 +79,11 @@ class CpuBackend(AttentionBackend):
         return out if out.dtype is q.dtype else out.to(q.dtype)
 
     def commit_tree_slots(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+        self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
     ) -> None:
         source, target = copy_from.contiguous(), copy_to.contiguous()
-        cache = describe_cache(k_pages, v_pages)
-        status = self._library.swarm_move_slots(cache, source.data_ptr(), target.data_ptr(), source.numel())
+        cache = describe_cache(k_blocks, v_blocks)
+        status = self._library.swarm_commit_tree_slots(cache, source.data_ptr(), target.data_ptr(), source.numel())
         cpu_library.check(status)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -26,31 +26,31 @@ _CACHES_KEPT = 512
 _caches: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], binding.CacheDesc]] = {}
 
 
-def supports_cache(k_pages: torch.Tensor) -> bool:
-    """Whether attention over these pages is compiled: CPU, bf16 or fp32, head size a multiple of 16 up to 256."""
-    dim = k_pages.shape[2]
-    return k_pages.is_cpu and k_pages.dtype in _STORED and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
+def supports_cache(k_blocks: torch.Tensor) -> bool:
+    """Whether attention over these blocks is compiled: CPU, bf16 or fp32, head size a multiple of 16 up to 256."""
+    dim = k_blocks.shape[2]
+    return k_blocks.is_cpu and k_blocks.dtype in _STORED and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
 
 
-def describe_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> binding.CacheDesc:
-    """A checked pair of pages as the library takes it. Kept: to make one takes a tenth of a short attention."""
-    known = _caches.get(id(k_pages))
-    if known is not None and known[0]() is k_pages and known[1]() is v_pages:
+def describe_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> binding.CacheDesc:
+    """A checked pair of blocks as the library takes it. Kept: to make one takes a tenth of a short attention."""
+    known = _caches.get(id(k_blocks))
+    if known is not None and known[0]() is k_blocks and known[1]() is v_blocks:
         return known[2]
     if len(_caches) >= _CACHES_KEPT:
         _caches.clear()
-    pages, groups, dim, _ = k_pages.shape
-    bf16 = k_pages.dtype is torch.bfloat16
-    made = binding.CacheDesc(k_pages.data_ptr(), v_pages.data_ptr(), pages, groups, dim, bf16)
-    _caches[id(k_pages)] = weakref.ref(k_pages), weakref.ref(v_pages), made
+    blocks, groups, dim, _ = k_blocks.shape
+    bf16 = k_blocks.dtype is torch.bfloat16
+    made = binding.CacheDesc(k_blocks.data_ptr(), v_blocks.data_ptr(), blocks, groups, dim, bf16)
+    _caches[id(k_blocks)] = weakref.ref(k_blocks), weakref.ref(v_blocks), made
     return made
 
 
-def supports_layer(weights: LayerWeights, k_pages: torch.Tensor) -> bool:
+def supports_layer(weights: LayerWeights, k_blocks: torch.Tensor) -> bool:
     """Packed linears, and whole blocks of 16 inside the MLP."""
     linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
     packed = all(isinstance(linear, PackedLinear) for linear in linears)
-    return packed and weights.down.in_features % BLOCK == 0 and supports_cache(k_pages)
+    return packed and weights.down.in_features % BLOCK == 0 and supports_cache(k_blocks)
 
 
 class CpuLayerStack(LayerStack):
@@ -79,7 +79,7 @@ class CpuLayerStack(LayerStack):
             self._pointers,
             self._caches,
             len(self._layers),
-            prepared_plan(self._library, plan, self.pages),
+            prepared_plan(self._library, plan, self.blocks),
             turn_cos.data_ptr(),
             turn_sin.data_ptr(),
             cos.shape[-1],
@@ -124,7 +124,7 @@ _PLAN_FIELDS = (
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
     plan: AttentionMetadata
-    pages: int
+    blocks: int
     tensors: tuple[torch.Tensor, ...]  # contiguous; the structure points into them
     structure: binding.PlanDesc
 
@@ -132,11 +132,11 @@ class _Prepared:
 _prepared: _Prepared | None = None  # the last: a batch asks once a layer
 
 
-def prepared_plan(library: ctypes.CDLL, plan: AttentionMetadata, pages: int) -> binding.PlanDesc:
-    """The plan as the library takes it, its slots checked against a cache of `pages` pages. Raises KernelError."""
+def prepared_plan(library: ctypes.CDLL, plan: AttentionMetadata, blocks: int) -> binding.PlanDesc:
+    """The plan as the library takes it, its slots checked against a cache of `blocks` blocks. Raises KernelError."""
     global _prepared
     known = _prepared
-    if known is None or known.plan is not plan or known.pages != pages:
+    if known is None or known.plan is not plan or known.blocks != blocks:
         tensors = tuple(getattr(plan, name).to(dtype).contiguous() for name, dtype in _PLAN_FIELDS)
         structure = binding.PlanDesc(
             plan.rows,
@@ -147,6 +147,6 @@ def prepared_plan(library: ctypes.CDLL, plan: AttentionMetadata, pages: int) -> 
             plan.copy_from.shape[0],
             *(tensor.data_ptr() for tensor in tensors),
         )
-        cpu_library.check(library.swarm_check_plan(structure, pages))
-        known = _prepared = _Prepared(plan, pages, tensors, structure)
+        cpu_library.check(library.swarm_check_plan(structure, blocks))
+        known = _prepared = _Prepared(plan, blocks, tensors, structure)
     return known.structure

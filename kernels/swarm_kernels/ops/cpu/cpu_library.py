@@ -106,7 +106,7 @@ def split_columns(units: CoreGroups) -> None:
         raise KernelError(f"there are no units of threads without compiled kernels: {_choice.reason}")
     torch.set_num_threads(units.threads)
     cores = [(ctypes.c_int32 * len(part))(*part) for part in (units.fast, units.slow)]
-    native.swarm_divide(
+    native.swarm_split_columns(
         units.threads, len(units.slow), units.slow_permille, cores[0], len(cores[0]), cores[1], len(cores[1])
     )
 

@@ -27,7 +27,7 @@ class PackedLinear:
     `[N/16, K/4, 16, 4]`, int4 `[N/16, K/32, 320]` (see `_four_bit_blocks`).
 
     Products and sums are fp32, in rising order of k in one chain (bf16, whose inputs are rounded to bf16 too: of each
-    pair the second first), or of whole numbers (see `quantised` and `quantised4`), so a row's result is the same bit
+    pair the second first), or of whole numbers (see `quantized` and `quantised4`), so a row's result is the same bit
     for bit alone and among others, on any number of threads.
     """
 
@@ -116,7 +116,7 @@ def _pack(weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor |
 
 
 def _roomy(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for weights, in huge pages where the system has them."""
+    """Memory for weights, in huge blocks where the system has them."""
     memory = torch.empty(shape, dtype=dtype)
     cpu_library.loaded().swarm_advise_huge(memory.data_ptr(), memory.nbytes)
     return memory

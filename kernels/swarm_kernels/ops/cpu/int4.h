@@ -32,26 +32,26 @@ SWARM_INLINE V load_half(const uint16_t* p) {
 #if defined(__AVX512VNNI__)
 typedef Tile<int8_t> Tile4;
 typedef I GroupSums;
-SWARM_INLINE I add_group_products(I sums, U mask_words, const char* quad) {
-  return (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)mask_words, (__m512i)word_at(quad));
+SWARM_INLINE I add_group_products(I sums, U words, const char* quad) {
+  return (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)words, (__m512i)word_at(quad));
 }
 SWARM_INLINE I widen_sums(I sums) { return sums; }
 #else
 typedef int16_t GroupSums __attribute__((vector_size(4 * LANES)));
 #if defined(__AVX512F__)
 typedef Tile<int8_t> Tile4;
-SWARM_INLINE GroupSums add_group_products(GroupSums sums, U mask_words, const char* quad) {
-  return sums + (GroupSums)_mm512_maddubs_epi16((__m512i)mask_words, (__m512i)word_at(quad));
+SWARM_INLINE GroupSums add_group_products(GroupSums sums, U words, const char* quad) {
+  return sums + (GroupSums)_mm512_maddubs_epi16((__m512i)words, (__m512i)word_at(quad));
 }
 #elif defined(__AVX2__)
 typedef Tile<int8_t> Tile4;
-SWARM_INLINE GroupSums add_group_products(GroupSums sums, U mask_words, const char* quad) {
-  return sums + (GroupSums)_mm256_maddubs_epi16((__m256i)mask_words, (__m256i)word_at(quad));
+SWARM_INLINE GroupSums add_group_products(GroupSums sums, U words, const char* quad) {
+  return sums + (GroupSums)_mm256_maddubs_epi16((__m256i)words, (__m256i)word_at(quad));
 }
 #else
 typedef Tile<int16_t> Tile4;
-SWARM_INLINE GroupSums add_group_products(GroupSums sums, U mask_words, const char* quad) {
-  const GroupSums even = (GroupSums)(mask_words & 0x00ff00ffu), odd = (GroupSums)(mask_words >> 8 & 0x00ff00ffu);
+SWARM_INLINE GroupSums add_group_products(GroupSums sums, U words, const char* quad) {
+  const GroupSums even = (GroupSums)(words & 0x00ff00ffu), odd = (GroupSums)(words >> 8 & 0x00ff00ffu);
   return sums + even * (GroupSums)word_at(quad) + odd * (GroupSums)word_at(quad + 4);
 }
 #endif
@@ -83,8 +83,8 @@ void micro_kernel(const char* x, int64_t tile_rows, int64_t in, const Int4Block*
       for (int j = 0; j < N; j++) {
         const uint8_t* at = w[j / VECS * stride].pairs[q][j % VECS * LANES];
         if (j % VECS == 0) __builtin_prefetch(at + PREFETCH_BYTES);
-        const U mask_words = load_words(at);
-        const U first = mask_words & 0x0f0f0f0fu, second = mask_words >> 4 & 0x0f0f0f0fu;
+        const U words = load_words(at);
+        const U first = words & 0x0f0f0f0fu, second = words >> 4 & 0x0f0f0f0fu;
         SWARM_UNROLL
         for (int r = 0; r < ROWS; r++) sums[r][j] = add_group_products(sums[r][j], first, quad + r * Tile4::QUAD);
         SWARM_UNROLL

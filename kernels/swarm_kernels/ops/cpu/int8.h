@@ -20,14 +20,14 @@ constexpr bool UNSIGNED_WEIGHTS = SWARM_LANES > 4;
 struct WeightQuads {
 #if defined(__AVX512VNNI__)
   I all;
-  SWARM_INLINE explicit WeightQuads(U mask_words) : all((I)mask_words) {}
+  SWARM_INLINE explicit WeightQuads(U words) : all((I)words) {}
 #elif SWARM_LANES > 4
   I even, odd;  // as 16-bit numbers
-  SWARM_INLINE explicit WeightQuads(U mask_words) : even((I)(mask_words & 0x00ff00ffu)), odd((I)(mask_words >> 8 & 0x00ff00ffu)) {}
+  SWARM_INLINE explicit WeightQuads(U words) : even((I)(words & 0x00ff00ffu)), odd((I)(words >> 8 & 0x00ff00ffu)) {}
 #else
   typedef int16_t S __attribute__((vector_size(4 * LANES)));
   S even, odd;
-  SWARM_INLINE explicit WeightQuads(U mask_words) : even((S)mask_words << 8 >> 8), odd((S)mask_words >> 8) {}
+  SWARM_INLINE explicit WeightQuads(U words) : even((S)words << 8 >> 8), odd((S)words >> 8) {}
 #endif
 };
 

@@ -83,8 +83,8 @@ struct Tile {
       const float step = peak > TINY || peak != peak ? peak / LARGEST : 0.0f;
       const int32_t zero_point = -128 * (sums[0] + sums[1]);
       const float low = (float)sums[0], high = (float)sums[1];
-      const void* mask_words[HEADER_WORDS] = {&step, &zero_point, &low, &high};
-      for (int word = 0; word < HEADER_WORDS; word++) std::memcpy(tile + 4 * (word * tile_rows + row), mask_words[word], 4);
+      const void* words[HEADER_WORDS] = {&step, &zero_point, &low, &high};
+      for (int word = 0; word < HEADER_WORDS; word++) std::memcpy(tile + 4 * (word * tile_rows + row), words[word], 4);
       char* quads = tile + 4 * HEADER_WORDS * tile_rows + row * QUAD;
       for (int64_t q = 0; q < GROUP / 4; q++, quads += tile_rows * QUAD) {
         Quant quad[4];

@@ -16,17 +16,17 @@ using swarm::STEP_WORDS;
 
 // Which keys of a step, from its first page on.
 struct KeyMask {
-  uint64_t mask_words[STEP_WORDS];
+  uint64_t words[STEP_WORDS];
 
   SWARM_INLINE uint32_t kv_block(int64_t p) const {
-    return (uint32_t)(mask_words[p * KV_BLOCK / CHUNK] >> p * KV_BLOCK % CHUNK) & 0xffff;
+    return (uint32_t)(words[p * KV_BLOCK / CHUNK] >> p * KV_BLOCK % CHUNK) & 0xffff;
   }
   SWARM_INLINE void operator|=(const KeyMask& other) {
-    for (int w = 0; w < STEP_WORDS; w++) mask_words[w] |= other.mask_words[w];
+    for (int w = 0; w < STEP_WORDS; w++) words[w] |= other.words[w];
   }
   SWARM_INLINE bool none() const {
     uint64_t any = 0;
-    for (int w = 0; w < STEP_WORDS; w++) any |= mask_words[w];
+    for (int w = 0; w < STEP_WORDS; w++) any |= words[w];
     return any == 0;
   }
 };
@@ -125,9 +125,9 @@ SWARM_INLINE bool all_visible(const KeyMask* row_masks, int rows, KvBlockRange k
   uint64_t missing = 0;
   for (int w = 0; w < STEP_WORDS; w++) {
     const int64_t from = kv_blocks.begin * KV_BLOCK - w * CHUNK, to = kv_blocks.end * KV_BLOCK - w * CHUNK;
-    uint64_t requested_threads = to >= CHUNK ? ~0ull : to <= 0 ? 0 : (1ull << to) - 1;
-    if (from > 0) requested_threads = from >= CHUNK ? 0 : requested_threads & (~0ull << from);
-    for (int r = 0; r < rows; r++) missing |= requested_threads & ~row_masks[r].mask_words[w];
+    uint64_t wanted = to >= CHUNK ? ~0ull : to <= 0 ? 0 : (1ull << to) - 1;
+    if (from > 0) wanted = from >= CHUNK ? 0 : wanted & (~0ull << from);
+    for (int r = 0; r < rows; r++) missing |= wanted & ~row_masks[r].words[w];
   }
   return missing == 0;
 }

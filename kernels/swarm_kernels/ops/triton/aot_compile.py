@@ -57,13 +57,13 @@ def variants() -> Iterator[Variant]:
         yield _attend(
             attention.AttentionShape(8, 1, 80), dtype, block_m=32 if dtype == torch.float32 else 64, split=False
         )
-        yield _place(dtype)
-        yield _rows("add_rms_norm", row_kernels.add_rms_norm, dtype)
+        yield _norm_rope_and_cache(dtype)
+        yield _row_kernel("add_rms_norm", row_kernels.add_rms_norm, dtype)
     yield _attend(attention.AttentionShape(16, 4, 256), torch.bfloat16, block_m=64, split=False)
-    yield _rows("silu_times", row_kernels.silu_times, torch.bfloat16)
-    yield _cut()
-    yield _merge()
-    yield _move()
+    yield _row_kernel("silu_times", row_kernels.silu_times, torch.bfloat16)
+    yield _cut_tiles()
+    yield _merge_splits()
+    yield _commit_tree_slots()
 
 
 def compile_for(variant: Variant, capability: int) -> Compiled:
@@ -83,7 +83,7 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
 
 
 _ALIGNED = frozenset(
-    ("k_pages", "v_pages", "out", "q_out", "sums", "stats", "x", "delta", "weight", "total", "gate_up")
+    ("k_blocks", "v_blocks", "out", "q_out", "sums", "stats", "x", "delta", "weight", "total", "gate_up")
 )
 
 
@@ -91,40 +91,40 @@ def _attend(
     heads: attention.AttentionShape, dtype: torch.dtype, block_m: int, split: bool, extras: bool = True
 ) -> Variant:
     name = _NAMES[dtype]
-    data = {"q": f"*{name}", "k_pages": f"*{name}", "v_pages": f"*{name}", "stats": "*fp32"}
-    tables = dict.fromkeys(("session", "past", "pages", "tree_pages", "tiles"), "*i32")
-    counts = dict.fromkeys(("rows", "max_pages", "max_tree_pages", "words", "window", "q_stride"), "i32")
+    data = {"q": f"*{name}", "k_blocks": f"*{name}", "v_blocks": f"*{name}", "stats": "*fp32"}
+    tables = dict.fromkeys(("sequence_index", "context_lens", "block_tables", "tree_block_tables", "tiles"), "*i32")
+    counts = dict.fromkeys(("rows", "max_blocks", "max_tree_blocks", "words", "window", "q_stride"), "i32")
     return Variant(
-        title=f"attend {name}, head {heads.dim}, tile {block_m}{', split' if split else ''}",
+        title=f"attend {name}, head {heads.head_dim}, tile {block_m}{', split' if split else ''}",
         kernel=attention_kernels.attend_tiles,
         types={
             **data, **tables, **counts, "out": "*fp32" if split else f"*{name}", "positions": "*i64",
             "tree_mask": "*i64", "scale": "fp32", "cap": "fp32",
         },
         constants={
-            "GROUPS": heads.groups, "JOINT": heads.joint, "D": heads.dim, "BLOCK_D": heads.block_d,
-            "BLOCK_M": block_m, "BLOCK_N": attention.block_n(heads, dtype), "PAGE": BLOCK_SIZE, "SPLIT": split,
+            "KV_HEADS": heads.kv_heads, "QUERIES_PER_KV": heads.queries_per_kv, "D": heads.head_dim, "BLOCK_D": heads.block_d,
+            "BLOCK_M": block_m, "BLOCK_N": attention.block_n(heads, dtype), "BLOCK_SIZE": BLOCK_SIZE, "SPLIT": split,
             "WINDOWED": extras, "CAPPED": extras, "DOT": attention.dot_type(dtype),
         },
         options=attention.launch_options(heads, dtype, block_m),
     )  # fmt: skip
 
 
-def _place(dtype: torch.dtype) -> Variant:
-    data = dict.fromkeys(("q", "k", "v", "q_out", "k_pages", "v_pages"), f"*{_NAMES[dtype]}")
+def _norm_rope_and_cache(dtype: torch.dtype) -> Variant:
+    data = dict.fromkeys(("q", "k", "v", "q_out", "k_blocks", "v_blocks"), f"*{_NAMES[dtype]}")
     tables = dict.fromkeys(("cos", "sin", "q_norm", "k_norm"), "*fp32")
     counts = dict.fromkeys(("q_stride", "k_stride", "v_stride", "rot"), "i32")
     return Variant(
-        f"place {_NAMES[dtype]}",
-        cache_kernels.place_heads,
-        {**data, **tables, **counts, "write": "*i64", "eps": "fp32"},
+        f"norm_rope_and_cache {_NAMES[dtype]}",
+        cache_kernels.norm_rope_and_cache,
+        {**data, **tables, **counts, "slot_mapping": "*i64", "eps": "fp32"},
         {
             "HEADS": 9,
-            "GROUPS": 3,
+            "KV_HEADS": 3,
             "D": 80,
             "BLOCK_D": 128,
-            "PAGE": BLOCK_SIZE,
-            "TURN": True,
+            "BLOCK_SIZE": BLOCK_SIZE,
+            "ROPE": True,
             "NORM_Q": True,
             "NORM_K": True,
         },
@@ -132,7 +132,7 @@ def _place(dtype: torch.dtype) -> Variant:
     )
 
 
-def _rows(title: str, kernel: Any, dtype: torch.dtype) -> Variant:
+def _row_kernel(title: str, kernel: Any, dtype: torch.dtype) -> Variant:
     data = {name: f"*{_NAMES[dtype]}" for name in kernel.arg_names if name in ("x", "delta", "total", "out", "gate_up")}
     norm = {"weight": "*fp32", "eps": "fp32"} if "weight" in kernel.arg_names else {}
     constants = {"WIDTH": 4096, "BLOCK": 4096, "ADD": True}
@@ -145,28 +145,28 @@ def _rows(title: str, kernel: Any, dtype: torch.dtype) -> Variant:
     )
 
 
-def _cut() -> Variant:
-    types = {"session": "*i32", "tiles": "*i32", "rows": "i32"}
+def _cut_tiles() -> Variant:
+    types = {"sequence_index": "*i32", "tiles": "*i32", "rows": "i32"}
     return Variant("cut_tiles", attention_kernels.cut_tiles, types, {"TILE": 5, "BLOCK": 1024}, {})
 
 
-def _merge() -> Variant:
+def _merge_splits() -> Variant:
     types = {"sums": "*fp32", "stats": "*fp32", "out": "*bf16", "items": "i32"}
     return Variant("merge_splits", attention_kernels.merge_splits, types, {"D": 128, "BLOCK_D": 128, "SPLITS": 64}, {})
 
 
-def _move() -> Variant:
-    types = {"k_pages": "*bf16", "v_pages": "*bf16", "copy_from": "*i64", "copy_to": "*i64", "count": "i32"}
-    constants = {"GROUPS": 8, "D": 128, "PAGE": BLOCK_SIZE, "BLOCK_C": 512, "BLOCK_D": 16}
-    return Variant("move_slots", cache_kernels.move_slots, types, constants, {})
+def _commit_tree_slots() -> Variant:
+    types = {"k_blocks": "*bf16", "v_blocks": "*bf16", "copy_from": "*i64", "copy_to": "*i64", "count": "i32"}
+    constants = {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": BLOCK_SIZE, "BLOCK_C": 512, "BLOCK_D": 16}
+    return Variant("commit_tree_slots", cache_kernels.commit_tree_slots, types, constants, {})
 
 
-def few(capability: int) -> Iterator[Variant]:
+def sample(capability: int) -> Iterator[Variant]:
     """One attention variant, another on each target, and on one target every other kernel: what a test has time for."""
     attends = [variant for variant in variants() if variant.kernel is attention_kernels.attend_tiles]
-    place = list(SHARED_BYTES).index(capability)
-    yield attends[(5 * place + 1) % len(attends)]
-    if place == 0:
+    index = list(SHARED_BYTES).index(capability)
+    yield attends[(5 * index + 1) % len(attends)]
+    if index == 0:
         seen: set[Any] = {attention_kernels.attend_tiles}
         for variant in variants():
             if variant.kernel not in seen:
@@ -178,7 +178,7 @@ def main() -> None:
     """Exits with 3 where Triton has no assembler for these GPUs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("capabilities", type=int, nargs="*", metavar="80", help=f"of {[*SHARED_BYTES]}")
-    parser.add_argument("--few", action="store_true", help="a sample of the variants")
+    parser.add_argument("--sample", action="store_true", help="a sample of the variants")
     arguments = parser.parse_args()
     unknown = set(arguments.capabilities) - set(SHARED_BYTES)  # argparse's `choices` refuse an empty list
     if unknown:
@@ -189,7 +189,7 @@ def main() -> None:
         sys.stderr.write(f"Triton has no assembler here: {error}\n")
         sys.exit(3)
     for capability in arguments.capabilities or SHARED_BYTES:
-        for variant in few(capability) if arguments.few else variants():
+        for variant in sample(capability) if arguments.sample else variants():
             done = compile_for(variant, capability)
             used = f"{done.shared_bytes / 1024:>6.1f} KiB shared of {SHARED_BYTES[capability] >> 10}"
             sys.stdout.write(f"sm_{capability}  {done.title:<44} {used}\n")

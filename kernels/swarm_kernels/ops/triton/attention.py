@@ -18,7 +18,7 @@ from swarm_kernels.ops.base.torch_reference import REFERENCE
 from swarm_kernels.ops.triton import attention_kernels, cache_kernels
 
 MAX_HEAD_DIM = 256
-MAX_JOINT = 64
+MAX_QUERIES_PER_KV = 64
 """Query heads that may share a KV head: they are one tile's rows."""
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -46,16 +46,16 @@ class AttentionShape:
     """What of a model's attention the kernels are compiled for."""
 
     heads: int
-    groups: int
-    dim: int
+    kv_heads: int
+    head_dim: int
 
     @property
-    def joint(self) -> int:
-        return self.heads // self.groups
+    def queries_per_kv(self) -> int:
+        return self.heads // self.kv_heads
 
     @property
     def block_d(self) -> int:
-        return max(16, int(triton.next_power_of_2(self.dim)))
+        return max(16, int(triton.next_power_of_2(self.head_dim)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class SplitPlan:
     starts: torch.Tensor  # [n + 2] int32
 
 
-def covers(heads: AttentionShape, dtype: torch.dtype) -> bool:
+def supports(heads: AttentionShape, dtype: torch.dtype) -> bool:
     """Whether the kernels compute attention of this shape."""
-    return dtype in _DTYPES and heads.dim <= MAX_HEAD_DIM and heads.joint <= MAX_JOINT
+    return dtype in _DTYPES and heads.head_dim <= MAX_HEAD_DIM and heads.queries_per_kv <= MAX_QUERIES_PER_KV
 
 
 def block_n(heads: AttentionShape, dtype: torch.dtype) -> int:
@@ -101,11 +101,11 @@ def choose_tiling(
     device's `processors` has something to do.
     """
     tallest = 32 if dtype == torch.float32 else 64
-    wanted = -(-rows // max(1, sessions)) * heads.joint
-    block_m = max(16, min(tallest, int(triton.next_power_of_2(wanted))), int(triton.next_power_of_2(heads.joint)))
-    tile = block_m // heads.joint
+    wanted = -(-rows // max(1, sessions)) * heads.queries_per_kv
+    block_m = max(16, min(tallest, int(triton.next_power_of_2(wanted))), int(triton.next_power_of_2(heads.queries_per_kv)))
+    tile = block_m // heads.queries_per_kv
     tiles = min(rows, -(-rows // tile) + sessions)
-    room = min(_WAVES * processors // (tiles * heads.groups), context // _SPLIT_KEYS, _MAX_SPLITS)
+    room = min(_WAVES * processors // (tiles * heads.kv_heads), context // _SPLIT_KEYS, _MAX_SPLITS)
     splits = 1 << (max(1, room).bit_length() - 1)
     return TileConfig(tile, tiles, splits, block_m)
 
@@ -122,12 +122,12 @@ def tiling_of(plan: AttentionMetadata, heads: AttentionShape, dtype: torch.dtype
     return choose_tiling(plan.rows, sessions, width * BLOCK_SIZE, heads, dtype, processors(plan.block_tables.device))
 
 
-def wider(q: torch.dtype, cache: torch.dtype) -> torch.dtype:
+def wider_dtype(q: torch.dtype, cache: torch.dtype) -> torch.dtype:
     """The format that decides how much fits: products are computed in the queries', copies made in the cache's."""
     return q if q.itemsize >= cache.itemsize else cache
 
 
-def plain(plan: AttentionMetadata) -> AttentionMetadata:
+def kernel_metadata(plan: AttentionMetadata) -> AttentionMetadata:
     """`plan` itself if its tensors are as the kernels read them (`AttentionMetadata`), else a copy that is."""
     tensors = [getattr(plan, name).to(dtype).contiguous() for name, dtype in _PLAN_DTYPES.items()]
     same = all(tensor is getattr(plan, name) for name, tensor in zip(_PLAN_DTYPES, tensors, strict=True))
@@ -142,68 +142,68 @@ def cut(plan: AttentionMetadata, tiling: TileConfig) -> SplitPlan:
 
 
 def commit_tree_slots(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+    k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
 ) -> None:
     """See `AttentionBackend.commit_tree_slots`. Slots below 0 are skipped, if there are no more than a launch takes."""
     count = copy_from.shape[0]
     if count == 0:
         return
     if count > _MAX_COPIES:
-        REFERENCE.commit_tree_slots(k_pages, v_pages, copy_from, copy_to)
+        REFERENCE.commit_tree_slots(k_blocks, v_blocks, copy_from, copy_to)
         return
-    _, groups, dim, _ = k_pages.shape
+    _, kv_heads, dim, _ = k_blocks.shape
     block_c = max(16, int(triton.next_power_of_2(count)))
     block_d = min(int(triton.next_power_of_2(dim)), max(16, 4096 // block_c))
-    cache_kernels.move_slots[(groups, triton.cdiv(dim, block_d))](
-        k_pages, v_pages, copy_from, copy_to, count,
-        GROUPS=groups, D=dim, PAGE=BLOCK_SIZE, BLOCK_C=block_c, BLOCK_D=block_d,
+    cache_kernels.commit_tree_slots[(kv_heads, triton.cdiv(dim, block_d))](
+        k_blocks, v_blocks, copy_from, copy_to, count,
+        KV_HEADS=kv_heads, D=dim, BLOCK_SIZE=BLOCK_SIZE, BLOCK_C=block_c, BLOCK_D=block_d,
     )  # fmt: skip
 
 
-def append(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, write: torch.Tensor) -> None:
+def append(k: torch.Tensor, v: torch.Tensor, k_blocks: torch.Tensor, v_blocks: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """See `reference.append`; rows whose slot is below 0 are skipped."""
-    rows, groups, dim = k.shape
-    k, v = _rows(k), _rows(v)
-    cache_kernels.place_heads[(rows, 2 * groups)](
-        k, k, v, k, k_pages, v_pages, write, k, k, k, k, 0, k.stride(0), v.stride(0), 0, 0.0,
-        HEADS=0, GROUPS=groups, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), PAGE=BLOCK_SIZE,
-        TURN=False, NORM_Q=False, NORM_K=False, num_warps=1,
+    rows, kv_heads, dim = k.shape
+    k, v = _dense_heads(k), _dense_heads(v)
+    cache_kernels.norm_rope_and_cache[(rows, 2 * kv_heads)](
+        k, k, v, k, k_blocks, v_blocks, slot_mapping, k, k, k, k, 0, k.stride(0), v.stride(0), 0, 0.0,
+        HEADS=0, KV_HEADS=kv_heads, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_SIZE=BLOCK_SIZE,
+        ROPE=False, NORM_Q=False, NORM_K=False, num_warps=1,
     )  # fmt: skip
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
     """`[n, heads, D]` with the heads of a row side by side; rows may be further apart."""
     dense = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
     return x if dense else x.contiguous()
 
 
-def attend_placed(
+def attend_cached(
     q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
     plan: AttentionMetadata,
     tiles: SplitPlan,
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of `q [n, H, D]` once its rows' keys and values are in their pages -> `[n, H, D]`, contiguous."""
-    q = _rows(q)
+    """Attention of `q [n, H, D]` once its rows' keys and values are in their blocks -> `[n, H, D]`, contiguous."""
+    q = _dense_heads(q)
     rows, count, dim = q.shape
-    heads = AttentionShape(count, k_pages.shape[1], dim)
-    tiling, widest = tiles.tiling, wider(q.dtype, k_pages.dtype)
+    heads = AttentionShape(count, k_blocks.shape[1], dim)
+    tiling, widest = tiles.tiling, wider_dtype(q.dtype, k_blocks.dtype)
     out = q.new_empty(rows, count, dim)
     sums = stats = out
     if tiling.splits > 1:
         sums = q.new_empty(tiling.splits, rows, count, dim, dtype=torch.float32)
         stats = q.new_empty(tiling.splits, rows, count, 2, dtype=torch.float32)
     factor, cap = (scale * _LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
-    attention_kernels.attend_tiles[(tiling.tiles, heads.groups, tiling.splits)](
-        q, k_pages, v_pages, sums, stats, plan.positions, plan.sequence_index, plan.context_lens, plan.block_tables, plan.tree_block_tables,
+    attention_kernels.attend_tiles[(tiling.tiles, heads.kv_heads, tiling.splits)](
+        q, k_blocks, v_blocks, sums, stats, plan.positions, plan.sequence_index, plan.context_lens, plan.block_tables, plan.tree_block_tables,
         plan.tree_mask, tiles.starts, rows, plan.block_tables.shape[1], plan.tree_block_tables.shape[1], plan.tree_mask.shape[1],
         sliding_window or 0, q.stride(0), factor, cap,
-        GROUPS=heads.groups, JOINT=heads.joint, D=dim, BLOCK_D=heads.block_d, BLOCK_M=tiling.block_m,
-        BLOCK_N=block_n(heads, widest), PAGE=BLOCK_SIZE, SPLIT=tiling.splits > 1,
+        KV_HEADS=heads.kv_heads, QUERIES_PER_KV=heads.queries_per_kv, D=dim, BLOCK_D=heads.block_d, BLOCK_M=tiling.block_m,
+        BLOCK_N=block_n(heads, widest), BLOCK_SIZE=BLOCK_SIZE, SPLIT=tiling.splits > 1,
         WINDOWED=sliding_window is not None, CAPPED=softcap is not None, DOT=dot_type(q.dtype),
         **launch_options(heads, widest, tiling.block_m),
     )  # fmt: skip

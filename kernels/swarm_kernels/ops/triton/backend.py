@@ -12,7 +12,7 @@ from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.triton import attention
 from swarm_kernels.ops.triton.attention import AttentionShape, SplitPlan
 from swarm_kernels.ops.triton.graphs import TritonLayerStack
-from swarm_kernels.ops.triton.layers import MAX_WIDTH, covers_layers, rms_norm
+from swarm_kernels.ops.triton.layers import MAX_WIDTH, rms_norm, supports_stack
 
 
 class TritonBackend(AttentionBackend):
@@ -24,26 +24,26 @@ class TritonBackend(AttentionBackend):
         super().__init__()
         self._last: tuple[AttentionMetadata, AttentionMetadata, SplitPlan] | None = None  # a batch asks once a layer
 
-    def supports_cache(self, k_pages: torch.Tensor) -> bool:
+    def supports_cache(self, k_blocks: torch.Tensor) -> bool:
         return True
 
-    def supports_attention(self, heads: int, k_pages: torch.Tensor) -> bool:
-        _, groups, dim, _ = k_pages.shape
-        return attention.covers(AttentionShape(heads, groups, dim), k_pages.dtype)
+    def supports_attention(self, heads: int, k_blocks: torch.Tensor) -> bool:
+        _, kv_heads, dim, _ = k_blocks.shape
+        return attention.supports(AttentionShape(heads, kv_heads, dim), k_blocks.dtype)
 
     def supports_norm(self, x: torch.Tensor) -> bool:
         return x.shape[-1] <= MAX_WIDTH
 
     def supports_layers(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], dtype: torch.dtype) -> bool:
-        return covers_layers(layers, dtype) and all(k_pages.dtype == dtype for k_pages, _ in caches)
+        return supports_stack(layers, dtype) and all(k_blocks.dtype == dtype for k_blocks, _ in caches)
 
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
         plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
@@ -52,20 +52,20 @@ class TritonBackend(AttentionBackend):
         with _on(q):
             known = self._last
             shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2])
-            tiling = attention.tiling_of(plan, shape, attention.wider(q.dtype, k_pages.dtype))
+            tiling = attention.tiling_of(plan, shape, attention.wider_dtype(q.dtype, k_blocks.dtype))
             if known is None or known[0] is not plan or known[2].tiling != tiling:
-                read = attention.plain(plan)
+                read = attention.kernel_metadata(plan)
                 known = self._last = (plan, read, attention.cut(read, tiling))
             _, read, tiles = known
-            attention.commit_tree_slots(k_pages, v_pages, read.copy_from, read.copy_to)
-            attention.append(k, v, k_pages, v_pages, read.slot_mapping)
-            return attention.attend_placed(q, k_pages, v_pages, read, tiles, scale, sliding_window, softcap)
+            attention.commit_tree_slots(k_blocks, v_blocks, read.copy_from, read.copy_to)
+            attention.append(k, v, k_blocks, v_blocks, read.slot_mapping)
+            return attention.attend_cached(q, k_blocks, v_blocks, read, tiles, scale, sliding_window, softcap)
 
     def commit_tree_slots(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+        self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
     ) -> None:
-        with _on(k_pages):
-            attention.commit_tree_slots(k_pages, v_pages, copy_from, copy_to)
+        with _on(k_blocks):
+            attention.commit_tree_slots(k_blocks, v_blocks, copy_from, copy_to)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         with _on(x):

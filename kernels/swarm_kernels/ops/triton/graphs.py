@@ -17,7 +17,7 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.triton.attention import processors
-from swarm_kernels.ops.triton.layers import decoder_layers, heads_of
+from swarm_kernels.ops.triton.layers import attention_shape, decoder_layers
 from swarm_kernels.ops.triton.padded_batch import PaddedBatch, Size
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _GRAPHS_KEPT = 32  # of one stack
 
 
 class _Graph:
-    """One captured step. It reads the pages and weights it was captured with wherever they lay then."""
+    """One captured step. It reads the blocks and weights it was captured with wherever they lay then."""
 
     def __init__(
         self, batch: PaddedBatch, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], pool: _PoolHandle
@@ -75,7 +75,7 @@ class TritonLayerStack(LayerStack):
         with torch.cuda.device(hidden.get_device()):
             size = None
             if not self._eager:
-                size = Size.of(plan, heads_of(layers[0]), hidden.dtype, processors(hidden.device))
+                size = Size.of(plan, attention_shape(layers[0]), hidden.dtype, processors(hidden.device))
             graph = None if size is None else self._graph(size, hidden, layers, cos.shape[1], caches)
             if graph is None:
                 return decoder_layers(hidden, layers, cos, sin, caches, plan)

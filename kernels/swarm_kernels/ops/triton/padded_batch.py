@@ -12,13 +12,13 @@ import torch
 import triton
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
-from swarm_kernels.ops.triton.attention import AttentionShape, TileConfig, choose_tiling, plain
+from swarm_kernels.ops.triton.attention import AttentionShape, TileConfig, choose_tiling, kernel_metadata
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of the batches that are worth a graph; wider ones keep the device busy by themselves."""
+"""Rows of the batches that are worth a graph; wider_dtype ones keep the device busy by themselves."""
 
 _COPIES = (0, 16, 64, 512)
-_FEWEST_PAGES = 16
+_MIN_BLOCKS = 16
 _SKIP = -1
 
 
@@ -27,7 +27,7 @@ class Size:
     """Everything a graph's launches depend on."""
 
     rows: int
-    pages: int  # columns of the page table
+    blocks: int  # columns of the block table
     words: int  # of a tree mask
     copies: int
     tiling: TileConfig
@@ -41,17 +41,17 @@ class Size:
             return None
         sessions, columns = plan.block_tables.shape
         words = plan.tree_mask.shape[1]
-        pages = max(_FEWEST_PAGES, int(triton.next_power_of_2(columns)))
+        blocks = max(_MIN_BLOCKS, int(triton.next_power_of_2(columns)))
         share = min(rows, int(triton.next_power_of_2(-(-plan.rows // max(1, sessions)))))  # rows of a session
-        tiling = choose_tiling(rows, -(-rows // share), pages * BLOCK_SIZE, heads, dtype, processors)
-        return cls(rows, pages, int(triton.next_power_of_2(words)) if words else 0, copies, tiling)
+        tiling = choose_tiling(rows, -(-rows // share), blocks * BLOCK_SIZE, heads, dtype, processors)
+        return cls(rows, blocks, int(triton.next_power_of_2(words)) if words else 0, copies, tiling)
 
 
 class PaddedBatch:
     """Buffers of one `Size`: `hidden [rows, width]`, `cos`, `sin` `[rows, rot]`, `plan`. Blank until loaded.
 
     The plan's tables have a line a row, for every row may be of another session. Entries that a batch does not set keep
-    those of an earlier one, which name pages of the same cache and are never looked at.
+    those of an earlier one, which name blocks of the same cache and are never looked at.
     """
 
     def __init__(self, size: Size, width: int, rot: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class PaddedBatch:
     @torch.no_grad()
     def load(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionMetadata) -> None:
         """Copy a batch in and make the rest padding. Nothing waits for the device."""
-        rows, copies, mine, other = plan.rows, plan.copy_from.shape[0], self.plan, plain(plan)
+        rows, copies, mine, other = plan.rows, plan.copy_from.shape[0], self.plan, kernel_metadata(plan)
         self.hidden[:rows].copy_(hidden)
         self.cos[:rows].copy_(cos)
         self.sin[:rows].copy_(sin)
@@ -111,7 +111,7 @@ def _blank_plan(size: Size, device: torch.device) -> AttentionMetadata:
         sequence_index=filled(0, torch.int32, size.rows),
         context_lens=filled(0, torch.int32, size.rows),
         slot_mapping=filled(_SKIP, torch.int64, size.rows),
-        block_tables=filled(0, torch.int32, size.rows, size.pages),
+        block_tables=filled(0, torch.int32, size.rows, size.blocks),
         tree_block_tables=filled(0, torch.int32, size.rows, size.words * (64 // BLOCK_SIZE)),
         tree_mask=filled(0, torch.int64, size.rows, size.words),
         copy_from=filled(_SKIP, torch.int64, size.copies),

@@ -28,8 +28,8 @@ def run(device: torch.device, dtype: torch.dtype, dim: int = 64) -> None:
     Raises KernelError.
     """
     generator = torch.Generator().manual_seed(0)
-    plan, pages = _batch(device)
-    shapes = (pages, _GROUPS, dim, BLOCK_SIZE), (pages, _GROUPS, BLOCK_SIZE, dim)
+    plan, blocks = _batch(device)
+    shapes = (blocks, _GROUPS, dim, BLOCK_SIZE), (blocks, _GROUPS, BLOCK_SIZE, dim)
     ours = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     theirs = [tensor.clone() for tensor in ours]
     weights = _layer(device, dtype, dim, generator)
@@ -57,11 +57,11 @@ def _compare(what: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtyp
 
 def _batch(device: torch.device) -> tuple[AttentionMetadata, int]:
     """Session 0: five prompt rows after three; 1: three tree slots on 20 tokens; 2: one row at _LONG. And a copy."""
-    long_pages = _LONG // BLOCK_SIZE + 1
-    pages = torch.zeros(3, long_pages, dtype=torch.int32)
-    pages[0, 0], pages[1, :2] = 1, torch.tensor([2, 3])
-    pages[2] = torch.arange(5, 5 + long_pages).flip(0)
-    tree_pages = torch.tensor([[0], [4], [0]], dtype=torch.int32)
+    long_blocks = _LONG // BLOCK_SIZE + 1
+    blocks = torch.zeros(3, long_blocks, dtype=torch.int32)
+    blocks[0, 0], blocks[1, :2] = 1, torch.tensor([2, 3])
+    blocks[2] = torch.arange(5, 5 + long_blocks).flip(0)
+    tree_blocks = torch.tensor([[0], [4], [0]], dtype=torch.int32)
     positions = [3, 4, 5, 6, 7, 20, 21, 21, _LONG]
     past = [4, 5, 6, 7, 8, 20, 20, 20, _LONG + 1]
     session = [0] * 5 + [1] * 3 + [2]
@@ -69,10 +69,10 @@ def _batch(device: torch.device) -> tuple[AttentionMetadata, int]:
     mask = [0] * 5 + [0b1, 0b101, 0b100001] + [0]
     copies = [4 * BLOCK_SIZE + 7], [2 * BLOCK_SIZE + 9]
     plan = AttentionMetadata(
-        torch.tensor(positions), torch.tensor(session).int(), torch.tensor(past).int(), torch.tensor(write), pages,
-        tree_pages, torch.tensor(mask)[:, None], torch.tensor(copies[0]), torch.tensor(copies[1]),
+        torch.tensor(positions), torch.tensor(session).int(), torch.tensor(past).int(), torch.tensor(write), blocks,
+        tree_blocks, torch.tensor(mask)[:, None], torch.tensor(copies[0]), torch.tensor(copies[1]),
     )  # fmt: skip
-    return on_device(plan, device), 5 + long_pages
+    return on_device(plan, device), 5 + long_blocks
 
 
 def on_device(plan: AttentionMetadata, device: torch.device) -> AttentionMetadata:
