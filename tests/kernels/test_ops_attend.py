@@ -65,7 +65,7 @@ def copied(case: Case) -> Case:
 
 
 def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """`dtype`: of the blocks. A number next to the middle of two of bf16 may be rounded the other way, which is rare."""
+    """`dtype`: of the cache. Values near the middle of two bf16 numbers may rarely round the other way."""
     if dtype == torch.bfloat16:
         torch.testing.assert_close(out, expected, rtol=5e-3, atol=5e-3)
         assert ((out - expected).abs() <= 2e-5 * (1 + expected.abs())).float().mean() > 0.98

@@ -1,7 +1,7 @@
-"""The ops the rest of swarm calls: checks what they are given, once, and picks the backend that answers.
+"""The ops that models call: validates the arguments once and dispatches to a backend.
 
-Torch in, torch out; knows no peers. `backend` says what each op computes, `native` chooses what runs on the CPU, `gpu`
-what runs on a GPU.
+Torch tensors in and out; knows no peers. `base.backend` defines each op, `cpu.cpu_library` selects the CPU backend,
+`triton.selector` the GPU backend.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def _backend(x: torch.Tensor, head_dim: int = selector.DEFAULT_HEAD_DIM) -> AttentionBackend:
-    """The fastest that runs on x's device, and on a GPU in its dtype and head size."""
+    """The fastest backend for x's device; on a GPU, for its dtype and head size too."""
     library = cpu_library.library() if x.is_cpu else None
     if library is not None:
         return cpu_backend(library)
@@ -110,8 +110,8 @@ def decoder_layers(
 ) -> torch.Tensor:
     """See `LayerStack.run`. Raises KernelError.
 
-    Prefer it to a loop: compiled, the stack is one call that holds no GIL from beginning to end, so a busy event loop
-    delays a step once instead of once a layer.
+    Prefer it to a loop: with the compiled library the stack is one call without the GIL, so a busy event loop delays a
+    step once and not once per layer.
     """
     if not layers:
         return hidden
@@ -119,7 +119,7 @@ def decoder_layers(
     stack = backend.layer_stack(layers, caches, hidden.dtype)
     if stack is None:
         backend, stack = REFERENCE, REFERENCE.layer_stack(layers, caches, hidden.dtype)
-    assert stack is not None  # the reference supports every layer
+    assert stack is not None  # the reference backend supports every layer
     check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
     if not backend.checks_slots:
         check_plan(plan, stack.blocks)
@@ -127,11 +127,11 @@ def decoder_layers(
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Prepare a linear layer once. `weight [N, K]` bf16, fp32 or fp16 on any device, `bias [N]` or None.
+    """Pack a linear layer once. `weight [N, K]` bf16, fp32 or fp16 on any device, `bias [N]` or None.
 
-    The result maps `x [n, K]` to `[n, N]` of x's dtype; a row's result does not depend on the other rows. Fused
-    projections (QKV, gate-up) are concatenated by output before packing. The weight may be dropped afterwards. fp16 on
-    the CPU is left to torch: a span there computes in bf16 or fp32.
+    The result maps `x [n, K]` to `[n, N]` of x's dtype and is batch-invariant: a row's result does not depend on the
+    other rows. Fused projections (QKV, gate-up) are concatenated by output before packing. The weight may be freed
+    afterwards. fp16 on the CPU stays with torch: a span there computes in bf16 or fp32.
     """
     _check_shapes(weight, bias)
     packable = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32)
@@ -141,15 +141,15 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 
 def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Linear:
-    """Prepare a linear layer in 8 or 4 `bits`, see `quantized` and `quantised4`. `weight [N, K]` of any float dtype,
-    best fp32, `bias [N]`.
+    """Quantize a linear layer to 8 or 4 `bits`, see `int8_linear` and `int4_linear`. `weight [N, K]` of any float
+    dtype, preferably fp32, `bias [N]`.
 
-    As `pack_linear` otherwise; a half and 5/16 of the memory of bf16 (on a GPU and where nothing is compiled, 4 bits
-    take a little more than 8).
+    As `pack_linear` otherwise; takes 1/2 and 5/16 of the memory of bf16 (in plain torch and on a GPU, 4 bits take
+    slightly more than 8).
     """
     _check_shapes(weight, bias)
     if bits not in (4, 8):
-        raise KernelError(f"a linear layer cannot be held in {bits} bits")
+        raise KernelError(f"a linear layer cannot be quantized to {bits} bits")
     if weight.device.type == "cpu" and cpu_library.library() is not None:
         return (cpu_linear.quantize_linear4 if bits == 4 else cpu_linear.quantize_linear)(weight, bias)
     return (int4_linear.quantize_linear if bits == 4 else int8_linear.quantize_linear)(weight, bias)

@@ -1,8 +1,8 @@
-"""What every op asks of its tensors before a kernel runs. Knows no implementation.
+"""Argument validation shared by all ops; it runs before any kernel. Knows no backend.
 
-A wrong shape or slot is a bug of the caller, but one that could write into another session's keys: it is refused as a
-KernelError. Shapes are compared at each call, and asked of each tensor once: a question costs a tenth of a microsecond,
-a short context's attention ten. A plan is looked at once.
+A wrong shape or slot is a caller's bug that could write into another sequence's keys, so it raises KernelError. Shapes
+are compared at every call, reading each tensor's shape once: that costs a tenth of a microsecond, against ten for the
+attention over a short context. The contents of a plan are validated once.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from swarm.errors import KernelError
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 
-PLAN_FAULTS = {
-    10: "a row's session is not in the block table",
-    11: "a row's past is longer than its session's blocks",
+PLAN_ERRORS = {
+    10: "a row's sequence is not in the block table",
+    11: "a row's context is longer than its sequence's blocks",
     12: "a row is written to a slot beyond the cache",
     13: "a committed block is beyond the cache",
     14: "a tree block is beyond the cache",
-    15: "a row's tree mask reaches beyond its session's tree blocks",
+    15: "a row's tree mask reaches beyond its sequence's tree blocks",
     16: "a slot to copy is beyond the cache",
 }
-"""Statuses of the C++ `swarm_check_plan`, in words; the checks here say the same."""
+"""Message of each status of the C++ `swarm_check_plan`; `check_plan` raises the same."""
 
 
 def check_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> torch.Size:
-    """Keys `[blocks, G, D, BLOCK_SIZE]` and values `[blocks, G, BLOCK_SIZE, D]` of one dtype, contiguous, on one device; -> the
-    keys' shape."""
+    """Keys `[blocks, G, D, BLOCK_SIZE]`, values `[blocks, G, BLOCK_SIZE, D]`; same dtype and device, contiguous.
+
+    -> the keys' shape.
+    """
     shape = k_blocks.shape
     if len(shape) != 4 or shape[3] != BLOCK_SIZE:
         raise KernelError(f"key blocks have shape {tuple(shape)}, not [blocks, kv heads, head size, {BLOCK_SIZE}]")
@@ -57,11 +59,11 @@ def check_rows(
     the cache's keys."""
     cache = check_cache(k_blocks, v_blocks)
     _, groups, dim, _ = cache
-    rows, asked, shape = plan.rows, q.shape, k.shape
+    rows, queries, shape = plan.rows, q.shape, k.shape
     if shape != (rows, groups, dim) or v.shape != shape:
         raise KernelError(f"keys {tuple(shape)} or values {tuple(v.shape)} are not {(rows, groups, dim)}")
-    if len(asked) != 3 or asked[0] != rows or asked[2] != dim or asked[1] % groups:
-        raise KernelError(f"queries have shape {tuple(asked)}, which does not fit {tuple(shape)} keys")
+    if len(queries) != 3 or queries[0] != rows or queries[2] != dim or queries[1] % groups:
+        raise KernelError(f"queries have shape {tuple(queries)}, which does not fit {tuple(shape)} keys")
     if not q.device == k.device == v.device == k_blocks.device:
         raise KernelError("queries, keys, values and blocks are on different devices")
     check_plan_shapes(plan)
@@ -69,10 +71,10 @@ def check_rows(
 
 
 def check_layer(weights: LayerWeights, k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> None:
-    """A layer's linears and norms fit each other, and the cache is of its heads."""
+    """A layer's linears and norms fit each other, and the cache has its heads."""
     check_cache(k_blocks, v_blocks)
     if k_blocks.shape[1:3] != (weights.kv_heads, weights.head_dim) or weights.heads % weights.kv_heads:
-        raise KernelError(f"blocks of shape {tuple(k_blocks.shape)} are not of this layer's heads")
+        raise KernelError(f"blocks of shape {tuple(k_blocks.shape)} do not have this layer's heads")
     width, inner, dim = weights.o.out_features, weights.down.in_features, weights.head_dim
     attended, shared = weights.heads * dim, 2 * weights.kv_heads * dim
     linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
@@ -109,13 +111,13 @@ def check_step(
         raise KernelError("hidden states, rotary tables and plan are on different devices")
 
 
-_shaped: AttentionMetadata | None = None  # the last whose shapes were found to agree: a batch asks once a layer
+_last_shaped: AttentionMetadata | None = None  # the last that passed
 
 
 def check_plan_shapes(plan: AttentionMetadata) -> None:
-    """The plan's tensors agree on the number of rows, sessions and copies."""
-    global _shaped
-    if plan is _shaped:
+    """The plan's tensors agree on the number of rows, sequences and copies."""
+    global _last_shaped
+    if plan is _last_shaped:
         return
     rows = plan.rows
     per_row = (plan.sequence_index, plan.context_lens, plan.slot_mapping, plan.tree_mask)
@@ -126,10 +128,10 @@ def check_plan_shapes(plan: AttentionMetadata) -> None:
         or plan.tree_block_tables.dim() != 2
         or plan.block_tables.shape[0] != plan.tree_block_tables.shape[0]
     ):
-        raise KernelError("the block tables of a plan disagree on the number of sessions")
+        raise KernelError("the block tables of a plan disagree on the number of sequences")
     if plan.copy_from.shape != plan.copy_to.shape:
         raise KernelError("a plan copies from and to different numbers of slots")
-    _shaped = plan
+    _last_shaped = plan
 
 
 def check_slots(copy_from: torch.Tensor, copy_to: torch.Tensor, blocks: int) -> None:
@@ -137,17 +139,17 @@ def check_slots(copy_from: torch.Tensor, copy_to: torch.Tensor, blocks: int) -> 
     if copy_from.shape != copy_to.shape:
         raise KernelError("there are not as many slots to copy from as to copy to")
     if copy_from.numel() and bool(_outside(torch.stack((copy_from, copy_to)), blocks * BLOCK_SIZE)):
-        raise KernelError(PLAN_FAULTS[16])
+        raise KernelError(PLAN_ERRORS[16])
 
 
-_checked: tuple[AttentionMetadata, int] | None = None  # the last: a batch asks once a layer
+_checked: tuple[AttentionMetadata, int] | None = None  # the last: every layer of a batch checks the same plan
 
 
 def check_plan(plan: AttentionMetadata, blocks: int) -> None:
-    """The plan's sessions, blocks, slots and masks lie within a cache of `blocks` blocks: `swarm_check_plan` in torch."""
+    """The plan's indices and masks lie within a cache of `blocks` blocks: `swarm_check_plan` in torch."""
     global _checked
-    known = _checked
-    if known is not None and known[0] is plan and known[1] == blocks:
+    last = _checked
+    if last is not None and last[0] is plan and last[1] == blocks:
         return
     slots = blocks * BLOCK_SIZE
     tree_slots = plan.tree_block_tables.shape[1] * BLOCK_SIZE
@@ -162,14 +164,14 @@ def check_plan(plan: AttentionMetadata, blocks: int) -> None:
             _outside(plan.copy_from, slots) | _outside(plan.copy_to, slots),
         )
     )
-    for code, fault in zip(sorted(PLAN_FAULTS), faults.tolist(), strict=True):
+    for code, fault in zip(sorted(PLAN_ERRORS), faults.tolist(), strict=True):
         if fault:
-            raise KernelError(PLAN_FAULTS[code])
+            raise KernelError(PLAN_ERRORS[code])
     _checked = (plan, blocks)
 
 
 def mark_validated(plan: AttentionMetadata, blocks: int) -> None:
-    """Take a plan as checked: our own cache made it, and to look at it the host would have to wait for the GPU."""
+    """Skip `check_plan` for a plan made by our own cache: reading its tensors would make the host wait for the GPU."""
     global _checked
     _checked = (plan, blocks)
 

@@ -1,4 +1,4 @@
-"""The C interface of the compiled kernels (abi.h, api.cpp) as ctypes sees it. Knows no torch."""
+"""ctypes declarations of the compiled kernels' C interface (abi.h, api.cpp). Knows no torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CacheDesc(ctypes.Structure):
         ("k", c_void_p),
         ("v", c_void_p),
         ("blocks", c_int64),
-        ("groups", c_int64),
+        ("kv_heads", c_int64),
         ("dim", c_int64),
         ("bf16", c_int32),
         ("unused", c_int32),
@@ -55,17 +55,17 @@ class CacheDesc(ctypes.Structure):
 class PlanDesc(ctypes.Structure):
     _fields_ = [
         ("rows", c_int64),
-        ("sessions", c_int64),
+        ("sequences", c_int64),
         ("max_blocks", c_int64),
         ("max_tree_blocks", c_int64),
-        ("words", c_int64),
+        ("mask_words", c_int64),
         ("copies", c_int64),
         ("positions", c_void_p),
-        ("session", c_void_p),
-        ("past", c_void_p),
-        ("write", c_void_p),
-        ("blocks", c_void_p),
-        ("tree_blocks", c_void_p),
+        ("sequence_index", c_void_p),
+        ("context_lens", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("block_tables", c_void_p),
+        ("tree_block_tables", c_void_p),
         ("tree_mask", c_void_p),
         ("copy_from", c_void_p),
         ("copy_to", c_void_p),
@@ -114,7 +114,7 @@ _SIGNATURES = {
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library with its signatures declared; calls through it do not hold the GIL. Raises OSError."""
+    """Load the library and declare its signatures; calls release the GIL. Raises OSError or AttributeError."""
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)

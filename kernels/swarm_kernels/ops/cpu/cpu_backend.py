@@ -1,4 +1,4 @@
-"""The ops on the compiled CPU kernels: torch tensors in, torch tensors out, pointers in between."""
+"""The backend of the compiled CPU kernels: torch tensors in and out, raw pointers at the C boundary."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from swarm_kernels.ops.cpu.cpu_descriptors import (
 
 @cache
 def cpu_backend(library: ctypes.CDLL) -> CpuBackend:
-    """The backend of a loaded library, one for each."""
+    """The backend of a loaded library, one per library."""
     return CpuBackend(library)
 
 
 class CpuBackend(AttentionBackend):
     """Attention over bf16 and fp32 blocks; norms and stacks of packed layers in fp32."""
 
-    checks_slots = True  # in C++, where it costs a tenth of what torch takes
+    checks_slots = True  # in C++, at a tenth of the time of `validate.check_plan`
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class CpuBackend(AttentionBackend):
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        queries, keys, values = _plain(q), _plain(k), _plain(v)
+        queries, keys, values = _contiguous_fp32(q), _contiguous_fp32(k), _contiguous_fp32(v)
         out = torch.empty_like(queries)
         cache = describe_cache(k_blocks, v_blocks)
         status = self._library.swarm_attend(
@@ -100,6 +100,6 @@ class CpuBackend(AttentionBackend):
         return CpuLayerStack(self._library, layers, caches)
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    """`x` in contiguous fp32. Asked first: a conversion that changes nothing costs microseconds."""
+def _contiguous_fp32(x: torch.Tensor) -> torch.Tensor:
+    """`x` in contiguous fp32. The check comes first because a conversion without effect costs microseconds."""
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()

@@ -1,6 +1,7 @@
-"""Compiles the kernels for GPUs that are not here: what `python -m swarm_kernels.ops.triton.aot_compile 80 90` prints.
+"""Ahead-of-time compilation of the kernels for GPUs that are not present, to check that they compile and fit.
 
-Needs only Triton, whose wheel brings the assembler. Owns one representative set of variants; knows no device.
+`python -m swarm_kernels.ops.triton.aot_compile 80 90` prints a line per kernel. Needs only Triton, whose wheel contains
+the assembler. Owns a representative set of kernel variants; uses no device.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from swarm_kernels.batch import BLOCK_SIZE
 from swarm_kernels.ops.triton import attention, attention_kernels, cache_kernels, row_kernels
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-"""Shared memory a block may use on GPUs of these compute capabilities (CUDA programming guide, technical
-specifications), which are also the targets checked."""
+"""Shared memory per thread block by compute capability (CUDA programming guide, technical specifications); its keys are
+the targets checked."""
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel with everything it is specialised for."""
+    """One kernel with everything it is specialized for."""
 
     title: str
     kernel: Any
@@ -40,7 +41,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the compiler made of a variant for one target."""
+    """A variant compiled for one target."""
 
     title: str
     capability: int
@@ -49,7 +50,7 @@ class Compiled:
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel, attention for each format and for the head sizes that press hardest on shared memory."""
+    """Every kernel; attention for each dtype and the head sizes that need the most shared memory."""
     for dtype in _NAMES:
         for dim in (64, 128, 256):
             heads = attention.AttentionShape(32, 8, dim)
@@ -67,7 +68,7 @@ def variants() -> Iterator[Variant]:
 
 
 def compile_for(variant: Variant, capability: int) -> Compiled:
-    """Down to machine code. Raises what Triton raises: a kernel that does not compile is our bug."""
+    """Compile to machine code. Triton's exceptions pass through: a kernel that does not compile is our bug."""
     source = ASTSource(
         variant.kernel,
         signature={name: variant.types.get(name, "constexpr") for name in variant.kernel.arg_names},
@@ -102,7 +103,8 @@ def _attend(
             "tree_mask": "*i64", "scale": "fp32", "cap": "fp32",
         },
         constants={
-            "KV_HEADS": heads.kv_heads, "QUERIES_PER_KV": heads.queries_per_kv, "D": heads.head_dim, "BLOCK_D": heads.block_d,
+            "KV_HEADS": heads.kv_heads, "QUERIES_PER_KV": heads.queries_per_kv, "D": heads.head_dim,
+            "BLOCK_D": heads.block_d,
             "BLOCK_M": block_m, "BLOCK_N": attention.block_n(heads, dtype), "BLOCK_SIZE": BLOCK_SIZE, "SPLIT": split,
             "WINDOWED": extras, "CAPPED": extras, "DOT": attention.dot_type(dtype),
         },
@@ -162,7 +164,7 @@ def _commit_tree_slots() -> Variant:
 
 
 def sample(capability: int) -> Iterator[Variant]:
-    """One attention variant, another on each target, and on one target every other kernel: what a test has time for."""
+    """A quick sample: one attention variant, different per target, and on the first target every other kernel."""
     attends = [variant for variant in variants() if variant.kernel is attention_kernels.attend_tiles]
     index = list(SHARED_BYTES).index(capability)
     yield attends[(5 * index + 1) % len(attends)]
@@ -175,16 +177,16 @@ def sample(capability: int) -> Iterator[Variant]:
 
 
 def main() -> None:
-    """Exits with 3 where Triton has no assembler for these GPUs."""
+    """Command line. Exits with 3 where Triton has no assembler for these GPUs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("capabilities", type=int, nargs="*", metavar="80", help=f"of {[*SHARED_BYTES]}")
     parser.add_argument("--sample", action="store_true", help="a sample of the variants")
     arguments = parser.parse_args()
-    unknown = set(arguments.capabilities) - set(SHARED_BYTES)  # argparse's `choices` refuse an empty list
+    unknown = set(arguments.capabilities) - set(SHARED_BYTES)  # argparse's `choices` reject an empty list
     if unknown:
         parser.error(f"no target of these: {', '.join(map(str, sorted(unknown)))}")
     try:
-        _ = knobs.nvidia.ptxas.path  # looked for when read
+        _ = knobs.nvidia.ptxas.path  # the property searches for it
     except RuntimeError as error:
         sys.stderr.write(f"Triton has no assembler here: {error}\n")
         sys.exit(3)

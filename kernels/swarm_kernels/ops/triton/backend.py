@@ -1,4 +1,4 @@
-"""The ops on a GPU, by the Triton kernels: what `gpu` hands out once they have passed their self-test."""
+"""The backend of the Triton kernels, which `selector` returns once they pass their self-test."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from swarm_kernels.ops.triton.layers import MAX_WIDTH, rms_norm, supports_stack
 
 
 class TritonBackend(AttentionBackend):
-    """fp32, bf16 and fp16, the formats that `gpu` offers it for."""
+    """fp32, bf16 and fp16, the dtypes that `selector` offers it for."""
 
-    stacks_kept = 8  # each may hold graphs' memory
+    max_cached_stacks = 8  # each may hold the memory of CUDA graphs
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: tuple[AttentionMetadata, AttentionMetadata, SplitPlan] | None = None  # a batch asks once a layer
+        self._last: tuple[AttentionMetadata, AttentionMetadata, SplitPlan] | None = (
+            None  # every layer of a batch uses it
+        )
 
     def supports_cache(self, k_blocks: torch.Tensor) -> bool:
         return True
@@ -50,13 +52,13 @@ class TritonBackend(AttentionBackend):
         softcap: float | None = None,
     ) -> torch.Tensor:
         with _on(q):
-            known = self._last
+            last = self._last
             shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2])
             tiling = attention.tiling_of(plan, shape, attention.wider_dtype(q.dtype, k_blocks.dtype))
-            if known is None or known[0] is not plan or known[2].tiling != tiling:
+            if last is None or last[0] is not plan or last[2].tiling != tiling:
                 read = attention.kernel_metadata(plan)
-                known = self._last = (plan, read, attention.cut(read, tiling))
-            _, read, tiles = known
+                last = self._last = (plan, read, attention.cut(read, tiling))
+            _, read, tiles = last
             attention.commit_tree_slots(k_blocks, v_blocks, read.copy_from, read.copy_to)
             attention.append(k, v, k_blocks, v_blocks, read.slot_mapping)
             return attention.attend_cached(q, k_blocks, v_blocks, read, tiles, scale, sliding_window, softcap)
@@ -79,5 +81,5 @@ TRITON = TritonBackend()
 
 
 def _on(tensor: torch.Tensor) -> torch.cuda.device:
-    """Triton launches on the current GPU, which need not be the tensor's. Does nothing on a CPU."""
+    """Make the tensor's GPU current, since Triton launches on the current one. No effect for CPU tensors."""
     return torch.cuda.device(tensor.get_device())

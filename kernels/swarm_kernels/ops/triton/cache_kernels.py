@@ -1,6 +1,6 @@
-"""What happens to keys and values before attention reads them, in Triton: commits, head norms, rotation, append.
+"""Triton kernels that write the KV cache before attention: commits of tree slots, and head norm + RoPE + append.
 
-Slots below 0 are skipped: padding of a batch whose size is fixed by a CUDA graph.
+Negative slots are skipped: they pad a batch to the fixed size of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _slot_offsets(slot, kv_head, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where dimension 0 of flat slots lies: in the key blocks, and in the value blocks. int64."""
+    """Offsets of dimension 0 of flat slots: in the key blocks, and in the value blocks. int64."""
     head = (slot // BLOCK_SIZE) * (KV_HEADS * D * BLOCK_SIZE) + kv_head * (D * BLOCK_SIZE)
     return head + slot % BLOCK_SIZE, head + slot % BLOCK_SIZE * D
 
@@ -21,8 +21,8 @@ def commit_tree_slots(
     k_blocks, v_blocks, copy_from, copy_to, count,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV_HEADS, blocks of D). A program owns its dimensions of all slots, so it can read all before it writes any:
-    a slot may be the source of one copy and the target of another. `count` <= BLOCK_C."""
+    """Grid (KV_HEADS, blocks of D). A program handles its dimensions of all slots, so it can read all before it writes
+    any: a slot may be the source of one copy and the target of another. `count` <= BLOCK_C."""
     kv_head = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     c = tl.arange(0, BLOCK_C)
@@ -33,7 +33,7 @@ def commit_tree_slots(
     k_to, v_to = _slot_offsets(target, kv_head, KV_HEADS, D, BLOCK_SIZE)
     k = tl.load(k_blocks + k_from[:, None] + (d * BLOCK_SIZE)[None, :], mask=here)
     v = tl.load(v_blocks + v_from[:, None] + d[None, :], mask=here)
-    tl.debug_barrier()  # the threads of a program do not run in step
+    tl.debug_barrier()  # the warps of a program are not in lockstep
     tl.store(k_blocks + k_to[:, None] + (d * BLOCK_SIZE)[None, :], k, mask=here)
     tl.store(v_blocks + v_to[:, None] + d[None, :], v, mask=here)
 
@@ -49,7 +49,7 @@ def _rms_normed(x, norm, rms, d, here):
 def _norm_rope(
     x, norm, cos, sin, rot, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr
 ):
-    """One head at `x [D]`: RMS norm if NORM, then if ROPE its first `rot` dimensions rotated; in its own dtype."""
+    """One head at `x [D]`: RMS norm if NORM, then RoPE on its first `rot` dimensions if ROPE; in its own dtype."""
     d = tl.arange(0, BLOCK_D)
     here = d < D
     raw = tl.load(x + d, mask=here, other=0.0)
@@ -81,8 +81,8 @@ def norm_rope_and_cache(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROPE: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, HEADS + 2 KV_HEADS): a program takes one head of one row. Queries go to `q_out [n, HEADS, D]`, keys and
-    values to their row's slot, rounded to the cache's dtype. With HEADS = 0 only keys and values are placed."""
+    """Grid (rows, HEADS + 2 KV_HEADS): a program handles one head of one row. Queries go to `q_out [n, HEADS, D]`, keys
+    and values to their row's slot, rounded to the cache's dtype. With HEADS = 0 only keys and values are written."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
