@@ -59,7 +59,8 @@ int attend() {
   const auto k = array<float>(n[ROWS] * n[KV_HEADS] * n[DIM]), v = array<float>(n[ROWS] * n[KV_HEADS] * n[DIM]);
   const SwarmCache cache{k_blocks.data(), v_blocks.data(), n[BLOCKS], n[KV_HEADS], n[DIM], (int32_t)n[BF16], 0};
   const SwarmPlan plan{n[ROWS], n[SEQUENCES], n[MAX_BLOCKS], n[MAX_TREE_BLOCKS], n[WORDS], 0, positions.data(),
-                       sequence_index.data(), context_lens.data(), slot_mapping.data(), block_tables.data(), tree_block_tables.data(), mask.data(),
+                       sequence_index.data(), context_lens.data(), slot_mapping.data(), block_tables.data(),
+                       tree_block_tables.data(), mask.data(),
                        nullptr, nullptr};
   if (const int32_t fault = swarm_check_plan(&plan, n[BLOCKS])) return fault;
   std::vector<float> out(n[ROWS] * n[HEADS] * n[DIM]);

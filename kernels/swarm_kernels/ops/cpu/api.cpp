@@ -25,14 +25,14 @@ namespace {
 using swarm::Engine;
 
 #if defined(SWARM_X86)
-// What not every compiler's __builtin_cpu_supports knows.
+// Not every compiler's __builtin_cpu_supports has it.
 bool dots_bf16() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
 }
 #endif
 
-// By name, or the best one for null and "".
+// The kernels of this name, or the best ones for null and "".
 const swarm::KernelTable* find(const char* name) {
   if (name && !*name) name = nullptr;
 #if defined(SWARM_X86)
@@ -49,7 +49,7 @@ const swarm::KernelTable* find(const char* name) {
   return !name || !std::strcmp(name, "generic") ? &generic::table : nullptr;
 }
 
-// What was asked for; a forked child keeps it.
+// The selected settings; a forked child keeps them.
 const swarm::KernelTable* chosen = nullptr;
 int requested_threads = 1;
 
@@ -58,8 +58,8 @@ struct State {
   Engine engine;
 };
 
-// Never destroyed: at exit, workers may still be asleep in it. After fork the child has no workers, and the lock may be
-// held by a thread it does not have: it starts anew.
+// Never destroyed, because workers may still sleep in it at exit. After a fork the child has no workers and the lock
+// may be held by a thread that does not exist there, so the child makes a new state.
 State* state = nullptr;
 void renew() { state = new State; }
 __attribute__((constructor)) void start() {
@@ -89,7 +89,7 @@ bool all_within(const T* values, int64_t count, int64_t end) {
   return true;
 }
 
-// A mask may have no bit at or beyond the session's tree slots.
+// Whether no bit of the mask is at or beyond the sequence's tree slots.
 bool mask_fits(const uint64_t* mask, int64_t mask_words, int64_t slots) {
   for (int64_t w = 0; w < mask_words; w++) {
     const int64_t left = slots - w * 64;
@@ -118,10 +118,10 @@ void swarm_set_threads(int32_t count) {
   state->engine.set_core_groups(count, {});
 }
 
-// `count` threads, of which the last `narrow` do `thousandths` of the columns of each linear, on cores of their own. A
-// forked child has one unit again.
-void swarm_split_columns(int32_t count, int32_t slow, int32_t slow_permille, const int32_t* fast_cores, int32_t fast_count,
-                  const int32_t* slow_cores, int32_t slow_count) {
+// `count` threads, of which the last `slow` compute `slow_permille` of the columns of each linear, pinned to their own
+// cores. A forked child has one group again.
+void swarm_split_columns(int32_t count, int32_t slow, int32_t slow_permille, const int32_t* fast_cores,
+                         int32_t fast_count, const int32_t* slow_cores, int32_t slow_count) {
   std::lock_guard<std::mutex> lock(state->lock);
   requested_threads = count;
   state->engine.set_core_groups(count, {slow, slow_permille, {std::vector<int>(fast_cores, fast_cores + fast_count),
@@ -148,7 +148,8 @@ int32_t swarm_check_plan(const SwarmPlan* plan, int64_t blocks) {
   if (!all_within(p.block_tables, p.sequences * p.max_blocks, blocks)) return SWARM_BAD_BLOCK;
   if (!all_within(p.tree_block_tables, p.sequences * p.max_tree_blocks, blocks)) return SWARM_BAD_TREE_BLOCK;
   for (int64_t r = 0; r < p.rows; r++)
-    if (!mask_fits(p.tree_mask + r * p.mask_words, p.mask_words, p.max_tree_blocks * swarm::KV_BLOCK)) return SWARM_BAD_TREE_MASK;
+    if (!mask_fits(p.tree_mask + r * p.mask_words, p.mask_words, p.max_tree_blocks * swarm::KV_BLOCK))
+      return SWARM_BAD_TREE_MASK;
   if (!all_within(p.copy_from, p.copies, slots) || !all_within(p.copy_to, p.copies, slots)) return SWARM_BAD_COPY;
   return SWARM_OK;
 }
@@ -165,7 +166,7 @@ int32_t swarm_commit_tree_slots(const SwarmCache* cache, const int64_t* from, co
   return locked([&](Engine& engine) { engine.commit_tree_slots(*cache, from, to, count); });
 }
 
-// q [rows, heads, dim], k and v [rows, groups, dim], out like q. window 0 and softcap 0: none.
+// q [rows, heads, dim], k and v [rows, kv_heads, dim], out like q. window 0 and softcap 0: none.
 int32_t swarm_attend(const float* q, const float* k, const float* v, int64_t heads, const SwarmCache* cache,
                      const SwarmPlan* plan, float scale, int64_t window, float softcap, float* out) {
   return locked([&](Engine& engine) {

@@ -1,6 +1,6 @@
-// Attention of query rows against paged keys and values, a step of 128 keys at a time, by online softmax. A row's
-// arithmetic is the same whichever rows share its tile: steps come in order, sums run over dimensions, then over keys,
-// in rising order, and keys a row does not see weigh exactly nothing.
+// Attention of query rows over paged keys and values by online softmax, in steps of 128 keys. It is batch-invariant: a
+// row's arithmetic does not depend on the rows of its tile. Steps come in order, sums run over dimensions and then keys
+// in ascending order, and masked keys have a weight of exactly zero.
 #pragma once
 #include <type_traits>
 
@@ -13,20 +13,20 @@ namespace SWARM_ISA {
 
 using swarm::AttendJob;
 
-// What is read of memory in one step, and what is asked of it meanwhile: pages of the next step lie apart, and the
-// hardware's own prefetch stops at the end of each.
+// The memory that one step reads and what it prefetches: KV blocks of the next step are scattered, and the hardware
+// prefetcher stops at the end of each.
 template <typename T>
 struct Step {
   const T *k[STEP_KV_BLOCKS], *v[STEP_KV_BLOCKS];
   const T *k_next[STEP_KV_BLOCKS], *v_next[STEP_KV_BLOCKS];
-  KvBlockRange kv_blocks;  // that some row sees
-  bool last;        // nothing is ahead
-  int64_t tiles;    // they share the asking
+  KvBlockRange kv_blocks;  // with a key visible to some row
+  bool last;        // no next step to prefetch
+  int64_t tiles;    // they share the prefetching
   QueryTile* tile;  // [tiles]
   KeyMask* row_masks;       // batch rows
 };
 
-// What a job works in: a prepared panel, scores [m, STEP_KEYS], and a few words a row.
+// The scratch memory of a job: a packed panel, scores [m, STEP_KEYS], and a few words per row.
 struct Workspace {
   float *panel, *scores, *rescale;
   QueryTile* tile;  // at most m
@@ -43,13 +43,13 @@ struct Workspace {
   static int64_t padded(int64_t m) { return (m + BLOCK - 1) / BLOCK * BLOCK; }
 };
 
-// Floats of it.
+// Its size in floats.
 inline int64_t attend_workspace(int64_t m, int64_t dim) {
   const int64_t a_row = (sizeof(QueryTile) + sizeof(KeyMask)) / sizeof(float);
   return STEP_KEYS * Workspace::panel_dims(dim) + m * (STEP_KEYS + a_row) + Workspace::padded(m);
 }
 
-// work(std::integral_constant<int, rows>), for a number of rows up to ROWS known at run time.
+// Calls work(std::integral_constant<int, rows>) for a number of rows up to ROWS known only at run time.
 template <int ROWS, typename Work>
 SWARM_INLINE void with_rows(int64_t rows, const Work& work) {
   if constexpr (ROWS > 1) {
@@ -105,7 +105,8 @@ void attend_step(const AttendJob& job, const Step<T>& step, const Workspace& wor
                                state.weighted + tile.row * job.dim + d);
     });
   };
-  for (int64_t p = step.kv_blocks.begin / PANEL_KV_BLOCKS * PANEL_KV_BLOCKS; p < step.kv_blocks.end; p += PANEL_KV_BLOCKS) {
+  int64_t p = step.kv_blocks.begin / PANEL_KV_BLOCKS * PANEL_KV_BLOCKS;
+  for (; p < step.kv_blocks.end; p += PANEL_KV_BLOCKS) {
     const Panel<T> keys = keys_of(step, p);
     if constexpr (PACK)
       use_keys(pack_panel(keys, job.dim, KV_BLOCK, work.panel));
@@ -114,8 +115,8 @@ void attend_step(const AttendJob& job, const Step<T>& step, const Workspace& wor
   }
   each_tile([&](auto rows, const QueryTile& tile, float* scores) {
     constexpr WeightFormat KIND = std::is_same_v<T, float> ? WeightFormat::EXACT : BF16_WEIGHT_FORMAT;
-    online_softmax<rows.value, KIND>(scores, step.row_masks, job.queries_per_kv, step.kv_blocks, job.softcap, state, tile.row,
-                             work.rescale + tile.row);
+    online_softmax<rows.value, KIND>(scores, step.row_masks, job.queries_per_kv, step.kv_blocks, job.softcap, state,
+                                     tile.row, work.rescale + tile.row);
   });
   for (int64_t d = 0; d < job.dim; d += PANEL_DIMS) {
     const int64_t width = job.dim - d < PANEL_DIMS ? job.dim - d : PANEL_DIMS;
@@ -127,7 +128,7 @@ void attend_step(const AttendJob& job, const Step<T>& step, const Workspace& wor
   }
 }
 
-// Which of a step's keys batch row `row` sees; the step begins with word `word`.
+// The keys of a step visible to batch row `row`; the step begins with mask word `word`.
 SWARM_INLINE KeyMask visible(const AttendJob& job, int64_t row, int64_t word) {
   KeyMask mask;
   for (int w = 0; w < STEP_WORDS; w++, word++) {
@@ -142,14 +143,15 @@ SWARM_INLINE KeyMask visible(const AttendJob& job, int64_t row, int64_t word) {
   return mask;
 }
 
-// Where page `at` of the session begins; past the end of its table, where nobody looks: its last.
+// Start of KV block `at` of the sequence; beyond the end of its block table (only prefetched or masked), its last
+// block.
 template <typename T>
 SWARM_INLINE const T* kv_block_at(const AttendJob& job, const void* head, int64_t at) {
   const int64_t kv_block = job.block_table[at < job.block_table_len ? at : job.block_table_len - 1];
   return static_cast<const T*>(head) + kv_block * job.kv_block_stride;
 }
 
-// Who sees what of the step that begins with word `word`; false if nobody sees anything.
+// Fills in the step that begins with mask word `word`; false if no row sees any of its keys.
 template <typename T>
 bool prepare_step(const AttendJob& job, int64_t word, Step<T>& step) {
   KeyMask mask{};
@@ -159,7 +161,8 @@ bool prepare_step(const AttendJob& job, int64_t word, Step<T>& step) {
   for (int64_t i = 0; i < job.m; i += job.tile_rows) {
     const int64_t rows = job.m - i < job.tile_rows ? job.m - i : job.tile_rows;
     QueryTile& tile = step.tile[step.tiles] = {step.tiles, i, rows, {}};
-    for (int64_t row = i / job.queries_per_kv; row * job.queries_per_kv < i + rows; row++) tile.mask |= step.row_masks[row];
+    for (int64_t row = i / job.queries_per_kv; row * job.queries_per_kv < i + rows; row++)
+      tile.mask |= step.row_masks[row];
     step.tiles++;
   }
   step.kv_blocks = {STEP_KV_BLOCKS, 0};

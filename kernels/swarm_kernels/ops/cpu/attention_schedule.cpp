@@ -1,4 +1,4 @@
-// Attention of a batch: which rows share a tile, which keys make a block, which piece goes to which thread.
+// Schedules the attention of a batch: query tiles, KV splits (Flash-Decoding), and their assignment to threads.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -8,17 +8,17 @@
 namespace swarm {
 namespace {
 
-constexpr int64_t MAX_QUERY_ROWS = 96;  // of a tile, unless one row has more: enough for keys to be worth widening
-constexpr int64_t MAX_SHARED_SPLITS = 4096;  // blocks that two units share: each has a softmax in memory until it is merged
-constexpr int64_t MIN_UNITS_PER_THREAD = 4;        // a thread: below, blocks are spread over threads
-constexpr int64_t FEW_ROWS = 4;         // sooner loaded than shared out
+constexpr int64_t MAX_QUERY_ROWS = 96;  // of a tile, unless one row has more: enough to amortize packing keys
+constexpr int64_t MAX_SHARED_SPLITS = 4096;  // with two core groups: each split keeps its softmax state until merged
+constexpr int64_t MIN_UNITS_PER_THREAD = 4;  // with fewer, splits are spread over threads
+constexpr int64_t FEW_ROWS = 4;  // loading their queries is faster than starting a parallel region
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t whole_cache_lines(int64_t floats) { return ceil_div(floats, 16) * 16; }
 
-// Keys are softmaxed in blocks, merged in order. Always, and always in these, so that spreading them over threads,
-// which pays when there are few rows, changes no bit of the result. Blocks grow with the context, from a step to eight:
-// short contexts are shared out evenly, long ones with few merges.
+// Keys are processed in splits that are merged in order. The splits do not depend on the number of threads, so
+// spreading them over threads, which pays when there are few rows, leaves results bit for bit the same. Splits grow
+// with the context, from one step to eight: short contexts balance well, long ones need few merges.
 int64_t first_step(int64_t split) { return split < 1 ? 0 : split < 5 ? 1 << (split - 1) : (split - 3) * 8; }
 
 int64_t split_of_step(int64_t step) {
@@ -26,13 +26,12 @@ int64_t split_of_step(int64_t step) {
   return step >= 4 ? 3 : step >= 2 ? 2 : step;
 }
 
-// Consecutive rows of one session. Its blocks: dense [first_block, dense_blocks), then one sparse if there are tree
-// slots.
+// Consecutive rows of one sequence. Its splits: dense [first_split, dense_splits), then a sparse one for tree slots.
 struct RowTile {
   int64_t row, rows, sequence, first_split, dense_splits, splits;
 };
 
-// One call: what all items share.
+// One call to attend: the state shared by all work items.
 struct Attention {
   const KernelTable& table;
   const SwarmCache& cache;
@@ -56,9 +55,11 @@ struct Attention {
 
   RowTile tile_at(int64_t row, int64_t most) {
     RowTile tile{row, 0, plan.sequence_index[row], INT64_MAX, 0, 0};
-    for (int64_t r = row; r < plan.rows && tile.rows < most && plan.sequence_index[r] == tile.sequence; r++, tile.rows++) {
+    for (int64_t r = row; r < plan.rows && tile.rows < most && plan.sequence_index[r] == tile.sequence;
+         r++, tile.rows++) {
       tile.first_split = std::min(tile.first_split, split_of_step(first_key[r] / STEP_KEYS));
-      if (end_key[r] > 0) tile.dense_splits = std::max(tile.dense_splits, split_of_step((end_key[r] - 1) / STEP_KEYS) + 1);
+      if (end_key[r] > 0)
+        tile.dense_splits = std::max(tile.dense_splits, split_of_step((end_key[r] - 1) / STEP_KEYS) + 1);
     }
     tile.first_split = std::min(tile.first_split, tile.dense_splits);
     tile.splits = tile.dense_splits - tile.first_split + tree_splits();
@@ -68,10 +69,12 @@ struct Attention {
 
   int64_t units() const { return (int64_t)tiles.size() * cache.kv_heads; }
   int64_t tree_splits() const { return plan.mask_words > 0 && plan.max_tree_blocks > 0 ? 1 : 0; }
-  int64_t query_rows() const { return std::min(std::max<int64_t>(MAX_QUERY_ROWS / queries_per_kv, 1), plan.rows) * queries_per_kv; }
+  int64_t query_rows() const {
+    return std::min(std::max<int64_t>(MAX_QUERY_ROWS / queries_per_kv, 1), plan.rows) * queries_per_kv;
+  }
   int64_t state_size() const { return whole_cache_lines(query_rows() * (cache.dim + 2)); }
   int64_t query_size() const { return whole_cache_lines(query_rows() * cache.dim); }
-  // Also enough for a tile's queries on their way.
+  // Also large enough to stage a tile's queries.
   int64_t workspace() const {
     return std::max(query_size(), whole_cache_lines(table.attend_workspace(query_rows(), cache.dim)));
   }
@@ -81,9 +84,10 @@ struct Attention {
 
   void load_queries(const RowTile& tile, int64_t group, float* workspace, float* q) const {
     const int64_t m = tile.rows * queries_per_kv, dim = cache.dim, width = table.query_tile(m, cache.bf16 != 0);
-    const float factor = softcap == 0.0f ? scale * 1.44269504088896f : scale;  // the kernels' exponentials are of 2
+    const float factor = softcap == 0.0f ? scale * 1.44269504088896f : scale;  // the kernels use exp2
     for (int64_t i = 0; i < m; i++) {
-      const float* from = in.q + (tile.row + i / queries_per_kv) * in.ldq + (group * queries_per_kv + i % queries_per_kv) * dim;
+      const float* from =
+          in.q + (tile.row + i / queries_per_kv) * in.ldq + (group * queries_per_kv + i % queries_per_kv) * dim;
       for (int64_t d = 0; d < dim; d++) workspace[i * dim + d] = from[d] * factor;
     }
     for (int64_t i = 0; i < m; i += width) {
@@ -92,7 +96,7 @@ struct Attention {
     }
   }
 
-  // `alone`: the thread does not go on to the next block.
+  // `alone`: the thread does not continue with the next split, so nothing beyond this one is prefetched.
   void run_split(const RowTile& tile, int64_t group, int64_t split, bool alone, const float* q, float* workspace,
                  const SoftmaxState& state) const {
     const int64_t kv_block_size = cache.kv_heads * cache.dim * KV_BLOCK, head = group * cache.dim * KV_BLOCK;
@@ -100,7 +104,8 @@ struct Attention {
     AttendJob job{q, m, table.query_tile(m, cache.bf16 != 0), queries_per_kv, cache.dim,
                   static_cast<const char*>(cache.k) + bytes, static_cast<const char*>(cache.v) + bytes, kv_block_size,
                   cache.bf16 != 0, softcap, plan.block_tables + tile.sequence * plan.max_blocks, plan.max_blocks,
-                  first_key.data() + tile.row, end_key.data() + tile.row, nullptr, plan.mask_words, plan.mask_words, workspace};
+                  first_key.data() + tile.row, end_key.data() + tile.row, nullptr, plan.mask_words, plan.mask_words,
+                  workspace};
     const int64_t dense = tile.first_split + split;
     if (dense < tile.dense_splits) {
       job.prefetch_end = first_step(alone ? dense + 1 : tile.dense_splits) * STEP_WORDS;
@@ -123,8 +128,8 @@ struct Attention {
   }
 };
 
-// A tile and a head an item, its blocks one after the other; the tiles of a head follow each other, so that its keys
-// stay in the second-level cache.
+// One item per tile and head, its splits in sequence; the tiles of a head are adjacent, so its keys stay in the L2
+// cache.
 void attend_by_tile(const Attention& a, ThreadPool& pool, Scratch& scratch) {
   const int64_t size = a.workspace() + a.query_size() + 2 * a.state_size();
   float* memory = scratch.take(size * pool.threads());
@@ -144,8 +149,8 @@ void attend_by_tile(const Attention& a, ThreadPool& pool, Scratch& scratch) {
   });
 }
 
-// A block an item, the longest first; whoever finishes the last block of a tile and head merges them all, in order. In
-// a divided pool the blocks of tree slots are the narrow unit's (Ghidorah, section III-B).
+// One item per split, the longest first; the thread that finishes the last split of a tile and head merges them in
+// order. With two core groups the slow one computes the splits of tree slots (Ghidorah, section III-B).
 void attend_by_split(const Attention& a, ThreadPool& pool, Scratch& scratch) {
   const int64_t units = a.units(), size = a.state_size();
   float* states = scratch.take(units * a.max_splits * size);
@@ -161,7 +166,7 @@ void attend_by_split(const Attention& a, ThreadPool& pool, Scratch& scratch) {
   else
     for (int64_t unit = 0; unit < units; unit++) load(unit, 0);
   std::vector<std::atomic<int64_t>> done(units);
-  // Of a unit's blocks the last is done first where it is the narrow unit's, else at the end: it is the shortest.
+  // The last split of a unit is the shortest: it runs first if the slow group computes it, else at the end.
   const bool has_slow_group = pool.has_slow_group() && a.tree_splits();
   pool.run(units * a.max_splits, has_slow_group ? units : 0, [&](int64_t item, int thread) {
     const int64_t unit = item % units, group = unit % a.cache.kv_heads, turn = item / units;
@@ -186,7 +191,8 @@ void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads&
   const Attention a(*table_, cache, plan, in, scale, window, softcap, out);
   bool has_empty_tile = false;
   for (const RowTile& tile : a.tiles) has_empty_tile |= tile.splits == 0;
-  const bool has_slow_group = pool_->has_slow_group() && a.tree_splits() && a.units() * a.max_splits <= MAX_SHARED_SPLITS;
+  const bool has_slow_group =
+      pool_->has_slow_group() && a.tree_splits() && a.units() * a.max_splits <= MAX_SHARED_SPLITS;
   const bool few = a.units() < MIN_UNITS_PER_THREAD * pool_->threads() && pool_->threads() > 1;
   if ((few || has_slow_group) && a.max_splits > 1 && !has_empty_tile)
     attend_by_split(a, *pool_, scratch_);

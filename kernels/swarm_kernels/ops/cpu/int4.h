@@ -1,6 +1,6 @@
-// Sums of products for 4-bit weights: 32 inputs of an output share a scale and a minimum. Products of 32 are summed
-// exactly; what follows is rounded operation by operation, in rising order of k. So a row's result is bit for bit the
-// same alone, among others, and on every instruction set.
+// Micro-kernel for 4-bit weights: 32 inputs of an output share a scale and a minimum. Sums over 32 products are exact
+// integers; later operations are rounded one by one in ascending order of k. Hence results are batch-invariant and bit
+// for bit the same on every instruction set.
 #pragma once
 #include "quantize_rows.h"
 
@@ -11,7 +11,7 @@ constexpr int64_t WEIGHT_GROUP = GROUP / 2;  // inputs that share a scale and a 
 // 32 inputs of 16 outputs. A weight is its number, 0 to 15, times the scale, plus the minimum.
 struct Int4Block {
   uint16_t scale[BLOCK], minimum[BLOCK];  // fp16
-  uint8_t pairs[WEIGHT_GROUP / 8][BLOCK][4];   // two quads of an output: the first in the low halves of the bytes
+  uint8_t pairs[WEIGHT_GROUP / 8][BLOCK][4];   // two quads of an output: the first in the low nibbles
 };
 
 // fp16 -> fp32, exactly; not for infinity and NaN.
@@ -22,13 +22,13 @@ SWARM_INLINE V load_half(const uint16_t* p) {
   H half;
   std::memcpy(&half, p, sizeof half);
   const U bits = __builtin_convertvector(half, U);
-  const V size = (V)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponents' bases differ by 112
+  const V size = (V)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponent biases differ by 112
   return (V)((U)size | (bits & 0x8000u) << 16);
 #endif
 }
 
-// Sums over one share. Half of 32 products of at most 127 * 15 fit 16 bits; without the dot-product instructions, to
-// leave them there takes half as many others.
+// Sums over one weight group. 16 products of at most 127 * 15 fit 16 bits; without dot-product instructions, 16-bit
+// sums need half as many instructions.
 #if defined(__AVX512VNNI__)
 typedef Tile<int8_t> Tile4;
 typedef I GroupSums;
@@ -58,7 +58,8 @@ SWARM_INLINE GroupSums add_group_products(GroupSums sums, U words, const char* q
 SWARM_INLINE I widen_sums(GroupSums sums) { return ((I)sums >> 16) + ((I)((U)sums << 16) >> 16); }
 #endif
 
-// [ROWS] of a tile x [BLOCKS] weight blocks, `stride` FourBits apart -> c [ROWS][BLOCKS * 16]. `in`: a multiple of 32.
+// [ROWS] of a tile x [BLOCKS] weight blocks, `stride` Int4Blocks apart -> c [ROWS][BLOCKS * 16]. `in`: a multiple of
+// 32.
 template <int ROWS, int BLOCKS>
 void micro_kernel(const char* x, int64_t tile_rows, int64_t in, const Int4Block* w, int64_t stride, float* c) {
   constexpr int N = BLOCKS * VECS;
@@ -88,7 +89,8 @@ void micro_kernel(const char* x, int64_t tile_rows, int64_t in, const Int4Block*
         SWARM_UNROLL
         for (int r = 0; r < ROWS; r++) sums[r][j] = add_group_products(sums[r][j], first, quad + r * Tile4::QUAD);
         SWARM_UNROLL
-        for (int r = 0; r < ROWS; r++) sums[r][j] = add_group_products(sums[r][j], second, quad + (tile_rows + r) * Tile4::QUAD);
+        for (int r = 0; r < ROWS; r++)
+          sums[r][j] = add_group_products(sums[r][j], second, quad + (tile_rows + r) * Tile4::QUAD);
       }
     }
     SWARM_UNROLL

@@ -1,13 +1,13 @@
-// Sums of products for 8-bit weights. A group's products are summed exactly, and the groups' sums are added in rising
-// order, each rounded by itself. So a row's result is bit for bit the same alone, among others, and on every
+// Micro-kernel for 8-bit weights. Integer sums of a group's products are exact, and the groups' sums are added in
+// ascending order, each rounded by itself. Hence results are batch-invariant and bit for bit the same on every
 // instruction set.
 #pragma once
 #include "quantize_rows.h"
 
 namespace SWARM_ISA {
 
-// Weights are stored plus 128. The dot-product instructions take unsigned times signed, so sums start from minus 128
-// times the sum of the inputs.
+// Weights are stored with a zero point of 128, because the dot-product instructions multiply unsigned by signed; sums
+// start from -128 times the sum of the inputs to correct for it.
 #if defined(__AVX512VNNI__)
 typedef Tile<int8_t> Tile8;
 constexpr bool UNSIGNED_WEIGHTS = true;

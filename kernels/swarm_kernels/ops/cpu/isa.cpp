@@ -1,4 +1,4 @@
-// Compiled once for each instruction set; the flags decide which one this is.
+// Compiled once per instruction set, which the compiler flags select.
 #include "attention.h"
 #include "linear.h"
 #include "norm_rope.h"

@@ -1,11 +1,11 @@
-// What is written into the pages: a batch's new keys and values, and tree slots that are committed.
+// Writes to the KV cache: a batch's new keys and values, and commits of tree slots.
 #include <algorithm>
 
 #include "op_schedule.h"
 
 namespace swarm {
 
-// A KV head of 16 rows an item: with its query heads, if they are to be rotated.
+// One item per KV head and 16 rows; with RoPE it also rotates the query heads of that KV head.
 void Engine::append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Rotation* rotation) {
   const int64_t size = cache.dim * KV_BLOCK * (cache.bf16 ? 2 : 4);
   const int64_t items = (plan.rows + KV_BLOCK - 1) / KV_BLOCK * cache.kv_heads;
@@ -21,11 +21,11 @@ void Engine::append(const SwarmCache& cache, const SwarmPlan& plan, const Heads&
   };
   if (plan.rows > 4)
     pool_->run(items, work);
-  else  // sooner done than shared out
+  else  // faster than starting a parallel region
     for (int64_t item = 0; item < items; item++) work(item, 0);
 }
 
-// Norms and turns a KV head of one row, and the query heads that share it.
+// Head norm and RoPE of one KV head of one row, and of the query heads that share it.
 void Engine::rotate(const Rotation& how, int64_t row, int64_t group) {
   const SwarmLayer& layer = *how.layer;
   const int64_t dim = layer.head_dim, queries_per_kv = layer.heads / layer.kv_heads;

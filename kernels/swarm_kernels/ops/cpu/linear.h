@@ -1,6 +1,5 @@
-// y = x W^T for packed weights; the sums for those of fewer bits are in bf16.h, int8.h and int4.h. With fp32 a result is
-// one chain of fused multiply-adds over k in rising order, whatever the tile it is computed in: so a row's result is
-// bit for bit the same alone and among others.
+// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, int8.h and int4.h. In fp32 a
+// result is one chain of fused multiply-adds over k in ascending order, whatever its tile: results are batch-invariant.
 #pragma once
 #include <type_traits>
 
@@ -53,20 +52,21 @@ void micro_kernel(const float* x, int64_t tile_rows, int64_t in, const float* w,
     for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
 }
 
-// The type of a tile's elements: weights of 8 and 4 bits multiply what `quantise` wrote.
+// The type of a tile's elements: weights of 8 and 4 bits multiply what `quantize` wrote.
 template <typename W>
 using Input = std::conditional_t<std::is_same_v<W, float>, float,
                                  std::conditional_t<std::is_same_v<W, uint16_t>, Bf16Input, char>>;
 template <typename W>
 using MicroKernel = void (*)(const Input<W>*, int64_t, int64_t, const W*, int64_t, float*);
 
-// multiply<rows, BLOCKS> for a number of rows, up to ROWS, known at run time.
+// micro_kernel<rows, BLOCKS> for a number of rows, up to ROWS, known at run time.
 template <typename W, int BLOCKS, int ROWS>
 SWARM_INLINE MicroKernel<W> micro_kernel_for(int64_t rows) {
   if constexpr (ROWS == 1)
     return static_cast<MicroKernel<W>>(micro_kernel<1, BLOCKS>);
   else
-    return rows == ROWS ? static_cast<MicroKernel<W>>(micro_kernel<ROWS, BLOCKS>) : micro_kernel_for<W, BLOCKS, ROWS - 1>(rows);
+    return rows == ROWS ? static_cast<MicroKernel<W>>(micro_kernel<ROWS, BLOCKS>)
+                        : micro_kernel_for<W, BLOCKS, ROWS - 1>(rows);
 }
 
 // Adds the bias to [rows] of a block's sums, `ld` apart, and puts them into y by the job's epilogue (not GATE_UP).

@@ -1,4 +1,4 @@
-// Work on single rows: norms, rotary embedding, filling a linear's tile, writing keys and values into pages.
+// Work on single rows: norms, rotary embedding, filling a linear's tile, writing keys and values into KV blocks.
 #pragma once
 #include "bf16.h"
 #include "kernels.h"
@@ -73,7 +73,7 @@ inline void rope(float* head, int64_t rot, const float* cos, const float* sin) {
   }
 }
 
-// One head's key and value to token `offset` of its page: k_page [dim][16], v_page [16][dim].
+// One head's key and value to token `offset` of its KV block: k_block [dim][16], v_block [16][dim].
 inline void write_kv(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_block,
                      void* v_block) {
   if (bf16) {

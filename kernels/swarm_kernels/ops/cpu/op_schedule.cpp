@@ -8,10 +8,10 @@
 namespace swarm {
 namespace {
 
-// An item of a linear: with few rows, a stretch of weight blocks; with many, as many as stay in the second-level cache
-// while a group of row tiles passes.
+// An item of a linear: with few rows, a long run of weight blocks; with many, as many blocks as stay in the L2 cache
+// while a group of row tiles uses them.
 constexpr int64_t FEW_TILES = 2, TILES_A_GROUP = 8;
-constexpr int64_t QUANTIZED_ROWS = 4;  // an item when rows become integers: sooner done than shared out
+constexpr int64_t QUANTIZED_ROWS = 4;  // per item when quantizing rows: fewer cost more to schedule than to do
 constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 64, CACHED_BLOCKS = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -50,7 +50,7 @@ void Engine::set_core_groups(int threads, const CoreGroups& units) {
   slow_permille_ = units.slow_permille;
 }
 
-// The rows as tiles of integers for weights of 8 and 4 bits.
+// The rows quantized and packed into tiles, for 8 and 4-bit weights.
 const char* Engine::quantized_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                                        const Norm* norm) {
   const int64_t in = weights.in, row_bytes = table_->row_bytes(weights.format, in);
@@ -67,7 +67,7 @@ const char* Engine::quantized_tiles(const SwarmLinear& weights, const float* x, 
   return tiles;
 }
 
-// The rows as a linear's tiles, normed on the way if asked.
+// The rows packed into a linear's tiles, with RMS norm if `norm` is given.
 const char* Engine::packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                              const Norm* norm) {
   const bool bf16 = weights.format == SWARM_BF16;
@@ -85,9 +85,9 @@ const char* Engine::packed_tiles(const SwarmLinear& weights, const float* x, int
   return reinterpret_cast<const char*>(tiles);
 }
 
-// Where the items of a linear end, for blocks [begin, end) and the threads that do them. With few rows they are long at
-// first, to read memory in long streams, and short towards the end, so that all threads finish together; with many rows
-// they are alike.
+// Where the items of a linear end, for blocks [begin, end) and the threads that compute them. With few rows they are
+// long at first, to read memory in long streams, and short towards the end, so that all threads finish together; with
+// many rows they are alike.
 void Engine::add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles) {
   const int64_t even = std::min(CACHED_BLOCKS, (end - begin) * ceil_div(tiles, TILES_A_GROUP) / (4 * threads));
   while (begin < end) {
@@ -103,7 +103,7 @@ void Engine::gemm(const SwarmLinear& weights, const float* x, int64_t rows, cons
   const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile(weights.format)));
   LinearJob job;
   const int64_t padding = weights.format == SWARM_INT4 ? 32 : weights.format == SWARM_INT8 ? 4 : 1;
-  const bool whole = padding > 1;  // the inputs become whole numbers
+  const bool whole = padding > 1;  // inputs are quantized
   job.x = whole ? quantized_tiles(weights, x, rows, tile_rows, norm)
                 : packed_tiles(weights, x, rows, tile_rows, norm);
   job.row_bytes = table_->row_bytes(weights.format, weights.in);
@@ -122,7 +122,8 @@ void Engine::gemm(const SwarmLinear& weights, const float* x, int64_t rows, cons
   add_column_ends(fast_blocks, blocks, slow_threads, tiles);
   const int64_t items = (int64_t)ends_.size() * row_groups;
   pool_->run(items, items - fast_items, [&](int64_t item, int) {
-    item = item < fast_items ? fast_items - 1 - item : items - 1 - (item - fast_items);  // rising addresses, large items first
+    // Ascending addresses, large items first.
+    item = item < fast_items ? fast_items - 1 - item : items - 1 - (item - fast_items);
     const int64_t column = item / row_groups, tile = item % row_groups * TILES_A_GROUP;
     table_->linear(job, tile, std::min(tile + TILES_A_GROUP, tiles), column ? ends_[column - 1] : 0, ends_[column]);
   });

@@ -1,4 +1,5 @@
-// The ops: which pieces of work a call consists of, in which order, on how many threads. One call at a time.
+// Schedules the ops: splits each call into work items, orders them and runs them on the thread pool. One call at a
+// time.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -31,9 +32,9 @@ class Scratch {
 
 class Engine {
  public:
-  // Before each op: what to run it on. Frees the scratch of the op before.
+  // Before each op: selects kernels and threads, and frees the scratch memory of the previous op.
   void prepare(const KernelTable& table, int threads);
-  // From now on: divide linears and attention between two units of threads, or, without narrow threads, do not.
+  // From now on split linears and attention between two core groups, or, without slow threads, use one group.
   void set_core_groups(int threads, const CoreGroups& units);
 
   void linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y);
@@ -68,7 +69,8 @@ class Engine {
   void add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles);
   const char* quantized_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                                  const Norm* norm);
-  const char* packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows, const Norm* norm);
+  const char* packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+                           const Norm* norm);
   void rotate(const Rotation& how, int64_t row, int64_t group);
 
   const KernelTable* table_ = nullptr;

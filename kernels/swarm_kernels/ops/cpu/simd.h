@@ -31,16 +31,16 @@
 #define SWARM_UNROLL _Pragma("GCC unroll 64")
 #endif
 #define SWARM_INLINE inline __attribute__((always_inline))
-#define SWARM_NOINLINE __attribute__((noinline))  // compiled once, with all registers to itself
+#define SWARM_NOINLINE __attribute__((noinline))  // its own register allocation
 
 namespace SWARM_ISA {
 
 constexpr int LANES = SWARM_LANES;
-constexpr int BLOCK = 16;            // outputs of a weight block, tokens of a KV page
+constexpr int BLOCK = 16;            // outputs of a weight block, tokens of a KV block
 constexpr int VECS = BLOCK / LANES;  // vectors in a block
 
-// Bytes from a weight in use to the one asked of memory: the hardware's own prefetch stops at each 4 KB page, and
-// weights are read once a step.
+// Software prefetch distance in bytes: the hardware prefetcher stops at each 4 KB page, and weights are read once per
+// step.
 constexpr int64_t PREFETCH_BYTES = 2048;
 
 typedef float V __attribute__((vector_size(4 * LANES)));

@@ -1,6 +1,6 @@
-// Online softmax of tiles of rows (Milakov and Gimelshein, 2018): scores of a step of keys become weights, and what was
-// summed before shrinks to the new maximum. Scores are in units of log2. What counts as a maximum is the next whole
-// number: what shrinks then shrinks by powers of two, and a weight is rounded to bf16 alike whatever keys came before.
+// Online softmax of tiles of rows (Milakov and Gimelshein, 2018): scores of a step of keys become weights, and earlier
+// sums are rescaled to the new maximum. Scores are in units of log2. The maximum is rounded up to an integer, so that
+// rescaling multiplies by powers of two and bf16 rounding of a weight does not depend on earlier keys.
 #pragma once
 #include "bf16.h"
 #include "kernels.h"
@@ -14,7 +14,7 @@ using swarm::SoftmaxState;
 using swarm::STEP_KEYS;
 using swarm::STEP_WORDS;
 
-// Which keys of a step, from its first page on.
+// Visible keys of a step, from its first KV block on.
 struct KeyMask {
   uint64_t words[STEP_WORDS];
 
@@ -31,12 +31,12 @@ struct KeyMask {
   }
 };
 
-// The pages of a step that somebody sees a key of lie in [begin, end).
+// The KV blocks of a step with a visible key lie in [begin, end).
 struct KvBlockRange {
   int64_t begin, end;
 };
 
-// What becomes of weights: fp32 they stay, or the nearest bf16, in fp32 or in the first half of a row's place.
+// How weights are stored: fp32, or the nearest bf16, as fp32 or packed in the first half of a row.
 enum class WeightFormat { EXACT, ROUNDED, PACKED };
 constexpr WeightFormat BF16_WEIGHT_FORMAT = BF16_INPUTS == 2 ? WeightFormat::PACKED : WeightFormat::ROUNDED;
 
@@ -55,10 +55,11 @@ SWARM_INLINE V apply_softcap(V scores, float limit) {
   return LOG2_E * (limit - (2.0f * limit) / (exp2(twice) + 1.0f));
 }
 
-// scores [ROWS][STEP_KEYS] -> the largest that each row sees, rounded up, or what `peaks` held if that is larger. WHOLE: rows see
-// all keys of these pages; else scores a row does not see become -inf, and the others are capped.
+// scores [ROWS][STEP_KEYS] -> row_max: the maximum of it and the visible scores, rounded up. WHOLE: all keys of these
+// KV blocks are visible; else masked scores become -inf and the others are soft-capped.
 template <int ROWS, bool WHOLE>
-SWARM_INLINE void update_row_max(float* scores, const KeyMask* row_masks, KvBlockRange kv_blocks, float softcap, float* row_max) {
+SWARM_INLINE void update_row_max(float* scores, const KeyMask* row_masks, KvBlockRange kv_blocks, float softcap,
+                                 float* row_max) {
   V top[ROWS];
   SWARM_UNROLL
   for (int r = 0; r < ROWS; r++) top[r] = splat(row_max[r]);
@@ -82,9 +83,10 @@ SWARM_INLINE void update_row_max(float* scores, const KeyMask* row_masks, KvBloc
   for (int r = 0; r < ROWS; r++) row_max[r] = std::ceil(largest(top[r]));
 }
 
-// Scores less their row's peak become weights; their sums go to `totals`.
+// Scores minus their row's maximum become weights; their sums go to `row_sums`.
 template <int ROWS, bool WHOLE, WeightFormat KIND>
-SWARM_INLINE void exponentiate(float* scores, const KeyMask* row_masks, KvBlockRange kv_blocks, const float* row_max, float* row_sums) {
+SWARM_INLINE void exponentiate(float* scores, const KeyMask* row_masks, KvBlockRange kv_blocks, const float* row_max,
+                               float* row_sums) {
   V total[ROWS];
   SWARM_UNROLL
   for (int r = 0; r < ROWS; r++) total[r] = zero();
@@ -114,13 +116,13 @@ SWARM_INLINE void exponentiate(float* scores, const KeyMask* row_masks, KvBlockR
   for (int r = 0; r < ROWS; r++) row_sums[r] = sum(total[r]);
 }
 
-// By what sums relative to the peak `before` shrink when it becomes `now`; [LANES] each.
+// The factor that rescales sums from the maximum `before` to `now`; [LANES] each.
 SWARM_INLINE V rescale_factor(V before, V now) {
   const V factor = before == -INFINITY ? zero() : exp2(before - now);
   return before == now ? splat(1.0f) : factor;
 }
 
-// Whether all rows see all keys of the pages.
+// Whether all keys of the KV blocks are visible to all rows.
 SWARM_INLINE bool all_visible(const KeyMask* row_masks, int rows, KvBlockRange kv_blocks) {
   uint64_t missing = 0;
   for (int w = 0; w < STEP_WORDS; w++) {
@@ -132,11 +134,12 @@ SWARM_INLINE bool all_visible(const KeyMask* row_masks, int rows, KvBlockRange k
   return missing == 0;
 }
 
-// scores [ROWS][STEP_KEYS] of a tile whose first row is query row i -> weights in place, and what each mix shrinks
-// by. `sees`: of batch rows, each of which is `share` query rows.
+// scores [ROWS][STEP_KEYS] of a tile whose first row is query row i -> weights in place, and the rescale factors.
+// `row_masks`: of batch rows, each of which is `queries_per_kv` query rows.
 template <int ROWS, WeightFormat KIND>
-SWARM_NOINLINE void online_softmax(float* scores, const KeyMask* row_masks, int64_t queries_per_kv, KvBlockRange kv_blocks, float softcap,
-                         const SoftmaxState& state, int64_t i, float* rescale) {
+SWARM_NOINLINE void online_softmax(float* scores, const KeyMask* row_masks, int64_t queries_per_kv,
+                                   KvBlockRange kv_blocks, float softcap, const SoftmaxState& state, int64_t i,
+                                   float* rescale) {
   constexpr int PADDED = (ROWS + LANES - 1) / LANES * LANES;
   float before[PADDED] = {}, now[PADDED] = {}, total[ROWS], factor[PADDED];
   KeyMask masks[ROWS];
@@ -173,11 +176,12 @@ inline void merge(int64_t m, int64_t dim, const SoftmaxState& into, const Softma
     store(old, rescale_factor(load(before), peak));
     store(add, rescale_factor(load(other), peak));
     for (int64_t r = i; r < i + rows; r++) {
-      if (part.max[r] == -INFINITY) continue;  // its mix is zero
+      if (part.max[r] == -INFINITY) continue;  // its weighted sum is zero
       into.max[r] = peak[r - i];
       into.sum[r] = into.sum[r] * old[r - i] + part.sum[r] * add[r - i];
       float *weighted = into.weighted + r * dim, *from = part.weighted + r * dim;
-      for (int64_t d = 0; d < dim; d += LANES) store(weighted + d, load(weighted + d) * old[r - i] + load(from + d) * add[r - i]);
+      for (int64_t d = 0; d < dim; d += LANES)
+        store(weighted + d, load(weighted + d) * old[r - i] + load(from + d) * add[r - i]);
     }
   }
 }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr auto WORKER_SPIN = std::chrono::microseconds(60);  // regions of one step follow each other within this
 constexpr int PAUSES_A_LOOK = 16;                            // pauses between two looks at the clock
-constexpr int CALLER_SPINS = 2000;                           // then yields: the worker may need this very core
+constexpr int CALLER_SPINS = 2000;                           // then it yields, since the worker may need this core
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -22,7 +22,7 @@ inline void pause() {
 
 uint32_t unclaimed(uint64_t ticket) { return (uint32_t)ticket; }
 
-// A wish: where it is refused, the system goes on deciding.
+// Best effort: if it fails, the system schedules the thread.
 void set_affinity(std::thread& thread, const std::vector<int>& cores) {
 #if defined(__linux__)
   if (cores.empty()) return;
@@ -38,7 +38,8 @@ void set_affinity(std::thread& thread, const std::vector<int>& cores) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads, const CoreGroups& units) : requested_threads_(threads), first_slow_(threads - units.slow_threads) {
+ThreadPool::ThreadPool(int threads, const CoreGroups& units)
+    : requested_threads_(threads), first_slow_(threads - units.slow_threads) {
   workers_.reserve(threads);
   try {
     for (int i = 1; i < threads; i++) {
@@ -77,7 +78,7 @@ void ThreadPool::run_region(int64_t fast, int64_t slow, Call call, const void* c
     spins < CALLER_SPINS ? pause() : (void)sched_yield();
 }
 
-// A narrow thread that sees `shared_` of another region takes an item it was not meant to have, which harms nobody.
+// A slow thread that sees `shared_` of another region takes an item it was not meant to have, which harms nobody.
 bool ThreadPool::claim_one(int thread) {
   if (thread < first_slow_) return claim_from(queues_[0], thread);
   return claim_from(queues_[1], thread) ||
