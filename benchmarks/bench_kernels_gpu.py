@@ -18,7 +18,8 @@ from kernel_timing import Pairs, Timed, binary_tree, in_turn, measure, table, tr
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.device.device import DTYPES
-from swarm_kernels.ops import dispatch, gpu
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.triton import selector
 
 CONTEXTS = (256, 1024, 4096, 16384)
 TREES = (1, 4, 16, 64)
@@ -76,14 +77,14 @@ def attention_case(
     keys = context + rows
     nbytes = 2 * keys * groups * dim * dtype.itemsize
     copies = max(2, min(64, -(-COLD_BYTES // nbytes)))
-    plan, pages = tree_plan(context, rows)
+    plan, blocks = tree_plan(context, rows)
     plan = moved(plan, device)
     q = torch.randn(rows, heads, dim, dtype=dtype, device=device)
     k, v = torch.randn(2, rows, groups, dim, dtype=dtype, device=device).unbind()
     paged = [
         (
-            torch.randn(pages, groups, dim, BLOCK_SIZE, dtype=dtype, device=device),
-            torch.randn(pages, groups, BLOCK_SIZE, dim, dtype=dtype, device=device),
+            torch.randn(blocks, groups, dim, BLOCK_SIZE, dtype=dtype, device=device),
+            torch.randn(blocks, groups, BLOCK_SIZE, dim, dtype=dtype, device=device),
         )
         for _ in range(copies)
     ]
@@ -94,7 +95,7 @@ def attention_case(
     mask = torch.cat((past.to(device), tree), 1)
     flex = _flex(query, tree, context, keys)
     works = {
-        "ours": in_turn([partial(dispatch.attend, q, k, v, *pages, plan, dim**-0.5) for pages in paged]),
+        "ours": in_turn([partial(dispatch.attend, q, k, v, *blocks, plan, dim**-0.5) for blocks in paged]),
         OTHERS[0]: in_turn(
             [partial(F.scaled_dot_product_attention, query, d[0], d[1], mask, enable_gqa=True) for d in dense]
         ),
@@ -163,9 +164,9 @@ def bench_model(model: Model, dtype: torch.dtype, device: torch.device, bytes_s:
     weights = sum(w.nbytes for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
     rows = []
     for width in WIDTHS:
-        plan, pages = tree_plan(256, width)
+        plan, blocks = tree_plan(256, width)
         plan = moved(plan, device)
-        shapes = (pages, model.groups, model.dim, BLOCK_SIZE), (pages, model.groups, BLOCK_SIZE, model.dim)
+        shapes = (blocks, model.groups, model.dim, BLOCK_SIZE), (blocks, model.groups, BLOCK_SIZE, model.dim)
         caches = [
             (torch.zeros(shapes[0], dtype=dtype, device=device), torch.zeros(shapes[1], dtype=dtype, device=device))
             for _ in layers
@@ -206,7 +207,7 @@ def main() -> None:
         print(f"{torch.cuda.get_device_name(device)}, {datetime.date.today()}, reads {bytes_s / 1e9:.0f} GB/s")
         for name in arguments.dtype or ("bf16", "fp16"):
             dtype = DTYPES[name]
-            print(f"\n{name}, {gpu.describe(device, dtype)}\n")
+            print(f"\n{name}, {selector.describe(device, dtype)}\n")
             if arguments.only != "model":
                 print(bench_attention(dtype, device, bytes_s, arguments.seconds))
             if arguments.only != "attention":

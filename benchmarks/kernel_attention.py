@@ -44,14 +44,14 @@ class Case:
 
 
 def ours(case: Case) -> Callable[[], object]:
-    plan, pages = tree_plan(case.context, case.rows)
+    plan, blocks = tree_plan(case.context, case.rows)
     q = torch.randn(case.rows, case.heads, case.dim)
     k, v = torch.randn(2, case.rows, case.groups, case.dim).unbind()
 
     def one() -> Callable[[], object]:
-        k_pages = torch.randn(pages, case.groups, case.dim, BLOCK_SIZE).to(DTYPE)
-        v_pages = torch.randn(pages, case.groups, BLOCK_SIZE, case.dim).to(DTYPE)
-        return lambda: dispatch.attend(q, k, v, k_pages, v_pages, plan, case.dim**-0.5)
+        k_blocks = torch.randn(blocks, case.groups, case.dim, BLOCK_SIZE).to(DTYPE)
+        v_blocks = torch.randn(blocks, case.groups, BLOCK_SIZE, case.dim).to(DTYPE)
+        return lambda: dispatch.attend(q, k, v, k_blocks, v_blocks, plan, case.dim**-0.5)
 
     return in_turn([one() for _ in range(case.copies)])
 

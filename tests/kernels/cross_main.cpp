@@ -44,24 +44,25 @@ int linear() {
 }
 
 int attend() {
-  enum { ROWS, SESSIONS, MAX_PAGES, MAX_TREE_PAGES, WORDS, PAGES, GROUPS, DIM, BF16, HEADS, WINDOW, COUNT };
+  enum { ROWS, SEQUENCES, MAX_BLOCKS, MAX_TREE_BLOCKS, WORDS, BLOCKS, KV_HEADS, DIM, BF16, HEADS, WINDOW, COUNT };
   const auto n = array<int64_t>(COUNT);
   const auto factors = array<float>(2);  // scale, softcap
   const auto positions = array<int64_t>(n[ROWS]);
-  const auto session = array<int32_t>(n[ROWS]), past = array<int32_t>(n[ROWS]);
-  const auto write_to = array<int64_t>(n[ROWS]);
-  const auto pages = array<int32_t>(n[SESSIONS] * n[MAX_PAGES]);
-  const auto tree_pages = array<int32_t>(n[SESSIONS] * n[MAX_TREE_PAGES]);
+  const auto sequence_index = array<int32_t>(n[ROWS]), context_lens = array<int32_t>(n[ROWS]);
+  const auto slot_mapping = array<int64_t>(n[ROWS]);
+  const auto block_tables = array<int32_t>(n[SEQUENCES] * n[MAX_BLOCKS]);
+  const auto tree_block_tables = array<int32_t>(n[SEQUENCES] * n[MAX_TREE_BLOCKS]);
   const auto mask = array<uint64_t>(n[ROWS] * n[WORDS]);
-  const int64_t elements = n[PAGES] * n[GROUPS] * n[DIM] * 16, size = n[BF16] ? 2 : 4;
-  auto k_pages = array<char>(elements * size), v_pages = array<char>(elements * size);
+  const int64_t elements = n[BLOCKS] * n[KV_HEADS] * n[DIM] * 16, size = n[BF16] ? 2 : 4;
+  auto k_blocks = array<char>(elements * size), v_blocks = array<char>(elements * size);
   const auto q = array<float>(n[ROWS] * n[HEADS] * n[DIM]);
-  const auto k = array<float>(n[ROWS] * n[GROUPS] * n[DIM]), v = array<float>(n[ROWS] * n[GROUPS] * n[DIM]);
-  const SwarmCache cache{k_pages.data(), v_pages.data(), n[PAGES], n[GROUPS], n[DIM], (int32_t)n[BF16], 0};
-  const SwarmPlan plan{n[ROWS], n[SESSIONS], n[MAX_PAGES], n[MAX_TREE_PAGES], n[WORDS], 0, positions.data(),
-                       session.data(), past.data(), write_to.data(), pages.data(), tree_pages.data(), mask.data(),
+  const auto k = array<float>(n[ROWS] * n[KV_HEADS] * n[DIM]), v = array<float>(n[ROWS] * n[KV_HEADS] * n[DIM]);
+  const SwarmCache cache{k_blocks.data(), v_blocks.data(), n[BLOCKS], n[KV_HEADS], n[DIM], (int32_t)n[BF16], 0};
+  const SwarmPlan plan{n[ROWS], n[SEQUENCES], n[MAX_BLOCKS], n[MAX_TREE_BLOCKS], n[WORDS], 0, positions.data(),
+                       sequence_index.data(), context_lens.data(), slot_mapping.data(), block_tables.data(),
+                       tree_block_tables.data(), mask.data(),
                        nullptr, nullptr};
-  if (const int32_t fault = swarm_check_plan(&plan, n[PAGES])) return fault;
+  if (const int32_t fault = swarm_check_plan(&plan, n[BLOCKS])) return fault;
   std::vector<float> out(n[ROWS] * n[HEADS] * n[DIM]);
   return write(out, swarm_attend(q.data(), k.data(), v.data(), n[HEADS], &cache, &plan, factors[0], n[WINDOW],
                                  factors[1], out.data()));

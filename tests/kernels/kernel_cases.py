@@ -1,4 +1,4 @@
-"""Random batches for the kernels: sessions with committed pages and trees, packed into one plan."""
+"""Random batches for the kernels: sessions with committed blocks and trees, packed into one plan."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ def tree_mask(parents: tuple[int, ...], words: int) -> torch.Tensor:
 
 
 def make_plan(parts: list[Part], generator: torch.Generator) -> tuple[AttentionMetadata, int]:
-    """The plan of a batch and the number of pages its cache needs; pages are dealt out in random order."""
+    """The plan of a batch and the number of blocks its cache needs; blocks are dealt out in random order."""
     needed = [(-(-(p.committed + p.line) // BLOCK_SIZE), -(-len(p.tree) // BLOCK_SIZE)) for p in parts]
     total = sum(a + b for a, b in needed) + 1
-    deck = (torch.randperm(total - 1, generator=generator) + 1).tolist()  # page 0 belongs to nobody
-    pages = torch.zeros(len(parts), max(a for a, _ in needed), dtype=torch.int32)
-    tree_pages = torch.zeros(len(parts), max(b for _, b in needed), dtype=torch.int32)
+    deck = (torch.randperm(total - 1, generator=generator) + 1).tolist()  # block 0 belongs to nobody
+    blocks = torch.zeros(len(parts), max(a for a, _ in needed), dtype=torch.int32)
+    tree_blocks = torch.zeros(len(parts), max(b for _, b in needed), dtype=torch.int32)
     words = -(-max(len(p.tree) for p in parts) // 64)
     rows: list[tuple[int, int, int, int]] = []
     masks = []
     for s, (part, (dense, sparse)) in enumerate(zip(parts, needed, strict=True)):
         for column in range(dense):
-            pages[s, column] = deck.pop()
+            blocks[s, column] = deck.pop()
         for column in range(sparse):
-            tree_pages[s, column] = deck.pop()
+            tree_blocks[s, column] = deck.pop()
         for i in range(part.committed, part.committed + part.line):
-            rows.append((i, s, i + 1, int(pages[s, i // BLOCK_SIZE]) * BLOCK_SIZE + i % BLOCK_SIZE))
+            rows.append((i, s, i + 1, int(blocks[s, i // BLOCK_SIZE]) * BLOCK_SIZE + i % BLOCK_SIZE))
             masks.append(torch.zeros(words, dtype=torch.int64))
         mask = tree_mask(part.tree, words) if part.tree else None
         for slot in range(part.old, len(part.tree)):
             assert mask is not None
             depth = sum(bin(int(w) & (1 << 64) - 1).count("1") for w in mask[slot])
-            flat = int(tree_pages[s, slot // BLOCK_SIZE]) * BLOCK_SIZE + slot % BLOCK_SIZE
+            flat = int(tree_blocks[s, slot // BLOCK_SIZE]) * BLOCK_SIZE + slot % BLOCK_SIZE
             rows.append((part.committed + depth - 1, s, part.committed, flat))
             masks.append(mask[slot])
     positions, session, past, write = (torch.tensor(column) for column in zip(*rows, strict=True))
     plan = AttentionMetadata(
-        positions, session.int(), past.int(), write, pages, tree_pages, torch.stack(masks), NONE, NONE
+        positions, session.int(), past.int(), write, blocks, tree_blocks, torch.stack(masks), NONE, NONE
     )
     return plan, total
 
@@ -92,9 +92,9 @@ def take_rows(plan: AttentionMetadata, rows: list[int]) -> AttentionMetadata:
     )
 
 
-def random_pages(
-    pages: int, groups: int, dim: int, dtype: torch.dtype, generator: torch.Generator
+def random_blocks(
+    blocks: int, groups: int, dim: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    k = torch.randn(pages, groups, dim, BLOCK_SIZE, generator=generator).to(dtype)
-    v = torch.randn(pages, groups, BLOCK_SIZE, dim, generator=generator).to(dtype)
+    k = torch.randn(blocks, groups, dim, BLOCK_SIZE, generator=generator).to(dtype)
+    v = torch.randn(blocks, groups, BLOCK_SIZE, dim, generator=generator).to(dtype)
     return k, v

@@ -11,7 +11,7 @@ from kernel_cases import (
     Part,
     chain,
     make_plan,
-    random_pages,
+    random_blocks,
     random_tree,
     star,
     take_rows,
@@ -51,21 +51,21 @@ Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def random_case(
-    plan: AttentionMetadata, pages: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int
+    plan: AttentionMetadata, blocks: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     queries, groups, dim = heads
     q, k, v = (torch.randn(plan.rows, h, dim, generator=generator) for h in (queries, groups, groups))
-    return (q, k, v, *random_pages(pages, groups, dim, dtype, generator))
+    return (q, k, v, *random_blocks(blocks, groups, dim, dtype, generator))
 
 
 def copied(case: Case) -> Case:
-    q, k, v, k_pages, v_pages = case
-    return q, k, v, k_pages.clone(), v_pages.clone()
+    q, k, v, k_blocks, v_blocks = case
+    return q, k, v, k_blocks.clone(), v_blocks.clone()
 
 
 def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """`dtype`: of the pages. A number next to the middle of two of bf16 may be rounded the other way, which is rare."""
+    """`dtype`: of the cache. Values near the middle of two bf16 numbers may rarely round the other way."""
     if dtype == torch.bfloat16:
         torch.testing.assert_close(out, expected, rtol=5e-3, atol=5e-3)
         assert ((out - expected).abs() <= 2e-5 * (1 + expected.abs())).float().mean() > 0.98
@@ -77,8 +77,8 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attend_matches_the_reference(isa: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     for seed in range(6):
-        plan, pages = random_batch(seed)
-        case = random_case(plan, pages, heads, dtype, seed)
+        plan, blocks = random_batch(seed)
+        case = random_case(plan, blocks, heads, dtype, seed)
         twin = copied(case)
         out = dispatch.attend(*case, plan, heads[2] ** -0.5)
         expected = REFERENCE.attend(*twin, plan, heads[2] ** -0.5)
@@ -91,8 +91,8 @@ def test_attend_matches_the_reference(isa: str, dtype: torch.dtype, heads: tuple
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_windows_and_caps_match_the_reference(isa: str, window: int | None, softcap: float | None) -> None:
     for seed in range(4):
-        plan, pages = random_batch(100 + seed)
-        case = random_case(plan, pages, (4, 2, 32), torch.float32, seed)
+        plan, blocks = random_batch(100 + seed)
+        case = random_case(plan, blocks, (4, 2, 32), torch.float32, seed)
         expected = REFERENCE.attend(*copied(case), plan, 0.5, window, softcap)
         torch.testing.assert_close(dispatch.attend(*case, plan, 0.5, window, softcap), expected, rtol=1e-5, atol=1e-5)
 
@@ -108,19 +108,19 @@ def test_long_contexts_match_the_reference(isa: str, dtype: torch.dtype, window:
         Part(128, tree=star(3)),
         Part(511, line=1),
     ]
-    plan, pages = make_plan(parts, generator)
-    case = random_case(plan, pages, (9, 3, 64), dtype, 11)
+    plan, blocks = make_plan(parts, generator)
+    case = random_case(plan, blocks, (9, 3, 64), dtype, 11)
     expected = REFERENCE.attend(*copied(case), plan, 0.125, window)
     assert_near(dispatch.attend(*case, plan, 0.125, window), expected, dtype)
 
 
 def test_forks_read_the_pages_they_share(isa: str) -> None:
     generator = torch.Generator().manual_seed(12)
-    plan, pages = make_plan([Part(200, tree=chain(5)), Part(170, tree=random_tree(40, generator))], generator)
+    plan, blocks = make_plan([Part(200, tree=chain(5)), Part(170, tree=random_tree(40, generator))], generator)
     tables = plan.block_tables.clone()
     tables[1, :10] = tables[0, :10]
     plan = replace(plan, block_tables=tables)
-    case = random_case(plan, pages, (6, 2, 48), torch.bfloat16, 12)
+    case = random_case(plan, blocks, (6, 2, 48), torch.bfloat16, 12)
     expected = REFERENCE.attend(*copied(case), plan, 0.2)
     assert_near(dispatch.attend(*case, plan, 0.2), expected, torch.bfloat16)
 
@@ -128,17 +128,17 @@ def test_forks_read_the_pages_they_share(isa: str) -> None:
 def test_a_row_alone_is_the_row_among_others(isa: str) -> None:
     """Bit for bit, on one thread and on several, with the context split over them and without."""
     for seed in range(4):
-        plan, pages = random_batch(200 + seed)
-        case = random_case(plan, pages, (6, 2, 64), torch.bfloat16, seed)
+        plan, blocks = random_batch(200 + seed)
+        case = random_case(plan, blocks, (6, 2, 64), torch.bfloat16, seed)
         together = dispatch.attend(*case, plan, 0.125)
-        q, k, v, k_pages, v_pages = case
+        q, k, v, k_blocks, v_blocks = case
         for count in (1, 2, 3):
             dispatch.set_threads(count)
             assert torch.equal(dispatch.attend(*case, plan, 0.125), together)
             for row in range(0, plan.rows, max(1, plan.rows // 7)):
                 alone = take_rows(plan, [row])
                 one = slice(row, row + 1)
-                out = dispatch.attend(q[one], k[one], v[one], k_pages, v_pages, alone, 0.125)
+                out = dispatch.attend(q[one], k[one], v[one], k_blocks, v_blocks, alone, 0.125)
                 assert torch.equal(out[0], together[row])
 
 
@@ -155,20 +155,20 @@ def test_it_does_not_matter_how_keys_are_spread_between_committed_pages_and_tree
     outputs = []
     for branch in (0, 1, 17, 64, 100):
         committed = 150 - branch
-        plan, pages = make_plan([Part(0, line=committed)], generator)
-        k_pages, v_pages = random_pages(pages + 8, groups, dim, dtype, generator)
+        plan, blocks = make_plan([Part(0, line=committed)], generator)
+        k_blocks, v_blocks = random_blocks(blocks + 8, groups, dim, dtype, generator)
         first = slice(0, committed)
-        out = dispatch.attend(q[first], k[first], v[first], k_pages, v_pages, plan, dim**-0.5)
+        out = dispatch.attend(q[first], k[first], v[first], k_blocks, v_blocks, plan, dim**-0.5)
         if branch:
             tree, _ = make_plan([Part(committed, tree=chain(branch))], generator)
-            tree_pages = pages + torch.arange(tree.tree_block_tables.shape[1], dtype=torch.int32)[None]
+            tree_blocks = blocks + torch.arange(tree.tree_block_tables.shape[1], dtype=torch.int32)[None]
             write = (
-                tree_pages.repeat_interleave(BLOCK_SIZE)[:branch].long() * BLOCK_SIZE
+                tree_blocks.repeat_interleave(BLOCK_SIZE)[:branch].long() * BLOCK_SIZE
                 + torch.arange(branch) % BLOCK_SIZE
             )
-            tree = replace(tree, block_tables=plan.block_tables, tree_block_tables=tree_pages, slot_mapping=write)
+            tree = replace(tree, block_tables=plan.block_tables, tree_block_tables=tree_blocks, slot_mapping=write)
             rest = slice(committed, None)
-            out = dispatch.attend(q[rest], k[rest], v[rest], k_pages, v_pages, tree, dim**-0.5)
+            out = dispatch.attend(q[rest], k[rest], v[rest], k_blocks, v_blocks, tree, dim**-0.5)
         outputs.append(out[-1])
     for out in outputs[1:]:
         assert_near(out, outputs[0], dtype)
@@ -178,27 +178,27 @@ def test_it_does_not_matter_how_keys_are_spread_between_committed_pages_and_tree
 def test_unseen_keys_cannot_poison_a_row(isa: str, dtype: torch.dtype) -> None:
     """Pages may hold what another session left there, infinities included."""
     generator = torch.Generator().manual_seed(5)
-    plan, pages = make_plan([Part(70, tree=random_tree(20, generator)), Part(5, line=3)], generator)
-    case = random_case(plan, pages, (4, 2, 32), dtype, 5)
+    plan, blocks = make_plan([Part(70, tree=random_tree(20, generator)), Part(5, line=3)], generator)
+    case = random_case(plan, blocks, (4, 2, 32), dtype, 5)
     expected = dispatch.attend(*copied(case), plan, 0.2)
-    q, k, v, k_pages, v_pages = case
-    seen = torch.zeros(pages * BLOCK_SIZE, dtype=torch.bool)
+    q, k, v, k_blocks, v_blocks = case
+    seen = torch.zeros(blocks * BLOCK_SIZE, dtype=torch.bool)
     for session, committed in ((0, 70), (1, 8)):
         index = torch.arange(committed)
         seen[plan.block_tables[session].long()[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE] = True
     seen[plan.slot_mapping] = True
-    hostile = ~seen.view(pages, BLOCK_SIZE)
-    k_pages.masked_fill_(hostile[:, None, None, :], float("nan"))
-    v_pages.masked_fill_(hostile[:, None, :, None], float("inf"))
-    assert torch.equal(dispatch.attend(q, k, v, k_pages, v_pages, plan, 0.2), expected)
-    twin = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, 0.2)
+    hostile = ~seen.view(blocks, BLOCK_SIZE)
+    k_blocks.masked_fill_(hostile[:, None, None, :], float("nan"))
+    v_blocks.masked_fill_(hostile[:, None, :, None], float("inf"))
+    assert torch.equal(dispatch.attend(q, k, v, k_blocks, v_blocks, plan, 0.2), expected)
+    twin = REFERENCE.attend(q, k, v, k_blocks, v_blocks, plan, 0.2)
     assert_near(twin, expected, dtype)
 
 
 def test_a_row_that_sees_nothing_gets_zeros(isa: str) -> None:
-    plan, pages = make_plan([Part(0, line=1), Part(40, line=1)], torch.Generator().manual_seed(0))
+    plan, blocks = make_plan([Part(0, line=1), Part(40, line=1)], torch.Generator().manual_seed(0))
     blind = replace(plan, context_lens=torch.zeros(2, dtype=torch.int32))
-    case = random_case(plan, pages, (2, 1, 32), torch.float32, 0)
+    case = random_case(plan, blocks, (2, 1, 32), torch.float32, 0)
     assert torch.equal(dispatch.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
     assert torch.equal(REFERENCE.attend(*case, blind, 0.2), torch.zeros(2, 2, 32))
 
@@ -206,10 +206,10 @@ def test_a_row_that_sees_nothing_gets_zeros(isa: str) -> None:
 def test_slots_move_before_the_batch_is_written(isa: str) -> None:
     """The tree slot a row is written to may be the one another token is just moved out of."""
     generator = torch.Generator().manual_seed(3)
-    plan, pages = make_plan([Part(10, tree=chain(3))], generator)
+    plan, blocks = make_plan([Part(10, tree=chain(3))], generator)
     committed = plan.block_tables[0, 0].long() * BLOCK_SIZE + torch.tensor([8, 9])
     plan = replace(plan, copy_from=plan.slot_mapping[:2], copy_to=committed)
-    case = random_case(plan, pages, (4, 2, 32), torch.bfloat16, 3)
+    case = random_case(plan, blocks, (4, 2, 32), torch.bfloat16, 3)
     twin = copied(case)
     expected = REFERENCE.attend(*twin, plan, 0.2)
     assert_near(dispatch.attend(*case, plan, 0.2), expected, torch.bfloat16)
@@ -218,27 +218,27 @@ def test_slots_move_before_the_batch_is_written(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_move_slots_reads_all_before_it_writes(isa: str, dtype: torch.dtype) -> None:
+def test_commit_tree_slots_reads_all_before_it_writes(isa: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
-    k_pages, v_pages = random_pages(6, 3, 48, dtype, generator)
+    k_blocks, v_blocks = random_blocks(6, 3, 48, dtype, generator)
     order = torch.randperm(6 * BLOCK_SIZE, generator=generator)
     source = order[:40]
     target = torch.cat((source[1:], source[:1]))  # a cycle: each source is overwritten by another
-    keys, values = k_pages.permute(0, 3, 1, 2).reshape(-1, 3, 48), v_pages.transpose(1, 2).reshape(-1, 3, 48)
+    keys, values = k_blocks.permute(0, 3, 1, 2).reshape(-1, 3, 48), v_blocks.transpose(1, 2).reshape(-1, 3, 48)
     expected_keys, expected_values = keys.clone(), values.clone()
     expected_keys[target], expected_values[target] = keys[source], values[source]
-    dispatch.commit_tree_slots(k_pages, v_pages, source, target)
-    assert torch.equal(k_pages.permute(0, 3, 1, 2).reshape(-1, 3, 48), expected_keys)
-    assert torch.equal(v_pages.transpose(1, 2).reshape(-1, 3, 48), expected_values)
-    dispatch.commit_tree_slots(k_pages, v_pages, source[:0], target[:0])
+    dispatch.commit_tree_slots(k_blocks, v_blocks, source, target)
+    assert torch.equal(k_blocks.permute(0, 3, 1, 2).reshape(-1, 3, 48), expected_keys)
+    assert torch.equal(v_blocks.transpose(1, 2).reshape(-1, 3, 48), expected_values)
+    dispatch.commit_tree_slots(k_blocks, v_blocks, source[:0], target[:0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_other_activation_dtypes_come_back_as_they_went_in(dtype: torch.dtype) -> None:
-    plan, pages = random_batch(7)
-    case = random_case(plan, pages, (4, 2, 64), dtype, 7)
-    q, k, v, k_pages, v_pages = case
-    out = dispatch.attend(q.to(dtype), k.to(dtype), v.to(dtype), k_pages.clone(), v_pages.clone(), plan, 0.125)
+    plan, blocks = random_batch(7)
+    case = random_case(plan, blocks, (4, 2, 64), dtype, 7)
+    q, k, v, k_blocks, v_blocks = case
+    out = dispatch.attend(q.to(dtype), k.to(dtype), v.to(dtype), k_blocks.clone(), v_blocks.clone(), plan, 0.125)
     assert out.dtype == dtype
     expected = REFERENCE.attend(*case, plan, 0.125)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

@@ -17,7 +17,7 @@ from swarm_kernels.ops.cpu import build, cpu_library
 
 COMPUTE = """
 import os, sys, threading, torch
-from swarm_kernels import ops
+from swarm_kernels.ops import dispatch as ops
 torch.manual_seed(0)
 ops.set_threads(3)
 linear, x = ops.pack_linear(torch.randn(512, 512)), torch.randn(40, 512)
@@ -107,13 +107,13 @@ def test_implementations_are_chosen_by_name() -> None:
         dispatch.set_threads(0)
 
 
-def fresh_choice(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def fresh_selection(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     monkeypatch.setenv("SWARM_HOME", str(home))
-    monkeypatch.setattr(cpu_library, "_choice", cpu_library._Choice())
+    monkeypatch.setattr(cpu_library, "_selection", cpu_library._Selection())
 
 
 def test_without_a_compiler_plain_torch_takes_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fresh_choice(monkeypatch, tmp_path)
+    fresh_selection(monkeypatch, tmp_path)
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     assert dispatch.describe() == "plain torch: no C++ compiler found (g++ or clang++)"
     linear = dispatch.pack_linear(torch.eye(16))
@@ -123,7 +123,7 @@ def test_without_a_compiler_plain_torch_takes_over(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fresh_choice(monkeypatch, tmp_path)
+    fresh_selection(monkeypatch, tmp_path)
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\necho 'error: out of ink' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -134,12 +134,12 @@ def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_home_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    fresh_choice(monkeypatch, file / "home")
+    fresh_selection(monkeypatch, file / "home")
     assert "cannot write to" in dispatch.describe()
 
 
 def test_a_damaged_library_is_not_fatal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fresh_choice(monkeypatch, tmp_path)
+    fresh_selection(monkeypatch, tmp_path)
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"not a library")
     monkeypatch.setattr(build, "library", lambda: damaged)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_cases import Part, make_plan, random_pages, random_tree, star, take_rows
+from kernel_cases import Part, make_plan, random_blocks, random_tree, star, take_rows
 
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops import dispatch
@@ -97,19 +97,19 @@ def batch(generator: torch.Generator) -> tuple[AttentionMetadata, int]:
 def test_layer_matches_the_reference(isa: str, dtype: torch.dtype, shape: Shape) -> None:
     generator = torch.Generator().manual_seed(11)
     packed, plain = random_layer(shape, dtype, generator)
-    plan, pages = batch(generator)
-    k_pages, v_pages = random_pages(pages, shape.kv_heads, shape.dim, dtype, generator)
-    k_twin, v_twin = k_pages.clone(), v_pages.clone()
+    plan, blocks = batch(generator)
+    k_blocks, v_blocks = random_blocks(blocks, shape.kv_heads, shape.dim, dtype, generator)
+    k_twin, v_twin = k_blocks.clone(), v_blocks.clone()
     hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
     before = hidden.clone()
     cos, sin = rotary(plan, shape)
-    out = dispatch.decoder_layer(hidden, packed, cos, sin, k_pages, v_pages, plan)
+    out = dispatch.decoder_layer(hidden, packed, cos, sin, k_blocks, v_blocks, plan)
     expected = decoder_layer(hidden, plain, cos, sin, k_twin, v_twin, plan)
     assert torch.equal(hidden, before)
     tolerance = TOLERANCE[dtype]
     assert (out - expected).norm() <= tolerance * expected.norm()
-    torch.testing.assert_close(k_pages, k_twin, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(v_pages, v_twin, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(k_blocks, k_twin, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(v_blocks, v_twin, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,18 +117,18 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(isa: str, dtype: torch.d
     shape = SHAPES[1]
     generator = torch.Generator().manual_seed(12)
     layer, _ = random_layer(shape, dtype, generator)
-    plan, pages = batch(generator)
-    k_pages, v_pages = random_pages(pages, shape.kv_heads, shape.dim, dtype, generator)
+    plan, blocks = batch(generator)
+    k_blocks, v_blocks = random_blocks(blocks, shape.kv_heads, shape.dim, dtype, generator)
     hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
     cos, sin = rotary(plan, shape)
-    together = dispatch.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan)
+    together = dispatch.decoder_layer(hidden, layer, cos, sin, k_blocks, v_blocks, plan)
     for count in (1, 2, 3):
         dispatch.set_threads(count)
-        assert torch.equal(dispatch.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan), together)
+        assert torch.equal(dispatch.decoder_layer(hidden, layer, cos, sin, k_blocks, v_blocks, plan), together)
         for row in range(0, plan.rows, 9):
             one = slice(row, row + 1)
             alone = dispatch.decoder_layer(
-                hidden[one], layer, cos[one], sin[one], k_pages, v_pages, take_rows(plan, [row])
+                hidden[one], layer, cos[one], sin[one], k_blocks, v_blocks, take_rows(plan, [row])
             )
             assert torch.equal(alone[0], together[row])
 
@@ -138,34 +138,34 @@ def test_a_prompt_in_pieces_is_the_prompt_in_one(isa: str) -> None:
     shape = SHAPES[1]
     generator = torch.Generator().manual_seed(13)
     layer, _ = random_layer(shape, torch.bfloat16, generator)
-    plan, pages = make_plan([Part(0, line=75)], generator)
-    k_pages, v_pages = random_pages(pages, shape.kv_heads, shape.dim, torch.bfloat16, generator)
-    k_twin, v_twin = k_pages.clone(), v_pages.clone()
+    plan, blocks = make_plan([Part(0, line=75)], generator)
+    k_blocks, v_blocks = random_blocks(blocks, shape.kv_heads, shape.dim, torch.bfloat16, generator)
+    k_twin, v_twin = k_blocks.clone(), v_blocks.clone()
     hidden = torch.randn(75, shape.hidden, generator=generator)
     cos, sin = rotary(plan, shape)
-    whole = dispatch.decoder_layer(hidden, layer, cos, sin, k_pages, v_pages, plan)
+    whole = dispatch.decoder_layer(hidden, layer, cos, sin, k_blocks, v_blocks, plan)
     pieces = []
     for begin, end in ((0, 1), (1, 30), (30, 31), (31, 75)):
         rows = list(range(begin, end))
         piece = take_rows(plan, rows)
         pieces.append(dispatch.decoder_layer(hidden[rows], layer, cos[rows], sin[rows], k_twin, v_twin, piece))
     assert torch.equal(torch.cat(pieces), whole)
-    assert torch.equal(k_pages, k_twin)
-    assert torch.equal(v_pages, v_twin)
+    assert torch.equal(k_blocks, k_twin)
+    assert torch.equal(v_blocks, v_twin)
 
 
 def test_a_stack_is_its_layers_one_after_the_other(isa: str) -> None:
     shape = SHAPES[1]
     generator = torch.Generator().manual_seed(14)
     layers = [random_layer(shape, torch.bfloat16, generator)[0] for _ in range(3)]
-    plan, pages = batch(generator)
-    caches = [random_pages(pages, shape.kv_heads, shape.dim, torch.bfloat16, generator) for _ in layers]
+    plan, blocks = batch(generator)
+    caches = [random_blocks(blocks, shape.kv_heads, shape.dim, torch.bfloat16, generator) for _ in layers]
     twins = [(k.clone(), v.clone()) for k, v in caches]
     hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
     cos, sin = rotary(plan, shape)
     out = dispatch.decoder_layers(hidden, layers, cos, sin, caches, plan)
     step = hidden
-    for layer, (k_pages, v_pages) in zip(layers, twins, strict=True):
-        step = dispatch.decoder_layer(step, layer, cos, sin, k_pages, v_pages, plan)
+    for layer, (k_blocks, v_blocks) in zip(layers, twins, strict=True):
+        step = dispatch.decoder_layer(step, layer, cos, sin, k_blocks, v_blocks, plan)
     assert torch.equal(out, step)
     assert all(torch.equal(k, k2) and torch.equal(v, v2) for (k, v), (k2, v2) in zip(caches, twins, strict=True))

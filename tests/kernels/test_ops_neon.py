@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import Part, chain, make_plan, random_pages, random_tree
+from kernel_cases import Part, chain, make_plan, random_blocks, random_tree
 
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops import dispatch
@@ -91,8 +91,8 @@ def test_attention_matches_the_reference(program: Path, dtype: torch.dtype, most
     calls, generator = Calls(program), torch.Generator().manual_seed(2)
     parts = [Part(150, tree=random_tree(20, generator)), Part(31, line=5), Part(300, tree=chain(1)), Part(0, line=17)]
     for heads, groups, dim, window, softcap in ((6, 2, 48, 0, 0.0), (4, 4, 32, 40, 0.0), (9, 3, 64, 0, 5.0)):
-        plan, pages = make_plan(parts, generator)
-        attend(calls, plan, (pages, heads, groups, dim), dtype, window, softcap, generator)
+        plan, blocks = make_plan(parts, generator)
+        attend(calls, plan, (blocks, heads, groups, dim), dtype, window, softcap, generator)
     for got, want in zip(calls.results(), calls.expected, strict=True):
         torch.testing.assert_close(got, want, rtol=most, atol=most)
 
@@ -106,13 +106,13 @@ def attend(
     softcap: float,
     generator: torch.Generator,
 ) -> None:
-    pages, heads, groups, dim = shape
-    k_pages, v_pages = random_pages(pages, groups, dim, dtype, generator)
+    blocks, heads, groups, dim = shape
+    k_blocks, v_blocks = random_blocks(blocks, groups, dim, dtype, generator)
     q, k, v = (torch.randn(plan.rows, n, dim, generator=generator) for n in (heads, groups, groups))
-    given = k_pages.clone(), v_pages.clone()
-    want = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, dim**-0.5, window or None, softcap or None)
+    given = k_blocks.clone(), v_blocks.clone()
+    want = REFERENCE.attend(q, k, v, k_blocks, v_blocks, plan, dim**-0.5, window or None, softcap or None)
     counts = [plan.rows, *plan.block_tables.shape, plan.tree_block_tables.shape[1], plan.tree_mask.shape[1]]
-    numbers = [*counts, pages, groups, dim, int(dtype == torch.bfloat16), heads, window]
+    numbers = [*counts, blocks, groups, dim, int(dtype == torch.bfloat16), heads, window]
     slots = (
         plan.positions,
         plan.sequence_index,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Part, make_plan, random_pages
+from kernel_cases import Part, make_plan, random_blocks
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
@@ -29,15 +29,15 @@ def good_plan() -> tuple[AttentionMetadata, int]:
     return make_plan([Part(20, line=2), Part(5, tree=(-1, 0, 0))], torch.Generator().manual_seed(0))
 
 
-def good_tensors(plan: AttentionMetadata, pages: int) -> Tensors:
-    k_pages, v_pages = random_pages(pages, GROUPS, DIM, torch.float32, torch.Generator().manual_seed(0))
+def good_tensors(plan: AttentionMetadata, blocks: int) -> Tensors:
+    k_blocks, v_blocks = random_blocks(blocks, GROUPS, DIM, torch.float32, torch.Generator().manual_seed(0))
     rows = plan.rows
     return {
         "q": torch.randn(rows, HEADS, DIM),
         "k": torch.randn(rows, GROUPS, DIM),
         "v": torch.randn(rows, GROUPS, DIM),
-        "k_pages": k_pages,
-        "v_pages": v_pages,
+        "k_blocks": k_blocks,
+        "v_blocks": v_blocks,
     }
 
 
@@ -54,8 +54,8 @@ BAD_PLANS: dict[str, Callable[[AttentionMetadata, int], AttentionMetadata]] = {
     "past": lambda p, n: replace(p, context_lens=changed(p.context_lens, p.block_tables.shape[1] * BLOCK_SIZE + 1)),
     "write": lambda p, n: replace(p, slot_mapping=changed(p.slot_mapping, n * BLOCK_SIZE)),
     "negative write": lambda p, n: replace(p, slot_mapping=changed(p.slot_mapping, -1)),
-    "page": lambda p, n: replace(p, block_tables=changed(p.block_tables, n)),
-    "tree page": lambda p, n: replace(p, tree_block_tables=changed(p.tree_block_tables, n)),
+    "block": lambda p, n: replace(p, block_tables=changed(p.block_tables, n)),
+    "tree block": lambda p, n: replace(p, tree_block_tables=changed(p.tree_block_tables, n)),
     "tree mask": lambda p, n: replace(p, tree_mask=changed(p.tree_mask, 1 << 16)),
     "sign bit of the mask": lambda p, n: replace(p, tree_mask=changed(p.tree_mask, -(1 << 63))),
     "copy from": lambda p, n: replace(p, copy_from=SLOTS + n * BLOCK_SIZE, copy_to=SLOTS),
@@ -68,12 +68,12 @@ BAD_PLANS: dict[str, Callable[[AttentionMetadata, int], AttentionMetadata]] = {
 
 @pytest.mark.parametrize("fault", BAD_PLANS)
 def test_a_plan_beyond_its_cache_is_refused(implementation: None, fault: str) -> None:
-    plan, pages = good_plan()
-    tensors = good_tensors(plan, pages)
-    before = tensors["k_pages"].clone()
+    plan, blocks = good_plan()
+    tensors = good_tensors(plan, blocks)
+    before = tensors["k_blocks"].clone()
     with pytest.raises(KernelError):
-        dispatch.attend(**tensors, plan=BAD_PLANS[fault](plan, pages), scale=1.0)
-    assert torch.equal(tensors["k_pages"], before)
+        dispatch.attend(**tensors, plan=BAD_PLANS[fault](plan, blocks), scale=1.0)
+    assert torch.equal(tensors["k_blocks"], before)
     dispatch.attend(**tensors, plan=plan, scale=1.0)
 
 
@@ -83,45 +83,45 @@ BAD_TENSORS: dict[str, Callable[[Tensors], Tensors]] = {
     "query rows": lambda t: {"q": t["q"][1:]},
     "keys": lambda t: {"k": t["k"][:, :1]},
     "values": lambda t: {"v": t["v"][1:]},
-    "page size": lambda t: {"k_pages": t["k_pages"][..., :8]},
+    "block size": lambda t: {"k_blocks": t["k_blocks"][..., :8]},
     "no head size": lambda t: {
-        name: t[name][..., :0] if name != "k_pages" else t[name][:, :, :0]
-        for name in ("q", "k", "v", "k_pages", "v_pages")
+        name: t[name][..., :0] if name != "k_blocks" else t[name][:, :, :0]
+        for name in ("q", "k", "v", "k_blocks", "v_blocks")
     },
-    "value pages": lambda t: {"v_pages": t["v_pages"][1:]},
-    "mixed dtypes": lambda t: {"v_pages": t["v_pages"].bfloat16()},
-    "strides": lambda t: {"v_pages": t["v_pages"].transpose(2, 3).contiguous().transpose(2, 3)},
+    "value blocks": lambda t: {"v_blocks": t["v_blocks"][1:]},
+    "mixed dtypes": lambda t: {"v_blocks": t["v_blocks"].bfloat16()},
+    "strides": lambda t: {"v_blocks": t["v_blocks"].transpose(2, 3).contiguous().transpose(2, 3)},
 }
 
 
 @pytest.mark.parametrize("fault", BAD_TENSORS)
 def test_tensors_that_do_not_fit_are_refused(implementation: None, fault: str) -> None:
-    plan, pages = good_plan()
-    tensors = good_tensors(plan, pages)
+    plan, blocks = good_plan()
+    tensors = good_tensors(plan, blocks)
     with pytest.raises(KernelError):
         dispatch.attend(**(tensors | BAD_TENSORS[fault](tensors)), plan=plan, scale=1.0)
 
 
 @pytest.mark.parametrize("dim", [1, 24, 272])
 def test_head_sizes_without_a_compiled_kernel_take_plain_torch(dim: int) -> None:
-    plan, pages = good_plan()
+    plan, blocks = good_plan()
     generator = torch.Generator().manual_seed(1)
-    k_pages, v_pages = random_pages(pages, GROUPS, dim, torch.float32, generator)
+    k_blocks, v_blocks = random_blocks(blocks, GROUPS, dim, torch.float32, generator)
     rows = [torch.randn(plan.rows, heads, dim, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
-    twins = (k_pages.clone(), v_pages.clone())
+    twins = (k_blocks.clone(), v_blocks.clone())
     expected = REFERENCE.attend(*rows, *twins, plan, dim**-0.5)
-    assert torch.equal(dispatch.attend(*rows, k_pages, v_pages, plan, dim**-0.5), expected)
+    assert torch.equal(dispatch.attend(*rows, k_blocks, v_blocks, plan, dim**-0.5), expected)
 
 
 @pytest.mark.parametrize(
     ("source", "target"), [((0, 1), (2,)), ((-1,), (0,)), ((0,), (64,))], ids=["count", "below", "beyond"]
 )
-def test_slots_beyond_the_cache_are_not_moved(
+def test_slots_beyond_the_cache_are_not_copied(
     implementation: None, source: tuple[int, ...], target: tuple[int, ...]
 ) -> None:
-    k_pages, v_pages = torch.zeros(4, 1, 16, BLOCK_SIZE), torch.zeros(4, 1, BLOCK_SIZE, 16)
+    k_blocks, v_blocks = torch.zeros(4, 1, 16, BLOCK_SIZE), torch.zeros(4, 1, BLOCK_SIZE, 16)
     with pytest.raises(KernelError):
-        dispatch.commit_tree_slots(k_pages, v_pages, torch.tensor(source), torch.tensor(target))
+        dispatch.commit_tree_slots(k_blocks, v_blocks, torch.tensor(source), torch.tensor(target))
 
 
 def small_layer() -> dispatch.LayerWeights:
@@ -144,28 +144,28 @@ def small_layer() -> dispatch.LayerWeights:
 
 
 def test_a_layer_refuses_what_does_not_fit(implementation: None) -> None:
-    plan, pages = good_plan()
-    tensors = good_tensors(plan, pages)
+    plan, blocks = good_plan()
+    tensors = good_tensors(plan, blocks)
     layer = small_layer()
     hidden, turn = torch.randn(plan.rows, 48), torch.zeros(plan.rows, DIM)
-    cache = (tensors["k_pages"], tensors["v_pages"])
+    cache = (tensors["k_blocks"], tensors["v_blocks"])
     dispatch.decoder_layer(hidden, layer, turn, turn, *cache, plan)
-    other = random_pages(pages, GROUPS, 16, torch.float32, torch.Generator())
+    other = random_blocks(blocks, GROUPS, 16, torch.float32, torch.Generator())
     for bad in (
         (hidden[1:], turn, turn, *cache, plan),
         (hidden[:, 1:], turn, turn, *cache, plan),
         (hidden, turn[1:], turn[1:], *cache, plan),
         (hidden, torch.zeros(plan.rows, 2 * DIM), torch.zeros(plan.rows, 2 * DIM), *cache, plan),
         (hidden, turn, turn, *other, plan),
-        (hidden, turn, turn, *cache, BAD_PLANS["write"](plan, pages)),
+        (hidden, turn, turn, *cache, BAD_PLANS["write"](plan, blocks)),
     ):
         with pytest.raises(KernelError):
             dispatch.decoder_layer(bad[0], layer, *bad[1:])
 
 
 def test_weights_that_do_not_fit_each_other_are_refused() -> None:
-    plan, pages = good_plan()
-    tensors = good_tensors(plan, pages)
+    plan, blocks = good_plan()
+    tensors = good_tensors(plan, blocks)
     hidden, turn = torch.randn(plan.rows, 48), torch.zeros(plan.rows, DIM)
     for change in (
         {"qkv": dispatch.pack_linear(torch.zeros(16, 48))},
@@ -175,5 +175,5 @@ def test_weights_that_do_not_fit_each_other_are_refused() -> None:
     ):
         with pytest.raises(KernelError):
             dispatch.decoder_layer(
-                hidden, replace(small_layer(), **change), turn, turn, tensors["k_pages"], tensors["v_pages"], plan
+                hidden, replace(small_layer(), **change), turn, turn, tensors["k_blocks"], tensors["v_blocks"], plan
             )

@@ -12,20 +12,20 @@ from kernel_cases import Part, make_plan
 
 from swarm.errors import KernelError
 from swarm_kernels.device import transfer
-from swarm_kernels.ops import gpu
 from swarm_kernels.ops.base import validate
+from swarm_kernels.ops.triton import selector
 
 CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_choices", {})
+def _fresh_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selector, "_selections", {})
 
 
 def test_only_gpus_ask_for_gpu_kernels() -> None:
-    assert gpu.backend(torch.device("cpu"), torch.float32) is None
-    assert gpu.backend(CUDA, torch.float64) is None
+    assert selector.backend(torch.device("cpu"), torch.float32) is None
+    assert selector.backend(CUDA, torch.float64) is None
 
 
 def test_without_triton_a_gpu_computes_in_plain_torch(
@@ -33,9 +33,9 @@ def test_without_triton_a_gpu_computes_in_plain_torch(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton.errors", None)
     with caplog.at_level(logging.WARNING):
-        assert gpu.backend(CUDA, torch.bfloat16) is None
+        assert selector.backend(CUDA, torch.bfloat16) is None
     assert "Triton cannot be used" in caplog.text
-    assert gpu.describe(CUDA, torch.bfloat16).startswith("plain torch: Triton cannot be used")
+    assert selector.describe(CUDA, torch.bfloat16).startswith("plain torch: Triton cannot be used")
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_a_failed_self_test_is_remembered_with_its_reason(
 
     monkeypatch.setattr(selftest, "run", fail)
     for _ in range(2):
-        assert gpu.backend(CUDA, torch.bfloat16) is None
-    assert gpu.describe(CUDA, torch.bfloat16).startswith(reason)
-    assert gpu.backend(CUDA, torch.bfloat16, 128) is None
+        assert selector.backend(CUDA, torch.bfloat16) is None
+    assert selector.describe(CUDA, torch.bfloat16).startswith(reason)
+    assert selector.backend(CUDA, torch.bfloat16, 128) is None
     assert runs == [(CUDA, torch.bfloat16, 64), (CUDA, torch.bfloat16, 128)]
 
 
@@ -74,10 +74,10 @@ def test_a_passed_self_test_gives_the_kernels(monkeypatch: pytest.MonkeyPatch) -
     tested: list[int] = []
     monkeypatch.setattr(selftest, "run", lambda device, dtype, head_dim: tested.append(head_dim))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert gpu.backend(CUDA, torch.float16) is backend.TRITON
-    assert gpu.describe(CUDA, torch.float16) == "Triton kernels (sm_90)"
+    assert selector.backend(CUDA, torch.float16) is backend.TRITON
+    assert selector.describe(CUDA, torch.float16) == "Triton kernels (sm_90)"
     for head_dim in (128, 80, 128):
-        assert gpu.backend(CUDA, torch.float16, head_dim) is backend.TRITON
+        assert selector.backend(CUDA, torch.float16, head_dim) is backend.TRITON
     assert tested == [64, 128, 80]
 
 
@@ -104,11 +104,11 @@ def test_staging_leaves_the_cpu_alone() -> None:
 
 
 def test_a_validated_plan_is_not_looked_at_again() -> None:
-    plan, pages = make_plan([Part(5, line=1)], torch.Generator().manual_seed(0))
+    plan, blocks = make_plan([Part(5, line=1)], torch.Generator().manual_seed(0))
     with pytest.raises(KernelError):
         validate.check_plan(plan, 1)
     validate.mark_validated(plan, 1)
     validate.check_plan(plan, 1)
     with pytest.raises(KernelError):
         validate.check_plan(plan, 0)
-    validate.check_plan(plan, pages)
+    validate.check_plan(plan, blocks)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import NONE, Part, make_plan, random_pages, random_tree, star
+from kernel_cases import NONE, Part, make_plan, random_blocks, random_tree, star
 from test_ops_layer import Shape, random_layer, rotary
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 
@@ -19,7 +19,7 @@ from swarm.types import LayerSpan
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.device import device
 from swarm_kernels.kvcache.cache import StepRequest
-from swarm_kernels.ops import dispatch, gpu
+from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.layer_weights import PlainLinear
 from swarm_kernels.ops.base.torch_reference import REFERENCE, decoder_layer
 from swarm_kernels.runtime import llama_span
@@ -27,7 +27,7 @@ from swarm_kernels.runtime.load import load_span
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from swarm_kernels.ops.triton import attention, layers, selftest
+from swarm_kernels.ops.triton import attention, layers, selector, selftest
 from swarm_kernels.ops.triton.backend import TRITON
 from swarm_kernels.ops.triton.padded_batch import PaddedBatch, Size
 
@@ -77,21 +77,21 @@ def test_layers_match_the_reference(shape: Shape, dtype: torch.dtype) -> None:
         Part(0, tree=star(2)),
         Part(40, line=1),
     ]
-    plan, pages = make_plan(parts, generator)
-    k_pages, v_pages = random_pages(pages, shape.kv_heads, shape.dim, dtype, generator)
+    plan, blocks = make_plan(parts, generator)
+    k_blocks, v_blocks = random_blocks(blocks, shape.kv_heads, shape.dim, dtype, generator)
     hidden = torch.randn(plan.rows, shape.hidden, generator=generator).to(dtype)
     cos, sin = rotary(plan, shape)
-    mine = [x.to(DEVICE, copy=True) for x in (hidden, cos, sin, k_pages, v_pages)]
+    mine = [x.to(DEVICE, copy=True) for x in (hidden, cos, sin, k_blocks, v_blocks)]
     cache = (mine[3], mine[4])
     depth = 1 if shape.extras else 2
     there = selftest.on_device(plan, DEVICE)
     out = layers.decoder_layers(mine[0], [on_device(plain)] * depth, mine[1], mine[2], [cache] * depth, there)
     expected = hidden
     for _ in range(depth):
-        expected = decoder_layer(expected, plain, cos, sin, k_pages, v_pages, plan)
+        expected = decoder_layer(expected, plain, cos, sin, k_blocks, v_blocks, plan)
     close(out, expected, dtype)
-    close(mine[3], k_pages, dtype)
-    close(mine[4], v_pages, dtype)
+    close(mine[3], k_blocks, dtype)
+    close(mine[4], v_blocks, dtype)
 
 
 def test_row_kernels_match_the_reference() -> None:
@@ -118,16 +118,16 @@ def test_a_padded_batch_is_the_batch() -> None:
     generator = torch.Generator().manual_seed(12)
     _, plain = random_layer(SMALL, torch.float32, generator)
     weights = on_device(plain)
-    tree, pages = make_plan([Part(20, tree=random_tree(3, generator)), Part(5, line=1)], generator)
+    tree, blocks = make_plan([Part(20, tree=random_tree(3, generator)), Part(5, line=1)], generator)
     line, _ = make_plan([Part(9, line=2)], generator)
     moved = replace(tree, copy_from=tree.slot_mapping[:1], copy_to=tree.block_tables[0, 1:2].long() * 16 + 4)
-    heads = layers.heads_of(plain)
+    heads = layers.attention_shape(plain)
     sizes = [Size.of(plan, heads, torch.float32, 8) for plan in (moved, tree, line)]
     assert [(size.rows, size.words, size.copies) for size in sizes if size] == [(4, 1, 16), (4, 1, 0), (2, 0, 0)]
     size = sizes[0]
     assert size is not None
     batch = PaddedBatch(size, SMALL.hidden, SMALL.dim, torch.float32, DEVICE)
-    cache = random_pages(pages, SMALL.kv_heads, SMALL.dim, torch.float32, generator)
+    cache = random_blocks(blocks, SMALL.kv_heads, SMALL.dim, torch.float32, generator)
     ours = (cache[0].to(DEVICE, copy=True), cache[1].to(DEVICE, copy=True))
 
     def run() -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_stacks_are_checked_once_and_forgotten_with_their_caches() -> None:
     generator = torch.Generator().manual_seed(2)
     _, plain = random_layer(SMALL, torch.float32, generator)
     weights = on_device(plain)
-    cache = tuple(x.to(DEVICE) for x in random_pages(4, SMALL.kv_heads, SMALL.dim, torch.float32, generator))
+    cache = tuple(x.to(DEVICE) for x in random_blocks(4, SMALL.kv_heads, SMALL.dim, torch.float32, generator))
     stack = TRITON.layer_stack([weights], [(cache[0], cache[1])], torch.float32)
     assert stack is not None
     assert TRITON.layer_stack([weights], [(cache[0], cache[1])], torch.float32) is stack
@@ -184,7 +184,7 @@ def test_stacks_are_checked_once_and_forgotten_with_their_caches() -> None:
 def test_a_lean_span_generates_what_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every path a GPU takes; without one, capturing fails and the span goes on without graphs."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gpu, "backend", lambda device, dtype, head_dim=64: TRITON)
+        monkeypatch.setattr(selector, "backend", lambda device, dtype, head_dim=64: TRITON)
         monkeypatch.setattr(attention, "processors", lambda device: 8)
         before = dispatch.isa()
         dispatch.select_isa("reference")

@@ -1,7 +1,7 @@
-"""The ops the rest of swarm calls: checks what they are given, once, and picks the backend that answers.
+"""The ops that models call: validates the arguments once and dispatches to a backend.
 
-Torch in, torch out; knows no peers. `backend` says what each op computes, `native` chooses what runs on the CPU, `gpu`
-what runs on a GPU.
+Torch tensors in and out; knows no peers. `base.backend` defines each op, `cpu.cpu_library` selects the CPU backend,
+`triton.selector` the GPU backend.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
-from swarm_kernels.ops import gpu
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
@@ -21,6 +20,7 @@ from swarm_kernels.ops.base.validate import check_cache, check_plan, check_rows,
 from swarm_kernels.ops.cpu import cpu_library, cpu_linear
 from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
 from swarm_kernels.ops.cpu.cpu_library import describe, isa, select_isa, set_threads
+from swarm_kernels.ops.triton import selector
 
 __all__ = [
     "LayerWeights",
@@ -40,45 +40,45 @@ __all__ = [
 ]
 
 
-def _backend(x: torch.Tensor, head_dim: int = gpu.USUAL_HEAD_DIM) -> AttentionBackend:
-    """The fastest that runs on x's device, and on a GPU in its dtype and head size."""
+def _backend(x: torch.Tensor, head_dim: int = selector.DEFAULT_HEAD_DIM) -> AttentionBackend:
+    """The fastest backend for x's device; on a GPU, for its dtype and head size too."""
     library = cpu_library.library() if x.is_cpu else None
     if library is not None:
         return cpu_backend(library)
-    return gpu.backend(x.device, x.dtype, head_dim) or REFERENCE
+    return selector.backend(x.device, x.dtype, head_dim) or REFERENCE
 
 
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
     plan: AttentionMetadata,
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
     """See `AttentionBackend.attend`. Raises KernelError."""
-    pages, _, dim, _ = check_rows(q, k, v, k_pages, v_pages, plan)
+    blocks, _, dim, _ = check_rows(q, k, v, k_blocks, v_blocks, plan)
     backend = _backend(q, dim)
-    if not backend.supports_attention(q.shape[1], k_pages):
+    if not backend.supports_attention(q.shape[1], k_blocks):
         backend = REFERENCE
     if not backend.checks_slots:
-        check_plan(plan, pages)
-    return backend.attend(q, k, v, k_pages, v_pages, plan, scale, sliding_window, softcap)
+        check_plan(plan, blocks)
+    return backend.attend(q, k, v, k_blocks, v_blocks, plan, scale, sliding_window, softcap)
 
 
 def commit_tree_slots(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+    k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
 ) -> None:
     """See `AttentionBackend.commit_tree_slots`. Raises KernelError."""
-    pages, _, dim, _ = check_cache(k_pages, v_pages)
-    check_slots(copy_from, copy_to, pages)
-    backend = _backend(k_pages, dim)
-    if not backend.supports_cache(k_pages):
+    blocks, _, dim, _ = check_cache(k_blocks, v_blocks)
+    check_slots(copy_from, copy_to, blocks)
+    backend = _backend(k_blocks, dim)
+    if not backend.supports_cache(k_blocks):
         backend = REFERENCE
-    backend.commit_tree_slots(k_pages, v_pages, copy_from, copy_to)
+    backend.commit_tree_slots(k_blocks, v_blocks, copy_from, copy_to)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -92,12 +92,12 @@ def decoder_layer(
     weights: LayerWeights,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
     plan: AttentionMetadata,
 ) -> torch.Tensor:
     """`decoder_layers` of one layer."""
-    return decoder_layers(hidden, (weights,), cos, sin, ((k_pages, v_pages),), plan)
+    return decoder_layers(hidden, (weights,), cos, sin, ((k_blocks, v_blocks),), plan)
 
 
 def decoder_layers(
@@ -110,8 +110,8 @@ def decoder_layers(
 ) -> torch.Tensor:
     """See `LayerStack.run`. Raises KernelError.
 
-    Prefer it to a loop: compiled, the stack is one call that holds no GIL from beginning to end, so a busy event loop
-    delays a step once instead of once a layer.
+    Prefer it to a loop: with the compiled library the stack is one call without the GIL, so a busy event loop delays a
+    step once and not once per layer.
     """
     if not layers:
         return hidden
@@ -119,19 +119,19 @@ def decoder_layers(
     stack = backend.layer_stack(layers, caches, hidden.dtype)
     if stack is None:
         backend, stack = REFERENCE, REFERENCE.layer_stack(layers, caches, hidden.dtype)
-    assert stack is not None  # the reference supports every layer
+    assert stack is not None  # the reference backend supports every layer
     check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
     if not backend.checks_slots:
-        check_plan(plan, stack.pages)
+        check_plan(plan, stack.blocks)
     return stack.run(hidden, layers, cos, sin, caches, plan)
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Prepare a linear layer once. `weight [N, K]` bf16, fp32 or fp16 on any device, `bias [N]` or None.
+    """Pack a linear layer once. `weight [N, K]` bf16, fp32 or fp16 on any device, `bias [N]` or None.
 
-    The result maps `x [n, K]` to `[n, N]` of x's dtype; a row's result does not depend on the other rows. Fused
-    projections (QKV, gate-up) are concatenated by output before packing. The weight may be dropped afterwards. fp16 on
-    the CPU is left to torch: a span there computes in bf16 or fp32.
+    The result maps `x [n, K]` to `[n, N]` of x's dtype and is batch-invariant: a row's result does not depend on the
+    other rows. Fused projections (QKV, gate-up) are concatenated by output before packing. The weight may be freed
+    afterwards. fp16 on the CPU stays with torch: a span there computes in bf16 or fp32.
     """
     _check_shapes(weight, bias)
     packable = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32)
@@ -141,15 +141,15 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 
 def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Linear:
-    """Prepare a linear layer in 8 or 4 `bits`, see `quantised` and `quantised4`. `weight [N, K]` of any float dtype,
-    best fp32, `bias [N]`.
+    """Quantize a linear layer to 8 or 4 `bits`, see `int8_linear` and `int4_linear`. `weight [N, K]` of any float
+    dtype, preferably fp32, `bias [N]`.
 
-    As `pack_linear` otherwise; a half and 5/16 of the memory of bf16 (on a GPU and where nothing is compiled, 4 bits
-    take a little more than 8).
+    As `pack_linear` otherwise; takes 1/2 and 5/16 of the memory of bf16 (in plain torch and on a GPU, 4 bits take
+    slightly more than 8).
     """
     _check_shapes(weight, bias)
     if bits not in (4, 8):
-        raise KernelError(f"a linear layer cannot be held in {bits} bits")
+        raise KernelError(f"a linear layer cannot be quantized to {bits} bits")
     if weight.device.type == "cpu" and cpu_library.library() is not None:
         return (cpu_linear.quantize_linear4 if bits == 4 else cpu_linear.quantize_linear)(weight, bias)
     return (int4_linear.quantize_linear if bits == 4 else int8_linear.quantize_linear)(weight, bias)

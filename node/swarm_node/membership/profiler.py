@@ -27,7 +27,8 @@ from swarm_kernels.calibration.cost_curve import DEFAULT_WIDTHS, choose_threads,
 from swarm_kernels.device.core_groups import find_core_groups
 from swarm_kernels.device.device import physical_cores, state_dtype
 from swarm_kernels.models.source import ModelSource
-from swarm_kernels.ops import dispatch, gpu
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.triton import selector
 from swarm_kernels.runtime.load import load_span
 from swarm_node.membership.policy import CalibrationPolicy
 
@@ -111,7 +112,7 @@ def _set_threads(count: int, source: ModelSource, slow_permille: int = 0) -> Non
 def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> str:
     """Everything the measurement depends on."""
     if device.type == "cuda":
-        name = f"{torch.cuda.get_device_name(device)} {gpu.describe(device, state_dtype(dtype))}"
+        name = f"{torch.cuda.get_device_name(device)} {selector.describe(device, state_dtype(dtype))}"
     else:
         name = f"cpu {physical_cores()} {dispatch.describe()}"
     facts = (source.weight_hash, str(dtype), name, threads, DEFAULT_WIDTHS, torch.__version__, swarm.__version__)

@@ -1,10 +1,10 @@
-"""The ops that a backend implements: paged tree attention, commits of tree slots, RMS norm, stacks of layers.
+"""Abstract attention backend: paged tree attention, commits of tree slots, RMS norm, stacks of decoder layers.
 
-Owns their contract (shapes, dtypes, units), which stands here and nowhere else, and the stacks a backend keeps. `ops`
-checks the tensors and picks a backend by what it supports: callers go through it. The backends are `reference` (plain
-torch), `compiled` (C++, on CPUs) and `triton.api` (on GPUs).
+Owns the contract of the ops (shapes, dtypes, units) and the cache of layer stacks. Callers use `ops.dispatch`, which
+validates the tensors and picks a backend by what it supports: `base.torch_reference` (plain torch), `cpu.cpu_backend`
+(C++) or `triton.backend` (GPUs).
 
-On the CPU, inside the lean span, the residual stream and all activations are fp32; only weights and KV pages have the
+On the CPU, in the fast path, the residual stream and all activations are fp32; only weights and KV blocks have the
 model's dtype.
 """
 
@@ -23,25 +23,26 @@ from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.base.validate import check_stack
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
-"""Key pages `[pages, G, D, PAGE]` and value pages `[pages, G, PAGE, D]` of one layer."""
+"""Key blocks `[blocks, G, D, BLOCK_SIZE]` and value blocks `[blocks, G, BLOCK_SIZE, D]` of one layer."""
 
 
 class LayerStack(ABC):
-    """Decoder layers with their caches that fit each other, as one backend runs them. Holds neither alive."""
+    """Decoder layers and their caches, validated and prepared for one backend. Keeps only weak references to them."""
 
     def __init__(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
         """Raises KernelError if a layer does not fit its cache, or the layers each other."""
         check_stack(layers, caches)
         self.width, self.head_dim = layers[0].o.out_features, layers[0].head_dim
-        self.pages = min(k_pages.shape[0] for k_pages, _ in caches)  # of the smallest cache
+        self.blocks = min(k_blocks.shape[0] for k_blocks, _ in caches)  # of the smallest cache
         self._parts = tuple(weakref.ref(part) for part in _parts(layers, caches))
 
     @property
     def alive(self) -> bool:
-        """Whether somebody still has its layers and caches."""
+        """Whether all its layers and caches still exist."""
         return all(ref() is not None for ref in self._parts)
 
     def is_of(self, parts: Sequence[LayerWeights | torch.Tensor]) -> bool:
+        """Whether it was made of exactly these layers and caches."""
         return len(parts) == len(self._parts) and all(
             ref() is part for ref, part in zip(self._parts, parts, strict=True)
         )
@@ -59,30 +60,31 @@ class LayerStack(ABC):
         """`hidden [n, width]` through all layers, each with its own cache -> a new `[n, width]` of its dtype.
 
         `layers` and `caches` are those of the stack. `cos`, `sin` `[n, rot]` by Hugging Face's convention (both
-        halves), rot <= head_dim. Carries out the plan's slot copies and appends each layer's keys and values, as
+        halves), rot <= head_dim. Performs the plan's slot copies and appends each layer's keys and values, as
         `AttentionBackend.attend` does.
         """
 
 
 class AttentionBackend(ABC):
-    """One implementation of the ops. What it is given has been checked (`checks`) and is `supported`."""
+    """One implementation of the ops. Arguments are validated (`base.validate`) and supported (`supports_*`)."""
 
     checks_slots: ClassVar[bool] = False
-    """Whether it compares the plan's slots with the cache itself when it first sees the plan, raising KernelError."""
+    """Whether it validates the plan's slots against the cache itself, once per plan, raising KernelError."""
 
-    stacks_kept: ClassVar[int] = 16
+    max_cached_stacks: ClassVar[int] = 16
+    """Prepared layer stacks kept, least recently used evicted first: preparing one costs more than running it."""
 
     def __init__(self) -> None:
         self._stacks: dict[tuple[object, ...], LayerStack] = {}
         self._lock = threading.Lock()
 
     @abstractmethod
-    def supports_cache(self, k_pages: torch.Tensor) -> bool:
-        """Whether `commit_tree_slots` works on pages of this dtype and head size."""
+    def supports_cache(self, k_blocks: torch.Tensor) -> bool:
+        """Whether `commit_tree_slots` works on blocks of this dtype and head size."""
 
-    def supports_attention(self, heads: int, k_pages: torch.Tensor) -> bool:
-        """Whether `attend` works with this many query heads over these pages."""
-        return self.supports_cache(k_pages)
+    def supports_attention(self, heads: int, k_blocks: torch.Tensor) -> bool:
+        """Whether `attend` works with this many query heads over these blocks."""
+        return self.supports_cache(k_blocks)
 
     @abstractmethod
     def supports_norm(self, x: torch.Tensor) -> bool:
@@ -98,8 +100,8 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
         plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
@@ -107,20 +109,20 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attention of packed rows over paged keys and values: `q [n, H, D]`, `k` and `v` `[n, G, D]` -> `[n, H, D]`.
 
-        First the plan's slot copies are carried out (`commit_tree_slots`; harmless if done already), then the rows'
-        keys and values are written to their slots, then row i sees the first `past[i]` committed keys of its session
-        and the tree slots of its mask. Rows that see nothing get zeros. H is a multiple of G.
+        First the plan's slot copies are performed (`commit_tree_slots`; idempotent), then the rows' keys and values are
+        written to their slots, then row i attends to the first `context_lens[i]` committed keys of its sequence and to
+        the tree slots of its mask. Rows with no visible key get zeros. H is a multiple of G (grouped-query attention).
 
-        `k_pages [pages, G, D, PAGE]` and `v_pages [pages, G, PAGE, D]` change in place. Scores are multiplied by
-        `scale`; `sliding_window` hides committed keys at distance >= window tokens from the row's position; `softcap`
-        is Gemma's cap * tanh(score / cap). Any float dtype of `q`, which is the result's.
-        Compiled, dense past and sparse tree are computed apart and merged by online softmax (Ghidorah, section
-        III-B), so no mask over the context is built.
+        `k_blocks [blocks, G, D, BLOCK_SIZE]` and `v_blocks [blocks, G, BLOCK_SIZE, D]` change in place. Scores are
+        multiplied by `scale`; `sliding_window` masks committed keys at distance >= window tokens from the row's
+        position; `softcap` is Gemma's cap * tanh(score / cap). `q` has any float dtype, which is the result's.
+        Compiled backends compute the dense context and the sparse tree separately and merge them by online softmax
+        (Ghidorah, section III-B), so no mask over the context is built.
         """
 
     @abstractmethod
     def commit_tree_slots(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+        self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
     ) -> None:
         """Commit tree slots of one layer: copy keys and values at flat slots `copy_from [m]` to `copy_to [m]` (int64),
         in place; all are read before any is written."""
@@ -132,30 +134,30 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def _prepare(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> LayerStack:
-        """A stack of supported layers."""
+        """Prepare a stack of supported layers."""
 
     def layer_stack(
         self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], dtype: torch.dtype
     ) -> LayerStack | None:
         """These layers as a stack for hidden states of `dtype`, or None if that is not supported. Raises KernelError.
 
-        Made and checked at first sight, since describing a stack takes longer than running some; kept while its
-        layers and caches live, the last `stacks_kept` used.
+        Prepared and validated once, because that takes longer than running a short stack; cached while its layers and
+        caches live, at most `max_cached_stacks`, evicting the least recently used.
         """
         parts = _parts(layers, caches)
         key = (id(parts[0]), id(parts[1]), id(parts[-1]), len(parts), dtype)
         with self._lock:
-            known = self._stacks.pop(key, None)
-            if known is None or not known.is_of(parts):
+            cached = self._stacks.pop(key, None)
+            if cached is None or not cached.is_of(parts):
                 if not self.supports_layers(layers, caches, dtype):
                     return None
                 for stale in [other for other, stack in self._stacks.items() if not stack.alive]:
-                    del self._stacks[stale]  # it may hold graphs' memory
-                while len(self._stacks) >= self.stacks_kept:
+                    del self._stacks[stale]  # it may hold the memory of CUDA graphs
+                while len(self._stacks) >= self.max_cached_stacks:
                     del self._stacks[next(iter(self._stacks))]
-                known = self._prepare(layers, caches)
-            self._stacks[key] = known
-            return known
+                cached = self._prepare(layers, caches)
+            self._stacks[key] = cached
+            return cached
 
 
 def _parts(layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> list[LayerWeights | torch.Tensor]:

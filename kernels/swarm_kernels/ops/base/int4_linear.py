@@ -1,8 +1,9 @@
-"""4-bit linear layers: how weights become numbers of 4 bits, and the layer in plain torch.
+"""4-bit linear layers: weight quantization, and the layer in plain torch.
 
-32 inputs of an output share a scale and a minimum in fp16, as in GGUF's Q4_1, whose weights are taken over unchanged.
-Inputs become int8 as in `quantised`; whole numbers are summed exactly and the rest is rounded operation by operation in
-rising order, so a row's result depends neither on its neighbours nor on who computes it, to the last bit.
+Groups of 32 inputs of an output share an fp16 scale and minimum (asymmetric quantization), as in GGUF's Q4_1, whose
+weights are imported unchanged. Activations are quantized to int8 as in `int8_linear`; integer sums are exact and the
+float operations are rounded one by one in ascending order of k, so results are batch-invariant and bit for bit the same
+on every backend.
 """
 
 from __future__ import annotations
@@ -16,60 +17,63 @@ from swarm_kernels.ops.base.int8_linear import ACTIVATION_GROUP_SIZE, quantize_r
 from swarm_kernels.ops.base.layer_weights import Linear, plain_linear
 
 GROUP_SIZE = 32
-"""Inputs that share a scale and a minimum."""
+"""Inputs of an output that share a scale and a minimum."""
 
-_MOST = 15
+_MAX_NUMBER = 15
 _FP16_MAX = 65504.0
-_CHUNK = 1 << 18  # weights quantised at a time: its temporaries stay in the caches
+_CHUNK = 1 << 18  # weights quantized at a time, so that temporaries stay in the CPU caches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FourBitWeights:
-    """Weight `[n, k]` is `numbers[n, k] * scale[n, k // GROUP_SIZE] + least[n, k // GROUP_SIZE]`; K padded to whole shares."""
+    """Weight `[n, k]` is `numbers[n, k] * scale[n, k // GROUP_SIZE] + minimum[n, k // GROUP_SIZE]`.
 
-    numbers: torch.Tensor  # [N, shares * GROUP_SIZE] uint8, 0 to 15
-    scale: torch.Tensor  # [N, shares] fp16
-    minimum: torch.Tensor  # [N, shares] fp16
+    K is padded to whole groups.
+    """
+
+    numbers: torch.Tensor  # [N, groups * GROUP_SIZE] uint8, 0 to 15
+    scale: torch.Tensor  # [N, groups] fp16
+    minimum: torch.Tensor  # [N, groups] fp16
 
     def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """`[m]` ids of outputs -> their weights in fp32, `[m, shares * GROUP_SIZE]`."""
-        scale, least = self.scale[ids].float(), self.minimum[ids].float()
-        shares = self.numbers[ids].view(*scale.shape, GROUP_SIZE).float()
-        return (shares * scale[..., None] + least[..., None]).flatten(1)
+        """`[m]` ids of outputs -> their weights in fp32, `[m, groups * GROUP_SIZE]`."""
+        scale, minimum = self.scale[ids].float(), self.minimum[ids].float()
+        groups = self.numbers[ids].view(*scale.shape, GROUP_SIZE).float()
+        return (groups * scale[..., None] + minimum[..., None]).flatten(1)
 
 
 def quantize_weight(weight: torch.Tensor) -> FourBitWeights:
-    """`[N, K]` of any float dtype -> 4 bits. Raises KernelError for what fp16 cannot hold."""
+    """`[N, K]` of any float dtype -> 4 bits. Raises KernelError for weights outside the fp16 range."""
     outputs, inputs = weight.shape
     padded = inputs + -inputs % GROUP_SIZE
     numbers = torch.empty(outputs, padded, dtype=torch.uint8, device=weight.device)
-    scale, least = torch.empty(2, outputs, padded // GROUP_SIZE, dtype=torch.float16, device=weight.device).unbind()
+    scale, minimum = torch.empty(2, outputs, padded // GROUP_SIZE, dtype=torch.float16, device=weight.device).unbind()
     step = max(1, _CHUNK // max(1, padded))
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
-        numbers[rows], scale[rows], least[rows] = _quantize(weight[rows].float())
-    if not (scale.isfinite().all() and least.isfinite().all()):
-        raise KernelError(f"weights beyond {_FP16_MAX:.0f}, or that are no numbers, cannot be held in 4 bits")
-    return FourBitWeights(numbers, scale, least)
+        numbers[rows], scale[rows], minimum[rows] = _quantize(weight[rows].float())
+    if not (scale.isfinite().all() and minimum.isfinite().all()):
+        raise KernelError(f"weights that are not finite or exceed {_FP16_MAX:.0f} cannot be quantized to 4 bits")
+    return FourBitWeights(numbers, scale, minimum)
 
 
 def _quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Some rows, fp32 -> numbers, scale, minimum. What pads a row repeats its last weight and is multiplied by zero."""
+    """Some fp32 rows -> numbers, scale, minimum. They are padded with their last weight; padding inputs are zero."""
     padding = -weight.shape[1] % GROUP_SIZE
     if padding:
         weight = torch.cat((weight, weight[:, -1:].expand(-1, padding)), 1)
-    shares = weight.view(weight.shape[0], -1, GROUP_SIZE)
-    low, high = torch.aminmax(shares, dim=2)
-    scale, least = ((high - low) / _MOST).half(), low.half()
+    groups = weight.view(weight.shape[0], -1, GROUP_SIZE)
+    low, high = torch.aminmax(groups, dim=2)
+    scale, minimum = ((high - low) / _MAX_NUMBER).half(), low.half()
     wide = scale.float()
     inverse = torch.where(wide == 0, 0.0, 1.0 / wide)
-    numbers = shares.sub(least.float()[..., None]).mul_(inverse[..., None]).round_().clamp_(0, _MOST)
-    return numbers.to(torch.uint8).flatten(1), scale, least
+    numbers = groups.sub(minimum.float()[..., None]).mul_(inverse[..., None]).round_().clamp_(0, _MAX_NUMBER)
+    return numbers.to(torch.uint8).flatten(1), scale, minimum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Linear:
-    """See `layer_weights.Linear`; any device. The compiled kernels compute the same bits."""
+    """See `layer_weights.Linear`; any device. The compiled kernels give bit-identical results."""
 
     weights: FourBitWeights
     bias: torch.Tensor | None  # [N] fp32
@@ -81,18 +85,18 @@ class Int4Linear:
 
     @property
     def nbytes(self) -> int:
-        held = (self.weights.numbers, self.weights.scale, self.weights.minimum, self.bias)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        tensors = (self.weights.numbers, self.weights.scale, self.weights.minimum, self.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        groups, steps = quantize_rows(x)
-        integers = groups.flatten(1)
-        scale, least = self.weights.scale.float(), self.weights.minimum.float()
+        groups, row_scales = quantize_rows(x)
+        quantized = groups.flatten(1)
+        scale, minimum = self.weights.scale.float(), self.weights.minimum.float()
         total = torch.zeros(x.shape[0], self.out_features, device=x.device)
-        for share, numbers in enumerate(torch.split(self.weights.numbers, GROUP_SIZE, 1)):
-            part = integers[:, share * GROUP_SIZE : (share + 1) * GROUP_SIZE]
-            sums = (part @ numbers.float().T) * scale[:, share] + part.sum(1, keepdim=True) * least[:, share]
-            total += sums * steps[:, share * GROUP_SIZE // ACTIVATION_GROUP_SIZE, None]
+        for group, numbers in enumerate(torch.split(self.weights.numbers, GROUP_SIZE, 1)):
+            part = quantized[:, group * GROUP_SIZE : (group + 1) * GROUP_SIZE]
+            sums = (part @ numbers.float().T) * scale[:, group] + part.sum(1, keepdim=True) * minimum[:, group]
+            total += sums * row_scales[:, group * GROUP_SIZE // ACTIVATION_GROUP_SIZE, None]
         return (total if self.bias is None else total + self.bias).to(x.dtype)
 
     def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -100,11 +104,11 @@ class Int4Linear:
 
 
 def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int4Linear:
-    """Prepare `[N, K]` weights of any float dtype. Raises KernelError for what fp16 cannot hold."""
+    """Prepare `[N, K]` weights of any float dtype. Raises KernelError for weights outside the fp16 range."""
     return Int4Linear(quantize_weight(weight), None if bias is None else bias.float(), weight.shape[1])
 
 
 def rounded_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """The layer with its weights rounded to 4 bits and nothing else: what `Int4Linear` approximates."""
-    held = quantize_weight(weight).embedding_rows(torch.arange(weight.shape[0], device=weight.device))
-    return plain_linear(held[:, : weight.shape[1]], bias)
+    """The layer with dequantized 4-bit weights and float activations: the exact result `Int4Linear` approximates."""
+    dequantized = quantize_weight(weight).embedding_rows(torch.arange(weight.shape[0], device=weight.device))
+    return plain_linear(dequantized[:, : weight.shape[1]], bias)

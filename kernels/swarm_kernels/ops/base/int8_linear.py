@@ -1,8 +1,8 @@
-"""8-bit linear layers: how weights and activations become integers, and the layer in plain torch.
+"""8-bit linear layers: weight and activation quantization, and the layer in plain torch.
 
-Weights are int8 with one scale an output. A row's inputs become int8 when it is multiplied, in groups of 64 with a step
-of their own: a large value costs its group its precision, not the row. Groups are multiplied exactly and added in
-rising order in fp32, so a row's result depends neither on its neighbours nor on who computes it, to the last bit.
+Weights are int8 with one scale per output channel. Activations are quantized dynamically to int8 in groups of 64
+inputs, each with its own scale, so an outlier costs only its group precision. Integer products of a group are exact and
+groups are added in ascending order in fp32, so results are batch-invariant and bit for bit the same on every backend.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import torch.nn.functional as F
 from swarm.errors import KernelError
 
 ACTIVATION_GROUP_SIZE = 64
-"""Inputs that share a step."""
+"""Inputs of a row that share a scale."""
 
 MAX_INPUTS = 1 << 17
-"""Products of a longer row could overflow 32 bits."""
+"""The int32 sum of products of a longer row could overflow."""
 
 _LARGEST = 127.0
-_TINY = 1e-30  # a group below this counts as zero
+_TINY = 1e-30  # a group with a smaller maximum is quantized to zeros
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[N, K]` of any float dtype -> int8 `[N, K]`, and fp32 `[N]` to multiply each output's integers by."""
+    """`[N, K]` of any float dtype -> int8 `[N, K]` and fp32 scales `[N]`."""
     if weight.shape[1] > MAX_INPUTS:
-        raise KernelError(f"a linear layer of {weight.shape[1]} inputs cannot be held in 8 bits: {MAX_INPUTS} at most")
+        raise KernelError(
+            f"a linear layer of {weight.shape[1]} inputs cannot be quantized to 8 bits: {MAX_INPUTS} at most"
+        )
     wide = weight.float()
     scale = wide.abs().amax(1) / _LARGEST
     numbers = (wide / scale.clamp_min(_TINY)[:, None]).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
@@ -35,7 +37,7 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[n, K]` -> whole numbers up to 127 as fp32 `[n, groups, ACTIVATION_GROUP_SIZE]`, zero-padded, and steps `[n, groups]`."""
+    """`[n, K]` -> int8 values as fp32 `[n, groups, ACTIVATION_GROUP_SIZE]`, zero-padded, and scales `[n, groups]`."""
     groups = F.pad(x.float(), (0, -x.shape[1] % ACTIVATION_GROUP_SIZE)).view(x.shape[0], -1, ACTIVATION_GROUP_SIZE)
     peak = groups.abs().amax(2)
     tiny = peak <= _TINY
@@ -45,7 +47,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Linear:
-    """See `layer_weights.Linear`; any device. The compiled kernels compute the same bits."""
+    """See `layer_weights.Linear`; any device. The compiled kernels give bit-identical results."""
 
     numbers: torch.Tensor  # [N, K] int8
     scale: torch.Tensor  # [N] fp32
@@ -64,11 +66,11 @@ class Int8Linear:
         return self.numbers.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        numbers, steps = quantize_rows(x)
+        numbers, row_scales = quantize_rows(x)
         total = torch.zeros(x.shape[0], self.out_features, device=x.device)
         for group, weights in enumerate(torch.split(self.numbers, ACTIVATION_GROUP_SIZE, 1)):
-            sums = numbers[:, group, : weights.shape[1]] @ weights.float().T  # below 2^24: exact in any order
-            total += steps[:, group, None] * sums
+            sums = numbers[:, group, : weights.shape[1]] @ weights.float().T  # below 2^24: exact in fp32 in any order
+            total += row_scales[:, group, None] * sums
         total = total * self.scale
         return (total if self.bias is None else total + self.bias).to(x.dtype)
 

@@ -1,6 +1,6 @@
-"""What a decoder layer is made of, as every implementation of the ops takes it. Owns torch's own linear layer.
+"""The weights of a decoder layer, as every backend takes them, and the plain torch linear layer.
 
-Knows no implementation: `packed`, `quantised` and `quantised4` make other linear layers.
+Knows no backend: `cpu.cpu_linear`, `int8_linear` and `int4_linear` make other linear layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 
 class Linear(Protocol):
-    """`y = x W^T + b` with weights prepared once: `x [n, in_features]` -> `[n, out_features]` of x's dtype."""
+    """`y = x W^T + b` with weights packed once: `x [n, in_features]` -> `[n, out_features]` of x's dtype."""
 
     @property
     def in_features(self) -> int: ...
@@ -27,7 +27,7 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """The weights of outputs `ids [n]`, `[n, in_features]`: a head that is tied to the embedding serves as it."""
+        """The weights of outputs `ids [n]`, `[n, in_features]`: the embedding lookup of a tied output head."""
         ...
 
 
@@ -81,5 +81,5 @@ class LayerWeights:
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """`weight [N, K]` of any float dtype and device as it is, `bias [N]` in the weight's dtype."""
+    """`weight [N, K]` of any float dtype and device, unchanged; `bias [N]` is converted to the weight's dtype."""
     return PlainLinear(weight, None if bias is None else bias.to(weight.dtype))

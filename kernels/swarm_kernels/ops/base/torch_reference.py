@@ -1,7 +1,6 @@
-"""The ops in plain torch: what every other backend must compute, on any device and dtype.
+"""The reference backend: the ops in plain torch, on any device and dtype.
 
-The fallback of the dispatcher, the yardstick of the tests, and the path of devices without compiled kernels. Knows no
-compiled code.
+Every other backend must match it. The dispatcher falls back to it, and tests compare against it. Uses no compiled code.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ LOG2_E = 1.44269504088896
 
 
 class ReferenceBackend(AttentionBackend):
-    """Supports everything."""
+    """Supports every shape, dtype and device."""
 
-    def supports_cache(self, k_pages: torch.Tensor) -> bool:
+    def supports_cache(self, k_blocks: torch.Tensor) -> bool:
         return True
 
     def supports_norm(self, x: torch.Tensor) -> bool:
@@ -36,32 +35,32 @@ class ReferenceBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
         plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        self.commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
-        append(k, v, k_pages, v_pages, plan.slot_mapping)
+        self.commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
+        append(k, v, k_blocks, v_blocks, plan.slot_mapping)
         out = torch.empty_like(q)
         for group in _groups(plan):
             visible = group.visible
             if sliding_window is not None:
                 visible = visible & (group.position > plan.positions[group.rows, None] - sliding_window)
-            keys = _key_slots(k_pages)[group.pages].flatten(0, 1).to(q.dtype)  # [keys, G, D]
-            values = _value_slots(v_pages)[group.pages].flatten(0, 1).to(q.dtype)
-            rounding = torch.bfloat16 if k_pages.dtype == torch.bfloat16 else torch.float32
+            keys = _key_slots(k_blocks)[group.blocks].flatten(0, 1).to(q.dtype)  # [keys, G, D]
+            values = _value_slots(v_blocks)[group.blocks].flatten(0, 1).to(q.dtype)
+            rounding = torch.bfloat16 if k_blocks.dtype == torch.bfloat16 else torch.float32
             out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding)
         return out
 
     def commit_tree_slots(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+        self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
     ) -> None:
         if copy_from.numel() == 0:
             return
-        keys, values = _key_slots(k_pages), _value_slots(v_pages)
+        keys, values = _key_slots(k_blocks), _value_slots(v_blocks)
         source, target = _split_slots(copy_from), _split_slots(copy_to)
         keys[target] = keys[source]
         values[target] = values[source]
@@ -88,8 +87,8 @@ class _ReferenceStack(LayerStack):
         caches: Sequence[LayerCache],
         plan: AttentionMetadata,
     ) -> torch.Tensor:
-        for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
-            hidden = decoder_layer(hidden, weights, cos, sin, k_pages, v_pages, plan)
+        for weights, (k_blocks, v_blocks) in zip(layers, caches, strict=True):
+            hidden = decoder_layer(hidden, weights, cos, sin, k_blocks, v_blocks, plan)
         return hidden
 
 
@@ -98,8 +97,8 @@ def decoder_layer(
     weights: LayerWeights,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
     plan: AttentionMetadata,
 ) -> torch.Tensor:
     """One layer of a stack, see `LayerStack.run`; unchecked."""
@@ -112,7 +111,7 @@ def decoder_layer(
     if w.k_norm is not None:
         k = REFERENCE.rms_norm(k, w.k_norm, w.eps)
     q, k = apply_rope(q, k, cos, sin)
-    mixed = REFERENCE.attend(q, k, v, k_pages, v_pages, plan, w.scale)
+    mixed = REFERENCE.attend(q, k, v, k_blocks, v_blocks, plan, w.scale)
     hidden = hidden + w.o(mixed.reshape(rows, -1))
     gate, up = w.gate_up(REFERENCE.rms_norm(hidden, w.mlp_norm, w.eps)).chunk(2, -1)
     return hidden + w.down(F.silu(gate) * up)
@@ -130,76 +129,78 @@ def apply_rope(
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     rot = cos.shape[-1]
-    turned = x[..., :rot].float()
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
-    return torch.cat((turned.to(x.dtype), x[..., rot:]), -1)
+    rotated = x[..., :rot].float()
+    first, second = rotated.chunk(2, -1)
+    rotated = rotated * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
+    return torch.cat((rotated.to(x.dtype), x[..., rot:]), -1)
 
 
-def append(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, write: torch.Tensor) -> None:
-    """Store `k` and `v` `[n, G, D]` at flat slots `write [n]`, in place, rounded to the cache's dtype."""
-    slots = _split_slots(write)
-    _key_slots(k_pages)[slots] = k.to(k_pages.dtype)
-    _value_slots(v_pages)[slots] = v.to(v_pages.dtype)
+def append(
+    k: torch.Tensor, v: torch.Tensor, k_blocks: torch.Tensor, v_blocks: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Store `k` and `v` `[n, G, D]` at flat slots `slot_mapping [n]`, in place, rounded to the cache's dtype."""
+    slots = _split_slots(slot_mapping)
+    _key_slots(k_blocks)[slots] = k.to(k_blocks.dtype)
+    _value_slots(v_blocks)[slots] = v.to(v_blocks.dtype)
 
 
 def _split_slots(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return flat // BLOCK_SIZE, flat % BLOCK_SIZE
 
 
-def _key_slots(k_pages: torch.Tensor) -> torch.Tensor:
-    return k_pages.permute(0, 3, 1, 2)  # [pages, PAGE, G, D]
+def _key_slots(k_blocks: torch.Tensor) -> torch.Tensor:
+    return k_blocks.permute(0, 3, 1, 2)  # [blocks, BLOCK_SIZE, G, D]
 
 
-def _value_slots(v_pages: torch.Tensor) -> torch.Tensor:
-    return v_pages.transpose(1, 2)  # [pages, PAGE, G, D]
+def _value_slots(v_blocks: torch.Tensor) -> torch.Tensor:
+    return v_blocks.transpose(1, 2)  # [blocks, BLOCK_SIZE, G, D]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    """The rows of one session, the keys they may see, and which of them each row does."""
+class _SequenceRows:
+    """The rows of one sequence, the KV blocks they may attend to, and each row's visibility mask."""
 
     rows: torch.Tensor  # [r]
-    pages: torch.Tensor  # committed pages, then tree pages
-    position: torch.Tensor  # [keys] committed keys: their position; tree slots: larger than any
+    blocks: torch.Tensor  # committed blocks, then tree blocks
+    position: torch.Tensor  # [keys] of committed keys; tree slots: larger than any
     visible: torch.Tensor  # [r, keys] bool
 
 
-_groups_of: tuple[AttentionMetadata, list[_Group]] | None = None  # of the last plan: a batch asks once a layer
+_cached_groups: tuple[AttentionMetadata, list[_SequenceRows]] | None = None  # of the last plan: every layer uses it
 
 
-def _groups(plan: AttentionMetadata) -> list[_Group]:
-    global _groups_of
-    known = _groups_of
-    if known is not None and known[0] is plan:
-        return known[1]
-    past = plan.context_lens.cpu()
-    session = plan.sequence_index.cpu()
+def _groups(plan: AttentionMetadata) -> list[_SequenceRows]:
+    global _cached_groups
+    cached = _cached_groups
+    if cached is not None and cached[0] is plan:
+        return cached[1]
+    context_lens = plan.context_lens.cpu()
+    sequence = plan.sequence_index.cpu()
     groups = []
-    for index in sorted(set(session.tolist())):
-        rows = (session == index).nonzero().flatten()
-        groups.append(_group(plan, rows.to(plan.context_lens.device), index, int(past[rows].max())))
-    _groups_of = (plan, groups)
+    for index in sorted(set(sequence.tolist())):
+        rows = (sequence == index).nonzero().flatten()
+        groups.append(_group(plan, rows.to(plan.context_lens.device), index, int(context_lens[rows].max())))
+    _cached_groups = (plan, groups)
     return groups
 
 
-def _group(plan: AttentionMetadata, rows: torch.Tensor, session: int, longest: int) -> _Group:
+def _group(plan: AttentionMetadata, rows: torch.Tensor, sequence: int, max_context: int) -> _SequenceRows:
     device = rows.device
-    used = -(-longest // BLOCK_SIZE)
+    used = -(-max_context // BLOCK_SIZE)
     committed = torch.arange(used * BLOCK_SIZE, device=device)
     dense = committed < plan.context_lens[rows, None]
     words = plan.tree_mask.shape[1]
-    tree_pages = plan.tree_block_tables[session][: -(-words * 64 // BLOCK_SIZE)]
-    slots = torch.arange(tree_pages.numel() * BLOCK_SIZE, device=device)
+    tree_blocks = plan.tree_block_tables[sequence][: -(-words * 64 // BLOCK_SIZE)]
+    slots = torch.arange(tree_blocks.numel() * BLOCK_SIZE, device=device)
     if slots.numel():
         sparse = (plan.tree_mask[rows][:, slots // 64] >> (slots % 64) & 1).bool()
     else:
         sparse = dense[:, :0]
-    endless = torch.full_like(slots, torch.iinfo(torch.int64).max)
-    return _Group(
+    unbounded = torch.full_like(slots, torch.iinfo(torch.int64).max)
+    return _SequenceRows(
         rows=rows,
-        pages=torch.cat((plan.block_tables[session, :used], tree_pages)).long(),
-        position=torch.cat((committed, endless)),
+        blocks=torch.cat((plan.block_tables[sequence, :used], tree_blocks)).long(),
+        position=torch.cat((committed, unbounded)),
         visible=torch.cat((dense, sparse), 1),
     )
 
@@ -213,10 +214,10 @@ def _softmax_sum(
     softcap: float | None,
     rounding: torch.dtype,
 ) -> torch.Tensor:
-    """`q [r, H, D]`, `keys`, `values` `[keys, G, D]`, `visible [r, keys]` -> `[r, H, D]`; zero where none is seen.
+    """`q [r, H, D]`, `keys`, `values` `[keys, G, D]`, `visible [r, keys]` -> `[r, H, D]`; zeros if no key is visible.
 
-    Queries, times the scale, and weights are rounded to `rounding`: weights over a power of two, which then does not
-    matter. Scores are log2 of the weights.
+    Scaled queries and attention weights are rounded to `rounding`, as the compiled kernels do; weights are relative to
+    a power of two, so the rounding does not depend on the row maximum. Scores are in units of log2.
     """
     rows, heads, dim = q.shape
     groups = keys.shape[1]
@@ -229,6 +230,6 @@ def _softmax_sum(
     peaks = scores.amax(-1, keepdim=True).ceil() if len(keys) else scores.new_zeros((*scores.shape[:-1], 1))
     weights = torch.exp2(scores - peaks).masked_fill(~visible[:, None, None], 0.0).to(rounding).float()
     weights = weights / weights.sum(-1, keepdim=True).masked_fill(~visible.any(1)[:, None, None, None], 1.0)
-    seen = visible.any(0)[:, None, None]  # a slot nobody sees may hold another session's infinities
+    seen = visible.any(0)[:, None, None]  # a masked slot may hold infinities left by another sequence
     mixed = torch.einsum("rgjk,kgd->rgjd", weights, values.float().masked_fill(~seen, 0.0))
     return mixed.reshape(rows, heads, dim).to(q.dtype)

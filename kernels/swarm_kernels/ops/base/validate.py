@@ -1,8 +1,8 @@
-"""What every op asks of its tensors before a kernel runs. Knows no implementation.
+"""Argument validation shared by all ops; it runs before any kernel. Knows no backend.
 
-A wrong shape or slot is a bug of the caller, but one that could write into another session's keys: it is refused as a
-KernelError. Shapes are compared at each call, and asked of each tensor once: a question costs a tenth of a microsecond,
-a short context's attention ten. A plan is looked at once.
+A wrong shape or slot is a caller's bug that could write into another sequence's keys, so it raises KernelError. Shapes
+are compared at every call, reading each tensor's shape once: that costs a tenth of a microsecond, against ten for the
+attention over a short context. The contents of a plan are validated once.
 """
 
 from __future__ import annotations
@@ -15,33 +15,35 @@ from swarm.errors import KernelError
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 
-PLAN_FAULTS = {
-    10: "a row's session is not in the page table",
-    11: "a row's past is longer than its session's pages",
+PLAN_ERRORS = {
+    10: "a row's sequence is not in the block table",
+    11: "a row's context is longer than its sequence's blocks",
     12: "a row is written to a slot beyond the cache",
-    13: "a committed page is beyond the cache",
-    14: "a tree page is beyond the cache",
-    15: "a row's tree mask reaches beyond its session's tree pages",
+    13: "a committed block is beyond the cache",
+    14: "a tree block is beyond the cache",
+    15: "a row's tree mask reaches beyond its sequence's tree blocks",
     16: "a slot to copy is beyond the cache",
 }
-"""Statuses of the C++ `swarm_check_plan`, in words; the checks here say the same."""
+"""Message of each status of the C++ `swarm_check_plan`; `check_plan` raises the same."""
 
 
-def check_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Size:
-    """Keys `[pages, G, D, PAGE]` and values `[pages, G, PAGE, D]` of one dtype, contiguous, on one device; -> the
-    keys' shape."""
-    shape = k_pages.shape
+def check_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> torch.Size:
+    """Keys `[blocks, G, D, BLOCK_SIZE]`, values `[blocks, G, BLOCK_SIZE, D]`; same dtype and device, contiguous.
+
+    -> the keys' shape.
+    """
+    shape = k_blocks.shape
     if len(shape) != 4 or shape[3] != BLOCK_SIZE:
-        raise KernelError(f"key pages have shape {tuple(shape)}, not [pages, kv heads, head size, {BLOCK_SIZE}]")
-    pages, groups, dim, _ = shape
+        raise KernelError(f"key blocks have shape {tuple(shape)}, not [blocks, kv heads, head size, {BLOCK_SIZE}]")
+    blocks, groups, dim, _ = shape
     if not (groups and dim):
         raise KernelError(f"attention with {groups} key heads of size {dim} cannot be computed")
-    if v_pages.shape != (pages, groups, BLOCK_SIZE, dim):
-        raise KernelError(f"value pages have shape {tuple(v_pages.shape)}, not {(pages, groups, BLOCK_SIZE, dim)}")
-    if v_pages.dtype is not k_pages.dtype or v_pages.device != k_pages.device:
-        raise KernelError("key and value pages differ in dtype or device")
-    if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
-        raise KernelError("key and value pages must be contiguous")
+    if v_blocks.shape != (blocks, groups, BLOCK_SIZE, dim):
+        raise KernelError(f"value blocks have shape {tuple(v_blocks.shape)}, not {(blocks, groups, BLOCK_SIZE, dim)}")
+    if v_blocks.dtype is not k_blocks.dtype or v_blocks.device != k_blocks.device:
+        raise KernelError("key and value blocks differ in dtype or device")
+    if not (k_blocks.is_contiguous() and v_blocks.is_contiguous()):
+        raise KernelError("key and value blocks must be contiguous")
     return shape
 
 
@@ -49,30 +51,30 @@ def check_rows(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
     plan: AttentionMetadata,
 ) -> torch.Size:
     """`q [n, H, D]`, `k` and `v` `[n, G, D]` for the plan's n rows and this cache; H a multiple of G; -> the shape of
     the cache's keys."""
-    cache = check_cache(k_pages, v_pages)
+    cache = check_cache(k_blocks, v_blocks)
     _, groups, dim, _ = cache
-    rows, asked, shape = plan.rows, q.shape, k.shape
+    rows, queries, shape = plan.rows, q.shape, k.shape
     if shape != (rows, groups, dim) or v.shape != shape:
         raise KernelError(f"keys {tuple(shape)} or values {tuple(v.shape)} are not {(rows, groups, dim)}")
-    if len(asked) != 3 or asked[0] != rows or asked[2] != dim or asked[1] % groups:
-        raise KernelError(f"queries have shape {tuple(asked)}, which does not fit {tuple(shape)} keys")
-    if not q.device == k.device == v.device == k_pages.device:
-        raise KernelError("queries, keys, values and pages are on different devices")
+    if len(queries) != 3 or queries[0] != rows or queries[2] != dim or queries[1] % groups:
+        raise KernelError(f"queries have shape {tuple(queries)}, which does not fit {tuple(shape)} keys")
+    if not q.device == k.device == v.device == k_blocks.device:
+        raise KernelError("queries, keys, values and blocks are on different devices")
     check_plan_shapes(plan)
     return cache
 
 
-def check_layer(weights: LayerWeights, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
-    """A layer's linears and norms fit each other, and the cache is of its heads."""
-    check_cache(k_pages, v_pages)
-    if k_pages.shape[1:3] != (weights.kv_heads, weights.head_dim) or weights.heads % weights.kv_heads:
-        raise KernelError(f"pages of shape {tuple(k_pages.shape)} are not of this layer's heads")
+def check_layer(weights: LayerWeights, k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> None:
+    """A layer's linears and norms fit each other, and the cache has its heads."""
+    check_cache(k_blocks, v_blocks)
+    if k_blocks.shape[1:3] != (weights.kv_heads, weights.head_dim) or weights.heads % weights.kv_heads:
+        raise KernelError(f"blocks of shape {tuple(k_blocks.shape)} do not have this layer's heads")
     width, inner, dim = weights.o.out_features, weights.down.in_features, weights.head_dim
     attended, shared = weights.heads * dim, 2 * weights.kv_heads * dim
     linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
@@ -88,8 +90,8 @@ def check_layer(weights: LayerWeights, k_pages: torch.Tensor, v_pages: torch.Ten
 
 def check_stack(layers: Sequence[LayerWeights], caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Each layer fits its cache, and all have one width and head size."""
-    for weights, (k_pages, v_pages) in zip(layers, caches, strict=True):
-        check_layer(weights, k_pages, v_pages)
+    for weights, (k_blocks, v_blocks) in zip(layers, caches, strict=True):
+        check_layer(weights, k_blocks, v_blocks)
         if (weights.o.out_features, weights.head_dim) != (layers[0].o.out_features, layers[0].head_dim):
             raise KernelError("the layers of a stack differ in width or head size")
 
@@ -109,13 +111,13 @@ def check_step(
         raise KernelError("hidden states, rotary tables and plan are on different devices")
 
 
-_shaped: AttentionMetadata | None = None  # the last whose shapes were found to agree: a batch asks once a layer
+_last_shaped: AttentionMetadata | None = None  # the last that passed
 
 
 def check_plan_shapes(plan: AttentionMetadata) -> None:
-    """The plan's tensors agree on the number of rows, sessions and copies."""
-    global _shaped
-    if plan is _shaped:
+    """The plan's tensors agree on the number of rows, sequences and copies."""
+    global _last_shaped
+    if plan is _last_shaped:
         return
     rows = plan.rows
     per_row = (plan.sequence_index, plan.context_lens, plan.slot_mapping, plan.tree_mask)
@@ -126,52 +128,52 @@ def check_plan_shapes(plan: AttentionMetadata) -> None:
         or plan.tree_block_tables.dim() != 2
         or plan.block_tables.shape[0] != plan.tree_block_tables.shape[0]
     ):
-        raise KernelError("the page tables of a plan disagree on the number of sessions")
+        raise KernelError("the block tables of a plan disagree on the number of sequences")
     if plan.copy_from.shape != plan.copy_to.shape:
         raise KernelError("a plan copies from and to different numbers of slots")
-    _shaped = plan
+    _last_shaped = plan
 
 
-def check_slots(copy_from: torch.Tensor, copy_to: torch.Tensor, pages: int) -> None:
-    """As many sources as targets, all of them slots of a cache of `pages` pages."""
+def check_slots(copy_from: torch.Tensor, copy_to: torch.Tensor, blocks: int) -> None:
+    """As many sources as targets, all of them slots of a cache of `blocks` blocks."""
     if copy_from.shape != copy_to.shape:
         raise KernelError("there are not as many slots to copy from as to copy to")
-    if copy_from.numel() and bool(_outside(torch.stack((copy_from, copy_to)), pages * BLOCK_SIZE)):
-        raise KernelError(PLAN_FAULTS[16])
+    if copy_from.numel() and bool(_outside(torch.stack((copy_from, copy_to)), blocks * BLOCK_SIZE)):
+        raise KernelError(PLAN_ERRORS[16])
 
 
-_checked: tuple[AttentionMetadata, int] | None = None  # the last: a batch asks once a layer
+_checked: tuple[AttentionMetadata, int] | None = None  # the last: every layer of a batch checks the same plan
 
 
-def check_plan(plan: AttentionMetadata, pages: int) -> None:
-    """The plan's sessions, pages, slots and masks lie within a cache of `pages` pages: `swarm_check_plan` in torch."""
+def check_plan(plan: AttentionMetadata, blocks: int) -> None:
+    """The plan's indices and masks lie within a cache of `blocks` blocks: `swarm_check_plan` in torch."""
     global _checked
-    known = _checked
-    if known is not None and known[0] is plan and known[1] == pages:
+    last = _checked
+    if last is not None and last[0] is plan and last[1] == blocks:
         return
-    slots = pages * BLOCK_SIZE
+    slots = blocks * BLOCK_SIZE
     tree_slots = plan.tree_block_tables.shape[1] * BLOCK_SIZE
     faults = torch.stack(
         (
             _outside(plan.sequence_index, plan.block_tables.shape[0]),
             _outside(plan.context_lens, plan.block_tables.shape[1] * BLOCK_SIZE + 1),
             _outside(plan.slot_mapping, slots),
-            _outside(plan.block_tables, pages),
-            _outside(plan.tree_block_tables, pages),
+            _outside(plan.block_tables, blocks),
+            _outside(plan.tree_block_tables, blocks),
             _beyond(plan.tree_mask, tree_slots),
             _outside(plan.copy_from, slots) | _outside(plan.copy_to, slots),
         )
     )
-    for code, fault in zip(sorted(PLAN_FAULTS), faults.tolist(), strict=True):
+    for code, fault in zip(sorted(PLAN_ERRORS), faults.tolist(), strict=True):
         if fault:
-            raise KernelError(PLAN_FAULTS[code])
-    _checked = (plan, pages)
+            raise KernelError(PLAN_ERRORS[code])
+    _checked = (plan, blocks)
 
 
-def mark_validated(plan: AttentionMetadata, pages: int) -> None:
-    """Take a plan as checked: our own cache made it, and to look at it the host would have to wait for the GPU."""
+def mark_validated(plan: AttentionMetadata, blocks: int) -> None:
+    """Skip `check_plan` for a plan made by our own cache: reading its tensors would make the host wait for the GPU."""
     global _checked
-    _checked = (plan, pages)
+    _checked = (plan, blocks)
 
 
 def _outside(values: torch.Tensor, end: int) -> torch.Tensor:

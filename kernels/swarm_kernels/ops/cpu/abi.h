@@ -8,12 +8,12 @@ enum SwarmStatus : int32_t {
   SWARM_OK = 0,
   SWARM_NO_MEMORY = 1,
   SWARM_UNKNOWN_ISA = 2,
-  // Faults of a plan, found by swarm_check_plan before any kernel runs.
-  SWARM_BAD_SESSION = 10,
-  SWARM_BAD_PAST = 11,
-  SWARM_BAD_WRITE = 12,
-  SWARM_BAD_PAGE = 13,
-  SWARM_BAD_TREE_PAGE = 14,
+  // Invalid plans, found by swarm_check_plan before any kernel runs.
+  SWARM_BAD_SEQUENCE = 10,
+  SWARM_BAD_CONTEXT_LEN = 11,
+  SWARM_BAD_SLOT = 12,
+  SWARM_BAD_BLOCK = 13,
+  SWARM_BAD_TREE_BLOCK = 14,
   SWARM_BAD_TREE_MASK = 15,
   SWARM_BAD_COPY = 16,
 };
@@ -22,10 +22,10 @@ enum SwarmFormat : int32_t { SWARM_FP32 = 0, SWARM_BF16 = 1, SWARM_INT8 = 2, SWA
 
 // Weights packed in blocks of 16 outputs, zero-padded: fp32 [out/16][in][16]; bf16 [out/16][in/2][16][2], `in` even;
 // int8 [out/16][in/4][16][4], `in` rounded up to a multiple of 4, each plus 128; int4 [out/16][in/32] of int4.h's
-// FourBits, `in` rounded up to a multiple of 32.
+// Int4Block, `in` rounded up to a multiple of 32.
 struct SwarmLinear {
   const void* weight;
-  const float* scale;  // int8: what each output's weights are multiplied by, [out rounded up to 16]
+  const float* scale;  // int8: scale of each output, [out rounded up to 16]
   const float* bias;   // [out rounded up to 16] or null
   int64_t in, out;
   SwarmFormat format;
@@ -40,20 +40,20 @@ struct SwarmLayer {
   float eps, scale;
 };
 
-// One layer's pages: keys [pages][groups][dim][PAGE], values [pages][groups][PAGE][dim].
+// One layer's KV cache: keys [blocks][kv_heads][dim][KV_BLOCK], values [blocks][kv_heads][KV_BLOCK][dim].
 struct SwarmCache {
   void *k, *v;
-  int64_t pages, groups, dim;
+  int64_t blocks, kv_heads, dim;
   int32_t bf16, unused;
 };
 
-// swarm_kernels.batch.BatchPlan, all arrays contiguous.
+// swarm_kernels.batch.AttentionMetadata, all arrays contiguous.
 struct SwarmPlan {
-  int64_t rows, sessions, max_pages, max_tree_pages, words, copies;
+  int64_t rows, sequences, max_blocks, max_tree_blocks, mask_words, copies;
   const int64_t* positions;
-  const int32_t *session, *past;
-  const int64_t* write;
-  const int32_t *pages, *tree_pages;
+  const int32_t *sequence_index, *context_lens;
+  const int64_t* slot_mapping;
+  const int32_t *block_tables, *tree_block_tables;
   const uint64_t* tree_mask;
   const int64_t *copy_from, *copy_to;
 };

@@ -25,14 +25,14 @@ namespace {
 using swarm::Engine;
 
 #if defined(SWARM_X86)
-// What not every compiler's __builtin_cpu_supports knows.
+// Not every compiler's __builtin_cpu_supports has it.
 bool dots_bf16() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
 }
 #endif
 
-// By name, or the best one for null and "".
+// The kernels of this name, or the best ones for null and "".
 const swarm::KernelTable* find(const char* name) {
   if (name && !*name) name = nullptr;
 #if defined(SWARM_X86)
@@ -49,17 +49,17 @@ const swarm::KernelTable* find(const char* name) {
   return !name || !std::strcmp(name, "generic") ? &generic::table : nullptr;
 }
 
-// What was asked for; a forked child keeps it.
+// The selected settings; a forked child keeps them.
 const swarm::KernelTable* chosen = nullptr;
-int wanted_threads = 1;
+int requested_threads = 1;
 
 struct State {
   std::mutex lock;
   Engine engine;
 };
 
-// Never destroyed: at exit, workers may still be asleep in it. After fork the child has no workers, and the lock may be
-// held by a thread it does not have: it starts anew.
+// Never destroyed, because workers may still sleep in it at exit. After a fork the child has no workers and the lock
+// may be held by a thread that does not exist there, so the child makes a new state.
 State* state = nullptr;
 void renew() { state = new State; }
 __attribute__((constructor)) void start() {
@@ -72,7 +72,7 @@ template <typename Work>
 int32_t locked(const Work& work) {
   std::lock_guard<std::mutex> lock(state->lock);
   try {
-    state->engine.prepare(*chosen, wanted_threads);
+    state->engine.prepare(*chosen, requested_threads);
     work(state->engine);
     return SWARM_OK;
   } catch (const std::bad_alloc&) {
@@ -89,9 +89,9 @@ bool all_within(const T* values, int64_t count, int64_t end) {
   return true;
 }
 
-// A mask may have no bit at or beyond the session's tree slots.
-bool mask_fits(const uint64_t* mask, int64_t words, int64_t slots) {
-  for (int64_t w = 0; w < words; w++) {
+// Whether no bit of the mask is at or beyond the sequence's tree slots.
+bool mask_fits(const uint64_t* mask, int64_t mask_words, int64_t slots) {
+  for (int64_t w = 0; w < mask_words; w++) {
     const int64_t left = slots - w * 64;
     if (left < 64 && mask[w] >> (left > 0 ? left : 0)) return false;
   }
@@ -114,18 +114,18 @@ int32_t swarm_use_isa(const char* name) {
 
 void swarm_set_threads(int32_t count) {
   std::lock_guard<std::mutex> lock(state->lock);
-  wanted_threads = count;
-  state->engine.divide(count, {});
+  requested_threads = count;
+  state->engine.set_core_groups(count, {});
 }
 
-// `count` threads, of which the last `narrow` do `thousandths` of the columns of each linear, on cores of their own. A
-// forked child has one unit again.
-void swarm_divide(int32_t count, int32_t narrow, int32_t thousandths, const int32_t* wide_cores, int32_t wide_count,
-                  const int32_t* narrow_cores, int32_t narrow_count) {
+// `count` threads, of which the last `slow` compute `slow_permille` of the columns of each linear, pinned to their own
+// cores. A forked child has one group again.
+void swarm_split_columns(int32_t count, int32_t slow, int32_t slow_permille, const int32_t* fast_cores,
+                         int32_t fast_count, const int32_t* slow_cores, int32_t slow_count) {
   std::lock_guard<std::mutex> lock(state->lock);
-  wanted_threads = count;
-  state->engine.divide(count, {narrow, thousandths, {std::vector<int>(wide_cores, wide_cores + wide_count),
-                                                      std::vector<int>(narrow_cores, narrow_cores + narrow_count)}});
+  requested_threads = count;
+  state->engine.set_core_groups(count, {slow, slow_permille, {std::vector<int>(fast_cores, fast_cores + fast_count),
+                                                      std::vector<int>(slow_cores, slow_cores + slow_count)}});
 }
 
 void swarm_advise_huge(void* memory, int64_t bytes) {
@@ -139,16 +139,17 @@ void swarm_advise_huge(void* memory, int64_t bytes) {
 #endif
 }
 
-int32_t swarm_check_plan(const SwarmPlan* plan, int64_t pages) {
+int32_t swarm_check_plan(const SwarmPlan* plan, int64_t blocks) {
   const SwarmPlan& p = *plan;
-  const int64_t slots = pages * swarm::PAGE;
-  if (!all_within(p.session, p.rows, p.sessions)) return SWARM_BAD_SESSION;
-  if (!all_within(p.past, p.rows, p.max_pages * swarm::PAGE + 1)) return SWARM_BAD_PAST;
-  if (!all_within(p.write, p.rows, slots)) return SWARM_BAD_WRITE;
-  if (!all_within(p.pages, p.sessions * p.max_pages, pages)) return SWARM_BAD_PAGE;
-  if (!all_within(p.tree_pages, p.sessions * p.max_tree_pages, pages)) return SWARM_BAD_TREE_PAGE;
+  const int64_t slots = blocks * swarm::KV_BLOCK;
+  if (!all_within(p.sequence_index, p.rows, p.sequences)) return SWARM_BAD_SEQUENCE;
+  if (!all_within(p.context_lens, p.rows, p.max_blocks * swarm::KV_BLOCK + 1)) return SWARM_BAD_CONTEXT_LEN;
+  if (!all_within(p.slot_mapping, p.rows, slots)) return SWARM_BAD_SLOT;
+  if (!all_within(p.block_tables, p.sequences * p.max_blocks, blocks)) return SWARM_BAD_BLOCK;
+  if (!all_within(p.tree_block_tables, p.sequences * p.max_tree_blocks, blocks)) return SWARM_BAD_TREE_BLOCK;
   for (int64_t r = 0; r < p.rows; r++)
-    if (!mask_fits(p.tree_mask + r * p.words, p.words, p.max_tree_pages * swarm::PAGE)) return SWARM_BAD_TREE_MASK;
+    if (!mask_fits(p.tree_mask + r * p.mask_words, p.mask_words, p.max_tree_blocks * swarm::KV_BLOCK))
+      return SWARM_BAD_TREE_MASK;
   if (!all_within(p.copy_from, p.copies, slots) || !all_within(p.copy_to, p.copies, slots)) return SWARM_BAD_COPY;
   return SWARM_OK;
 }
@@ -161,16 +162,16 @@ int32_t swarm_rms_norm(const float* x, int64_t rows, int64_t in, const float* we
   return locked([&](Engine& engine) { engine.rms_norm(x, rows, in, weight, eps, y); });
 }
 
-int32_t swarm_move_slots(const SwarmCache* cache, const int64_t* from, const int64_t* to, int64_t count) {
-  return locked([&](Engine& engine) { engine.move_slots(*cache, from, to, count); });
+int32_t swarm_commit_tree_slots(const SwarmCache* cache, const int64_t* from, const int64_t* to, int64_t count) {
+  return locked([&](Engine& engine) { engine.commit_tree_slots(*cache, from, to, count); });
 }
 
-// q [rows, heads, dim], k and v [rows, groups, dim], out like q. window 0 and softcap 0: none.
+// q [rows, heads, dim], k and v [rows, kv_heads, dim], out like q. window 0 and softcap 0: none.
 int32_t swarm_attend(const float* q, const float* k, const float* v, int64_t heads, const SwarmCache* cache,
                      const SwarmPlan* plan, float scale, int64_t window, float softcap, float* out) {
   return locked([&](Engine& engine) {
-    const Engine::Heads in{q, k, v, heads * cache->dim, cache->groups * cache->dim, heads};
-    engine.move_slots(*cache, plan->copy_from, plan->copy_to, plan->copies);
+    const Engine::Heads in{q, k, v, heads * cache->dim, cache->kv_heads * cache->dim, heads};
+    engine.commit_tree_slots(*cache, plan->copy_from, plan->copy_to, plan->copies);
     engine.append(*cache, *plan, in, nullptr);
     engine.attend(*cache, *plan, in, scale, window, softcap, out);
   });
@@ -181,8 +182,8 @@ int32_t swarm_layers(const SwarmLayer* const* layers, const SwarmCache* caches, 
                      const float* cos, const float* sin, int64_t rot, float* hidden) {
   return locked([&](Engine& engine) {
     for (int64_t i = 0; i < count; i++) {
-      engine.prepare(*chosen, wanted_threads);
-      engine.move_slots(caches[i], plan->copy_from, plan->copy_to, plan->copies);
+      engine.prepare(*chosen, requested_threads);
+      engine.commit_tree_slots(caches[i], plan->copy_from, plan->copy_to, plan->copies);
       engine.layer(*layers[i], caches[i], *plan, cos, sin, rot, hidden);
     }
   });

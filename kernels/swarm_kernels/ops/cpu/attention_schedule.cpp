@@ -1,4 +1,4 @@
-// Attention of a batch: which rows share a tile, which keys make a block, which piece goes to which thread.
+// Schedules the attention of a batch: query tiles, KV splits (Flash-Decoding), and their assignment to threads.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -8,31 +8,30 @@
 namespace swarm {
 namespace {
 
-constexpr int64_t MAX_QUERY_ROWS = 96;  // of a tile, unless one row has more: enough for keys to be worth widening
-constexpr int64_t MOST_DIVIDED = 4096;  // blocks that two units share: each has a softmax in memory until it is merged
-constexpr int64_t FEW_UNITS = 4;        // a thread: below, blocks are spread over threads
-constexpr int64_t FEW_ROWS = 4;         // sooner loaded than shared out
+constexpr int64_t MAX_QUERY_ROWS = 96;  // of a tile, unless one row has more: enough to amortize packing keys
+constexpr int64_t MAX_SHARED_SPLITS = 4096;  // with two core groups: each split keeps its softmax state until merged
+constexpr int64_t MIN_UNITS_PER_THREAD = 4;  // with fewer, splits are spread over threads
+constexpr int64_t FEW_ROWS = 4;  // loading their queries is faster than starting a parallel region
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t whole_lines(int64_t floats) { return ceil_div(floats, 16) * 16; }
+int64_t whole_cache_lines(int64_t floats) { return ceil_div(floats, 16) * 16; }
 
-// Keys are softmaxed in blocks, merged in order. Always, and always in these, so that spreading them over threads,
-// which pays when there are few rows, changes no bit of the result. Blocks grow with the context, from a step to eight:
-// short contexts are shared out evenly, long ones with few merges.
-int64_t first_step(int64_t block) { return block < 1 ? 0 : block < 5 ? 1 << (block - 1) : (block - 3) * 8; }
+// Keys are processed in splits that are merged in order. The splits do not depend on the number of threads, so
+// spreading them over threads, which pays when there are few rows, leaves results bit for bit the same. Splits grow
+// with the context, from one step to eight: short contexts balance well, long ones need few merges.
+int64_t first_step(int64_t split) { return split < 1 ? 0 : split < 5 ? 1 << (split - 1) : (split - 3) * 8; }
 
-int64_t block_of(int64_t step) {
+int64_t split_of_step(int64_t step) {
   if (step >= 8) return step / 8 + 3;
   return step >= 4 ? 3 : step >= 2 ? 2 : step;
 }
 
-// Consecutive rows of one session. Its blocks: dense [first_block, dense_blocks), then one sparse if there are tree
-// slots.
+// Consecutive rows of one sequence. Its splits: dense [first_split, dense_splits), then a sparse one for tree slots.
 struct RowTile {
-  int64_t row, rows, session, first_block, dense_blocks, blocks;
+  int64_t row, rows, sequence, first_split, dense_splits, splits;
 };
 
-// One call: what all items share.
+// One call to attend: the state shared by all work items.
 struct Attention {
   const KernelTable& table;
   const SwarmCache& cache;
@@ -40,50 +39,55 @@ struct Attention {
   const Engine::Heads& in;
   float scale, softcap;
   float* out;
-  std::vector<int64_t> first, past;  // [rows] visible range of committed keys
+  std::vector<int64_t> first_key, end_key;  // [rows] visible range of committed keys
   std::vector<RowTile> tiles;
-  int64_t share, most_blocks = 0;
+  int64_t queries_per_kv, max_splits = 0;
 
   Attention(const KernelTable& table, const SwarmCache& cache, const SwarmPlan& plan, const Engine::Heads& in,
             float scale, int64_t window, float softcap, float* out)
-      : table(table), cache(cache), plan(plan), in(in), scale(scale), softcap(softcap), out(out), first(plan.rows),
-        past(plan.past, plan.past + plan.rows), share(in.heads / cache.groups) {
+      : table(table), cache(cache), plan(plan), in(in), scale(scale), softcap(softcap), out(out), first_key(plan.rows),
+        end_key(plan.context_lens, plan.context_lens + plan.rows), queries_per_kv(in.heads / cache.kv_heads) {
     for (int64_t r = 0; r < plan.rows; r++)
-      first[r] = window > 0 ? std::max<int64_t>(0, plan.positions[r] - window + 1) : 0;
-    const int64_t rows_a_tile = std::max<int64_t>(1, MAX_QUERY_ROWS / share);
-    for (int64_t r = 0; r < plan.rows; r += tiles.back().rows) tiles.push_back(tile_at(r, rows_a_tile));
+      first_key[r] = window > 0 ? std::max<int64_t>(0, plan.positions[r] - window + 1) : 0;
+    const int64_t rows_per_tile = std::max<int64_t>(1, MAX_QUERY_ROWS / queries_per_kv);
+    for (int64_t r = 0; r < plan.rows; r += tiles.back().rows) tiles.push_back(tile_at(r, rows_per_tile));
   }
 
   RowTile tile_at(int64_t row, int64_t most) {
-    RowTile tile{row, 0, plan.session[row], INT64_MAX, 0, 0};
-    for (int64_t r = row; r < plan.rows && tile.rows < most && plan.session[r] == tile.session; r++, tile.rows++) {
-      tile.first_block = std::min(tile.first_block, block_of(first[r] / STEP_KEYS));
-      if (past[r] > 0) tile.dense_blocks = std::max(tile.dense_blocks, block_of((past[r] - 1) / STEP_KEYS) + 1);
+    RowTile tile{row, 0, plan.sequence_index[row], INT64_MAX, 0, 0};
+    for (int64_t r = row; r < plan.rows && tile.rows < most && plan.sequence_index[r] == tile.sequence;
+         r++, tile.rows++) {
+      tile.first_split = std::min(tile.first_split, split_of_step(first_key[r] / STEP_KEYS));
+      if (end_key[r] > 0)
+        tile.dense_splits = std::max(tile.dense_splits, split_of_step((end_key[r] - 1) / STEP_KEYS) + 1);
     }
-    tile.first_block = std::min(tile.first_block, tile.dense_blocks);
-    tile.blocks = tile.dense_blocks - tile.first_block + sparse_blocks();
-    most_blocks = std::max(most_blocks, tile.blocks);
+    tile.first_split = std::min(tile.first_split, tile.dense_splits);
+    tile.splits = tile.dense_splits - tile.first_split + tree_splits();
+    max_splits = std::max(max_splits, tile.splits);
     return tile;
   }
 
-  int64_t units() const { return (int64_t)tiles.size() * cache.groups; }
-  int64_t sparse_blocks() const { return plan.words > 0 && plan.max_tree_pages > 0 ? 1 : 0; }
-  int64_t query_rows() const { return std::min(std::max<int64_t>(MAX_QUERY_ROWS / share, 1), plan.rows) * share; }
-  int64_t state_size() const { return whole_lines(query_rows() * (cache.dim + 2)); }
-  int64_t query_size() const { return whole_lines(query_rows() * cache.dim); }
-  // Also enough for a tile's queries on their way.
+  int64_t units() const { return (int64_t)tiles.size() * cache.kv_heads; }
+  int64_t tree_splits() const { return plan.mask_words > 0 && plan.max_tree_blocks > 0 ? 1 : 0; }
+  int64_t query_rows() const {
+    return std::min(std::max<int64_t>(MAX_QUERY_ROWS / queries_per_kv, 1), plan.rows) * queries_per_kv;
+  }
+  int64_t state_size() const { return whole_cache_lines(query_rows() * (cache.dim + 2)); }
+  int64_t query_size() const { return whole_cache_lines(query_rows() * cache.dim); }
+  // Also large enough to stage a tile's queries.
   int64_t workspace() const {
-    return std::max(query_size(), whole_lines(table.attend_workspace(query_rows(), cache.dim)));
+    return std::max(query_size(), whole_cache_lines(table.attend_workspace(query_rows(), cache.dim)));
   }
   SoftmaxState state_in(float* memory) const {
     return {memory + query_rows() * cache.dim, memory + query_rows() * (cache.dim + 1), memory};
   }
 
   void load_queries(const RowTile& tile, int64_t group, float* workspace, float* q) const {
-    const int64_t m = tile.rows * share, dim = cache.dim, width = table.query_tile(m, cache.bf16 != 0);
-    const float factor = softcap == 0.0f ? scale * 1.44269504088896f : scale;  // the kernels' exponentials are of 2
+    const int64_t m = tile.rows * queries_per_kv, dim = cache.dim, width = table.query_tile(m, cache.bf16 != 0);
+    const float factor = softcap == 0.0f ? scale * 1.44269504088896f : scale;  // the kernels use exp2
     for (int64_t i = 0; i < m; i++) {
-      const float* from = in.q + (tile.row + i / share) * in.ldq + (group * share + i % share) * dim;
+      const float* from =
+          in.q + (tile.row + i / queries_per_kv) * in.ldq + (group * queries_per_kv + i % queries_per_kv) * dim;
       for (int64_t d = 0; d < dim; d++) workspace[i * dim + d] = from[d] * factor;
     }
     for (int64_t i = 0; i < m; i += width) {
@@ -92,40 +96,41 @@ struct Attention {
     }
   }
 
-  // `alone`: the thread does not go on to the next block.
-  void run_block(const RowTile& tile, int64_t group, int64_t block, bool alone, const float* q, float* workspace,
+  // `alone`: the thread does not continue with the next split, so nothing beyond this one is prefetched.
+  void run_split(const RowTile& tile, int64_t group, int64_t split, bool alone, const float* q, float* workspace,
                  const SoftmaxState& state) const {
-    const int64_t page = cache.groups * cache.dim * PAGE, head = group * cache.dim * PAGE;
-    const int64_t bytes = head * (cache.bf16 ? 2 : 4), m = tile.rows * share;
-    AttendJob job{q, m, table.query_tile(m, cache.bf16 != 0), share, cache.dim,
-                  static_cast<const char*>(cache.k) + bytes, static_cast<const char*>(cache.v) + bytes, page,
-                  cache.bf16 != 0, softcap, plan.pages + tile.session * plan.max_pages, plan.max_pages,
-                  first.data() + tile.row, past.data() + tile.row, nullptr, plan.words, plan.words, workspace};
-    const int64_t dense = tile.first_block + block;
-    if (dense < tile.dense_blocks) {
-      job.ahead_end = first_step(alone ? dense + 1 : tile.dense_blocks) * STEP_WORDS;
+    const int64_t kv_block_size = cache.kv_heads * cache.dim * KV_BLOCK, head = group * cache.dim * KV_BLOCK;
+    const int64_t bytes = head * (cache.bf16 ? 2 : 4), m = tile.rows * queries_per_kv;
+    AttendJob job{q, m, table.query_tile(m, cache.bf16 != 0), queries_per_kv, cache.dim,
+                  static_cast<const char*>(cache.k) + bytes, static_cast<const char*>(cache.v) + bytes, kv_block_size,
+                  cache.bf16 != 0, softcap, plan.block_tables + tile.sequence * plan.max_blocks, plan.max_blocks,
+                  first_key.data() + tile.row, end_key.data() + tile.row, nullptr, plan.mask_words, plan.mask_words,
+                  workspace};
+    const int64_t dense = tile.first_split + split;
+    if (dense < tile.dense_splits) {
+      job.prefetch_end = first_step(alone ? dense + 1 : tile.dense_splits) * STEP_WORDS;
       table.attend(job, first_step(dense) * STEP_WORDS, first_step(dense + 1) * STEP_WORDS, state);
     } else {
-      job.table = plan.tree_pages + tile.session * plan.max_tree_pages;
-      job.table_pages = plan.max_tree_pages;
-      job.mask = plan.tree_mask + tile.row * plan.words;
-      table.attend(job, 0, plan.words, state);
+      job.block_table = plan.tree_block_tables + tile.sequence * plan.max_tree_blocks;
+      job.block_table_len = plan.max_tree_blocks;
+      job.mask = plan.tree_mask + tile.row * plan.mask_words;
+      table.attend(job, 0, plan.mask_words, state);
     }
   }
 
   void finish(const RowTile& tile, int64_t group, const SoftmaxState& state) const {
-    for (int64_t i = 0; i < tile.rows * share; i++) {
+    for (int64_t i = 0; i < tile.rows * queries_per_kv; i++) {
       const float inverse = state.sum[i] == 0.0f ? 0.0f : 1.0f / state.sum[i];
-      const int64_t head = group * share + i % share;
-      float* to = out + ((tile.row + i / share) * in.heads + head) * cache.dim;
-      for (int64_t d = 0; d < cache.dim; d++) to[d] = state.mix[i * cache.dim + d] * inverse;
+      const int64_t head = group * queries_per_kv + i % queries_per_kv;
+      float* to = out + ((tile.row + i / queries_per_kv) * in.heads + head) * cache.dim;
+      for (int64_t d = 0; d < cache.dim; d++) to[d] = state.weighted[i * cache.dim + d] * inverse;
     }
   }
 };
 
-// A tile and a head an item, its blocks one after the other; the tiles of a head follow each other, so that its keys
-// stay in the second-level cache.
-void attend_whole(const Attention& a, Pool& pool, Scratch& scratch) {
+// One item per tile and head, its splits in sequence; the tiles of a head are adjacent, so its keys stay in the L2
+// cache.
+void attend_by_tile(const Attention& a, ThreadPool& pool, Scratch& scratch) {
   const int64_t size = a.workspace() + a.query_size() + 2 * a.state_size();
   float* memory = scratch.take(size * pool.threads());
   pool.run(a.units(), [&](int64_t item, int thread) {
@@ -134,26 +139,26 @@ void attend_whole(const Attention& a, Pool& pool, Scratch& scratch) {
     float *workspace = memory + thread * size, *q = workspace + a.workspace(), *states = q + a.query_size();
     const SoftmaxState whole = a.state_in(states), part = a.state_in(states + a.state_size());
     a.load_queries(tile, group, workspace, q);
-    std::fill_n(whole.sum, tile.rows * a.share, 0.0f);
-    std::fill_n(whole.mix, tile.rows * a.share * a.cache.dim, 0.0f);
-    for (int64_t block = 0; block < tile.blocks; block++) {
-      a.run_block(tile, group, block, false, q, workspace, block ? part : whole);
-      if (block) a.table.merge(tile.rows * a.share, a.cache.dim, whole, part);
+    std::fill_n(whole.sum, tile.rows * a.queries_per_kv, 0.0f);
+    std::fill_n(whole.weighted, tile.rows * a.queries_per_kv * a.cache.dim, 0.0f);
+    for (int64_t split = 0; split < tile.splits; split++) {
+      a.run_split(tile, group, split, false, q, workspace, split ? part : whole);
+      if (split) a.table.merge(tile.rows * a.queries_per_kv, a.cache.dim, whole, part);
     }
     a.finish(tile, group, whole);
   });
 }
 
-// A block an item, the longest first; whoever finishes the last block of a tile and head merges them all, in order. In
-// a divided pool the blocks of tree slots are the narrow unit's (Ghidorah, section III-B).
-void attend_split(const Attention& a, Pool& pool, Scratch& scratch) {
+// One item per split, the longest first; the thread that finishes the last split of a tile and head merges them in
+// order. With two core groups the slow one computes the splits of tree slots (Ghidorah, section III-B).
+void attend_by_split(const Attention& a, ThreadPool& pool, Scratch& scratch) {
   const int64_t units = a.units(), size = a.state_size();
-  float* states = scratch.take(units * a.most_blocks * size);
+  float* states = scratch.take(units * a.max_splits * size);
   float* queries = scratch.take(a.query_size() * units);
   float* workspaces = scratch.take(a.workspace() * pool.threads());
-  const auto tile_of = [&](int64_t unit) -> const RowTile& { return a.tiles[unit / a.cache.groups]; };
+  const auto tile_of = [&](int64_t unit) -> const RowTile& { return a.tiles[unit / a.cache.kv_heads]; };
   const auto load = [&](int64_t unit, int thread) {
-    a.load_queries(tile_of(unit), unit % a.cache.groups, workspaces + thread * a.workspace(),
+    a.load_queries(tile_of(unit), unit % a.cache.kv_heads, workspaces + thread * a.workspace(),
                    queries + unit * a.query_size());
   };
   if (a.plan.rows > FEW_ROWS)
@@ -161,20 +166,20 @@ void attend_split(const Attention& a, Pool& pool, Scratch& scratch) {
   else
     for (int64_t unit = 0; unit < units; unit++) load(unit, 0);
   std::vector<std::atomic<int64_t>> done(units);
-  // Of a unit's blocks the last is done first where it is the narrow unit's, else at the end: it is the shortest.
-  const bool divided = pool.divided() && a.sparse_blocks();
-  pool.run(units * a.most_blocks, divided ? units : 0, [&](int64_t item, int thread) {
-    const int64_t unit = item % units, group = unit % a.cache.groups, turn = item / units;
+  // The last split of a unit is the shortest: it runs first if the slow group computes it, else at the end.
+  const bool has_slow_group = pool.has_slow_group() && a.tree_splits();
+  pool.run(units * a.max_splits, has_slow_group ? units : 0, [&](int64_t item, int thread) {
+    const int64_t unit = item % units, group = unit % a.cache.kv_heads, turn = item / units;
     const RowTile& tile = tile_of(unit);
-    const int64_t last = divided ? a.most_blocks - 1 : 0;
-    if (turn != last && turn - !divided >= tile.blocks - 1) return;
-    const int64_t block = turn == last ? tile.blocks - 1 : turn - !divided;
-    float* first = states + unit * a.most_blocks * size;
-    a.run_block(tile, group, block, true, queries + unit * a.query_size(), workspaces + thread * a.workspace(),
-                a.state_in(first + block * size));
-    if (done[unit].fetch_add(1) + 1 < tile.blocks) return;
-    for (int64_t b = 1; b < tile.blocks; b++)
-      a.table.merge(tile.rows * a.share, a.cache.dim, a.state_in(first), a.state_in(first + b * size));
+    const int64_t last = has_slow_group ? a.max_splits - 1 : 0;
+    if (turn != last && turn - !has_slow_group >= tile.splits - 1) return;
+    const int64_t split = turn == last ? tile.splits - 1 : turn - !has_slow_group;
+    float* first = states + unit * a.max_splits * size;
+    a.run_split(tile, group, split, true, queries + unit * a.query_size(), workspaces + thread * a.workspace(),
+                a.state_in(first + split * size));
+    if (done[unit].fetch_add(1) + 1 < tile.splits) return;
+    for (int64_t b = 1; b < tile.splits; b++)
+      a.table.merge(tile.rows * a.queries_per_kv, a.cache.dim, a.state_in(first), a.state_in(first + b * size));
     a.finish(tile, group, a.state_in(first));
   });
 }
@@ -184,14 +189,15 @@ void attend_split(const Attention& a, Pool& pool, Scratch& scratch) {
 void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, float scale, int64_t window,
                     float softcap, float* out) {
   const Attention a(*table_, cache, plan, in, scale, window, softcap, out);
-  bool sees_nothing = false;
-  for (const RowTile& tile : a.tiles) sees_nothing |= tile.blocks == 0;
-  const bool divided = pool_->divided() && a.sparse_blocks() && a.units() * a.most_blocks <= MOST_DIVIDED;
-  const bool few = a.units() < FEW_UNITS * pool_->threads() && pool_->threads() > 1;
-  if ((few || divided) && a.most_blocks > 1 && !sees_nothing)
-    attend_split(a, *pool_, scratch_);
+  bool has_empty_tile = false;
+  for (const RowTile& tile : a.tiles) has_empty_tile |= tile.splits == 0;
+  const bool has_slow_group =
+      pool_->has_slow_group() && a.tree_splits() && a.units() * a.max_splits <= MAX_SHARED_SPLITS;
+  const bool few = a.units() < MIN_UNITS_PER_THREAD * pool_->threads() && pool_->threads() > 1;
+  if ((few || has_slow_group) && a.max_splits > 1 && !has_empty_tile)
+    attend_by_split(a, *pool_, scratch_);
   else
-    attend_whole(a, *pool_, scratch_);
+    attend_by_tile(a, *pool_, scratch_);
 }
 
 }  // namespace swarm

@@ -1,7 +1,7 @@
-// Sums of products for bf16 weights. Inputs are rounded to bf16 too, so products are exact in fp32; sums are rounded, one
-// product after the other, of each pair of inputs the second first: what the dot-product instructions do. So a row's
-// result is bit for bit the same alone, among others, and on every instruction set (those instructions take numbers
-// below 1e-38 for 0).
+// Micro-kernel for bf16 weights. Inputs are rounded to bf16 too, so products are exact in fp32; sums are rounded
+// product by product, of each pair of inputs the second first, as the dot-product instructions do. Hence results are
+// batch-invariant and bit for bit the same on every instruction set (those instructions flush numbers below 1e-38 to
+// 0).
 #pragma once
 #include "kernels.h"
 #include "simd.h"
@@ -72,7 +72,7 @@ SWARM_INLINE void add_elements(V (&acc)[ROWS][N], const Bf16Input* x, int64_t ti
 
 // [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16]. `in`: even.
 template <int ROWS, int BLOCKS>
-void multiply(const Bf16Input* x, int64_t tile_rows, int64_t in, const uint16_t* w, int64_t stride, float* c) {
+void micro_kernel(const Bf16Input* x, int64_t tile_rows, int64_t in, const uint16_t* w, int64_t stride, float* c) {
   constexpr int N = BLOCKS * VECS;
   V acc[ROWS][N];
   SWARM_UNROLL
@@ -81,10 +81,10 @@ void multiply(const Bf16Input* x, int64_t tile_rows, int64_t in, const uint16_t*
     for (int j = 0; j < N; j++) acc[r][j] = zero();
   for (int64_t k = 0; k < in; k += 2, w += 2 * BLOCK, x += 2 / BF16_INPUTS * tile_rows) {
     SWARM_UNROLL
-    for (int block = 0; block < BLOCKS; block++) __builtin_prefetch(w + block * stride + AHEAD / 2);
+    for (int block = 0; block < BLOCKS; block++) __builtin_prefetch(w + block * stride + PREFETCH_BYTES / 2);
     if constexpr (BF16_INPUTS == 1) {
       add_elements<1>(acc, x, tile_rows, w, stride);
-      asm("" ::: "memory");  // or the compiler loads both halves at once and runs out of registers
+      asm("" ::: "memory");  // otherwise the compiler loads both halves at once and spills registers
     }
     add_elements<0>(acc, x, tile_rows, w, stride);
   }

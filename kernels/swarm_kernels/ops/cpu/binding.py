@@ -1,4 +1,4 @@
-"""The C interface of the compiled kernels (abi.h, api.cpp) as ctypes sees it. Knows no torch."""
+"""ctypes declarations of the compiled kernels' C interface (abi.h, api.cpp). Knows no torch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class CacheDesc(ctypes.Structure):
     _fields_ = [
         ("k", c_void_p),
         ("v", c_void_p),
-        ("pages", c_int64),
-        ("groups", c_int64),
+        ("blocks", c_int64),
+        ("kv_heads", c_int64),
         ("dim", c_int64),
         ("bf16", c_int32),
         ("unused", c_int32),
@@ -55,17 +55,17 @@ class CacheDesc(ctypes.Structure):
 class PlanDesc(ctypes.Structure):
     _fields_ = [
         ("rows", c_int64),
-        ("sessions", c_int64),
-        ("max_pages", c_int64),
-        ("max_tree_pages", c_int64),
-        ("words", c_int64),
+        ("sequences", c_int64),
+        ("max_blocks", c_int64),
+        ("max_tree_blocks", c_int64),
+        ("mask_words", c_int64),
         ("copies", c_int64),
         ("positions", c_void_p),
-        ("session", c_void_p),
-        ("past", c_void_p),
-        ("write", c_void_p),
-        ("pages", c_void_p),
-        ("tree_pages", c_void_p),
+        ("sequence_index", c_void_p),
+        ("context_lens", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("block_tables", c_void_p),
+        ("tree_block_tables", c_void_p),
         ("tree_mask", c_void_p),
         ("copy_from", c_void_p),
         ("copy_to", c_void_p),
@@ -76,12 +76,12 @@ _SIGNATURES = {
     "swarm_isa": (c_char_p, []),
     "swarm_use_isa": (c_int32, [c_char_p]),
     "swarm_set_threads": (None, [c_int32]),
-    "swarm_divide": (None, [c_int32, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_int32]),
+    "swarm_split_columns": (None, [c_int32, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_int32]),
     "swarm_advise_huge": (None, [c_void_p, c_int64]),
     "swarm_check_plan": (c_int32, [POINTER(PlanDesc), c_int64]),
     "swarm_linear": (c_int32, [POINTER(LinearDesc), c_void_p, c_int64, c_void_p]),
     "swarm_rms_norm": (c_int32, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p]),
-    "swarm_move_slots": (c_int32, [POINTER(CacheDesc), c_void_p, c_void_p, c_int64]),
+    "swarm_commit_tree_slots": (c_int32, [POINTER(CacheDesc), c_void_p, c_void_p, c_int64]),
     "swarm_attend": (
         c_int32,
         [
@@ -114,7 +114,7 @@ _SIGNATURES = {
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library with its signatures declared; calls through it do not hold the GIL. Raises OSError."""
+    """Load the library and declare its signatures; calls release the GIL. Raises OSError or AttributeError."""
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)

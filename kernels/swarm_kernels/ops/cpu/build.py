@@ -1,8 +1,8 @@
 """Compiles the CPU kernels into a shared library, once for each machine and version of the sources.
 
-The library has a plain C interface and no torch in it: it compiles in seconds with any GCC or Clang, does not depend
-on torch's ABI, and is called through ctypes, which lets go of the GIL. It is kept under `swarm.config.data_dir()`,
-named by a hash of everything that went into it. `python -m swarm_kernels.ops.cpu.build` builds it ahead of its first use.
+The library has a plain C interface and does not use torch: it compiles in seconds with any GCC or Clang, does not
+depend on torch's ABI, and is called through ctypes, which releases the GIL. It is cached in `swarm.config.data_dir()`
+by a hash of compiler, flags and sources. `python -m swarm_kernels.ops.cpu.build` builds it ahead of its first use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarm.config import data_dir
 SOURCES = Path(__file__).parent
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread"),
-    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # NaN and infinity stay what they are
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # NaN and infinity keep their meaning
 )
 _AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"),
@@ -40,13 +40,13 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled here; the sentence says why. Their plain-torch twins take over."""
+    """The kernels cannot be compiled on this machine, with the reason. The plain torch reference is used instead."""
 
 
 def library() -> Path:
-    """The compiled library for this machine, built now if it is not there yet. Raises BuildError.
+    """Path of the compiled library for this machine, built if it is not cached. Raises BuildError.
 
-    Safe to call from several processes at once: one builds, the others wait for it.
+    Several processes may call it at once: one builds under a file lock, the others wait.
     """
     if os.name != "posix":
         raise BuildError(f"no compiled kernels for {platform.system()} yet")
@@ -93,7 +93,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """All objects side by side, then the link under another name and a rename: nobody sees a half-written library."""
+    """Compile all objects in parallel, link to a temporary file, rename it: no process loads a partial library."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         commands = []
         for source in sorted(SOURCES.glob("*.cpp")):

@@ -1,4 +1,4 @@
-"""The ops on the compiled CPU kernels: torch tensors in, torch tensors out, pointers in between."""
+"""The backend of the compiled CPU kernels: torch tensors in and out, raw pointers at the C boundary."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from swarm_kernels.ops.cpu.cpu_descriptors import (
 
 @cache
 def cpu_backend(library: ctypes.CDLL) -> CpuBackend:
-    """The backend of a loaded library, one for each."""
+    """The backend of a loaded library, one per library."""
     return CpuBackend(library)
 
 
 class CpuBackend(AttentionBackend):
-    """Attention over bf16 and fp32 pages; norms and stacks of packed layers in fp32."""
+    """Attention over bf16 and fp32 blocks; norms and stacks of packed layers in fp32."""
 
-    checks_slots = True  # in C++, where it costs a tenth of what torch takes
+    checks_slots = True  # in C++, at a tenth of the time of `validate.check_plan`
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self._library = library
 
-    def supports_cache(self, k_pages: torch.Tensor) -> bool:
-        return supports_cache(k_pages)
+    def supports_cache(self, k_blocks: torch.Tensor) -> bool:
+        return supports_cache(k_blocks)
 
     def supports_norm(self, x: torch.Tensor) -> bool:
         return x.dtype is torch.float32
 
     def supports_layers(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], dtype: torch.dtype) -> bool:
         return dtype is torch.float32 and all(
-            supports_layer(weights, k_pages) for weights, (k_pages, _) in zip(layers, caches, strict=True)
+            supports_layer(weights, k_blocks) for weights, (k_blocks, _) in zip(layers, caches, strict=True)
         )
 
     def attend(
@@ -52,23 +52,23 @@ class CpuBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
         plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        queries, keys, values = _plain(q), _plain(k), _plain(v)
+        queries, keys, values = _contiguous_fp32(q), _contiguous_fp32(k), _contiguous_fp32(v)
         out = torch.empty_like(queries)
-        cache = describe_cache(k_pages, v_pages)
+        cache = describe_cache(k_blocks, v_blocks)
         status = self._library.swarm_attend(
             queries.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
             q.shape[1],
             cache,
-            prepared_plan(self._library, plan, cache.pages),
+            prepared_plan(self._library, plan, cache.blocks),
             scale,
             sliding_window or 0,
             softcap or 0.0,
@@ -79,11 +79,11 @@ class CpuBackend(AttentionBackend):
         return out if out.dtype is q.dtype else out.to(q.dtype)
 
     def commit_tree_slots(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+        self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
     ) -> None:
         source, target = copy_from.contiguous(), copy_to.contiguous()
-        cache = describe_cache(k_pages, v_pages)
-        status = self._library.swarm_move_slots(cache, source.data_ptr(), target.data_ptr(), source.numel())
+        cache = describe_cache(k_blocks, v_blocks)
+        status = self._library.swarm_commit_tree_slots(cache, source.data_ptr(), target.data_ptr(), source.numel())
         cpu_library.check(status)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -100,6 +100,6 @@ class CpuBackend(AttentionBackend):
         return CpuLayerStack(self._library, layers, caches)
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    """`x` in contiguous fp32. Asked first: a conversion that changes nothing costs microseconds."""
+def _contiguous_fp32(x: torch.Tensor) -> torch.Tensor:
+    """`x` in contiguous fp32. The check comes first because a conversion without effect costs microseconds."""
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()

@@ -1,7 +1,7 @@
-"""What the compiled kernels are handed besides a batch's tensors: descriptions of plans, caches and stacks of layers.
+"""C descriptors of plans, caches and layer stacks for the compiled kernels.
 
-Describing takes longer than running some: descriptions are kept, and checked when they are made. They hold no tensor
-alive that their owner has dropped.
+Descriptors are validated when made, and cached, because making one can take longer than a short op. Caches and layers
+are referenced weakly, so a cached descriptor keeps no tensor of theirs alive.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from swarm_kernels.ops.cpu import binding, cpu_library
 from swarm_kernels.ops.cpu.cpu_linear import BLOCK, PackedLinear
 
 MAX_HEAD_DIM = 256
-_STORED = (torch.bfloat16, torch.float32)
-_CACHES_KEPT = 512
+_CACHE_DTYPES = (torch.bfloat16, torch.float32)
+_MAX_CACHE_DESCS = 512  # descriptors cached; all are dropped when full
 
 _caches: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], binding.CacheDesc]] = {}
 
 
-def supports_cache(k_pages: torch.Tensor) -> bool:
-    """Whether attention over these pages is compiled: CPU, bf16 or fp32, head size a multiple of 16 up to 256."""
-    dim = k_pages.shape[2]
-    return k_pages.is_cpu and k_pages.dtype in _STORED and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
+def supports_cache(k_blocks: torch.Tensor) -> bool:
+    """Whether the compiled attention takes these blocks: CPU, bf16 or fp32, head size a multiple of 16 up to 256."""
+    dim = k_blocks.shape[2]
+    return k_blocks.is_cpu and k_blocks.dtype in _CACHE_DTYPES and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
 
 
-def describe_cache(k_pages: torch.Tensor, v_pages: torch.Tensor) -> binding.CacheDesc:
-    """A checked pair of pages as the library takes it. Kept: to make one takes a tenth of a short attention."""
-    known = _caches.get(id(k_pages))
-    if known is not None and known[0]() is k_pages and known[1]() is v_pages:
-        return known[2]
-    if len(_caches) >= _CACHES_KEPT:
+def describe_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> binding.CacheDesc:
+    """The C descriptor of a validated cache. Cached, since making one costs a tenth of a short context's attention."""
+    cached = _caches.get(id(k_blocks))
+    if cached is not None and cached[0]() is k_blocks and cached[1]() is v_blocks:
+        return cached[2]
+    if len(_caches) >= _MAX_CACHE_DESCS:
         _caches.clear()
-    pages, groups, dim, _ = k_pages.shape
-    bf16 = k_pages.dtype is torch.bfloat16
-    made = binding.CacheDesc(k_pages.data_ptr(), v_pages.data_ptr(), pages, groups, dim, bf16)
-    _caches[id(k_pages)] = weakref.ref(k_pages), weakref.ref(v_pages), made
+    blocks, kv_heads, dim, _ = k_blocks.shape
+    bf16 = k_blocks.dtype is torch.bfloat16
+    made = binding.CacheDesc(k_blocks.data_ptr(), v_blocks.data_ptr(), blocks, kv_heads, dim, bf16)
+    _caches[id(k_blocks)] = weakref.ref(k_blocks), weakref.ref(v_blocks), made
     return made
 
 
-def supports_layer(weights: LayerWeights, k_pages: torch.Tensor) -> bool:
-    """Packed linears, and whole blocks of 16 inside the MLP."""
+def supports_layer(weights: LayerWeights, k_blocks: torch.Tensor) -> bool:
+    """Whether the linears are packed and the MLP's inner width is a multiple of 16."""
     linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
     packed = all(isinstance(linear, PackedLinear) for linear in linears)
-    return packed and weights.down.in_features % BLOCK == 0 and supports_cache(k_pages)
+    return packed and weights.down.in_features % BLOCK == 0 and supports_cache(k_blocks)
 
 
 class CpuLayerStack(LayerStack):
-    """Layers and their caches as the library takes them; hidden states in fp32."""
+    """Descriptors of layers and their caches; hidden states are fp32."""
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
         super().__init__(layers, caches)
         self._library = library
-        self._norms: list[torch.Tensor] = []  # fp32; the layers point into them
+        self._norms: list[torch.Tensor] = []  # fp32; the layer descriptors point into them
         self._layers = [_describe_layer(weights, self._norms) for weights in layers]
         self._pointers = (ctypes.POINTER(binding.LayerDesc) * len(layers))(*map(ctypes.pointer, self._layers))
         self._caches = (binding.CacheDesc * len(layers))(*(describe_cache(k, v) for k, v in caches))
@@ -74,14 +74,14 @@ class CpuLayerStack(LayerStack):
         plan: AttentionMetadata,
     ) -> torch.Tensor:
         out = hidden.clone(memory_format=torch.contiguous_format)
-        turn_cos, turn_sin = cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
+        fp32_cos, fp32_sin = cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
         status = self._library.swarm_layers(
             self._pointers,
             self._caches,
             len(self._layers),
-            prepared_plan(self._library, plan, self.pages),
-            turn_cos.data_ptr(),
-            turn_sin.data_ptr(),
+            prepared_plan(self._library, plan, self.blocks),
+            fp32_cos.data_ptr(),
+            fp32_sin.data_ptr(),
             cos.shape[-1],
             out.data_ptr(),
         )
@@ -90,7 +90,7 @@ class CpuLayerStack(LayerStack):
 
 
 def _describe_layer(weights: LayerWeights, norms: list[torch.Tensor]) -> binding.LayerDesc:
-    """`norms` gets the tensors the description points into."""
+    """Appends to `norms` the fp32 tensors that the descriptor points into."""
     pointers = []
     for norm in (weights.attn_norm, weights.mlp_norm, weights.q_norm, weights.k_norm):
         if norm is not None:
@@ -122,21 +122,21 @@ _PLAN_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
+class _PreparedPlan:
     plan: AttentionMetadata
-    pages: int
+    blocks: int
     tensors: tuple[torch.Tensor, ...]  # contiguous; the structure points into them
     structure: binding.PlanDesc
 
 
-_prepared: _Prepared | None = None  # the last: a batch asks once a layer
+_prepared: _PreparedPlan | None = None  # of the last plan: every layer of a batch uses it
 
 
-def prepared_plan(library: ctypes.CDLL, plan: AttentionMetadata, pages: int) -> binding.PlanDesc:
-    """The plan as the library takes it, its slots checked against a cache of `pages` pages. Raises KernelError."""
+def prepared_plan(library: ctypes.CDLL, plan: AttentionMetadata, blocks: int) -> binding.PlanDesc:
+    """The plan's C descriptor, its slots validated against a cache of `blocks` blocks. Raises KernelError."""
     global _prepared
-    known = _prepared
-    if known is None or known.plan is not plan or known.pages != pages:
+    last = _prepared
+    if last is None or last.plan is not plan or last.blocks != blocks:
         tensors = tuple(getattr(plan, name).to(dtype).contiguous() for name, dtype in _PLAN_FIELDS)
         structure = binding.PlanDesc(
             plan.rows,
@@ -147,6 +147,6 @@ def prepared_plan(library: ctypes.CDLL, plan: AttentionMetadata, pages: int) -> 
             plan.copy_from.shape[0],
             *(tensor.data_ptr() for tensor in tensors),
         )
-        cpu_library.check(library.swarm_check_plan(structure, pages))
-        known = _prepared = _Prepared(plan, pages, tensors, structure)
-    return known.structure
+        cpu_library.check(library.swarm_check_plan(structure, blocks))
+        last = _prepared = _PreparedPlan(plan, blocks, tensors, structure)
+    return last.structure

@@ -12,23 +12,23 @@ from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.cpu import binding, cpu_library
 
 BLOCK = 16
-"""Outputs packed side by side."""
+"""Outputs per packed weight block."""
 
-_TOGETHER = {binding.FP32: 1, binding.BF16: 2, binding.INT8: 4}
-"""Inputs of one output that lie side by side."""
+_INPUTS_PER_WORD = {binding.FP32: 1, binding.BF16: 2, binding.INT8: 4}
+"""Consecutive inputs of one output stored next to each other."""
 
-_OFFSET = 128
-"""Added to 8-bit weights: the dot-product instructions take them unsigned."""
+_ZERO_POINT = 128
+"""Added to int8 weights, because the dot-product instructions take them unsigned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """Weights in blocks of 16 outputs, the last padded: fp32 `[N/16, K, 16, 1]`, bf16 `[N/16, K/2, 16, 2]`, int8
-    `[N/16, K/4, 16, 4]`, int4 `[N/16, K/32, 320]` (see `_four_bit_blocks`).
+    `[N/16, K/4, 16, 4]`, int4 `[N/16, K/32, 320]` (see `_int4_blocks`).
 
-    Products and sums are fp32, in rising order of k in one chain (bf16, whose inputs are rounded to bf16 too: of each
-    pair the second first), or of whole numbers (see `quantised` and `quantised4`), so a row's result is the same bit
-    for bit alone and among others, on any number of threads.
+    fp32 and bf16: one chain of fp32 multiply-adds in ascending order of k (bf16, whose inputs are rounded to bf16 too:
+    of each pair the second first). int8 and int4: exact integer sums per group (see `int8_linear`, `int4_linear`).
+    Hence results are batch-invariant, bit for bit, on any number of threads.
     """
 
     packed: torch.Tensor
@@ -55,15 +55,15 @@ class PackedLinear:
 
     def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.desc.format == binding.INT4:
-            return _four_bit_rows(self.packed, ids)[:, : self.in_features]
+            return _int4_rows(self.packed, ids)[:, : self.in_features]
         weights = self.packed[ids // BLOCK, :, ids % BLOCK].flatten(1)[:, : self.in_features]
         if self.scale is None:
             return weights
-        return (weights.float() - _OFFSET) * self.scale[ids, None]
+        return (weights.float() - _ZERO_POINT) * self.scale[ids, None]
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-    """See `ops.pack_linear`; `weight` on the CPU, bf16 or fp32."""
+    """See `dispatch.pack_linear`; `weight` on the CPU, bf16 or fp32."""
     if weight.shape[1] % 2:  # bf16 weights are read in pairs of inputs
         weight = weight.float()
     return _pack(weight, None, bias, binding.BF16 if weight.dtype == torch.bfloat16 else binding.FP32)
@@ -72,51 +72,53 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear
 def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     """See `ops.quantise_linear`; `weight` on the CPU."""
     numbers, scale = int8_linear.quantize_weight(weight)
-    raised = (numbers.view(torch.uint8) ^ _OFFSET).contiguous()  # of an int8: plus 128
-    return _pack(raised, scale, bias, binding.INT8)
+    unsigned = (numbers.view(torch.uint8) ^ _ZERO_POINT).contiguous()  # int8 + 128
+    return _pack(unsigned, scale, bias, binding.INT8)
 
 
 def quantize_linear4(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     """See `ops.quantise_linear`; `weight` on the CPU."""
-    blocks = _four_bit_blocks(int4_linear.quantize_weight(weight))
-    packed = _roomy(blocks.shape, torch.uint8).copy_(blocks)
+    blocks = _int4_blocks(int4_linear.quantize_weight(weight))
+    packed = _empty_huge(blocks.shape, torch.uint8).copy_(blocks)
     return _describe(packed, None, _padded(bias), weight.shape, binding.INT4)
 
 
-def _four_bit_blocks(weights: int4_linear.FourBitWeights) -> torch.Tensor:
-    """cpu/int4.h's FourBits, `[N/16, K/32, 320]` bytes: 16 scales, 16 minima, then 4 x 16 x 4 pairs of numbers.
+def _int4_blocks(weights: int4_linear.FourBitWeights) -> torch.Tensor:
+    """int4.h's Int4Block, `[N/16, K/32, 320]` bytes: 16 scales, 16 minima, then 4 x 16 x 4 pairs of numbers.
 
-    Of the 8 quads of an output's 32 numbers, the even ones are the low halves of the bytes, the odd ones the high.
+    Of the 8 quads of an output's 32 numbers, the even ones are the low nibbles of the bytes, the odd ones the high.
     """
     padding = -weights.numbers.shape[0] % BLOCK
-    numbers, scale, least = (F.pad(x, (0, 0, 0, padding)) for x in (weights.numbers, weights.scale, weights.minimum))
-    quads = numbers.view(-1, BLOCK, scale.shape[1], 4, 2, 4)  # [block, output, share, pair, of the pair, input]
+    numbers, scale, minimum = (F.pad(x, (0, 0, 0, padding)) for x in (weights.numbers, weights.scale, weights.minimum))
+    quads = numbers.view(-1, BLOCK, scale.shape[1], 4, 2, 4)  # [block, output, group, pair, of the pair, input]
     pairs = (quads[..., 0, :] | quads[..., 1, :] << 4).permute(0, 2, 3, 1, 4).flatten(2)
-    heads = torch.stack((scale, least)).view(2, -1, BLOCK, scale.shape[1]).permute(1, 3, 0, 2)
-    return torch.cat((heads.flatten(2).contiguous().view(torch.uint8), pairs), 2)
+    headers = torch.stack((scale, minimum)).view(2, -1, BLOCK, scale.shape[1]).permute(1, 3, 0, 2)
+    return torch.cat((headers.flatten(2).contiguous().view(torch.uint8), pairs), 2)
 
 
-def _four_bit_rows(packed: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """`[m]` ids of outputs -> their weights in fp32, padded: the inverse of `_four_bit_blocks`."""
-    blocks, lane, each = packed[ids // BLOCK], ids % BLOCK, torch.arange(len(ids))
-    count, shares, _ = blocks.shape
-    heads = blocks[..., : 4 * BLOCK].contiguous().view(torch.float16).view(count, shares, 2, BLOCK)[each, ..., lane]
-    pairs = blocks[..., 4 * BLOCK :].reshape(count, shares, 4, BLOCK, 4)[each, :, :, lane]  # [m, K/32, 4, 4]
+def _int4_rows(packed: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`[m]` ids of outputs -> their weights in fp32, padded: the inverse of `_int4_blocks`."""
+    blocks, lane, row = packed[ids // BLOCK], ids % BLOCK, torch.arange(len(ids))
+    count, groups, _ = blocks.shape
+    headers = blocks[..., : 4 * BLOCK].contiguous().view(torch.float16).view(count, groups, 2, BLOCK)[row, ..., lane]
+    pairs = blocks[..., 4 * BLOCK :].reshape(count, groups, 4, BLOCK, 4)[row, :, :, lane]  # [m, K/32, 4, 4]
     numbers = torch.stack((pairs & 15, pairs >> 4), 3).flatten(2)
-    return (numbers * heads[..., :1].float() + heads[..., 1:].float()).flatten(1)
+    return (numbers * headers[..., :1].float() + headers[..., 1:].float()).flatten(1)
 
 
-def _pack(weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, form: int) -> PackedLinear:
-    """`weight [N, K]`, `scale` and `bias` `[N]`. What pads int8 weights is multiplied by padding."""
-    together = _TOGETHER[form]
-    padded = F.pad(weight, (0, -weight.shape[1] % together, 0, -weight.shape[0] % BLOCK))
-    source = padded.view(-1, BLOCK, padded.shape[1] // together, together).permute(0, 2, 1, 3)
-    packed = _roomy(source.shape, weight.dtype).copy_(source)
-    return _describe(packed, _padded(scale), _padded(bias), weight.shape, form)
+def _pack(
+    weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, weight_format: int
+) -> PackedLinear:
+    """`weight [N, K]`, `scale` and `bias` `[N]`. Zero-padded; the padding inputs are zero too."""
+    per_word = _INPUTS_PER_WORD[weight_format]
+    padded = F.pad(weight, (0, -weight.shape[1] % per_word, 0, -weight.shape[0] % BLOCK))
+    source = padded.view(-1, BLOCK, padded.shape[1] // per_word, per_word).permute(0, 2, 1, 3)
+    packed = _empty_huge(source.shape, weight.dtype).copy_(source)
+    return _describe(packed, _padded(scale), _padded(bias), weight.shape, weight_format)
 
 
-def _roomy(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for weights, in huge pages where the system has them."""
+def _empty_huge(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialized memory for weights, in huge pages where the system has them."""
     memory = torch.empty(shape, dtype=dtype)
     cpu_library.loaded().swarm_advise_huge(memory.data_ptr(), memory.nbytes)
     return memory
@@ -128,8 +130,10 @@ def _padded(values: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _describe(
-    packed: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, shape: torch.Size, form: int
+    packed: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, shape: torch.Size, weight_format: int
 ) -> PackedLinear:
     outputs, inputs = shape
     pointers = (None if x is None else x.data_ptr() for x in (packed, scale, bias))
-    return PackedLinear(packed, scale, bias, inputs, outputs, binding.LinearDesc(*pointers, inputs, outputs, form))
+    return PackedLinear(
+        packed, scale, bias, inputs, outputs, binding.LinearDesc(*pointers, inputs, outputs, weight_format)
+    )

@@ -1,17 +1,17 @@
-// Sums of products for 4-bit weights: 32 inputs of an output share a scale and a minimum. Products of 32 are summed
-// exactly; what follows is rounded operation by operation, in rising order of k. So a row's result is bit for bit the
-// same alone, among others, and on every instruction set.
+// Micro-kernel for 4-bit weights: 32 inputs of an output share a scale and a minimum. Sums over 32 products are exact
+// integers; later operations are rounded one by one in ascending order of k. Hence results are batch-invariant and bit
+// for bit the same on every instruction set.
 #pragma once
 #include "quantize_rows.h"
 
 namespace SWARM_ISA {
 
-constexpr int64_t SHARE = GROUP / 2;  // inputs that share a scale and a minimum
+constexpr int64_t WEIGHT_GROUP = GROUP / 2;  // inputs that share a scale and a minimum
 
 // 32 inputs of 16 outputs. A weight is its number, 0 to 15, times the scale, plus the minimum.
-struct FourBits {
-  uint16_t scale[BLOCK], least[BLOCK];  // fp16
-  uint8_t pairs[SHARE / 8][BLOCK][4];   // two quads of an output: the first in the low halves of the bytes
+struct Int4Block {
+  uint16_t scale[BLOCK], minimum[BLOCK];  // fp16
+  uint8_t pairs[WEIGHT_GROUP / 8][BLOCK][4];   // two quads of an output: the first in the low nibbles
 };
 
 // fp16 -> fp32, exactly; not for infinity and NaN.
@@ -22,83 +22,85 @@ SWARM_INLINE V load_half(const uint16_t* p) {
   H half;
   std::memcpy(&half, p, sizeof half);
   const U bits = __builtin_convertvector(half, U);
-  const V size = (V)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponents' bases differ by 112
+  const V size = (V)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponent biases differ by 112
   return (V)((U)size | (bits & 0x8000u) << 16);
 #endif
 }
 
-// Sums over one share. Half of 32 products of at most 127 * 15 fit 16 bits; without the dot-product instructions, to
-// leave them there takes half as many others.
+// Sums over one weight group. 16 products of at most 127 * 15 fit 16 bits; without dot-product instructions, 16-bit
+// sums need half as many instructions.
 #if defined(__AVX512VNNI__)
 typedef Tile<int8_t> Tile4;
-typedef I ShareSums;
-SWARM_INLINE I add_share(I sums, U words, const char* quad) {
+typedef I GroupSums;
+SWARM_INLINE I add_group_products(I sums, U words, const char* quad) {
   return (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)words, (__m512i)word_at(quad));
 }
-SWARM_INLINE I widened(I sums) { return sums; }
+SWARM_INLINE I widen_sums(I sums) { return sums; }
 #else
-typedef int16_t ShareSums __attribute__((vector_size(4 * LANES)));
+typedef int16_t GroupSums __attribute__((vector_size(4 * LANES)));
 #if defined(__AVX512F__)
 typedef Tile<int8_t> Tile4;
-SWARM_INLINE ShareSums add_share(ShareSums sums, U words, const char* quad) {
-  return sums + (ShareSums)_mm512_maddubs_epi16((__m512i)words, (__m512i)word_at(quad));
+SWARM_INLINE GroupSums add_group_products(GroupSums sums, U words, const char* quad) {
+  return sums + (GroupSums)_mm512_maddubs_epi16((__m512i)words, (__m512i)word_at(quad));
 }
 #elif defined(__AVX2__)
 typedef Tile<int8_t> Tile4;
-SWARM_INLINE ShareSums add_share(ShareSums sums, U words, const char* quad) {
-  return sums + (ShareSums)_mm256_maddubs_epi16((__m256i)words, (__m256i)word_at(quad));
+SWARM_INLINE GroupSums add_group_products(GroupSums sums, U words, const char* quad) {
+  return sums + (GroupSums)_mm256_maddubs_epi16((__m256i)words, (__m256i)word_at(quad));
 }
 #else
 typedef Tile<int16_t> Tile4;
-SWARM_INLINE ShareSums add_share(ShareSums sums, U words, const char* quad) {
-  const ShareSums even = (ShareSums)(words & 0x00ff00ffu), odd = (ShareSums)(words >> 8 & 0x00ff00ffu);
-  return sums + even * (ShareSums)word_at(quad) + odd * (ShareSums)word_at(quad + 4);
+SWARM_INLINE GroupSums add_group_products(GroupSums sums, U words, const char* quad) {
+  const GroupSums even = (GroupSums)(words & 0x00ff00ffu), odd = (GroupSums)(words >> 8 & 0x00ff00ffu);
+  return sums + even * (GroupSums)word_at(quad) + odd * (GroupSums)word_at(quad + 4);
 }
 #endif
-SWARM_INLINE I widened(ShareSums sums) { return ((I)sums >> 16) + ((I)((U)sums << 16) >> 16); }
+SWARM_INLINE I widen_sums(GroupSums sums) { return ((I)sums >> 16) + ((I)((U)sums << 16) >> 16); }
 #endif
 
-// [ROWS] of a tile x [BLOCKS] weight blocks, `stride` FourBits apart -> c [ROWS][BLOCKS * 16]. `in`: a multiple of 32.
+// [ROWS] of a tile x [BLOCKS] weight blocks, `stride` Int4Blocks apart -> c [ROWS][BLOCKS * 16]. `in`: a multiple of
+// 32.
 template <int ROWS, int BLOCKS>
-void multiply(const char* x, int64_t tile_rows, int64_t in, const FourBits* w, int64_t stride, float* c) {
+void micro_kernel(const char* x, int64_t tile_rows, int64_t in, const Int4Block* w, int64_t stride, float* c) {
   constexpr int N = BLOCKS * VECS;
   V totals[ROWS][N];
   SWARM_UNROLL
   for (int r = 0; r < ROWS; r++)
     SWARM_UNROLL
     for (int j = 0; j < N; j++) totals[r][j] = zero();
-  for (int64_t k = 0; k < in; k += SHARE, w++) {
+  for (int64_t k = 0; k < in; k += WEIGHT_GROUP, w++) {
     const char* group = x + k / GROUP * tile_rows * Tile4::GROUP_ROW_BYTES;
-    const int64_t half = k % GROUP / SHARE;
+    const int64_t half = k % GROUP / WEIGHT_GROUP;
     const char* steps = Tile4::head(group, tile_rows, STEP);
     const char* wholes = Tile4::head(group, tile_rows, half ? HIGH_SUM : LOW_SUM);
-    const char* quad = Tile4::quads(group, tile_rows) + half * SHARE / 4 * tile_rows * Tile4::QUAD;
-    ShareSums sums[ROWS][N];
+    const char* quad = Tile4::quads(group, tile_rows) + half * WEIGHT_GROUP / 4 * tile_rows * Tile4::QUAD;
+    GroupSums sums[ROWS][N];
     SWARM_UNROLL
     for (int r = 0; r < ROWS; r++)
       SWARM_UNROLL
-      for (int j = 0; j < N; j++) sums[r][j] = ShareSums{};
-    for (int64_t q = 0; q < SHARE / 8; q++, quad += 2 * tile_rows * Tile4::QUAD) {
+      for (int j = 0; j < N; j++) sums[r][j] = GroupSums{};
+    for (int64_t q = 0; q < WEIGHT_GROUP / 8; q++, quad += 2 * tile_rows * Tile4::QUAD) {
       SWARM_UNROLL
       for (int j = 0; j < N; j++) {
         const uint8_t* at = w[j / VECS * stride].pairs[q][j % VECS * LANES];
-        if (j % VECS == 0) __builtin_prefetch(at + AHEAD);
+        if (j % VECS == 0) __builtin_prefetch(at + PREFETCH_BYTES);
         const U words = load_words(at);
         const U first = words & 0x0f0f0f0fu, second = words >> 4 & 0x0f0f0f0fu;
         SWARM_UNROLL
-        for (int r = 0; r < ROWS; r++) sums[r][j] = add_share(sums[r][j], first, quad + r * Tile4::QUAD);
+        for (int r = 0; r < ROWS; r++) sums[r][j] = add_group_products(sums[r][j], first, quad + r * Tile4::QUAD);
         SWARM_UNROLL
-        for (int r = 0; r < ROWS; r++) sums[r][j] = add_share(sums[r][j], second, quad + (tile_rows + r) * Tile4::QUAD);
+        for (int r = 0; r < ROWS; r++)
+          sums[r][j] = add_group_products(sums[r][j], second, quad + (tile_rows + r) * Tile4::QUAD);
       }
     }
     SWARM_UNROLL
     for (int j = 0; j < N; j++) {
-      const FourBits& at = w[j / VECS * stride];
-      const V scale = load_half(at.scale + j % VECS * LANES), least = load_half(at.least + j % VECS * LANES);
+      const Int4Block& at = w[j / VECS * stride];
+      const V scale = load_half(at.scale + j % VECS * LANES), minimum = load_half(at.minimum + j % VECS * LANES);
       SWARM_UNROLL
       for (int r = 0; r < ROWS; r++) {
-        const V part = rounded(__builtin_convertvector(widened(sums[r][j]), V) * scale) +
-                       rounded((V)word_at(wholes + 4 * r) * least);
+        const V part = rounded(__builtin_convertvector(widen_sums(sums[r][j]), V) * scale) +
+                       rounded((V)word_at(wholes + 4 * r) * minimum);
         totals[r][j] += rounded(part * (V)word_at(steps + 4 * r));
       }
     }

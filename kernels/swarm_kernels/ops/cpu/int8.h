@@ -1,13 +1,13 @@
-// Sums of products for 8-bit weights. A group's products are summed exactly, and the groups' sums are added in rising
-// order, each rounded by itself. So a row's result is bit for bit the same alone, among others, and on every
+// Micro-kernel for 8-bit weights. Integer sums of a group's products are exact, and the groups' sums are added in
+// ascending order, each rounded by itself. Hence results are batch-invariant and bit for bit the same on every
 // instruction set.
 #pragma once
 #include "quantize_rows.h"
 
 namespace SWARM_ISA {
 
-// Weights are stored plus 128. The dot-product instructions take unsigned times signed, so sums start from minus 128
-// times the sum of the inputs.
+// Weights are stored with a zero point of 128, because the dot-product instructions multiply unsigned by signed; sums
+// start from -128 times the sum of the inputs to correct for it.
 #if defined(__AVX512VNNI__)
 typedef Tile<int8_t> Tile8;
 constexpr bool UNSIGNED_WEIGHTS = true;
@@ -51,12 +51,12 @@ SWARM_INLINE I add_products(I sums, const WeightQuads& w, const char* quad) {
 // [ROWS] of a tile x [BLOCKS] weight blocks, `stride` bytes apart -> c [ROWS][BLOCKS * 16], but for the weights'
 // scales. `in`: a multiple of 4.
 template <int ROWS, int BLOCKS>
-void multiply(const char* x, int64_t tile_rows, int64_t in, const uint8_t* w, int64_t stride, float* c) {
+void micro_kernel(const char* x, int64_t tile_rows, int64_t in, const uint8_t* w, int64_t stride, float* c) {
   constexpr int N = BLOCKS * VECS;
   for (int i = 0; i < ROWS * N; i++) store(c + i * LANES, zero());
   for (int64_t k = 0; k < in; k += GROUP, x += tile_rows * Tile8::GROUP_ROW_BYTES) {
     const int64_t quads = (in - k < GROUP ? in - k : GROUP) / 4;
-    const char *steps = Tile8::head(x, tile_rows, STEP), *starts = Tile8::head(x, tile_rows, BELOW_ZERO);
+    const char *steps = Tile8::head(x, tile_rows, STEP), *starts = Tile8::head(x, tile_rows, ZERO_POINT);
     const char* quad = Tile8::quads(x, tile_rows);
     I sums[ROWS][N];
     SWARM_UNROLL
@@ -67,7 +67,7 @@ void multiply(const char* x, int64_t tile_rows, int64_t in, const uint8_t* w, in
       SWARM_UNROLL
       for (int j = 0; j < N; j++) {
         const uint8_t* at = w + (j / VECS) * stride + (j % VECS) * 4 * LANES;
-        if (j % VECS == 0) __builtin_prefetch(at + AHEAD);
+        if (j % VECS == 0) __builtin_prefetch(at + PREFETCH_BYTES);
         const WeightQuads weights(UNSIGNED_WEIGHTS ? load_words(at) : load_words(at) ^ 0x80808080u);
         SWARM_UNROLL
         for (int r = 0; r < ROWS; r++) sums[r][j] = add_products(sums[r][j], weights, quad + r * Tile8::QUAD);

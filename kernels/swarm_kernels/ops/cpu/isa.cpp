@@ -1,4 +1,4 @@
-// Compiled once for each instruction set; the flags decide which one this is.
+// Compiled once per instruction set, which the compiler flags select.
 #include "attention.h"
 #include "linear.h"
 #include "norm_rope.h"
@@ -10,7 +10,7 @@ namespace SWARM_ISA {
 
 extern const swarm::KernelTable table;
 const swarm::KernelTable table = {
-    SWARM_NAME(SWARM_ISA), row_tile, fill_tile, quantise, row_bytes,  linear, inverse_rms,
+    SWARM_NAME(SWARM_ISA), row_tile, fill_tile, quantize, row_bytes,  linear, inverse_rms,
     scale_row,             rope,     write_kv,  query_tile, attend_workspace, attend, merge,
 };
 

@@ -1,4 +1,4 @@
-// What every instruction set implements: serial pieces of work that the engine spreads over threads.
+// The kernel table that every instruction set implements: serial pieces of work that Engine spreads over threads.
 #pragma once
 #include <cstdint>
 
@@ -6,14 +6,14 @@
 
 namespace swarm {
 
-constexpr int64_t PAGE = 16;     // tokens in a KV page (batch.py)
+constexpr int64_t KV_BLOCK = 16;     // tokens in a KV block (BLOCK_SIZE in batch.py)
 constexpr int64_t CHUNK = 64;    // keys of one word of a tree mask
-constexpr int64_t STEP_WORDS = 2, STEP_KEYS = STEP_WORDS * CHUNK;  // softmaxed at a time
-constexpr int64_t STEP_PAGES = STEP_KEYS / PAGE;
+constexpr int64_t STEP_WORDS = 2, STEP_KEYS = STEP_WORDS * CHUNK;  // one iteration of online softmax
+constexpr int64_t STEP_KV_BLOCKS = STEP_KEYS / KV_BLOCK;
 
-// Activations are handed to a linear in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
+// Activations are passed to a linear packed in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
 // k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile. For bf16
-// weights see bf16.h; for those of 8 and 4 bits `quantise` has filled them.
+// weights see bf16.h; for 8 and 4-bit weights `quantize` fills them.
 struct LinearJob {
   enum Epilogue { STORE, ADD, GATE_UP };
   const char* x;
@@ -29,27 +29,28 @@ struct LinearJob {
   int64_t ldy;
 };
 
-// Query rows of one session against one KV head. Query row i belongs to batch row i / share.
+// Query rows of one sequence against one KV head (GQA). Query row i belongs to batch row i / queries_per_kv.
 struct AttendJob {
-  // Tiles as `fill_tile` makes them, the last one of the rows left, times the scale, and log2(e) if there is no softcap.
+  // Tiles as `fill_tile` packs them, the last with the remaining rows; scaled, and times log2(e) if there is no
+  // softcap.
   const float* q;
-  int64_t m, tile_rows, share, dim;
-  const void *k, *v;  // this head in page 0
-  int64_t page_stride;  // elements
+  int64_t m, tile_rows, queries_per_kv, dim;
+  const void *k, *v;  // this KV head in KV block 0
+  int64_t kv_block_stride;  // elements
   bool bf16;
   float softcap;  // 0: none
-  const int32_t* table;
-  int64_t table_pages;
-  const int64_t *first, *past;  // dense: batch row r sees keys [first[r], past[r])
+  const int32_t* block_table;
+  int64_t block_table_len;
+  const int64_t *first_key, *end_key;  // dense: batch row r sees keys [first_key[r], end_key[r])
   const uint64_t* mask;         // sparse: its bits start at mask + r * words; null: dense
-  int64_t words;
-  int64_t ahead_end;  // word: the same thread goes on to here, so steps before it are asked of memory ahead
+  int64_t mask_words;
+  int64_t prefetch_end;  // mask word up to which the same thread continues: steps before it are prefetched
   float* workspace;  // attend_workspace(m, dim) of them
 };
 
 // Running softmax of query rows: maximum (of log2 of the weights), sum and weighted values.
 struct SoftmaxState {
-  float *max, *sum, *mix;  // [m], [m], [m, dim]
+  float *max, *sum, *weighted;  // [m], [m], [m, dim]
 };
 
 constexpr int64_t MAX_ROW_TILE = 16;
@@ -61,14 +62,15 @@ struct KernelTable {
   void (*fill_tile)(bool bf16, const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in,
                     const float* scale, const float* norm, float* tile);
   // The same for weights of 8 and 4 bits, one row.
-  void (*quantise)(SwarmFormat weights, const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows,
+  void (*quantize)(SwarmFormat weights, const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows,
                    int64_t row, char* tile);
   int64_t (*row_bytes)(SwarmFormat weights, int64_t in);  // of a tile, for each of its rows
   void (*linear)(const LinearJob&, int64_t tile_begin, int64_t tile_end, int64_t block_begin, int64_t block_end);
   float (*inverse_rms)(const float* x, int64_t in, float eps);
   void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);
   void (*rope)(float* head, int64_t rot, const float* cos, const float* sin);
-  void (*write_kv)(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_page, void* v_page);
+  void (*write_kv)(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_block,
+                   void* v_block);
   int64_t (*query_tile)(int64_t m, bool bf16);  // how many of m query rows make a tile
   int64_t (*attend_workspace)(int64_t m, int64_t dim);
   void (*attend)(const AttendJob&, int64_t word_begin, int64_t word_end, const SoftmaxState&);

@@ -1,6 +1,5 @@
-// y = x W^T for packed weights; the sums for those of fewer bits are in bf16.h, int8.h and int4.h. With fp32 a result is
-// one chain of fused multiply-adds over k in rising order, whatever the tile it is computed in: so a row's result is
-// bit for bit the same alone and among others.
+// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, int8.h and int4.h. In fp32 a
+// result is one chain of fused multiply-adds over k in ascending order, whatever its tile: results are batch-invariant.
 #pragma once
 #include <type_traits>
 
@@ -27,7 +26,7 @@ inline int64_t row_tile(SwarmFormat weights) { return weights == SWARM_BF16 ? BF
 
 // [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16].
 template <int ROWS, int BLOCKS>
-void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int64_t stride, float* c) {
+void micro_kernel(const float* x, int64_t tile_rows, int64_t in, const float* w, int64_t stride, float* c) {
   constexpr int N = BLOCKS * VECS;
   V acc[ROWS][N];
   SWARM_UNROLL
@@ -40,7 +39,7 @@ void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int
     for (int j = 0; j < N; j++) {
       const float* at = w + (j / VECS) * stride + (j % VECS) * LANES;
       wide[j] = load(at);
-      if (j % VECS == 0) __builtin_prefetch(at + AHEAD / 4);
+      if (j % VECS == 0) __builtin_prefetch(at + PREFETCH_BYTES / 4);
     }
     SWARM_UNROLL
     for (int r = 0; r < ROWS; r++)
@@ -53,20 +52,21 @@ void multiply(const float* x, int64_t tile_rows, int64_t in, const float* w, int
     for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
 }
 
-// The type of a tile's elements: weights of 8 and 4 bits multiply what `quantise` wrote.
+// The type of a tile's elements: weights of 8 and 4 bits multiply what `quantize` wrote.
 template <typename W>
 using Input = std::conditional_t<std::is_same_v<W, float>, float,
                                  std::conditional_t<std::is_same_v<W, uint16_t>, Bf16Input, char>>;
 template <typename W>
-using Multiply = void (*)(const Input<W>*, int64_t, int64_t, const W*, int64_t, float*);
+using MicroKernel = void (*)(const Input<W>*, int64_t, int64_t, const W*, int64_t, float*);
 
-// multiply<rows, BLOCKS> for a number of rows, up to ROWS, known at run time.
+// micro_kernel<rows, BLOCKS> for a number of rows, up to ROWS, known at run time.
 template <typename W, int BLOCKS, int ROWS>
-SWARM_INLINE Multiply<W> multiply_for(int64_t rows) {
+SWARM_INLINE MicroKernel<W> micro_kernel_for(int64_t rows) {
   if constexpr (ROWS == 1)
-    return static_cast<Multiply<W>>(multiply<1, BLOCKS>);
+    return static_cast<MicroKernel<W>>(micro_kernel<1, BLOCKS>);
   else
-    return rows == ROWS ? static_cast<Multiply<W>>(multiply<ROWS, BLOCKS>) : multiply_for<W, BLOCKS, ROWS - 1>(rows);
+    return rows == ROWS ? static_cast<MicroKernel<W>>(micro_kernel<ROWS, BLOCKS>)
+                        : micro_kernel_for<W, BLOCKS, ROWS - 1>(rows);
 }
 
 // Adds the bias to [rows] of a block's sums, `ld` apart, and puts them into y by the job's epilogue (not GATE_UP).
@@ -121,12 +121,12 @@ struct Rows {
 template <typename W>
 void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   const W* weight = static_cast<const W*>(job.weight);
-  const int64_t size = std::is_same_v<W, FourBits> ? job.in / SHARE : job.in * BLOCK;  // of a block
+  const int64_t size = std::is_same_v<W, Int4Block> ? job.in / WEIGHT_GROUP : job.in * BLOCK;  // of a block
   const bool gated = job.epilogue == swarm::LinearJob::GATE_UP;
   const int64_t apart = gated ? job.out / 2 / BLOCK : (end - begin) / 2;
   const int64_t middle = gated ? end : begin + apart;
   // Weights of 4 bits have two sums for each result: whole numbers and fp32.
-  constexpr int PAIRED = std::is_same_v<W, FourBits> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
+  constexpr int PAIRED = std::is_same_v<W, Int4Block> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
   float c[2 * ROW_TILE * BLOCK];
   for (int64_t b = begin; b < middle; b++)
     for (int64_t t = tile_begin; t < tile_end; t++) {
@@ -136,9 +136,9 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
       float* second = pairs ? c + BLOCK : c + ROW_TILE * BLOCK;
       const W* w = weight + b * size;
       if (pairs) {
-        multiply_for<W, 2, PAIRED>(rows.count)(rows.x, job.tile_rows, job.in, w, apart * size, c);
+        micro_kernel_for<W, 2, PAIRED>(rows.count)(rows.x, job.tile_rows, job.in, w, apart * size, c);
       } else {
-        const Multiply<W> one = multiply_for<W, 1, ROW_TILE>(rows.count);
+        const MicroKernel<W> one = micro_kernel_for<W, 1, ROW_TILE>(rows.count);
         one(rows.x, job.tile_rows, job.in, w, 0, c);
         one(rows.x, job.tile_rows, job.in, w + apart * size, 0, second);
       }
@@ -152,12 +152,12 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
   for (int64_t b = middle + (gated ? 0 : apart); b < end; b++)
     for (int64_t t = tile_begin; t < tile_end; t++) {
       const Rows<W> rows(job, t);
-      multiply_for<W, 1, ROW_TILE>(rows.count)(rows.x, job.tile_rows, job.in, weight + b * size, 0, c);
+      micro_kernel_for<W, 1, ROW_TILE>(rows.count)(rows.x, job.tile_rows, job.in, weight + b * size, 0, c);
       finish(job, rows.first, rows.count, b, c, BLOCK);
     }
 }
 
-inline void quantise(SwarmFormat weights, const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows,
+inline void quantize(SwarmFormat weights, const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows,
                      int64_t row, char* tile) {
   if (weights == SWARM_INT4)
     Tile4::fill_row(x, in, scale, norm, tile_rows, row, tile);
@@ -176,7 +176,7 @@ inline int64_t row_bytes(SwarmFormat weights, int64_t in) {
 
 inline void linear(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   switch (job.format) {
-    case SWARM_INT4: return linear_of<FourBits>(job, tile_begin, tile_end, begin, end);
+    case SWARM_INT4: return linear_of<Int4Block>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT8: return linear_of<uint8_t>(job, tile_begin, tile_end, begin, end);
     case SWARM_BF16: return linear_of<uint16_t>(job, tile_begin, tile_end, begin, end);
     case SWARM_FP32: return linear_of<float>(job, tile_begin, tile_end, begin, end);

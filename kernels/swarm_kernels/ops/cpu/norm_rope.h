@@ -1,4 +1,4 @@
-// Work on single rows: norms, rotary embedding, filling a linear's tile, writing keys and values into pages.
+// Work on single rows: norms, rotary embedding, filling a linear's tile, writing keys and values into KV blocks.
 #pragma once
 #include "bf16.h"
 #include "kernels.h"
@@ -73,18 +73,18 @@ inline void rope(float* head, int64_t rot, const float* cos, const float* sin) {
   }
 }
 
-// One head's key and value to token `offset` of its page: k_page [dim][16], v_page [16][dim].
-inline void write_kv(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_page,
-                     void* v_page) {
+// One head's key and value to token `offset` of its KV block: k_block [dim][16], v_block [16][dim].
+inline void write_kv(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_block,
+                     void* v_block) {
   if (bf16) {
-    uint16_t* keys = static_cast<uint16_t*>(k_page) + offset;
-    uint16_t* values = static_cast<uint16_t*>(v_page) + offset * dim;
+    uint16_t* keys = static_cast<uint16_t*>(k_block) + offset;
+    uint16_t* values = static_cast<uint16_t*>(v_block) + offset * dim;
     for (int64_t d = 0; d < dim; d++) keys[d * BLOCK] = to_bf16(k[d]);
     for (int64_t d = 0; d < dim; d++) values[d] = to_bf16(v[d]);
   } else {
-    float* keys = static_cast<float*>(k_page) + offset;
+    float* keys = static_cast<float*>(k_block) + offset;
     for (int64_t d = 0; d < dim; d++) keys[d * BLOCK] = k[d];
-    std::memcpy(static_cast<float*>(v_page) + offset * dim, v, dim * sizeof(float));
+    std::memcpy(static_cast<float*>(v_block) + offset * dim, v, dim * sizeof(float));
   }
 }
 

@@ -8,10 +8,10 @@
 namespace swarm {
 namespace {
 
-// An item of a linear: with few rows, a stretch of weight blocks; with many, as many as stay in the second-level cache
-// while a group of row tiles passes.
+// An item of a linear: with few rows, a long run of weight blocks; with many, as many blocks as stay in the L2 cache
+// while a group of row tiles uses them.
 constexpr int64_t FEW_TILES = 2, TILES_A_GROUP = 8;
-constexpr int64_t QUANTISED_ROWS = 4;  // an item when rows become integers: sooner done than shared out
+constexpr int64_t QUANTIZED_ROWS = 4;  // per item when quantizing rows: fewer cost more to schedule than to do
 constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 64, CACHED_BLOCKS = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -41,34 +41,34 @@ void Scratch::reset() {
 
 void Engine::prepare(const KernelTable& table, int threads) {
   table_ = &table;
-  if (threads != pool_->asked()) divide(threads, {});
+  if (threads != pool_->requested_threads()) set_core_groups(threads, {});
   scratch_.reset();
 }
 
-void Engine::divide(int threads, const Units& units) {
-  pool_ = std::make_unique<Pool>(threads, units);
-  narrow_thousandths_ = units.narrow_thousandths;
+void Engine::set_core_groups(int threads, const CoreGroups& units) {
+  pool_ = std::make_unique<ThreadPool>(threads, units);
+  slow_permille_ = units.slow_permille;
 }
 
-// The rows as tiles of integers for weights of 8 and 4 bits.
-const char* Engine::quantised_tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+// The rows quantized and packed into tiles, for 8 and 4-bit weights.
+const char* Engine::quantized_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                                        const Norm* norm) {
   const int64_t in = weights.in, row_bytes = table_->row_bytes(weights.format, in);
   char* tiles = reinterpret_cast<char*>(scratch_.take(ceil_div(rows, tile_rows) * tile_rows * row_bytes / 4));
-  pool_->run(ceil_div(rows, QUANTISED_ROWS), [&](int64_t item, int) {
-    const int64_t begin = item * QUANTISED_ROWS, end = std::min(rows, begin + QUANTISED_ROWS);
+  pool_->run(ceil_div(rows, QUANTIZED_ROWS), [&](int64_t item, int) {
+    const int64_t begin = item * QUANTIZED_ROWS, end = std::min(rows, begin + QUANTIZED_ROWS);
     for (int64_t r = begin; r < end; r++) {
       const float* from = x + r * in;
       const float scale = norm ? table_->inverse_rms(from, in, norm->eps) : 1.0f;
       char* tile = tiles + r / tile_rows * tile_rows * row_bytes;
-      table_->quantise(weights.format, from, in, scale, norm ? norm->weight : nullptr, tile_rows, r % tile_rows, tile);
+      table_->quantize(weights.format, from, in, scale, norm ? norm->weight : nullptr, tile_rows, r % tile_rows, tile);
     }
   });
   return tiles;
 }
 
-// The rows as a linear's tiles, normed on the way if asked.
-const char* Engine::tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+// The rows packed into a linear's tiles, with RMS norm if `norm` is given.
+const char* Engine::packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                              const Norm* norm) {
   const bool bf16 = weights.format == SWARM_BF16;
   if (rows == 1 && !norm && !bf16) return reinterpret_cast<const char*>(x);
@@ -85,9 +85,9 @@ const char* Engine::tiles_of(const SwarmLinear& weights, const float* x, int64_t
   return reinterpret_cast<const char*>(tiles);
 }
 
-// Where the items of a linear end, for blocks [begin, end) and the threads that do them. With few rows they are long at
-// first, to read memory in long streams, and short towards the end, so that all threads finish together; with many rows
-// they are alike.
+// Where the items of a linear end, for blocks [begin, end) and the threads that compute them. With few rows they are
+// long at first, to read memory in long streams, and short towards the end, so that all threads finish together; with
+// many rows they are alike.
 void Engine::add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles) {
   const int64_t even = std::min(CACHED_BLOCKS, (end - begin) * ceil_div(tiles, TILES_A_GROUP) / (4 * threads));
   while (begin < end) {
@@ -97,15 +97,15 @@ void Engine::add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_
   }
 }
 
-void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
+void Engine::gemm(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
                       LinearJob::Epilogue epilogue, float* y, int64_t ldy) {
   if (rows == 0) return;
   const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile(weights.format)));
   LinearJob job;
   const int64_t padding = weights.format == SWARM_INT4 ? 32 : weights.format == SWARM_INT8 ? 4 : 1;
-  const bool whole = padding > 1;  // the inputs become whole numbers
-  job.x = whole ? quantised_tiles_of(weights, x, rows, tile_rows, norm)
-                : tiles_of(weights, x, rows, tile_rows, norm);
+  const bool whole = padding > 1;  // inputs are quantized
+  job.x = whole ? quantized_tiles(weights, x, rows, tile_rows, norm)
+                : packed_tiles(weights, x, rows, tile_rows, norm);
   job.row_bytes = table_->row_bytes(weights.format, weights.in);
   job.rows = rows, job.tile_rows = tile_rows, job.in = ceil_div(weights.in, padding) * padding;
   job.weight = weights.weight, job.scale = weights.scale, job.bias = weights.bias, job.format = weights.format;
@@ -114,22 +114,23 @@ void Engine::multiply(const SwarmLinear& weights, const float* x, int64_t rows, 
   const int64_t tiles = ceil_div(rows, tile_rows);
   const int64_t blocks = ceil_div(weights.out, 16) / (epilogue == LinearJob::GATE_UP ? 2 : 1);
   const int64_t row_groups = ceil_div(tiles, TILES_A_GROUP);
-  const int64_t narrow_threads = pool_->narrow_threads();
-  const int64_t cut = narrow_threads ? blocks - blocks * narrow_thousandths_ / 1000 : blocks;
+  const int64_t slow_threads = pool_->slow_threads();
+  const int64_t fast_blocks = slow_threads ? blocks - blocks * slow_permille_ / 1000 : blocks;
   ends_.clear();
-  add_column_ends(0, cut, pool_->threads() - narrow_threads, tiles);
-  const int64_t wide = (int64_t)ends_.size() * row_groups;
-  add_column_ends(cut, blocks, narrow_threads, tiles);
+  add_column_ends(0, fast_blocks, pool_->threads() - slow_threads, tiles);
+  const int64_t fast_items = (int64_t)ends_.size() * row_groups;
+  add_column_ends(fast_blocks, blocks, slow_threads, tiles);
   const int64_t items = (int64_t)ends_.size() * row_groups;
-  pool_->run(items, items - wide, [&](int64_t item, int) {
-    item = item < wide ? wide - 1 - item : items - 1 - (item - wide);  // rising addresses, large items first
+  pool_->run(items, items - fast_items, [&](int64_t item, int) {
+    // Ascending addresses, large items first.
+    item = item < fast_items ? fast_items - 1 - item : items - 1 - (item - fast_items);
     const int64_t column = item / row_groups, tile = item % row_groups * TILES_A_GROUP;
     table_->linear(job, tile, std::min(tile + TILES_A_GROUP, tiles), column ? ends_[column - 1] : 0, ends_[column]);
   });
 }
 
 void Engine::linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y) {
-  multiply(weights, x, rows, nullptr, LinearJob::STORE, y, weights.out);
+  gemm(weights, x, rows, nullptr, LinearJob::STORE, y, weights.out);
 }
 
 void Engine::rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {
@@ -146,15 +147,15 @@ void Engine::layer(const SwarmLayer& layer, const SwarmCache& cache, const Swarm
   float* gated = scratch_.take(rows * middle);
   const Norm attn_norm{layer.attn_norm, layer.eps}, mlp_norm{layer.mlp_norm, layer.eps};
 
-  multiply(layer.qkv, hidden, rows, &attn_norm, LinearJob::STORE, qkv, ld);
+  gemm(layer.qkv, hidden, rows, &attn_norm, LinearJob::STORE, qkv, ld);
   const float* k = qkv + layer.heads * dim;
   const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, layer.heads};
   const Rotation rotation{&layer, cos, sin, rot, qkv};
   append(cache, plan, heads, &rotation);
   attend(cache, plan, heads, layer.scale, 0, 0.0f, mixed);
-  multiply(layer.o, mixed, rows, nullptr, LinearJob::ADD, hidden, width);
-  multiply(layer.gate_up, hidden, rows, &mlp_norm, LinearJob::GATE_UP, gated, middle);
-  multiply(layer.down, gated, rows, nullptr, LinearJob::ADD, hidden, width);
+  gemm(layer.o, mixed, rows, nullptr, LinearJob::ADD, hidden, width);
+  gemm(layer.gate_up, hidden, rows, &mlp_norm, LinearJob::GATE_UP, gated, middle);
+  gemm(layer.down, gated, rows, nullptr, LinearJob::ADD, hidden, width);
 }
 
 }  // namespace swarm

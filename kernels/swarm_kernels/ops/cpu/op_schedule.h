@@ -1,4 +1,5 @@
-// The ops: which pieces of work a call consists of, in which order, on how many threads. One call at a time.
+// Schedules the ops: splits each call into work items, orders them and runs them on the thread pool. One call at a
+// time.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -31,14 +32,14 @@ class Scratch {
 
 class Engine {
  public:
-  // Before each op: what to run it on. Frees the scratch of the op before.
+  // Before each op: selects kernels and threads, and frees the scratch memory of the previous op.
   void prepare(const KernelTable& table, int threads);
-  // From now on: divide linears and attention between two units of threads, or, without narrow threads, do not.
-  void divide(int threads, const Units& units);
+  // From now on split linears and attention between two core groups, or, without slow threads, use one group.
+  void set_core_groups(int threads, const CoreGroups& units);
 
   void linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y);
   void rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y);
-  void move_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
+  void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
   // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * dim]. q is scaled in a copy.
   struct Heads {
     const float *q, *k, *v;
@@ -63,19 +64,20 @@ class Engine {
     const float* weight;
     float eps;
   };
-  void multiply(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
+  void gemm(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
                 LinearJob::Epilogue epilogue, float* y, int64_t ldy);
   void add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles);
-  const char* quantised_tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+  const char* quantized_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                                  const Norm* norm);
-  const char* tiles_of(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows, const Norm* norm);
+  const char* packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
+                           const Norm* norm);
   void rotate(const Rotation& how, int64_t row, int64_t group);
 
   const KernelTable* table_ = nullptr;
-  std::unique_ptr<Pool> pool_ = std::make_unique<Pool>(1);
+  std::unique_ptr<ThreadPool> pool_ = std::make_unique<ThreadPool>(1);
   Scratch scratch_;
   std::vector<int64_t> ends_;  // of the items of a linear
-  int64_t narrow_thousandths_ = 0;
+  int64_t slow_permille_ = 0;
 };
 
 }  // namespace swarm

@@ -1,7 +1,7 @@
-// Query rows against panels of pages: four pages of keys, or 64 dimensions of a step's values. A panel stays in the
-// first-level cache while all tiles of rows pass; where many do, it is prepared for the products first. Sums are those
-// of bf16.h, over pairs of dimensions and pairs of keys: queries and weights are rounded to bf16 where keys and values
-// are, and products of pairs are added the second first.
+// Micro-kernels for QK^T and PV on panels: four KV blocks of keys, or 64 dimensions of a step's values. A panel stays
+// in the L1 cache while all query tiles use it; if there are many, it is packed first. Sums are those of bf16.h, over
+// pairs of dimensions and pairs of keys: queries and weights are rounded to bf16 where keys and values are, and of each
+// pair the second product is added first.
 #pragma once
 #include <type_traits>
 
@@ -12,62 +12,62 @@
 
 namespace SWARM_ISA {
 
-using swarm::STEP_PAGES;
+using swarm::STEP_KV_BLOCKS;
 
-// Most rows of a register tile, where elements are prepared on the way and where they are already, and the blocks
-// (pages of keys, 16 dimensions of values) it spans. Few rows need many blocks to keep enough sums in flight; many rows
-// save preparing, many blocks save loads.
+// Most rows of a register tile over unpacked and over packed panels, and the blocks (KV blocks of keys, 16 dimensions
+// of values) it spans. Few rows need many blocks to keep enough sums in flight; many rows amortize the conversion, many
+// blocks the loads.
 #if defined(__AVX512F__)
-constexpr int NARROW_ROWS = 12, WIDE_ROWS = 6;
+constexpr int UNPACKED_ROWS = 12, PACKED_ROWS = 6;
 constexpr int blocks_wide(int rows) { return rows > 6 ? 2 : 4; }
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int NARROW_ROWS = 6, WIDE_ROWS = 6;
+constexpr int UNPACKED_ROWS = 6, PACKED_ROWS = 6;
 constexpr int blocks_wide(int rows) { return rows > 3 ? 1 : 2; }
 #else
-constexpr int NARROW_ROWS = 3, WIDE_ROWS = 3;
+constexpr int UNPACKED_ROWS = 3, PACKED_ROWS = 3;
 constexpr int blocks_wide(int) { return 1; }
 #endif
-constexpr int64_t PANEL_PAGES = 4, PANEL_DIMS = 64;
-constexpr int64_t PREPARE_ABOVE = 2 * NARROW_ROWS;  // rows
+constexpr int64_t PANEL_KV_BLOCKS = 4, PANEL_DIMS = 64;
+constexpr int64_t PACK_ABOVE_ROWS = 2 * UNPACKED_ROWS;  // rows
 
-inline bool prepares(int64_t m, bool bf16) { return bf16 && m > PREPARE_ABOVE; }
+inline bool packs_panels(int64_t m, bool bf16) { return bf16 && m > PACK_ABOVE_ROWS; }
 
 // Rows of a tile when m rows share keys: as even as can be.
 inline int64_t query_tile(int64_t m, bool bf16) {
-  const int64_t most = bf16 && !prepares(m, bf16) ? NARROW_ROWS : WIDE_ROWS, tiles = (m + most - 1) / most;
+  const int64_t most = bf16 && !packs_panels(m, bf16) ? UNPACKED_ROWS : PACKED_ROWS, tiles = (m + most - 1) / most;
   return (m + tiles - 1) / tiles;
 }
 
 struct QueryTile {
   int64_t index, row, rows;  // its first query row
-  Seen seen;                 // by any of its rows
+  KeyMask mask;                 // by any of its rows
 };
 
-// Elements are fp32, bf16 as stored, or bf16 prepared: Bf16Input, which is a pair in a word where there are dot-product
+// Elements are fp32, bf16 as stored, or packed bf16: Bf16Input, which is a pair in a word where there are dot-product
 // instructions. Then a step of a sum takes a pair at once, otherwise one element of it after the other.
 template <typename T>
 constexpr bool PAIRED = BF16_INPUTS == 2 && !std::is_same_v<T, float>;
 template <typename T>
 constexpr int TERMS = PAIRED<T> ? 1 : 2;  // of a pair
 template <typename T>
-constexpr int LINES = std::is_same_v<T, uint32_t> ? 1 : 2;  // of a page that hold a pair
+constexpr int STORED_LINES = std::is_same_v<T, uint32_t> ? 1 : 2;  // of a KV block that hold a pair
 template <typename T>
 using Factor = std::conditional_t<PAIRED<T>, uint32_t, float>;  // of queries and weights
 
-// Pages of keys [dim][16], or of values [16][ld] from some dimension on.
+// KV blocks of keys [dim][16], or of values [16][ld] from some dimension on.
 template <typename T>
 struct Panel {
-  const T* page[STEP_PAGES] = {};
-  const char* ahead[STEP_PAGES] = {};  // of the step's next, as stored
+  const T* kv_block[STEP_KV_BLOCKS] = {};
+  const char* prefetch[STEP_KV_BLOCKS] = {};  // the next step's KV block, as stored
   int64_t ld;
-  int64_t ahead_stride;  // bytes from a key's dimension, or a value, to the next as stored
-  PageRange pages;
+  int64_t prefetch_stride;  // bytes from a key's dimension, or a value, to the next as stored
+  KvBlockRange kv_blocks;
 };
 
-// The page to ask for while a tile uses page p: each tile has its own, and what is left is in use anyway.
+// The KV block to prefetch while a tile uses block p: tiles share the work; the others prefetch the block in use.
 template <typename T>
-SWARM_INLINE const char* ahead_of(const Panel<T>& panel, int64_t p, int64_t tile, int64_t tiles) {
-  return panel.ahead[p] && p % tiles == tile ? panel.ahead[p] : reinterpret_cast<const char*>(panel.page[p]);
+SWARM_INLINE const char* prefetch_target(const Panel<T>& panel, int64_t p, int64_t tile, int64_t tiles) {
+  return panel.prefetch[p] && p % tiles == tile ? panel.prefetch[p] : reinterpret_cast<const char*>(panel.kv_block[p]);
 }
 
 // Term I of LANES pairs whose first elements are at `at` and whose second ones `ld` further.
@@ -89,19 +89,21 @@ SWARM_INLINE V add_term(V sums, V elements, float factor) { return sums + factor
 SWARM_INLINE V add_term(V sums, V elements, uint32_t factor) { return add_products(sums, elements, factor); }
 #endif
 
-// The bits of a pair, of which the lower says that the first element counts, as a mask of the pair in a word.
+// The two bits of a pair (the lower: first element visible) as a mask of the pair in a word.
 SWARM_INLINE uint32_t halves(uint32_t bits) { return (bits & 1 ? 0xffffu : 0) | (bits & 2 ? 0xffff0000u : 0); }
 
 // q [dim / 2][TERMS][ROWS] x the panel's keys -> scores [ROWS][STEP_KEYS].
 template <int ROWS, typename T>
-SWARM_APART void score(const float* q, int64_t dim, const Panel<T>& panel, int64_t tile, int64_t tiles,
+SWARM_NOINLINE void compute_qk(const float* q, int64_t dim, const Panel<T>& panel, int64_t tile, int64_t tiles,
                         float* scores) {
-  constexpr int PAGES_WIDE = blocks_wide(ROWS), N = PAGES_WIDE * VECS;
-  for (int64_t p = panel.pages.begin / PAGES_WIDE * PAGES_WIDE; p < panel.pages.end; p += PAGES_WIDE) {
-    const T* keys[PAGES_WIDE];
-    const char* ahead[PAGES_WIDE];
+  constexpr int KV_BLOCKS_WIDE = blocks_wide(ROWS), N = KV_BLOCKS_WIDE * VECS;
+  int64_t p = panel.kv_blocks.begin / KV_BLOCKS_WIDE * KV_BLOCKS_WIDE;
+  for (; p < panel.kv_blocks.end; p += KV_BLOCKS_WIDE) {
+    const T* keys[KV_BLOCKS_WIDE];
+    const char* prefetch[KV_BLOCKS_WIDE];
     SWARM_UNROLL
-    for (int j = 0; j < PAGES_WIDE; j++) keys[j] = panel.page[p + j], ahead[j] = ahead_of(panel, p + j, tile, tiles);
+    for (int j = 0; j < KV_BLOCKS_WIDE; j++)
+      keys[j] = panel.kv_block[p + j], prefetch[j] = prefetch_target(panel, p + j, tile, tiles);
     V acc[ROWS][N];
     SWARM_UNROLL
     for (int r = 0; r < ROWS; r++)
@@ -112,9 +114,11 @@ SWARM_APART void score(const float* q, int64_t dim, const Panel<T>& panel, int64
       V elements[N];
       SWARM_UNROLL
       for (int j = 0; j < N; j++)
-        elements[j] = term<index.value>(keys[j / VECS] + pair * LINES<T> * PAGE + (j % VECS) * LANES, PAGE);
+        elements[j] =
+            term<index.value>(keys[j / VECS] + pair * STORED_LINES<T> * KV_BLOCK + (j % VECS) * LANES, KV_BLOCK);
       SWARM_UNROLL
-      for (int j = index.value; j < PAGES_WIDE; j += TERMS<T>) __builtin_prefetch(ahead[j] + pair * 2 * panel.ahead_stride);
+      for (int j = index.value; j < KV_BLOCKS_WIDE; j += TERMS<T>)
+        __builtin_prefetch(prefetch[j] + pair * 2 * panel.prefetch_stride);
       SWARM_UNROLL
       for (int r = 0; r < ROWS; r++)
         SWARM_UNROLL
@@ -127,21 +131,21 @@ SWARM_APART void score(const float* q, int64_t dim, const Panel<T>& panel, int64
     SWARM_UNROLL
     for (int r = 0; r < ROWS; r++)
       SWARM_UNROLL
-      for (int j = 0; j < N; j++) store(scores + r * STEP_KEYS + p * PAGE + j * LANES, acc[r][j]);
+      for (int j = 0; j < N; j++) store(scores + r * STEP_KEYS + p * KV_BLOCK + j * LANES, acc[r][j]);
   }
 }
 
-// mix [ROWS][WIDTH of dim] = mix * shrink + weights [ROWS][STEP_KEYS] x values, from column d of the panel on, over the
-// keys in `seen`.
+// weighted [ROWS][WIDTH of dim] = weighted * rescale + weights [ROWS][STEP_KEYS] x values, from column d of the panel
+// on, over the keys in the tile's mask.
 template <int ROWS, int WIDTH, typename T>
-SWARM_APART void gather(const Factor<T>* weights, const float* shrink, const Panel<T>& panel, int64_t d,
-                         const QueryTile& tile, int64_t tiles, int64_t dim, float* mix) {
+SWARM_NOINLINE void accumulate_pv(const Factor<T>* weights, const float* rescale, const Panel<T>& panel, int64_t d,
+                         const QueryTile& tile, int64_t tiles, int64_t dim, float* weighted) {
   constexpr int N = WIDTH / LANES;
   V acc[ROWS][N];
   SWARM_UNROLL
   for (int r = 0; r < ROWS; r++)
     SWARM_UNROLL
-    for (int j = 0; j < N; j++) acc[r][j] = load(mix + r * dim + j * LANES) * shrink[r];
+    for (int j = 0; j < N; j++) acc[r][j] = load(weighted + r * dim + j * LANES) * rescale[r];
   const auto add = [&](auto index, const T* value, const Factor<T>* weight, uint32_t keep)
                        __attribute__((always_inline)) {
     V elements[N];
@@ -163,17 +167,17 @@ SWARM_APART void gather(const Factor<T>* weights, const float* shrink, const Pan
       add(std::integral_constant<int, 0>(), value, weight, halves(bits));
     }
   };
-  for (int64_t p = panel.pages.begin; p < panel.pages.end; p++) {
-    uint32_t bits = tile.seen.page(p);
-    const T* value = panel.page[p] + d;
-    const Factor<T>* weight = weights + p * PAGE / 2 * TERMS<T>;
-    const int64_t step = LINES<T> * panel.ld;
+  for (int64_t p = panel.kv_blocks.begin; p < panel.kv_blocks.end; p++) {
+    uint32_t bits = tile.mask.kv_block(p);
+    const T* value = panel.kv_block[p] + d;
+    const Factor<T>* weight = weights + p * KV_BLOCK / 2 * TERMS<T>;
+    const int64_t step = STORED_LINES<T> * panel.ld;
     if (bits == 0xffff) {
-      const char* ahead = ahead_of(panel, p, tile.index, tiles) + d * panel.ahead_stride / dim;
-      for (int pair = 0; pair < PAGE / 2; pair++, value += step, weight += TERMS<T>) {
+      const char* prefetch = prefetch_target(panel, p, tile.index, tiles) + d * panel.prefetch_stride / dim;
+      for (int pair = 0; pair < KV_BLOCK / 2; pair++, value += step, weight += TERMS<T>) {
         SWARM_UNROLL
-        for (int line = 0; line < 2; line++, ahead += panel.ahead_stride)
-          __builtin_prefetch(ahead), __builtin_prefetch(ahead + 64);
+        for (int line = 0; line < 2; line++, prefetch += panel.prefetch_stride)
+          __builtin_prefetch(prefetch), __builtin_prefetch(prefetch + 64);
         add_pair(value, weight, 3);
       }
     } else {
@@ -184,31 +188,32 @@ SWARM_APART void gather(const Factor<T>* weights, const float* shrink, const Pan
   SWARM_UNROLL
   for (int r = 0; r < ROWS; r++)
     SWARM_UNROLL
-    for (int j = 0; j < N; j++) store(mix + r * dim + j * LANES, acc[r][j]);
+    for (int j = 0; j < N; j++) store(weighted + r * dim + j * LANES, acc[r][j]);
 }
 
-// The panel's columns [0, width) into mix [ROWS][dim].
+// The panel's columns [0, width) into weighted [ROWS][dim].
 template <int ROWS, typename T>
-SWARM_INLINE void gather_panel(const float* weights, const float* shrink, const Panel<T>& panel, int64_t width,
-                               const QueryTile& tile, int64_t tiles, int64_t dim, float* mix) {
-  constexpr int WIDE_DIMS = blocks_wide(ROWS) * BLOCK;
+SWARM_INLINE void accumulate_pv_panel(const float* weights, const float* rescale, const Panel<T>& panel, int64_t width,
+                               const QueryTile& tile, int64_t tiles, int64_t dim, float* weighted) {
+  constexpr int DIMS_WIDE = blocks_wide(ROWS) * BLOCK;
   const auto* factors = reinterpret_cast<const Factor<T>*>(weights);
   int64_t d = 0;
-  for (; d + WIDE_DIMS <= width; d += WIDE_DIMS)
-    gather<ROWS, WIDE_DIMS>(factors, shrink, panel, d, tile, tiles, dim, mix + d);
-  for (; d < width; d += BLOCK) gather<ROWS, BLOCK>(factors, shrink, panel, d, tile, tiles, dim, mix + d);
+  for (; d + DIMS_WIDE <= width; d += DIMS_WIDE)
+    accumulate_pv<ROWS, DIMS_WIDE>(factors, rescale, panel, d, tile, tiles, dim, weighted + d);
+  for (; d < width; d += BLOCK) accumulate_pv<ROWS, BLOCK>(factors, rescale, panel, d, tile, tiles, dim, weighted + d);
 }
 
-// The panel as the products take it, `lines` of `width` elements a page, at `to`.
-inline Panel<Bf16Input> prepared(const Panel<uint16_t>& panel, int64_t lines, int64_t width, float* to) {
+// Packs the panel for the micro-kernels, `lines` of `width` elements per KV block, at `to`.
+inline Panel<Bf16Input> pack_panel(const Panel<uint16_t>& panel, int64_t lines, int64_t width, float* to) {
   constexpr int A_LINE = BF16_INPUTS;
   Panel<Bf16Input> ready;
-  ready.pages = panel.pages, ready.ld = width, ready.ahead_stride = panel.ahead_stride;
-  for (int64_t p = 0; p < STEP_PAGES; p++) {
-    ready.page[p] = reinterpret_cast<const Bf16Input*>(to), ready.ahead[p] = panel.ahead[p];
-    if (p < panel.pages.begin || p >= panel.pages.end) continue;
+  ready.kv_blocks = panel.kv_blocks, ready.ld = width, ready.prefetch_stride = panel.prefetch_stride;
+  for (int64_t p = 0; p < STEP_KV_BLOCKS; p++) {
+    ready.kv_block[p] = reinterpret_cast<const Bf16Input*>(to), ready.prefetch[p] = panel.prefetch[p];
+    if (p < panel.kv_blocks.begin || p >= panel.kv_blocks.end) continue;
     for (int64_t line = 0; line < lines; line += A_LINE, to += width)
-      for (int64_t e = 0; e < width; e += LANES) store(to + e, term<0>(panel.page[p] + line * panel.ld + e, panel.ld));
+      for (int64_t e = 0; e < width; e += LANES)
+        store(to + e, term<0>(panel.kv_block[p] + line * panel.ld + e, panel.ld));
   }
   return ready;
 }

@@ -1,14 +1,14 @@
-// Rows as whole numbers, what weights of 8 and 4 bits are multiplied by. Each group of 64 inputs of a row has a step of
-// its own, so that a large value costs its group its precision and not the row.
+// Dynamic quantization of activations to int8, for 8 and 4-bit weights. Each group of 64 inputs of a row has its own
+// scale, so an outlier costs only its group precision.
 #pragma once
 #include "kernels.h"
 #include "simd.h"
 
 namespace SWARM_ISA {
 
-constexpr int64_t GROUP = 64;  // inputs that share a step
+constexpr int64_t GROUP = 64;  // inputs that share a scale
 constexpr float LARGEST = 127.0f;
-constexpr float TINY = 1e-30f;  // a group below this counts as zero: the inverse of its step must be finite
+constexpr float TINY = 1e-30f;  // smaller groups become zeros: the inverse of the scale must be finite
 
 SWARM_INLINE I round_even(V v) {
 #if defined(__AVX512F__)
@@ -41,21 +41,21 @@ SWARM_INLINE float peak_of(const float* values) {
 
 // A tile is made of groups, zero-padded; each has these words of every row, then quad after quad of all rows. A quad is
 // 4 inputs of a row: a word of int8, or as int16 numbers 0 and 2, then 1 and 3.
-enum Head {
-  STEP,        // fp32
-  BELOW_ZERO,  // int32: -128 times the sum of the integers
+enum TileHeader {
+  STEP,        // fp32 scale
+  ZERO_POINT,  // int32: -128 times the sum of the integers
   LOW_SUM,     // fp32: of the first half's integers
   HIGH_SUM,    // and of the last half's
-  HEAD_WORDS
+  HEADER_WORDS
 };
 template <typename Quant>
 struct Tile {
   static constexpr int64_t QUAD = 4 * sizeof(Quant);
-  static constexpr int64_t GROUP_ROW_BYTES = 4 * HEAD_WORDS + GROUP / 4 * QUAD;  // of one row in one group
+  static constexpr int64_t GROUP_ROW_BYTES = 4 * HEADER_WORDS + GROUP / 4 * QUAD;  // of one row in one group
   static const char* head(const char* group, int64_t rows, int word) { return group + 4 * word * rows; }
-  static const char* quads(const char* group, int64_t rows) { return head(group, rows, HEAD_WORDS); }
+  static const char* quads(const char* group, int64_t rows) { return head(group, rows, HEADER_WORDS); }
 
-  // Row `row`; scale * norm[k] multiply where norm is not null. A group of infinities or NaN has such a step.
+  // Row `row`; scale * norm[k] multiply where norm is not null. A group with infinities or NaN has such a scale.
   static void fill_row(const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows, int64_t row,
                        char* tile) {
     constexpr int ORDER[4] = {0, QUAD == 4 ? 1 : 2, QUAD == 4 ? 2 : 1, 3};
@@ -81,11 +81,11 @@ struct Tile {
         for (int i = 0; i < LANES; i++) sums[half] += total[i];
       }
       const float step = peak > TINY || peak != peak ? peak / LARGEST : 0.0f;
-      const int32_t below_zero = -128 * (sums[0] + sums[1]);
+      const int32_t zero_point = -128 * (sums[0] + sums[1]);
       const float low = (float)sums[0], high = (float)sums[1];
-      const void* words[HEAD_WORDS] = {&step, &below_zero, &low, &high};
-      for (int word = 0; word < HEAD_WORDS; word++) std::memcpy(tile + 4 * (word * tile_rows + row), words[word], 4);
-      char* quads = tile + 4 * HEAD_WORDS * tile_rows + row * QUAD;
+      const void* words[HEADER_WORDS] = {&step, &zero_point, &low, &high};
+      for (int word = 0; word < HEADER_WORDS; word++) std::memcpy(tile + 4 * (word * tile_rows + row), words[word], 4);
+      char* quads = tile + 4 * HEADER_WORDS * tile_rows + row * QUAD;
       for (int64_t q = 0; q < GROUP / 4; q++, quads += tile_rows * QUAD) {
         Quant quad[4];
         for (int i = 0; i < 4; i++) quad[i] = numbers[4 * q + ORDER[i]];

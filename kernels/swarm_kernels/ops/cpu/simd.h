@@ -31,17 +31,17 @@
 #define SWARM_UNROLL _Pragma("GCC unroll 64")
 #endif
 #define SWARM_INLINE inline __attribute__((always_inline))
-#define SWARM_APART __attribute__((noinline))  // compiled once, with all registers to itself
+#define SWARM_NOINLINE __attribute__((noinline))  // its own register allocation
 
 namespace SWARM_ISA {
 
 constexpr int LANES = SWARM_LANES;
-constexpr int BLOCK = 16;            // outputs of a weight block, tokens of a KV page
+constexpr int BLOCK = 16;            // outputs of a weight block, tokens of a KV block
 constexpr int VECS = BLOCK / LANES;  // vectors in a block
 
-// Bytes from a weight in use to the one asked of memory: the hardware's own prefetch stops at each 4 KB page, and
-// weights are read once a step.
-constexpr int64_t AHEAD = 2048;
+// Software prefetch distance in bytes: the hardware prefetcher stops at each 4 KB page, and weights are read once per
+// step.
+constexpr int64_t PREFETCH_BYTES = 2048;
 
 typedef float V __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
@@ -169,9 +169,9 @@ SWARM_INLINE V exp2(V x) {
   p = p * f + 1.0f;
   return p * (V)(((U)shifted << 23) + (127u << 23));
 }
-constexpr float LOG2E = 1.44269504088896f;
+constexpr float LOG2_E = 1.44269504088896f;
 SWARM_INLINE V sigmoid(V x) {
-  V power = x * -LOG2E;
+  V power = x * -LOG2_E;
   return 1.0f / (1.0f + exp2(power > 126.0f ? splat(126.0f) : power));
 }
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr auto WORKER_SPIN = std::chrono::microseconds(60);  // regions of one step follow each other within this
 constexpr int PAUSES_A_LOOK = 16;                            // pauses between two looks at the clock
-constexpr int CALLER_SPINS = 2000;                           // then yields: the worker may need this very core
+constexpr int CALLER_SPINS = 2000;                           // then it yields, since the worker may need this core
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -22,8 +22,8 @@ inline void pause() {
 
 uint32_t unclaimed(uint64_t ticket) { return (uint32_t)ticket; }
 
-// A wish: where it is refused, the system goes on deciding.
-void run_on(std::thread& thread, const std::vector<int>& cores) {
+// Best effort: if it fails, the system schedules the thread.
+void set_affinity(std::thread& thread, const std::vector<int>& cores) {
 #if defined(__linux__)
   if (cores.empty()) return;
   cpu_set_t set;
@@ -38,18 +38,19 @@ void run_on(std::thread& thread, const std::vector<int>& cores) {
 
 }  // namespace
 
-Pool::Pool(int threads, const Units& units) : asked_(threads), first_narrow_(threads - units.narrow_threads) {
+ThreadPool::ThreadPool(int threads, const CoreGroups& units)
+    : requested_threads_(threads), first_slow_(threads - units.slow_threads) {
   workers_.reserve(threads);
   try {
     for (int i = 1; i < threads; i++) {
       workers_.emplace_back([this, i] { serve(i); });
-      run_on(workers_.back(), units.cores[i >= first_narrow_]);
+      set_affinity(workers_.back(), units.cores[i >= first_slow_]);
     }
   } catch (const std::system_error&) {  // the system has no more threads: go on with those there are
   }
 }
 
-Pool::~Pool() {
+ThreadPool::~ThreadPool() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_.store(true);
@@ -58,15 +59,15 @@ Pool::~Pool() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void Pool::run_region(int64_t wide, int64_t narrow, Call call, const void* context) {
+void ThreadPool::run_region(int64_t fast, int64_t slow, Call call, const void* context) {
   call_ = call;
   context_ = context;
-  unfinished_.store(wide + narrow, std::memory_order_relaxed);
-  shared_.store(narrow == 0, std::memory_order_relaxed);
-  queues_[1].first = wide;
+  unfinished_.store(fast + slow, std::memory_order_relaxed);
+  fast_is_shared_.store(slow == 0, std::memory_order_relaxed);
+  queues_[1].first = fast;
   const uint64_t region = (queues_[0].ticket.load(std::memory_order_relaxed) >> 32) + 1;
-  queues_[1].ticket.store(region << 32 | (uint64_t)narrow);
-  queues_[0].ticket.store(region << 32 | (uint64_t)wide);  // sequentially consistent with the look at the sleepers
+  queues_[1].ticket.store(region << 32 | (uint64_t)slow);
+  queues_[0].ticket.store(region << 32 | (uint64_t)fast);  // sequentially consistent with the look at the sleepers
   if (sleepers_.load() > 0) {
     { std::lock_guard<std::mutex> lock(mutex_); }
     wake_.notify_all();
@@ -77,19 +78,19 @@ void Pool::run_region(int64_t wide, int64_t narrow, Call call, const void* conte
     spins < CALLER_SPINS ? pause() : (void)sched_yield();
 }
 
-// A narrow thread that sees `shared_` of another region takes an item it was not meant to have, which harms nobody.
-bool Pool::claim_one(int thread) {
-  if (thread < first_narrow_) return claim_from(queues_[0], thread);
+// A slow thread that sees `shared_` of another region takes an item it was not meant to have, which harms nobody.
+bool ThreadPool::claim_one(int thread) {
+  if (thread < first_slow_) return claim_from(queues_[0], thread);
   return claim_from(queues_[1], thread) ||
-         (shared_.load(std::memory_order_relaxed) && claim_from(queues_[0], thread));
+         (fast_is_shared_.load(std::memory_order_relaxed) && claim_from(queues_[0], thread));
 }
 
-bool Pool::anything_for(int thread) const {
-  if (thread >= first_narrow_ && unclaimed(queues_[1].ticket.load()) > 0) return true;
-  return (thread < first_narrow_ || shared_.load()) && unclaimed(queues_[0].ticket.load()) > 0;
+bool ThreadPool::anything_for(int thread) const {
+  if (thread >= first_slow_ && unclaimed(queues_[1].ticket.load()) > 0) return true;
+  return (thread < first_slow_ || fast_is_shared_.load()) && unclaimed(queues_[0].ticket.load()) > 0;
 }
 
-bool Pool::claim_from(Queue& queue, int thread) {
+bool ThreadPool::claim_from(Queue& queue, int thread) {
   uint64_t ticket = queue.ticket.load(std::memory_order_acquire);
   while (unclaimed(ticket) > 0) {
     if (!queue.ticket.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire))
@@ -102,7 +103,7 @@ bool Pool::claim_from(Queue& queue, int thread) {
   return false;
 }
 
-void Pool::serve(int thread) {
+void ThreadPool::serve(int thread) {
   for (;;) {
     while (claim_one(thread)) {
     }
@@ -111,7 +112,7 @@ void Pool::serve(int thread) {
 }
 
 // Until there is something to claim; false when the pool ends.
-bool Pool::await_region(int thread) {
+bool ThreadPool::await_region(int thread) {
   const auto give_up = std::chrono::steady_clock::now() + WORKER_SPIN;
   do {
     for (int i = 0; i < PAUSES_A_LOOK; i++) {

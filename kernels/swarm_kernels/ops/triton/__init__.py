@@ -1,4 +1,4 @@
-"""The GPU's kernels, written in Triton. `gpu` decides whether they are used; nothing else imports this package.
+"""The GPU backend, written in Triton. `selector` decides whether it is used, and alone is importable without Triton.
 
 Three modules hold kernels (`attention_kernels`, `cache_kernels`, `row_kernels`); the others launch them.
 """

@@ -1,6 +1,7 @@
-"""Compiles the kernels for GPUs that are not here: what `python -m swarm_kernels.ops.triton.aot_compile 80 90` prints.
+"""Ahead-of-time compilation of the kernels for GPUs that are not present, to check that they compile and fit.
 
-Needs only Triton, whose wheel brings the assembler. Owns one representative set of variants; knows no device.
+`python -m swarm_kernels.ops.triton.aot_compile 80 90` prints a line per kernel. Needs only Triton, whose wheel contains
+the assembler. Owns a representative set of kernel variants; uses no device.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from swarm_kernels.batch import BLOCK_SIZE
 from swarm_kernels.ops.triton import attention, attention_kernels, cache_kernels, row_kernels
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-"""Shared memory a block may use on GPUs of these compute capabilities (CUDA programming guide, technical
-specifications), which are also the targets checked."""
+"""Shared memory per thread block by compute capability (CUDA programming guide, technical specifications); its keys are
+the targets checked."""
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel with everything it is specialised for."""
+    """One kernel with everything it is specialized for."""
 
     title: str
     kernel: Any
@@ -40,7 +41,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the compiler made of a variant for one target."""
+    """A variant compiled for one target."""
 
     title: str
     capability: int
@@ -49,7 +50,7 @@ class Compiled:
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel, attention for each format and for the head sizes that press hardest on shared memory."""
+    """Every kernel; attention for each dtype and the head sizes that need the most shared memory."""
     for dtype in _NAMES:
         for dim in (64, 128, 256):
             heads = attention.AttentionShape(32, 8, dim)
@@ -57,17 +58,17 @@ def variants() -> Iterator[Variant]:
         yield _attend(
             attention.AttentionShape(8, 1, 80), dtype, block_m=32 if dtype == torch.float32 else 64, split=False
         )
-        yield _place(dtype)
-        yield _rows("add_rms_norm", row_kernels.add_rms_norm, dtype)
+        yield _norm_rope_and_cache(dtype)
+        yield _row_kernel("add_rms_norm", row_kernels.add_rms_norm, dtype)
     yield _attend(attention.AttentionShape(16, 4, 256), torch.bfloat16, block_m=64, split=False)
-    yield _rows("silu_times", row_kernels.silu_times, torch.bfloat16)
-    yield _cut()
-    yield _merge()
-    yield _move()
+    yield _row_kernel("silu_times", row_kernels.silu_times, torch.bfloat16)
+    yield _cut_tiles()
+    yield _merge_splits()
+    yield _commit_tree_slots()
 
 
 def compile_for(variant: Variant, capability: int) -> Compiled:
-    """Down to machine code. Raises what Triton raises: a kernel that does not compile is our bug."""
+    """Compile to machine code. Triton's exceptions pass through: a kernel that does not compile is our bug."""
     source = ASTSource(
         variant.kernel,
         signature={name: variant.types.get(name, "constexpr") for name in variant.kernel.arg_names},
@@ -83,7 +84,7 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
 
 
 _ALIGNED = frozenset(
-    ("k_pages", "v_pages", "out", "q_out", "sums", "stats", "x", "delta", "weight", "total", "gate_up")
+    ("k_blocks", "v_blocks", "out", "q_out", "sums", "stats", "x", "delta", "weight", "total", "gate_up")
 )
 
 
@@ -91,40 +92,41 @@ def _attend(
     heads: attention.AttentionShape, dtype: torch.dtype, block_m: int, split: bool, extras: bool = True
 ) -> Variant:
     name = _NAMES[dtype]
-    data = {"q": f"*{name}", "k_pages": f"*{name}", "v_pages": f"*{name}", "stats": "*fp32"}
-    tables = dict.fromkeys(("session", "past", "pages", "tree_pages", "tiles"), "*i32")
-    counts = dict.fromkeys(("rows", "max_pages", "max_tree_pages", "words", "window", "q_stride"), "i32")
+    data = {"q": f"*{name}", "k_blocks": f"*{name}", "v_blocks": f"*{name}", "stats": "*fp32"}
+    tables = dict.fromkeys(("sequence_index", "context_lens", "block_tables", "tree_block_tables", "tiles"), "*i32")
+    counts = dict.fromkeys(("rows", "max_blocks", "max_tree_blocks", "words", "window", "q_stride"), "i32")
     return Variant(
-        title=f"attend {name}, head {heads.dim}, tile {block_m}{', split' if split else ''}",
+        title=f"attend {name}, head {heads.head_dim}, tile {block_m}{', split' if split else ''}",
         kernel=attention_kernels.attend_tiles,
         types={
             **data, **tables, **counts, "out": "*fp32" if split else f"*{name}", "positions": "*i64",
             "tree_mask": "*i64", "scale": "fp32", "cap": "fp32",
         },
         constants={
-            "GROUPS": heads.groups, "JOINT": heads.joint, "D": heads.dim, "BLOCK_D": heads.block_d,
-            "BLOCK_M": block_m, "BLOCK_N": attention.block_n(heads, dtype), "PAGE": BLOCK_SIZE, "SPLIT": split,
+            "KV_HEADS": heads.kv_heads, "QUERIES_PER_KV": heads.queries_per_kv, "D": heads.head_dim,
+            "BLOCK_D": heads.block_d,
+            "BLOCK_M": block_m, "BLOCK_N": attention.block_n(heads, dtype), "BLOCK_SIZE": BLOCK_SIZE, "SPLIT": split,
             "WINDOWED": extras, "CAPPED": extras, "DOT": attention.dot_type(dtype),
         },
         options=attention.launch_options(heads, dtype, block_m),
     )  # fmt: skip
 
 
-def _place(dtype: torch.dtype) -> Variant:
-    data = dict.fromkeys(("q", "k", "v", "q_out", "k_pages", "v_pages"), f"*{_NAMES[dtype]}")
+def _norm_rope_and_cache(dtype: torch.dtype) -> Variant:
+    data = dict.fromkeys(("q", "k", "v", "q_out", "k_blocks", "v_blocks"), f"*{_NAMES[dtype]}")
     tables = dict.fromkeys(("cos", "sin", "q_norm", "k_norm"), "*fp32")
     counts = dict.fromkeys(("q_stride", "k_stride", "v_stride", "rot"), "i32")
     return Variant(
-        f"place {_NAMES[dtype]}",
-        cache_kernels.place_heads,
-        {**data, **tables, **counts, "write": "*i64", "eps": "fp32"},
+        f"norm_rope_and_cache {_NAMES[dtype]}",
+        cache_kernels.norm_rope_and_cache,
+        {**data, **tables, **counts, "slot_mapping": "*i64", "eps": "fp32"},
         {
             "HEADS": 9,
-            "GROUPS": 3,
+            "KV_HEADS": 3,
             "D": 80,
             "BLOCK_D": 128,
-            "PAGE": BLOCK_SIZE,
-            "TURN": True,
+            "BLOCK_SIZE": BLOCK_SIZE,
+            "ROPE": True,
             "NORM_Q": True,
             "NORM_K": True,
         },
@@ -132,7 +134,7 @@ def _place(dtype: torch.dtype) -> Variant:
     )
 
 
-def _rows(title: str, kernel: Any, dtype: torch.dtype) -> Variant:
+def _row_kernel(title: str, kernel: Any, dtype: torch.dtype) -> Variant:
     data = {name: f"*{_NAMES[dtype]}" for name in kernel.arg_names if name in ("x", "delta", "total", "out", "gate_up")}
     norm = {"weight": "*fp32", "eps": "fp32"} if "weight" in kernel.arg_names else {}
     constants = {"WIDTH": 4096, "BLOCK": 4096, "ADD": True}
@@ -145,28 +147,28 @@ def _rows(title: str, kernel: Any, dtype: torch.dtype) -> Variant:
     )
 
 
-def _cut() -> Variant:
-    types = {"session": "*i32", "tiles": "*i32", "rows": "i32"}
+def _cut_tiles() -> Variant:
+    types = {"sequence_index": "*i32", "tiles": "*i32", "rows": "i32"}
     return Variant("cut_tiles", attention_kernels.cut_tiles, types, {"TILE": 5, "BLOCK": 1024}, {})
 
 
-def _merge() -> Variant:
+def _merge_splits() -> Variant:
     types = {"sums": "*fp32", "stats": "*fp32", "out": "*bf16", "items": "i32"}
     return Variant("merge_splits", attention_kernels.merge_splits, types, {"D": 128, "BLOCK_D": 128, "SPLITS": 64}, {})
 
 
-def _move() -> Variant:
-    types = {"k_pages": "*bf16", "v_pages": "*bf16", "copy_from": "*i64", "copy_to": "*i64", "count": "i32"}
-    constants = {"GROUPS": 8, "D": 128, "PAGE": BLOCK_SIZE, "BLOCK_C": 512, "BLOCK_D": 16}
-    return Variant("move_slots", cache_kernels.move_slots, types, constants, {})
+def _commit_tree_slots() -> Variant:
+    types = {"k_blocks": "*bf16", "v_blocks": "*bf16", "copy_from": "*i64", "copy_to": "*i64", "count": "i32"}
+    constants = {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": BLOCK_SIZE, "BLOCK_C": 512, "BLOCK_D": 16}
+    return Variant("commit_tree_slots", cache_kernels.commit_tree_slots, types, constants, {})
 
 
-def few(capability: int) -> Iterator[Variant]:
-    """One attention variant, another on each target, and on one target every other kernel: what a test has time for."""
+def sample(capability: int) -> Iterator[Variant]:
+    """A quick sample: one attention variant, different per target, and on the first target every other kernel."""
     attends = [variant for variant in variants() if variant.kernel is attention_kernels.attend_tiles]
-    place = list(SHARED_BYTES).index(capability)
-    yield attends[(5 * place + 1) % len(attends)]
-    if place == 0:
+    index = list(SHARED_BYTES).index(capability)
+    yield attends[(5 * index + 1) % len(attends)]
+    if index == 0:
         seen: set[Any] = {attention_kernels.attend_tiles}
         for variant in variants():
             if variant.kernel not in seen:
@@ -175,21 +177,21 @@ def few(capability: int) -> Iterator[Variant]:
 
 
 def main() -> None:
-    """Exits with 3 where Triton has no assembler for these GPUs."""
+    """Command line. Exits with 3 where Triton has no assembler for these GPUs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("capabilities", type=int, nargs="*", metavar="80", help=f"of {[*SHARED_BYTES]}")
-    parser.add_argument("--few", action="store_true", help="a sample of the variants")
+    parser.add_argument("--sample", action="store_true", help="a sample of the variants")
     arguments = parser.parse_args()
-    unknown = set(arguments.capabilities) - set(SHARED_BYTES)  # argparse's `choices` refuse an empty list
+    unknown = set(arguments.capabilities) - set(SHARED_BYTES)  # argparse's `choices` reject an empty list
     if unknown:
         parser.error(f"no target of these: {', '.join(map(str, sorted(unknown)))}")
     try:
-        _ = knobs.nvidia.ptxas.path  # looked for when read
+        _ = knobs.nvidia.ptxas.path  # the property searches for it
     except RuntimeError as error:
         sys.stderr.write(f"Triton has no assembler here: {error}\n")
         sys.exit(3)
     for capability in arguments.capabilities or SHARED_BYTES:
-        for variant in few(capability) if arguments.few else variants():
+        for variant in sample(capability) if arguments.sample else variants():
             done = compile_for(variant, capability)
             used = f"{done.shared_bytes / 1024:>6.1f} KiB shared of {SHARED_BYTES[capability] >> 10}"
             sys.stdout.write(f"sm_{capability}  {done.title:<44} {used}\n")

@@ -1,4 +1,4 @@
-"""The ops on a GPU, by the Triton kernels: what `gpu` hands out once they have passed their self-test."""
+"""The backend of the Triton kernels, which `selector` returns once they pass their self-test."""
 
 from __future__ import annotations
 
@@ -12,60 +12,62 @@ from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.triton import attention
 from swarm_kernels.ops.triton.attention import AttentionShape, SplitPlan
 from swarm_kernels.ops.triton.graphs import TritonLayerStack
-from swarm_kernels.ops.triton.layers import MAX_WIDTH, covers_layers, rms_norm
+from swarm_kernels.ops.triton.layers import MAX_WIDTH, rms_norm, supports_stack
 
 
 class TritonBackend(AttentionBackend):
-    """fp32, bf16 and fp16, the formats that `gpu` offers it for."""
+    """fp32, bf16 and fp16, the dtypes that `selector` offers it for."""
 
-    stacks_kept = 8  # each may hold graphs' memory
+    max_cached_stacks = 8  # each may hold the memory of CUDA graphs
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: tuple[AttentionMetadata, AttentionMetadata, SplitPlan] | None = None  # a batch asks once a layer
+        self._last: tuple[AttentionMetadata, AttentionMetadata, SplitPlan] | None = (
+            None  # every layer of a batch uses it
+        )
 
-    def supports_cache(self, k_pages: torch.Tensor) -> bool:
+    def supports_cache(self, k_blocks: torch.Tensor) -> bool:
         return True
 
-    def supports_attention(self, heads: int, k_pages: torch.Tensor) -> bool:
-        _, groups, dim, _ = k_pages.shape
-        return attention.covers(AttentionShape(heads, groups, dim), k_pages.dtype)
+    def supports_attention(self, heads: int, k_blocks: torch.Tensor) -> bool:
+        _, kv_heads, dim, _ = k_blocks.shape
+        return attention.supports(AttentionShape(heads, kv_heads, dim), k_blocks.dtype)
 
     def supports_norm(self, x: torch.Tensor) -> bool:
         return x.shape[-1] <= MAX_WIDTH
 
     def supports_layers(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], dtype: torch.dtype) -> bool:
-        return covers_layers(layers, dtype) and all(k_pages.dtype == dtype for k_pages, _ in caches)
+        return supports_stack(layers, dtype) and all(k_blocks.dtype == dtype for k_blocks, _ in caches)
 
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
         plan: AttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
         with _on(q):
-            known = self._last
+            last = self._last
             shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2])
-            tiling = attention.tiling_of(plan, shape, attention.wider(q.dtype, k_pages.dtype))
-            if known is None or known[0] is not plan or known[2].tiling != tiling:
-                read = attention.plain(plan)
-                known = self._last = (plan, read, attention.cut(read, tiling))
-            _, read, tiles = known
-            attention.commit_tree_slots(k_pages, v_pages, read.copy_from, read.copy_to)
-            attention.append(k, v, k_pages, v_pages, read.slot_mapping)
-            return attention.attend_placed(q, k_pages, v_pages, read, tiles, scale, sliding_window, softcap)
+            tiling = attention.tiling_of(plan, shape, attention.wider_dtype(q.dtype, k_blocks.dtype))
+            if last is None or last[0] is not plan or last[2].tiling != tiling:
+                read = attention.kernel_metadata(plan)
+                last = self._last = (plan, read, attention.cut(read, tiling))
+            _, read, tiles = last
+            attention.commit_tree_slots(k_blocks, v_blocks, read.copy_from, read.copy_to)
+            attention.append(k, v, k_blocks, v_blocks, read.slot_mapping)
+            return attention.attend_cached(q, k_blocks, v_blocks, read, tiles, scale, sliding_window, softcap)
 
     def commit_tree_slots(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
+        self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
     ) -> None:
-        with _on(k_pages):
-            attention.commit_tree_slots(k_pages, v_pages, copy_from, copy_to)
+        with _on(k_blocks):
+            attention.commit_tree_slots(k_blocks, v_blocks, copy_from, copy_to)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         with _on(x):
@@ -79,5 +81,5 @@ TRITON = TritonBackend()
 
 
 def _on(tensor: torch.Tensor) -> torch.cuda.device:
-    """Triton launches on the current GPU, which need not be the tensor's. Does nothing on a CPU."""
+    """Make the tensor's GPU current, since Triton launches on the current one. No effect for CPU tensors."""
     return torch.cuda.device(tensor.get_device())

@@ -1,6 +1,6 @@
-"""What happens to keys and values before attention reads them, in Triton: commits, head norms, rotation, append.
+"""Triton kernels that write the KV cache before attention: commits of tree slots, and head norm + RoPE + append.
 
-Slots below 0 are skipped: padding of a batch whose size is fixed by a CUDA graph.
+Negative slots are skipped: they pad a batch to the fixed size of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ import triton.language as tl
 
 
 @triton.jit
-def _slot_offsets(slot, group, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Where dimension 0 of flat slots lies: in the key pages, and in the value pages. int64."""
-    head = (slot // PAGE) * (GROUPS * D * PAGE) + group * (D * PAGE)
-    return head + slot % PAGE, head + slot % PAGE * D
+def _slot_offsets(slot, kv_head, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Offsets of dimension 0 of flat slots: in the key blocks, and in the value blocks. int64."""
+    head = (slot // BLOCK_SIZE) * (KV_HEADS * D * BLOCK_SIZE) + kv_head * (D * BLOCK_SIZE)
+    return head + slot % BLOCK_SIZE, head + slot % BLOCK_SIZE * D
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["copy_from", "copy_to"])
-def move_slots(
-    k_pages, v_pages, copy_from, copy_to, count,
-    GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+def commit_tree_slots(
+    k_blocks, v_blocks, copy_from, copy_to, count,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (GROUPS, blocks of D). A program owns its dimensions of all slots, so it can read all before it writes any:
-    a slot may be the source of one copy and the target of another. `count` <= BLOCK_C."""
-    group = tl.program_id(0)
+    """Grid (KV_HEADS, blocks of D). A program handles its dimensions of all slots, so it can read all before it writes
+    any: a slot may be the source of one copy and the target of another. `count` <= BLOCK_C."""
+    kv_head = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     c = tl.arange(0, BLOCK_C)
     source = tl.load(copy_from + c, mask=c < count, other=-1)
     target = tl.load(copy_to + c, mask=c < count, other=-1)
     here = (source >= 0)[:, None] & (d < D)[None, :]
-    k_from, v_from = _slot_offsets(source, group, GROUPS, D, PAGE)
-    k_to, v_to = _slot_offsets(target, group, GROUPS, D, PAGE)
-    k = tl.load(k_pages + k_from[:, None] + (d * PAGE)[None, :], mask=here)
-    v = tl.load(v_pages + v_from[:, None] + d[None, :], mask=here)
-    tl.debug_barrier()  # the threads of a program do not run in step
-    tl.store(k_pages + k_to[:, None] + (d * PAGE)[None, :], k, mask=here)
-    tl.store(v_pages + v_to[:, None] + d[None, :], v, mask=here)
+    k_from, v_from = _slot_offsets(source, kv_head, KV_HEADS, D, BLOCK_SIZE)
+    k_to, v_to = _slot_offsets(target, kv_head, KV_HEADS, D, BLOCK_SIZE)
+    k = tl.load(k_blocks + k_from[:, None] + (d * BLOCK_SIZE)[None, :], mask=here)
+    v = tl.load(v_blocks + v_from[:, None] + d[None, :], mask=here)
+    tl.debug_barrier()  # the warps of a program are not in lockstep
+    tl.store(k_blocks + k_to[:, None] + (d * BLOCK_SIZE)[None, :], k, mask=here)
+    tl.store(v_blocks + v_to[:, None] + d[None, :], v, mask=here)
 
 
 @triton.jit
-def _normed(x, norm, rms, d, here):
+def _rms_normed(x, norm, rms, d, here):
     """`x / rms * norm`, rounded to x's dtype as the reference does, in fp32."""
     weight = tl.load(norm + d, mask=here, other=0.0).to(tl.float32)
     return (x.to(tl.float32) * rms * weight).to(x.dtype).to(tl.float32)
 
 
 @triton.jit
-def _turned(
-    x, norm, cos, sin, rot, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr
+def _norm_rope(
+    x, norm, cos, sin, rot, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr
 ):
-    """One head at `x [D]`: RMS norm if NORM, then if TURN its first `rot` dimensions rotated; in its own dtype."""
+    """One head at `x [D]`: RMS norm if NORM, then RoPE on its first `rot` dimensions if ROPE; in its own dtype."""
     d = tl.arange(0, BLOCK_D)
     here = d < D
     raw = tl.load(x + d, mask=here, other=0.0)
@@ -57,53 +57,53 @@ def _turned(
     rms = 1.0
     if NORM:
         rms = 1.0 / tl.sqrt(tl.sum(value * value, 0) / D + eps)
-        value = _normed(raw, norm, rms, d, here)
-    if TURN:
-        turning = d < rot
+        value = _rms_normed(raw, norm, rms, d, here)
+    if ROPE:
+        rotates = d < rot
         partner = tl.where(d < rot // 2, d + rot // 2, d - rot // 2)
-        other = tl.load(x + partner, mask=turning, other=0.0)
+        other = tl.load(x + partner, mask=rotates, other=0.0)
         wide = other.to(tl.float32)
         if NORM:
-            wide = _normed(other, norm, rms, partner, turning)
+            wide = _rms_normed(other, norm, rms, partner, rotates)
         wide = tl.where(d < rot // 2, -wide, wide)
-        turn_cos = tl.load(cos + d, mask=turning, other=1.0).to(tl.float32)
-        turn_sin = tl.load(sin + d, mask=turning, other=0.0).to(tl.float32)
-        value = tl.where(turning, value * turn_cos + wide * turn_sin, value)
+        rope_cos = tl.load(cos + d, mask=rotates, other=1.0).to(tl.float32)
+        rope_sin = tl.load(sin + d, mask=rotates, other=0.0).to(tl.float32)
+        value = tl.where(rotates, value * rope_cos + wide * rope_sin, value)
     return value.to(raw.dtype)
 
 
 @triton.jit(
     do_not_specialize=["q_stride", "k_stride", "v_stride", "rot"],
-    do_not_specialize_on_alignment=["q", "k", "v", "write", "cos", "sin"],
+    do_not_specialize_on_alignment=["q", "k", "v", "slot_mapping", "cos", "sin"],
 )
-def place_heads(
-    q, k, v, q_out, k_pages, v_pages, write, cos, sin, q_norm, k_norm, q_stride, k_stride, v_stride, rot, eps,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    TURN: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
+def norm_rope_and_cache(
+    q, k, v, q_out, k_blocks, v_blocks, slot_mapping, cos, sin, q_norm, k_norm, q_stride, k_stride, v_stride, rot, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROPE: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, HEADS + 2 GROUPS): a program takes one head of one row. Queries go to `q_out [n, HEADS, D]`, keys and
-    values to their row's slot, rounded to the cache's dtype. With HEADS = 0 only keys and values are placed."""
+    """Grid (rows, HEADS + 2 KV_HEADS): a program handles one head of one row. Queries go to `q_out [n, HEADS, D]`, keys
+    and values to their row's slot, rounded to the cache's dtype. With HEADS = 0 only keys and values are written."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     here = d < D
     if head < HEADS:
-        turned = _turned(
-            q + row * q_stride + head * D, q_norm, cos + row * rot, sin + row * rot, rot, eps, D, BLOCK_D, NORM_Q, TURN
+        rotated = _norm_rope(
+            q + row * q_stride + head * D, q_norm, cos + row * rot, sin + row * rot, rot, eps, D, BLOCK_D, NORM_Q, ROPE
         )
-        tl.store(q_out + (row * HEADS + head) * D + d, turned, mask=here)
+        tl.store(q_out + (row * HEADS + head) * D + d, rotated, mask=here)
     else:
-        slot = tl.load(write + row)
-        if head < HEADS + GROUPS:
-            group = head - HEADS
-            turned = _turned(
-                k + row * k_stride + group * D, k_norm, cos + row * rot, sin + row * rot, rot, eps,
-                D, BLOCK_D, NORM_K, TURN,
+        slot = tl.load(slot_mapping + row)
+        if head < HEADS + KV_HEADS:
+            kv_head = head - HEADS
+            rotated = _norm_rope(
+                k + row * k_stride + kv_head * D, k_norm, cos + row * rot, sin + row * rot, rot, eps,
+                D, BLOCK_D, NORM_K, ROPE,
             )  # fmt: skip
-            base, _ = _slot_offsets(slot, group, GROUPS, D, PAGE)
-            tl.store(k_pages + base + d * PAGE, turned.to(k_pages.dtype.element_ty), mask=here & (slot >= 0))
+            base, _ = _slot_offsets(slot, kv_head, KV_HEADS, D, BLOCK_SIZE)
+            tl.store(k_blocks + base + d * BLOCK_SIZE, rotated.to(k_blocks.dtype.element_ty), mask=here & (slot >= 0))
         else:
-            group = head - HEADS - GROUPS
-            value = tl.load(v + row * v_stride + group * D + d, mask=here, other=0.0)
-            _, base = _slot_offsets(slot, group, GROUPS, D, PAGE)
-            tl.store(v_pages + base + d, value.to(v_pages.dtype.element_ty), mask=here & (slot >= 0))
+            kv_head = head - HEADS - KV_HEADS
+            value = tl.load(v + row * v_stride + kv_head * D + d, mask=here, other=0.0)
+            _, base = _slot_offsets(slot, kv_head, KV_HEADS, D, BLOCK_SIZE)
+            tl.store(v_blocks + base + d, value.to(v_blocks.dtype.element_ty), mask=here & (slot >= 0))

@@ -1,7 +1,7 @@
 """CUDA graphs over stacks of decoder layers: a step of a few rows is one launch instead of hundreds.
 
-Owns which batches are captured, when, and for how long a graph is kept. What is captured is `layers.decoder_layers` on
-a `PaddedBatch`; the arithmetic is the same as without a graph.
+Owns which batch sizes are captured, when, and how many graphs are cached. It captures `layers.decoder_layers` on a
+`PaddedBatch`; the arithmetic is the same as in eager mode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.triton.attention import processors
-from swarm_kernels.ops.triton.layers import decoder_layers, heads_of
+from swarm_kernels.ops.triton.layers import attention_shape, decoder_layers
 from swarm_kernels.ops.triton.padded_batch import PaddedBatch, Size
 
 if TYPE_CHECKING:
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GRAPHS_KEPT = 32  # of one stack
+_MAX_GRAPHS = 32  # cached per stack, least recently used evicted: each holds device memory
 
 
 class _Graph:
-    """One captured step. It reads the pages and weights it was captured with wherever they lay then."""
+    """One captured step. It reads the KV blocks and weights at the addresses they had at capture."""
 
     def __init__(
         self, batch: PaddedBatch, layers: Sequence[LayerWeights], caches: Sequence[LayerCache], pool: _PoolHandle
     ) -> None:
-        """Capture while `batch` is blank: the run that warms up must leave the cache as it is. Raises RuntimeError."""
+        """Capture while `batch` is all padding, so that the warm-up run leaves the cache alone. Raises RuntimeError."""
         self.batch = batch
         self._graph = torch.cuda.CUDAGraph()
         tiling = batch.size.tiling
         side = torch.cuda.Stream(batch.hidden.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compiles kernels and makes cuBLAS take its workspace
+        with torch.cuda.stream(side):  # warm-up: compiles kernels and allocates the cuBLAS workspace
             decoder_layers(batch.hidden, layers, batch.cos, batch.sin, caches, batch.plan, tiling)
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode="thread_local"):
@@ -53,14 +53,14 @@ class _Graph:
 
 
 class TritonLayerStack(LayerStack):
-    """Layers on the GPU with the graphs captured of them."""
+    """A stack on the GPU and its captured graphs."""
 
     def __init__(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
         super().__init__(layers, caches)
         self._graphs: OrderedDict[Size, _Graph] = OrderedDict()
         self._seen: set[Size] = set()
         self._pool: _PoolHandle | None = None
-        self._eager = False  # once a capture has failed
+        self._eager = False  # set once a capture has failed
 
     def run(
         self,
@@ -71,11 +71,11 @@ class TritonLayerStack(LayerStack):
         caches: Sequence[LayerCache],
         plan: AttentionMetadata,
     ) -> torch.Tensor:
-        """A size is captured when it comes the second time."""
+        """See `LayerStack.run`. A batch size is captured at its second use."""
         with torch.cuda.device(hidden.get_device()):
             size = None
             if not self._eager:
-                size = Size.of(plan, heads_of(layers[0]), hidden.dtype, processors(hidden.device))
+                size = Size.of(plan, attention_shape(layers[0]), hidden.dtype, processors(hidden.device))
             graph = None if size is None else self._graph(size, hidden, layers, cos.shape[1], caches)
             if graph is None:
                 return decoder_layers(hidden, layers, cos, sin, caches, plan)
@@ -84,21 +84,21 @@ class TritonLayerStack(LayerStack):
     def _graph(
         self, size: Size, hidden: torch.Tensor, layers: Sequence[LayerWeights], rot: int, caches: Sequence[LayerCache]
     ) -> _Graph | None:
-        known = self._graphs.get(size)
-        if known is not None:
+        cached = self._graphs.get(size)
+        if cached is not None:
             self._graphs.move_to_end(size)
-            return known
+            return cached
         if size not in self._seen:
             self._seen.add(size)
             return None
-        while len(self._graphs) >= _GRAPHS_KEPT:
+        while len(self._graphs) >= _MAX_GRAPHS:
             self._graphs.popitem(last=False)
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             batch = PaddedBatch(size, hidden.shape[1], rot, hidden.dtype, hidden.device)
             made = self._graphs[size] = _Graph(batch, layers, caches, self._pool)
         except RuntimeError as error:  # too little memory for its buffers, or a driver that cannot capture
-            logger.warning("no CUDA graphs from here on: %s", str(error).splitlines()[0])
+            logger.warning("CUDA graphs disabled: %s", str(error).splitlines()[0])
             self._eager = True
             self._graphs.clear()
             return None

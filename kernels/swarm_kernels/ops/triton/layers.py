@@ -1,7 +1,7 @@
-"""Whole decoder layers on a GPU: torch's matrix products (cuBLAS), everything between them in our kernels.
+"""Whole decoder layers on a GPU: torch's matrix products (cuBLAS) with fused Triton kernels between them.
 
-Five launches of ours and four products a layer, six when the context is split. Nothing waits for the device, and the
-sizes launched depend on shapes alone, so a stack can be captured into a CUDA graph (`graphs`).
+Per layer four products and five kernels of ours, six when the context is split. Nothing synchronizes with the device,
+and launch sizes depend on shapes alone, so a stack can be captured into a CUDA graph (`graphs`).
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from swarm_kernels.ops.triton import cache_kernels, row_kernels
 from swarm_kernels.ops.triton.attention import (
     AttentionShape,
     TileConfig,
-    attend_placed,
+    attend_cached,
     commit_tree_slots,
-    covers,
     cut,
-    plain,
+    kernel_metadata,
+    supports,
     tiling_of,
 )
 
 MAX_WIDTH = 32768
-"""Widest row of a norm: a program holds it in registers."""
+"""Widest row of a norm: a program holds a whole row in registers."""
 
 _ACT_BLOCK = 1024
 
 
-def heads_of(weights: LayerWeights) -> AttentionShape:
+def attention_shape(weights: LayerWeights) -> AttentionShape:
     return AttentionShape(weights.heads, weights.kv_heads, weights.head_dim)
 
 
-def covers_layers(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
-    """Whether every layer runs on these kernels with activations and pages of `dtype`, all with the same heads."""
-    alike = len({heads_of(w) for w in layers}) <= 1  # tiles are chosen once for all
-    return alike and all(covers(heads_of(w), dtype) and w.o.out_features <= MAX_WIDTH for w in layers)
+def supports_stack(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
+    """Whether the kernels support every layer with activations and KV blocks of `dtype`, all of one attention shape."""
+    alike = len({attention_shape(w) for w in layers}) <= 1  # one tiling serves all layers
+    return alike and all(supports(attention_shape(w), dtype) and w.o.out_features <= MAX_WIDTH for w in layers)
 
 
 def decoder_layers(
@@ -51,47 +51,48 @@ def decoder_layers(
     plan: AttentionMetadata,
     tiling: TileConfig | None = None,
 ) -> torch.Tensor:
-    """See `LayerStack.run`. `tiling`: None to choose it by the plan's shapes."""
-    plan = plain(plan)
-    tiles = cut(plan, tiling or tiling_of(plan, heads_of(layers[0]), hidden.dtype))
+    """See `LayerStack.run`. `tiling`: None to choose it from the plan's shapes."""
+    plan = kernel_metadata(plan)
+    tiles = cut(plan, tiling or tiling_of(plan, attention_shape(layers[0]), hidden.dtype))
     hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
     rows = hidden.shape[0]
-    delta: torch.Tensor | None = None  # what the layer before adds to the residual stream
-    for w, (k_pages, v_pages) in zip(layers, caches, strict=True):
+    delta: torch.Tensor | None = None  # the previous layer's MLP output, not yet added to the residual stream
+    for w, (k_blocks, v_blocks) in zip(layers, caches, strict=True):
         if delta is None:
             normed = rms_norm(hidden, w.attn_norm, w.eps)
         else:
             hidden, normed = add_rms_norm(hidden, delta, w.attn_norm, w.eps)
-        commit_tree_slots(k_pages, v_pages, plan.copy_from, plan.copy_to)
-        q = place(w.qkv(normed), w, cos, sin, k_pages, v_pages, plan.slot_mapping)
-        mixed = attend_placed(q, k_pages, v_pages, plan, tiles, w.scale, None, None)
+        commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
+        q = norm_rope_and_cache(w.qkv(normed), w, cos, sin, k_blocks, v_blocks, plan.slot_mapping)
+        mixed = attend_cached(q, k_blocks, v_blocks, plan, tiles, w.scale, None, None)
         hidden, normed = add_rms_norm(hidden, w.o(mixed.view(rows, -1)), w.mlp_norm, w.eps)
         delta = w.down(silu_times(w.gate_up(normed)))
     return hidden if delta is None else hidden + delta
 
 
-def place(
+def norm_rope_and_cache(
     packed: torch.Tensor,
     weights: LayerWeights,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    write: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Head norms, rotation and append in one launch: `packed [n, (H + 2 G) D]` -> queries `[n, H, D]`.
+    """Head norms, RoPE and KV append in one launch: `packed [n, (H + 2 G) D]` -> queries `[n, H, D]`.
 
-    Keys and values go to their rows' slots; rows whose slot is below 0 are skipped.
+    Keys and values go to their rows' slots; rows with a negative slot are skipped.
     """
     w, rows = weights, packed.shape[0]
     stride, keys = packed.shape[1], w.heads * w.head_dim
     q = packed.new_empty(rows, w.heads, w.head_dim)
-    cache_kernels.place_heads[(rows, w.heads + 2 * w.kv_heads)](
-        packed, packed[:, keys:], packed[:, keys + w.kv_heads * w.head_dim :], q, k_pages, v_pages, write, cos, sin,
+    cache_kernels.norm_rope_and_cache[(rows, w.heads + 2 * w.kv_heads)](
+        packed, packed[:, keys:], packed[:, keys + w.kv_heads * w.head_dim :], q, k_blocks, v_blocks,
+        slot_mapping, cos, sin,
         cos if w.q_norm is None else w.q_norm, cos if w.k_norm is None else w.k_norm,
         stride, stride, stride, cos.shape[1], w.eps,
-        HEADS=w.heads, GROUPS=w.kv_heads, D=w.head_dim, BLOCK_D=heads_of(w).block_d, PAGE=BLOCK_SIZE,
-        TURN=True, NORM_Q=w.q_norm is not None, NORM_K=w.k_norm is not None, num_warps=1,
+        HEADS=w.heads, KV_HEADS=w.kv_heads, D=w.head_dim, BLOCK_D=attention_shape(w).block_d, BLOCK_SIZE=BLOCK_SIZE,
+        ROPE=True, NORM_Q=w.q_norm is not None, NORM_K=w.k_norm is not None, num_warps=1,
     )  # fmt: skip
     return q
 

@@ -1,7 +1,7 @@
-"""A batch of fixed size that smaller batches are padded to, so that one CUDA graph serves them all.
+"""Fixed-size batches that smaller batches are padded to, so that one CUDA graph serves them all.
 
-Owns the sizes, the buffers and what padding looks like: a padded row sees nothing and is written nowhere, a padded copy
-is skipped. Knows no graph; runs on any device.
+Owns the sizes, the buffers and the padding: a padding row has no visible keys and no slot, a padding copy is skipped.
+Knows no graph; runs on any device.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import torch
 import triton
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
-from swarm_kernels.ops.triton.attention import AttentionShape, TileConfig, choose_tiling, plain
+from swarm_kernels.ops.triton.attention import AttentionShape, TileConfig, choose_tiling, kernel_metadata
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of the batches that are worth a graph; wider ones keep the device busy by themselves."""
+"""Batch sizes with a CUDA graph; larger batches keep the device busy despite launch overhead."""
 
-_COPIES = (0, 16, 64, 512)
-_FEWEST_PAGES = 16
-_SKIP = -1
+_COPY_SIZES = (0, 16, 64, 512)
+_MIN_BLOCKS = 16  # columns of the block table: one graph for all short contexts
+_SKIP = -1  # slot of padding
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Everything a graph's launches depend on."""
+    """Everything that a graph's launches depend on."""
 
     rows: int
-    pages: int  # columns of the page table
+    blocks: int  # columns of the block table
     words: int  # of a tree mask
     copies: int
     tiling: TileConfig
@@ -36,22 +36,22 @@ class Size:
     def of(cls, plan: AttentionMetadata, heads: AttentionShape, dtype: torch.dtype, processors: int) -> Size | None:
         """The size that holds `plan`, or None if it is too large for any."""
         rows = next((width for width in WIDTHS if width >= plan.rows), 0)
-        copies = next((count for count in _COPIES if count >= plan.copy_from.shape[0]), -1)
+        copies = next((count for count in _COPY_SIZES if count >= plan.copy_from.shape[0]), -1)
         if not rows or not plan.rows or copies < 0:
             return None
-        sessions, columns = plan.block_tables.shape
+        sequences, columns = plan.block_tables.shape
         words = plan.tree_mask.shape[1]
-        pages = max(_FEWEST_PAGES, int(triton.next_power_of_2(columns)))
-        share = min(rows, int(triton.next_power_of_2(-(-plan.rows // max(1, sessions)))))  # rows of a session
-        tiling = choose_tiling(rows, -(-rows // share), pages * BLOCK_SIZE, heads, dtype, processors)
-        return cls(rows, pages, int(triton.next_power_of_2(words)) if words else 0, copies, tiling)
+        blocks = max(_MIN_BLOCKS, int(triton.next_power_of_2(columns)))
+        rows_per_sequence = min(rows, int(triton.next_power_of_2(-(-plan.rows // max(1, sequences)))))
+        tiling = choose_tiling(rows, -(-rows // rows_per_sequence), blocks * BLOCK_SIZE, heads, dtype, processors)
+        return cls(rows, blocks, int(triton.next_power_of_2(words)) if words else 0, copies, tiling)
 
 
 class PaddedBatch:
-    """Buffers of one `Size`: `hidden [rows, width]`, `cos`, `sin` `[rows, rot]`, `plan`. Blank until loaded.
+    """Buffers of one `Size`: `hidden [rows, width]`, `cos`, `sin` `[rows, rot]`, `plan`. All padding until loaded.
 
-    The plan's tables have a line a row, for every row may be of another session. Entries that a batch does not set keep
-    those of an earlier one, which name pages of the same cache and are never looked at.
+    The plan's block tables have a line per row, since every row may belong to a different sequence. Entries that a
+    batch does not set keep the values of an earlier batch: they are valid blocks of the same cache, and masked.
     """
 
     def __init__(self, size: Size, width: int, rot: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,31 +61,31 @@ class PaddedBatch:
             self.cos = torch.zeros(size.rows, rot, device=device)
             self.sin = torch.zeros(size.rows, rot, device=device)
             self.plan = _blank_plan(size, device)
-        self._rows = 0  # that are not padding
+        self._rows = 0  # not padding
         self._copies = 0
 
     @torch.no_grad()
     def load(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionMetadata) -> None:
-        """Copy a batch in and make the rest padding. Nothing waits for the device."""
-        rows, copies, mine, other = plan.rows, plan.copy_from.shape[0], self.plan, plain(plan)
+        """Copy a batch in and make the rest padding. Does not synchronize with the device."""
+        rows, copies, ours, source = plan.rows, plan.copy_from.shape[0], self.plan, kernel_metadata(plan)
         self.hidden[:rows].copy_(hidden)
         self.cos[:rows].copy_(cos)
         self.sin[:rows].copy_(sin)
         for name in ("positions", "sequence_index", "context_lens", "slot_mapping"):
-            getattr(mine, name)[:rows].copy_(getattr(other, name))
-        _corner(mine.block_tables, other.block_tables)
+            getattr(ours, name)[:rows].copy_(getattr(source, name))
+        _corner(ours.block_tables, source.block_tables)
         if self.size.words:
-            words = other.tree_mask.shape[1]
-            _corner(mine.tree_block_tables, other.tree_block_tables)
-            mine.tree_mask[:rows, :words].copy_(other.tree_mask)
-            mine.tree_mask[:rows, words:].zero_()
+            words = source.tree_mask.shape[1]
+            _corner(ours.tree_block_tables, source.tree_block_tables)
+            ours.tree_mask[:rows, :words].copy_(source.tree_mask)
+            ours.tree_mask[:rows, words:].zero_()
         if copies:
-            mine.copy_from[:copies].copy_(other.copy_from)
-            mine.copy_to[:copies].copy_(other.copy_to)
+            ours.copy_from[:copies].copy_(source.copy_from)
+            ours.copy_to[:copies].copy_(source.copy_to)
         self._pad(rows, copies)
 
     def _pad(self, rows: int, copies: int) -> None:
-        """Blank what the batch before left beyond this one."""
+        """Reset the rows and copies that only the previous batch used."""
         if rows < self._rows:
             stale = slice(rows, self._rows)
             self.plan.sequence_index[stale].zero_()
@@ -111,7 +111,7 @@ def _blank_plan(size: Size, device: torch.device) -> AttentionMetadata:
         sequence_index=filled(0, torch.int32, size.rows),
         context_lens=filled(0, torch.int32, size.rows),
         slot_mapping=filled(_SKIP, torch.int64, size.rows),
-        block_tables=filled(0, torch.int32, size.rows, size.pages),
+        block_tables=filled(0, torch.int32, size.rows, size.blocks),
         tree_block_tables=filled(0, torch.int32, size.rows, size.words * (64 // BLOCK_SIZE)),
         tree_mask=filled(0, torch.int64, size.rows, size.words),
         copy_from=filled(_SKIP, torch.int64, size.copies),

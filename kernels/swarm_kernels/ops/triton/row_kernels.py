@@ -1,4 +1,4 @@
-"""The pieces of a layer between its matrix products, as Triton kernels: one read and one write of each row."""
+"""Fused row-wise Triton kernels between the matrix products of a layer: each row is read and written once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def add_rms_norm(x, delta, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
-    """One program a row: `total = x + delta` if ADD, then `out = total / rms(total) * weight`, in fp32 inside."""
+    """One program per row: `total = x + delta` if ADD, then `out = total / rms(total) * weight`, in fp32 inside."""
     row = tl.program_id(0).to(tl.int64) * WIDTH
     d = tl.arange(0, BLOCK)
     here = d < WIDTH

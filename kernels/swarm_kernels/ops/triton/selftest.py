@@ -1,7 +1,7 @@
-"""Whether the kernels compute what the reference does on this very device: run once before they are trusted.
+"""Self-test of the Triton kernels: compares them with the reference on this device before they are used.
 
-Owns a small random batch with everything in it: a prompt's line, a tree with holes, one decoding row far enough in for
-splits. Raises KernelError with the distance found.
+Owns a small random batch that covers every path: prompt rows, a tree with gaps, one decoding row with a context long
+enough to be split. Raises KernelError with the error found.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from swarm_kernels.ops.triton import layers
 from swarm_kernels.ops.triton.backend import TRITON
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest honest relative L2 distance of one layer's output from the reference's in the same format."""
+"""Largest accepted relative L2 error of one layer's output against the reference in the same dtype."""
 
 _HEADS, _GROUPS, _WIDTH, _MIDDLE = 6, 2, 96, 160
-_LONG = 40 * BLOCK_SIZE  # committed tokens of the session whose context is split
+_LONG = 40 * BLOCK_SIZE  # committed tokens of the sequence whose context is split
 
 
 def run(device: torch.device, dtype: torch.dtype, dim: int = 64) -> None:
@@ -28,24 +28,24 @@ def run(device: torch.device, dtype: torch.dtype, dim: int = 64) -> None:
     Raises KernelError.
     """
     generator = torch.Generator().manual_seed(0)
-    plan, pages = _batch(device)
-    shapes = (pages, _GROUPS, dim, BLOCK_SIZE), (pages, _GROUPS, BLOCK_SIZE, dim)
-    ours = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    theirs = [tensor.clone() for tensor in ours]
+    plan, blocks = _batch(device)
+    shapes = (blocks, _GROUPS, dim, BLOCK_SIZE), (blocks, _GROUPS, BLOCK_SIZE, dim)
+    actual = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    expected = [tensor.clone() for tensor in actual]
     weights = _layer(device, dtype, dim, generator)
     hidden = torch.randn(plan.rows, _WIDTH, generator=generator).to(device, dtype)
     angles = torch.outer(plan.positions.float(), 1e4 ** (-torch.arange(0, dim, 2, device=device) / dim)).repeat(1, 2)
     turn = angles.cos(), angles.sin()
-    got = layers.decoder_layers(hidden, (weights,), *turn, ((ours[0], ours[1]),), plan)
-    want = decoder_layer(hidden, weights, *turn, theirs[0], theirs[1], plan)
+    got = layers.decoder_layers(hidden, (weights,), *turn, ((actual[0], actual[1]),), plan)
+    want = decoder_layer(hidden, weights, *turn, expected[0], expected[1], plan)
     _compare("a layer", got - hidden, want - hidden, dtype)
-    for name, mine, other in zip(("keys", "values"), ours, theirs, strict=True):
+    for name, mine, other in zip(("keys", "values"), actual, expected, strict=True):
         _compare(name, mine, other, dtype)
     q, k, v = (
         torch.randn(plan.rows, n, dim, generator=generator).to(device, dtype) for n in (_HEADS, _GROUPS, _GROUPS)
     )
-    got = TRITON.attend(q, k, v, ours[0], ours[1], plan, dim**-0.5, 50, 5.0)
-    want = REFERENCE.attend(q, k, v, theirs[0], theirs[1], plan, dim**-0.5, 50, 5.0)
+    got = TRITON.attend(q, k, v, actual[0], actual[1], plan, dim**-0.5, 50, 5.0)
+    want = REFERENCE.attend(q, k, v, expected[0], expected[1], plan, dim**-0.5, 50, 5.0)
     _compare("attention", got, want, dtype)
 
 
@@ -56,23 +56,23 @@ def _compare(what: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtyp
 
 
 def _batch(device: torch.device) -> tuple[AttentionMetadata, int]:
-    """Session 0: five prompt rows after three; 1: three tree slots on 20 tokens; 2: one row at _LONG. And a copy."""
-    long_pages = _LONG // BLOCK_SIZE + 1
-    pages = torch.zeros(3, long_pages, dtype=torch.int32)
-    pages[0, 0], pages[1, :2] = 1, torch.tensor([2, 3])
-    pages[2] = torch.arange(5, 5 + long_pages).flip(0)
-    tree_pages = torch.tensor([[0], [4], [0]], dtype=torch.int32)
+    """Sequence 0: five prompt rows after three; 1: three tree slots on 20; 2: one row at _LONG. One slot copy."""
+    long_blocks = _LONG // BLOCK_SIZE + 1
+    blocks = torch.zeros(3, long_blocks, dtype=torch.int32)
+    blocks[0, 0], blocks[1, :2] = 1, torch.tensor([2, 3])
+    blocks[2] = torch.arange(5, 5 + long_blocks).flip(0)
+    tree_blocks = torch.tensor([[0], [4], [0]], dtype=torch.int32)
     positions = [3, 4, 5, 6, 7, 20, 21, 21, _LONG]
-    past = [4, 5, 6, 7, 8, 20, 20, 20, _LONG + 1]
-    session = [0] * 5 + [1] * 3 + [2]
+    context_lens = [4, 5, 6, 7, 8, 20, 20, 20, _LONG + 1]
+    sequence = [0] * 5 + [1] * 3 + [2]
     write = [BLOCK_SIZE + i for i in range(3, 8)] + [4 * BLOCK_SIZE + slot for slot in (0, 2, 5)] + [5 * BLOCK_SIZE]
     mask = [0] * 5 + [0b1, 0b101, 0b100001] + [0]
     copies = [4 * BLOCK_SIZE + 7], [2 * BLOCK_SIZE + 9]
     plan = AttentionMetadata(
-        torch.tensor(positions), torch.tensor(session).int(), torch.tensor(past).int(), torch.tensor(write), pages,
-        tree_pages, torch.tensor(mask)[:, None], torch.tensor(copies[0]), torch.tensor(copies[1]),
+        torch.tensor(positions), torch.tensor(sequence).int(), torch.tensor(context_lens).int(), torch.tensor(write),
+        blocks, tree_blocks, torch.tensor(mask)[:, None], torch.tensor(copies[0]), torch.tensor(copies[1]),
     )  # fmt: skip
-    return on_device(plan, device), 5 + long_pages
+    return on_device(plan, device), 5 + long_blocks
 
 
 def on_device(plan: AttentionMetadata, device: torch.device) -> AttentionMetadata:
