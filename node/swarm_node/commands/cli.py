@@ -15,7 +15,7 @@ import psutil
 import typer
 
 from swarm import old_names
-from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, load, env_value
+from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, env_value, load
 from swarm_node.commands import control_commands, flags, network_commands
 from swarm_node.commands.runner import exit_on_error, run, start_log
 

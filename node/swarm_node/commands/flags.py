@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarm.config import DEFAULT_MODEL, NodeConfig, load, env_flag
+from swarm.config import DEFAULT_MODEL, NodeConfig, env_flag, load
 from swarm.errors import UsageError
 from swarm_node.commands import network_commands
 

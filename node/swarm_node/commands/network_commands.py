@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from swarm import old_names
-from swarm.config import DEFAULT_MODEL, NodeConfig, load, local_swarm, env_flag, env_value
+from swarm.config import DEFAULT_MODEL, NodeConfig, env_flag, env_value, load, local_swarm
 from swarm.errors import UsageError
 from swarm.invite import Invite, parse
 from swarm_node.commands.runner import exit_on_error, run, start_log
