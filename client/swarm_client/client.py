@@ -210,7 +210,7 @@ class SwarmClient:
                 router.costs,
                 options.fixed_strategy,
                 clock=network.clock,
-                experience=self._drafting_stats,
+                stats=self._drafting_stats,
             )
         sessions = SessionManager(
             router,

@@ -3,8 +3,8 @@
 Owns *when* a chain is repaired and how long to wait for one; decides no token and no node. Who does what:
 
 - a hop fails: HopLinks (session/) finds out and raises HopFailed; the loop calls `SessionManager.repair`.
-- a straggler: StragglerDetector (health/) suspects a hop from measured times, `SessionManager.should_replace` says
-  whether a chain without it is worth the repair, and `_evict_straggler` here evicts it, as if it had failed.
+- a straggler: StragglerDetector (health/) suspects a hop from measured times, `SessionManager.should_replace`
+  decides whether a chain without it is worth the repair, and `_evict_straggler` here evicts it, as if it had failed.
 - a stall: every hop answers pings and no step progresses; `_on_late_result` here evicts the hop that holds the step.
 - the repair: ChainRouter chooses the replacements, InferenceSession performs it, and without one the loop opens a new
   session on another chain (`_repair_or_open`) or waits for the swarm to change (`_connect`).

@@ -1,7 +1,7 @@
 """Which chain has which text prefix in its hops' prefix caches, for prefix-aware routing.
 
 This is all that a client stores about prefixes: the block hashes of its latest texts and the chain that each ran on, in
-memory. The keys and values are the nodes' (`swarm_node` prefix cache), who evict them without notice: a match from
+memory. The keys and values are the nodes' (`swarm_node` prefix cache), which evict them without notice: a match from
 here is a hint, and `OpenSession.block_hashes` finds out how much is really cached. `SessionManager` records a text when
 its session is opened and closed, and routes the next text with the same prefix to that chain where that pays.
 """
