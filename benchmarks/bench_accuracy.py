@@ -126,7 +126,7 @@ async def real(
     oracles: list[Oracle] = []
     rows: list[Row] = []
     with ShapedSwarm(equal_spans(config.num_layers, hops), delay_ms, slower=slower) as swarm:
-        async with far_client(swarm.address, delay_ms, guesser=lambda: InlineDrafter(oracles[-1])) as client:
+        async with far_client(swarm.address, delay_ms, make_drafter=lambda: InlineDrafter(oracles[-1])) as client:
             prompt = client.tokenizer.apply_chat_template([{"role": "user", "content": PROMPTS["free prose"]}])
             await client.generate(prompt, decoding="sequential", max_new_tokens=4)  # connections, caches
             plain = await client.generate(prompt, decoding="sequential", max_new_tokens=tokens)

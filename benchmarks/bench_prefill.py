@@ -24,7 +24,7 @@ from emulated_swarm import ShapedSwarm, equal_spans, far_client
 
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm_client import SwarmClient
-from swarm_client.routing.prefill_chunks import MIN_CHUNK, STEP_MS, prompt_chunks
+from swarm_client.routing.prefill_chunks import POLICY, prompt_chunks
 from swarm_kernels.models.open import open_model
 
 MODEL = "smollm2-135m"
@@ -83,8 +83,8 @@ def forecast(length: int, costs: ChainCosts) -> Prediction:
     """What `plan.prefill` expects of the chunks it chose, links included, against one pass through all hops."""
     chunks, links = prompt_chunks(length, costs), sum(costs.link_ms)
     stages = [stage.ms(length) for stage in costs.stages]
-    pipelined, one = costs.prefill_ms(chunks, STEP_MS) + links, sum(stages)
-    possible = min(pipeline_ms(length, count, costs) for count in range(1, length // MIN_CHUNK + 1))
+    pipelined, one = costs.prefill_ms(chunks, POLICY.step_ms) + links, sum(stages)
+    possible = min(pipeline_ms(length, count, costs) for count in range(1, length // POLICY.min_chunk + 1))
     return Prediction((one + links) / pipelined, one / possible, one / max(stages), len(chunks))
 
 

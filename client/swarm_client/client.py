@@ -33,7 +33,7 @@ from swarm_client.generation.text_stream import TextStream
 from swarm_client.network.connection import ClientNetwork, connect
 from swarm_client.outline.outliner import SkeletonDecoder, slots
 from swarm_client.outline.templates import BUILT_IN, load_templates
-from swarm_client.routing.prefill_chunks import MAX_CHUNK
+from swarm_client.routing.prefill_chunks import POLICY as PREFILL
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
 from swarm_client.speculation.controller import AsyncDrafter, ClientSpeculation, DraftingStats
@@ -45,15 +45,15 @@ from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
 
 _T = TypeVar("_T")
 
-TREE_ROOM = 192  # tree nodes that the hops keep room for beside a session's tokens
+RESERVED_TREE_SLOTS = 192  # draft-tree nodes that hops reserve KV slots for, beside a session's tokens
 
 
 class SwarmClient:
     """One swarm, one model, any number of generations at once.
 
     `peers`: multiaddrs of any nodes of the swarm. `network`: a ready-made connection (tests use an in-memory one);
-    by default one is made over the p2p daemon when the context is entered. `source`, `tokenizer`: an opened model and
-    its tokenizer, to share them between clients or to bring one's own. `guesser`: makes the source of guesses of one
+    by default one is made over libp2p when the context is entered. `source`, `tokenizer`: an opened model and
+    its tokenizer, to share them between clients or to bring one's own. `make_drafter`: makes the drafter of one
     generation, in place of the drafters that the config names.
     """
 
@@ -66,13 +66,13 @@ class SwarmClient:
         network: ClientNetwork | None = None,
         source: ModelSource | None = None,
         tokenizer: ChatTokenizer | None = None,
-        guesser: Callable[[], AsyncDrafter] | None = None,
+        make_drafter: Callable[[], AsyncDrafter] | None = None,
     ) -> None:
         base = config or ClientConfig()
         self.config = replace(base, model=model or base.model, peers=tuple(peers) if peers is not None else base.peers)
         self._given_network = network
         self._given_source = source
-        self._drafter = guesser
+        self._make_drafter = make_drafter
         self._drafter_factory = DrafterFactory()
         self._drafting_stats = DraftingStats()
         self._stack = AsyncExitStack()
@@ -86,7 +86,7 @@ class SwarmClient:
     async def __aenter__(self) -> SwarmClient:
         """Raises ModelError, UsageError (no peers), PeerUnreachable."""
         async with AsyncExitStack() as stack:
-            options = self._daemon_options() if self._given_network is None else None
+            options = self._host_options() if self._given_network is None else None
             source = self._given_source
             if source is None:
                 source = await asyncio.to_thread(open_model, self.config.model)
@@ -106,7 +106,7 @@ class SwarmClient:
                 )
             self._source, self._network = source, network
             self._tokenizer = self._tokenizer or load_tokenizer(source)
-            if self._drafter is None:
+            if self._make_drafter is None:
                 self._drafter_factory = await DrafterFactory.load(self.config.drafter, source, self._tokenizer)
             self._router = ChainRouter(
                 network.directory,
@@ -116,7 +116,7 @@ class SwarmClient:
                 dtype=self.config.dtype,
                 weight_hash=source.weight_hash,
                 wall_clock=network.wall_clock,
-                meet=network.rebootstrap,
+                rebootstrap=network.rebootstrap,
             )
             stack.push_async_callback(self._router.close)
             self._skeleton_decoder = SkeletonDecoder(
@@ -133,10 +133,8 @@ class SwarmClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
-        self._router = self._skeleton_decoder = self._source = self._network = (
-            None  # a closed client says that it is one
-        )
-        self._drafter_factory = DrafterFactory()  # and holds no model in memory, whoever still holds the client
+        self._router = self._skeleton_decoder = self._source = self._network = None  # every call raises UsageError now
+        self._drafter_factory = DrafterFactory()  # and no draft model stays in memory with a reference to the client
         release_free_memory()
 
     @property
@@ -148,11 +146,11 @@ class SwarmClient:
         return await _entered(self._router).snapshot()
 
     def chain_costs(self, chain: Chain) -> ChainCosts:
-        """What a step along `chain` costs by the live map."""
+        """What a step along `chain` costs by the last snapshot."""
         return _entered(self._router).costs(chain)
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> TextStream:
-        """Continue a text, or token ids as they are. Options are those of `request.Options`.
+        """Continue a text, or token ids as they are. Options are those of `GenerationOptions`.
 
         Raises InvalidRequest and ContextOverflow at once; NoRoute and NetworkError while it is read.
         """
@@ -162,11 +160,11 @@ class SwarmClient:
     def chat_stream(self, messages: Sequence[ChatMessage], **options: Any) -> GenerationStream:
         """Answer a conversation, through the model's own chat template. Raises like `stream`."""
         check_messages(messages)
-        asked = self._options(options)
-        if asked.decoding == OUTLINE or (asked.decoding == "auto" and self.config.outline_in_auto):
-            outliner = _entered(self._skeleton_decoder)
-            return outliner.stream(messages, asked, outliner.route(messages, asked))
-        return self._stream(self.tokenizer.apply_chat_template(messages), asked)
+        checked = self._options(options)
+        if checked.decoding == OUTLINE or (checked.decoding == "auto" and self.config.outline_in_auto):
+            decoder = _entered(self._skeleton_decoder)
+            return decoder.stream(messages, checked, decoder.route(messages, checked))
+        return self._stream(self.tokenizer.apply_chat_template(messages), checked)
 
     async def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:
         """`stream`, read to its end."""
@@ -190,52 +188,51 @@ class SwarmClient:
 
     def _stream(self, prompt: Sequence[int], options: GenerationOptions) -> TextStream:
         source = _entered(self._source)
-        plan = GenerationRequest.checked(
+        request = GenerationRequest.checked(
             prompt,
             options.max_new_tokens,
             eos_ids=self.tokenizer.eos_token_ids,
             context_length=source.config.context_length,
             vocab_size=source.config.vocab_size,
-            prefill_chunk=self.config.prefill_chunk or MAX_CHUNK,
+            prefill_chunk=self.config.prefill_chunk or PREFILL.max_chunk,
             prefill_window=self.config.prefill_window,
-            reserved_tree_slots=TREE_ROOM if options.speculates else 0,
+            reserved_tree_slots=RESERVED_TREE_SLOTS if options.speculates else 0,
         )
         sampling = options.sampling()
-        generation = GenerationState(plan)
-        network, view = _entered(self._network), _entered(self._router)
-        speculator = None
+        generation = GenerationState(request)
+        network, router = _entered(self._network), _entered(self._router)
+        speculation = None
         if options.speculates:
-            guesser = self._drafter() if self._drafter else self._drafter_factory.drafter()
-            speculator = ClientSpeculation(
+            drafter = self._make_drafter() if self._make_drafter else self._drafter_factory.drafter()
+            speculation = ClientSpeculation(
                 generation,
-                guesser,
-                view.costs,
+                drafter,
+                router.costs,
                 options.fixed_strategy,
                 clock=network.clock,
-                experience=self._drafting_stats,
+                stats=self._drafting_stats,
             )
-        planned = self.config.prefill_chunk is None
-        chains = SessionManager(
-            view,
+        sessions = SessionManager(
+            router,
             network,
             self.config.limits,
             source.name,
             sampling,
-            num_medusa_candidates=NUM_CANDIDATES if speculator is not None and self.config.drafter == MEDUSA else 0,
-            plan_chunks=planned,
+            num_medusa_candidates=NUM_CANDIDATES if speculation is not None and self.config.drafter == MEDUSA else 0,
+            plan_chunks=self.config.prefill_chunk is None,
             prefix_locations=self._prefix_locations,
         )
-        driver = GenerationLoop(generation, chains, self.config.limits, speculator)
+        loop = GenerationLoop(generation, sessions, self.config.limits, speculation)
         return TextStream(
-            driver,
+            loop,
             self.tokenizer.stream(),
             StopStrings(options.stop),
             network.clock,
             seed=sampling.seed,
-            explain=view.explain,
+            explain=router.explain,
         )
 
-    def _daemon_options(self) -> HostOptions:
+    def _host_options(self) -> HostOptions:
         if not self.config.peers:
             raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
         return HostOptions(peers=self.config.peers)

@@ -13,7 +13,7 @@ from virtual_clock import virtual_time
 from swarm.errors import ConnectionLost, NoRoute
 from swarm.testing.memory_network import LinkModel
 from swarm.types import PeerId
-from swarm_client.routing.blocklist import RECOVERY_GRACE_S
+from swarm_client.routing.blocklist import BlocklistPolicy
 from swarm_client.routing.router import ChainRouter
 
 
@@ -28,7 +28,7 @@ class Amnesia:
     async def read(self, model: str) -> dict[PeerId, bytes]:
         return self.records if self.known else {}
 
-    async def meet(self, addresses: Sequence[str]) -> int:
+    async def rebootstrap(self, addresses: Sequence[str]) -> int:
         self.met = list(addresses)
         self.known = True
         return len(addresses)
@@ -44,7 +44,7 @@ def beside(real: ChainRouter, directory: Amnesia) -> ChainRouter:
         dtype=None,
         weight_hash=real._weight_hash,
         wall_clock=real._wall_clock,
-        meet=directory.meet,
+        rebootstrap=directory.rebootstrap,
     )
 
 
@@ -82,7 +82,7 @@ async def test_a_lost_node_that_answers_is_taken_back_when_there_is_no_other(gon
         view.block(victim, ConnectionLost("it fell silent"))
         with pytest.raises(NoRoute):
             await view.route()
-        await asyncio.sleep(RECOVERY_GRACE_S + 0.5)
+        await asyncio.sleep(BlocklistPolicy().recovery_grace_s + 0.5)
         if gone:
             with pytest.raises(NoRoute):
                 await view.route()
@@ -90,5 +90,5 @@ async def test_a_lost_node_that_answers_is_taken_back_when_there_is_no_other(gon
             assert (await view.route())[0].peers == chain.peers
             view.block(victim, ConnectionLost("once more"))  # a voice is believed once in a while, not at once again
             with pytest.raises(NoRoute):
-                await view.repair(chain, {victim}, include_unresponsive=True)
+                await view.plan_repair(chain, {victim}, include_unresponsive=True)
         await view.close()

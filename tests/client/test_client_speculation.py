@@ -17,7 +17,7 @@ from swarm.planner.generation.state_machine import (
     StepDone,
 )
 from swarm.types import Chain, CostCurve, Hop
-from swarm_client.speculation.controller import CHAINS_KNOWN, ClientSpeculation, DraftingStats
+from swarm_client.speculation.controller import MAX_CHAINS, ClientSpeculation, DraftingStats
 from swarm_client.speculation.drafters.base import CachedProposal, Candidate
 from swarm_client.speculation.drafters.ngram import NgramDrafter
 
@@ -52,18 +52,18 @@ class SlowThinker:
 def test_a_level_takes_the_mean_at_first_and_then_mostly_the_last_ones() -> None:
     experience = DraftingStats()
     for ms, mean in ((6.0, 6.0), (2.0, 4.0), (1.0, 3.0)):
-        experience.asked(ms)
+        experience.record_call(ms)
         assert experience.level_ms == pytest.approx(mean)
     for _ in range(100):
-        experience.asked(1.0)
+        experience.record_call(1.0)
     assert experience.level_ms == pytest.approx(1.0, abs=0.01)
 
 
 def test_what_is_known_of_the_crowding_of_chains_is_bounded() -> None:
     experience = DraftingStats()
-    chains = [Chain((Hop(f"p{i}", 0, 8),)) for i in range(CHAINS_KNOWN + 1)]
+    chains = [Chain((Hop(f"p{i}", 0, 8),)) for i in range(MAX_CHAINS + 1)]
     for i, chain in enumerate(chains):
-        experience.contention_of(chain, 1.0 + i)
+        experience.record_contention(chain, 1.0 + i)
     assert experience.contention(chains[0]) == 1.0
     assert [experience.contention(chain) for chain in chains[1:]] == [1.0 + i for i in range(1, len(chains))]
 
@@ -76,7 +76,7 @@ async def test_hops_that_slowed_each_other_down_are_expected_to_do_so_again() ->
             GenerationState(GenerationRequest((1, 2, 3), 20, reserved_tree_slots=64)),
             SlowThinker(),
             lambda chain: COSTS,
-            experience=known,
+            stats=known,
         )
         await speculator.begin()
         speculator.chain_ready(chain)
@@ -98,7 +98,7 @@ async def test_the_first_answer_of_a_drafter_gives_its_questions_a_price_and_the
             guesser,
             lambda chain: COSTS,
             clock=lambda guesser=guesser: guesser.now,  # type: ignore[misc]
-            experience=known,
+            stats=known,
         )
         await speculator.begin()
         speculator.chain_ready(Chain(()))

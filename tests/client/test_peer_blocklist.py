@@ -1,4 +1,4 @@
-"""Who is left out, and until when."""
+"""Which nodes are blocked, and until when."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 
 from swarm.errors import ConnectionLost, NetworkError, NodeBusy, RemoteError
 from swarm.types import NodeProfile, NodeState
-from swarm_client.routing.blocklist import RECOVERY_GRACE_S, REFUSAL_S, SLOW_S, PeerBlocklist, StragglerEvicted
+from swarm_client.routing.blocklist import BlocklistPolicy, PeerBlocklist, StragglerEvicted
+
+POLICY = BlocklistPolicy()
 
 
 def node(published_at: float = 0.0) -> NodeProfile:
@@ -17,30 +19,30 @@ def node(published_at: float = 0.0) -> NodeProfile:
     ("cause", "until"),
     [
         (NodeBusy("full", "a", 2.5), 2.5),
-        (RemoteError("broken", "model", "a"), REFUSAL_S),
-        (StragglerEvicted("slow"), SLOW_S),
+        (RemoteError("broken", "model", "a"), POLICY.refusal_s),
+        (StragglerEvicted("slow"), POLICY.slow_s),
         (RemoteError("forgotten", "unknown_session", "a"), 0.0),
     ],
 )
-def test_bans_of_nodes_that_live_end_by_themselves(cause: NetworkError, until: float) -> None:
-    bans = PeerBlocklist()
-    bans.add("a", cause, now=10.0, wall=1000.0)
-    assert bool(bans.of([node(2000.0)], now=10.0 + until - 0.1)) == (until > 0)
-    assert not bans.of([node(2000.0)], now=10.0 + until)
+def test_blocks_of_nodes_that_are_alive_expire(cause: NetworkError, until: float) -> None:
+    blocklist = PeerBlocklist()
+    blocklist.add("a", cause, now=10.0, wall=1000.0)
+    assert bool(blocklist.of([node(2000.0)], now=10.0 + until - 0.1)) == (until > 0)
+    assert not blocklist.of([node(2000.0)], now=10.0 + until)
 
 
 def test_a_lost_node_is_back_when_it_publishes_again() -> None:
-    bans = PeerBlocklist()
-    bans.add("a", ConnectionLost("gone"), now=10.0, wall=1000.0)
-    assert bans.of([node(1000.0 + RECOVERY_GRACE_S)], now=1e6) == {"a"}
-    bans.add("a", ConnectionLost("gone"), now=20.0, wall=1010.0)  # the same loss, noticed twice
-    assert not bans.of([node(1000.1 + RECOVERY_GRACE_S)], now=21.0)
-    assert not bans.of([node()], now=22.0)
+    blocklist = PeerBlocklist()
+    blocklist.add("a", ConnectionLost("gone"), now=10.0, wall=1000.0)
+    assert blocklist.of([node(1000.0 + POLICY.recovery_grace_s)], now=1e6) == {"a"}
+    blocklist.add("a", ConnectionLost("gone"), now=20.0, wall=1010.0)  # the same loss, noticed twice
+    assert not blocklist.of([node(1000.1 + POLICY.recovery_grace_s)], now=21.0)
+    assert not blocklist.of([node()], now=22.0)
 
 
 def test_a_slow_node_is_better_than_none() -> None:
-    bans = PeerBlocklist()
-    bans.add("a", StragglerEvicted("slow"), now=0.0, wall=0.0)
-    assert bans.of([node()], now=1.0) == {"a"}
-    assert not bans.of([node()], now=1.0, and_slow=False)
-    assert bans.of([node()], now=2.0) == {"a"}
+    blocklist = PeerBlocklist()
+    blocklist.add("a", StragglerEvicted("slow"), now=0.0, wall=0.0)
+    assert blocklist.of([node()], now=1.0) == {"a"}
+    assert not blocklist.of([node()], now=1.0, and_slow=False)
+    assert blocklist.of([node()], now=2.0) == {"a"}

@@ -1,18 +1,19 @@
-"""Who counts as silent: those that answer no ping, and nobody for our own being late."""
+"""The failure detector: peers that answer no ping are unresponsive, and our own delays do not count."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from virtual_clock import virtual_time
 
 from swarm.errors import ConnectionLost
-from swarm_client.health.ping_failure_detector import MAX_BACKOFF, RTT_FACTOR, PingFailureDetector
+from swarm_client.health.ping_failure_detector import PingFailureDetector, PingPolicy
+
+POLICY = PingPolicy()
 
 
-class Pool:
+class Peers:
     """Peers that answer after so many seconds; None never, an error at once."""
 
     def __init__(self, **answers: float | Exception | None) -> None:
@@ -28,35 +29,34 @@ class Pool:
         return (answer or 0.0) * 1e3
 
 
-def pulse(pool: Pool) -> PingFailureDetector:
-    fake: Any = pool
-    return PingFailureDetector(fake, ping_timeout_s=1.0)
+def detector_of(peers: Peers) -> PingFailureDetector:
+    return PingFailureDetector(peers.rtt, ping_timeout_s=1.0)
 
 
 @virtual_time
-async def test_who_answers_no_ping_is_silent_after_the_limit_and_next_time_after_twice_as_long() -> None:
-    watch = pulse(Pool(a=0.01, b=None, c=ConnectionLost("gone")))
+async def test_a_peer_without_replies_is_unresponsive_after_the_timeout_which_then_doubles() -> None:
+    detector = detector_of(Peers(a=0.01, b=None, c=ConnectionLost("gone")))
     clock = asyncio.get_running_loop().time
-    assert await watch.unresponsive(["a", "b", "c"]) == ["b", "c"]
+    assert await detector.unresponsive(["a", "b", "c"]) == ["b", "c"]
     assert clock() == 1.0
-    assert await watch.unresponsive(["b"]) == ["b"]
+    assert await detector.unresponsive(["b"]) == ["b"]
     assert clock() == 3.0
     for _ in range(5):
-        await watch.unresponsive(["b"])
-    assert watch.next_timeout_s == MAX_BACKOFF
+        await detector.unresponsive(["b"])
+    assert detector.next_timeout_s == POLICY.max_backoff
 
 
 @virtual_time
-async def test_where_answers_are_slow_silence_takes_longer() -> None:
-    pool = Pool(a=0.4, b=0.9)
-    watch = pulse(pool)
-    assert await watch.unresponsive(["a"]) == []
-    assert watch.next_timeout_s == RTT_FACTOR * 0.4
-    assert await watch.unresponsive(["b"]) == []
+async def test_the_timeout_follows_the_slowest_round_trip() -> None:
+    peers = Peers(a=0.4, b=0.9)
+    detector = detector_of(peers)
+    assert await detector.unresponsive(["a"]) == []
+    assert detector.next_timeout_s == POLICY.rtt_factor * 0.4
+    assert await detector.unresponsive(["b"]) == []
 
 
-async def test_being_late_ourselves_is_not_held_against_a_peer() -> None:
-    class Sleepy(Pool):
+async def test_our_own_delay_is_not_counted_against_a_peer() -> None:
+    class Sleepy(Peers):
         async def rtt(self, peer: str) -> float:
             if len(self.pings) < 2:
                 self.pings.append(peer)
@@ -64,7 +64,6 @@ async def test_being_late_ourselves_is_not_held_against_a_peer() -> None:
                 await asyncio.sleep(0.2)
             return 1.0
 
-    pool = Sleepy()
-    fake: Any = pool
-    assert await PingFailureDetector(fake, ping_timeout_s=0.2).unresponsive(["a"]) == []
-    assert len(pool.pings) == 2
+    peers = Sleepy()
+    assert await PingFailureDetector(peers.rtt, ping_timeout_s=0.2).unresponsive(["a"]) == []
+    assert len(peers.pings) == 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarm.planner.costs.chain_costs import ChainCosts, Stage
 from swarm.planner.pipeline.prefill_chunking import plan_prefill
 from swarm.types import UNMEASURED, CostCurve
-from swarm_client.routing.prefill_chunks import MAX_CHUNK, MIN_CHUNK, STEP_MS, prompt_chunks
+from swarm_client.routing.prefill_chunks import POLICY, prompt_chunks
 
 CURVE = CostCurve((1, 8, 32, 64), (0.5, 0.7, 1.3, 2.1))
 
@@ -26,14 +26,14 @@ def chain(hops: int, curve: CostCurve = CURVE) -> ChainCosts:
 def test_chunks_are_the_planners_within_bounds(length: int, hops: int) -> None:
     chunks = prompt_chunks(length, chain(hops))
     assert sum(chunks) == length
-    assert max(chunks) <= MAX_CHUNK
+    assert max(chunks) <= POLICY.max_chunk
     cost = chain(hops).chunk_cost()
     assert cost.ms(64, 0) == pytest.approx(4 * CURVE.ms_at(64))
-    with_step = msgspec.structs.replace(cost, base_ms=cost.base_ms + STEP_MS)
-    planned = plan_prefill(length, hops, MIN_CHUNK, with_step).chunks
+    with_step = msgspec.structs.replace(cost, base_ms=cost.base_ms + POLICY.step_ms)
+    planned = plan_prefill(length, hops, POLICY.min_chunk, with_step).chunks
     assert len(chunks) >= len(planned)
-    if max(planned) <= MAX_CHUNK:
-        assert chain(hops).prefill_ms(chunks, STEP_MS) <= chain(hops).prefill_ms(planned, STEP_MS)
+    if max(planned) <= POLICY.max_chunk:
+        assert chain(hops).prefill_ms(chunks, POLICY.step_ms) <= chain(hops).prefill_ms(planned, POLICY.step_ms)
 
 
 def test_chunks_are_as_long_as_pays_best_on_a_bent_curve() -> None:
@@ -49,12 +49,12 @@ def test_chunks_are_as_long_as_pays_best_on_a_bent_curve() -> None:
 def test_no_equal_cut_at_a_point_of_the_curve_beats_the_chunks(rises: list[float], length: int, hops: int) -> None:
     ms = tuple(itertools.accumulate(rises))
     costs = chain(hops, CostCurve(tuple(1 << i for i in range(len(ms))), ms))
-    least = costs.prefill_ms(prompt_chunks(length, costs), STEP_MS)
+    least = costs.prefill_ms(prompt_chunks(length, costs), POLICY.step_ms)
     for width in (8, 16, 32, 64, 128):
         if width < 1 << len(ms):
             count = -(-length // width)
             equal = [length * (i + 1) // count - length * i // count for i in range(count)]
-            assert least <= costs.prefill_ms(equal, STEP_MS) * (1 + 1e-9)
+            assert least <= costs.prefill_ms(equal, POLICY.step_ms) * (1 + 1e-9)
 
 
 def test_more_hops_mean_more_and_shorter_chunks() -> None:

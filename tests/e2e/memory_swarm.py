@@ -193,7 +193,7 @@ class MemorySwarm:
         self,
         name: int = 0,
         eos: Sequence[int] = (),
-        guesser: Callable[[], AsyncDrafter] | None = None,
+        make_drafter: Callable[[], AsyncDrafter] | None = None,
         tokenizer: Any = None,
         **config: Any,
     ) -> AsyncIterator[SwarmClient]:
@@ -209,7 +209,7 @@ class MemorySwarm:
                 network=network,
                 source=self.source,
                 tokenizer=tokenizer or NumberTokenizer(eos),
-                guesser=guesser,
+                make_drafter=make_drafter,
             ) as client,
         ):
             yield client

@@ -113,7 +113,7 @@ async def test_points_are_what_sessions_of_their_own_would_write(
             assert answer.time_to_first_token_s < answer.outline.points[-1].ended_s
         async with client_of(swarm, templates, 1) as client:
             assert await alone(client, answer, **options) == points_of(answer)
-        async with client_of(swarm, templates, 2, guesser=lambda: InlineDrafter(Noise([]))) as client:
+        async with client_of(swarm, templates, 2, make_drafter=lambda: InlineDrafter(Noise([]))) as client:
             for strategy in ("auto", "pipedec"):
                 guessed = await client.chat(QUESTION, decoding="outline", point_decoding=strategy, **options)
                 assert points_of(guessed) == points_of(answer)

@@ -28,7 +28,7 @@ async def test_guesses_and_company_change_no_token(dtype: str) -> None:
             together = await asyncio.gather(*(client.generate(ask, max_new_tokens=12) for ask in asks))
         assert [a.token_ids for a in together] == [a.token_ids for a in alone]
         truth = alone[0].token_ids
-        async with swarm.client(2, guesser=lambda: InlineDrafter(Oracle(truth, 0.8))) as client:
+        async with swarm.client(2, make_drafter=lambda: InlineDrafter(Oracle(truth, 0.8))) as client:
             guessed = await client.generate(asks[0], max_new_tokens=12, decoding="tree")
     assert guessed.token_ids == truth
 

@@ -49,7 +49,7 @@ async def test_greedy_tokens_do_not_depend_on_guesses(strategy: str, drafter: st
     truth = hf_greedy(made, ask, TOKENS)
     async with (
         memory_swarm(source, cut(6, *CHAINS[chain]), LinkModel(delay_s=0.02)) as swarm,
-        swarm.client(prefill_chunk=8, guesser=lambda: InlineDrafter(DRAFTERS[drafter](truth))) as client,
+        swarm.client(prefill_chunk=8, make_drafter=lambda: InlineDrafter(DRAFTERS[drafter](truth))) as client,
     ):
         answer = await client.generate(ask, max_new_tokens=TOKENS, decoding=strategy)
         for engine in swarm.engines.values():
@@ -76,7 +76,7 @@ async def test_seeded_samples_do_not_depend_on_guesses(strategy: str, drafter: s
         async with swarm.client() as client:
             plain = await client.generate(ask, decoding="sequential", **options)
         answer = list(plain.token_ids)
-        async with swarm.client(1, guesser=lambda: InlineDrafter(DRAFTERS[drafter](answer))) as client:
+        async with swarm.client(1, make_drafter=lambda: InlineDrafter(DRAFTERS[drafter](answer))) as client:
             guessed = await client.generate(ask, decoding=strategy, **options)
     assert guessed.token_ids == plain.token_ids
     assert guessed.speculation is not None
@@ -94,7 +94,7 @@ async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
     oracles = iter([Oracle(truths[0], 0.8), Oracle(truths[1], 0.7), Oracle(truths[3], 0.9)])
     async with (
         memory_swarm(source, cut(6, 2, 5), LinkModel(delay_s=0.01)) as swarm,
-        swarm.client(prefill_chunk=7, guesser=lambda: InlineDrafter(next(oracles))) as client,
+        swarm.client(prefill_chunk=7, make_drafter=lambda: InlineDrafter(next(oracles))) as client,
     ):
         answers = await asyncio.gather(
             *(client.generate(ask, max_new_tokens=20, decoding=s) for ask, s in zip(asks, strategies, strict=True))
@@ -113,7 +113,7 @@ async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strate
     truth = hf_greedy(made, ask, 20)
     async with (
         memory_swarm(source, cut(6, 2, 4) * 2, LinkModel(delay_s=0.01)) as swarm,
-        swarm.client(guesser=lambda: InlineDrafter(Oracle(truth, 0.8))) as client,
+        swarm.client(make_drafter=lambda: InlineDrafter(Oracle(truth, 0.8))) as client,
     ):
         stream = client.stream(ask, max_new_tokens=20, decoding=strategy)
         seen: list[int] = []
@@ -134,7 +134,7 @@ async def test_a_repetition_penalty_is_decoded_token_by_token() -> None:
     ask = prompt(random.Random(3), 12)
     async with (
         memory_swarm(source, cut(6, 3)) as swarm,
-        swarm.client(guesser=lambda: InlineDrafter(Oracle([1] * 50))) as client,
+        swarm.client(make_drafter=lambda: InlineDrafter(Oracle([1] * 50))) as client,
     ):
         answer = await client.generate(ask, max_new_tokens=8, decoding="tree", repetition_penalty=1.3)
     assert answer.speculation is None

@@ -1,4 +1,4 @@
-"""What a user may ask for, checked before anything is sent. Owns the options of one generation; knows no network."""
+"""The options of one generation, checked before anything is sent. Knows no network."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_STOP_LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """How to generate. Temperature 0 is greedy; a `seed` of None draws a fresh one, which the answer reports.
+    """How to generate. Temperature 0 is greedy; a `seed` of None draws a fresh one, which the result reports.
 
-    `decoding`: one of STRATEGIES, or OUTLINE; a plain prompt, which asks nothing, is continued as with `auto` then.
+    `decoding`: one of STRATEGIES, or OUTLINE; a plain prompt is no question and is then continued as with `auto`.
     `point_decoding`: that of the generations which an outlined answer consists of.
 
-    Raises InvalidRequest when made with values that no swarm could honour.
+    Raises InvalidRequest when made with values that no swarm can serve.
     """
 
     max_new_tokens: int = 256
@@ -75,7 +75,7 @@ class GenerationOptions:
 
     @property
     def speculates(self) -> bool:
-        """Whether tokens may be guessed ahead. A repetition penalty needs every token before the next is drawn."""
+        """Whether decoding may be speculative. A repetition penalty needs every token before the next is sampled."""
         return self.decoding != Strategy.SEQUENTIAL and self.repetition_penalty == 1.0
 
     @property
@@ -84,18 +84,18 @@ class GenerationOptions:
         return None if self.decoding in ("auto", OUTLINE) else Strategy(self.decoding)
 
     def sampling(self) -> Sampling:
-        """The wire's view, with a seed drawn if none was given."""
+        """As sent to the tail, with a fresh seed if none was given."""
         seed = self.seed if self.seed is not None else secrets.randbits(62)
         return Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, seed)
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Raises InvalidRequest unless every message has a role and a content, and one of them says something."""
+    """Raises InvalidRequest unless every message has a role and a content, and a user's is not empty."""
     for message in messages:
         role, content = message.get("role"), message.get("content")
         _require(isinstance(role, str) and isinstance(content, str), "a chat message needs a role and a content")
-    said = any(m["role"] == "user" and m["content"].strip() for m in messages)
-    _require(said, "the prompt is empty; say something")
+    any_text = any(m["role"] == "user" and m["content"].strip() for m in messages)
+    _require(any_text, "the prompt is empty; say something")
 
 
 def _require(holds: bool, sentence: str) -> None:

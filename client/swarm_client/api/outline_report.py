@@ -1,4 +1,4 @@
-"""What an answer says about its outline: why there is one or none, its points and their times. Owns the JSON of it."""
+"""A result's outline: why there is one or none, its points and their times. Owns its JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from swarm.planner.generation.state_machine import FinishReason
 class PointReport:
     """One part of an answer. Times in seconds after the request.
 
-    `prompt_tokens`: of its prompt. `shared_prefix_tokens`: with how many of them an earlier prompt of this answer begins
-    too, so that hops which share pages need not compute them again; `held`: how many no hop did compute again.
+    `shared_prefix_tokens`: of its prompt, shared with an earlier prompt of this answer, so that prefix caches can save
+    their prefill; `cached_tokens`: how many no hop computed again.
     `attempts`: 1 unless it was redone. `error`: why there is no more of it, "" if it is complete.
     """
 
@@ -54,7 +54,7 @@ class PointReport:
 class OutlineReport:
     """`used`: whether the answer has points; if not it is an ordinary one. `reason`: why, without a full stop.
 
-    `text`: the outline as the model wrote it, kept also when it was of no use; `ended_s`: when it was complete.
+    `text`: the outline as the model wrote it, kept also when it was not used; `ended_s`: when it was complete.
     """
 
     used: bool

@@ -1,4 +1,4 @@
-"""What comes back: pieces while it streams, an Answer at the end. Owns these shapes and their JSON."""
+"""What comes back: TextChunks while it streams, a GenerationResult at the end. Owns these shapes and their JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from swarm_client.api.outline_report import OutlineReport
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Text that one step settled. `trace`: (queue ms, compute ms) of each hop for that step; `text` may be empty
+    """Text that one step committed. `trace`: (queue ms, compute ms) of each hop for that step; `text` may be empty
     while a character or a possible stop string is incomplete.
 
-    `waiting`: there is no chain now, and why; such a piece brings nothing else.
+    `waiting`: why there is no chain now; such a chunk has no text.
     """
 
     text: str
@@ -43,10 +43,10 @@ class GenerationResult:
     explanation: str
     repairs: tuple[str, ...] = ()
     hop_ms: tuple[tuple[float, float], ...] = ()  # mean (queue, compute) of each hop over the decoded tokens
-    network_ms: float = 0.0  # mean of what a token took beyond the hops' own time
-    cached_prompt_tokens: int = 0  # of the prompt, that all hops had behind them and did not compute again
-    speculation: dict[str, Any] | None = None  # see `ClientSpeculation.to_json`; None when nothing was guessed
-    outline: OutlineReport | None = None  # of an answer that was asked for as an outline, or became one
+    network_ms: float = 0.0  # mean time of a token outside the hops
+    cached_prompt_tokens: int = 0  # of the prompt, found in the prefix caches of all hops
+    speculation: dict[str, Any] | None = None  # see `ClientSpeculation.to_json`; None without speculative decoding
+    outline: OutlineReport | None = None  # of an answer that was requested as an outline, or became one
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,8 @@
-"""Chains for one generation: opens the session on the best one, mends it, says whether another would be quicker.
+"""Sessions of one generation: opens one on the best chain, repairs it, and compares its chain with others.
 
-Owns what a session is opened with. The choice is the view's, the frames are `chain_session`'s, when to do what is the
-driver's.
+Owns what a session is opened with, and decides whether another chain is worth a switch (a cached prefix, a straggler).
+Which nodes a chain consists of is decided by ChainRouter, when to open or repair by GenerationLoop; InferenceSession
+exchanges the messages.
 """
 
 from __future__ import annotations
@@ -20,27 +21,28 @@ from swarm_client.routing.blocklist import StragglerEvicted
 from swarm_client.routing.prefill_chunks import prompt_chunks
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
-from swarm_client.session.inference_session import HopFailed, InferenceSession
+from swarm_client.session.hop_links import HopFailed
+from swarm_client.session.inference_session import InferenceSession
 from swarm_client.session.session_messages import SessionSpec
 
-MIN_SPEEDUP = 1.25  # a chain must promise to be so many times quicker before a working hop is left
+MIN_SPEEDUP = 1.25  # predicted, before a working hop is evicted: higher means fewer repairs and slower chains
 
 
 @dataclass(frozen=True, slots=True)
 class SessionManager:
-    """All methods raise NoRoute when no chain covers the model, and NetworkError when there is no map to route on."""
+    """All methods raise NoRoute when no chain covers the model, and NetworkError when there is no snapshot."""
 
     router: ChainRouter
     network: ClientNetwork
     limits: Limits
     model: str
     sampling: Sampling
-    num_medusa_candidates: int = 0  # of each of the tail's heads, if it has any, with every token
-    plan_chunks: bool = True  # cut prompts by the chain's costs
+    num_medusa_candidates: int = 0  # per Medusa head of the tail, if it has any, with every token
+    plan_chunks: bool = True  # chunk prompts by the chain's costs
     prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)  # of all generations of a client
 
     async def open(self, generation: GenerationState) -> InferenceSession:
-        """A session on the best chain. Raises HopFailed when a hop of it refused; it is banned then."""
+        """A session on the best chain. Raises HopFailed when a hop of it refused; that hop is then blocked."""
         quickest, snapshot = await self.router.route(generation.max_tokens)
         chain = self._prefer_cached_chain(quickest, generation)
         nodes = {n.peer: n for n in snapshot.nodes}
@@ -66,62 +68,66 @@ class SessionManager:
         return session
 
     async def close(self, session: InferenceSession, generation: GenerationState) -> None:
-        """The session's end, at every hop. What is known by now may be the beginning of the next one."""
+        """Close the session at every hop, and remember the chain for the next text with the same prefix."""
         self.prefix_locations.record(block_hashes(generation.known), session.chain)
         await session.close(generation.known)
 
     def _prefer_cached_chain(self, quickest: Chain, generation: GenerationState) -> Chain:
-        """The chain that holds the beginning of this text, where that ends sooner than the quickest one."""
-        found = self.prefix_locations.longest_match(block_hashes(generation.known[:-1]))
-        if found is None or found[0].hops == quickest.hops:
+        """The chain with the longest cached prefix of this text, where it is predicted to finish before `quickest`."""
+        match = self.prefix_locations.longest_match(block_hashes(generation.known[:-1]))
+        if match is None or match[0].hops == quickest.hops:
             return quickest
-        usual, held = self.router.reprice(found[0], generation.max_tokens), found[1]
+        cached, cached_tokens = self.router.reprice(match[0], generation.max_tokens), match[1]
         tokens = generation.max_tokens - len(generation.known)
-        if usual is None or not prefer_cached_prefix(
-            held, tokens, usual.cost_ms, quickest.cost_ms, self.router.costs(quickest)
+        if cached is None or not prefer_cached_prefix(
+            cached_tokens, tokens, cached.cost_ms, quickest.cost_ms, self.router.costs(quickest)
         ):
             return quickest
-        return usual
+        return cached
 
-    async def repair(self, session: InferenceSession, generation: GenerationState, settled: int) -> None:
-        """Replace the session's lost hops. Raises HopFailed when that failed at another one."""
+    async def repair(self, session: InferenceSession, generation: GenerationState, committed: int) -> None:
+        """Replace the session's failed hops, by stragglers only if there are no others.
+
+        Raises HopFailed when a hop of the repaired chain failed as well.
+        """
         slow = {peer for peer, cause in session.failed_hops.items() if isinstance(cause, StragglerEvicted)}
         chain, lost, tokens = session.last_ready_chain, session.failed_hops, session.spec.max_tokens
         try:
-            repair, snapshot = await self.router.repair(chain, lost, tokens, avoid=slow)
-        except NoRoute:  # better those than nobody
-            repair, snapshot = await self.router.repair(chain, lost, tokens, include_unresponsive=True)
+            plan, snapshot = await self.router.plan_repair(chain, lost, tokens, avoid=slow)
+        except NoRoute:  # better those than none
+            plan, snapshot = await self.router.plan_repair(chain, lost, tokens, include_unresponsive=True)
         nodes = {n.peer: n for n in snapshot.nodes}
-        await session.repair(repair, nodes, generation.known, settled, generation.epoch)
+        await session.apply_repair(plan, nodes, generation.known, committed, generation.epoch)
 
     def chunks(self, chain: Chain, tokens: int) -> tuple[int, ...]:
-        """How to cut the next `tokens`, which no hop holds; () for the plan's own chunks."""
+        """How to chunk the next `tokens`, which no hop has cached; () for the request's own chunk length."""
         return prompt_chunks(tokens, self.router.costs(chain)) if self.plan_chunks else ()
 
     def costs(self, chain: Chain) -> ChainCosts:
-        """What steps along `chain` cost by the live map."""
+        """What steps along `chain` cost by the last snapshot."""
         return self.router.costs(chain)
 
-    def block_lost(self, session: InferenceSession) -> None:
+    def block_failed(self, session: InferenceSession) -> None:
+        """Route around all hops of the session that have failed."""
         session.drain_failures()
         for peer, cause in session.failed_hops.items():
             self.router.block(peer, cause)
 
     async def has_alternative(self, session: InferenceSession, peer: PeerId) -> bool:
-        """Whether others can do what `peer` does in this session."""
+        """Whether other nodes can replace `peer` in this session."""
         try:
-            await self.router.repair(session.last_ready_chain, {peer}, session.spec.max_tokens, avoid={peer})
+            await self.router.plan_repair(session.last_ready_chain, {peer}, session.spec.max_tokens, avoid={peer})
         except (NoRoute, NetworkError):
             return False
         return True
 
     async def should_replace(self, session: InferenceSession, peer: PeerId, slowdown: float) -> bool:
-        """Whether the session would be much quicker without `peer`, now that its rounds take `slowdown` times as long.
+        """Whether a chain without `peer` is much quicker, now that iterations take `slowdown` times as long.
 
-        The map's costs are compared with each other and not with measured rounds: what both leave out cancels.
+        Predicted costs are compared with each other and not with measured times: what both leave out cancels.
         """
         try:
-            repair, _ = await self.router.repair(
+            repair, _ = await self.router.plan_repair(
                 session.last_ready_chain, {peer}, session.spec.max_tokens, avoid={peer}
             )
         except (NoRoute, NetworkError):

@@ -1,6 +1,6 @@
-"""One running generation as the user sees it: an async iterator of text that ends in an Answer.
+"""One running generation as the user sees it: an async iterator of text that ends in a GenerationResult.
 
-Owns decoding tokens to text, stop strings and the timing figures. What is sent where is `driver`'s.
+Owns decoding tokens to text, stop strings and the timing figures. GenerationLoop generates the tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GenerationTiming:
     def __post_init__(self) -> None:
         self.started = self.clock()
 
-    def settle(self, tokens: int, trace: Trace) -> None:
+    def record(self, tokens: int, trace: Trace) -> None:
         self.last = self.clock()
         self.tokens += tokens
         if self.first is None:
@@ -72,7 +72,7 @@ class GenerationTiming:
         )
 
     def network_ms(self) -> float:
-        """Mean time of a step that no hop accounts for: links, codecs, and the client itself."""
+        """Mean time of a step outside the hops: links, codecs, and the client itself."""
         if not self.decode_traces or self.first is None:
             return 0.0
         inside = sum(queue + compute for trace in self.decode_traces for queue, compute in trace)
@@ -84,7 +84,7 @@ class TextStream(GenerationStream):
 
     def __init__(
         self,
-        driver: GenerationLoop,
+        loop: GenerationLoop,
         decoder: TextDecoder,
         stops: StopStrings,
         clock: Callable[[], float],
@@ -92,7 +92,7 @@ class TextStream(GenerationStream):
         seed: int,
         explain: Callable[[Chain], str],
     ) -> None:
-        self._driver = driver
+        self._loop = loop
         self._decoder = decoder
         self._stops = stops
         self._timing = GenerationTiming(clock)
@@ -107,19 +107,19 @@ class TextStream(GenerationStream):
         await self._chunks.aclose()
         if self._reason is None:
             self._reason = FinishReason.CANCELLED
-            self._driver.generation.handle(StopRequested(self._reason))
+            self._loop.generation.handle(StopRequested(self._reason))
 
     @property
     def chain(self) -> Chain | None:
         """The hops in use; None before the first chain is open."""
-        return self._driver.chain
+        return self._loop.chain
 
     @property
     def result(self) -> GenerationResult:
         """Raises RuntimeError before the stream has ended."""
         if self._reason is None:
             raise RuntimeError("the generation has not ended; read the stream to its end, or cancel it")
-        generation, chain = self._driver.generation, self._driver.chain or Chain(())
+        generation, chain = self._loop.generation, self._loop.chain or Chain(())
         return GenerationResult(
             text="".join(self._text),
             token_ids=generation.generated,
@@ -131,40 +131,40 @@ class TextStream(GenerationStream):
             strategy=self._strategy(),
             seed=self._seed,
             explanation=self._explain(chain) if chain.hops else "no chain was opened",
-            repairs=tuple(self._driver.repairs),
+            repairs=tuple(self._loop.repairs),
             hop_ms=self._timing.hop_ms(len(chain)),
             network_ms=self._timing.network_ms(),
-            cached_prompt_tokens=self._driver.cached_tokens,
+            cached_prompt_tokens=self._loop.cached_tokens,
             speculation=self.speculation,
         )
 
     @property
     def speculation(self) -> dict[str, Any] | None:
-        """How guessing goes, for people and programs; None without any."""
-        speculator = self._driver.speculator
-        return speculator.to_json() if speculator is not None else None
+        """Speculative decoding's figures, for people and programs; None without it."""
+        speculation = self._loop.speculation
+        return speculation.to_json() if speculation is not None else None
 
     @property
     def measured_costs(self) -> ChainCosts | None:
-        """What a step along the chain takes, as this generation has seen it; None without guesses."""
-        speculator = self._driver.speculator
-        return speculator.measured_costs if speculator is not None else None
+        """What a step along the chain takes, as measured by this generation; None without speculation."""
+        speculation = self._loop.speculation
+        return speculation.measured_costs if speculation is not None else None
 
     def _strategy(self) -> str:
         """The strategy in use at the end."""
         return str((self.speculation or {}).get("strategy", Strategy.SEQUENTIAL))
 
     async def _run(self) -> AsyncGenerator[TextChunk, None]:
-        async with aclosing(self._driver.run()) as actions:
+        async with aclosing(self._loop.run()) as actions:
             async for action in actions:
                 match action:
                     case EmitTokens():
-                        self._timing.settle(len(action.tokens), action.trace)
+                        self._timing.record(len(action.tokens), action.trace)
                         text = self._show(action)
                         yield TextChunk(text, action.tokens, action.trace)
                         if self._stops.hit is not None:
                             self._reason = FinishReason.STOP
-                            self._driver.generation.handle(StopRequested(self._reason))
+                            self._loop.generation.handle(StopRequested(self._reason))
                             return
                     case Waiting():
                         yield TextChunk("", (), (), waiting=action.reason)
@@ -176,7 +176,7 @@ class TextStream(GenerationStream):
                             yield TextChunk(rest, (), ())
 
     def _show(self, action: EmitTokens) -> str:
-        eos = self._driver.generation.request.eos_ids
+        eos = self._loop.generation.request.eos_ids
         text = "".join(self._stops.push(self._decoder.push(t)) for t in action.tokens if t not in eos)
         self._text.append(text)
         return text

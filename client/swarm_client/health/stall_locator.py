@@ -1,7 +1,7 @@
-"""Where a step is when no result comes although every hop answers pings: told by what each hop has had and passed on.
+"""Which hop a step is stalled at when no result comes although every hop answers pings: from the hops' step counts.
 
-Owns the inference, and how long nothing may have moved. Pure: asking the hops is `chain_session`'s, what becomes of the
-suspects is the driver's.
+Owns the inference, and for how long nothing has progressed. Pure: the session queries the hops, and the generation loop
+decides what becomes of a stalled hop.
 """
 
 from __future__ import annotations
@@ -14,43 +14,41 @@ from swarm.types import PeerId
 
 @dataclass(frozen=True, slots=True)
 class HopProgress:
-    """What one hop says of a session. Counts of steps: a step's number plus 1, 0 for none."""
+    """What one hop reports of a session. Counts of steps: a step's number plus 1, 0 for none."""
 
     received: int
     completed: int  # computed, and sent on
     held_ms: float = field(default=0.0, compare=False)  # how long it has been computing the one that is not
 
 
-def stalled_hops(peers: Sequence[PeerId], places: Mapping[PeerId, HopProgress], step: int) -> tuple[PeerId, ...]:
-    """Who keeps `step`, the last that was sent along `peers`: the hop that has it, or both ends of the edge that
-    swallowed it, the far one first; () while a hop has not said."""
-    if any(peer not in places for peer in peers):
+def stalled_hops(peers: Sequence[PeerId], progress: Mapping[PeerId, HopProgress], step: int) -> tuple[PeerId, ...]:
+    """The hops that may have stalled `step`, the last that was sent along `peers`: the hop that holds it, or both ends
+    of the edge that lost it, the far one first; () while a hop has not reported."""
+    if any(peer not in progress for peer in peers):
         return ()
     for index, peer in enumerate(peers):
-        if places[peer].completed <= step:
-            if places[peer].received > step:
+        if progress[peer].completed <= step:
+            if progress[peer].received > step:
                 return (peer,)
             return (peer, *peers[max(0, index - 1) : index])
     return tuple(peers[-1:])  # its result did not reach us
 
 
-def hop_holding(peers: Sequence[PeerId], places: Mapping[PeerId, HopProgress], step: int) -> PeerId | None:
-    """The hop that says that it has `step` and is not done with it; the hops before may not have said so yet."""
-    having = [
-        peer for peer in peers if (place := places.get(peer)) is not None and place.received > step >= place.completed
-    ]
-    return having[-1] if having else None
+def hop_holding(peers: Sequence[PeerId], progress: Mapping[PeerId, HopProgress], step: int) -> PeerId | None:
+    """The hop that reports `step` as received and not completed; the hops before it need not have reported yet."""
+    holding = [peer for peer in peers if (of := progress.get(peer)) is not None and of.received > step >= of.completed]
+    return holding[-1] if holding else None
 
 
 @dataclass(slots=True)
 class StallTimer:
-    """How long the places of all hops have been what they are."""
+    """For how long the progress of all hops has been unchanged."""
 
-    _places: Mapping[PeerId, HopProgress] = field(default_factory=dict)
+    _progress: Mapping[PeerId, HopProgress] = field(default_factory=dict)
     _since: float = 0.0
 
-    def lasted_s(self, places: Mapping[PeerId, HopProgress], now: float) -> float:
+    def lasted_s(self, progress: Mapping[PeerId, HopProgress], now: float) -> float:
         """`now`: seconds by the caller's clock."""
-        if places != self._places:
-            self._places, self._since = dict(places), now
+        if progress != self._progress:
+            self._progress, self._since = dict(progress), now
         return now - self._since

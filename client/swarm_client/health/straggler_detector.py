@@ -1,11 +1,13 @@
-"""How long a chain's rounds take and which hop has become slow: from results and their traces, clocks handed in.
+"""Straggler detector: how long a chain's iterations take and which hop has become slow, from results and their traces.
 
-Owns what is expected of the chain in use. Knows neither sockets nor what is done about a suspicion.
+Owns what is expected of the chain in use. Pure: clocks are handed in, and what is done about a suspicion is decided by
+the generation loop.
 
-A hop's time for a step is a *sign* when it is more than three times what the hop took before for as much work, and two
-when it is more than six times and what it took too long is what leaving the hop would cost: then, whether the next step
-is quick or not, no more than twice the better choice's time is lost (the rule for renting skis). Two signs in a row
-make a suspicion. A step that has no result yet gives signs as well, once the hop has had it for so long.
+A hop's time for a step is a *straggler sample* when it is more than three times what the hop took before for as much
+work. It counts as two when it is more than six times as long and the excess is more than evicting the hop would cost:
+then, whether the next step is quick or not, no more than twice the better choice's time is lost (the ski-rental rule).
+Two samples in a row make a suspicion. A step without a result yet gives samples as well, once the hop has had it for so
+long.
 """
 
 from __future__ import annotations
@@ -20,26 +22,30 @@ from swarm.types import Chain, PeerId
 
 Trace = Sequence[tuple[float, float]]
 
-MIN_PROBE_S = 0.25  # nobody is asked for a sign of life before, while all goes well
-FAST_PROBE_S = 0.05  # ... and when the last step was slow
-SPREADS = 6.0  # median deviations that a round may take longer than usual
-SLOW_RATIO = 3.0  # times what a hop took before for as much work
-VERY_SLOW_RATIO = 6.0
-MIN_ROUND_SLOWDOWN = (
-    1.5  # times the usual round: a slow step that makes its round no longer than that is nobody's trouble
-)
-SAMPLES_TO_SUSPECT = 2  # so many signs in a row
-MIN_SAMPLES = 3  # steps before there is a median
-COOLDOWN_STEPS = 8  # steps after a suspicion before there is another
-WINDOW = 16  # that say what is usual
-MAX_DECODE_ROWS = 64  # rows at most; a step with more is a piece of a prompt
-REPAIR_MS = 200.0  # what leaving a hop takes, beside feeding another one what this one holds (docs/recovery.md)
-MAX_BACKOFF = 8  # times that, after so many suspicions
+
+@dataclass(frozen=True, slots=True)
+class StragglerPolicy:
+    """When a hop counts as a straggler: lower thresholds replace slow hops sooner, and more often without need."""
+
+    min_probe_s: float = 0.25  # hops are not probed earlier while all goes well
+    fast_probe_s: float = 0.05  # ... and when the last step was slow
+    max_deviations: float = 6.0  # median absolute deviations that an iteration may take longer than the median
+    slow_ratio: float = 3.0  # times what a hop took before for as much work: a straggler sample
+    very_slow_ratio: float = 6.0  # ... which may suffice for a suspicion
+    min_round_slowdown: float = 1.5  # a slow step that makes its iteration no longer than this does no harm
+    samples_to_suspect: int = 2  # straggler samples in a row
+    min_samples: int = 3  # a hop's steps before its median means something
+    cooldown_steps: int = 8  # between two suspicions
+    window: int = 16  # iterations whose median is the usual one
+    hop_window: int = 32  # steps whose median is a hop's usual time
+    max_decode_rows: int = 64  # a step with more rows is prefill, whose iterations are not compared
+    repair_ms: float = 200.0  # cost of evicting a hop, beside replaying to another what this one holds
+    max_backoff: int = 8  # times that, at most, after repeated suspicions
 
 
 @dataclass(frozen=True, slots=True)
 class StragglerSuspicion:
-    """`slowdown`: how many times longer than usual the rounds took, or take so far, that it rests on."""
+    """`slowdown`: how many times longer than usual the iterations took, or take so far, that it rests on."""
 
     peer: PeerId
     slowdown: float
@@ -50,17 +56,21 @@ class StragglerDetector:
     """One a chain; all times in seconds by the caller's clock, but for `*_ms`.
 
     `costs`: what steps of different widths are compared by; without them all count alike. `suspicions`: of the chains
-    before this one and of it; each doubles how long a single step may take.
+    before this one and of it; each doubles how long a single step may take (exponential backoff).
     """
 
     chain: Chain
     costs: ChainCosts | None = None
     suspicions: int = 0
-    _rounds_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # the last ones that decoded
+    policy: StragglerPolicy = StragglerPolicy()
+    _rounds_ms: deque[float] = field(init=False)  # the last iterations that decoded
     _sent: dict[int, tuple[float, int]] = field(default_factory=dict)  # step -> when, rows
-    _earlier: dict[PeerId, deque[float]] = field(default_factory=dict)  # hop -> ms over those that its curve promised
+    _earlier: dict[PeerId, deque[float]] = field(default_factory=dict)  # hop -> measured over predicted ms
     _slow: dict[PeerId, int] = field(default_factory=dict)  # slow steps in a row
-    _rest: int = 0
+    _cooldown: int = 0  # steps until the next suspicion is possible
+
+    def __post_init__(self) -> None:
+        self._rounds_ms = deque(maxlen=self.policy.window)
 
     @property
     def oldest(self) -> int | None:
@@ -68,100 +78,100 @@ class StragglerDetector:
         return min(self._sent, default=None)
 
     def sent(self, step: int, rows: int, now: float) -> None:
-        """Steps that nobody tells of are not judged."""
+        """Steps that are not announced here are not assessed."""
         self._sent[step] = now, rows
 
     def on_discard(self) -> None:
-        """Nothing that was sent will be answered."""
+        """No step in flight will have a result."""
         self._sent.clear()
 
     def probe_after_s(self, most_s: float) -> float:
-        """How long the next result may take before all hops are asked for a sign of life, and where the step is.
+        """How long the next result may take before all hops are pinged and queried for their progress.
 
-        Hops that only compute answer at once, so asking too early costs a few small frames and nothing else.
+        Hops that only compute answer at once, so probing too early costs a few small frames and nothing else.
         """
         if not self._rounds_ms:
             return most_s
-        usual_ms = median(self._rounds_ms)
-        if self._slow and not self._rest:
-            return min(most_s, max(FAST_PROBE_S, SLOW_RATIO * usual_ms / 1e3))
+        policy, usual_ms = self.policy, median(self._rounds_ms)
+        if self._slow and not self._cooldown:
+            return min(most_s, max(policy.fast_probe_s, policy.slow_ratio * usual_ms / 1e3))
         spread_ms = median(abs(ms - usual_ms) for ms in self._rounds_ms)
-        return min(most_s, max(MIN_PROBE_S, (usual_ms + SPREADS * spread_ms) / 1e3))
+        return min(most_s, max(policy.min_probe_s, (usual_ms + policy.max_deviations * spread_ms) / 1e3))
 
-    def assess_pending(self) -> None:
+    def on_assessed(self) -> None:
         """A suspicion was looked into, whatever came of it."""
-        self._rest = COOLDOWN_STEPS
+        self._cooldown = self.policy.cooldown_steps
         self.suspicions += 1
 
     def on_result(self, step: int, trace: Trace, now: float, held: int = 0) -> StragglerSuspicion | None:
-        """Take in a result. `held`: tokens that a replacement of any hop would have to be fed."""
+        """Record a result. `held`: tokens that would have to be replayed to a replacement of any hop."""
         at, rows = self._sent.pop(step, (now, 0))
         if not rows or len(trace) != len(self.chain):
             return None
         round_ms = (now - at) * 1e3
-        self._rest = max(0, self._rest - 1)
-        worst: tuple[int, float, int, PeerId] | None = None  # of two with as many signs the one that lost more time
+        self._cooldown = max(0, self._cooldown - 1)
+        worst: tuple[int, float, int, PeerId] | None = None  # of two with as many samples the one that lost more time
         for index, (queue_ms, compute_ms) in enumerate(trace):
-            signs, before = self._samples(index, rows, queue_ms + compute_ms, held), self._before(index)
-            self._note(index, rows, queue_ms + compute_ms, slow=signs > 0)
-            if signs:
-                one = signs + before, queue_ms + compute_ms, signs, self.chain.peers[index]
+            samples, before = self._samples(index, rows, queue_ms + compute_ms, held), self._before(index)
+            self._record(index, rows, queue_ms + compute_ms, slow=samples > 0)
+            if samples:
+                one = samples + before, queue_ms + compute_ms, samples, self.chain.peers[index]
                 worst = max(worst, one) if worst is not None else one
         suspicion = self._assess(worst[0], *worst[2:], round_ms) if worst is not None else None
-        if rows <= MAX_DECODE_ROWS:
+        if rows <= self.policy.max_decode_rows:
             self._rounds_ms.append(round_ms)
         return suspicion
 
-    def outstanding(self, peer: PeerId, had_ms: float, now: float, held: int = 0) -> StragglerSuspicion | None:
+    def outstanding(self, peer: PeerId, held_ms: float, now: float, held: int = 0) -> StragglerSuspicion | None:
         """The oldest step without a result is at `peer`, which has had it for `held_ms`."""
         if self.oldest is None or peer not in self.chain.peers:
             return None
         at, rows = self._sent[self.oldest]
-        if rows > MAX_DECODE_ROWS:
+        if rows > self.policy.max_decode_rows:
             return None
         index = self.chain.peers.index(peer)
-        signs = self._samples(index, rows, had_ms, held)
-        return self._assess(signs + self._before(index), signs, peer, (now - at) * 1e3) if signs else None
+        samples = self._samples(index, rows, held_ms, held)
+        return self._assess(samples + self._before(index), samples, peer, (now - at) * 1e3) if samples else None
 
-    def _assess(self, signs: int, last: int, peer: PeerId, round_ms: float) -> StragglerSuspicion | None:
-        """`signs` in a row, `last` of them by the round that took `iteration_ms`."""
-        if signs < SAMPLES_TO_SUSPECT or self._rest or not self._rounds_ms:
+    def _assess(self, samples: int, last: int, peer: PeerId, round_ms: float) -> StragglerSuspicion | None:
+        """`samples` in a row, `last` of them from the iteration that took `round_ms`."""
+        policy = self.policy
+        if samples < policy.samples_to_suspect or self._cooldown or not self._rounds_ms:
             return None
-        rounds_ms = [round_ms] if last >= SAMPLES_TO_SUSPECT else [round_ms, self._rounds_ms[-1]]
+        rounds_ms = [round_ms] if last >= policy.samples_to_suspect else [round_ms, self._rounds_ms[-1]]
         slowdown = fmean(rounds_ms) / median(self._rounds_ms)
-        return StragglerSuspicion(peer, slowdown) if slowdown >= MIN_ROUND_SLOWDOWN else None
+        return StragglerSuspicion(peer, slowdown) if slowdown >= policy.min_round_slowdown else None
 
     def _samples(self, index: int, rows: int, ms: float, held: int) -> int:
-        earlier = self._earlier.get(self.chain.peers[index], ())
-        if len(earlier) < MIN_SAMPLES:
+        policy, earlier = self.policy, self._earlier.get(self.chain.peers[index], ())
+        if len(earlier) < policy.min_samples:
             return 0
         usual = median(earlier)
-        usual_ms = usual * self._promised_ms(index, rows)
-        doubt = min(1 << self.suspicions, MAX_BACKOFF)
-        feeding_ms = (
-            usual * self._promised_ms(index, MAX_DECODE_ROWS) * held / MAX_DECODE_ROWS
-            if self.costs is not None
-            else 0.0
-        )
-        if ms > VERY_SLOW_RATIO * usual_ms and ms - usual_ms > doubt * REPAIR_MS + feeding_ms:
-            return SAMPLES_TO_SUSPECT
-        return int(ms > SLOW_RATIO * usual_ms)
+        usual_ms = usual * self._predicted_ms(index, rows)
+        backoff = min(1 << self.suspicions, policy.max_backoff)
+        replay_ms = 0.0
+        if self.costs is not None:
+            chunk = policy.max_decode_rows
+            replay_ms = usual * self._predicted_ms(index, chunk) * held / chunk
+        if ms > policy.very_slow_ratio * usual_ms and ms - usual_ms > backoff * policy.repair_ms + replay_ms:
+            return policy.samples_to_suspect
+        return int(ms > policy.slow_ratio * usual_ms)
 
     def _before(self, index: int) -> int:
         return self._slow.get(self.chain.peers[index], 0)
 
-    def _promised_ms(self, index: int, rows: int) -> float:
-        """What a hop's cost curve says of so many rows: of one layer, for only its shape matters."""
-        promised = self.costs.stages[index].cost.ms_at(rows) if self.costs is not None else 0.0
-        return promised if promised > 0.0 else 1.0
+    def _predicted_ms(self, index: int, rows: int) -> float:
+        """A hop's cost curve at so many rows: of one layer, for only its shape matters."""
+        predicted = self.costs.stages[index].cost.ms_at(rows) if self.costs is not None else 0.0
+        return predicted if predicted > 0.0 else 1.0
 
-    def _note(self, index: int, rows: int, ms: float, *, slow: bool) -> None:
+    def _record(self, index: int, rows: int, ms: float, *, slow: bool) -> None:
         peer = self.chain.peers[index]
-        earlier = self._earlier.setdefault(peer, deque(maxlen=32))
+        earlier = self._earlier.setdefault(peer, deque(maxlen=self.policy.hop_window))
         if slow:
             self._slow[peer] = self._slow.get(peer, 0) + 1
-            if self._slow[peer] > WINDOW:  # nobody was quicker: this is how it is now
+            if self._slow[peer] > self.policy.window:  # no other hop was quicker: this is the new normal
                 earlier.clear()
         else:
             self._slow.pop(peer, None)
-            earlier.append(ms / self._promised_ms(index, rows))
+            earlier.append(ms / self._predicted_ms(index, rows))

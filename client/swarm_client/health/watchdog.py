@@ -1,6 +1,6 @@
-"""Waiting for something while, beside it, somebody looks after what keeps it.
+"""Waiting for a result with a watchdog: a check that runs beside the wait whenever it takes too long.
 
-Knows neither what is waited for nor what is looked at.
+Knows neither what is waited for nor what is checked.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ _T = TypeVar("_T")
 
 
 async def wait_with_watchdog(
-    work: Coroutine[Any, Any, _T], patience_s: float, look: Callable[[], Awaitable[None]]
+    work: Coroutine[Any, Any, _T], timeout_s: float, check: Callable[[], Awaitable[None]]
 ) -> _T:
-    """Await `work`. Whenever that has taken `patience_s` more, `look` runs beside it, and raises if there is no use in
-    waiting on; it never holds up what `work` brings."""
+    """Await `work`. Whenever that has taken `timeout_s` more, `check` runs beside it, and raises if waiting on is
+    useless; it never delays the result of `work`."""
     task = asyncio.ensure_future(work)
-    looking: asyncio.Future[None] | None = None
+    checking: asyncio.Future[None] | None = None
     try:
-        while not (await asyncio.wait({task}, timeout=patience_s))[0]:
-            looking = asyncio.ensure_future(look())
-            await asyncio.wait({task, looking}, return_when=asyncio.FIRST_COMPLETED)
+        while not (await asyncio.wait({task}, timeout=timeout_s))[0]:
+            checking = asyncio.ensure_future(check())
+            await asyncio.wait({task, checking}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                looking.result()
+                checking.result()
         return task.result()
     finally:
-        await _end(*(one for one in (task, looking) if one is not None))
+        await _end(*(one for one in (task, checking) if one is not None))
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:

@@ -1,6 +1,6 @@
-"""The client's connection to a swarm: a carrier, the directory behind it, and a pool of connections.
+"""The client's connection to a swarm: a transport, the directory (DHT) behind it, and a connection pool.
 
-Owns their making and their end. An in-memory `Network` takes their place in tests.
+Owns how they are started and closed. Tests make a ClientNetwork of an in-memory transport.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from swarm.net.security.swarm_secret import SwarmSecret
 from swarm_client.network.session_demux import SessionDemux
 
 
-async def _nobody(addresses: Sequence[str]) -> int:
+async def _no_peers(addresses: Sequence[str]) -> int:
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class ClientNetwork:
-    """`meet`: get to know the peers at these addresses again; how many answered. Raises NetworkError."""
+    """`rebootstrap`: rejoin the DHT through peers at these addresses; how many answered. Raises NetworkError."""
 
     directory: Directory
     pool: ConnectionPool
     demux: SessionDemux
-    rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _nobody
-    wall_clock: Callable[[], float] = time.time  # what the records of this network are dated by
-    clock: Callable[[], float] = time.perf_counter  # what rounds are measured by, in seconds
+    rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _no_peers
+    wall_clock: Callable[[], float] = time.time  # dates records, seconds since the epoch
+    clock: Callable[[], float] = time.perf_counter  # measures iterations, in seconds
 
     @classmethod
     def from_transport(
         cls,
-        carrier: Transport,
+        transport: Transport,
         directory: Directory,
         limits: Limits,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
-        meet: Callable[[Sequence[str]], Awaitable[int]] = _nobody,
+        rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _no_peers,
     ) -> ClientNetwork:
-        inboxes = SessionDemux()
-        pool = ConnectionPool(carrier, inboxes.on_frame, inboxes.on_lost, limits)
-        return cls(directory, pool, inboxes, meet, wall_clock, clock)
+        demux = SessionDemux()
+        pool = ConnectionPool(transport, demux.on_frame, demux.on_lost, limits)
+        return cls(directory, pool, demux, rebootstrap, wall_clock, clock)
 
 
 @asynccontextmanager
@@ -62,17 +62,17 @@ async def connect(
 ) -> AsyncIterator[ClientNetwork]:
     """Join the swarm of `options.peers` as a client: it dials out, serves nothing and is gone at the end.
 
-    `direct`: also dial nodes directly, past the p2p daemon. `libp2p_impl`: who speaks libp2p. `secret`: that of a
-    private swarm.
-    Raises PeerUnreachable when none of them answers, UsageError if `secret` cannot be one.
+    `direct`: also dial nodes over TLS, without libp2p. `libp2p_impl`: the libp2p implementation. `secret`: that of a
+    private swarm. Raises PeerUnreachable when none of them answers, UsageError if `secret` cannot be one.
     """
     keys = await asyncio.to_thread(SwarmSecret, secret) if secret else None
-    await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")  # a second in which others can work
+    # The import takes a second, which must not block the loop.
+    await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")
     from swarm.net.dht.directory import DhtDirectory
     from swarm.net.transports.multi import MultiTransport
 
     async with AsyncExitStack() as stack:
-        carrier = await MultiTransport.start(
+        transport = await MultiTransport.start(
             Identity.generate(),
             options,
             direct=direct,
@@ -81,9 +81,9 @@ async def connect(
             dial_timeout_s=limits.dial_timeout_s,
             libp2p_impl=libp2p_impl,
         )
-        stack.push_async_callback(carrier.close)
-        directory = await DhtDirectory.start(carrier.daemon, options.peers, client=True, secret=keys)
+        stack.push_async_callback(transport.close)
+        directory = await DhtDirectory.start(transport.daemon, options.peers, client=True, secret=keys)
         stack.push_async_callback(directory.close)
-        network = ClientNetwork.from_transport(carrier, directory, limits, meet=directory.rebootstrap)
+        network = ClientNetwork.from_transport(transport, directory, limits, rebootstrap=directory.rebootstrap)
         async with network.pool:
             yield network

@@ -1,4 +1,4 @@
-"""The nodes of a swarm in the local network, for a client that was told of none. Owns what is looked for."""
+"""The nodes of a swarm in the local network, found over mDNS by a client without peers. Owns what is looked for."""
 
 from __future__ import annotations
 

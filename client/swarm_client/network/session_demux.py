@@ -1,4 +1,4 @@
-"""Sorts the frames of all connections of a client into the queues of its sessions. Knows no chain and no token."""
+"""Sorts (demultiplexes) the frames of all connections into queues, one a session. Knows neither chains nor tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from swarm.messages import AnyMessage, ProgressReport, SessionFailed, SessionOpe
 from swarm.net.pool.migratable_link import MigratableLink
 from swarm.types import PeerId
 
-MAX_UNREAD = 256  # frames waiting in one session's queue; its window of steps is far smaller
+MAX_UNREAD = 256  # frames waiting in one session's queue; its steps in flight are far fewer
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMessage:
-    """A frame for one session, or (without a message) the news that the connection to `peer` is gone."""
+    """A frame for one session, or (without a message) the loss of the connection to `peer`."""
 
     peer: PeerId
     message: AnyMessage | None
@@ -45,9 +45,9 @@ class SessionDemux:
             raise ProtocolError(f"a node sent a client a {type(message).__name__}")
         queue = self._queues.get(message.session)
         if queue is None:
-            return  # late news of a session that is closed
+            return  # a late message of a session that is closed
         if queue.full():
-            raise ProtocolError(f"a node sent {MAX_UNREAD} frames that nobody asked for")
+            raise ProtocolError(f"a node sent {MAX_UNREAD} unrequested frames")
         queue.put_nowait(ReceivedMessage(connection.peer, message, body))
 
     async def on_lost(self, connection: MigratableLink, error: NetworkError) -> None:

@@ -1,7 +1,7 @@
-"""The client's view of the swarm: a fresh Snapshot when one is needed, and the chain it picks.
+"""Routing by one client: decides which nodes a chain consists of, on a fresh Snapshot of the swarm.
 
-Owns the snapshot's age, the link times that this client measured and the nodes it leaves out for now. The choice itself
-is `plan.routing`'s and `plan.repair`'s.
+Owns the snapshot's age, the round-trip times that this client measured and its blocklist. It plans and opens nothing:
+the search is `planner.routing`'s, and `SessionManager` opens the chains.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from swarm.errors import NetworkError, NoRoute, WrongModel
 from swarm.net.base.tasks import TaskSet
@@ -24,16 +24,22 @@ from swarm.records import to_snapshot
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
 from swarm_client.routing.blocklist import PeerBlocklist
 
-MAX_AGE_S = 1.0
-LINK_AGE_S = 30.0  # how long a measured link time is believed
-PING_TIMEOUT_S = 0.6  # a node that is slower than this to answer counts as unmeasured
-MAX_PINGED = 32
-MAX_REBOOTSTRAP_PEERS = 16
-STALE_OK_S = 0.3  # how long a repair waits for a newer map than the one at hand
+
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """Fresher data finds better chains; reading and measuring it delays the first token."""
+
+    max_snapshot_age_s: float = 1.0  # an older one is read again before a chain is chosen
+    stale_snapshot_wait_s: float = 0.3  # how long a repair waits for a fresh one before it uses the old one
+    link_age_s: float = 30.0  # how long a measured round trip is used
+    ping_timeout_s: float = 0.6  # a node that is slower to answer counts as unmeasured
+    max_pinged: int = 32  # nodes pinged before one choice
+    max_rebootstrap_peers: int = 16  # addresses remembered for rejoining the DHT
 
 
 class ChainRouter:
-    """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `meet`: see `network.Network`."""
+    """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `rebootstrap`: see
+    `ClientNetwork`."""
 
     def __init__(
         self,
@@ -45,10 +51,12 @@ class ChainRouter:
         dtype: str | None,
         weight_hash: str,
         wall_clock: Callable[[], float] = time.time,
-        meet: Callable[[Sequence[str]], Awaitable[int]] | None = None,
+        rebootstrap: Callable[[Sequence[str]], Awaitable[int]] | None = None,
+        policy: RoutingPolicy = RoutingPolicy(),
     ) -> None:
-        self._meet = meet
-        self._met: tuple[str, ...] = ()  # addresses of those that were there when last anybody was
+        self._rebootstrap = rebootstrap
+        self._last_addresses: tuple[str, ...] = ()  # of the nodes of the last snapshot that had any
+        self._policy = policy
         self._directory = directory
         self._pool = pool
         self._model = model
@@ -59,57 +67,60 @@ class ChainRouter:
         self._snapshot: Snapshot | None = None
         self._links: dict[PeerId, tuple[float, float]] = {}  # peer -> (when measured, one-way ms)
         self._blocklist = PeerBlocklist()
-        self._scope = TaskSet("view")
+        self._tasks = TaskSet("router")
         self._reading: asyncio.Task[NetworkError | None] | None = None
 
     async def close(self) -> None:
-        await self._scope.close()
+        await self._tasks.close()
 
-    async def snapshot(self, *, fresh: bool = False, hurry: bool = False) -> Snapshot:
-        """At most a second old unless `fresh`; in a `hurry` the one at hand will do if a newer one is not quick to get.
+    async def snapshot(self, *, fresh: bool = False, allow_stale: bool = False) -> Snapshot:
+        """At most a second old, or a new one if `fresh`; with `allow_stale` the last one, if a new one takes too long.
 
         Raises NetworkError.
         """
         known = self._snapshot
-        if known is not None and not fresh and self._wall_clock() - known.observed_at <= MAX_AGE_S:
+        max_age_s = self._policy.max_snapshot_age_s
+        if known is not None and not fresh and self._wall_clock() - known.observed_at <= max_age_s:
             return known
         if self._reading is None or self._reading.done():
-            self._reading = self._scope.start(self._read(), "snapshot")
+            self._reading = self._tasks.start(self._read(), "snapshot")
         reading = self._reading
-        await asyncio.wait({reading}, timeout=STALE_OK_S if hurry and known is not None else None)
-        if not (hurry and known is not None) and (error := reading.result()) is not None:
+        use_stale = allow_stale and known is not None
+        await asyncio.wait({reading}, timeout=self._policy.stale_snapshot_wait_s if use_stale else None)
+        if not use_stale and (error := reading.result()) is not None:
             raise error
         assert self._snapshot is not None  # it has just been read, or was there before
         return self._snapshot
 
     async def _read(self) -> NetworkError | None:
-        """Get a new snapshot. -> why there is none; readers that have given up waiting leave the error to nobody."""
+        """Read a new snapshot. -> why there is none; not raised, for `allow_stale` callers may not wait for it."""
         now = self._wall_clock()
         try:
             records = await self._directory.read(self._model)
-            if not records and self._met and self._meet is not None and await self._meet(self._met):
-                records = await self._directory.read(self._model)  # it was us who knew nobody any more
+            known = self._last_addresses
+            if not records and known and self._rebootstrap is not None and await self._rebootstrap(known):
+                records = await self._directory.read(self._model)  # this client had lost its DHT peers
         except NetworkError as error:
             return error
         self._snapshot = to_snapshot(records, self._model, now, identity.verify, num_layers=self._num_layers)
         addresses = tuple(node.addresses[0] for node in self._snapshot.nodes if node.addresses)
-        self._met = addresses[:MAX_REBOOTSTRAP_PEERS] or self._met
+        self._last_addresses = addresses[: self._policy.max_rebootstrap_peers] or self._last_addresses
         return None
 
     async def route(self, min_free_tokens: int = 0) -> tuple[Chain, Snapshot]:
         """The quickest chain now, from and back to this client. Raises NoRoute, WrongModel and NetworkError.
 
-        Left out are nodes with less room than `min_free_tokens` and those that are banned. One that was only slow, or
-        lost a while ago and answers, is taken back when there is no other way.
+        Nodes with less KV space than `min_free_tokens` and blocked nodes are left out. One that was only slow, or that
+        failed a while ago and answers now, is reinstated when there is no other route.
         """
         snapshot = await self.snapshot()
         if self._blocked(snapshot):
             snapshot = await self.snapshot(fresh=True)
-        banned = self._blocked(snapshot)
-        await self._measure([n for n in snapshot.serving() if n.peer not in banned])
+        blocked = self._blocked(snapshot)
+        await self._measure([n for n in snapshot.serving() if n.peer not in blocked])
         table = self._table(snapshot, min_free_tokens)
         try:
-            chain = table.route(client_ms=self._client_ms(), banned=banned)
+            chain = table.route(client_ms=self._client_ms(), banned=blocked)
         except NoRoute as error:
             await self._reinstate(snapshot)
             try:
@@ -119,20 +130,20 @@ class ChainRouter:
         return chain, snapshot
 
     def reprice(self, chain: Chain, min_free_tokens: int = 0) -> Chain | None:
-        """`chain` at what it costs now, by the map at hand; None if one of its hops would not take a session."""
+        """`chain` at its present cost, by the last snapshot; None if one of its hops would not take a session."""
         assert self._snapshot is not None  # the quickest chain was routed on one
-        banned, table = self._blocked(self._snapshot), self._table(self._snapshot, min_free_tokens)
-        spans = {node.peer: node.span for group in table.groups.values() for node in group if node.peer not in banned}
+        blocked, table = self._blocked(self._snapshot), self._table(self._snapshot, min_free_tokens)
+        spans = {node.peer: node.span for group in table.groups.values() for node in group if node.peer not in blocked}
         for hop in chain.hops:
             span = spans.get(hop.peer)
             if span is None or hop.start < span.start or span.end < hop.end:
                 return None
         try:
-            return repair(table, chain, (), client_ms=self._client_ms(), banned=banned).chain
-        except NoRoute:  # its hops no longer go together: one has other weights or another dtype since
+            return repair(table, chain, (), client_ms=self._client_ms(), banned=blocked).chain
+        except NoRoute:  # its hops no longer match: one has other weights or another dtype since
             return None
 
-    async def repair(
+    async def plan_repair(
         self,
         chain: Chain,
         lost: Collection[PeerId],
@@ -141,34 +152,34 @@ class ChainRouter:
         *,
         include_unresponsive: bool = False,
     ) -> tuple[Repair, Snapshot]:
-        """How `chain` goes on without the hops of `lost`. Raises NoRoute, and NetworkError without any snapshot.
+        """Which nodes replace the hops of `lost` in `chain`. Raises NoRoute, and NetworkError without any snapshot.
 
-        Who gets the new hops is a matter of bans: a peer that merely forgot the session may well get its hop back, and
-        one that was only slow if there is no other, and to `insist` one that was lost a while ago and answers. Banned
-        for this time are those to `avoid` as well.
+        Replacements are not blocked and not in `avoid`: a peer that merely forgot the session may well get its hop
+        back, a straggler only if there is no other, and with `include_unresponsive` one that failed a while ago and
+        answers now.
         """
-        snapshot = await self.snapshot(fresh=True, hurry=True)
+        snapshot = await self.snapshot(fresh=True, allow_stale=True)
         table = self._table(snapshot, min_free_tokens)
         left = replace(chain, hops=tuple(hop for hop in chain.hops if hop.peer not in lost))
-        banned = self._blocked(snapshot).union(avoid)
+        blocked = self._blocked(snapshot).union(avoid)
         try:
-            return repair(table, left, (), client_ms=self._client_ms(), banned=banned), snapshot
+            return repair(table, left, (), client_ms=self._client_ms(), banned=blocked), snapshot
         except NoRoute:
             if include_unresponsive:
                 await self._reinstate(snapshot)
-            banned = self._blocked(snapshot, and_slow=False).union(avoid)
-            return repair(table, left, (), client_ms=self._client_ms(), banned=banned), snapshot
+            blocked = self._blocked(snapshot, and_slow=False).union(avoid)
+            return repair(table, left, (), client_ms=self._client_ms(), banned=blocked), snapshot
 
     def block(self, peer: PeerId, cause: NetworkError) -> None:
-        """Leave a node out, for as long as `cause` suggests (`bans`)."""
+        """Route around a node for as long as `cause` suggests (`PeerBlocklist`)."""
         self._blocklist.add(peer, cause, asyncio.get_running_loop().time(), self._wall_clock())
 
     def _blocked(self, snapshot: Snapshot, *, and_slow: bool = True) -> frozenset[PeerId]:
         return self._blocklist.of(snapshot.nodes, asyncio.get_running_loop().time(), and_slow=and_slow)
 
     async def _reinstate(self, snapshot: Snapshot) -> None:
-        """Nodes that were lost a while ago, but answer: what they publish reaches us later than their voice."""
-        lost = self._blocklist.lost(snapshot.nodes, self._wall_clock())[:MAX_PINGED]
+        """Unblock nodes that failed a while ago and answer pings: their new records take longer to reach us."""
+        lost = self._blocklist.lost(snapshot.nodes, self._wall_clock())[: self._policy.max_pinged]
         now = asyncio.get_running_loop().time()
         await asyncio.gather(*(self._ping(node, now) for node in lost))
         for node in lost:
@@ -184,16 +195,16 @@ class ChainRouter:
         )
 
     def costs(self, chain: Chain) -> ChainCosts:
-        """What a step along `chain` costs by the live map; a node that has left it is assumed to be ordinary."""
+        """What a step along `chain` costs by the last snapshot; a node that is not in it gets the default costs."""
         assert self._snapshot is not None  # the chain was routed on one
         nodes = [self._snapshot.node(hop.peer) or _unknown(hop) for hop in chain.hops]
-        place = {node.peer: i for i, node in enumerate(nodes)}
+        index = {node.peer: i for i, node in enumerate(nodes)}
         rho = snapshot_rho(nodes)
 
         def link_ms(a: PeerId, b: PeerId) -> float:
             if not a or not b:
                 return self._client_ms().get(a or b, DEFAULT_LINK_MS)
-            return float(rho[place[a], place[b]])
+            return float(rho[index[a], index[b]])
 
         return ChainCosts.of(chain, replace(self._snapshot, nodes=tuple(nodes)), link_ms)
 
@@ -204,7 +215,7 @@ class ChainRouter:
         return explain_snapshot(chain, self._snapshot, self._client_ms())
 
     def _explain_no_route(self, snapshot: Snapshot, error: NoRoute) -> NoRoute | WrongModel:
-        """Say what is really missing: nodes at all, nodes with our weights, nodes of our dtype, or layers."""
+        """What is really missing: any nodes, nodes with our weights, nodes of our dtype, or layers."""
         serving = snapshot.serving()
         if not serving:
             waiting = len(snapshot.nodes)
@@ -225,21 +236,22 @@ class ChainRouter:
         return {peer: ms for peer, (_, ms) in self._links.items()}
 
     async def _measure(self, nodes: list[NodeProfile]) -> None:
-        """Ping the nodes whose link time is unknown or old, all at once. A node that fails keeps no figure."""
+        """Ping the nodes whose round trip is unknown or old, all at once. A node that fails stays unmeasured."""
         now = asyncio.get_running_loop().time()
-        stale = [n for n in nodes if now - self._links.get(n.peer, (-LINK_AGE_S, 0.0))[0] >= LINK_AGE_S][:MAX_PINGED]
+        age_s = self._policy.link_age_s
+        stale = [n for n in nodes if now - self._links.get(n.peer, (-age_s, 0.0))[0] >= age_s]
         async with asyncio.TaskGroup() as group:
-            for node in stale:
+            for node in stale[: self._policy.max_pinged]:
                 group.create_task(self._ping(node, now))
 
     async def _ping(self, node: NodeProfile, now: float) -> None:
         self._links.pop(node.peer, None)
         try:
-            async with asyncio.timeout(PING_TIMEOUT_S):
+            async with asyncio.timeout(self._policy.ping_timeout_s):
                 await self._pool.rtt(node.peer, node.addresses)  # the first one also pays for the dial
                 rtt = await self._pool.rtt(node.peer, node.addresses)
         except (TimeoutError, NetworkError):
-            return  # routing falls back to what it assumes of strangers; opening the session will tell
+            return  # routing assumes the default; opening the session will fail if the node is gone
         self._links[node.peer] = (now, rtt / 2.0)
 
 

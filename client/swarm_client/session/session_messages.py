@@ -1,6 +1,6 @@
-"""What hops are told when a session begins, goes on along another chain, or moves from one node to another.
+"""The messages to the hops when a session is opened, repaired along another chain, or its KV is transferred.
 
-Owns these messages and what may be inherited. Pure: `chain_session` sends them.
+Owns these messages and which KV may be transferred. Pure: `inference_session` sends them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId, Sampling
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What every hop is told when the session opens."""
+    """What every hop gets when the session is opened."""
 
     model: str
     weight_hash: str
@@ -31,17 +31,17 @@ def kv_sources(
     chain: Chain,
     held: Mapping[PeerId, int],
     nodes: Mapping[PeerId, NodeProfile],
-    settled: int,
+    committed: int,
 ) -> dict[PeerId, KvSource]:
-    """Replacement -> what it may have of the node that it comes for.
+    """Replacement -> the departed node that it may fetch its KV from.
 
-    `fresh`: the hops that `chain` gets. `held`: tokens that nodes of `chain` which have left it still hold.
+    `fresh`: the replacements. `held`: departed nodes of `chain` -> of how many tokens they still hold the KV.
     """
     return {
-        hop.peer: KvSource(old.peer, nodes[old.peer].addresses, settled)
+        hop.peer: KvSource(old.peer, nodes[old.peer].addresses, committed)
         for hop in fresh
         for old in chain.hops
-        if (old.start, old.end) == (hop.start, hop.end) and old.peer in nodes and 0 < settled <= held.get(old.peer, 0)
+        if (old.start, old.end) == (hop.start, hop.end) and old.peer in nodes and 0 < committed <= held.get(old.peer, 0)
     }
 
 
@@ -58,7 +58,7 @@ def open_message(
     after: PeerId,
     nodes: Mapping[PeerId, NodeProfile],
     history: Sequence[int],
-    legacy: KvSource | None,
+    source: KvSource | None,
 ) -> OpenSession:
     """`before`, `after`: the peers beside `hop`, "" for the client. `history`: all tokens so far."""
     tail = not after
@@ -76,16 +76,16 @@ def open_message(
         sampling=WireSampling.of(spec.sampling) if tail else None,
         num_medusa_candidates=spec.num_medusa_candidates if tail else 0,
         penalty_tokens=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
-        kv_source=legacy.peer if legacy else "",
-        kv_source_addresses=list(legacy.addresses) if legacy else [],
-        kv_source_tokens=legacy.tokens if legacy else 0,
+        kv_source=source.peer if source else "",
+        kv_source_addresses=list(source.addresses) if source else [],
+        kv_source_tokens=source.tokens if source else 0,
     )
 
 
 def reroute_message(
     session: bytes, epoch: int, before: PeerId, after: PeerId, nodes: Mapping[PeerId, NodeProfile], replay: int
 ) -> Reroute:
-    """See `open_message`; `replay`: of how many tokens the hop `after` is to be fed."""
+    """See `open_message`; `replay`: how many tokens to replay to the hop `after`."""
     return Reroute(session, epoch, before, after, _addresses(after, nodes), replay)
 
 
@@ -94,7 +94,7 @@ def _addresses(peer: PeerId, nodes: Mapping[PeerId, NodeProfile]) -> list[str]:
 
 
 def remote_error(peer: PeerId, failed: SessionFailed) -> NetworkError:
-    """What `peer` said of itself, as the error that it is."""
+    """The failure that `peer` reported, as the typed error."""
     if failed.error == NodeBusy.code:
         return NodeBusy(failed.detail, peer, failed.retry_after_s)
     if failed.error == WrongModel.code:

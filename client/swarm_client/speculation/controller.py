@@ -1,7 +1,8 @@
-"""One generation's guesses: asks the drafter, measures what became of the guesses, sets the policy.
+"""One generation's speculative decoding: requests drafts, measures how many are accepted, sets the policy.
 
-Owns the clock of a generation's rounds. What to guess is the drafter's, how far `plan.tuning`'s, and what a guess means
-`plan.session`'s. A drafter that fails ends the guessing and never the generation.
+Owns the clock of a generation's iterations. The draft tokens are the drafter's, how many to draft is decided by
+`planner.speculation.controller`, and the draft tree is GenerationState's. A drafter that fails ends the speculation and
+never the generation.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from swarm_client.speculation.drafters.base import Drafter as DraftSource
 
 logger = logging.getLogger(__name__)
 
-EWMA_DECAY = 0.9  # what the drafting times before the last one weigh together
-CHAINS_KNOWN = 64
+EWMA_DECAY = 0.9  # of the draft model's times: the weight of all before the last one
+MAX_CHAINS = 64  # whose contention factors are remembered
 
 
 class AsyncDrafter(Protocol):
-    """A drafter as a generation uses it (`drafters.runner`, `drafters.inline`). Its calls raise DrafterFailed."""
+    """A drafter as a generation uses it (ThreadedDrafter, InlineDrafter). Its calls raise DrafterFailed."""
 
     drafter: DraftSource
 
     async def reset(self, prompt_ids: Sequence[int]) -> None: ...
 
-    async def extend(self, tokens: Sequence[int], hints: MedusaCandidates = ()) -> None: ...
+    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = ()) -> None: ...
 
     async def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal: ...
 
@@ -56,33 +57,33 @@ class AsyncDrafter(Protocol):
 
 @dataclass(slots=True)
 class DraftingStats:
-    """What all generations of a client have learned. `level_ms`: what a thorough question to the drafter takes."""
+    """Measured by all generations of a client. `level_ms`: EWMA of what a draft-model call takes."""
 
     _level_ms: Ewma = field(default_factory=lambda: Ewma(EWMA_DECAY, bias_correction=True))
-    _crowding: dict[tuple[Hop, ...], float] = field(default_factory=dict)
+    _contention: dict[tuple[Hop, ...], float] = field(default_factory=dict)
 
     @property
     def level_ms(self) -> float:
         """0 while nothing was measured."""
         return self._level_ms.value
 
-    def asked(self, ms: float) -> None:
+    def record_call(self, ms: float) -> None:
         self._level_ms.update(ms)
 
     def contention(self, chain: Chain) -> float:
-        """See `plan.live_costs.OnlineChainCosts`: whether hops share a machine does not change with the next question."""
-        return self._crowding.get(chain.hops, 1.0)
+        """See OnlineChainCosts: whether hops share a machine does not change between generations."""
+        return self._contention.get(chain.hops, 1.0)
 
-    def contention_of(self, chain: Chain, crowding: float) -> None:
-        self._crowding.pop(chain.hops, None)
-        self._crowding[chain.hops] = crowding
-        if len(self._crowding) > CHAINS_KNOWN:
-            self._crowding.pop(next(iter(self._crowding)))
+    def record_contention(self, chain: Chain, contention: float) -> None:
+        self._contention.pop(chain.hops, None)
+        self._contention[chain.hops] = contention
+        if len(self._contention) > MAX_CHAINS:
+            self._contention.pop(next(iter(self._contention)))
 
 
 @dataclass(slots=True)
 class _InFlightStep:
-    """A step without a result yet. `alone`: when it was sent, nothing else was; `crowded`: something was since then."""
+    """A step without a result yet. `alone`: no other was in flight when it was sent; `overlapped`: one was since."""
 
     at: float
     rows: int
@@ -92,28 +93,28 @@ class _InFlightStep:
 
 @dataclass(slots=True)
 class ClientSpeculation:
-    """`only`: the strategy the user asked for, None to choose the best one as it goes."""
+    """`fixed_strategy`: the one that the user chose, None to choose the best one by what is measured."""
 
     generation: GenerationState
     drafter: AsyncDrafter
     costs_of: Callable[[Chain], ChainCosts]
     fixed_strategy: Strategy | None = None
-    fixed: SpeculationPolicy | None = None  # for experiments: this policy, whatever is measured
+    fixed: SpeculationPolicy | None = None  # for experiments: overrides what is measured
     clock: Callable[[], float] = time.perf_counter
-    experience: DraftingStats = field(default_factory=DraftingStats)
-    setting: Decision | None = None
+    stats: DraftingStats = field(default_factory=DraftingStats)
+    decision: Decision | None = None
     failure: str = ""
     changes: list[str] = field(default_factory=list)
     _chain: Chain = field(default_factory=lambda: Chain(()))
     _controller: SpeculationController | None = None
-    _under_way: dict[int, _InFlightStep] = field(default_factory=dict)
+    _in_flight: dict[int, _InFlightStep] = field(default_factory=dict)
     _tokens: int = 0  # known at the last result
-    _hits: int = 0
+    _accepted: int = 0
     _expected: float = 0.0
     _last: float = 0.0
 
     async def begin(self) -> None:
-        """Tell the drafter the prompt."""
+        """Start the drafter on the prompt."""
         self._tokens = len(self.generation.known)
         try:
             await self.drafter.reset(self.generation.known)
@@ -121,12 +122,12 @@ class ClientSpeculation:
             self._fail(error)
 
     def chain_ready(self, chain: Chain) -> None:
-        """A chain is open; what was measured on the one before it says nothing of this one."""
+        """A chain is open; what was measured on the one before it does not apply to this one."""
         self._chain = chain
         self._controller = SpeculationController(
-            self.costs_of(chain), self.fixed_strategy, contention=self.experience.contention(chain)
+            self.costs_of(chain), self.fixed_strategy, contention=self.stats.contention(chain)
         )
-        self._under_way.clear()
+        self._in_flight.clear()
         self._last = self.clock()
         self._choose()
 
@@ -134,43 +135,43 @@ class ClientSpeculation:
         started = self.clock()
         try:
             if not action.use_model:
-                seen = await self.drafter.propose_cached(action.paths, action.width)
-                return DraftsProposed(tuple(map(tuple, seen.candidates)), tuple(seen.unassigned_mass))
-            answer = await self.drafter.propose_many(action.paths, action.width)
+                cached = await self.drafter.propose_cached(action.paths, action.width)
+                return DraftsProposed(tuple(map(tuple, cached.candidates)), tuple(cached.unassigned_mass))
+            drafts = await self.drafter.propose_many(action.paths, action.width)
         except DrafterFailed as error:
             self._fail(error)
             return DrafterDisabled()
-        unknown = not self.experience.level_ms
-        self.experience.asked((self.clock() - started) * 1e3)
+        unknown = not self.stats.level_ms
+        self.stats.record_call((self.clock() - started) * 1e3)
         if unknown:
-            self._choose()  # until now questions had no price
-        return DraftsProposed(tuple(map(tuple, answer)))
+            self._choose()  # until now the cost of a draft-model call was unknown
+        return DraftsProposed(tuple(map(tuple, drafts)))
 
-    async def emitted(self, tokens: Sequence[int], hints: MedusaCandidates) -> None:
-        """These tokens are certain now; `hints`: what the tail thinks comes next."""
+    async def emitted(self, tokens: Sequence[int], medusa: MedusaCandidates) -> None:
+        """These tokens are committed now; `medusa`: candidates of the tail's Medusa heads for what follows."""
         if self.failure:
             return
         try:
-            await self.drafter.extend(tokens, hints)
+            await self.drafter.extend(tokens, medusa)
         except DrafterFailed as error:
             self._fail(error)
 
     def sent(self, step: SendStep) -> None:
-        for other in self._under_way.values():
+        for other in self._in_flight.values():
             other.overlapped = True
-        rows, alone = len(step.tokens) + len(step.rows), not self._under_way
-        self._under_way[step.step] = _InFlightStep(self.clock(), rows, alone, overlapped=not alone)
+        rows, alone = len(step.tokens) + len(step.rows), not self._in_flight
+        self._in_flight[step.step] = _InFlightStep(self.clock(), rows, alone, overlapped=not alone)
 
     def on_discard(self) -> None:
-        """What is under way counts no more."""
-        self._under_way.clear()
+        """No step in flight will have a result."""
+        self._in_flight.clear()
 
     def on_result(self, result: StepDone) -> None:
         """Measure a result before the generation sees it, and choose how to go on."""
-        sent = self._under_way.pop(result.step, None)
+        sent = self._in_flight.pop(result.step, None)
         if sent is None or self._controller is None:
             return
-        now, tally = self.clock(), self.generation.stats
+        now, stats = self.clock(), self.generation.stats
         known = len(self.generation.known)
         self._controller.on_commit(
             Observation(
@@ -181,12 +182,12 @@ class ClientSpeculation:
                 result.active_sessions,
             ),
             tokens=known - self._tokens,
-            accepted=tally.accepted - self._hits,
-            expected_accepted=tally.expected_accepted - self._expected,
+            accepted=stats.accepted - self._accepted,
+            expected_accepted=stats.expected_accepted - self._expected,
             took_ms=(now - self._last) * 1e3,
         )
-        self.experience.contention_of(self._chain, self._controller.contention)
-        self._tokens, self._hits, self._expected, self._last = known, tally.accepted, tally.expected_accepted, now
+        self.stats.record_contention(self._chain, self._controller.contention)
+        self._tokens, self._accepted, self._expected, self._last = known, stats.accepted, stats.expected_accepted, now
         self._choose()
 
     def close(self) -> None:
@@ -195,23 +196,23 @@ class ClientSpeculation:
 
     @property
     def measured_costs(self) -> ChainCosts | None:
-        """The chain's costs as this generation meets them; None before there is a chain."""
+        """The chain's costs as measured by this generation; None before there is a chain."""
         return self._controller.costs if self._controller is not None else None
 
     def to_json(self) -> dict[str, Any]:
         """What `/stats` and `--json` show."""
-        tally = self.generation.stats
+        stats = self.generation.stats
         return {
-            "strategy": str(self.setting.strategy) if self.setting else str(Strategy.SEQUENTIAL),
+            "strategy": str(self.decision.strategy) if self.decision else str(Strategy.SEQUENTIAL),
             "drafter": self.drafter.drafter.name,
-            "reason": self.failure or (self.setting.reason if self.setting else ""),
+            "reason": self.failure or (self.decision.reason if self.decision else ""),
             "changes": list(self.changes),
-            "steps": tally.steps,
-            "rows": tally.rows,
-            "hits": tally.accepted,
-            "misses": tally.rejected,
-            "discarded_steps": tally.discarded_steps,
-            "tokens_per_step": round(len(self.generation.generated) / tally.steps, 3) if tally.steps else 0.0,
+            "steps": stats.steps,
+            "rows": stats.rows,
+            "hits": stats.accepted,
+            "misses": stats.rejected,
+            "discarded_steps": stats.discarded_steps,
+            "tokens_per_step": round(len(self.generation.generated) / stats.steps, 3) if stats.steps else 0.0,
             "acceptance": [[round(p, 3) for p in row] for row in self.drafter.drafter.acceptance.table(4)],
         }
 
@@ -223,15 +224,15 @@ class ClientSpeculation:
             return
         source = self.drafter.drafter
         drafter = DrafterProfile(
-            source.acceptance.table(MAX_DEPTH), level_ms=self.experience.level_ms, model_hit_rate=source.model_hit_rate
+            source.acceptance.table(MAX_DEPTH), level_ms=self.stats.level_ms, model_hit_rate=source.model_hit_rate
         )
-        setting = self._controller.decide(drafter)
-        if self.setting is None or setting.strategy is not self.setting.strategy:
-            self.changes.append(f"{len(self.generation.generated)}: {setting.strategy}")
-            logger.info("from token %d on: %s", len(self.generation.generated), setting.reason)
-        self.setting, self.generation.policy = setting, setting.policy
+        decision = self._controller.decide(drafter)
+        if self.decision is None or decision.strategy is not self.decision.strategy:
+            self.changes.append(f"{len(self.generation.generated)}: {decision.strategy}")
+            logger.info("from token %d on: %s", len(self.generation.generated), decision.reason)
+        self.decision, self.generation.policy = decision, decision.policy
 
     def _fail(self, error: DrafterFailed) -> None:
         self.failure = str(error)
-        logger.warning("going on without guesses: %s", error)
+        logger.warning("going on without speculative decoding: %s", error)
         self.generation.policy = SpeculationPolicy()

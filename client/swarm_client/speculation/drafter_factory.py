@@ -1,7 +1,7 @@
-"""Which drafters a client guesses with. Owns what is loaded once for all of its generations.
+"""Which drafters a client uses. Owns the draft model that is loaded once for all of its generations.
 
-Look-up in prompt and answer is always on, for it costs nothing. A draft beside it is a file that `swarm-draft train`
-made, any local model with the target's vocabulary, or the Medusa heads of a tail that has some.
+The n-gram (prompt-lookup) drafter is always on, for it costs nothing. Beside it there may be a draft model (a file that
+`swarm-draft train` made, or any local model with the target's vocabulary) or the Medusa heads of the tail.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:  # a client that drafts with no model loads none
 
 logger = logging.getLogger(__name__)
 
-MEDUSA = "medusa"  # the heads of the tail
-NGRAM = "ngram"  # no model beside it
-BUNDLED = "bundled"  # the trained draft that comes along for the target
+MEDUSA = "medusa"  # the Medusa heads of the tail
+NGRAM = "ngram"  # no draft model
+BUNDLED = "bundled"  # the trained draft model that is shipped for the target
 TRAINED_SUFFIX = ".draft"
 
 
 class DrafterFactory:
-    """`await Drafting.load(...)`, then `guesser()` for each generation."""
+    """`await DrafterFactory.load(...)`, then `drafter()` for each generation."""
 
     def __init__(self, model: Callable[[], Drafter] | None = None) -> None:
-        """`model`: makes the drafter beside the look-up."""
+        """`model`: makes the drafter beside the n-gram drafter."""
         self._model = model
 
     @classmethod
     async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> DrafterFactory:
         """`drafter`: NGRAM, MEDUSA, BUNDLED (if there is one for the target), a trained draft's file, or a model.
 
-        One that cannot be used is done without, and logged.
+        One that cannot be used is logged and left out.
         """
         if drafter == MEDUSA:
             return cls(MedusaDrafter)
@@ -54,7 +54,7 @@ class DrafterFactory:
                 return cls()
             return cls(await asyncio.to_thread(_open, drafter, target, tokenizer))
         except (DrafterFailed, ModelError) as error:
-            logger.warning("guessing by look-up alone: %s", error)
+            logger.warning("drafting with n-grams alone: %s", error)
             return cls()
 
     def drafter(self) -> AsyncDrafter:

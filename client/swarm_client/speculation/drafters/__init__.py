@@ -1,1 +1,1 @@
-"""Who guesses the next tokens. `base` is the contract; importing it loads no torch."""
+"""Drafters for speculative decoding. `base` is the contract; importing it loads no torch."""

@@ -1,13 +1,12 @@
-"""What a drafter is: told the certain tokens, asked which may follow a hypothetical path, measured by what came true.
+"""The drafter interface: extended by committed tokens, queried for candidates after a draft path, scored by acceptance.
 
-Owns the contract between the speculative engine and any source of guesses, and the measuring, which is the same for all
-of them. Knows neither the tree the engine grows from the guesses nor the chain that verifies it. A drafter sees token
-ids only: hidden states live on the tail.
+Owns the contract between speculative decoding and any source of draft tokens, and the measuring of acceptance, which is
+the same for all of them. Knows neither the draft tree nor the chain that verifies it. A drafter sees token ids only:
+hidden states stay on the tail.
 
-A drafter is synchronous code for one generation, called from one thread at a time. What it guesses changes the speed
-and never the text, so it may be arbitrarily bad, but it may also raise or stall: the engine calls it through
-`runner.ThreadedDrafter`, which turns both into `DrafterFailed`. Some of it may be worth hearing before the rest has been
-thought out: `glance` says what can be said in no time.
+A drafter is synchronous code for one generation, called from one thread at a time. Its drafts change the speed and
+never the text, so they may be arbitrarily bad, but it may also raise or stall: it is called through `ThreadedDrafter`,
+which turns both into `DrafterFailed`. `propose_cached` returns what takes no draft-model call.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from swarm.planner.generation.draft_tree import MedusaCandidates
 from swarm_client.speculation.drafters.acceptance import AcceptanceRates
 
 TokenPath = tuple[int, ...]
-"""Drafted tokens after the certain ones, from the first level down; `()` asks what follows the certain text itself."""
+"""Draft tokens after the committed ones, from the first level down; `()` is the end of the committed text."""
 
-MAX_REMEMBERED = 4096  # proposals that wait for the truth; an engine holds far fewer nodes
+MAX_REMEMBERED = 4096  # proposals not verified yet; a draft tree has far fewer nodes
 
 
 class Candidate(NamedTuple):
-    """A token that may come next, and ln of the drafter's belief in it, at most 0."""
+    """A token that may come next, and ln of the drafter's probability for it, at most 0."""
 
     token: int
     logprob: float
 
 
 class CachedProposal(NamedTuple):
-    """What a drafter can say at once. `open`: for each path the belief that only its whole answer would place."""
+    """What takes no draft-model call. `unassigned_mass`: for each path the probability left to such a call."""
 
     candidates: list[list[Candidate]]
     unassigned_mass: list[float]
@@ -44,10 +43,10 @@ class CachedProposal(NamedTuple):
 class Drafter(ABC):
     """Subclasses write `_begin`, `_advance` and `_draft`; the engine calls the public methods.
 
-    `instant`: all of its answers take microseconds. `extend_is_synchronous`: `extend` does.
+    `is_synchronous`: all of its calls take microseconds. `extend_is_synchronous`: `extend` does.
 
-    Acceptance is measured by itself: a proposal is remembered until the tokens that became certain confirm or refute
-    it, at the depth it was made for.
+    Acceptance is measured here: a proposal is remembered until committed tokens accept or reject it, at the depth it
+    was made for.
     """
 
     is_synchronous = False
@@ -60,48 +59,48 @@ class Drafter(ABC):
         self._waiting: dict[TokenPath, list[_Proposal]] = {}
 
     def reset(self, prompt_ids: Sequence[int]) -> None:
-        """A new generation, or another text than before: these tokens, and nothing else, are certain."""
+        """A new generation, or another text than before: exactly these tokens are committed."""
         self._waiting.clear()
         self._begin(prompt_ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """`tokens` follow the certain ones and are now certain too."""
-        self._judge(tokens)
+        """`tokens` follow the committed ones and are now committed too."""
+        self._score(tokens)
         self._advance(tokens)
 
-    def set_medusa_candidates(self, hints: MedusaCandidates) -> None:  # noqa: B027, most have no use for it
-        """What the tail's own heads think comes after the certain tokens, just after `extend`."""
+    def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:  # noqa: B027, most have no use for it
+        """Candidates of the tail's Medusa heads after the committed tokens; called just after `extend`."""
 
     def propose(self, path: Sequence[int], width: int) -> list[Candidate]:
-        """What follows the certain tokens and then `path`: at most `width` different tokens, likeliest first."""
+        """What follows the committed tokens and then `path`: at most `width` different tokens, likeliest first."""
         return self.propose_many([path], width)[0]
 
     def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
         """`propose` for each of `paths` at once, as for a level of a tree: one list a path, possibly empty."""
         if width < 1:
-            raise UsageError(f"a drafter is asked for at least one token, not {width}")
-        asked = [tuple(path) for path in paths]
-        drafted = self._draft(asked, width)
-        for path, candidates in zip(asked, drafted, strict=True):
+            raise UsageError(f"a drafter proposes at least one token, not {width}")
+        queried = [tuple(path) for path in paths]
+        drafted = self._draft(queried, width)
+        for path, candidates in zip(queried, drafted, strict=True):
             self._remember(path, candidates, width)
         return drafted
 
     def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
-        """What takes no time of `propose_many`."""
-        asked = [tuple(path) for path in paths]
-        seen = self._propose_cached(asked, width)
-        for path, candidates, still_open in zip(asked, seen.candidates, seen.unassigned_mass, strict=True):
-            if candidates or not still_open:
+        """What `propose_many` returns without a draft-model call."""
+        queried = [tuple(path) for path in paths]
+        cached = self._propose_cached(queried, width)
+        for path, candidates, unassigned in zip(queried, cached.candidates, cached.unassigned_mass, strict=True):
+            if candidates or not unassigned:
                 self._remember(path, candidates, width)
-        return seen
+        return cached
 
     def close(self) -> None:
-        """Let go of what it computes with; what it has measured stays. It is asked for nothing more. Idempotent."""
+        """Free what it computes with; what it has measured stays. It is not called again. Idempotent."""
         self._waiting.clear()
 
     @property
     def model_hit_rate(self) -> float:
-        """How often the target's token was among those that the slow part of it, if there is one, proposed."""
+        """How often the target's token was among the candidates of the draft model, if there is one."""
         return min(1.0, math.fsum(self.acceptance.table(1)[0]))
 
     @abstractmethod
@@ -125,19 +124,19 @@ class Drafter(ABC):
             known = [p for p in self._waiting.get(path, ()) if p.depth != made.depth]
             self._waiting[path] = [*known, made]
 
-    def _judge(self, tokens: Sequence[int]) -> None:
-        """Confirm or refute the proposals along `tokens`; keep those made for what may follow them."""
-        certain = tuple(tokens)
-        for length, token in enumerate(certain):
-            for proposal in self._waiting.get(certain[:length], ()):
+    def _score(self, tokens: Sequence[int]) -> None:
+        """Accept or reject the proposals along `tokens`; keep those made for what may follow them."""
+        committed = tuple(tokens)
+        for length, token in enumerate(committed):
+            for proposal in self._waiting.get(committed[:length], ()):
                 rank = proposal.tokens.index(token) if token in proposal.tokens else None
                 self.acceptance.observe(proposal.depth, rank, proposal.width)
-        size = len(certain)
-        self._waiting = {path[size:]: made for path, made in self._waiting.items() if path[:size] == certain}
+        size = len(committed)
+        self._waiting = {path[size:]: made for path, made in self._waiting.items() if path[:size] == committed}
 
 
 class _Proposal(NamedTuple):
-    """`depth`: how many uncertain tokens it was built upon when it was made."""
+    """`depth`: how many draft tokens it was built upon when it was made."""
 
     depth: int
     width: int

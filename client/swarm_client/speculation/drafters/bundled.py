@@ -1,4 +1,4 @@
-"""The drafts that come with swarm. Owns which file belongs to which model: the fingerprint of its weights decides."""
+"""The shipped draft models. Owns which file belongs to which model: the fingerprint of its weights decides."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Calls a drafter where it is asked: for look-ups, which take microseconds where a thread's turn takes a hundred.
+"""Calls a drafter on the event loop: for n-gram look-ups of microseconds, where a switch of threads takes a hundred.
 
-Whatever the drafter raises is a DrafterFailed, as in `runner`; a drafter that may stall belongs there.
+Whatever the drafter raises is a DrafterFailed, as in `threaded`; a drafter that may stall belongs there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class InlineDrafter:
     async def reset(self, prompt_ids: Sequence[int]) -> None:
         self._call(lambda: self.drafter.reset(prompt_ids))
 
-    async def extend(self, tokens: Sequence[int], hints: MedusaCandidates = ()) -> None:
+    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = ()) -> None:
         self._call(lambda: self.drafter.extend(tokens))
-        self._call(lambda: self.drafter.set_medusa_candidates(hints))
+        self._call(lambda: self.drafter.set_medusa_candidates(medusa))
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
         return self._call(lambda: self.drafter.propose_many(paths, width))
@@ -35,7 +35,7 @@ class InlineDrafter:
         return self._call(lambda: self.drafter.propose_cached(paths, width))
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Nothing to free."""
 
     def _call(self, work: Callable[[], _T]) -> _T:
         try:

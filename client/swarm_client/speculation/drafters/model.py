@@ -1,6 +1,6 @@
-"""Guesses by a model on this machine: any with the target's vocabulary, or a draft trained for it.
+"""Drafts by a model on this machine: any with the target's vocabulary, or one trained for it.
 
-Owns whether a model may guess for the target at all. The model's keys, values and trees are `draft_session`'s.
+Owns whether a model can draft for the target at all. The model's KV cache and trees are DraftSession's.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _PROBES = ("Hello, world!", "def f(x):\n    return 2 * x", "naïve façade, 東�
 class ModelDrafter(Drafter):
     """A level of a tree is one pass of the model, whatever its width."""
 
-    extend_is_synchronous = True  # nothing is computed before it is asked for
+    extend_is_synchronous = True  # nothing is computed before a proposal
 
     def __init__(self, model: DraftModel, name: str = "model", max_tokens: int | None = None) -> None:
-        """`max_tokens`: of prompt and answer; beyond them it has no guesses. Raises OutOfMemory."""
+        """`max_tokens`: of prompt and answer; beyond them it proposes nothing. Raises OutOfMemory."""
         super().__init__(name)
         self._open: DraftSession | None = DraftSession(model, max_tokens)
 
@@ -57,7 +57,7 @@ class ModelDrafter(Drafter):
         self._session.extend(tokens)
 
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
-        return [[Candidate(*guess) for guess in guesses] for guesses in self._session.propose(paths, width)]
+        return [[Candidate(*pair) for pair in pairs] for pairs in self._session.propose(paths, width)]
 
 
 def check_vocabulary(

@@ -35,7 +35,7 @@ class Match:
 
 
 class SuffixAutomaton:
-    """Appending a token costs O(1) amortised and at most 2 states. Indices of states stay valid for ever."""
+    """Appending a token costs O(1) amortized and at most 2 states. Indices of states stay valid."""
 
     def __init__(self) -> None:
         self.size = 0  # tokens
