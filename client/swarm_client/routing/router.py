@@ -26,7 +26,7 @@ from swarm_client.routing.blocklist import PeerBlocklist
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingPolicy:
+class RouterPolicy:
     """Fresher data finds better chains; reading and measuring it delays the first token."""
 
     max_snapshot_age_s: float = 1.0  # an older one is read again before a chain is chosen
@@ -52,7 +52,7 @@ class ChainRouter:
         weight_hash: str,
         wall_clock: Callable[[], float] = time.time,
         rebootstrap: Callable[[Sequence[str]], Awaitable[int]] | None = None,
-        policy: RoutingPolicy = RoutingPolicy(),
+        policy: RouterPolicy = RouterPolicy(),
     ) -> None:
         self._rebootstrap = rebootstrap
         self._last_addresses: tuple[str, ...] = ()  # of the nodes of the last snapshot that had any

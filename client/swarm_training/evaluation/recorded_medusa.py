@@ -30,18 +30,18 @@ class RecordedMedusa(MedusaDrafter):
     def __init__(self, recorded: RecordedCandidates) -> None:
         super().__init__()
         self._recorded = recorded
-        self._candidates: Sequence[MedusaCandidates] = ()
+        self._answer: Sequence[MedusaCandidates] = ()
         self._position = 0
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         super()._begin(prompt_ids)
-        self._candidates, self._position = self._recorded.get(tuple(prompt_ids), ()), 0
+        self._answer, self._position = self._recorded.get(tuple(prompt_ids), ()), 0
 
     def _advance(self, tokens: Sequence[int]) -> None:
         super()._advance(tokens)
         self._position += len(tokens)
-        if 0 < self._position <= len(self._candidates):
-            self.set_medusa_candidates(self._candidates[self._position - 1])
+        if 0 < self._position <= len(self._answer):
+            self.set_medusa_candidates(self._answer[self._position - 1])
 
 
 def run_heads(

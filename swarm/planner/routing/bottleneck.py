@@ -24,7 +24,7 @@ from swarm.planner.routing.traceback import Path, PathSegment, trace_back
 def best_pipeline(dag: LayerDag, entries: Ints, exits: Ints) -> tuple[int, Path] | None:
     """The smallest bottleneck and, among the chains that meet it, the cheapest; None if there is no chain.
 
-    `dag` has one row per node, in the order of their first layers. Exact within the limits of `SearchPolicy`.
+    `dag` has one row per node, in the order of their first layers. Exact within the limits of `PathSearchPolicy`.
     """
     cap, visits = _Stages(dag).least_cap()
     known = price(dag, visits, entries, exits, cap) if visits else None

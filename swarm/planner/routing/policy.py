@@ -15,7 +15,7 @@ class RoutingPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class SearchPolicy:
+class PathSearchPolicy:
     """Work limits of the exact searches: more proves the best chain in more swarms, and takes longer in the rest.
 
     Counts and no times, so that every reader of a snapshot finds the same chain.
@@ -30,4 +30,4 @@ class SearchPolicy:
 
 
 POLICY = RoutingPolicy()
-SEARCH = SearchPolicy()
+SEARCH = PathSearchPolicy()
