@@ -74,7 +74,7 @@ def check_layer(weights: LayerWeights, k_blocks: torch.Tensor, v_blocks: torch.T
     """A layer's linears and norms fit each other, and the cache has its heads."""
     check_cache(k_blocks, v_blocks)
     if k_blocks.shape[1:3] != (weights.kv_heads, weights.head_dim) or weights.heads % weights.kv_heads:
-        raise KernelError(f"blocks of shape {tuple(k_blocks.shape)} do not have this layer's heads")
+        raise KernelError(f"blocks of shape {tuple(k_blocks.shape)} are not of this layer's heads")
     width, inner, dim = weights.o.out_features, weights.down.in_features, weights.head_dim
     attended, shared = weights.heads * dim, 2 * weights.kv_heads * dim
     linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
