@@ -1,4 +1,4 @@
-"""Imports run one way (docs: design, rooms). Read from the source, so that a lazy import counts as well."""
+"""Imports run one way. Read from the source, so that a lazy import counts as well."""
 
 from __future__ import annotations
 

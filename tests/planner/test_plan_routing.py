@@ -47,7 +47,7 @@ def brute_force(
     source: str | None = None,
     revisits: bool = True,
 ) -> Chain | None:
-    """The best chain by the order of design section 7: cost, hops, ids; then longer first hops."""
+    """The best chain by the order of docs/guide/planner.md: cost, hops, ids; then longer first hops."""
 
     def key(hops: tuple[Hop, ...]) -> tuple[object, ...]:
         latency = latency_ms(nodes, rho, hops, source)
