@@ -283,7 +283,7 @@ async def test_a_node_that_leaves_hands_over_what_it_computed(victims: tuple[int
         assert list(answer.token_ids) == truth(37)
         counters = [node.service.counters for node in swarm.nodes.values()]
         assert sum(c.replayed for c in counters) == 0
-        assert sum(c.inherited for c in counters) >= len(victims) * (37 + at - 1)
+        assert sum(c.kv_transferred for c in counters) >= len(victims) * (37 + at - 1)
         await asyncio.sleep(6.0)
         await assert_clean(swarm)
 
@@ -301,7 +301,7 @@ async def test_an_heir_that_is_refused_is_fed_instead(victim: int) -> None:
 
         answer, _, _ = await answer_with(client, strike, 9)
         assert list(answer.token_ids) == truth()
-        assert sum(node.service.counters.inherited for node in swarm.nodes.values()) == 0
+        assert sum(node.service.counters.kv_transferred for node in swarm.nodes.values()) == 0
 
 
 @virtual_time
