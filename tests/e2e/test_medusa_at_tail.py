@@ -38,8 +38,8 @@ def states(source: Any, tokens: Sequence[int]) -> torch.Tensor:
     span: Any = load_span(source, LayerSpan(0, 6), torch.float32)
     cache = span.new_cache(64)
     cache.open(b"a", 64)
-    plan = cache.plan([StepRequest(b"a", 0, len(tokens))])
-    return span.normed(span.forward(span.embed(tokens), plan, cache))
+    metadata = cache.schedule([StepRequest(b"a", 0, len(tokens))])
+    return span.final_hidden(span.forward(span.embed(tokens), metadata, cache))
 
 
 def heads_for(answer: Sequence[int], source: Any, folder: Path) -> Path:
