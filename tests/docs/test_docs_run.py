@@ -72,7 +72,7 @@ def home_like(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, real_model: object) -> Iterator[LocalSwarm]:
     home = home_like(tmp_path_factory.mktemp("docs-home"))
     command = script("swarm-node", ["local", "--nodes", "2", "--threads", "1", "--json"])

@@ -57,7 +57,7 @@ class WireNetwork:
     carriers: dict[PeerId, Known] = field(default_factory=dict)
     memory: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(clock=wall_clock))
 
-    def carrier(self, peer: PeerId) -> Known:
+    def transport(self, peer: PeerId) -> Known:
         return self.carriers[peer]
 
     def directory(self, peer: PeerId) -> Directory:
