@@ -48,20 +48,20 @@ chaos: setup ## nodes killed, stopped, slowed and cut off in the middle of answe
 bench: setup ## tokens/s, time to first token and memory against transformers
 	$(BIN)/python benchmarks/bench_swarm.py
 
-bench-speculation: setup ## tokens/s of guessing ahead over emulated lines
+bench-speculation: setup ## tokens/s of speculative decoding over emulated links
 	$(BIN)/python benchmarks/bench_speculation.py
 
-bench-accuracy: setup ## guessing in virtual time: set accuracy against the prediction, PipeDec's setting, every chain, busy clients
+bench-accuracy: setup ## speculation in virtual time: set accuracy against the prediction, PipeDec's setting, every chain, busy clients
 	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_accuracy.py
 	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_accuracy.py --rates 0.9 0.95 --torn 0.3 --tokens 4000
 	PYTHONPATH=tests/e2e $(BIN)/python benchmarks/bench_pipedec.py
 	$(BIN)/python benchmarks/bench_speculation_virtual.py
 	$(BIN)/python benchmarks/bench_busy.py --virtual
 
-bench-prefill: setup ## time to first token: prompts cut for the chain, and beginnings that hops hold already
+bench-prefill: setup ## time to first token: prompts cut for the chain, and prefixes that hops hold already
 	$(BIN)/python benchmarks/bench_prefill.py
 
-bench-outline: setup ## answers by an outline against answers in sequence, over emulated lines
+bench-outline: setup ## answers by an outline against answers in sequence, over emulated links
 	$(BIN)/python benchmarks/bench_outline.py
 
 bench-kernels: setup ## the CPU kernels against torch's, in one run
@@ -74,7 +74,7 @@ bench-plan: setup ## the planner's algorithms at 4 to 4096 nodes
 	$(BIN)/python benchmarks/bench_plan_allocation.py
 	$(BIN)/python benchmarks/bench_plan_routing.py
 
-bench-transports: setup ## round trips and throughput of each carrier, and what they mean for tokens/s
+bench-transports: setup ## round trips and throughput of each transport, and what they mean for tokens/s
 	$(BIN)/python benchmarks/bench_transports.py
 
 bench-papers: setup ## the papers' comparisons in the simulator; tables and plots into docs/
