@@ -1,4 +1,4 @@
-"""The options of one generation, checked before anything is sent. Knows no network."""
+"""The options of one generation, checked before anything is sent. Independent of the network."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class ChatRequest:
 
 
 def _option(flag: str, *short: str, help: str, **more: Any) -> Any:
-    """An option of no setting in the config, which SWARM_<FLAG> sets too."""
+    """An option that is not in the config; the environment variable SWARM_<FLAG> sets it too."""
     variable = f"SWARM_{flag.removeprefix('--').upper().replace('-', '_')}"
     return typer.Option(flag, *short, help=help, envvar=variable, show_envvar=False, **more)
 
@@ -58,7 +58,7 @@ _Drafter = Annotated[
 ]
 _NoDiscovery = Annotated[bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")]
 _Text = Annotated[
-    str | None, typer.Argument(metavar="[PROMPT]", show_default=False, help="Answer this one prompt and exit.")
+    str | None, typer.Argument(metavar="PROMPT", show_default=False, help="Answer this one prompt and exit.")
 ]
 _Prompt = Annotated[
     str | None,
@@ -77,11 +77,11 @@ def run(
     prompt: _Prompt = None,
     peer: _Peers = None,
     invite: _Invite = None,
-    model: Annotated[str | None, typer.Option(help=f"The model to ask. Default: {_LIBRARY.model}.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"The model. Default: {_LIBRARY.model}.")] = None,
     system: Annotated[str, _option("--system", help="The system prompt.")] = "",
     decoding: Annotated[str | None, typer.Option(help=f"{', '.join(STRATEGIES)} or {OUTLINE}.")] = None,
     drafter: _Drafter = None,
-    greedy: Annotated[bool, _option("--greedy", help="Always the likeliest token.")] = False,
+    greedy: Annotated[bool, _option("--greedy", help="Always the most likely token.")] = False,
     max_new_tokens: Annotated[int, _option("--max-new-tokens", help="The longest answer, in tokens.")] = 512,
     temperature: Annotated[float, _option("--temperature", help="0 is greedy.")] = CHAT_TEMPERATURE,
     top_p: Annotated[float, _option("--top-p", help="1 is off.")] = CHAT_TOP_P,
@@ -89,10 +89,10 @@ def run(
     repetition_penalty: Annotated[float, _option("--repetition-penalty", help="1 is off.")] = 1.0,
     seed: Annotated[int | None, _option("--seed", help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
-    network: Annotated[str | None, typer.Option(help="What people call the swarm, to tell several apart.")] = None,
+    network: Annotated[str | None, typer.Option(help="The swarm's name, where a network has several.")] = None,
     no_discovery: _NoDiscovery = False,
     libp2p: _Libp2p = None,
-    dtype: Annotated[str | None, typer.Option(help="Use only nodes of this dtype.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Use only nodes with this dtype.")] = None,
     config: Annotated[Path | None, _option("--config", help="A TOML file of these settings.")] = None,
     verbose: Annotated[bool, _option("--verbose", "-v", help="Log to stderr.")] = False,
     as_json: Annotated[bool, _option("--json", help="With a prompt: one JSON object on stdout.")] = False,
