@@ -78,8 +78,9 @@ class Run:
 
 
 async def ask(client: SwarmClient, question: str, cell: str, tokens: int) -> Run:
+    options: GenerationKeywords = {**CELLS[cell], "max_new_tokens": tokens}
     started = time.perf_counter()
-    answer = await client.chat([{"role": "user", "content": question}], max_new_tokens=tokens, **CELLS[cell])
+    answer = await client.chat([{"role": "user", "content": question}], **options)
     seconds = time.perf_counter() - started
     report = answer.outline
     points = report.points if report is not None else ()

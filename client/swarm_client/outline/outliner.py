@@ -20,8 +20,13 @@ from swarm_client.outline.templates import BUILT_IN, Template
 
 @dataclass(frozen=True, slots=True)
 class OutlinePolicy:
-    spare_sessions: int = 2  # of a node's limit per client: for the outline and an ordinary answer; fewer, more points
-    title_tokens: int = 64  # reserved for a point's title in its prompt and heading; more, fewer conversations fit
+    """`spare_sessions`: of a node's limit per client, kept free for the outline and one ordinary answer; a larger value
+    leaves fewer points in parallel, a smaller one risks refused sessions. `title_tokens`: reserved for a point's title
+    in its prompt and heading; a larger value refuses outlines earlier, a smaller one risks a context overflow.
+    """
+
+    spare_sessions: int = 2
+    title_tokens: int = 64
 
 
 POLICY = OutlinePolicy()

@@ -134,7 +134,8 @@ class OutlineStream(GenerationStream):
 
     async def _show_points(self, outline: GenerationStream) -> AsyncGenerator[TextChunk, None]:
         """Yields nothing when there is no outline. Raises the error of the outline or of a point at the end, after all
-        points are shown."""
+        points are shown.
+        """
         assert self._routing.template is not None
         self._shown = outline
         outline_task = self._tasks.start(self._generate_outline(outline, self._routing.template), "outline")
