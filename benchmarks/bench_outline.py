@@ -25,6 +25,7 @@ from emulated_swarm import ShapedSwarm, equal_spans, far_client
 
 from swarm.config import DEFAULT_MODEL
 from swarm_client import SwarmClient
+from swarm_client.api.options import GenerationKeywords
 from swarm_kernels.models.open import open_model
 
 QUESTIONS = (
@@ -49,7 +50,7 @@ QUESTIONS = (
     "What are the differences between a novel and a film?",
     "Tell me about the history of the bicycle.",
 )
-CELLS = {
+CELLS: dict[str, GenerationKeywords] = {
     "sequence": {"decoding": "sequential"},
     "sequence, guessing": {"decoding": "auto"},
     "outline": {"decoding": "outline", "point_decoding": "sequential"},
@@ -77,8 +78,9 @@ class Run:
 
 
 async def ask(client: SwarmClient, question: str, cell: str, tokens: int) -> Run:
+    options: GenerationKeywords = {**CELLS[cell], "max_new_tokens": tokens}
     started = time.perf_counter()
-    answer = await client.chat([{"role": "user", "content": question}], max_new_tokens=tokens, **CELLS[cell])
+    answer = await client.chat([{"role": "user", "content": question}], **options)
     seconds = time.perf_counter() - started
     report = answer.outline
     points = report.points if report is not None else ()

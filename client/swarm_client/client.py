@@ -11,11 +11,11 @@ Owns the connection to one swarm and one model's tokenizer. `sync.SyncSwarmClien
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
@@ -24,7 +24,7 @@ from swarm.old_names import current
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationRequest, GenerationState
 from swarm.types import Chain, Snapshot
-from swarm_client.api.options import OUTLINE, ChatMessage, GenerationOptions, check_messages
+from swarm_client.api.options import OUTLINE, ChatMessage, GenerationKeywords, GenerationOptions, check_messages
 from swarm_client.api.results import GenerationResult, GenerationStream
 from swarm_client.generation.generation_loop import GenerationLoop
 from swarm_client.generation.session_manager import SessionManager
@@ -149,7 +149,7 @@ class SwarmClient:
         """What a step along `chain` costs by the last snapshot."""
         return _entered(self._router).costs(chain)
 
-    def stream(self, prompt: str | Sequence[int], **options: Any) -> TextStream:
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerationKeywords]) -> TextStream:
         """Continue a text, or token ids as they are. Options are those of `GenerationOptions`.
 
         Raises InvalidRequest and ContextOverflow at once; NoRoute and NetworkError while it is read.
@@ -157,7 +157,7 @@ class SwarmClient:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self._stream(ids, self._options(options))
 
-    def chat_stream(self, messages: Sequence[ChatMessage], **options: Any) -> GenerationStream:
+    def chat_stream(self, messages: Sequence[ChatMessage], **options: Unpack[GenerationKeywords]) -> GenerationStream:
         """Answer a conversation, through the model's own chat template. Raises like `stream`."""
         check_messages(messages)
         checked = self._options(options)
@@ -166,11 +166,11 @@ class SwarmClient:
             return decoder.stream(messages, checked, decoder.route(messages, checked))
         return self._stream(self.tokenizer.apply_chat_template(messages), checked)
 
-    async def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:
+    async def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationKeywords]) -> GenerationResult:
         """`stream`, read to its end."""
         return await self.stream(prompt, **options).read()
 
-    async def chat(self, messages: Sequence[ChatMessage], **options: Any) -> GenerationResult:
+    async def chat(self, messages: Sequence[ChatMessage], **options: Unpack[GenerationKeywords]) -> GenerationResult:
         """`chat_stream`, read to its end."""
         return await self.chat_stream(messages, **options).read()
 
@@ -180,7 +180,8 @@ class SwarmClient:
             flag, merged_value = current(name.replace("_", "-"), value)
             merged[flag.replace("-", "_")] = merged_value
         stop = merged.get("stop", ())
-        merged["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if isinstance(stop, Iterable):
+            merged["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         try:
             return GenerationOptions(**merged)
         except TypeError as error:

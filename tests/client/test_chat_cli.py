@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from swarm_client.cli.chat import app
+from swarm.config import ClientConfig
+from swarm_client.cli import chat
+from swarm_client.cli.chat import ChatRequest, app
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWAkwEYAZ21mdLbKEcBshKQCC3GDGjH2hrUMhtVGz7k4hq"
 
@@ -60,7 +62,42 @@ def test_with_json_the_error_is_an_object_too(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["error"] == "invalid_request"
 
 
-def test_json_needs_once(tmp_path: Path) -> None:
+def test_json_needs_a_prompt(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["--json", "--peer", PEER], env={"SWARM_HOME": str(tmp_path)})
     assert result.exit_code == 2
     assert "--prompt" in result.stderr
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts that were answered once."""
+    prompts: list[str] = []
+
+    async def answer_once(settings: ClientConfig, prompt: str, request: ChatRequest) -> None:
+        prompts.append(prompt)
+
+    monkeypatch.setattr(chat, "answer_once", answer_once)
+    return prompts
+
+
+@pytest.mark.parametrize("arguments", [["why?"], ["--prompt", "why?"], ["--once", "why?"]])
+def test_a_prompt_is_answered_once(arguments: list[str], answered: list[str], tmp_path: Path) -> None:
+    environment = {"SWARM_HOME": str(tmp_path)}
+    result = CliRunner().invoke(app, [*arguments, "--peer", PEER], env=environment, input="not read")
+    assert result.exit_code == 0, result.output
+    assert answered == ["why?"]
+
+
+def test_piped_text_is_the_prompt(answered: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--peer", PEER], env={"SWARM_HOME": str(tmp_path)}, input="one\ntwo\n")
+    assert result.exit_code == 0, result.output
+    assert answered == ["one\ntwo"]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [([], "stdin is empty"), (["a", "--prompt", "b"], "twice")])
+def test_no_prompt_or_two(arguments: list[str], sentence: str, answered: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--peer", PEER], env={"SWARM_HOME": str(tmp_path)})
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert answered == []

@@ -98,7 +98,7 @@ def test_it_fits(request_text: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("request_text", "word"), DOES_NOT)
-def test_it_does_not_and_the_reason_is_told(request_text: str, word: str) -> None:
+def test_it_does_not_fit_and_gives_the_reason(request_text: str, word: str) -> None:
     routing = route(ask(request_text), 512)
     assert not routing.fits
     assert word in routing.reason

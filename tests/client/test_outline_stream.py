@@ -51,7 +51,7 @@ class Letters:
 
 @dataclass
 class Script:
-    """A model and a swarm that do as they are told. `breaks`: by title, after how many tokens each attempt fails."""
+    """A scripted model and swarm. `breaks`: by title, after how many tokens each attempt fails."""
 
     outline: str = OUTLINE
     points: dict[str, str] = field(default_factory=lambda: dict(POINTS))
@@ -81,7 +81,7 @@ class Reply:
         self.tokens = [*map(ord, text), EOS][: options.max_new_tokens]
         breaks = script.breaks.get(name, [])
         self.breaks_at = breaks.pop(0) if breaks else None
-        self.said: list[int] = []
+        self.generated: list[int] = []
         self.reason: FinishReason | None = None
         self.pieces = self.run()
 
@@ -101,7 +101,7 @@ class Reply:
         self.reason = self.reason or FinishReason.CANCELLED
 
     async def read(self) -> GenerationResult:
-        raise AssertionError("nobody reads a part at once")
+        raise AssertionError("a point is streamed, not read at once")
 
     async def run(self) -> AsyncGenerator[TextChunk, None]:
         script = self.script
@@ -113,7 +113,7 @@ class Reply:
                 if number == self.breaks_at:
                     raise script.error()
                 step = self.tokens[number : number + script.stride]
-                self.said += step
+                self.generated += step
                 yield TextChunk("".join(chr(t) for t in step if t != EOS), tuple(step), ((0.0, 1.0),))
             self.reason = FinishReason.EOS if self.tokens[-1] == EOS else FinishReason.LENGTH
         finally:
@@ -122,10 +122,10 @@ class Reply:
     @property
     def result(self) -> GenerationResult:
         assert self.reason is not None
-        text = "".join(map(chr, self.said)).rstrip("\0")
+        text = "".join(map(chr, self.generated)).rstrip("\0")
         seed = self.options.seed or 0
         return GenerationResult(
-            text, tuple(self.said), (1,), self.reason, 1.0, TOKEN_S, CHAIN, "sequential", seed, "one way"
+            text, tuple(self.generated), (1,), self.reason, 1.0, TOKEN_S, CHAIN, "sequential", seed, "one way"
         )
 
 
@@ -195,7 +195,7 @@ def _late() -> Template:
 
 
 @virtual_time
-async def test_prompts_begin_alike() -> None:
+async def test_prompts_share_a_prefix() -> None:
     script = Script()
     stream = answer_of(script)
     await read(stream)
@@ -268,7 +268,7 @@ async def test_a_conversation_that_takes_no_outline_is_answered_without() -> Non
 @pytest.mark.parametrize("title", ["Flour", "Fire"])
 @pytest.mark.parametrize("error", [lambda: ConnectionLost("gone"), lambda: NoRoute("nobody", ((0, 3),))])
 @virtual_time
-async def test_a_point_that_fails_goes_on_alone(error: Callable[[], Exception], title: str, at: int) -> None:
+async def test_a_failed_point_is_retried_alone(error: Callable[[], Exception], title: str, at: int) -> None:
     script = Script(breaks={title: [at, 0]}, error=error)
     stream = answer_of(script)
     text, _ = await read(stream)
@@ -284,7 +284,7 @@ async def test_a_point_that_fails_goes_on_alone(error: Callable[[], Exception], 
 
 
 @virtual_time
-async def test_a_point_that_cannot_be_had_loses_no_other() -> None:
+async def test_a_point_that_fails_for_good_loses_no_other() -> None:
     script = Script(breaks={"Water": [2, 0, 0]})
     stream = answer_of(script)
     text, error = await read_to_error(stream)

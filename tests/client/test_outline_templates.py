@@ -19,7 +19,7 @@ TALK = [
 
 
 @pytest.mark.parametrize("template", BUILT_IN, ids=lambda t: t.name)
-def test_prompts_begin_alike_and_keep_what_they_are_given(template: Template) -> None:
+def test_prompts_share_a_prefix_and_keep_their_values(template: Template) -> None:
     asked = template.outline_prompt(TALK, 5)
     assert asked[:3] == TALK[:3]
     assert asked[-1]["content"].startswith("Explain {title} to me.\n")  # its braces are not ours

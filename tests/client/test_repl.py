@@ -106,7 +106,7 @@ async def test_chain_and_stats_explain_the_last_answer(chat: SimpleNamespace) ->
     assert "1.50" in shown
 
 
-async def test_mistakes_are_shown_and_survived(chat: SimpleNamespace, tmp_path: Path) -> None:
+async def test_errors_are_shown_and_the_chat_continues(chat: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"model": 3}')
     chat.client.error = NoRoute("no node serves layers 3:5", ((3, 5),))
     for line in ("/nonsense", "/load", "/load /no/such/file", f"/load {tmp_path / 'bad.json'}", "hi", ""):
@@ -116,7 +116,7 @@ async def test_mistakes_are_shown_and_survived(chat: SimpleNamespace, tmp_path: 
         assert sentence in shown
 
 
-async def test_cancelling_stops_the_answer_and_keeps_what_was_said(chat: SimpleNamespace) -> None:
+async def test_cancelling_stops_the_answer_and_keeps_its_text(chat: SimpleNamespace) -> None:
     chat.client.hang = True
     task = asyncio.create_task(chat.chat.handle("hi"))
     await asyncio.sleep(0.02)

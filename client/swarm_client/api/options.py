@@ -1,4 +1,4 @@
-"""The options of one generation, checked before anything is sent. Knows no network."""
+"""The options of one generation, checked before anything is sent. Independent of the network."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from swarm.errors import InvalidRequest
 from swarm.planner.speculation.forecast import Strategy
@@ -20,14 +21,30 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 
 
+class GenerationKeywords(TypedDict, total=False):
+    """The keyword arguments of `stream`, `generate` and `chat`: the fields of GenerationOptions, where `stop` may also
+    be one string or a list. Absent: the default of GenerationOptions; of `decoding`, the config's.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    seed: int | None
+    stop: str | Sequence[str]
+    decoding: str
+    point_decoding: str
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """How to generate. Temperature 0 is greedy; a `seed` of None draws a fresh one, which the result reports.
+    """How to generate. Temperature 0 is greedy; a `seed` of None means a random one, which the result reports.
 
-    `decoding`: one of STRATEGIES, or OUTLINE; a plain prompt is no question and is then continued as with `auto`.
-    `point_decoding`: that of the generations which an outlined answer consists of.
+    `decoding`: one of STRATEGIES, or OUTLINE; a plain prompt (not a chat) is then continued as with `auto`.
+    `point_decoding`: one of STRATEGIES, for the points of an outlined answer.
 
-    Raises InvalidRequest when made with values that no swarm can serve.
+    The constructor raises InvalidRequest for a value of the wrong type or out of range.
     """
 
     max_new_tokens: int = 256
@@ -41,6 +58,23 @@ class GenerationOptions:
     point_decoding: str = "auto"
 
     def __post_init__(self) -> None:
+        self._check_types()
+        self._check_ranges()
+
+    def _check_types(self) -> None:
+        for name in ("max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not (name == "seed" and value is None):
+                _require_type(name, value, int, "an integer")
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            _require_type(name, getattr(self, name), (int, float), "a number")
+        for name in ("decoding", "point_decoding"):
+            _require_type(name, getattr(self, name), str, "a string")
+        _require_type("stop", self.stop, tuple, "a string or several")
+        for text in self.stop:
+            _require_type("a stop string", text, str, "a string")
+
+    def _check_ranges(self) -> None:
         _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         _require(
             math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0,
@@ -101,3 +135,8 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 def _require(holds: bool, sentence: str) -> None:
     if not holds:
         raise InvalidRequest(sentence)
+
+
+def _require_type(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
+    """A bool is no number here: `max_new_tokens=True` is a mistake."""
+    _require(isinstance(value, kind) and not isinstance(value, bool), f"{name} is {value!r}; it must be {wanted}")

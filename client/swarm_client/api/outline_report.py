@@ -1,4 +1,4 @@
-"""A result's outline: why there is one or none, its points and their times. Owns its JSON."""
+"""The outline of a result: why it was used or not, its points and their times. Owns its JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from swarm.planner.generation.state_machine import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class PointReport:
-    """One part of an answer. Times in seconds after the request.
+    """One point of an answer. Times in seconds after the request.
 
     `shared_prefix_tokens`: of its prompt, shared with an earlier prompt of this answer, so that prefix caches can save
-    their prefill; `cached_tokens`: how many no hop computed again.
-    `attempts`: 1 unless it was redone. `error`: why there is no more of it, "" if it is complete.
+    their prefill; `cached_tokens`: how many were in the prefix caches of all hops.
+    `attempts`: 1 unless it was retried. `error`: why it is incomplete, "" if it is complete.
     """
 
     title: str
@@ -54,7 +54,7 @@ class PointReport:
 class OutlineReport:
     """`used`: whether the answer has points; if not it is an ordinary one. `reason`: why, without a full stop.
 
-    `text`: the outline as the model wrote it, kept also when it was not used; `ended_s`: when it was complete.
+    `text`: the outline as generated, also when it was not used; `ended_s`: when it was complete.
     """
 
     used: bool

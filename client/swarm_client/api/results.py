@@ -1,4 +1,4 @@
-"""What comes back: TextChunks while it streams, a GenerationResult at the end. Owns these shapes and their JSON."""
+"""The result types: TextChunks while it streams, a GenerationResult at the end. Owns their fields and JSON."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class GenerationResult:
 
 
 class GenerationStream(ABC):
-    """`async for piece in stream`, then `stream.result`. Leaving it early, or `cancel()`, ends it on all hops.
+    """`async for chunk in stream`, then `stream.result`. Leaving it early, or `cancel()`, ends it on all hops.
 
     Use as an async context manager so that an exception in the loop also ends it. Subclasses set `_chunks`.
     """
@@ -97,7 +97,7 @@ class GenerationStream(ABC):
 
     @abstractmethod
     async def cancel(self) -> None:
-        """End it where it is; what was shown so far is the answer. Idempotent."""
+        """Stop it; the text shown so far is the answer. Idempotent."""
 
     @property
     @abstractmethod

@@ -1,4 +1,5 @@
-"""`swarm-chat`: the command line. Owns its options, the one-shot mode and exit codes; the terminal is `repl`'s."""
+"""`swarm-chat`: the command line. Owns the flags, the one-shot mode and the exit codes; the interactive
+terminal is in `repl`."""
 
 from __future__ import annotations
 
@@ -23,16 +24,22 @@ from swarm_client.network.discovery import peers_nearby
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _LIBRARY = ClientConfig()
-CHAT_TEMPERATURE, CHAT_TOP_P = 0.2, 0.9  # what the built-in model's card advises
+CHAT_TEMPERATURE, CHAT_TOP_P = 0.2, 0.9  # the built-in model card's advice
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What the command line asked for, apart from the config."""
+    """What the command line requests, apart from the config."""
 
     system: str
     options: dict[str, Any]
     as_json: bool
+
+
+def _option(flag: str, *short: str, help: str, **more: Any) -> Any:
+    """An option that is not in the config; the environment variable SWARM_<FLAG> sets it too."""
+    variable = f"SWARM_{flag.removeprefix('--').upper().replace('-', '_')}"
+    return typer.Option(flag, *short, help=help, envvar=variable, show_envvar=False, **more)
 
 
 _Peers = Annotated[
@@ -50,27 +57,31 @@ _Drafter = Annotated[
     ),
 ]
 _NoDiscovery = Annotated[bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")]
+_Text = Annotated[
+    str | None, typer.Argument(metavar="PROMPT", show_default=False, help="Answer this one prompt and exit.")
+]
+_Prompt = Annotated[
+    str | None,
+    _option(
+        "--prompt", help="The same as the argument PROMPT. Without either, a pipe's text is the prompt.", metavar="TEXT"
+    ),
+]
 _Libp2p = Annotated[
     str | None, typer.Option(help="go, or python for no Go program: py-libp2p in a thread.", metavar="KIND")
 ]
 
 
-def _option(flag: str, *short: str, help: str, **more: Any) -> Any:
-    """An option of no setting in the config, which SWARM_<FLAG> sets too."""
-    variable = f"SWARM_{flag.removeprefix('--').upper().replace('-', '_')}"
-    return typer.Option(flag, *short, help=help, envvar=variable, show_envvar=False, **more)
-
-
-@app.command(cls=old_names.CommandWithOldNames, help="Talk to a swarm. Without --prompt, an interactive terminal.")
+@app.command(cls=old_names.CommandWithOldNames, help="Talk to a swarm. Without a prompt, an interactive terminal.")
 def run(
-    prompt: Annotated[str | None, _option("--prompt", help="Answer this one prompt and exit.", metavar="TEXT")] = None,
+    text: _Text = None,
+    prompt: _Prompt = None,
     peer: _Peers = None,
     invite: _Invite = None,
-    model: Annotated[str | None, typer.Option(help=f"The model to ask. Default: {_LIBRARY.model}.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"The model. Default: {_LIBRARY.model}.")] = None,
     system: Annotated[str, _option("--system", help="The system prompt.")] = "",
     decoding: Annotated[str | None, typer.Option(help=f"{', '.join(STRATEGIES)} or {OUTLINE}.")] = None,
     drafter: _Drafter = None,
-    greedy: Annotated[bool, _option("--greedy", help="Always the likeliest token.")] = False,
+    greedy: Annotated[bool, _option("--greedy", help="Always the most likely token.")] = False,
     max_new_tokens: Annotated[int, _option("--max-new-tokens", help="The longest answer, in tokens.")] = 512,
     temperature: Annotated[float, _option("--temperature", help="0 is greedy.")] = CHAT_TEMPERATURE,
     top_p: Annotated[float, _option("--top-p", help="1 is off.")] = CHAT_TOP_P,
@@ -78,23 +89,21 @@ def run(
     repetition_penalty: Annotated[float, _option("--repetition-penalty", help="1 is off.")] = 1.0,
     seed: Annotated[int | None, _option("--seed", help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
-    network: Annotated[str | None, typer.Option(help="What people call the swarm, to tell several apart.")] = None,
+    network: Annotated[str | None, typer.Option(help="The swarm's name, where a network has several.")] = None,
     no_discovery: _NoDiscovery = False,
     libp2p: _Libp2p = None,
-    dtype: Annotated[str | None, typer.Option(help="Use only nodes of this dtype.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Use only nodes with this dtype.")] = None,
     config: Annotated[Path | None, _option("--config", help="A TOML file of these settings.")] = None,
     verbose: Annotated[bool, _option("--verbose", "-v", help="Log to stderr.")] = False,
-    as_json: Annotated[bool, _option("--json", help="With --prompt: one JSON object on stdout.")] = False,
+    as_json: Annotated[bool, _option("--json", help="With a prompt: one JSON object on stdout.")] = False,
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:
+        prompt = _one_prompt(text, prompt, as_json)
         given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "decoding": decoding}
         given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network}
         given["discovery"] = False if no_discovery else None
-        invite = invite if invite is not None else env_value("invite") or None
-        invited = parse(invite).settings() if invite is not None else {}
-        settings = load(ClientConfig, {**invited, **{k: v for k, v in given.items() if v is not None}}, config)
-        settings = _with_peers(settings)
+        settings = _settings(given, invite, config)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "temperature": 0.0 if greedy else temperature,
@@ -104,8 +113,6 @@ def run(
             "seed": seed,
             "stop": tuple(stop or split_list(env_value("stop"))),
         }
-        if prompt is None and as_json:
-            raise UsageError("--json answers one prompt; give it with --prompt")
         request = ChatRequest(system, options, as_json)
         if prompt is None:
             from swarm_client.cli.repl import interact  # the terminal's libraries are not needed for --prompt
@@ -123,7 +130,7 @@ async def answer_once(settings: ClientConfig, prompt: str, request: ChatRequest)
     """Print the answer as it comes, or with --json one object at the end."""
     from swarm_client.client import SwarmClient
 
-    # What is wrong with the request is told before anything is loaded or dialled.
+    # Raises for a wrong request before anything is loaded or dialled.
     GenerationOptions(**request.options, decoding=settings.decoding)
     messages = [{"role": "system", "content": request.system}] if request.system else []
     messages.append({"role": "user", "content": prompt})
@@ -132,9 +139,9 @@ async def answer_once(settings: ClientConfig, prompt: str, request: ChatRequest)
         SwarmClient(config=settings) as client,
         client.chat_stream(messages, **request.options) as stream,
     ):
-        async for piece in stream:
+        async for chunk in stream:
             if not request.as_json:
-                sys.stdout.write(piece.text)
+                sys.stdout.write(chunk.text)
                 sys.stdout.flush()
         answer = stream.result
         if request.as_json:
@@ -147,6 +154,32 @@ async def answer_once(settings: ClientConfig, prompt: str, request: ChatRequest)
                 f"[{len(answer.token_ids)} tokens, {answer.tokens_per_second:.1f} tokens/s, "
                 f"first after {answer.time_to_first_token_s:.2f} s, {answer.strategy}, chain {answer.chain}]\n"
             )
+
+
+def _one_prompt(argument: str | None, flag: str | None, as_json: bool) -> str | None:
+    """The prompt to answer once; None opens the interactive terminal. Raises UsageError."""
+    if argument is not None and flag is not None:
+        raise UsageError("the prompt is given twice; use the argument or --prompt")
+    prompt = argument if argument is not None else flag
+    if prompt is not None:
+        return prompt
+    piped = sys.stdin is None or not sys.stdin.isatty()
+    text = sys.stdin.read() if piped and sys.stdin is not None else ""
+    if text.strip():
+        return text.rstrip("\n")
+    if as_json:
+        raise UsageError("--json answers one prompt; give it with --prompt")
+    if piped:
+        raise UsageError("there is no prompt and stdin is empty; give one with --prompt, or run it in a terminal")
+    return None
+
+
+def _settings(given: dict[str, Any], invite: str | None, config: Path | None) -> ClientConfig:
+    """The config of flags (None: not given), the invite, the environment and the file. Raises UsageError."""
+    invite = invite if invite is not None else env_value("invite") or None
+    invited = parse(invite).settings() if invite is not None else {}
+    flags = {name: value for name, value in given.items() if value is not None}
+    return _with_peers(load(ClientConfig, {**invited, **flags}, config))
 
 
 def _with_peers(settings: ClientConfig) -> ClientConfig:

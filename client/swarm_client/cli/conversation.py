@@ -1,4 +1,4 @@
-"""The conversation of an interactive chat: turns, the system prompt, and their file. Knows no terminal, no network."""
+"""The conversation of an interactive chat: turns, the system prompt, and their file. Independent of the terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Conversation:
     turns: list[tuple[str, str]] = field(default_factory=list)  # (role, content)
 
     def messages(self, user: str = "") -> list[dict[str, str]]:
-        """For the chat template: the system prompt, the turns so far, and `user` as the newest one."""
+        """For the chat template: the system prompt, the turns so far, and `user` as the last one."""
         turns = [("system", self.system)] if self.system else []
         turns += [*self.turns, ("user", user)] if user else self.turns
         return [{"role": role, "content": content} for role, content in turns]
@@ -47,7 +47,7 @@ class Conversation:
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
     def load(self, path: Path) -> None:
-        """Replaces the system prompt and the turns. Raises UsageError and leaves them as they were."""
+        """Replaces the system prompt and the turns. On UsageError they are unchanged."""
         try:
             file = msgspec.json.decode(path.read_bytes(), type=_File)
         except OSError as error:

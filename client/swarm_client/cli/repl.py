@@ -1,6 +1,6 @@
-"""The interactive terminal of `swarm-chat`. Owns what is typed and shown; the tokens come from SwarmClient.
+"""The interactive terminal of `swarm-chat`. Owns input, commands and display; the tokens come from SwarmClient.
 
-Enter sends, Alt-Enter (or Ctrl-J) begins a new line, Ctrl-C stops an answer, Ctrl-D leaves.
+Enter sends, Alt-Enter (or Ctrl-J) starts a new line, Ctrl-C stops an answer, Ctrl-D quits.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ HELP = """\
 /reset             forget the conversation (the system prompt stays)
 /system [TEXT]     show or set the system prompt
 /save FILE         write the conversation as JSON
-/load FILE         go on with a saved one
-/decoding [NAME]   show or set how answers are made: auto, sequential, tree, pipedec, pipelined-tree or outline
-/chain             the nodes of the last answer, and why they were picked
+/load FILE         continue a saved one
+/decoding [NAME]   show or set the decoding strategy: auto, sequential, tree, pipedec, pipelined-tree or outline
+/chain             the nodes of the last answer, and why they were chosen
 /stats             where the time of the last answer went
-/quit              leave (so does Ctrl-D)
+/quit              quit (so does Ctrl-D)
 
-Enter sends; Alt-Enter or Ctrl-J begins a new line; Ctrl-C stops an answer."""
+Enter sends; Alt-Enter or Ctrl-J starts a new line; Ctrl-C stops an answer."""
 
 
 class Quit(Exception):
-    """The user wants to leave."""
+    """The user quits."""
 
 
 @dataclass(slots=True)
 class ChatRepl:
-    """One interactive chat; `handle(line)` does what a line asks for."""
+    """One interactive chat; `handle(line)` runs a command or sends a prompt."""
 
     client: SwarmClient
     conversation: Conversation
@@ -65,7 +65,7 @@ class ChatRepl:
     answers: list[GenerationResult] = field(default_factory=list)
 
     async def handle(self, line: str) -> None:
-        """Raises Quit; every SwarmError is shown and survived."""
+        """Raises Quit; every SwarmError is shown, and the chat continues."""
         text = line.strip()
         if not text:
             return
@@ -73,7 +73,7 @@ class ChatRepl:
             if text.startswith("/"):
                 await self._command(text)
             else:
-                await self._say(text)
+                await self._answer(text)
         except SwarmError as error:
             self.console.print(f"[red]{error}[/red]", highlight=False)
 
@@ -86,7 +86,7 @@ class ChatRepl:
             "/save": self._save,
             "/load": self._load,
             "/decoding": self._set_decoding,
-            "/strategy": self._set_decoding,  # its name one release ago
+            "/strategy": self._set_decoding,  # the deprecated name
             "/chain": self._chain,
             "/stats": self._stats,
             "/quit": self._quit,
@@ -97,7 +97,7 @@ class ChatRepl:
             return
         await command(argument.strip())
 
-    async def _say(self, text: str) -> None:
+    async def _answer(self, text: str) -> None:
         options = {**self.options, "decoding": self.decoding} if self.decoding else self.options
         stream = self.client.chat_stream(self.conversation.messages(text), **options)
         stopped = False
@@ -125,16 +125,16 @@ class ChatRepl:
     async def _show(self, stream: GenerationStream) -> None:
         """Stream as markdown on a terminal, as plain text into a pipe."""
         if not self.console.is_terminal:
-            async for piece in stream:
-                self.console.file.write(piece.text)
+            async for chunk in stream:
+                self.console.file.write(chunk.text)
                 self.console.file.flush()
             self.console.file.write("\n")
             return
         text = ""
         with Live(console=self.console, refresh_per_second=REFRESH_HZ, vertical_overflow="visible") as live:
-            async for piece in stream:
-                text += piece.text
-                waiting = f"\n\n*waiting: {piece.waiting}*" if piece.waiting else ""
+            async for chunk in stream:
+                text += chunk.text
+                waiting = f"\n\n*waiting: {chunk.waiting}*" if chunk.waiting else ""
                 live.update(Markdown(text + waiting))
 
     async def _help(self, _: str) -> None:
@@ -227,7 +227,7 @@ def _points(outline: OutlineReport) -> Table:
     table = Table("point", "tokens", "began s", "ended s", "prompt", "held", title="points of the last answer")
     for point in outline.points:
         counts = str(len(point.prompt_token_ids)), str(point.cached_tokens)
-        title = Text(point.title)  # a model's words are no markup
+        title = Text(point.title)  # generated text is not markup
         table.add_row(title, str(len(point.token_ids)), f"{point.began_s:.2f}", f"{point.ended_s:.2f}", *counts)
     return table
 
@@ -237,7 +237,7 @@ def _path(text: str) -> Path:
 
 
 def _uncancel() -> None:
-    """A Ctrl-C that has been obeyed is forgotten, or the task's later timeouts would take it for theirs."""
+    """Clear a handled Ctrl-C: later timeouts of the task would take the pending cancellation for their own."""
     task = asyncio.current_task()
     if task is not None:
         task.uncancel()
@@ -262,7 +262,7 @@ def _prompts() -> PromptSession[str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """While the block runs, Ctrl-C cancels the current task's work instead of ending the program."""
+    """In the block, Ctrl-C cancels the current task instead of ending the program."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGINT, task.cancel)

@@ -1,1 +1,1 @@
-"""Answers that are outlined first, and whose points are written side by side (Jupiter §V-B; docs/guide/outline.md)."""
+"""Skeleton decoding: an outline first, then its points generated in parallel (Jupiter §V-B; docs/guide/outline.md)."""

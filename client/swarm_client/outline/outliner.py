@@ -1,7 +1,7 @@
-"""The outline strategy: an outline first, then its points side by side through the chain (Jupiter §V-B).
+"""Skeleton decoding: an outline first, then its points in parallel through the chain (Jupiter §V-B).
 
-Owns what the outlined answers of one client share: the templates, and how many generations may run at once. One answer
-is `stream`'s, whether a request fits `router`'s.
+Owns what the outlined answers of one client share: the templates, and the limit of concurrent generations. `stream`
+runs one answer; `router` decides whether a request fits.
 """
 
 from __future__ import annotations
@@ -14,18 +14,31 @@ from dataclasses import dataclass
 from swarm.errors import InvalidRequest
 from swarm_client.api.options import ChatMessage, GenerationOptions
 from swarm_client.outline.router import OutlineDecision, route
-from swarm_client.outline.stream import AskOptions, OutlineStream, Tokenizer
+from swarm_client.outline.stream import OutlineStream, StartGeneration, Tokenizer
 from swarm_client.outline.templates import BUILT_IN, Template
 
-SPARE_SESSIONS = 2  # of those that a node allows one client: for the outline, and an ordinary answer beside it
-TITLES_TOKENS = 64  # for a point's own title, in its question and its heading; the outline has those of all
+
+@dataclass(frozen=True, slots=True)
+class OutlinePolicy:
+    """`spare_sessions`: of a node's limit per client, kept free for the outline and one ordinary answer; a larger value
+    leaves fewer points in parallel, a smaller one risks refused sessions. `title_tokens`: reserved for a point's title
+    in its prompt and heading; a larger value refuses outlines earlier, a smaller one risks a context overflow.
+    """
+
+    spare_sessions: int = 2
+    title_tokens: int = 64
+
+
+POLICY = OutlinePolicy()
 
 
 @dataclass(frozen=True, slots=True)
 class SkeletonDecoder:
-    """`ask` begins an ordinary generation. `context_length`: tokens of the model. `slots`: points written at once."""
+    """`start_generation` starts an ordinary generation. `context_length`: tokens of the model. `slots`: limits the
+    points generated in parallel.
+    """
 
-    ask: AskOptions
+    start_generation: StartGeneration
     tokenizer: Tokenizer
     context_length: int
     slots: asyncio.Semaphore
@@ -33,7 +46,7 @@ class SkeletonDecoder:
     clock: Callable[[], float] = time.perf_counter
 
     def route(self, messages: Sequence[ChatMessage], options: GenerationOptions) -> OutlineDecision:
-        """Whether an outline fits the request, and the conversation with an outline in it the model's context."""
+        """Whether an outline fits the request, and the longest prompt fits the model's context."""
         routing = route(messages, options.max_new_tokens, self.templates)
         if routing.template is None:
             return routing
@@ -42,8 +55,8 @@ class SkeletonDecoder:
             outline = self.tokenizer.apply_chat_template(template.outline_prompt(messages, routing.points))
             point = self.tokenizer.apply_chat_template(template.point_prompt(messages, [""], 1))
         except InvalidRequest as error:
-            return OutlineDecision(None, f"an outline cannot be asked for in this conversation: {error}")
-        needed = len(outline), len(point) + template.point_tokens + TITLES_TOKENS
+            return OutlineDecision(None, f"an outline cannot be requested in this conversation: {error}")
+        needed = len(outline), len(point) + template.point_tokens + POLICY.title_tokens
         if max(needed) + template.outline_tokens > self.context_length:
             return OutlineDecision(None, "the conversation leaves no room for an outline in the model's context")
         return routing
@@ -51,10 +64,10 @@ class SkeletonDecoder:
     def stream(
         self, messages: Sequence[ChatMessage], options: GenerationOptions, routing: OutlineDecision
     ) -> OutlineStream:
-        """An answer as `routing` says. Raises InvalidRequest."""
-        return OutlineStream(self.ask, self.tokenizer, messages, options, routing, self.slots, self.clock)
+        """An answer with or without an outline, by `routing`. Raises InvalidRequest."""
+        return OutlineStream(self.start_generation, self.tokenizer, messages, options, routing, self.slots, self.clock)
 
 
 def slots(max_sessions_per_peer: int) -> asyncio.Semaphore:
-    """How many points a client may write at once on the same nodes."""
-    return asyncio.Semaphore(max(1, max_sessions_per_peer - SPARE_SESSIONS))
+    """Limits the points that a client generates in parallel on the same nodes."""
+    return asyncio.Semaphore(max(1, max_sessions_per_peer - POLICY.spare_sessions))

@@ -1,7 +1,7 @@
-"""Reads an outline while a model writes it: numbered or bulleted lines in, titles out.
+"""Incremental parser of an outline while a model generates it: numbered or bulleted lines in, titles out.
 
 Tolerant of what models do to a list (bold, headings, colons, nested bullets, an introduction, repetitions). Owns what
-counts as a point and what its title is. Knows no model; whatever the text, it neither fails nor takes long.
+counts as a point and what its title is. Independent of the model; never raises, and takes linear time on any text.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _NUMBERED = re.compile(r"(?P<indent>[ \t]{0,32})[#>*_ ]{0,8}\(?\d{1,3}[.):][*_]{
 _BULLETED = re.compile(r"(?P<indent>[ \t]{0,32})[#>]{0,4}[ ]?[-*+\u2022\u2013\u2014](?=[ \t])(?P<rest>.*)")
 _END_OF_TITLE = re.compile(r"[:：]|\s[-\u2013\u2014]\s|\u2014")
 _MARKUP = re.compile(r"[*_`#]+|<\|[^<>|]{0,64}\|>")
-_UNSHOWN = re.compile(r"[\x00-\x1f\x7f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]+")
+_INVISIBLE = re.compile(r"[\x00-\x1f\x7f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]+")
 
 
 @dataclass(slots=True)
 class OutlineParser:
-    """`push` text as it comes and `finish` at the end; `titles` has those whose lines are complete.
+    """`push` text as it arrives and `finish` at the end; `titles` has those of complete lines.
 
-    Only lines like the first one count: under numbers, bullets are details, and so is whatever stands further in.
+    Only lines of the first one's kind count: bullets under numbers are details, and so are deeper indented lines.
     """
 
     max_points: int
     titles: list[str] = field(default_factory=list)
     text: str = ""
-    _read: int = 0  # where the first line begins that is not complete
+    _read: int = 0  # offset of the first incomplete line
     _numbered: bool | None = None
     _indent: int = 0
     _seen: set[str] = field(default_factory=set)
@@ -45,7 +45,7 @@ class OutlineParser:
             self._read = end + 1
 
     def finish(self, cut: bool) -> None:
-        """`cut`: the text broke off, so that a line without a line break may lack its end, and does not count."""
+        """`cut`: the text was truncated; its last line may be incomplete and is ignored."""
         if not cut:
             self._line(self.text[self._read :])
 
@@ -67,11 +67,11 @@ class OutlineParser:
 
 
 def clean_title(text: str) -> str:
-    """What a point is called: without markup and explanations, "" if no word is left. At most 12 words, 96 characters.
+    """A point's title without markup and explanations, "" if no word is left. At most 12 words, 96 characters.
 
-    Text that chat templates would take for a special token is taken out: a title becomes part of the next prompt.
+    Text that looks like a chat template's special token is removed: a title becomes part of the next prompt.
     """
-    plain = " ".join(_MARKUP.sub("", _UNSHOWN.sub(" ", text)).split())
+    plain = " ".join(_MARKUP.sub("", _INVISIBLE.sub(" ", text)).split())
     head = next((part for part in _END_OF_TITLE.split(plain) if any(map(str.isalnum, part))), "")
     title = " ".join(head.split()[:MAX_TITLE_WORDS])[:MAX_TITLE_LENGTH].strip(" .,;!\"'()[]\u201c\u201d")
     return title if any(map(str.isalpha, title)) else ""

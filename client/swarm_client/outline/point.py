@@ -1,7 +1,8 @@
-"""One part of an outlined answer: an ordinary generation, kept until its turn to be shown, redone when it fails.
+"""One point of an outlined answer: an ordinary generation, buffered until it can be shown, and retried when it fails.
 
-Owns the part's tokens, text and times. A part that fails is gone on with from the tokens it has, so that nothing which
-was shown changes, and alone, after the others: what failed for want of room finds some then. Knows no outline.
+Owns the point's tokens, text and times. A retry continues from the tokens generated so far, so that shown text never
+changes, and runs alone, after the other points: a failure for lack of capacity can succeed then. Independent of the
+outline.
 """
 
 from __future__ import annotations
@@ -18,44 +19,44 @@ from swarm_client.api.results import GenerationResult, GenerationStream, TextChu
 from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextDecoder
 
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3  # more survive more failures; a point that cannot succeed is then reported later
 
-Ask = Callable[[Sequence[int], int], GenerationStream]
+StartPoint = Callable[[Sequence[int], int], GenerationStream]
 """(prompt, max_new_tokens) -> the generation. Raises InvalidRequest."""
 
 
 class PointSlots:
-    """The parts of one answer are written together, as many at once as `slots` has room for; redone ones alone."""
+    """Limits the points of one answer: first attempts run in parallel, as many as `slots` allows; retries run alone."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots = slots
-        self._together = 0  # parts that are being written for the first time, or wait to be
-        self._calm = asyncio.Event()
-        self._redoing = asyncio.Lock()
+        self._first_attempts = 0  # running or waiting for a slot
+        self._no_first_attempts = asyncio.Event()
+        self._retrying = asyncio.Lock()
 
     @asynccontextmanager
-    async def together(self) -> AsyncIterator[None]:
-        self._together += 1
-        self._calm.clear()
+    async def first_attempt(self) -> AsyncIterator[None]:
+        self._first_attempts += 1
+        self._no_first_attempts.clear()
         try:
             async with self._slots:
                 yield
         finally:
-            self._together -= 1
-            if not self._together:
-                self._calm.set()
+            self._first_attempts -= 1
+            if not self._first_attempts:
+                self._no_first_attempts.set()
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        async with self._redoing:
-            await self._calm.wait()
+    async def retry(self) -> AsyncIterator[None]:
+        async with self._retrying:
+            await self._no_first_attempts.wait()
             async with self._slots:
                 yield
 
 
 @dataclass(slots=True)
 class PointGeneration:
-    """`run` writes it; whoever shows it takes `pieces` until None comes. `error`: why it is incomplete, if it is.
+    """`run` generates it; the reader takes `chunks` up to None. `error`: why it is incomplete, if it is.
 
     `clock`: seconds after the request. `shared_prefix_tokens`: see PointReport.
     """
@@ -69,37 +70,37 @@ class PointGeneration:
     eos_ids: Collection[int]
     stops: StopStrings
     clock: Callable[[], float]
-    pieces: asyncio.Queue[TextChunk | None] = field(default_factory=asyncio.Queue)
+    chunks: asyncio.Queue[TextChunk | None] = field(default_factory=asyncio.Queue)
     tokens: list[int] = field(default_factory=list)
     answers: list[GenerationResult] = field(default_factory=list)  # of each attempt
     error: InvalidRequest | NoRoute | NetworkError | None = None
     reason: FinishReason | None = None
-    stream: GenerationStream | None = None  # of the attempt under way
-    began: float = field(init=False)
+    stream: GenerationStream | None = None  # of the current attempt
+    started: float = field(init=False)
     first: float | None = None
     ended: float = 0.0
-    _lead: str = ""  # blanks before any text
+    _lead: str = ""  # leading blanks, before any text
     _text: list[str] = field(default_factory=list)
     _attempts: int = 0
 
     def __post_init__(self) -> None:
-        self.began = self.clock()
+        self.started = self.clock()
 
-    async def run(self, ask: Ask, turns: PointSlots) -> None:
-        """Leaves in `error` what three attempts could not overcome."""
+    async def run(self, start: StartPoint, slots: PointSlots) -> None:
+        """`error` is left set when the last attempt failed too."""
         try:
-            async with turns.together():
-                await self._attempt(ask)
-            while self.error is not None and self._attempts < ATTEMPTS:
-                async with turns.alone():
-                    await self._attempt(ask)
+            async with slots.first_attempt():
+                await self._attempt(start)
+            while self.error is not None and self._attempts < MAX_ATTEMPTS:
+                async with slots.retry():
+                    await self._attempt(start)
         finally:
             self.ended = self.clock()
-            self.pieces.put_nowait(None)
+            self.chunks.put_nowait(None)
 
     @property
     def longest(self) -> GenerationResult | None:
-        """The attempt that brought most of it."""
+        """The attempt with the most tokens."""
         return max(self.answers, key=lambda a: len(a.token_ids), default=None)
 
     def report(self) -> PointReport:
@@ -109,7 +110,7 @@ class PointGeneration:
             tuple(self.tokens),
             self.prompt,
             self.reason,
-            self.began,
+            self.started,
             self.first,
             self.ended or self.clock(),
             self.shared_prefix_tokens,
@@ -119,15 +120,15 @@ class PointGeneration:
             str(self.error) if self.error else "",
         )
 
-    async def _attempt(self, ask: Ask) -> None:
+    async def _attempt(self, start: StartPoint) -> None:
         self._attempts += 1
         self.error = None
         try:
-            self.stream = stream = ask((*self.prompt, *self.tokens), self.max_new_tokens - len(self.tokens))
+            self.stream = stream = start((*self.prompt, *self.tokens), self.max_new_tokens - len(self.tokens))
             try:
                 async with stream:
-                    async for piece in stream:
-                        self._settle(piece)
+                    async for chunk in stream:
+                        self._commit(chunk)
                         if self.stops.hit is not None:
                             break
             finally:
@@ -137,25 +138,25 @@ class PointGeneration:
         if self.error is None:
             self._finish()
 
-    def _settle(self, piece: TextChunk) -> None:
-        if piece.token_ids and self.first is None:
+    def _commit(self, chunk: TextChunk) -> None:
+        if chunk.token_ids and self.first is None:
             self.first = self.clock()
         text, before = "", len(self.tokens)
-        for token in piece.token_ids:
+        for token in chunk.token_ids:
             self.tokens.append(token)
             if token not in self.eos_ids:
                 text += self._show(self.decoder.push(token))
             if self.stops.hit is not None:
-                break  # a lucky guess may have brought more, and guesses change no token
-        if piece.token_ids or piece.waiting:
-            self.pieces.put_nowait(TextChunk(text, tuple(self.tokens[before:]), piece.trace, piece.waiting))
+                break  # accepted draft tokens may follow; sequential decoding would have ended here
+        if chunk.token_ids or chunk.waiting:
+            self.chunks.put_nowait(TextChunk(text, tuple(self.tokens[before:]), chunk.trace, chunk.waiting))
 
     def _complete(self) -> bool:
-        """Whether an attempt failed when there was nothing left to write."""
+        """Whether an attempt failed after its last token."""
         return len(self.tokens) >= self.max_new_tokens or bool(self.tokens and self.tokens[-1] in self.eos_ids)
 
     def _show(self, text: str) -> str:
-        """What can be shown now. Whatever blanks come first, one separates the text from its heading."""
+        """The text that can be shown now. Leading blanks become one, between the heading and the text."""
         if not self._text:
             self._lead += text
             if not self._lead.strip():
@@ -170,7 +171,7 @@ class PointGeneration:
         held = self.stops.flush()
         self._text.append(held)
         if shown + held:
-            self.pieces.put_nowait(TextChunk(shown + held, (), ()))
+            self.chunks.put_nowait(TextChunk(shown + held, (), ()))
         if self.stops.hit is not None:
             self.reason = FinishReason.STOP
         elif self.tokens and self.tokens[-1] in self.eos_ids:

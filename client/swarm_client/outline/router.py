@@ -1,9 +1,9 @@
-"""Decides from a request alone whether its answer can be written as parts side by side, and says why.
+"""Decides from a request alone whether its points can be generated in parallel, and gives the reason.
 
 Lists, explanations, comparisons and guides can. Code, mathematics, stories, short answers and work on a given text
 cannot: there each part needs the one before it, or there are no parts (Jupiter §V-B and Table VII). Owns the rules that
-say no; the templates say what they are for. A pure function, with rules for English; what no rule knows is answered in
-the ordinary way, which is never wrong.
+reject a request; templates have the patterns that accept one. A pure function, with rules for English; a request that
+matches no rule gets an ordinary answer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from swarm_client.outline.templates import BUILT_IN, MAX_POINTS, MIN_POINTS, Template
 
 MIN_POINT_TOKENS = 24  # two sentences do not fit into less
-_LOOKED_AT = 600  # characters at either end of a request: the instruction is there, a pasted text in between
+_EDGE_CHARS = 600  # matched at either end of a request: the instruction is there, a pasted text in between
 
 
 @dataclass(frozen=True, slots=True)
 class OutlineDecision:
-    """`template` is None when an outline does not fit; `reason` is a sentence without its full stop, either way."""
+    """`template` is None when an outline does not fit; `reason` is a sentence without its full stop in both cases."""
 
     template: Template | None
     reason: str
@@ -48,15 +48,15 @@ _CODE_NOUNS = (
     r"(?:code|functions?|class|classes|methods?|scripts?|programs?|quer(?:y|ies)|regex|regular expressions?|unit tests?"
     r"|algorithms?|snippets?|websites?|web ?pages?|macros?|dockerfile|makefile|api|cli|list comprehensions?)"
 )
-_THREADS = (
+_NARRATIVES = (
     r"(?:story|stories|tale|poems?|poetry|haiku|limerick|sonnet|songs?|lyrics|novel|screenplay|dialogue|jokes?|scene"
     r"|monologue|rap|fable)"
 )
 _NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _NUMBER = rf"\d{{1,4}}|{'|'.join(_NUMBERS)}"
 
-# The first rule that holds gives the reason, so the more telling ones come first.
-_NEVER = (
+# The first rule that matches gives the reason, so the more specific ones come first.
+_REJECTED = (
     _rule(
         "code is written from the first line to the last",
         r"```",
@@ -100,11 +100,11 @@ _NEVER = (
     ),
     _rule(
         "a story, a poem or a letter is one thread from its beginning to its end",
-        rf"\b(?:write|compose|make up|create|invent|generate|draft|sing|recite|continue)\b.{{0,40}}\b{_THREADS}\b",
-        rf"\b(?:tell|give|sing) (?:(?:me|us) )?(?:an?|another|some|your) (?:\w+ ){{0,3}}{_THREADS}\b",
-        rf"^(?:an? )?(?:\w+ ){{0,2}}{_THREADS} (?:about|on|of|where|in which)\b",
-        r"\b(?:write|draft|compose)\b.{0,40}\b(?:letter|e-?mail|message|tweet|speech|toast|reply|response|caption|slogan"
-        r"|cover letter|obituary|diary|invitation)\b",
+        rf"\b(?:write|compose|make up|create|invent|generate|draft|sing|recite|continue)\b.{{0,40}}\b{_NARRATIVES}\b",
+        rf"\b(?:tell|give|sing) (?:(?:me|us) )?(?:an?|another|some|your) (?:\w+ ){{0,3}}{_NARRATIVES}\b",
+        rf"^(?:an? )?(?:\w+ ){{0,2}}{_NARRATIVES} (?:about|on|of|where|in which)\b",
+        r"\b(?:write|draft|compose)\b.{0,40}\b(?:letter|e-?mail|message|tweet|speech|toast|reply|response|caption"
+        r"|slogan|cover letter|obituary|diary|invitation)\b",
     ),
     _rule(
         "it asks for a short answer",
@@ -116,26 +116,27 @@ _NEVER = (
         r"\bas (?:json|csv|xml|yaml|a table)\b",
     ),
 )
-_SHORT = _rule(
+_FACTUAL = _rule(
     "a fact is a short answer",
     r"^(?:who|whom|whose|when|where|which)\b",
     r"^(?:what|which) (?:year|day|date|time|colou?r|country|city|language|number|age|company|animal|planet|word)\b",
     r"^what(?:'s| is| was| were| are) (?:the |a |an )?(?:\w+ ){0,3}"
-    r"(?:capital|population|name|author|date|height|length|weight|age|price|speed|distance|temperature|currency|formula|symbol|largest|smallest|tallest|longest|highest|fastest"
+    r"(?:capital|population|name|author|date|height|length|weight|age|price|speed|distance|temperature|currency"
+    r"|formula|symbol|largest|smallest|tallest|longest|highest|fastest"
     r"|oldest|plural|opposite|definition|synonym|boiling point|president)\b",
     r"^how (?:many|much|old|tall|far|long|big|deep|high|fast|heavy|often|hot|cold)\b",
     r"^(?:is|are|was|were|am|do|does|did|can|could|should|will|would|has|have|had)\b",
     r"^(?:hi|hello|hey|thanks|thank you|ok|okay|yes|no|good (?:morning|evening|night))\b[\s!.,]*(?:there)?[\s!.]*$",
 )
-_POLITE = re.compile(
+_GREETINGS = re.compile(
     r"^(?:\s*(?:(?:hi|hello|hey)(?: there)?[,!. ]+(?=\w+\s)|please,?\s|kindly\s|(?:can|could|would|will) you\s"
     r"|i(?:'d| would) like (?:you to|to know)\s|i (?:want|need) (?:you to|to know)\s|help me (?:to )?(?=understand)))+",
     re.IGNORECASE,
 )
 _COUNT = re.compile(
     rf"\b(?P<count>{_NUMBER})\s+(?:\w+\s+){{0,3}}?(?:tips|ideas|reasons|ways|benefits|advantages|disadvantages|causes"
-    r"|examples|steps|things|points|facts|suggestions|types|kinds|effects|factors|uses|risks|strategies|methods|features"
-    r"|pros|recommendations|books|places|foods|exercises|habits|activities|questions)\b",
+    r"|examples|steps|things|points|facts|suggestions|types|kinds|effects|factors|uses|risks|strategies|methods"
+    r"|features|pros|recommendations|books|places|foods|exercises|habits|activities|questions)\b",
     re.IGNORECASE,
 )
 
@@ -143,23 +144,23 @@ _COUNT = re.compile(
 def route(
     messages: Sequence[Mapping[str, str]], max_new_tokens: int, templates: Sequence[Template] = BUILT_IN
 ) -> OutlineDecision:
-    """Whether the last message wants an answer that has parts. The first template that matches it is used.
+    """Whether the last message requests an answer with several points. The first template that matches it is used.
 
-    `max_new_tokens`: for the whole answer; its parts share it evenly.
+    `max_new_tokens`: for the whole answer, split evenly between its points.
     """
     if messages[-1]["role"] != "user":
         return OutlineDecision(None, "the last message is not a question")
     request = _instruction(messages[-1]["content"])
-    for rule in _NEVER:
+    for rule in _REJECTED:
         if rule.pattern.search(request):
             return OutlineDecision(None, rule.reason)
     template = next((t for t in templates if t.matches(request)), None)
     if template is None:
-        known = _SHORT.pattern.search(request)
+        factual = _FACTUAL.pattern.search(request)
         return OutlineDecision(
-            None, _SHORT.reason if known else "nothing in the request shows that its answer has parts"
+            None, _FACTUAL.reason if factual else "nothing in the request shows that its answer has parts"
         )
-    points = _wanted(request) or template.points
+    points = _requested_points(request) or template.points
     if not MIN_POINTS <= points <= MAX_POINTS:
         return OutlineDecision(None, f"it asks for {points} points, and an outline has {MIN_POINTS} to {MAX_POINTS}")
     if max_new_tokens < points * MIN_POINT_TOKENS:
@@ -170,14 +171,14 @@ def route(
 
 
 def _instruction(text: str) -> str:
-    """The two ends of a request, in one line, without its courtesies."""
-    if len(text) > 2 * _LOOKED_AT:
-        text = f"{text[:_LOOKED_AT]} ... {text[-_LOOKED_AT:]}"
-    return " ".join(_POLITE.sub("", text, count=1).split())
+    """Both ends of a request in one line, without greetings and polite phrases."""
+    if len(text) > 2 * _EDGE_CHARS:
+        text = f"{text[:_EDGE_CHARS]} ... {text[-_EDGE_CHARS:]}"
+    return " ".join(_GREETINGS.sub("", text, count=1).split())
 
 
-def _wanted(request: str) -> int | None:
-    """How many points the request names."""
+def _requested_points(request: str) -> int | None:
+    """The number of points in the request, if it has one."""
     match = _COUNT.search(request)
     if match is None:
         return None

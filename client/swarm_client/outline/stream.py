@@ -1,7 +1,7 @@
-"""One outlined answer as the user sees it: the points in order, each as soon as it can be shown, then an Answer.
+"""One outlined answer as the user sees it: the points in order, each as soon as it can be shown, then the result.
 
-Owns the tasks that write the outline and its points, the joined text, and the fallback: whatever is wrong with an
-outline, the answer is an ordinary one then, and says why.
+Owns the tasks that generate the outline and its points, the joined text, and the fallback: without a usable outline the
+answer is an ordinary one, and its report has the reason.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from swarm_client.outline.point import PointGeneration, PointSlots
 from swarm_client.outline.router import OutlineDecision
 from swarm_client.outline.templates import MIN_POINTS, Template
 
-AskOptions = Callable[[Sequence[int], GenerationOptions], GenerationStream]
+StartGeneration = Callable[[Sequence[int], GenerationOptions], GenerationStream]
 """(prompt, options) -> an ordinary generation. Raises InvalidRequest."""
 
 
 class Tokenizer(Protocol):
-    """What an outline needs of a `ChatTokenizer`."""
+    """The part of `ChatTokenizer` used here."""
 
     eos_token_ids: tuple[int, ...]
 
@@ -44,15 +44,15 @@ class Tokenizer(Protocol):
 
 
 class OutlineStream(GenerationStream):
-    """An outline and its points, or the ordinary answer where an outline does not do.
+    """An outline and its points, or the ordinary answer if there is no usable outline.
 
-    All points are drawn with the same seed, by the position in their own session: each has the tokens that a session
-    of its own with the same prompt would have.
+    All points are sampled with the same seed, by the position in their own session: each has the tokens that a
+    separate generation with the same prompt would have.
     """
 
     def __init__(
         self,
-        ask: AskOptions,
+        start_generation: StartGeneration,
         tokenizer: Tokenizer,
         messages: Sequence[ChatMessage],
         options: GenerationOptions,
@@ -61,11 +61,11 @@ class OutlineStream(GenerationStream):
         clock: Callable[[], float],
     ) -> None:
         """Raises InvalidRequest."""
-        self._ask, self._tokenizer, self._messages = ask, tokenizer, messages
+        self._start_generation, self._tokenizer, self._messages = start_generation, tokenizer, messages
         self._options = replace(options, decoding=options.point_decoding, seed=options.sampling().seed)
-        self._routing, self._reason_why = routing, routing.reason
+        self._routing, self._outline_reason = routing, routing.reason
         self._clock, self._started = clock, clock()
-        self._scope, self._turns = TaskSet(OUTLINE), PointSlots(slots)
+        self._tasks, self._slots = TaskSet(OUTLINE), PointSlots(slots)
         self._stops = StopStrings(options.stop)
         self._parser = OutlineParser(routing.points)
         self._prompt: list[int] = []
@@ -74,22 +74,22 @@ class OutlineStream(GenerationStream):
         self._outline_ended = 0.0
         self._error: NoRoute | NetworkError | None = None  # of the outline
         self._points: list[PointGeneration] = []
-        self._writing: list[asyncio.Task[None]] = []  # of the points
-        self._found: asyncio.Queue[PointGeneration | TextChunk | None] = asyncio.Queue()  # None: no more points
+        self._point_tasks: list[asyncio.Task[None]] = []
+        self._events: asyncio.Queue[PointGeneration | TextChunk | None] = asyncio.Queue()  # None: no more points
         self._ordinary: GenerationStream | None = None
-        self._ordinary_began = 0.0
-        self._live: GenerationStream | None = None
+        self._ordinary_started = 0.0
+        self._shown: GenerationStream | None = None  # whose text is shown now
         self._text: list[str] = []
-        self._blanks = ""  # at the end of the text so far, shown only if more of the same point follows
+        self._pending_space = ""  # trailing, shown only if more of the same point follows
         self._reason: FinishReason | None = None
         if routing.template is None:
-            self._ordinary = self._ask_ordinary()
+            self._ordinary = self._start_ordinary()
         else:
-            self._outline = self._ask_outline(routing.template)
+            self._outline = self._start_outline(routing.template)
         self._chunks = self._run()
 
     async def cancel(self) -> None:
-        """End all generations where they are; what was shown so far is the answer. Idempotent."""
+        """Stop all generations; the text shown so far is the answer. Idempotent."""
         await self._chunks.aclose()
         for stream in (self._outline, self._ordinary):
             if stream is not None:
@@ -100,7 +100,7 @@ class OutlineStream(GenerationStream):
     @property
     def chain(self) -> Chain | None:
         """The hops of what is shown now; None before its chain is open."""
-        return self._live.chain if self._live is not None else None
+        return self._shown.chain if self._shown is not None else None
 
     @property
     def result(self) -> GenerationResult:
@@ -109,46 +109,48 @@ class OutlineStream(GenerationStream):
             raise RuntimeError("the generation has not ended; read the stream to its end, or cancel it")
         if self._ordinary is not None:
             answer = self._ordinary.result
-            waited = answer.time_to_first_token_s + self._ordinary_began
+            waited = answer.time_to_first_token_s + self._ordinary_started
             return replace(answer, time_to_first_token_s=waited, outline=self._report())
         return self._joined()
 
-    # What is shown ---------------------------------------------------------------------------------------------------
+    # Display ---------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> AsyncGenerator[TextChunk, None]:
         try:
             if self._outline is not None:
-                async with aclosing(self._show_points(self._outline)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+                async with aclosing(self._show_points(self._outline)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
                 if not self._points:
-                    self._ordinary_began = self._clock() - self._started
-                    self._ordinary = self._ask_ordinary()
+                    self._ordinary_started = self._clock() - self._started
+                    self._ordinary = self._start_ordinary()
             if self._ordinary is not None:
-                self._live = self._ordinary
-                async for piece in self._ordinary:
-                    yield piece
+                self._shown = self._ordinary
+                async for chunk in self._ordinary:
+                    yield chunk
                 self._reason = self._ordinary.result.finish_reason
         finally:
-            await self._scope.close()
+            await self._tasks.close()
 
     async def _show_points(self, outline: GenerationStream) -> AsyncGenerator[TextChunk, None]:
-        """Shows nothing when there is no outline. Raises what a point or the outline could not overcome, at the end."""
+        """Yields nothing when there is no outline. Raises the error of the outline or of a point at the end, after all
+        points are shown.
+        """
         assert self._routing.template is not None
-        self._live = outline
-        writing = self._scope.start(self._write_outline(outline, self._routing.template), "outline")
-        while (found := await self._found.get()) is not None:
-            if isinstance(found, TextChunk):
-                yield found
+        self._shown = outline
+        outline_task = self._tasks.start(self._generate_outline(outline, self._routing.template), "outline")
+        while (event := await self._events.get()) is not None:
+            if isinstance(event, TextChunk):
+                yield event
                 continue
-            yield TextChunk(self._show_heading(found), (), ())
-            while (piece := await found.pieces.get()) is not None and self._stops.hit is None:
-                self._live = found.stream
-                yield replace(piece, text=self._show(piece.text))
+            yield TextChunk(self._show_heading(event), (), ())
+            while (chunk := await event.chunks.get()) is not None and self._stops.hit is None:
+                self._shown = event.stream
+                yield replace(chunk, text=self._show(chunk.text))
             if self._stops.hit is not None:
                 self._reason = FinishReason.STOP
                 return
-        for task in (writing, *self._writing):
+        for task in (outline_task, *self._point_tasks):
             await task
         for error in (self._error, *(point.error for point in self._points)):
             if error is not None:
@@ -161,15 +163,15 @@ class OutlineStream(GenerationStream):
                 yield TextChunk(rest, (), ())
 
     def _show_heading(self, point: PointGeneration) -> str:
-        self._blanks = ""
+        self._pending_space = ""
         text = self._stops.push(("\n\n" if self._text else "") + point.heading)
         self._text.append(text)
         return text
 
     def _show(self, text: str) -> str:
-        text = self._blanks + text
+        text = self._pending_space + text
         shown = text.rstrip()
-        self._blanks = text[len(shown) :]
+        self._pending_space = text[len(shown) :]
         shown = self._stops.push(shown)
         self._text.append(shown)
         return shown
@@ -178,52 +180,52 @@ class OutlineStream(GenerationStream):
         cut = any(point.reason is FinishReason.LENGTH for point in self._points)
         return FinishReason.LENGTH if cut else FinishReason.EOS
 
-    # What is written -------------------------------------------------------------------------------------------------
+    # Generation ------------------------------------------------------------------------------------------------------
 
-    def _ask_ordinary(self) -> GenerationStream:
-        return self._ask(self._tokenizer.apply_chat_template(self._messages), self._options)
+    def _start_ordinary(self) -> GenerationStream:
+        return self._start_generation(self._tokenizer.apply_chat_template(self._messages), self._options)
 
-    def _ask_outline(self, template: Template) -> GenerationStream:
-        asked = template.outline_prompt(self._messages, self._routing.points)
-        self._prompt = self._tokenizer.apply_chat_template(asked)
+    def _start_outline(self, template: Template) -> GenerationStream:
+        messages = template.outline_prompt(self._messages, self._routing.points)
+        self._prompt = self._tokenizer.apply_chat_template(messages)
         self._prompt += self._tokenizer.encode(template.begin, add_special_tokens=False)
         options = replace(self._options, max_new_tokens=template.outline_tokens, stop=())
-        return self._ask(self._prompt, options)
+        return self._start_generation(self._prompt, options)
 
-    async def _write_outline(self, outline: GenerationStream, template: Template) -> None:
-        """Begins the points as their lines are complete, and leaves the outline when there are enough."""
+    async def _generate_outline(self, outline: GenerationStream, template: Template) -> None:
+        """Starts each point when its line is complete, and ends the outline when there are enough."""
         parser = self._parser
         parser.push(template.begin)
         try:
             async with outline:
-                async for piece in outline:
-                    if piece.waiting:
-                        self._found.put_nowait(piece)
-                    self._outline_tokens += piece.token_ids
-                    parser.push(piece.text)
+                async for chunk in outline:
+                    if chunk.waiting:
+                        self._events.put_nowait(chunk)
+                    self._outline_tokens += chunk.token_ids
+                    parser.push(chunk.text)
                     if parser.full:
                         break
                     if template.eager:
-                        self._begin_points(template)
+                        self._start_points(template)
             parser.finish(cut=outline.result.finish_reason is not FinishReason.EOS)
-            self._begin_points(template)
+            self._start_points(template)
             if not self._points:
-                self._reason_why = f"asking for an outline brought {_count(len(parser.titles))}"
+                self._outline_reason = f"asking for an outline brought {_count(len(parser.titles))}"
         except (NoRoute, NetworkError) as error:
             self._error = error
         finally:
             self._outline_ended = self._clock() - self._started
-            self._found.put_nowait(None)
+            self._events.put_nowait(None)
 
-    def _begin_points(self, template: Template) -> None:
+    def _start_points(self, template: Template) -> None:
         titles = self._parser.titles
         if len(titles) < MIN_POINTS:
-            return  # not before it is certain that there is an outline
+            return  # so few lines may be no outline
         for number in range(len(self._points) + 1, len(titles) + 1):
             point = self._point(template, number, titles[:number] if template.eager else titles)
             self._points.append(point)
-            self._writing.append(self._scope.start(point.run(self._ask_point, self._turns), f"point {number}"))
-            self._found.put_nowait(point)
+            self._point_tasks.append(self._tasks.start(point.run(self._start_point, self._slots), f"point {number}"))
+            self._events.put_nowait(point)
 
     def _point(self, template: Template, number: int, titles: Sequence[str]) -> PointGeneration:
         title = titles[number - 1]
@@ -235,23 +237,23 @@ class OutlineStream(GenerationStream):
             heading,
             tuple(prompt),
             min(template.point_tokens, self._options.max_new_tokens // self._routing.points),
-            max(_alike(prompt, other) for other in (self._prompt, *(point.prompt for point in self._points))),
+            max(_shared_prefix(prompt, other) for other in (self._prompt, *(point.prompt for point in self._points))),
             self._tokenizer.stream(),
             self._tokenizer.eos_token_ids,
             StopStrings(template.stop),
             lambda: self._clock() - self._started,
         )
 
-    def _ask_point(self, prompt: Sequence[int], max_new_tokens: int) -> GenerationStream:
-        return self._ask(prompt, replace(self._options, max_new_tokens=max_new_tokens, stop=()))
+    def _start_point(self, prompt: Sequence[int], max_new_tokens: int) -> GenerationStream:
+        return self._start_generation(prompt, replace(self._options, max_new_tokens=max_new_tokens, stop=()))
 
-    # What is reported ------------------------------------------------------------------------------------------------
+    # Report ----------------------------------------------------------------------------------------------------------
 
     def _report(self) -> OutlineReport:
         template = self._routing.template
         return OutlineReport(
             bool(self._points),
-            self._reason_why,
+            self._outline_reason,
             template.name if template is not None else "",
             self._parser.text,
             len(self._outline_tokens),
@@ -260,15 +262,15 @@ class OutlineStream(GenerationStream):
         )
 
     def _joined(self) -> GenerationResult:
-        """The points as one answer. What it says of hops and guesses is true of the longest generation in it."""
+        """The points as one answer. Its hops and speculation are those of the longest generation in it."""
         assert self._outline is not None
         assert self._reason is not None
         report = self._report()
-        written = [self._outline.result, *(answer for point in self._points for answer in point.answers)]
-        longest = max(written[1:], key=lambda a: len(a.token_ids), default=written[0])
+        results = [self._outline.result, *(answer for point in self._points for answer in point.answers)]
+        longest = max(results[1:], key=lambda a: len(a.token_ids), default=results[0])
         tokens = tuple(token for point in self._points for token in point.tokens)
-        began = min((p.first_token_s for p in report.points if p.first_token_s is not None), default=0.0)
-        took = max((p.ended_s for p in report.points), default=0.0) - began
+        first = min((p.first_token_s for p in report.points if p.first_token_s is not None), default=0.0)
+        took = max((p.ended_s for p in report.points), default=0.0) - first
         return replace(
             longest,
             text="".join(self._text),
@@ -276,16 +278,16 @@ class OutlineStream(GenerationStream):
             prompt_token_ids=tuple(self._prompt),
             finish_reason=self._reason,
             tokens_per_second=(len(tokens) - 1) / took if len(tokens) > 1 and took > 0 else 0.0,
-            time_to_first_token_s=began,
+            time_to_first_token_s=first,
             strategy=OUTLINE,
-            explanation=f"an outline, because {self._reason_why}; {longest.explanation}",
-            repairs=tuple(repair for answer in written for repair in answer.repairs),
+            explanation=f"an outline, because {self._outline_reason}; {longest.explanation}",
+            repairs=tuple(repair for answer in results for repair in answer.repairs),
             outline=report,
         )
 
 
-def _alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """With how many equal tokens both begin."""
+def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length in tokens of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 

@@ -1,10 +1,10 @@
-"""What a model is told to write an outline and to expand one of its points, by kind of request.
+"""Prompt templates for an outline and for one of its points, by kind of request.
 
-Owns the built-in templates and the file of a user's own. Which one a request gets is `router`'s.
+Owns the built-in templates and the format of a user's file. `router` picks one for a request.
 
-All prompts of an answer begin with the conversation so far; those of its points go on with the question and the outline
-and differ in their last lines, so that hops which share the pages of equal prefixes compute them once (Jupiter §V-B).
-A point is asked for in a message of its own: with the making of the outline in view, small models write another one.
+All prompts of an answer share the conversation so far as their prefix; those of its points also share the question and
+the outline and differ in their last lines, so that the hops' prefix caches compute the shared part once (Jupiter §V-B).
+A point is requested in a separate message: with the outline request in the prompt, small models write another outline.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Template(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     and `{title}` (in `point`) are filled in.
 
     `when`: regular expressions, case ignored; a request that contains one of them is of this kind. `fits`: the reason
-    shown to people. `example`: a question and its outline, shown to the model before; both empty for none. `begin`: how
-    the outline begins, `opening`: how each point does, in the model's mouth; the latter is shown as its heading.
-    `points`: most of them; `eager`: a point may begin before the outline is complete, and then sees the outline only up
-    to its own line. `stop` ends a point. `*_tokens` bound the lengths.
+    shown to users. `example`: a question and its outline, a one-shot example for the model; both empty for none.
+    `begin` and `opening` prefill the assistant's text of the outline and of each point; `opening` is shown as heading.
+    `points`: the maximum; `eager`: a point may start before the outline is complete, and its prompt then has the
+    outline up to its own line only. `stop` ends a point. `*_tokens` limit the lengths.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Template(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     stop: tuple[str, ...] = ("\n\n",)
 
     def __post_init__(self) -> None:
-        """Raises ValueError, as msgspec wants it."""
+        """Raises ValueError, which msgspec turns into a ValidationError."""
         if not MIN_POINTS <= self.points <= MAX_POINTS:
             raise ValueError(f"'{self.name}': points must be {MIN_POINTS} to {MAX_POINTS}")
         if not (1 <= self.outline_tokens <= _MAX_TOKENS and 1 <= self.point_tokens <= _MAX_TOKENS):
@@ -82,31 +82,31 @@ class Template(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
         return any(pattern.search(request) for pattern in self._patterns)
 
     def outline_prompt(self, messages: Sequence[Mapping[str, str]], points: int) -> list[dict[str, str]]:
-        """The conversation that asks for the outline of an answer to `messages`, whose last one is the question."""
+        """The chat that requests an outline of the answer to `messages`, whose last one is the question."""
         *before, question = [dict(m) for m in messages]
-        return [*before, *self._guide(points), _user(self._ask(question["content"], points))]
+        return [*before, *self._one_shot(points), _user(self._request(question["content"], points))]
 
     def point_prompt(
         self, messages: Sequence[Mapping[str, str]], titles: Sequence[str], number: int
     ) -> list[dict[str, str]]:
-        """... that asks for point `number` (from 1) of the outline `titles`."""
+        """The chat that requests point `number` (from 1) of the outline `titles`."""
         *before, question = [dict(m) for m in messages]
         outline = "\n".join(f"{n}. {title}" for n, title in enumerate(titles, 1))
-        asked = _fill(
+        request = _fill(
             self.point, question=question["content"], outline=outline, number=str(number), title=titles[number - 1]
         )
-        return [*before, _user(asked)]
+        return [*before, _user(request)]
 
     def heading(self, number: int, title: str) -> str:
         return _fill(self.opening, number=str(number), title=title)
 
-    def _guide(self, points: int) -> list[dict[str, str]]:
+    def _one_shot(self, points: int) -> list[dict[str, str]]:
         question, outline = self.example
         if not question:
             return []
-        return [_user(self._ask(question, points)), {"role": "assistant", "content": outline}]
+        return [_user(self._request(question, points)), {"role": "assistant", "content": outline}]
 
-    def _ask(self, question: str, points: int) -> str:
+    def _request(self, question: str, points: int) -> str:
         count = f"{min(4, points)} to {points}" if points > 4 else str(points)
         return _fill(self.outline, question=question, count=count)
 
@@ -201,5 +201,5 @@ def _user(content: str) -> dict[str, str]:
 
 
 def _fill(text: str, **values: str) -> str:
-    """Puts values in, once: braces in a value stay what they are."""
+    """Single-pass substitution: braces inside a value are kept."""
     return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), text)
