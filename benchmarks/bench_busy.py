@@ -22,7 +22,7 @@ import uvloop
 from bench_speculation_virtual import MODEL, chain_costs, drafters, record
 from emulated_swarm import ShapedSwarm, equal_spans, far_client
 from prompts import PROMPTS
-from virtual_chain import Guessing, simulate_together
+from virtual_chain import SpeculationSetup, simulate_together
 
 from swarm_client import SwarmClient
 from swarm_kernels.models.open import open_model
@@ -80,9 +80,9 @@ def virtual(args: argparse.Namespace) -> None:
         speeds = {}
         for arm, (draft, strategy) in ARMS.items():
             drafter, draft_ms = drafters(source, draft)
-            guessing = Guessing(None if strategy == "sequential" else drafter, draft_ms=draft_ms)
+            setup = SpeculationSetup(None if strategy == "sequential" else drafter, draft_ms=draft_ms)
             asked = texts[: args.clients]
-            together = partial(simulate_together, costs, asked, guessing, seconds=args.seconds, cores=os.cpu_count())
+            together = partial(simulate_together, costs, asked, setup, seconds=args.seconds, cores=os.cpu_count())
             speeds[arm] = [together(apart_ms=1e3 * args.apart_s)]
         report(name, speeds)
 
