@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -23,8 +23,8 @@ from swarm.types import LayerSpan
 FULL_SPAN = LayerSpan(0, 1)  # every hop runs all its layers for every session
 
 
-class Session(Protocol):
-    """Who sends steps; compared by identity."""
+class Session(Hashable, Protocol):
+    """The sender of steps, hashed by identity."""
 
     def on_result(self, job: Job, at: float) -> None:
         """The tail's result of `job` has arrived, at `at` ms."""

@@ -86,7 +86,7 @@ def targets(module: Module, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 
 def folder_of(target: str) -> str | None:
-    """The folder of ours that an imported name lies in: that of the longest known beginning of the name."""
+    """The folder of ours that an imported name lies in: that of the longest known prefix of the name."""
     parts = target.split(".")
     for length in range(len(parts), 0, -1):
         module = modules().get(".".join(parts[:length]))

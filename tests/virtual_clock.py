@@ -89,7 +89,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 def wall_clock() -> float:
-    """Seconds since the epoch, in virtual time: what to hand to code that asks for a clock."""
+    """Seconds since the epoch, in virtual time: a clock to pass to code that takes one."""
     return EPOCH + asyncio.get_running_loop().time()
 
 
