@@ -7,7 +7,7 @@ Pools: `equal` nodes of 10 layers, `two kinds` (8, 20), `four kinds` (6, 10, 16,
 
     ms        of CPU time (what a free core takes: nothing here waits or runs in threads), best of twenty runs of each
               pool (five beyond 256 nodes), pools in turn: the median pool and the slowest
-    steps     of work the default budget allows, if --steps does not say otherwise
+    steps     of work the default budget allows, unless --steps is given
     best      pools whose score is proven the best possible, of all pools
     k         values of k that replicas were found for, all pools together, and those not proven to need so many nodes
     gap       how much more the best allocation could score at most, worst pool

@@ -35,11 +35,8 @@ LAYER = CostCurve((1, 2, 4, 8, 16, 32, 64), (1.47, 1.5, 1.65, 2.0, 3.0, 4.6, 8.0
 """A layer in fp32 on one thread of an AVX-512 machine, ms."""
 HEAD_LAYERS = 9  # layers' time that the head takes on the tail
 FRAME_MS = 0.5  # a link's own time
-NGRAM_MS, LEVEL_MS, LEVEL_PATH_MS = (
-    0.3,
-    2.0,
-    0.17,
-)  # a request to the n-gram drafter; to the draft model; a path
+NGRAM_MS = 0.3  # a request to the n-gram drafter
+LEVEL_MS, LEVEL_PATH_MS = 2.0, 0.17  # a request to the draft model, and per path
 STRATEGIES = {"tree": Strategy.TREE, "pipedec": Strategy.PIPEDEC, "auto": None}
 
 
