@@ -62,7 +62,9 @@ async def test_greedy_tokens_do_not_depend_on_speculation(strategy: str, drafter
     if drafter == "always wrong":
         assert answer.speculation["hits"] == 0
     if drafter == "failing":
-        assert "fails on purpose" in answer.speculation["reason"] or answer.speculation["rows"] == 0 or strategy == "auto"
+        assert (
+            "fails on purpose" in answer.speculation["reason"] or answer.speculation["rows"] == 0 or strategy == "auto"
+        )
 
 
 @pytest.mark.parametrize("drafter", ["always right", "often right", "noise"])
