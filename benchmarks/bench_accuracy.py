@@ -1,14 +1,14 @@
-"""The engine apart from any drafter's quality: guesses of set accuracy against a recorded answer, and the prediction.
+"""The engine apart from any drafter's quality: drafts of set accuracy on a recorded answer, beside the forecast.
 
     PYTHONPATH=tests/e2e python benchmarks/bench_accuracy.py [--hops 2 4 8] [--rates .5 .7 .8 .9 .95] [--delay 20]
                                                              [--torn 1] [--real [--slower 8]]
 
 In virtual time: the real engine over a chain whose hops take the times of `--layer-ms`, each on a machine of its own.
-With `--real`: SmolLM2 on processes over emulated lines, its own greedy answer recorded first; the prediction is then
-made from what the client measured of the chain. Nodes are `--slower` than this machine, asleep, so that many of them
-fit into it: the prediction knows of no cores that hops share. A level's guesses hold the right token as often as
-`--rates` says, in the first place in `--first` of these; with `--torn` below 1 it knows at which places it may be
-wrong, which a static tree cannot use.
+With `--real`: SmolLM2 on processes over emulated links, its own greedy answer recorded first; the forecast is then
+made from the client's measured costs of the chain. Nodes are `--slower` times slower than this machine, asleep, so that
+many of them fit into it: the forecast does not model cores shared by hops. `--rates` is the probability that a level's
+candidates hold the right token, ranked first in `--first` of these; with `--torn` below 1 the drafter is uncertain at
+that part of the positions only, and reports which, which a static tree cannot use.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """How a drafter is right: `first` of its right guesses stand first, the others in `ranks` - 1 places behind.
+    """A drafter's accuracy: `first` of its right candidates rank first, the others in the `ranks` - 1 ranks behind.
 
-    `torn`: the part of places where it has doubts.
+    `torn`: the fraction of positions where it is uncertain.
     """
 
     first: float
@@ -75,7 +75,7 @@ class Profile:
     torn: float
 
     def oracle(self, answer: Sequence[int], rate: float, vocab: int, strategy: Strategy) -> Oracle:
-        """A static tree has one shape for all places, so its drafter does not say where it has doubts."""
+        """A static tree has one shape for all positions, so its drafter does not report its uncertainty."""
         frank = strategy is not Strategy.TREE
         return Oracle(
             answer,
@@ -89,7 +89,7 @@ class Profile:
 
 
 def predict(costs: ChainCosts, oracle: Oracle, strategy: Strategy, level_ms: float = 0.0) -> Forecast:
-    """What `plan.forecast` says of a drafter of this accuracy."""
+    """What `planner.speculation.forecast` predicts for a drafter of this accuracy."""
     drafter = DrafterProfile((oracle.row,) * MAX_DEPTH, level_ms, uncertain_fraction=oracle.torn)
     widths = DEFAULT_POLICY.widths
     forecasts: dict[Strategy, Callable[[], Forecast | None]] = {
@@ -99,7 +99,7 @@ def predict(costs: ChainCosts, oracle: Oracle, strategy: Strategy, level_ms: flo
         Strategy.PIPELINED_TREE: lambda: pipelined_tree(costs, drafter, widths),
     }
     made = forecasts[strategy]()
-    assert made is not None  # an oracle always has guesses
+    assert made is not None  # an oracle always has candidates
     return made
 
 
@@ -149,19 +149,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hops", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
-    parser.add_argument("--first", type=float, default=0.8, help="of the right guesses, how many stand first")
-    parser.add_argument("--ranks", type=int, default=3, help="how many guesses may be right")
-    parser.add_argument("--torn", type=float, default=1.0, help="the part of places where the drafter has doubts")
+    parser.add_argument("--first", type=float, default=0.8, help="fraction of the right candidates that rank first")
+    parser.add_argument("--ranks", type=int, default=3, help="ranks that the right token may have")
+    parser.add_argument("--torn", type=float, default=1.0, help="fraction of positions where the drafter is uncertain")
     parser.add_argument("--delay", type=float, default=20.0, help="one way, ms")
     parser.add_argument("--layer-ms", type=float, default=0.5, help="a layer's time for one row, in virtual time")
-    parser.add_argument("--tokens", type=int, default=2000, help="at .95 a miss comes every 20 [2000]")
+    parser.add_argument("--tokens", type=int, default=2000, help="at .95 one token in 20 is rejected [2000]")
     parser.add_argument("--real", action="store_true", help="real processes in place of virtual time")
     parser.add_argument(
-        "--slower", type=float, default=8.0, help="real nodes take so many times what this machine does"
+        "--slower", type=float, default=8.0, help="real nodes are slower than this machine by this factor"
     )
     args = parser.parse_args()
     profile = Profile(args.first, args.ranks, args.torn)
-    print("| hops | right a level | strategy | tokens/s | predicted | error | over sequential |")
+    print("| hops | accuracy of a level | strategy | tokens/s | predicted | error | over sequential |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for hops in args.hops:
         if args.real:

@@ -1,10 +1,10 @@
-"""Does guessing hurt others? Tokens/s of four clients at once, guessing against plain decoding.
+"""Does speculation slow down co-scheduled sessions? Tokens/s of four clients at once, against plain decoding.
 
     python benchmarks/bench_busy.py [--hops 3] [--clients 4] [--apart-s 0.13] [--rounds 3] [--dtype bf16]
 
-Real node processes on one machine without emulated delays: the worst case, for every row guessed in vain takes time
-from the others. Free prose, where guesses are worth least, and a mix of requests. The clients begin `apart-s` after
-each other, as strangers do, and ask again as soon as they are answered.
+Real node processes on one machine without emulated delays: the worst case, since every rejected row takes time
+from the other sessions. Free prose, where drafts are accepted least, and a mix of requests. The clients start
+`apart-s` after each other, as independent users do, and each sends its next request as soon as it has its answer.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import uvloop
 from bench_speculation_virtual import MODEL, chain_costs, drafters, record
 from emulated_swarm import ShapedSwarm, equal_spans, far_client
 from prompts import PROMPTS
-from virtual_chain import Guessing, simulate_together
+from virtual_chain import SpeculationSetup, simulate_together
 
 from swarm_client import SwarmClient
 from swarm_kernels.models.open import open_model
 
 LAYERS = 30
-ARMS = {"plain": ("ngram", "sequential"), "look-up": ("ngram", "auto"), "bundled draft": ("bundled", "auto")}
+ARMS = {"plain": ("ngram", "sequential"), "n-gram": ("ngram", "auto"), "bundled draft": ("bundled", "auto")}
 
 
 async def together(clients: list[SwarmClient], prompts: list[str], strategy: str, args: argparse.Namespace) -> float:
-    """-> tokens/s of all clients together, each asking again and again, after a second to begin in."""
+    """-> tokens/s of all clients together, each sending request after request; the first second is not counted."""
     loop = asyncio.get_running_loop()
     begin = loop.time() + 1.0
     tokens = 0
@@ -65,11 +65,11 @@ async def measure(args: argparse.Namespace) -> None:
                 clients[draft] = [await stack.enter_async_context(client) for client in made]
                 for client in clients[draft]:
                     await client.chat([{"role": "user", "content": "Hello!"}], max_new_tokens=4)
-            for name, asked in {"free prose": prompts[:1], "mixed": prompts}.items():
+            for name, requests in {"free prose": prompts[:1], "mixed": prompts}.items():
                 speeds: dict[str, list[float]] = {arm: [] for arm in ARMS}
                 for _ in range(args.rounds):
                     for arm, (draft, strategy) in ARMS.items():
-                        speeds[arm].append(await together(clients[draft], asked, strategy, args))
+                        speeds[arm].append(await together(clients[draft], requests, strategy, args))
                 report(name, speeds)
 
 
@@ -80,9 +80,9 @@ def virtual(args: argparse.Namespace) -> None:
         speeds = {}
         for arm, (draft, strategy) in ARMS.items():
             drafter, draft_ms = drafters(source, draft)
-            guessing = Guessing(None if strategy == "sequential" else drafter, draft_ms=draft_ms)
-            asked = texts[: args.clients]
-            together = partial(simulate_together, costs, asked, guessing, seconds=args.seconds, cores=os.cpu_count())
+            setup = SpeculationSetup(None if strategy == "sequential" else drafter, draft_ms=draft_ms)
+            requests = texts[: args.clients]
+            together = partial(simulate_together, costs, requests, setup, seconds=args.seconds, cores=os.cpu_count())
             speeds[arm] = [together(apart_ms=1e3 * args.apart_s)]
         report(name, speeds)
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--virtual", action="store_true", help="in virtual time, in fp32, on this machine's cores")
     args = parser.parse_args()
-    print("| requests | guessing | tokens/s, all together | of the rounds | over plain |\n|---|---|---|---|---|")
+    print("| requests | drafter | tokens/s, all together | range over rounds | over plain |\n|---|---|---|---|---|")
     if args.virtual:
         virtual(args)
     else:

@@ -52,9 +52,9 @@ QUESTIONS = (
 )
 CELLS: dict[str, GenerationKeywords] = {
     "sequence": {"decoding": "sequential"},
-    "sequence, guessing": {"decoding": "auto"},
+    "sequence, speculative": {"decoding": "auto"},
     "outline": {"decoding": "outline", "point_decoding": "sequential"},
-    "outline, guessing": {"decoding": "outline", "point_decoding": "auto"},
+    "outline, speculative": {"decoding": "outline", "point_decoding": "auto"},
 }
 PLAIN = next(iter(CELLS))
 
@@ -68,7 +68,7 @@ class Run:
     first_s: float
     points: int  # 0: an ordinary answer
     outline_s: float
-    held: float  # of the points' prompt tokens, the part that no hop computed again
+    cached: float  # fraction of the points' prompt tokens found in the prefix cache
     reason: str
     text: str
 
@@ -107,7 +107,7 @@ async def measure(model: str, hops: int, delay_ms: float, questions: Sequence[st
     with ShapedSwarm(equal_spans(layers, hops), delay_ms, model=model) as swarm:
         async with AsyncExitStack() as stack:
             clients: dict[str, SwarmClient] = {}
-            for cell in CELLS:  # one each: hops share the beginnings of texts among the sessions of one client
+            for cell in CELLS:  # one each: hops share cached prefixes among the sessions of one client only
                 clients[cell] = await stack.enter_async_context(far_client(swarm.address, delay_ms, model=model))
                 await ask(clients[cell], "Hello!", PLAIN, 8)  # connections
             for question in questions:
@@ -121,12 +121,13 @@ def line(made: Run, runs: Sequence[Run]) -> str:
     plain = next(r for r in runs if r.question == made.question and r.cell == PLAIN)
     return (
         f"| {made.question} | {made.cell} | {made.points or '-'} | {made.tokens} | {made.seconds:.1f} "
-        f"| {made.first_s:.2f} | {made.held:.2f} | {plain.seconds / made.seconds:.2f} | {made.rate / plain.rate:.2f} |"
+        f"| {made.first_s:.2f} | {made.cached:.2f} | {plain.seconds / made.seconds:.2f} "
+        f"| {made.rate / plain.rate:.2f} |"
     )
 
 
 def summary(runs: Sequence[Run]) -> str:
-    asked = {r.question for r in runs}
+    questions_asked = {r.question for r in runs}
     outlined = [r for r in runs if r.cell == "outline"]
     failed = [r for r in outlined if not r.points]
     lines = [
@@ -140,7 +141,7 @@ def summary(runs: Sequence[Run]) -> str:
         "|---|---|---|---|---|",
     ]
     long = {r.question for r in outlined if r.points >= 4}
-    for name, questions in (("all", asked), ("four points or more", long)):
+    for name, questions in (("all", questions_asked), ("four points or more", long)):
         for cell in CELLS if questions else ():
             lines.append(_mean(f"{name}: {cell}", cell, questions, runs))
     return "\n".join(lines)
@@ -181,7 +182,7 @@ def main() -> None:
         end="",
     )
     print(f"{os.cpu_count()} cores, one thread a node\n")
-    print("| question | answered by | points | tokens | s | first token, s | held | time, times | tokens/s, times |")
+    print("| question | answered by | points | tokens | s | first token, s | cached | time, times | tokens/s, times |")
     print("|---|---|---|---|---|---|---|---|---|")
     questions = QUESTIONS[: args.questions]
     runs = uvloop.run(measure(args.model, args.hops, args.delay_ms, questions, args.tokens))

@@ -5,9 +5,9 @@
 The paper (§4.1-4.3) gives the stages (14 GPUs of about 20 GB of weights, 21 of about 13 GB), a level's 32 nodes, and
 its speed over plain pipelining (4.46-7.79) and over static trees (2.2-2.69) with 14 stages; it gives no times and no
 accuracy of a level. So a stage takes what reading its weights takes (RTX 3090: 936 GB/s), links within a server almost
-nothing, the draft runs on a GPU of its own, and its accuracy is a parameter: `--rates` is how often its guesses hold
-the right token, in the first place in `--first` of these. A drafter has its doubts at some places only (`--torn`) and
-knows where, which PipeDec's dynamic tree can use and a static one cannot.
+nothing, the draft runs on a GPU of its own, and its accuracy is a parameter: `--rates` is the probability that its
+candidates hold the right token, ranked first in `--first` of these. It is uncertain at a fraction of the positions only
+(`--torn`) and reports which; PipeDec's dynamic tree can use that, a static one cannot.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compare(stages: int, rate: float, profile: Profile, tokens: int) -> str:
 
     plain = simulate(costs, prompt, answer, None).tokens_per_s
     static = speed(Strategy.TREE)
-    # The draft's level and the first stage's work overlap, so a level more than stages is under way.
+    # The draft's level and the first stage's work overlap, so one level more than there are stages is in flight.
     pipedec = speed(
         Strategy.PIPEDEC, SpeculationPolicy(max_tree_rows=WIDTH, max_depth_per_step=1, max_steps_in_flight=stages + 1)
     )
@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     profile = Profile(args.first, args.ranks, args.torn)
     print(
-        "| stages | right a level | static tree over plain | PipeDec's policy over plain | over static tree"
+        "| stages | accuracy of a level | static tree over plain | PipeDec's policy over plain | over static tree"
         " | auto over plain | over static tree |\n|---|---|---|---|---|---|---|",
         flush=True,
     )

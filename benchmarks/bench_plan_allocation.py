@@ -7,7 +7,7 @@ Pools: `equal` nodes of 10 layers, `two kinds` (8, 20), `four kinds` (6, 10, 16,
 
     ms        of CPU time (what a free core takes: nothing here waits or runs in threads), best of twenty runs of each
               pool (five beyond 256 nodes), pools in turn: the median pool and the slowest
-    steps     of work the default budget allows, if --steps does not say otherwise
+    steps     of work the default budget allows, unless --steps is given
     best      pools whose score is proven the best possible, of all pools
     k         values of k that replicas were found for, all pools together, and those not proven to need so many nodes
     gap       how much more the best allocation could score at most, worst pool
@@ -38,7 +38,7 @@ RUNS, RUNS_OF_MANY = 20, 5
 PUBLISHED = "Parallax reports 0.10 ms for 4 GPUs and 8.55 ms for 256"  # its paper, "Scheduling efficiency"
 
 
-def draw(kinds: Sequence[int], nodes: int, layers: int, seed: int) -> list[PoolNode]:
+def sample_pool(kinds: Sequence[int], nodes: int, layers: int, seed: int) -> list[PoolNode]:
     """A pool that can hold the model at least once."""
     rng = random.Random(seed)
     while True:
@@ -58,7 +58,7 @@ def report(kind: str, nodes: int, options: argparse.Namespace) -> None:
     if max(KINDS[kind]) * nodes < options.layers:
         print(f"{nodes:>6}  {kind:<13} cannot hold {options.layers} layers")
         return
-    pools = [draw(KINDS[kind], nodes, options.layers, seed) for seed in range(options.pools)]
+    pools = [sample_pool(KINDS[kind], nodes, options.layers, seed) for seed in range(options.pools)]
     steps = options.steps or default_steps(nodes)
     rounds = [
         [timed(options.layers, pool, steps) for pool in pools] for _ in range(RUNS if nodes <= 256 else RUNS_OF_MANY)

@@ -8,9 +8,9 @@ Links follow geography (six regions), times of nodes differ eightfold. Columns, 
     graph     arrays from RouteNodes and a matrix of ms
     first     the first route on a graph, edges to the client included, no node twice
     route     the same client again
-    clients   a route of one of six clients that ask in turn, each with random links of its own; their mean
+    clients   a route of one of six clients that route in turn, each with random links of its own; their mean
     profile   `route_snapshot` from NodeProfiles, everything included (links from network coordinates)
-    numpy     a route where there was no compiler (left out beyond --plain-up-to nodes)
+    numpy     a route where there is no compiler (left out beyond --plain-up-to nodes)
     plain     Parallax §3.3 as nested loops over dictionaries (left out beyond --plain-up-to nodes)
 """
 
@@ -153,7 +153,7 @@ def bench(kind: str, count: int, num_layers: int, repeat: int, plain: bool) -> s
         cost = plain_layer_program(nodes, num_layers, table, there)
         plain_ms = f"{(time.perf_counter() - begun) * 1e3:.1f}"
         if not math.isclose(cost, chain.cost_ms, abs_tol=1e-3):
-            raise SystemExit(f"{kind} {count}: the plain program says {cost} ms, the route {chain.cost_ms} ms")
+            raise SystemExit(f"{kind} {count}: the plain program finds {cost} ms, the route {chain.cost_ms} ms")
     replicas = sum(n.end - n.start for n in nodes) / num_layers
     times = f"{built_ms:9.2f} {first_ms:9.3f} {route_ms:9.3f} {clients_ms:9.3f} {profile_ms:9.2f} {numpy_ms:>9}"
     return f"{kind:10} {count:6} {replicas:8.1f} {times} {plain_ms:>10}   {len(simple)} hops, {simple.cost_ms:.1f} ms"

@@ -1,4 +1,4 @@
-"""Time to first token: prompts cut for the chain against one chunk, and a second request with the same beginning.
+"""Time to first token: chunked prefill planned for the chain against one chunk, and a prefix cache hit.
 
     python benchmarks/bench_prefill.py [--hops 2 4 8] [--prompts 256 1000 4000] [--slower 32] [--delay-ms 2]
 
@@ -7,7 +7,7 @@ steps of up to 1024 tokens, each sent when the one before has come back. Two ide
 a step costs besides computing: *endless*, of chunks that cost no more a row than the whole prompt and a chain that is
 always full (all hops' time over the slowest one's, so the number of hops if they have as many layers), and *possible*,
 the best cut into equal chunks on hops whose times for that many rows are the published ones. The prediction is what
-`plan.prefill` expects of the chunks it chose, from the same live costs that it chose them by.
+`routing.prefill_chunks` expects of the chunks it chose, from the same live costs that it chose them by.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ONE_BY_ONE = {"prefill_chunk": 1024, "prefill_window": 1}  # 1024: the most rows
 
 
 async def first_token(client: SwarmClient, tokens: list[int]) -> tuple[float, int]:
-    """-> (seconds, prompt tokens that the hops held already)."""
+    """-> (seconds, prompt tokens found in the prefix cache)."""
     answer = await client.generate(tokens, max_new_tokens=1)
     return answer.time_to_first_token_s, answer.cached_prompt_tokens
 
@@ -61,12 +61,12 @@ async def measure(hops: int, args: argparse.Namespace) -> None:
 
 
 async def once(planned: SwarmClient, whole: SwarmClient, length: int, salt: int) -> tuple[float, float, float]:
-    """-> seconds of one pass and of a pipelined one, and what the same beginning again took of the latter."""
+    """-> seconds of one pass and of a pipelined one, and a prefix cache hit's time over the latter."""
     tokens = [(token + 7 * salt) % 40000 for token in prompt(length)]
     one, _ = await first_token(whole, tokens)
-    ours, held = await first_token(planned, tokens)
-    if held:
-        raise RuntimeError("a first request was not the first")
+    ours, cached = await first_token(planned, tokens)
+    if cached:
+        raise RuntimeError("a first request hit the prefix cache")
     second, _ = await first_token(planned, [*tokens, 17, 42])
     return one, ours, second / ours
 
@@ -80,7 +80,7 @@ class Prediction:
 
 
 def forecast(length: int, costs: ChainCosts) -> Prediction:
-    """What `plan.prefill` expects of the chunks it chose, links included, against one pass through all hops."""
+    """What `routing.prefill_chunks` expects of the chunks it chose, links included, against one pass through all."""
     chunks, links = prompt_chunks(length, costs), sum(costs.link_ms)
     stages = [stage.ms(length) for stage in costs.stages]
     pipelined, one = costs.prefill_ms(chunks, POLICY.step_ms) + links, sum(stages)
@@ -89,7 +89,7 @@ def forecast(length: int, costs: ChainCosts) -> Prediction:
 
 
 def pipeline_ms(length: int, count: int, costs: ChainCosts) -> float:
-    """`length` tokens in `count` equal chunks through hops that take what their curves say, and nothing else."""
+    """`length` tokens in `count` equal chunks through hops that take the times of their cost curves only."""
     times = [stage.ms(math.ceil(length / count)) for stage in costs.stages]
     return sum(times) + (count - 1) * max(times)
 
@@ -109,7 +109,7 @@ def main() -> None:
     )
     print(
         "| hops | prompt | one pass, s | planned, s | speed-up | predicted | possible | of it | endless | of it "
-        "| chunks | same beginning again, of the first |"
+        "| chunks | prefix cache hit, over the first |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for hops in args.hops:

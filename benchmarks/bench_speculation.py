@@ -3,8 +3,8 @@
     python benchmarks/bench_speculation.py [--hops 4] [--delays 0 5 20 50] [--tokens 64] [--json FILE]
 
 Every node is a process of one thread and `delay` ms from every other and from the client. All strategies answer each
-request in turn, greedily, in fp32, again and again until that has taken `--seconds` each; of the speeds the median
-counts. A request's tokens must be the same under all of them, or the run fails.
+request in turn, greedily, in fp32, repeatedly until that has taken `--seconds` each; the median of
+the speeds counts. A request's tokens must be the same under all of them, or the run fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarm_client.speculation.drafter_factory import BUNDLED
 from swarm_kernels.models.open import open_model
 
 MODEL = "smollm2-135m"
-MOST_TURNS = 5
+MAX_TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Cell:
     ratio: float  # over sequential
     tokens_per_step: float
     rows_per_token: float
-    first_guess_right: float
+    top1_acceptance: float
     sent_kb: float  # by all nodes, a token
 
 
@@ -74,7 +74,7 @@ class Turns:
 
     def enough(self, seconds: float) -> bool:
         took_s = sum(len(answer.token_ids) / answer.tokens_per_second for answer in self.answers)
-        return len(self.answers) == MOST_TURNS or took_s >= seconds
+        return len(self.answers) == MAX_TURNS or took_s >= seconds
 
 
 async def take_turns(
@@ -96,7 +96,7 @@ async def ask(client: SwarmClient, prompt: str, strategy: str, tokens: int) -> G
 
 def cell(hops: int, delay_ms: float, name: str, strategy: str, turn: Turns, plain: float) -> Cell:
     answer = turn.answers[-1]
-    guesses, tokens = answer.speculation or {}, len(answer.token_ids)
+    stats, tokens = answer.speculation or {}, len(answer.token_ids)
     return Cell(
         hops,
         delay_ms,
@@ -105,9 +105,9 @@ def cell(hops: int, delay_ms: float, name: str, strategy: str, turn: Turns, plai
         answer.strategy,
         turn.tokens_per_s,
         turn.tokens_per_s / plain if plain else 0.0,
-        guesses.get("tokens_per_step", 1.0),
-        guesses.get("rows", 0) / tokens,
-        guesses["acceptance"][0][0] if guesses else 0.0,
+        stats.get("tokens_per_step", 1.0),
+        stats.get("rows", 0) / tokens,
+        stats["acceptance"][0][0] if stats else 0.0,
         turn.sent[-1] / tokens / 1e3,
     )
 
@@ -115,7 +115,7 @@ def cell(hops: int, delay_ms: float, name: str, strategy: str, turn: Turns, plai
 def line(c: Cell) -> str:
     return (
         f"| {c.hops} | {c.delay_ms:g} | {c.prompt} | {c.strategy} | {c.tokens_per_s:.1f} | {c.ratio:.2f} | {c.used} "
-        f"| {c.tokens_per_step:.2f} | {c.rows_per_token:.1f} | {c.first_guess_right:.2f} "
+        f"| {c.tokens_per_step:.2f} | {c.rows_per_token:.1f} | {c.top1_acceptance:.2f} "
         f"| {c.sent_kb:.1f} |"
     )
 
@@ -137,18 +137,18 @@ def main() -> None:
     parser.add_argument("--hops", type=int, nargs="+", default=[4])
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0, 20.0, 50.0])
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=2.0, help=f"a strategy, request; {MOST_TURNS} turns at most")
+    parser.add_argument("--seconds", type=float, default=2.0, help=f"per strategy, request; {MAX_TURNS} turns max")
     parser.add_argument("--strategies", nargs="+", default=["auto", "tree", "pipedec"], choices=STRATEGIES)
-    parser.add_argument("--drafter", default=BUNDLED, help="what drafts beside the n-gram drafter; ngram: nothing")
+    parser.add_argument("--drafter", default=BUNDLED, help="the drafter beside the n-gram drafter; ngram: none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     machine = f"{os.cpu_count()} cores, one thread a node"
     print(f"SmolLM2-135M-Instruct, fp32, {args.tokens} greedy tokens, drafter {args.drafter}, {machine}\n")
     print(
-        "| hops | delay, ms | request | strategy | tokens/s | over sequential | used | tokens a step | rows a token |",
+        "| hops | delay, ms | request | strategy | tokens/s | over sequential | used | tokens/step | rows/token |",
         end="",
     )
-    print(" first guess right | kB sent a token |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    print(" top-1 acceptance | kB sent/token |\n|---|---|---|---|---|---|---|---|---|---|---|")
     cells: list[Cell] = []
     for hops in args.hops:
         for delay in args.delays:

@@ -1,9 +1,9 @@
-"""`bench_speculation.py` in virtual time: every cell of hops and delays in minutes, with no machine's noise in it.
+"""`bench_speculation.py` in virtual time: every cell of hops and delays in minutes, without a machine's noise.
 
     python benchmarks/bench_speculation_virtual.py [--hops 2 4 8] [--delays 0 5 20 50] [--drafter bundled|ngram]
 
-SmolLM2's own greedy answers (bf16) are written first. Then the real generation, speculator, tuner and drafters run over
-hops that take the times below; `--cores` are shared by all hops, as where one machine plays them all.
+SmolLM2's own greedy answers (bf16) are written first. Then the real generation, speculation, tuner and drafters run
+over hops that take the times below; `--cores` are shared by all hops, as when one machine runs them all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ LAYER = CostCurve((1, 2, 4, 8, 16, 32, 64), (1.47, 1.5, 1.65, 2.0, 3.0, 4.6, 8.0
 """A layer in fp32 on one thread of an AVX-512 machine, ms."""
 HEAD_LAYERS = 9  # layers' time that the head takes on the tail
 FRAME_MS = 0.5  # a link's own time
-LOOK_UP_MS, LEVEL_MS, LEVEL_PATH_MS = 0.3, 2.0, 0.17  # a question to the look-up; to the trained draft, and a path more
+NGRAM_MS = 0.3  # a request to the n-gram drafter
+LEVEL_MS, LEVEL_PATH_MS = 2.0, 0.17  # a request to the draft model, and per path
 STRATEGIES = {"tree": Strategy.TREE, "pipedec": Strategy.PIPEDEC, "auto": None}
 
 
@@ -50,10 +51,10 @@ def chain_costs(layers: int, hops: int, delay_ms: float) -> ChainCosts:
 
 
 def drafters(source: ModelSource, name: str) -> tuple[Callable[[], Drafter], Callable[[int], float]]:
-    """-> (a new drafter for each answer, ms that a question about so many paths takes)."""
+    """-> (a new drafter for each answer, ms of a request for so many paths)."""
     path = find_bundled(source) if name == "bundled" else None
     if path is None:
-        return NgramDrafter, lambda paths: LOOK_UP_MS
+        return NgramDrafter, lambda paths: NGRAM_MS
     draft = open_draft(path, source)
     made = lambda: MixtureDrafter([NgramDrafter(), ModelDrafter(draft, name)])  # noqa: E731
     return made, lambda paths: LEVEL_MS + LEVEL_PATH_MS * paths
@@ -62,9 +63,9 @@ def drafters(source: ModelSource, name: str) -> tuple[Callable[[], Drafter], Cal
 def record(source: ModelSource, tokens: int) -> dict[str, tuple[list[int], list[int]]]:
     """The requests' names -> (prompt, answer)."""
     tokenizer = load_tokenizer(source)
-    asked = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in PROMPTS.values()]
-    answers = greedy_answers(source, asked, tokens)
-    return {name: (list(a), b) for name, a, b in zip(PROMPTS, asked, answers, strict=True)}
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in PROMPTS.values()]
+    answers = greedy_answers(source, prompts, tokens)
+    return {name: (list(a), b) for name, a, b in zip(PROMPTS, prompts, answers, strict=True)}
 
 
 def main() -> None:
@@ -79,7 +80,8 @@ def main() -> None:
     new_drafter, draft_ms = drafters(source, args.drafter)
     recorded = record(source, args.tokens)
     print(
-        f"| hops | delay, ms | {' | '.join(PROMPTS)} | mean: auto, tree, pipelined | auto over the best fixed, least |"
+        f"| hops | delay, ms | {' | '.join(PROMPTS)} | mean: auto, tree, pipedec "
+        "| auto over the best fixed strategy, minimum |"
     )
     print("|---|---|" + "---|" * (len(PROMPTS) + 2))
     for hops, delay in itertools.product(args.hops, args.delays):

@@ -4,7 +4,7 @@
 
 Prints a table and, with --json FILE, writes the figures. Each round measures transformers and the swarm one after
 the other, so that a machine that speeds up or slows down changes both; the ratio of a round is what counts and the
-median over the rounds is what is printed. The nodes stay up, idle, while transformers runs. Nothing is guessed ahead
+median over the rounds is what is printed. The nodes stay up, idle, while transformers runs. Speculation is off
 (`--decoding sequential`) and no prompt comes twice, so that both sides do the same work.
 """
 

@@ -11,7 +11,7 @@ import torch
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 
-SETTLE_S = 0.02  # OpenMP's threads go on spinning for milliseconds after an operator of torch's
+SPIN_DOWN_S = 0.02  # OpenMP's threads go on spinning for milliseconds after an operator of torch's
 BURST_S = 0.05
 NONE = torch.zeros(0, dtype=torch.int64)
 
@@ -51,7 +51,7 @@ def measure(seconds: float, works: dict[str, Timed]) -> Pairs:
     rounds = 0
     while rounds < 3 or time.perf_counter() < end:
         for name, work in works.items():
-            time.sleep(SETTLE_S)
+            time.sleep(SPIN_DOWN_S)
             work()
             best = float("inf")
             burst = time.perf_counter() + BURST_S

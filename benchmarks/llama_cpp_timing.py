@@ -1,6 +1,6 @@
 """Times llama.cpp for kernel_model.py, in a Python that has `llama-cpp-python` (nothing of swarm is imported here).
 
-`llama_cpp_timing.py MODEL.gguf THREADS CONTEXT`: fills the context, says "ready", then answers each line "ROWS"
+`llama_cpp_timing.py MODEL.gguf THREADS CONTEXT`: fills the context, prints "ready", then answers each line "ROWS"
 with the milliseconds a batch of that many tokens takes, all of them with logits; the batch is forgotten again.
 """
 

@@ -193,9 +193,9 @@ def _plot_hyperion(runs: Sequence[Run], papers: Mapping[str, Any]) -> None:
     cases = [(m, b) for m in _values(runs, "model") for b in _values(runs, "network.bandwidth_mbps")]
     for row, reading in enumerate(readings):
         for column, (model, mbps) in enumerate(cases):
-            wanted = (model, mbps, reading)
+            target = (model, mbps, reading)
             some = [
-                r for r in runs if _pick(r, "model", "network.bandwidth_mbps", "serving.sessions_per_node") == wanted
+                r for r in runs if _pick(r, "model", "network.bandwidth_mbps", "serving.sessions_per_node") == target
             ]
             _lines(grid[row][column], some, "workload.requests", lambda r: r["latency_s"]["mean"])
             grid[row][column].set_title(f"{model}, {mbps} Mbps, {_reading(reading)}", fontsize=7)

@@ -1,4 +1,4 @@
-"""Five kinds of requests, from free prose, which nobody can guess, to rewriting, where most of the answer is given."""
+"""Five kinds of requests, from free prose, which no drafter predicts, to rewriting, where most of it is given."""
 
 PASSAGE = (
     "The lighthouse at Cape Moran was built in 1871 by the engineer Ada Thorne. It stands 43 metres tall and its lamp "

@@ -3,9 +3,9 @@ arrive?
 
     python benchmarks/soak.py --minutes 60            (make soak)
 
-Starts a private swarm of real node processes and asks it. Every few seconds it notes each node's memory (PSS),
+Starts a private swarm of real node processes and sends requests. Every few seconds it samples each node's memory (PSS),
 descriptors, threads and asyncio tasks, and its own, where the clients are; after a warm-up it fits a line through the
-memory. Prints how it goes every few minutes and one JSON object at the end; exit code 1 if memory grows by more than
+memory. Prints progress every few minutes and one JSON object at the end; exit code 1 if memory grows by more than
 the limit, if descriptors, threads or tasks climb, or if an answer is missing.
 """
 
@@ -30,14 +30,14 @@ from swarm_client import SwarmClient
 from swarm_node.owner import control_socket
 
 SAMPLE_S = 5.0
-NEWS_S = 300.0
-CLIMB = 4  # descriptors, threads or tasks more at the end than after the warm-up: something leaks
+PROGRESS_S = 300.0
+MAX_INCREASE = 4  # descriptors, threads or tasks more at the end than after the warm-up: something leaks
 PROMPTS = ("Why is the sky blue?", "Name three rivers.", "Write a line about the sea.", "What is seven times eight?")
 
 
 @dataclass
 class Series:
-    """What one process looked like over time."""
+    """Samples of one process over time."""
 
     at: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)  # MiB, a node and its p2p daemon, or the clients' process
@@ -83,7 +83,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 async def load(
     peers: Sequence[str], model: str, clients: int, pause_s: float, until: float, counts: dict[str, int]
 ) -> None:
-    """Ask until `until` (monotonic seconds); clients connect anew every 20 answers, as people come and go."""
+    """Send requests until `until` (monotonic seconds); clients reconnect every 20 answers, as users come and go."""
 
     async def one(number: int) -> None:
         while time.monotonic() < until:
@@ -119,7 +119,7 @@ async def watch(pids: Sequence[int], begun: float, until: float, counts: dict[st
             seen.sample(node, family, tasks.get(pid, seen.tasks[-1] if seen.tasks else 0), now - begun)
         clients.sample(own, [own], len(asyncio.all_tasks()), now - begun)
         if now >= news:
-            news = now + NEWS_S
+            news = now + PROGRESS_S
             memory = [round(seen.memory[-1], 1) for seen in (*series.values(), clients)]
             print(json.dumps({"minute": round((now - begun) / 60), **counts, "memory_mib": memory}), flush=True)
         await asyncio.sleep(SAMPLE_S)
@@ -134,7 +134,7 @@ async def soak(ready: dict[str, Any], options: argparse.Namespace) -> dict[str, 
     _, series = await asyncio.gather(asking, watch(ready["pids"], begun, until, counts))
     *nodes, clients = [seen.verdict(60 * options.warm_up) for seen in series]
     counted = [node[name] for node in nodes for name in ("descriptors", "threads", "tasks")]
-    flat = all(last <= first + CLIMB for first, last in counted)
+    flat = all(last <= first + MAX_INCREASE for first, last in counted)
     steady = all(node["memory_slope_mib_per_h"] <= options.limit for node in nodes)
     return {"minutes": options.minutes, **counts, "nodes": nodes, "clients": clients, "flat": flat, "steady": steady}
 

@@ -2,7 +2,8 @@
 
     python examples/demo.py ["a question"] [--chat] [--nodes N]
 
-Starts `swarm-node local`, waits until every layer is served, asks with `swarm-chat`, and stops what it started.
+Starts `swarm-node local`, waits until every layer is served, sends a request with `swarm-chat`, and stops
+what it started.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ def main() -> int:
 
 
 def wait_until_ready(local: subprocess.Popen[str]) -> list[str]:
-    """Print each node's news until the swarm can answer; -> its addresses, or none if it failed."""
+    """Print each node's events until the swarm can answer; -> its addresses, or none if it failed."""
     assert local.stdout is not None
     for line in local.stdout:
         event = json.loads(line)
         if event["event"] == "ready":
             return list(event["peers"])
-        news = describe(event)
-        if news:
-            print(f"[node {event['node']}, {event['seconds']:.1f} s] {news}", flush=True)
+        text = describe(event)
+        if text:
+            print(f"[node {event['node']}, {event['seconds']:.1f} s] {text}", flush=True)
     return []
 
 

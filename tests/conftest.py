@@ -21,7 +21,7 @@ os.environ["SWARM_DISCOVERY"] = "0"  # no test sends multicast into whatever net
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """One thread for torch, and for the kernels that are loaded after: more of them make tiny models several times
-    slower, most of all where tests run side by side. Tests of threads ask for theirs; those after them have one again.
+    slower, most of all where tests run side by side. Tests of threads set their own number; later tests have one again.
     """
     torch = sys.modules.get("torch")  # the planner's tests do without
     if torch is not None:

@@ -1,4 +1,4 @@
-"""Settings from flags, SWARM_* and TOML: who wins, every flag by its variable, old names, and wrong values."""
+"""Settings from flags, SWARM_* and TOML: precedence, every flag by its variable, old names, and wrong values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swarm_node.commands import cli, flags
 MADDRS = "/ip4/10.0.0.1/tcp/1/p2p/a,/ip4/10.0.0.2/tcp/2/p2p/b"
 SECRET = "a secret of many letters"
 INVITED = "swarm:"  # no token: that it is read shows in the error
-TEXT = {  # flag -> (what its variable says, the field and its value in the config)
+TEXT = {  # flag -> (its variable's text, the field and its value in the config)
     "gpu": ("1", "gpu", 1),
     "cpu": ("1", "gpu", None),
     "model": ("toy", "model", "toy"),

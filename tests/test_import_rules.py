@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = {
+PACKAGES = {
     "swarm": ROOT / "swarm",
     "swarm_kernels": ROOT / "kernels" / "swarm_kernels",
     "swarm_node": ROOT / "node" / "swarm_node",
@@ -27,14 +27,14 @@ MAY_IMPORT = {
     "swarm_client": ("swarm", "swarm_kernels", "swarm_client"),
     "swarm_training": ("swarm", "swarm_kernels", "swarm_client", "swarm_training"),
 }
-SWARM_ROOMS = {  # a room of `swarm` -> rooms that it may import; the root imports none
+SWARM_FOLDERS = {  # a folder of `swarm` -> folders that it may import; the root imports none
     "swarm.planner.cli": ("swarm.planner", "swarm.simulator"),
     "swarm.planner": ("swarm.planner",),
     "swarm.simulator": ("swarm.planner", "swarm.simulator"),
     "swarm.net": ("swarm.net",),
     "swarm.testing": ("swarm.net", "swarm.testing"),
 }
-NODE_ROOMS = {  # a room of the node -> those below it
+NODE_FOLDERS = {  # a folder of the node -> those below it
     "swarm_node.serving": (),
     "swarm_node.owner": (),
     "swarm_node.network": (),
@@ -57,11 +57,11 @@ PY_LIBP2P = {"swarm.net.libp2p.py_node", "swarm.net.libp2p.py_host"}  # the thre
 
 
 def modules() -> Iterator[tuple[str, str, Path]]:
-    """(room, dotted name, file) of every module."""
-    for room, folder in ROOMS.items():
+    """(package, dotted name, file) of every module."""
+    for package, folder in PACKAGES.items():
         for file in sorted(folder.rglob("*.py")):
             parts = file.relative_to(folder).with_suffix("").parts
-            yield room, ".".join((room, *parts)).removesuffix(".__init__"), file
+            yield package, ".".join((package, *parts)).removesuffix(".__init__"), file
 
 
 @functools.cache
@@ -87,39 +87,39 @@ def within(module: str, *tops: str) -> bool:
 ALL = [pytest.param(*module, id=module[1]) for module in modules()]
 
 
-@pytest.mark.parametrize(("room", "name", "file"), ALL)
-def test_imports_run_downwards(room: str, name: str, file: Path) -> None:
+@pytest.mark.parametrize(("package", "name", "file"), ALL)
+def test_imports_run_downwards(package: str, name: str, file: Path) -> None:
     imported = imports(file, name)
     for module in imported:
         if within(module, *OURS):
-            assert within(module, *MAY_IMPORT[room]), f"{name} imports {module}"
-    if room == "swarm":
+            assert within(module, *MAY_IMPORT[package]), f"{name} imports {module}"
+    if package == "swarm":
         assert not [m for m in imported if within(m, *HEAVY)], f"{name} must not need torch"
-    if room == "swarm":
-        allowed = next((below for own, below in SWARM_ROOMS.items() if within(name, own)), ())
-        rooms = [m for m in imported if within(m, *SWARM_ROOMS) and not within(m, *allowed)]
-        assert not rooms, f"{name} imports {rooms}"
-    if room != "swarm":
+    if package == "swarm":
+        allowed = next((below for own, below in SWARM_FOLDERS.items() if within(name, own)), ())
+        forbidden = [m for m in imported if within(m, *SWARM_FOLDERS) and not within(m, *allowed)]
+        assert not forbidden, f"{name} imports {forbidden}"
+    if package != "swarm":
         assert not [m for m in imported if within(m, "swarm.simulator", "swarm.testing")], f"{name} is no test"
-    if room == "swarm_kernels":
+    if package == "swarm_kernels":
         allowed = [m for m in imported if within(m, "swarm") and not within(m, "swarm.types", "swarm.errors")]
         assert not [m for m in allowed if m not in ("swarm", "swarm.config") and not within(m, "swarm.config")]
 
 
-@pytest.mark.parametrize(("room", "name", "file"), [m for m in ALL if within(str(m.values[1]), *NODE_ROOMS)])
-def test_the_node_s_rooms_stand_on_each_other(room: str, name: str, file: Path) -> None:
-    own, below = next((own, below) for own, below in NODE_ROOMS.items() if within(name, own))
+@pytest.mark.parametrize(("package", "name", "file"), [m for m in ALL if within(str(m.values[1]), *NODE_FOLDERS)])
+def test_the_node_s_folders_are_layered(package: str, name: str, file: Path) -> None:
+    own, below = next((own, below) for own, below in NODE_FOLDERS.items() if within(name, own))
     assert not [m for m in imports(file, name) if m.startswith("swarm_node.") and not within(m, own, *below)]
 
 
-@pytest.mark.parametrize(("room", "name", "file"), [m for m in ALL if within(str(m.values[1]), "swarm.planner")])
-def test_the_planner_is_pure(room: str, name: str, file: Path) -> None:
+@pytest.mark.parametrize(("package", "name", "file"), [m for m in ALL if within(str(m.values[1]), "swarm.planner")])
+def test_the_planner_is_pure(package: str, name: str, file: Path) -> None:
     impure = [m for m in imports(file, name) if within(m, *NOT_IN_PLAN) or within(m, "swarm.net")]
     assert not impure, f"{name} imports {impure}"
 
 
-@pytest.mark.parametrize(("room", "name", "file"), ALL)
-def test_hivemind_is_imported_in_one_place(room: str, name: str, file: Path) -> None:
+@pytest.mark.parametrize(("package", "name", "file"), ALL)
+def test_hivemind_is_imported_in_one_place(package: str, name: str, file: Path) -> None:
     imported = imports(file, name)
     if name != HIVEMIND_IMPORTER:
         assert not [m for m in imported if within(m, "hivemind")], f"import hivemind by way of {HIVEMIND_IMPORTER}"

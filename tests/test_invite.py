@@ -64,7 +64,7 @@ def test_hostile_content_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "words"),
     [
         ([[b"\xff\xff"], "m"], "no sense"),
         ([[], "m"], "no sense"),
@@ -74,8 +74,8 @@ def test_hostile_content_is_refused(data: bytes) -> None:
         ({"peers": []}, "no sense"),
     ],
 )
-def test_malformed_fields(fields: object, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_malformed_fields(fields: object, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
         parse(_token(b"\x01" + msgspec.msgpack.encode(fields)))
 
 

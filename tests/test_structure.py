@@ -86,7 +86,7 @@ def targets(module: Module, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 
 def folder_of(target: str) -> str | None:
-    """The folder of ours that an imported name lies in: that of the longest known beginning of the name."""
+    """The folder of ours that an imported name lies in: that of the longest known prefix of the name."""
     parts = target.split(".")
     for length in range(len(parts), 0, -1):
         module = modules().get(".".join(parts[:length]))
@@ -179,7 +179,7 @@ def test_the_architecture_names_every_folder() -> None:
 
 
 def names(text: str, folder: str, alike: int = 1) -> bool:
-    """Whether a text says the folder's path, or has its last name in a tree as often as there are folders called so."""
+    """Whether a text names the folder's path, or has its last name in a tree once for each folder of that name."""
     whole = re.escape(folder).replace(r"\.", "[./]")
     if re.search(rf"(?<![\w.]){whole}(?!\w)", text):
         return True
@@ -202,7 +202,7 @@ def test_functions_are_short() -> None:
     long = []
     for file in all_files():
         if ROOT / "tests" in file.parents:
-            continue  # a test may tell a long story
+            continue  # a test may be a long scenario
         for node in ast.walk(tree(file)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1

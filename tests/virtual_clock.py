@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 EPOCH = 1_700_000_000.0  # what `wall_clock` shows at loop time 0
-REAL_GRACE_S = 1.0  # for threads, before a standstill is called a deadlock
+REAL_GRACE_S = 1.0  # for threads, before a stall counts as a deadlock
 MAX_VIRTUAL_S = 86_400.0  # a test still waiting after a day (pings go on for ever) waits for nothing
 
 
@@ -89,7 +89,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 def wall_clock() -> float:
-    """Seconds since the epoch, in virtual time: what to hand to code that asks for a clock."""
+    """Seconds since the epoch, in virtual time: a clock to pass to code that takes one."""
     return EPOCH + asyncio.get_running_loop().time()
 
 

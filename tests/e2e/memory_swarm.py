@@ -59,7 +59,7 @@ class NumberTokenizer:
 
 
 class VirtualDevice:
-    """A device whose batches take `delay_s` of the loop's time, and are said to."""
+    """A device whose batches take, and report, `delay_s` of the loop's time."""
 
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
@@ -79,7 +79,7 @@ class VirtualDevice:
 
 @dataclass
 class MemoryNode:
-    """One node: the real service, engine, pool and announcer, on a carrier in memory."""
+    """One node: the real service, engine, pool and record publisher, on a transport in memory."""
 
     identity: Identity
     span: LayerSpan
@@ -87,14 +87,14 @@ class MemoryNode:
     device: VirtualDevice
     service: SessionServer
     pool: ConnectionPool
-    announcing: asyncio.Task[None]
+    publishing: asyncio.Task[None]
 
     @property
     def peer(self) -> PeerId:
         return self.identity.peer
 
     def leaks(self) -> str:
-        """What is left of sessions that are over, apart from what is kept for others to share; "" if nothing."""
+        """Leaks of closed sessions, apart from retained prefixes; "" if none."""
         for served_span in self.service.served_spans:
             served_span.forget_all()
         self.engine.cache.check_integrity()
@@ -104,7 +104,7 @@ class MemoryNode:
 
 @dataclass
 class MemorySwarm:
-    """`client()` connects a new one; `kill(peer)` ends a node without a word."""
+    """`client()` connects a new one; `kill(peer)` crashes a node."""
 
     source: Any
     network: MemoryNetwork
@@ -119,7 +119,7 @@ class MemorySwarm:
     async def add_node(
         self, span: LayerSpan, dtype: str = "fp32", kv_tokens: int = 2048, seed: int | None = None
     ) -> PeerId:
-        """A new node, or the rebirth of the one with this `seed`."""
+        """A new node, or a restart of the one with this `seed`."""
         identity = Identity.from_seed((len(self.peers) if seed is None else seed).to_bytes(32, "big"))
         peer, source, limits = identity.peer, self.source, self.limits
         if (span, dtype) not in self._spans:
@@ -216,9 +216,9 @@ class MemorySwarm:
         await carrier.close()
 
     def kill(self, peer: PeerId, silent: bool = False) -> None:
-        """Its process is gone; `silent`: its machine is, and nobody is told."""
+        """Its process crashes; `silent`: its machine vanishes, and no connection is closed."""
         self.network.kill(peer, silent)
-        self.nodes[peer].announcing.cancel()
+        self.nodes[peer].publishing.cancel()
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Sources of guesses whose accuracy is set by hand, for tests of the engine apart from any drafter's quality."""
+"""Drafters whose accuracy is set by hand, for tests of the engine apart from any drafter's quality."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
 
 
 class Oracle(Drafter):
-    """Knows the answer. A level's guesses hold the right token with probability `rate`, first with `first` of these.
+    """Drafts a given answer. A level's candidates hold the right token with probability `rate`, first in `first` of
+    these.
 
-    `ranks`: how many places the others share. `torn`: the part of all places where it has doubts; everywhere else it is
-    right and knows it, so `rate` and `first` hold on average. `frank`: it says which places these are.
+    `ranks`: how many ranks the right token may have. `torn`: the fraction of positions where it is uncertain;
+    everywhere else it is right, so `rate` and `first` hold on average. `frank`: its log-probs show which these are.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Oracle(Drafter):
         self.torn_row = _row(1 - missing - later, later, ranks)
         self.answer, self.torn, self.frank = answer, torn, frank
         self.seed, self.vocab, self.fail_after = seed, vocab, fail_after
-        self.known = self.prompt = self.asked = 0
+        self.known = self.prompt = self.queries = 0
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         self.known = self.prompt = len(prompt_ids)
@@ -45,15 +46,15 @@ class Oracle(Drafter):
         self.known += len(tokens)
 
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
-        self.asked += 1
-        if self.fail_after is not None and self.asked > self.fail_after:
-            raise RuntimeError("the oracle has lost its voice")
-        return [self._guess(path, width) for path in paths]
+        self.queries += 1
+        if self.fail_after is not None and self.queries > self.fail_after:
+            raise RuntimeError("the oracle fails on purpose")
+        return [self._candidates(path, width) for path in paths]
 
-    def _guess(self, path: TokenPath, width: int) -> list[Candidate]:
+    def _candidates(self, path: TokenPath, width: int) -> list[Candidate]:
         at = self.known + len(path) - self.prompt
         true = self.answer[at] if at < len(self.answer) else 0
-        # The same place gives the same guess, or a drafter asked twice would be right more often than it says.
+        # The same position gives the same candidates, or a second query would raise the rate.
         rng = random.Random(f"{self.seed}/{at}/{path[-4:]}")
         row = self.torn_row if random.Random(f"{self.seed}/{at}").random() < self.torn else (1.0,)
         others = [t for t in rng.sample(range(self.vocab), min(width + 1, self.vocab)) if t != true][:width]
@@ -64,15 +65,15 @@ class Oracle(Drafter):
 
 
 def _row(first: float, others: float, ranks: int) -> tuple[float, ...]:
-    """Chances by rank: `others` shared by the ranks after the first, each with less than the one before."""
+    """Probabilities by rank: `others` shared by the ranks after the first, each with less than the one before."""
     shares = [0.7**i for i in range(ranks - 1)]
     return (first, *(others * share / sum(shares) for share in shares))
 
 
 class Noise(Oracle):
-    """Any tokens, as sure of them as can be, and sometimes none at all."""
+    """Random tokens with high confidence, and sometimes none at all."""
 
-    def _guess(self, path: TokenPath, width: int) -> list[Candidate]:
+    def _candidates(self, path: TokenPath, width: int) -> list[Candidate]:
         rng = random.Random(f"{self.seed}/{self.known}/{path}")
         tokens = rng.sample(range(self.vocab), rng.randint(0, width))
         return [Candidate(token, -rng.random()) for token in tokens]

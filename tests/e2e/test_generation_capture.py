@@ -31,34 +31,34 @@ TOKENS = 12
 SEEDS = (0, 1, 1000)  # of two nodes and a client, see `memory_swarm`
 
 
-class Known:
-    """A carrier that knows where the others are, whatever it is told."""
+class FixedAddresses:
+    """A transport with a fixed address book; addresses passed in are ignored."""
 
-    def __init__(self, carrier: Transport, places: dict[PeerId, Sequence[str]]) -> None:
-        self._carrier = carrier
-        self._places = places
-        self.peer = carrier.peer
-        self.addresses = carrier.addresses
+    def __init__(self, transport: Transport, addresses: dict[PeerId, Sequence[str]]) -> None:
+        self._transport = transport
+        self._addresses = addresses
+        self.peer = transport.peer
+        self.addresses = transport.addresses
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
-        return await self._carrier.dial(peer, self._places[peer])
+        return await self._transport.dial(peer, self._addresses[peer])
 
     async def serve(self, handler: Handler) -> None:
-        await self._carrier.serve(handler)
+        await self._transport.serve(handler)
 
     async def close(self) -> None:
-        await self._carrier.close()
+        await self._transport.close()
 
 
 @dataclass
 class WireNetwork:
     """A `MemoryNetwork` whose frames cross real sockets; its directory stays in memory."""
 
-    carriers: dict[PeerId, Known] = field(default_factory=dict)
+    transports: dict[PeerId, FixedAddresses] = field(default_factory=dict)
     memory: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(clock=wall_clock))
 
-    def transport(self, peer: PeerId) -> Known:
-        return self.carriers[peer]
+    def transport(self, peer: PeerId) -> FixedAddresses:
+        return self.transports[peer]
 
     def directory(self, peer: PeerId) -> Directory:
         return self.memory.directory(peer)
@@ -66,17 +66,17 @@ class WireNetwork:
     @classmethod
     async def start(cls, kind: Literal["direct", "daemon"], stack: AsyncExitStack) -> WireNetwork:
         self = cls()
-        places: dict[PeerId, Sequence[str]] = {}
+        addresses: dict[PeerId, Sequence[str]] = {}
         for seed in SEEDS:
             identity = Identity.from_seed(seed.to_bytes(32, "big"))
-            carrier: Transport
+            transport: Transport
             if kind == "direct":
-                carrier = await TlsTransport.start(identity, ["127.0.0.1"])
+                transport = await TlsTransport.start(identity, ["127.0.0.1"])
             else:
-                carrier = await Libp2pTransport.start(identity, HostOptions())
-            stack.push_async_callback(carrier.close)
-            places[carrier.peer] = carrier.addresses
-            self.carriers[carrier.peer] = Known(carrier, places)
+                transport = await Libp2pTransport.start(identity, HostOptions())
+            stack.push_async_callback(transport.close)
+            addresses[transport.peer] = transport.addresses
+            self.transports[transport.peer] = FixedAddresses(transport, addresses)
         return self
 
 

@@ -28,11 +28,11 @@ async def test_four_clients_do_not_all_take_the_same_of_two_replicas(apart_s: fl
     ):
         clients = [await stack.enter_async_context(swarm.client(name)) for name in range(4)]
 
-        async def ask(number: int) -> None:
+        async def request(number: int) -> None:
             await asyncio.sleep(0.001 + apart_s * number)
             await clients[number].generate([5, 6, 7], max_new_tokens=240)
 
-        answers = asyncio.gather(*(ask(number) for number in range(4)))
+        answers = asyncio.gather(*(request(number) for number in range(4)))
         await asyncio.sleep(1.0 + 3 * apart_s)
         sessions = [node.service.sessions for node in swarm.nodes.values()]
         assert sum(sessions) == 8

@@ -1,4 +1,4 @@
-"""Medusa heads on the tail: their guesses come along with the tokens, stand at the right places, and change no text."""
+"""Medusa heads on the tail: their candidates arrive with the tokens, at the right positions, and change no text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def states(source: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def heads_for(answer: Sequence[int], source: Any, folder: Path) -> Path:
-    """Heads that know this one answer by heart: linear maps from its states to what comes 2, 3, 4 places after."""
+    """Heads overfitted to this one answer: linear maps from its states to the tokens 2, 3, 4 positions after."""
     text = [*PROMPT, *answer]
     rows = states(source, text)
     tensors = {}
@@ -58,7 +58,7 @@ def heads_for(answer: Sequence[int], source: Any, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tree", "pipedec", "pipelined-tree", "auto", "sequential"])
 @pytest.mark.parametrize("borders", [(), (2, 4)], ids=["one hop", "three"])
-def test_heads_that_are_right_bring_several_tokens_a_round(
+def test_accurate_heads_give_several_tokens_per_round_trip(
     strategy: str, borders: tuple[int, ...], tmp_path: Path
 ) -> None:
     made = tiny_model("llama")
@@ -75,7 +75,7 @@ def test_heads_that_are_right_bring_several_tokens_a_round(
             if strategy in ("tree", "pipelined-tree", "auto"):
                 plain = 1 / (0.02 * (len(borders) + 2))  # tokens/s, by the links alone
                 assert answer.tokens_per_second > 2.0 * plain
-            if strategy == "tree":  # the hybrid has several steps a round
+            if strategy == "tree":  # the pipelined tree has several steps per round trip
                 assert answer.speculation is not None
                 assert answer.speculation["tokens_per_step"] > 2.0
             other = await client.generate(PROMPT[:9], max_new_tokens=TOKENS, decoding=strategy)
@@ -84,7 +84,7 @@ def test_heads_that_are_right_bring_several_tokens_a_round(
     run(scenario())
 
 
-def test_a_tail_without_heads_is_asked_in_vain() -> None:
+def test_a_tail_without_heads_sends_no_candidates() -> None:
     made = tiny_model("llama")
     source, truth = ModelTensors(made), hf_greedy(made, PROMPT, TOKENS)
 
@@ -99,7 +99,7 @@ def test_a_tail_without_heads_is_asked_in_vain() -> None:
     run(scenario())
 
 
-def test_guesses_that_do_not_add_up_are_none() -> None:
+def test_inconsistent_medusa_candidates_are_ignored() -> None:
     good = StepResult(
         bytes(16),
         0,
@@ -124,7 +124,7 @@ def test_guesses_that_do_not_add_up_are_none() -> None:
         assert medusa_candidates(wrong) == ()
 
 
-def test_a_head_guesses_a_place_whatever_was_drawn_before() -> None:
+def test_a_head_predicts_a_position_whatever_was_sampled_before() -> None:
     drafter = MedusaDrafter()
     drafter.reset([1, 2])
     drafter.extend([3])
@@ -141,13 +141,13 @@ def test_a_head_guesses_a_place_whatever_was_drawn_before() -> None:
     assert drafter.propose((), 4) == []
 
 
-def test_a_tail_that_makes_up_tokens_is_not_believed() -> None:
+def test_tokens_outside_the_vocabulary_are_rejected() -> None:
     plan = GenerationRequest((1, 2), 8, vocab_size=50)
     generation = GenerationState(plan)
     (step,) = generation.handle(ChainReady())
     assert isinstance(step, SendStep)
-    hints = ((((7, -0.1), (50, -0.2)),),)
-    actions = generation.handle(StepDone(0, step.step, (4,), medusa_candidates=hints))
+    candidates = ((((7, -0.1), (50, -0.2)),),)
+    actions = generation.handle(StepDone(0, step.step, (4,), medusa_candidates=candidates))
     assert isinstance(actions[0], EmitTokens)
     assert actions[0].medusa_candidates == ()
     assert isinstance(actions[1], SendStep)

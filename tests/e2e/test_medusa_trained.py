@@ -1,4 +1,4 @@
-"""Heads that were trained here, from the trainer to the client: they are served, judged, and change no text."""
+"""Heads that were trained here, from the trainer to the client: they are served, evaluated, and change no text."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PROMPT = [3 + 7 * i % 120 for i in range(17)]
 
 
 @dataclass(frozen=True, slots=True)
-class ByHeart:
-    """Heads that have learnt one answer of their model."""
+class Overfitted:
+    """Heads overfitted to one answer of their model."""
 
     source: ModelTensors
     answer: list[int]
@@ -36,7 +36,7 @@ class ByHeart:
 
 
 @pytest.fixture(scope="module")
-def by_heart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByHeart]:
+def overfitted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Overfitted]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several only wait for each other in sums as small as these
     made = tiny_model("llama")
@@ -52,44 +52,44 @@ def by_heart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByHeart]:
     path = tmp_path_factory.mktemp("heads") / "tiny.heads"
     card = student.metadata(source.name, source.weight_hash)
     DraftWeights(card, trainer.averaged().weights(), trainer.vocabulary).save(path)
-    yield ByHeart(source, answer, path)
+    yield Overfitted(source, answer, path)
     torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("borders", [(), (2, 4)], ids=["one hop", "three"])
-def test_they_bring_several_tokens_a_step_and_the_same_text(borders: tuple[int, ...], by_heart: ByHeart) -> None:
+def test_they_give_several_tokens_per_step_and_the_same_text(borders: tuple[int, ...], overfitted: Overfitted) -> None:
     async def scenario() -> None:
         async with (
             memory_swarm(
-                by_heart.source, cut(LAYERS, *borders), LinkModel(delay_s=0.02), heads=by_heart.heads
+                overfitted.source, cut(LAYERS, *borders), LinkModel(delay_s=0.02), heads=overfitted.heads
             ) as swarm,
             swarm.client(drafter="medusa") as client,
         ):
             answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding="tree")
-            assert list(answer.token_ids) == by_heart.answer
+            assert list(answer.token_ids) == overfitted.answer
             assert answer.speculation is not None
             assert answer.speculation["tokens_per_step"] > 1.5
-            strange = [
+            other_prompt = [
                 await client.generate(PROMPT[:9], max_new_tokens=TOKENS, decoding=s) for s in ("tree", "sequential")
             ]
-            assert strange[0].token_ids == strange[1].token_ids
+            assert other_prompt[0].token_ids == other_prompt[1].token_ids
 
     run(scenario())
 
 
-def test_they_are_judged_as_a_client_hears_them(by_heart: ByHeart) -> None:
-    """What came with a token is for the places after it; with the prompt comes nothing."""
-    told = run_heads(by_heart.source, by_heart.heads, [(PROMPT, by_heart.answer)], 8)
-    assert len(told[tuple(PROMPT)]) == TOKENS
-    drafter = RecordedMedusa(told)
-    hits = hits_by_depth(drafter, [Recorded(PROMPT, by_heart.answer)], HEADS + 1)
+def test_they_are_evaluated_on_what_a_client_receives(overfitted: Overfitted) -> None:
+    """Candidates received with a token are for the positions after it; none come with the prompt."""
+    recorded = run_heads(overfitted.source, overfitted.heads, [(PROMPT, overfitted.answer)], 8)
+    assert len(recorded[tuple(PROMPT)]) == TOKENS
+    drafter = RecordedMedusa(recorded)
+    hits = hits_by_depth(drafter, [Recorded(PROMPT, overfitted.answer)], HEADS + 1)
     assert all(row[2] > 0.8 for row in hits[:HEADS])
     assert hits[HEADS] == [0.0] * 3
     drafter.reset(PROMPT)
     assert drafter.propose((), 4) == []
-    drafter.extend(by_heart.answer[:5])
-    assert [token for token, _ in drafter.propose((), 4)] == [token for token, _ in told[tuple(PROMPT)][4][0][:4]]
+    drafter.extend(overfitted.answer[:5])
+    assert [token for token, _ in drafter.propose((), 4)] == [token for token, _ in recorded[tuple(PROMPT)][4][0][:4]]
     drafter.reset([1, 2, 3])
     drafter.extend([4])
     assert drafter.propose((), 4) == []

@@ -1,4 +1,4 @@
-"""Outlined answers over whole swarms: a point's tokens are those of a session of its own, whatever happens."""
+"""Outlined answers over whole swarms: a point's tokens are those of an independent session, whatever happens."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def client_of(swarm: MemorySwarm, templates: Path, name: int = 0, **config: Any)
 
 
 async def alone(client: SwarmClient, answer: GenerationResult, **options: Any) -> list[tuple[int, ...]]:
-    """What sessions of their own make of the points' prompts."""
+    """The points' prompts answered by independent sessions."""
     assert answer.outline is not None
     return [
         (await client.generate(point.prompt_token_ids, max_new_tokens=18, decoding="sequential", **options)).token_ids
@@ -102,7 +102,7 @@ async def assert_clean(swarm: MemorySwarm, *dead: str) -> None:
 @pytest.mark.parametrize("borders", [(), (1, 2, 3, 5)], ids=["one hop", "five"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 11}], ids=["greedy", "seeded"])
 @virtual_time
-async def test_points_are_what_sessions_of_their_own_would_write(
+async def test_points_equal_independent_sessions(
     options: dict[str, Any], borders: tuple[int, ...], templates: Path
 ) -> None:
     async with memory_swarm(source(), cut(6, *borders), LINK) as swarm:
@@ -115,17 +115,17 @@ async def test_points_are_what_sessions_of_their_own_would_write(
             assert await alone(client, answer, **options) == points_of(answer)
         async with client_of(swarm, templates, 2, make_drafter=lambda: InlineDrafter(Noise([]))) as client:
             for strategy in ("auto", "pipedec"):
-                guessed = await client.chat(QUESTION, decoding="outline", point_decoding=strategy, **options)
-                assert points_of(guessed) == points_of(answer)
+                speculated = await client.chat(QUESTION, decoding="outline", point_decoding=strategy, **options)
+                assert points_of(speculated) == points_of(answer)
         await assert_clean(swarm)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "after"), [(0, 1), (1, 1), (2, 1), (0, 12), (1, 40), (2, 40)])
 @virtual_time
-async def test_a_node_that_dies_under_the_points_costs_no_token(after: int, victim: int, templates: Path) -> None:
+async def test_a_node_that_crashes_while_points_run_costs_no_token(after: int, victim: int, templates: Path) -> None:
     async with memory_swarm(source(), cut(6, 2, 4) * 2, LINK) as swarm, client_of(swarm, templates) as client:
-        calm = await client.chat(QUESTION, decoding="outline")
+        undisturbed = await client.chat(QUESTION, decoding="outline")
         dead = ""
         async with client.chat_stream(QUESTION, decoding="outline") as stream:
             seen = 0
@@ -135,14 +135,14 @@ async def test_a_node_that_dies_under_the_points_costs_no_token(after: int, vict
                     dead = stream.chain.peers[victim]
                     swarm.kill(dead)
             answer = stream.result
-        assert points_of(answer) == points_of(calm)
-        assert answer.text == calm.text
+        assert points_of(answer) == points_of(undisturbed)
+        assert answer.text == undisturbed.text
         assert bool(answer.repairs) or after == 40
         await assert_clean(swarm, dead)
 
 
 @virtual_time
-async def test_hops_do_not_compute_what_the_points_share_again(templates: Path) -> None:
+async def test_points_share_the_prefix_cache(templates: Path) -> None:
     question = [{"role": "user", "content": "explain" + " the sea" * 48}]
     async with memory_swarm(source(), cut(6, 3), LINK) as swarm, client_of(swarm, templates) as client:
         answer = await client.chat(question, decoding="outline")
@@ -168,15 +168,15 @@ async def test_cancelling_ends_all_sessions(pieces: int, templates: Path) -> Non
 
 
 @virtual_time
-async def test_nodes_that_allow_few_sessions_write_the_points_in_turns(templates: Path) -> None:
+async def test_points_queue_where_nodes_allow_few_sessions(templates: Path) -> None:
     async with memory_swarm(source(), cut(6, 3), LINK) as swarm, client_of(swarm, templates) as client:
-        calm = await client.chat(QUESTION, decoding="outline")
+        undisturbed = await client.chat(QUESTION, decoding="outline")
     async with (
         memory_swarm(source(), cut(6, 3), LINK, limits=replace(LIMITS, max_sessions_per_peer=3)) as swarm,
         client_of(swarm, templates) as client,
     ):
         answer = await client.chat(QUESTION, decoding="outline")
-        assert points_of(answer) == points_of(calm)
+        assert points_of(answer) == points_of(undisturbed)
         assert answer.repairs == ()
         await assert_clean(swarm)
 

@@ -1,4 +1,4 @@
-"""What was computed once is not computed again, and changes no token: turns of a chat, equal beginnings, forks."""
+"""The prefix cache saves prefill and changes no token: turns of a chat, equal prefixes, forks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prompt(seed: int, length: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("hops", [(), (3,), (1, 2, 3, 5)])
 @virtual_time
-async def test_the_next_turn_begins_where_the_last_one_ended(hops: tuple[int, ...]) -> None:
+async def test_the_next_turn_reuses_the_prefix_of_the_last_one(hops: tuple[int, ...]) -> None:
     made = tiny_model("llama")
     source = ModelTensors(made)
     first = prompt(1, 2 * HASH_BLOCK_TOKENS + 5)
@@ -39,8 +39,8 @@ async def test_the_next_turn_begins_where_the_last_one_ended(hops: tuple[int, ..
         again = await client.generate(first, max_new_tokens=8)
         assert again.cached_prompt_tokens == 2 * HASH_BLOCK_TOKENS
         assert again.token_ids == one.token_ids[:8]
-        async with swarm.client(1) as stranger:
-            other = await stranger.generate(first, max_new_tokens=8)
+        async with swarm.client(1) as other_client:
+            other = await other_client.generate(first, max_new_tokens=8)
         assert other.cached_prompt_tokens == 0
         assert other.token_ids == one.token_ids[:8]
         for engine in swarm.engines.values():
@@ -49,26 +49,26 @@ async def test_the_next_turn_begins_where_the_last_one_ended(hops: tuple[int, ..
 
 @pytest.mark.slow
 @virtual_time
-async def test_sessions_side_by_side_share_the_beginning_of_one_that_runs() -> None:
+async def test_concurrent_sessions_share_the_prefix_of_a_running_one() -> None:
     made = tiny_model("llama")
     source = ModelTensors(made)
     start = prompt(3, 3 * HASH_BLOCK_TOKENS)
-    asks = [[*start, *prompt(10 + i, 7)] for i in range(4)]
+    prompts = [[*start, *prompt(10 + i, 7)] for i in range(4)]
     async with memory_swarm(source, cut(6, 2, 4), LinkModel(delay_s=0.01)) as swarm, swarm.client() as client:
         running = client.stream(start, max_new_tokens=40)
         await anext(aiter(running))
-        answers = await asyncio.gather(*(client.generate(ask, max_new_tokens=12) for ask in asks))
+        answers = await asyncio.gather(*(client.generate(prompt_ids, max_new_tokens=12) for prompt_ids in prompts))
         await running.cancel()
         for engine in swarm.engines.values():
             engine.cache.check_integrity()
-    # The last token before a fork must be computed for each, so the running session's last block may not count.
+    # The last token before a fork must be computed for each, so the running session's last block may not be reused.
     assert all(answer.cached_prompt_tokens >= 2 * HASH_BLOCK_TOKENS for answer in answers)
-    for ask, answer in zip(asks, answers, strict=True):
-        assert list(answer.token_ids) == hf_greedy(made, ask, 12)
+    for prompt_ids, answer in zip(prompts, answers, strict=True):
+        assert list(answer.token_ids) == hf_greedy(made, prompt_ids, 12)
 
 
 @virtual_time
-async def test_kept_sessions_give_way_to_new_ones() -> None:
+async def test_retained_prefixes_are_evicted_for_new_sessions() -> None:
     source = ModelTensors(tiny_model("llama"))
     async with memory_swarm(source, cut(6)) as swarm, swarm.client() as client:
         (engine,) = swarm.engines.values()
@@ -81,14 +81,14 @@ async def test_kept_sessions_give_way_to_new_ones() -> None:
 
 
 @virtual_time
-async def test_a_hop_that_dies_after_a_shared_beginning_costs_no_token() -> None:
+async def test_a_hop_that_crashes_after_a_prefix_cache_hit_costs_no_token() -> None:
     made = tiny_model("llama")
     source = ModelTensors(made)
     first = prompt(1, 3 * HASH_BLOCK_TOKENS)
     async with memory_swarm(source, cut(6, 2, 4) * 2, LinkModel(delay_s=0.005)) as swarm, swarm.client() as client:
         await client.generate(first, max_new_tokens=4)
-        ask = [*first, *prompt(5, 11)]
-        stream = client.stream(ask, max_new_tokens=20)
+        prompt_ids = [*first, *prompt(5, 11)]
+        stream = client.stream(prompt_ids, max_new_tokens=20)
         seen: list[int] = []
         killed = False
         async for piece in stream:
@@ -98,23 +98,23 @@ async def test_a_hop_that_dies_after_a_shared_beginning_costs_no_token() -> None
                 assert stream.chain is not None
                 swarm.kill(stream.chain.peers[1])
         assert len(stream.result.repairs) == 1
-    assert seen == hf_greedy(made, ask, 20)
+    assert seen == hf_greedy(made, prompt_ids, 20)
 
 
 @virtual_time
-async def test_a_beginning_is_looked_for_where_it_was_computed_though_others_are_idle() -> None:
+async def test_routing_prefers_the_chain_that_caches_the_prefix_over_idle_replicas() -> None:
     made = tiny_model("llama")
     source = ModelTensors(made)
     first = prompt(1, 6 * HASH_BLOCK_TOKENS)
     async with memory_swarm(source, cut(6, 3) * 2, LinkModel(delay_s=0.005)) as swarm, swarm.client() as client:
         one = await client.generate(first, max_new_tokens=4)
         usual = one.chain
-        running = client.stream(first[:-2], max_new_tokens=200)  # now the others have less to do
+        running = client.stream(first[:-2], max_new_tokens=200)  # now the replicas are less loaded
         await anext(aiter(running))
         assert running.chain == usual
-        await asyncio.sleep(3.0)  # and say so
-        strange = await client.generate(prompt(2, 40), max_new_tokens=3)
-        assert not {*strange.chain.peers} & {*usual.peers}
+        await asyncio.sleep(3.0)  # until they have published it
+        unrelated = await client.generate(prompt(2, 40), max_new_tokens=3)
+        assert not {*unrelated.chain.peers} & {*usual.peers}
         two = await client.generate([*first, 5, 6], max_new_tokens=3)
         await running.cancel()
     assert two.chain.hops == usual.hops

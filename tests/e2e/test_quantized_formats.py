@@ -1,4 +1,4 @@
-"""Chains in 8 and 4 bits: guesses and company change no token, and formats never mix."""
+"""Chains in 8 and 4 bits: speculation and batch sharing change no token, and formats never mix."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from swarm_client.speculation.drafters.inline import InlineDrafter
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @virtual_time
-async def test_guesses_and_company_change_no_token(dtype: str) -> None:
+async def test_speculation_and_batch_sharing_change_no_token(dtype: str) -> None:
     rng = random.Random(4)
-    asks = [[rng.randrange(2, 131) for _ in range(length)] for length in (19, 5, 33)]
+    prompts = [[rng.randrange(2, 131) for _ in range(length)] for length in (19, 5, 33)]
     async with memory_swarm(ModelTensors(tiny_model("llama")), cut(6, 2), dtype=dtype) as swarm:
         async with swarm.client(prefill_chunk=8) as client:
-            alone = [await client.generate(ask, max_new_tokens=12, decoding="sequential") for ask in asks]
+            alone = [await client.generate(ids, max_new_tokens=12, decoding="sequential") for ids in prompts]
         async with swarm.client(1, prefill_chunk=5) as client:
-            together = await asyncio.gather(*(client.generate(ask, max_new_tokens=12) for ask in asks))
+            together = await asyncio.gather(*(client.generate(ids, max_new_tokens=12) for ids in prompts))
         assert [a.token_ids for a in together] == [a.token_ids for a in alone]
         truth = alone[0].token_ids
         async with swarm.client(2, make_drafter=lambda: InlineDrafter(Oracle(truth, 0.8))) as client:
-            guessed = await client.generate(asks[0], max_new_tokens=12, decoding="tree")
-    assert guessed.token_ids == truth
+            speculated = await client.generate(prompts[0], max_new_tokens=12, decoding="tree")
+    assert speculated.token_ids == truth
 
 
 @virtual_time

@@ -1,4 +1,4 @@
-"""Guessing ahead changes when a token comes and never which: every strategy, drafter and chain, greedy and seeded."""
+"""Speculation changes when a token arrives and never which: every strategy, drafter and chain, greedy and seeded."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ DRAFTERS: dict[str, Callable[[list[int]], Oracle]] = {
     ("strategy", "chain"), [("tree", "one hop"), ("pipedec", "two"), ("auto", "three"), ("tree", "five")]
 )
 @virtual_time
-async def test_greedy_tokens_do_not_depend_on_guesses(strategy: str, drafter: str, chain: str) -> None:
+async def test_greedy_tokens_do_not_depend_on_speculation(strategy: str, drafter: str, chain: str) -> None:
     made, source = model()
-    ask = prompt(random.Random(chain + drafter), 19)
-    truth = hf_greedy(made, ask, TOKENS)
+    prompt_ids = prompt(random.Random(chain + drafter), 19)
+    truth = hf_greedy(made, prompt_ids, TOKENS)
     async with (
         memory_swarm(source, cut(6, *CHAINS[chain]), LinkModel(delay_s=0.02)) as swarm,
         swarm.client(prefill_chunk=8, make_drafter=lambda: InlineDrafter(DRAFTERS[drafter](truth))) as client,
     ):
-        answer = await client.generate(ask, max_new_tokens=TOKENS, decoding=strategy)
+        answer = await client.generate(prompt_ids, max_new_tokens=TOKENS, decoding=strategy)
         for engine in swarm.engines.values():
             engine.cache.check_integrity()
     assert list(answer.token_ids) == truth
@@ -62,34 +62,36 @@ async def test_greedy_tokens_do_not_depend_on_guesses(strategy: str, drafter: st
     if drafter == "always wrong":
         assert answer.speculation["hits"] == 0
     if drafter == "failing":
-        assert "voice" in answer.speculation["reason"] or answer.speculation["rows"] == 0 or strategy == "auto"
+        assert (
+            "fails on purpose" in answer.speculation["reason"] or answer.speculation["rows"] == 0 or strategy == "auto"
+        )
 
 
 @pytest.mark.parametrize("drafter", ["always right", "often right", "noise"])
 @pytest.mark.parametrize("strategy", ["tree", "pipedec"])
 @virtual_time
-async def test_seeded_samples_do_not_depend_on_guesses(strategy: str, drafter: str) -> None:
+async def test_seeded_samples_do_not_depend_on_speculation(strategy: str, drafter: str) -> None:
     _, source = model()
-    ask = prompt(random.Random(3), 12)
+    prompt_ids = prompt(random.Random(3), 12)
     options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 17, "max_new_tokens": TOKENS}
     async with memory_swarm(source, cut(6, 1, 4), LinkModel(delay_s=0.01)) as swarm:
         async with swarm.client() as client:
-            plain = await client.generate(ask, decoding="sequential", **options)
+            plain = await client.generate(prompt_ids, decoding="sequential", **options)
         answer = list(plain.token_ids)
         async with swarm.client(1, make_drafter=lambda: InlineDrafter(DRAFTERS[drafter](answer))) as client:
-            guessed = await client.generate(ask, decoding=strategy, **options)
-    assert guessed.token_ids == plain.token_ids
-    assert guessed.speculation is not None
-    assert guessed.speculation["rows"] > 0
+            speculated = await client.generate(prompt_ids, decoding=strategy, **options)
+    assert speculated.token_ids == plain.token_ids
+    assert speculated.speculation is not None
+    assert speculated.speculation["rows"] > 0
 
 
 @pytest.mark.slow
 @virtual_time
-async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
+async def test_speculative_sessions_in_one_batch_are_independent() -> None:
     made, source = model()
     rng = random.Random(5)
-    asks = [prompt(rng, length) for length in (3, 17, 40, 9)]
-    truths = [hf_greedy(made, ask, 20) for ask in asks]
+    prompts = [prompt(rng, length) for length in (3, 17, 40, 9)]
+    truths = [hf_greedy(made, prompt_ids, 20) for prompt_ids in prompts]
     strategies = ["tree", "pipedec", "sequential", "auto"]
     oracles = iter([Oracle(truths[0], 0.8), Oracle(truths[1], 0.7), Oracle(truths[3], 0.9)])
     async with (
@@ -97,7 +99,10 @@ async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
         swarm.client(prefill_chunk=7, make_drafter=lambda: InlineDrafter(next(oracles))) as client,
     ):
         answers = await asyncio.gather(
-            *(client.generate(ask, max_new_tokens=20, decoding=s) for ask, s in zip(asks, strategies, strict=True))
+            *(
+                client.generate(prompt_ids, max_new_tokens=20, decoding=s)
+                for prompt_ids, s in zip(prompts, strategies, strict=True)
+            )
         )
         for engine in swarm.engines.values():
             engine.cache.check_integrity()
@@ -107,15 +112,15 @@ async def test_sessions_that_guess_together_do_not_touch_each_other() -> None:
 @pytest.mark.parametrize("strategy", ["tree", "pipedec"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @virtual_time
-async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strategy: str) -> None:
+async def test_a_node_that_crashes_during_speculation_costs_no_token(victim: int, strategy: str) -> None:
     made, source = model()
-    ask = prompt(random.Random(8), 18)
-    truth = hf_greedy(made, ask, 20)
+    prompt_ids = prompt(random.Random(8), 18)
+    truth = hf_greedy(made, prompt_ids, 20)
     async with (
         memory_swarm(source, cut(6, 2, 4) * 2, LinkModel(delay_s=0.01)) as swarm,
         swarm.client(make_drafter=lambda: InlineDrafter(Oracle(truth, 0.8))) as client,
     ):
-        stream = client.stream(ask, max_new_tokens=20, decoding=strategy)
+        stream = client.stream(prompt_ids, max_new_tokens=20, decoding=strategy)
         seen: list[int] = []
         killed = False
         async for piece in stream:
@@ -131,11 +136,11 @@ async def test_a_node_that_dies_under_guesses_costs_no_token(victim: int, strate
 @virtual_time
 async def test_a_repetition_penalty_is_decoded_token_by_token() -> None:
     _, source = model()
-    ask = prompt(random.Random(3), 12)
+    prompt_ids = prompt(random.Random(3), 12)
     async with (
         memory_swarm(source, cut(6, 3)) as swarm,
         swarm.client(make_drafter=lambda: InlineDrafter(Oracle([1] * 50))) as client,
     ):
-        answer = await client.generate(ask, max_new_tokens=8, decoding="tree", repetition_penalty=1.3)
+        answer = await client.generate(prompt_ids, max_new_tokens=8, decoding="tree", repetition_penalty=1.3)
     assert answer.speculation is None
     assert answer.strategy == "sequential"

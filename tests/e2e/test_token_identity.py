@@ -51,68 +51,68 @@ def prompt(rng: random.Random, length: int) -> list[int]:
 async def test_greedy_tokens_are_those_of_transformers(name: str, chain: str) -> None:
     model, source = family(name)
     rng = random.Random(chain)
-    ask = prompt(rng, 21)
+    prompt_ids = prompt(rng, 21)
     async with memory_swarm(source, cut(6, *CHAINS[chain])) as swarm, swarm.client(prefill_chunk=8) as client:
-        answer = await client.generate(ask, max_new_tokens=24)
-    assert list(answer.token_ids) == hf_greedy(model, ask, 24)
+        answer = await client.generate(prompt_ids, max_new_tokens=24)
+    assert list(answer.token_ids) == hf_greedy(model, prompt_ids, 24)
     assert answer.finish_reason is FinishReason.LENGTH
     assert [(h.start, h.end) for h in answer.chain.hops] == [(s.start, s.end) for s in cut(6, *CHAINS[chain])]
 
 
 @virtual_time
-async def test_sessions_batched_together_do_not_touch_each_other() -> None:
+async def test_sessions_in_one_batch_are_independent() -> None:
     model, source = family("llama")
     rng = random.Random(5)
-    asks = [prompt(rng, length) for length in (3, 17, 40, 9, 26)]
+    prompts = [prompt(rng, length) for length in (3, 17, 40, 9, 26)]
     async with memory_swarm(source, cut(6, 2, 5)) as swarm, swarm.client(prefill_chunk=7) as client:
-        answers = await asyncio.gather(*(client.generate(ask, max_new_tokens=20) for ask in asks))
+        answers = await asyncio.gather(*(client.generate(prompt_ids, max_new_tokens=20) for prompt_ids in prompts))
         for engine in swarm.engines.values():
             engine.cache.check_integrity()
-    for ask, answer in zip(asks, answers, strict=True):
-        assert list(answer.token_ids) == hf_greedy(model, ask, 20)
+    for prompt_ids, answer in zip(prompts, answers, strict=True):
+        assert list(answer.token_ids) == hf_greedy(model, prompt_ids, 20)
 
 
 @virtual_time
-async def test_seeded_sampling_is_the_same_on_any_chain_and_in_any_company() -> None:
+async def test_seeded_sampling_is_the_same_on_any_chain_and_in_any_batch() -> None:
     _, source = family("llama")
     rng = random.Random(6)
-    ask, others = prompt(rng, 15), [prompt(rng, 30) for _ in range(3)]
+    prompt_ids, others = prompt(rng, 15), [prompt(rng, 30) for _ in range(3)]
     options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.2, "seed": 17}
     seen = set()
     for borders in ((), (3,), (1, 4)):
         async with memory_swarm(source, cut(6, *borders)) as swarm, swarm.client() as client:
-            alone = await client.generate(ask, max_new_tokens=20, **options)
+            alone = await client.generate(prompt_ids, max_new_tokens=20, **options)
             together = await asyncio.gather(
-                client.generate(ask, max_new_tokens=20, **options),
+                client.generate(prompt_ids, max_new_tokens=20, **options),
                 *(client.generate(o, max_new_tokens=25, temperature=1.0, seed=i) for i, o in enumerate(others)),
             )
         seen |= {alone.token_ids, together[0].token_ids}
     assert len(seen) == 1
     async with memory_swarm(source, cut(6)) as swarm, swarm.client() as client:
-        other = await client.generate(ask, max_new_tokens=20, **{**options, "seed": 18})
+        other = await client.generate(prompt_ids, max_new_tokens=20, **{**options, "seed": 18})
     assert other.token_ids not in seen
 
 
 @virtual_time
 async def test_hops_may_use_part_of_a_span() -> None:
     model, source = family("llama")
-    ask = prompt(random.Random(7), 12)
+    prompt_ids = prompt(random.Random(7), 12)
     async with memory_swarm(source, [LayerSpan(0, 4), LayerSpan(2, 6)]) as swarm, swarm.client() as client:
-        answer = await client.generate(ask, max_new_tokens=12)
-    assert list(answer.token_ids) == hf_greedy(model, ask, 12)
+        answer = await client.generate(prompt_ids, max_new_tokens=12)
+    assert list(answer.token_ids) == hf_greedy(model, prompt_ids, 12)
     assert len(answer.chain) == 2
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @virtual_time
-async def test_a_node_that_dies_mid_answer_costs_time_and_no_token(victim: int) -> None:
+async def test_a_node_that_crashes_mid_answer_costs_time_and_no_token(victim: int) -> None:
     model, source = family("llama")
-    ask = prompt(random.Random(8), 18)
+    prompt_ids = prompt(random.Random(8), 18)
     spans = cut(6, 2, 4)
     async with (
         memory_swarm(source, [*spans, *spans], LinkModel(delay_s=0.005)) as swarm,
         swarm.client() as client,
-        client.stream(ask, max_new_tokens=24) as stream,
+        client.stream(prompt_ids, max_new_tokens=24) as stream,
     ):
         count = 0
         async for _ in stream:
@@ -122,7 +122,7 @@ async def test_a_node_that_dies_mid_answer_costs_time_and_no_token(victim: int) 
                 assert chain is not None
                 swarm.kill(chain.hops[victim].peer)
         answer = stream.result
-    assert list(answer.token_ids) == hf_greedy(model, ask, 24)
+    assert list(answer.token_ids) == hf_greedy(model, prompt_ids, 24)
     assert len(answer.repairs) == 1
 
 
@@ -152,24 +152,24 @@ async def test_cancelling_frees_the_pages_of_every_hop() -> None:
 @virtual_time
 async def test_stop_strings_and_the_end_of_the_turn() -> None:
     model, source = family("llama")
-    ask = prompt(random.Random(10), 12)
-    expected = hf_greedy(model, ask, 20)
+    prompt_ids = prompt(random.Random(10), 12)
+    expected = hf_greedy(model, prompt_ids, 20)
     words = "".join(f"{t} " for t in expected)
     async with memory_swarm(source, cut(6, 3)) as swarm:
         stop = f" {expected[7]} {expected[8]} "
         async with swarm.client() as client:
-            answer = await client.generate(ask, max_new_tokens=20, stop=stop)
+            answer = await client.generate(prompt_ids, max_new_tokens=20, stop=stop)
         assert answer.text == words[: words.index(stop)]
         assert answer.finish_reason is FinishReason.STOP
         async with swarm.client(name=1, eos=[expected[5]]) as client:
-            answer = await client.generate(ask, max_new_tokens=20)
+            answer = await client.generate(prompt_ids, max_new_tokens=20)
         assert answer.token_ids == tuple(expected[: expected.index(expected[5]) + 1])
         assert answer.finish_reason is FinishReason.EOS
         assert str(expected[5]) not in answer.text.split()[len(answer.token_ids) - 1 :]
 
 
 @virtual_time
-async def test_a_full_swarm_refuses_with_its_own_words() -> None:
+async def test_a_full_swarm_refuses_with_a_reason() -> None:
     _, source = family("llama")
     async with memory_swarm(source, []) as swarm:
         await swarm.add_node(LayerSpan(0, 6), kv_tokens=64)
@@ -180,22 +180,22 @@ async def test_a_full_swarm_refuses_with_its_own_words() -> None:
 
 
 @virtual_time
-async def test_the_client_carries_an_edge_that_two_hops_cannot() -> None:
+async def test_the_client_relays_an_edge_between_hops_that_cannot_connect() -> None:
     model, source = family("llama")
-    ask = prompt(random.Random(12), 30)
+    prompt_ids = prompt(random.Random(12), 30)
     async with memory_swarm(source, cut(6, 2, 4)) as swarm, swarm.client(prefill_chunk=8) as client:
         swarm.network.partition(swarm.peers[0], swarm.peers[1])
-        answer = await client.generate(ask, max_new_tokens=12)
+        answer = await client.generate(prompt_ids, max_new_tokens=12)
         assert answer.repairs == ()
-    assert list(answer.token_ids) == hf_greedy(model, ask, 12)
+    assert list(answer.token_ids) == hf_greedy(model, prompt_ids, 12)
 
 
 @virtual_time
-async def test_other_weights_under_the_same_name_are_told_apart() -> None:
+async def test_other_weights_under_the_same_name_are_rejected() -> None:
     _, source = family("llama")
-    stranger = ModelTensors(tiny_model("llama", seed=1))
-    stranger.weight_hash = "1" * 32
-    async with memory_swarm(stranger, cut(6, 3)) as swarm:
+    other_model = ModelTensors(tiny_model("llama", seed=1))
+    other_model.weight_hash = "1" * 32
+    async with memory_swarm(other_model, cut(6, 3)) as swarm:
         swarm.source = source
         async with swarm.client() as client:
             with pytest.raises(WrongModel, match="other weights"):
