@@ -1,6 +1,7 @@
 """Drives one generation along chains: performs the actions of GenerationState and reports events back to it.
 
-Owns *when* a chain is repaired and how long to wait for one; decides no token and no node. Who does what:
+Owns when a hop is given up, when the chain is repaired and how long to wait for one. It chooses no token and no
+replacement. Who does what:
 
 - a hop fails: HopLinks (session/) finds out and raises HopFailed; the loop calls `SessionManager.repair`.
 - a straggler: StragglerDetector (health/) suspects a hop from measured times, `SessionManager.should_replace`

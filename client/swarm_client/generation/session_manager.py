@@ -86,7 +86,7 @@ class SessionManager:
         return cached
 
     async def repair(self, session: InferenceSession, generation: GenerationState, committed: int) -> None:
-        """Replace the session's failed hops, by stragglers only if there are no others.
+        """Replace the session's failed hops. Hops evicted as stragglers come back only if nobody else has their layers.
 
         Raises HopFailed when a hop of the repaired chain failed as well.
         """
@@ -94,7 +94,7 @@ class SessionManager:
         chain, lost, tokens = session.last_ready_chain, session.failed_hops, session.spec.max_tokens
         try:
             plan, snapshot = await self.router.plan_repair(chain, lost, tokens, avoid=slow)
-        except NoRoute:  # better those than none
+        except NoRoute:  # a slow chain is better than no answer
             plan, snapshot = await self.router.plan_repair(chain, lost, tokens, include_unresponsive=True)
         nodes = {n.peer: n for n in snapshot.nodes}
         await session.apply_repair(plan, nodes, generation.known, committed, generation.epoch)

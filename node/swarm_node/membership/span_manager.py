@@ -1,7 +1,7 @@
 """Loads layers and moves from one span to another while sessions run: make before break wherever memory allows.
 
-Owns the loaded spans, the compute thread they share and the order of a change. When a node moves is decided in
-`maintenance`; how sessions end is in `serving.drain`.
+Owns the loaded spans, the compute thread they share and the order of a change. When a node moves is
+decided by `swarm.planner.rebalancing.rebalancer`, which `maintenance` asks; how sessions end is in `serving.drain`.
 """
 
 from __future__ import annotations
