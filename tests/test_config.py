@@ -72,7 +72,8 @@ TEXT = {  # flag -> (its variable's text, the field and its value in the config)
 def flags_of(app: typer.Typer, name: str | None = None) -> list[str]:
     command: Any = typer.main.get_command(app)
     command = command.commands[name] if name else command
-    return sorted(max(p.opts, key=len).removeprefix("--") for p in command.params if p.name != "help")
+    flags = [max(p.opts, key=len) for p in command.params if p.name != "help"]
+    return sorted(flag.removeprefix("--") for flag in flags if flag.startswith("--"))  # arguments are no flags
 
 
 @pytest.fixture
