@@ -13,6 +13,8 @@ from virtual_clock import virtual_time
 from swarm.errors import NodeLeaving
 from swarm.types import Chain
 
+pytestmark = pytest.mark.slow
+
 
 def leaver(swarm: MemorySwarm, *victims: int) -> Callable[[Chain], None]:
     def strike(chain: Chain) -> None:

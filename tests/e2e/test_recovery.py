@@ -16,6 +16,8 @@ from swarm.config import Limits
 from swarm.errors import NoRoute
 from swarm.types import Chain, PeerId
 
+pytestmark = pytest.mark.slow
+
 
 def slower(swarm: MemorySwarm, victim: int) -> Callable[[Chain], None]:
     def strike(chain: Chain) -> None:

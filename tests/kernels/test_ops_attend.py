@@ -21,6 +21,8 @@ from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.torch_reference import REFERENCE
 
+pytestmark = pytest.mark.slow
+
 # Query heads, KV heads, head size; with 112 heads to one, a single row is more than a tile of rows usually is.
 HEADS = ((9, 3, 64), (32, 8, 128), (4, 4, 32), (8, 1, 256), (6, 2, 80), (112, 1, 16))
 
