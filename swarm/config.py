@@ -122,6 +122,39 @@ class ClientConfig:
     limits: Limits = field(default_factory=Limits)
 
 
+class SwarmEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A swarm of a gateway, `[[swarm]]` in its config file. `name`: of the model for callers; "": the model's own."""
+
+    name: str = ""
+    model: str = ""
+    peers: tuple[str, ...] = ()
+    invite: str = ""
+    secret: str = ""
+    network: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig(ClientConfig):
+    """`swarm-gateway`: how it is reached and what it accepts. The fields of ClientConfig hold for all of its swarms;
+    without `swarms`, its peers are the one swarm.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 11435
+    api_keys: tuple[str, ...] = field(default=(), repr=False, metadata={"flag": "api-key"})  # (): nobody needs one
+    allow_origins: tuple[str, ...] = field(default=(), metadata={"flag": "allow-origin"})  # of pages of other hosts
+    allow_hosts: tuple[str, ...] = field(default=(), metadata={"flag": "allow-host"})  # further names of this gateway
+    # "swarm1...": an invitation
+    swarms: tuple[SwarmEntry | str, ...] = field(default=(), repr=False, metadata={"flag": "swarm"})
+    max_body: Size = 4 << 20
+    max_running: Count = 16  # requests of one model at once; more wait. A node admits 16 sessions of a peer
+    max_queued: Count = 256  # ... and more than these are refused
+    queue_timeout_s: Interval = 60.0
+    default_max_tokens: Count = 2048  # of an answer whose request names no limit
+    max_tokens: Count = 32768  # of any answer
+    json: bool = False
+
+
 def data_dir() -> Path:
     """Where models are kept: `SWARM_HOME`, or the user's data directory."""
     home = os.environ.get("SWARM_HOME")
@@ -154,7 +187,7 @@ def local_swarm() -> tuple[str, tuple[str, ...]]:
     return model, peers
 
 
-_Config = TypeVar("_Config", NodeConfig, ClientConfig, Limits)
+_Config = TypeVar("_Config", bound=NodeConfig | ClientConfig | Limits)
 
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "array": "a list"}
 _BOOL_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}

@@ -18,13 +18,14 @@ import msgspec
 from msgspec import Meta
 
 from swarm.block_hash import HASH_BYTES
-from swarm.types import Sampling
+from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, Sampling, TokenLogprobs
 
 MAX_ROWS = 1024  # new tree nodes in one step
 MAX_SLOTS = 4096  # tree slots of one session
 MAX_TOKENS = 1 << 20  # tokens of one session
-MAX_PENALTY_TOKENS = 1 << 18  # token ids in one `OpenSession`
+MAX_HISTORY = 1 << 18  # token ids in one `OpenSession`
 MAX_HOPS = 256
+MAX_NEG_MICRONATS = (1 << 31) - 1  # of a log-probability
 MAX_MEDUSA_HEADS = 16  # at a tail
 MAX_MEDUSA_CANDIDATES = 8  # of one head for one row
 MAX_KV_BLOCKS = 4096  # in one frame
@@ -35,6 +36,8 @@ Peer = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Bias = Annotated[float, Meta(ge=-1e4, le=1e4)]
+NegMicronats = Annotated[int, Meta(ge=0, le=MAX_NEG_MICRONATS)]
 Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 Parent = Annotated[int, Meta(ge=-1, lt=MAX_SLOTS)]
 SessionCount = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -58,21 +61,55 @@ class WireSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     top_k: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-100.0, le=100.0)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-100.0, le=100.0)] = 0.0
+    logit_bias: Annotated[list[tuple[TokenId, Bias]], Meta(max_length=MAX_LOGIT_BIAS)] = []
+    grammar: Grammar | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @classmethod
     def of(cls, sampling: Sampling) -> WireSampling:
-        return cls(sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty, sampling.seed)
+        values = {name: getattr(sampling, name) for name in cls.__struct_fields__}
+        return cls(**{**values, "logit_bias": list(sampling.logit_bias)})
 
     def to_sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty, self.seed)
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return Sampling(**{**values, "logit_bias": tuple(self.logit_bias)})
+
+
+class WireLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`types.TokenLogprobs` without the token: -1e6 ln p of it, then ids and -1e6 ln p of the likeliest ones."""
+
+    neg_micronats: NegMicronats
+    top_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROBS)] = []
+    top_neg_micronats: Annotated[list[NegMicronats], Meta(max_length=MAX_LOGPROBS)] = []
+
+    @classmethod
+    def of(cls, logprobs: TokenLogprobs) -> WireLogprobs:
+        return cls(
+            _neg_micronats(logprobs.logprob),
+            [token for token, _ in logprobs.top],
+            [_neg_micronats(value) for _, value in logprobs.top],
+        )
+
+    def to_logprobs(self, token: int) -> TokenLogprobs:
+        top = zip(self.top_ids, self.top_neg_micronats, strict=False)
+        return TokenLogprobs(token, -self.neg_micronats / 1e6, tuple((other, -value / 1e6) for other, value in top))
+
+
+def _neg_micronats(logprob: float) -> int:
+    return round(max(0.0, min(float(MAX_NEG_MICRONATS), -logprob * 1e6)))  # a logit of -inf is the largest
 
 
 class OpenSession(Message, frozen=True, tag="open"):
     """Start a session on one hop. The sender becomes the session's client; only it may drop steps or close.
 
     `max_tokens`: KV tokens to reserve a layer. `upstream`: the peer that will send the steps, "" for the client itself.
-    `downstream`: the peer to forward outputs to, "" on the tail. `sampling` and `penalty_tokens` (all tokens so far)
-    go to the tail only. `epoch`: steps of an older one are dropped; the reply repeats it.
+    `downstream`: the peer to forward outputs to, "" on the tail. `sampling` goes to the tail only, and if it needs them
+    (`Sampling.needs_history`) `history`, all tokens so far, of which the first `prompt_tokens` are the prompt.
+    `epoch`: steps of an older one are dropped; the reply repeats it.
 
     `replay_silent_until`: for the replacement of a lost hop. Rows at positions before it are computed and logged, but
     neither forwarded (the hops downstream have them) nor answered with a StepResult.
@@ -96,7 +133,8 @@ class OpenSession(Message, frozen=True, tag="open"):
     downstream: Annotated[str, Meta(max_length=128)] = ""
     downstream_addresses: Addresses = []
     sampling: WireSampling | None = None
-    penalty_tokens: Annotated[list[TokenId], Meta(max_length=MAX_PENALTY_TOKENS)] = []
+    history: Annotated[list[TokenId], Meta(max_length=MAX_HISTORY)] = []
+    prompt_tokens: Count = 0
     epoch: Serial = 0
     replay_silent_until: Count = 0
     block_hashes: BlockHashes = []
@@ -143,8 +181,9 @@ class Step(Message, frozen=True, tag="step"):
     First the tree slots in `commit_slots` move, in order, into the committed KV blocks. Then come the new rows:
     `causal_rows` rows that are committed on arrival, from position `committed_before + len(commit_slots)` on, then one
     row for each of `parents` / `slots`: tree nodes whose parent is a tree slot, or -1 for the last committed token.
-    `tokens` has an id for every row on the first hop and is empty on later hops, where the body is a `[rows, hidden]`
-    tensor in the session's dtype.
+    `tokens` has an id for every row on the first hop. On later hops the body is a `[rows, hidden]` tensor in the
+    session's dtype, and `tokens` is empty, or has all ids if `forward_tokens` says that the tail needs them: the
+    penalties and the grammar of a tree row depend on the draft tokens above it.
 
     `committed_before`: committed tokens before this step. A hop with fewer refuses it. A hop with more has run steps
     that others dropped: it skips those of `commit_slots` that it has committed, and if it has more than
@@ -165,6 +204,7 @@ class Step(Message, frozen=True, tag="step"):
     commit_slots: Slots = []
     trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
     active_sessions: SessionCount = 1
+    forward_tokens: bool = False
 
     @property
     def rows(self) -> int:
@@ -178,6 +218,9 @@ class StepResult(Message, frozen=True, tag="result"):
     `medusa_ids`: for each of these tokens, the candidates of `num_medusa_heads` Medusa heads for 1, 2, ... positions
     after it: `OpenSession.num_medusa_candidates` ids of each head, likeliest first; `medusa_neg_logprob_centinats`:
     -100 ln of their probabilities.
+
+    `logprobs`: of each of `tokens`, if `Sampling.logprobs` asks for them. `prompt_logprobs`: of the tokens after each
+    causal row that lies in the prompt, if asked for; also in results of steps that sample nothing.
     """
 
     session: SessionId
@@ -191,6 +234,8 @@ class StepResult(Message, frozen=True, tag="result"):
     medusa_neg_logprob_centinats: Annotated[
         list[Annotated[int, Meta(ge=0, le=1 << 14)]], Meta(max_length=MAX_ROWS * MAX_MEDUSA_CANDIDATES)
     ] = []
+    logprobs: Annotated[list[WireLogprobs], Meta(max_length=MAX_ROWS)] = []
+    prompt_logprobs: Annotated[list[WireLogprobs], Meta(max_length=MAX_ROWS)] = []
 
 
 class DropInFlight(Message, frozen=True, tag="drop_in_flight"):

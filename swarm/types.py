@@ -16,6 +16,10 @@ from msgspec import Meta
 
 from swarm.errors import UsageError
 
+MAX_GRAMMAR_LENGTH = 64 << 10  # characters
+MAX_LOGPROBS = 20  # alternatives of one token
+MAX_LOGIT_BIAS = 1024  # tokens
+
 PeerId = str
 """A libp2p peer id in base58; it embeds the peer's Ed25519 public key."""
 
@@ -194,19 +198,65 @@ class KvSource:
     tokens: int
 
 
+class GrammarKind(enum.StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"  # llguidance's dialect of Lark, in which `%json {...}` embeds a schema
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the generated text must match, from its first character to its end-of-turn token.
+
+    JSON_SCHEMA: `source` is the schema as JSON. The text is one line in the form of `json.dumps`, ", " and ": " between
+    its parts and no other white space, in which a small model could lose itself; properties come in the schema's order.
+    Bounds and errors: `swarm_kernels.sampling.grammar`.
+    """
+
+    kind: GrammarKind
+    source: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tail samples the next token. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How the tail samples the next token. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+
+    Logits are processed in transformers' order: `logit_bias` (token id, added value), repetition penalty (of prompt
+    and answer), frequency and presence penalty (of the answer alone, as in vLLM), `grammar`, then temperature, top-k,
+    top-p, min-p. `logprobs`: with each token ln p of it and of so many likeliest ones under the model's own
+    distribution, before all of these; None: no log-probabilities. `prompt_logprobs`: the same for the prompt's tokens.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a sample depends on the tokens before it, so that the tail must have their ids."""
+        penalties = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        return penalties or self.grammar is not None or self.prompt_logprobs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """ln p of one token of the text, and (token, ln p) of the likeliest ones at its place, likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def coverage(spans: Iterable[LayerSpan], num_layers: int) -> list[int]:

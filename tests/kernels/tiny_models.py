@@ -48,6 +48,16 @@ def tiny_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
+def transformers_model(source: Any) -> Any:
+    """transformers' own model with the tensors of a ModelSource, in fp32."""
+    hf = dict(source.config.hf)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf.pop("model_type"), **hf), dtype=torch.float32)
+    state = {name: source.tensor(name).float() for name in model.state_dict() if source.has(name)}
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    return model.eval()
+
+
 class ModelTensors:
     """A ModelSource over a transformers model in memory."""
 

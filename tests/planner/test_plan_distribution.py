@@ -25,7 +25,7 @@ from swarm.planner.generation.state_machine import (
     SpeculationPolicy,
 )
 from swarm.types import Sampling
-from swarm_kernels.runtime.sampling import sample
+from swarm_kernels.sampling.sampler import sample
 
 pytestmark = pytest.mark.slow
 

@@ -37,7 +37,9 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
     settings = read_json(folder / "tokenizer_config.json", required=False)
     special = _named_tokens(settings)
     eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    return TokenizerParts(tokenizer, _chat_template(folder, settings), special, () if eos is None else (eos,))
+    templates = _chat_templates(folder, settings)
+    eos_ids = () if eos is None else (eos,)
+    return TokenizerParts(tokenizer, templates.get("default"), special, eos_ids, templates.get("tool_use"))
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -51,16 +53,22 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
+def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """By name; "default" is the usual one, and "tool_use" the one with tools, as in transformers."""
+    named: dict[str, str] = {}
+    file, tool_file = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
+    if tool_file.is_file():
+        named["tool_use"] = _read_text(tool_file)
     if file.is_file():
-        return _read_text(file)
+        return {**named, "default": _read_text(file)}
     beside = read_json(folder / "chat_template.json", required=False)
     given = settings.get("chat_template") or beside.get("chat_template")
-    if isinstance(given, list):  # several templates, by name
-        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, Mapping)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
+    entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    for entry in entries:
+        name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
+        if isinstance(name, str) and isinstance(text, str):
+            named[name] = text
+    return named
 
 
 def _read_text(file: Path) -> str:

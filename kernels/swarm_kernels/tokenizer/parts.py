@@ -13,12 +13,15 @@ from swarm.errors import CorruptModel
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """`special`: the named tokens a chat template may use (`bos_token`, `eos_token`, ...)."""
+    """`special`: the named tokens a chat template may use (`bos_token`, `eos_token`, ...). `tool_template`: the chat
+    template to use with tools, if it is another one.
+    """
 
     tokenizer: Tokenizer
     chat_template: str | None = None
     special: Mapping[str, str] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
+    tool_template: str | None = None
 
 
 def wrap_with(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:

@@ -38,13 +38,18 @@ class ChatTokenizer:
     """
 
     def __init__(self, parts: TokenizerParts, eos_token_ids: Iterable[int] = ()) -> None:
-        """`eos_token_ids`: further ids that end a generation. Raises CorruptModel when the chat template is broken."""
+        """`eos_token_ids`: further ids that end a generation. Raises CorruptModel when the chat template is broken.
+
+        `chat_template`: the source of the template, of the one for tools if there are two; None without one.
+        """
         self._tokenizer = parts.tokenizer
         self._template = ChatTemplate(parts.chat_template, parts.special) if parts.chat_template else None
+        self._tool_template = ChatTemplate(parts.tool_template, parts.special) if parts.tool_template else None
         self.eos_token_ids: tuple[int, ...] = tuple(sorted({*eos_token_ids, *parts.eos_token_ids}))
         self.special_ids: frozenset[int] = frozenset(
             token for token, added in parts.tokenizer.get_added_tokens_decoder().items() if added.special
         )
+        self.chat_template = parts.tool_template or parts.chat_template
 
     @property
     def vocab_size(self) -> int:
@@ -52,14 +57,30 @@ class ChatTokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
+    def special_tokens(self) -> dict[str, int]:
+        """Text -> id, of `special_ids`."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {added[token].content: token for token in sorted(self.special_ids)}
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json` with the same vocabulary and rules."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the model's chat template tells it of tools."""
+        return any(t is not None and t.supports_tools for t in (self._template, self._tool_template))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: with the beginning-of-sequence token, for models that have one. Raises
         InvalidRequest."""
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:  # `encode` of one text would hold the GIL, for seconds if it is long; this takes half the time as well
+            ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError):  # lone surrogates
             raise InvalidRequest("the text is not valid Unicode") from None
         return ids
@@ -75,17 +96,34 @@ class ChatTokenizer:
     def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
         return StreamDecoder(self, skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The prompt as text. Raises UnsupportedModel without a chat template, InvalidRequest for bad messages."""
-        if self._template is None:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text; see `ChatTemplate.render`.
+
+        Raises UnsupportedModel without a chat template, InvalidRequest for bad messages.
+        """
+        template = self._tool_template if tools and self._tool_template is not None else self._template
+        if template is None:
             raise UnsupportedModel("this model has no chat template; give it a plain prompt instead of messages")
-        return self._template.render(messages, add_generation_prompt)
+        return template.render(messages, add_generation_prompt, tools, template_options)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Messages (`role`, `content`) -> token ids of the prompt. Raises as `render_chat`."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+        """Messages (`role`, `content`, ...) -> token ids of the prompt. Raises as `render_chat`."""
+        text = self.render_chat(messages, add_generation_prompt, tools=tools, template_options=template_options)
+        return self.encode(text, add_special_tokens=False)
 
 
 class StreamDecoder:

@@ -23,7 +23,7 @@ from swarm.codec import Buffer
 from swarm.errors import ResourceError, SwarmError
 from swarm.planner.scheduling.batch_scheduler import BatchScheduler
 from swarm.planner.scheduling.layer_time import BatchStats
-from swarm.types import LayerSpan
+from swarm.types import LayerSpan, TokenLogprobs
 from swarm_node.serving.session import HopSession, InboundStep
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The result of a step: hidden rows as raw bytes, or on the tail the sampled tokens and their Medusa candidates
-    (`messages.StepResult`)."""
+    """The result of a step: hidden rows as raw bytes, or on the tail the sampled tokens, their Medusa candidates and
+    the log-probabilities (`messages.StepResult`)."""
 
     body: Buffer = b""
     tokens: tuple[int, ...] = ()
     num_medusa_heads: int = 0
     medusa_ids: tuple[int, ...] = ()
     medusa_neg_logprob_centinats: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 Compute = Callable[[], Sequence[StepOutput | SwarmError]]

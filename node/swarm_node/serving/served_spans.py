@@ -12,10 +12,12 @@ from typing import Protocol
 
 from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.errors import NodeBusy, NoRoute, OutOfMemory
-from swarm.types import LayerSpan, PeerId
+from swarm.types import Grammar, LayerSpan, PeerId
+from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_node.serving.executor import Executor, StepEngine
 from swarm_node.serving.prefix_cache import PrefixCache
 from swarm_node.serving.session import ActivationSpec, HopSession
+from swarm_node.serving.token_history import StepTokens
 
 
 class SpanEngineApi(StepEngine, Protocol):
@@ -30,6 +32,14 @@ class SpanEngineApi(StepEngine, Protocol):
     @property
     def capacity_tokens(self) -> int:
         """The largest reservation that an engine without sessions can take."""
+        ...
+
+    async def compile_grammar(self, grammar: Grammar, peer: PeerId) -> GrammarState:
+        """`peer`: whose turn it takes. Raises InvalidRequest, ModelError when the model's tokenizer cannot be read."""
+        ...
+
+    async def grammar_masks(self, state: GrammarState, tokens: StepTokens, peer: PeerId) -> Sequence[TokenMask | None]:
+        """What the grammar allows after each row that is sampled from. Raises InvalidRequest."""
         ...
 
     def admit(self, key: int, max_tokens: int) -> None:

@@ -1,13 +1,14 @@
 """A hop's state of one session, and the rules that its steps must keep.
 
-Owns a session's route, its epoch, its count of committed tokens and the tail's token history. Uses neither sockets nor
-tensors: a `PeerChannel` is whatever can send a message, and KV blocks belong to the engine.
+Owns a session's route, its epoch and its count of committed tokens. Uses neither sockets nor tensors: a `PeerChannel`
+is whatever can send a message, and KV blocks belong to the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +18,9 @@ from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
 from swarm.messages import MAX_HOPS, AnyMessage, DropInFlight, OpenSession, ProgressReport, Reroute, Step
 from swarm.types import KvSource, LayerSpan, PeerId, Sampling
+from swarm_kernels.sampling.grammar import GrammarState, TokenMask
+from swarm_kernels.sampling.validate import validate_sampling
+from swarm_node.serving.token_history import StepTokens, TokenHistory
 
 MAX_WAITING_STEPS = 64  # of one session; a client with more in flight ignores our replies
 PREVIOUS_UPSTREAMS = 8  # that may send a late step without a protocol violation
@@ -45,10 +49,13 @@ class ActivationSpec:
 
 @dataclass(frozen=True, slots=True)
 class InboundStep:
-    """A step as it came in."""
+    """A step as it came in, and once it is admitted what a tail's sampling needs of it: the tokens around its rows, and
+    what a grammar allows after each row that is sampled from (none: everything)."""
 
     step: Step
     body: Buffer
+    tokens: StepTokens | None = None
+    masks: Sequence[TokenMask | None] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +72,8 @@ class HopSession:
     rows: ActivationSpec
     max_tokens: int
     sampling: Sampling
-    penalty_tokens: list[int]
+    history: TokenHistory | None = None  # of a tail whose sampling depends on it
+    grammar: GrammarState | None = None  # of `sampling.grammar`, once it is compiled; for one thread at a time
     num_medusa_candidates: int = 0  # of each Medusa head, with every sampled token
     replay_silent_until: int = 0  # rows at positions before it are neither forwarded nor answered
     epoch: int = 0  # the newest that has arrived; older steps are dropped
@@ -86,6 +94,12 @@ class HopSession:
 
     @classmethod
     def of(cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec) -> HopSession:
+        """Raises InvalidRequest for sampling parameters out of range, ProtocolError for an impossible history."""
+        sampling, history = Sampling(), None
+        if message.end == rows.num_layers and message.sampling is not None:
+            sampling = validate_sampling(message.sampling.to_sampling(), rows.vocab_size)
+            if sampling.needs_history:
+                history = TokenHistory(message.history, message.prompt_tokens, message.max_tokens, rows.vocab_size)
         return cls(
             id=message.session,
             key=key,
@@ -96,8 +110,8 @@ class HopSession:
             span=LayerSpan(message.start, message.end),
             rows=rows,
             max_tokens=message.max_tokens,
-            sampling=message.sampling.to_sampling() if message.sampling else Sampling(),
-            penalty_tokens=list(message.penalty_tokens),
+            sampling=sampling,
+            history=history,
             num_medusa_candidates=message.num_medusa_candidates,
             replay_silent_until=message.replay_silent_until,
             epoch=message.epoch,
@@ -212,11 +226,8 @@ class HopSession:
     def prune(self, message: DropInFlight) -> None:
         """Steps of an epoch before the message's are dropped when their turn comes."""
         self.epoch = max(self.epoch, message.epoch)
-
-    def record_sample(self, token: int, position: int) -> None:
-        """Record that the tail sampled `token` for `position`, in place of what was sampled there before."""
-        del self.penalty_tokens[position:]
-        self.penalty_tokens.append(token)
+        if self.history is not None:
+            self.history.prune(message.slots)
 
 
 def check_form(step: Step, body_bytes: int, first: bool, rows: ActivationSpec) -> None:
@@ -236,9 +247,11 @@ def check_form(step: Step, body_bytes: int, first: bool, rows: ActivationSpec) -
     if first:
         if body_bytes or len(step.tokens) != n:
             raise ProtocolError(f"step {step.step} has {len(step.tokens)} token ids for {n} rows on the first hop")
-        if max(step.tokens) >= rows.vocab_size:
-            raise ProtocolError(f"step {step.step} has a token id beyond the vocabulary of {rows.vocab_size}")
     else:
         expected = n * rows.hidden_size * rows.element_bytes
-        if step.tokens or body_bytes != expected:
+        if body_bytes != expected:
             raise ProtocolError(f"step {step.step} has a body of {body_bytes} bytes where {n} rows take {expected}")
+        if step.tokens and len(step.tokens) != n:
+            raise ProtocolError(f"step {step.step} has {len(step.tokens)} token ids for {n} rows")
+    if max(step.tokens, default=0) >= rows.vocab_size:
+        raise ProtocolError(f"step {step.step} has a token id beyond the vocabulary of {rows.vocab_size}")

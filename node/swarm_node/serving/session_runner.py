@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
-from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult
+from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
+from swarm_kernels.sampling.grammar import TokenMask
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.executor import StepOutcome
 from swarm_node.serving.kv_transfer import ConnectionSource, KvTransfer
@@ -51,6 +52,9 @@ class SessionRunner:
 
     async def run(self, session: HopSession, served_span: ServedSpan) -> None:
         """Until the session is over, or its task cancelled. Raises SwarmError, TimeoutError when nothing comes."""
+        if session.sampling.grammar is not None:
+            grammar = session.sampling.grammar
+            session.grammar = await served_span.engine.compile_grammar(grammar, session.client.peer)
         await self._connect(session)
         if session.kv_source is not None and await self.kv_transfer.fetch(session, served_span, session.kv_source):
             self.logs.close(session.key)  # the source of the transfer had sent these outputs
@@ -99,7 +103,11 @@ class SessionRunner:
             served_span.computed(session.key, step.committed_before)
             self.logs.rollback(session.key, step.committed_before)
         session.started_s = asyncio.get_running_loop().time()
-        outcome = await served_span.executor.run(session, InboundStep(step, arrival.body))
+        tokens = session.history.apply(step) if session.history is not None else None
+        masks: Sequence[TokenMask | None] = ()
+        if session.grammar is not None and tokens is not None:
+            masks = await served_span.engine.grammar_masks(session.grammar, tokens, session.client.peer)
+        outcome = await served_span.executor.run(session, InboundStep(step, arrival.body, tokens, masks))
         session.started_s = None
         served_span.computed(session.key, session.committed)
         self.counters.steps += 1
@@ -116,8 +124,6 @@ class SessionRunner:
         if session.tail:
             if output.tokens:
                 self.counters.tokens += 1 + len(step.commit_slots)
-            if step.causal_rows and output.tokens:
-                session.record_sample(output.tokens[0], session.committed)
             await session.client.send(
                 StepResult(
                     session=step.session,
@@ -129,6 +135,8 @@ class SessionRunner:
                     num_medusa_heads=output.num_medusa_heads,
                     medusa_ids=list(output.medusa_ids),
                     medusa_neg_logprob_centinats=list(output.medusa_neg_logprob_centinats),
+                    logprobs=[WireLogprobs.of(logprobs) for logprobs in output.logprobs],
+                    prompt_logprobs=[WireLogprobs.of(logprobs) for logprobs in output.prompt_logprobs],
                 )
             )
             return
@@ -139,11 +147,13 @@ class SessionRunner:
             committed_before=step.committed_before,
             causal_rows=step.causal_rows,
             sample=step.sample,
+            tokens=step.tokens if step.forward_tokens else [],
             parents=step.parents,
             slots=step.slots,
             commit_slots=step.commit_slots,
             trace=trace,
             active_sessions=sessions,
+            forward_tokens=step.forward_tokens,
         )
         await self._forward(session, forwarded, output.body)
 

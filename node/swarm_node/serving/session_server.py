@@ -305,9 +305,9 @@ class SessionServer:
         return served_span
 
     def _admit(self, served_span: ServedSpan, connection: PeerChannel, message: OpenSession) -> HopSession:
-        """Reserve what a session needs and register it. Raises NodeBusy, OutOfMemory, ContextOverflow."""
-        self._quotas.take_session(connection.peer)
+        """Reserve what a session needs and register it. Raises SwarmError."""
         session = HopSession.of(message, connection, next(self._keys), served_span.engine.rows)
+        self._quotas.take_session(connection.peer)
         try:
             parent = served_span.admit(session, message.block_hashes, self._quotas.retry_after_s)
         except SwarmError:

@@ -1,39 +1,46 @@
 """The executor's `StepEngine` over a real span: steps -> one packed batch of tensors -> hidden rows or sampled tokens.
 
-Owns the span, its KV cache and the call of the sampler. Has no access to peers or queues; the only module of the node
-that computes.
+Owns the span, its KV cache and the plan of a batch. Has no access to peers or queues; what a tail computes from the
+last rows is in `tail_sampler`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 
-from swarm.errors import ContextOverflow, InvalidRequest, ModelError, SwarmError, UnsupportedRequest
-from swarm.types import LayerSpan
+from swarm.errors import ContextOverflow, SwarmError, UnsupportedRequest
+from swarm.types import Grammar, LayerSpan, PeerId
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.runtime.hidden_codec import from_wire, to_wire
-from swarm_kernels.runtime.llama_span import LlamaSpan
-from swarm_kernels.runtime.sampling import sample_rows
 from swarm_kernels.runtime.span import Span
+from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_node.serving.executor import Compute, ScheduledStep, StepOutput
-from swarm_node.serving.session import ActivationSpec, HopSession
-
-MAX_NEG_LOGPROB = 1 << 14  # the bound of `messages.StepResult.medusa_neg_logprob_centinats`
+from swarm_node.serving.grammars import TailGrammars
+from swarm_node.serving.session import ActivationSpec
+from swarm_node.serving.tail_sampler import TailSampler
+from swarm_node.serving.token_history import StepTokens
 
 
 class SpanEngine:
     """See `served_spans.SpanEngineApi`. All but what `prepare` returns belongs to the event loop."""
 
-    def __init__(self, span: Span, cache: KVCacheManager, heads: MedusaHeads | None = None) -> None:
-        """`heads`: Medusa heads of the tail, whose candidates go to the sessions that request them."""
+    def __init__(
+        self,
+        span: Span,
+        cache: KVCacheManager,
+        heads: MedusaHeads | None = None,
+        grammars: TailGrammars | None = None,
+    ) -> None:
+        """`heads`: Medusa heads of the tail, whose candidates go to the sessions that request them. `grammars`: None
+        for a span whose sessions cannot have one."""
         self._span = span
-        self._medusa_heads = heads
+        self._grammars = grammars
+        self._tail_sampler = TailSampler(span, heads)
         self.cache = cache
         config = span.config
         self.rows = ActivationSpec(config.num_layers, config.hidden_size, span.dtype.itemsize, config.vocab_size)
@@ -49,6 +56,16 @@ class SpanEngine:
     @property
     def capacity_tokens(self) -> int:
         return self.cache.capacity_tokens
+
+    async def compile_grammar(self, grammar: Grammar, peer: PeerId) -> GrammarState:
+        if self._grammars is None:
+            raise UnsupportedRequest("this node cannot use grammars")
+        return await self._grammars.compile(grammar, peer)
+
+    async def grammar_masks(self, state: GrammarState, tokens: StepTokens, peer: PeerId) -> Sequence[TokenMask | None]:
+        if self._grammars is None:
+            raise UnsupportedRequest("this node cannot use grammars")
+        return await self._grammars.masks(state, tokens, peer)
 
     def admit(self, key: int, max_tokens: int) -> None:
         context = self._span.config.context_length
@@ -105,14 +122,10 @@ class SpanEngine:
     def prepare(self, steps: Sequence[ScheduledStep]) -> Compute:
         requests = []
         for scheduled in steps:
-            step, session = scheduled.arrival.step, scheduled.session
-            if session.tail and step.slots and session.sampling.repetition_penalty != 1.0:
-                raise UnsupportedRequest(
-                    "a repetition penalty counts the tokens before a row, and draft tokens are not sent to the tail"
-                )
+            step = scheduled.arrival.step
             requests.append(
                 StepRequest(
-                    _key(session.key),
+                    _key(scheduled.session.key),
                     step.committed_before,
                     step.causal_rows,
                     step.parents,
@@ -127,7 +140,7 @@ class SpanEngine:
         part = steps[0].span  # one for all steps of a batch
         hidden = self._span.forward(self._input(steps), plan, self.cache, part.start, part.end)
         if steps[0].session.tail:
-            return self._sample(steps, hidden, plan.positions)
+            return self._tail_sampler.outputs(steps, hidden, plan.positions)
         body = to_wire(hidden, self._span.dtype)
         outputs: list[StepOutput | SwarmError] = []
         row_bytes, at = self.rows.hidden_size * self.rows.element_bytes, 0
@@ -142,87 +155,6 @@ class SpanEngine:
             return self._span.embed([token for scheduled in steps for token in scheduled.arrival.step.tokens])
         body = bytearray().join(scheduled.arrival.body for scheduled in steps)
         return from_wire(body, sum(scheduled.rows for scheduled in steps), self.rows.hidden_size, self._span.dtype)
-
-    def _sample(
-        self, steps: Sequence[ScheduledStep], hidden: torch.Tensor, positions: torch.Tensor
-    ) -> list[StepOutput | SwarmError]:
-        """For every step with `sample` set: a token after its last causal row and one after each of its tree rows.
-
-        The token sampled from the row at position p belongs to position p + 1.
-        `hidden [rows, hidden]`, `positions [rows]`.
-        """
-        rows: list[int] = []
-        row_counts: list[tuple[HopSession, int]] = []  # and how many of `rows` are its own
-        at = 0
-        for scheduled in steps:
-            step, end = scheduled.arrival.step, at + scheduled.rows
-            if step.sample:
-                first = at + max(step.causal_rows - 1, 0)
-                rows.extend(range(first, end))
-                row_counts.append((scheduled.session, end - first))
-            at = end
-        if not row_counts:
-            return [StepOutput() for _ in steps]
-        following = [position + 1 for position in positions[rows].tolist()]
-        sampled = iter(
-            self._medusa_candidates(
-                hidden[rows], row_counts, _sample(self._span.logits(hidden[rows]), row_counts, following)
-            )
-        )
-        return [next(sampled) if scheduled.arrival.step.sample else StepOutput() for scheduled in steps]
-
-    def _medusa_candidates(
-        self,
-        hidden: torch.Tensor,
-        row_counts: Sequence[tuple[HopSession, int]],
-        sampled: Sequence[StepOutput | SwarmError],
-    ) -> list[StepOutput | SwarmError]:
-        """`sampled`, with the Medusa candidates of the sessions that requested them. `hidden [m, hidden]`."""
-        width = max(session.num_medusa_candidates for session, _ in row_counts)
-        if self._medusa_heads is None or not isinstance(self._span, LlamaSpan) or not width:
-            return list(sampled)
-        ids, logprobs = self._medusa_heads.propose(self._span.final_hidden(hidden), width)  # [heads, m, width]
-        neg_logprobs = (logprobs * -100).round().clamp(0, MAX_NEG_LOGPROB).int()
-        outputs: list[StepOutput | SwarmError] = []
-        at = 0
-        for (session, count), output in zip(row_counts, sampled, strict=True):
-            part = slice(at, at + count), slice(0, session.num_medusa_candidates)
-            at += count
-            if isinstance(output, StepOutput) and session.num_medusa_candidates:
-                token_ids, neg_logprob = (
-                    tuple(values[:, *part].transpose(0, 1).flatten().tolist()) for values in (ids, neg_logprobs)
-                )
-                output = replace(
-                    output,
-                    num_medusa_heads=len(self._medusa_heads),
-                    medusa_ids=token_ids,
-                    medusa_neg_logprob_centinats=neg_logprob,
-                )
-            outputs.append(output)
-        return outputs
-
-
-def _sample(
-    logits: torch.Tensor, row_counts: Sequence[tuple[HopSession, int]], positions: Sequence[int]
-) -> list[StepOutput | SwarmError]:
-    """`logits [m, vocab]`, of each session its count of rows -> its tokens for `positions [m]`.
-
-    Logits that are not finite fail only the session whose rows they are.
-    """
-    owners = [session for session, count in row_counts for _ in range(count)]
-    try:
-        tokens = sample_rows(logits, [s.sampling for s in owners], positions, [s.penalty_tokens for s in owners])
-    except (ModelError, InvalidRequest) as error:
-        if len(row_counts) == 1:
-            return [error]
-        tokens = None
-    outputs: list[StepOutput | SwarmError] = []
-    at = 0
-    for one in row_counts:
-        part = slice(at, at + one[1])
-        outputs += [StepOutput(tokens=tuple(tokens[part]))] if tokens else _sample(logits[part], [one], positions[part])
-        at += one[1]
-    return outputs
 
 
 def _key(key: int) -> bytes:

@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from swarm.types import TokenLogprobs
 
 ROOT = -1
 """The parent slot of the root's children."""
 
 NO_SLOT = -1
+
+_NEARLY_CERTAIN = math.log(0.9)  # after its parent
+_WORTH_A_ROW = math.log(0.5)  # the whole path, where a forecast would send fewer rows
 
 MedusaCandidates: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 """For 1, 2, ... positions ahead: (token, ln p), likeliest first."""
@@ -30,7 +35,8 @@ class DraftNode:
     """A draft token at `position` of the text. `path_logprob`: ln p of its path below the root of that time.
 
     `slot`: the tree slot of its keys and values at the hops, NO_SLOT before it was sent. `sampled`: the target model's
-    token after it, None before the result, and `medusa_candidates` what the tail's Medusa heads propose after that.
+    token after it, None before the result, `logprobs` those of that token, if asked for, and `medusa_candidates` what
+    the tail's Medusa heads propose after it.
     `expanded`: drafts after it were requested. `unassigned_mass`: the probability that its children do not cover yet
     and that a call of the draft model could assign.
     """
@@ -41,10 +47,16 @@ class DraftNode:
     path_logprob: float = 0.0
     slot: int = NO_SLOT
     sampled: int | None = None
+    logprobs: TokenLogprobs | None = None
     medusa_candidates: MedusaCandidates = ()
     expanded: bool = False
     unassigned_mass: float = 1.0
     children: dict[int, DraftNode] = field(default_factory=dict)
+
+    @property
+    def nearly_certain(self) -> bool:
+        """Whether it follows its parent almost for sure, as where a grammar forces it."""
+        return self.parent is not None and self.path_logprob - self.parent.path_logprob >= _NEARLY_CERTAIN
 
     def descendants(self) -> Iterator[DraftNode]:
         """The subtree below this node, parents before children."""
@@ -79,6 +91,16 @@ class DraftTree:
             tokens.append(node.token)
             node = node.parent
         return tuple(reversed(tokens))
+
+    def follow(self, sampled: Mapping[DraftNode, int], ends: Collection[int]) -> tuple[int, ...]:
+        """The tokens sampled from the root down, where `sampled` had come too, until a draft differs or one of `ends`
+        comes. Changes nothing."""
+        tokens: list[int] = []
+        node: DraftNode | None = self.root
+        while node is not None and (token := sampled.get(node, node.sampled)) is not None:
+            tokens.append(token)
+            node = None if token in ends else node.children.get(token)
+        return tuple(tokens)
 
     def advance(self, token: int) -> int:
         """`token` follows the root: it becomes the root, and its subtree is kept.
@@ -155,28 +177,38 @@ class DraftTree:
         ]
         return heapq.nlargest(rows, nodes, key=_by_path_logprob)
 
+    def ends_of_runs(self, rows: int, end: int) -> list[DraftNode]:
+        """The nodes to request drafts for beyond a step's depth: where runs of nearly certain nodes end that the hops
+        do not hold. None once `rows` of them are known. `end`: as in `to_expand`."""
+        run = [node for node in self._ready() if node.nearly_certain]
+        for node in run:  # grows
+            run += [child for child in node.children.values() if child.nearly_certain]
+        return [node for node in run if not node.expanded and node.position + 1 < end] if len(run) < rows else []
+
     def take_for_step(
-        self, rows: int, max_depth: int, min_logprob: float, min_path_prob: float = 0.0
+        self, rows: int, max_depth: int, min_logprob: float, min_path_prob: float = 0.0, run_rows: int = 0
     ) -> list[DraftNode]:
         """Allocate slots for the up to `rows` likeliest unsent nodes, at most `max_depth` levels below the sent ones.
 
-        Empty if the text reaches the topmost of them with a probability below `min_path_prob` in all. Parents come
-        before their children.
+        `run_rows`: up to so many if the text reaches them nearly for sure, however deep they are. Empty if the text
+        reaches the topmost of them with a probability below `min_path_prob` in all. Parents come before their children.
         """
         chosen: list[DraftNode] = []
         reached = 0.0
         ready = [(-node.path_logprob, i, node, 1) for i, node in enumerate(self._ready())]
         heapq.heapify(ready)
         order = len(ready)
-        while ready and len(chosen) < rows:
+        while ready and len(chosen) < max(rows, run_rows):
             _, _, node, level = heapq.heappop(ready)
-            if node.path_logprob - self.root.path_logprob < min_logprob:
+            least = min_logprob if len(chosen) < rows else _WORTH_A_ROW
+            if node.path_logprob - self.root.path_logprob < least:
                 break
             chosen.append(node)
             reached += self.path_prob(node) if level == 1 else 0.0
-            if level < max_depth:
-                for child in node.children.values():
-                    heapq.heappush(ready, (-child.path_logprob, order, child, level + 1))
+            for child in node.children.values():
+                below = level + (not (run_rows and child.nearly_certain))
+                if below <= max_depth:
+                    heapq.heappush(ready, (-child.path_logprob, order, child, below))
                     order += 1
         if reached < min_path_prob:
             return []

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.errors import ContextOverflow, InvalidRequest, UsageError
+from swarm.messages import WireLogprobs
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.types import TokenLogprobs
 
 
 class FinishReason(enum.StrEnum):
@@ -42,6 +44,7 @@ class StepDone:
 
     `tokens` is empty for a prefill chunk that does not sample. `active_sessions`: how many the busiest hop decodes for.
     `medusa_candidates`: for each of `tokens`, what the tail's Medusa heads propose after it; empty without heads.
+    `logprobs`, `prompt_logprobs`: see `messages.StepResult`.
     """
 
     epoch: int
@@ -50,6 +53,8 @@ class StepDone:
     trace: tuple[tuple[float, float], ...] = ()
     active_sessions: int = 1
     medusa_candidates: tuple[MedusaCandidates, ...] = ()
+    logprobs: tuple[WireLogprobs, ...] = ()
+    prompt_logprobs: tuple[WireLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +146,13 @@ class DiscardInFlight:
 class EmitTokens:
     """Deliver new tokens. `trace`: (queue ms, compute ms) of each hop for the step that sampled them.
 
-    `medusa_candidates`: what the tail's Medusa heads propose after them.
+    `medusa_candidates`: what the tail's Medusa heads propose after them. `logprobs`: of each of `tokens`, if asked for.
     """
 
     tokens: tuple[int, ...]
     trace: tuple[tuple[float, float], ...]
     medusa_candidates: MedusaCandidates = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +219,8 @@ class GenerationRequest:
 
     `prefill_chunk`: the most rows in one step. `prefill_window`: the most unanswered prefill steps; more than one
     pipelines the chunks through the hops. `reserved_tree_slots`: room for tree nodes at the hops, beside the tokens.
-    `vocab_size`: results with token ids beyond it are refused.
+    `vocab_size`: results with token ids beyond it are refused. `logprobs`, `prompt_logprobs`: see `types.Sampling`.
+    `constrained`: a grammar forces parts of the text, so drafts that are nearly certain go as deep as there are rows.
     """
 
     prompt: tuple[int, ...]
@@ -223,6 +230,9 @@ class GenerationRequest:
     prefill_window: int = 16
     reserved_tree_slots: int = 0
     vocab_size: int = 1 << 31
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constrained: bool = False
 
     @classmethod
     def checked(
@@ -236,6 +246,9 @@ class GenerationRequest:
         prefill_chunk: int = 256,
         prefill_window: int = 16,
         reserved_tree_slots: int = 0,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        constrained: bool = False,
     ) -> GenerationRequest:
         """A request that a swarm can serve. Raises InvalidRequest and ContextOverflow."""
         if not prompt:
@@ -253,4 +266,16 @@ class GenerationRequest:
             )
         tokens = min(max_new_tokens, context_length - len(prompt))
         room = min(reserved_tree_slots, context_length - len(prompt) - tokens)
-        return cls(tuple(prompt), tokens, frozenset(eos_ids), prefill_chunk, prefill_window, room, vocab_size)
+        eos = frozenset(eos_ids)
+        return cls(
+            tuple(prompt),
+            tokens,
+            eos,
+            prefill_chunk,
+            prefill_window,
+            room,
+            vocab_size,
+            logprobs,
+            prompt_logprobs,
+            constrained,
+        )

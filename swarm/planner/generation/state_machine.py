@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from swarm.errors import ProtocolError
-from swarm.planner.generation.draft_tree import NO_SLOT, DraftNode, DraftTree, MedusaCandidates
+from swarm.planner.generation.draft_tree import NO_SLOT, DraftNode, DraftTree
 from swarm.planner.generation.events import (
     SEQUENTIAL,
     Action,
@@ -39,6 +38,8 @@ from swarm.planner.generation.events import (
     StepDone,
     StopRequested,
 )
+from swarm.planner.generation.step_results import PromptLogprobs, check_result
+from swarm.types import TokenLogprobs
 
 __all__ = [
     "Action",
@@ -71,6 +72,7 @@ class DraftLimits:
     candidates_per_node: int = 8  # less likely ones are never worth a row
     nodes_per_model_call: int = 12  # the draft model's time grows with them
     slot_slack: int = 32  # tree slots left free, as partly filled KV blocks use room too
+    run_rows: int = 32  # of a step, where a grammar forces the text: they carry no risk, whatever the policy allows
 
 
 LIMITS = DraftLimits()
@@ -124,6 +126,7 @@ class GenerationState:
     _drafts_requested: tuple[DraftNode, ...] = field(init=False, default=())  # nodes with a request in flight
     _draft_rounds: int = field(init=False, default=0)  # draft requests for the next step
     _model_calls: int = field(init=False, default=0)  # those of them that use the draft model
+    _prompt_logprobs: PromptLogprobs = field(init=False, default_factory=PromptLogprobs)
 
     def __post_init__(self) -> None:
         self.known = list(self.request.prompt)
@@ -132,6 +135,11 @@ class GenerationState:
     @property
     def generated(self) -> tuple[int, ...]:
         return tuple(self.known[len(self.request.prompt) :])
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of each token of the prompt after the first, if asked for; () before all of them are there."""
+        return self._prompt_logprobs.of(self.request)
 
     @property
     def max_tokens(self) -> int:
@@ -144,7 +152,7 @@ class GenerationState:
         return len(self.request.prompt) + self.request.max_new_tokens
 
     def handle(self, event: Event) -> list[Action]:
-        """Raises ProtocolError if a result has another number of tokens than its step samples."""
+        """Raises ProtocolError if a result is not what its step asked for, see `step_results`."""
         if self.phase is GenerationPhase.DONE:
             return []
         match event:
@@ -190,16 +198,18 @@ class GenerationState:
 
     # Results ---------------------------------------------------------------------------------------------------------
 
+    def preview(self, result: StepDone) -> tuple[int, ...]:
+        """The tokens that `result` adds to the text, without adding them; () for a late or malformed one."""
+        sent = self._in_flight.get(result.step)
+        if result.epoch != self.epoch or sent is None or len(result.tokens) != len(sent.nodes):
+            return ()
+        return self._tree.follow(dict(zip(sent.nodes, result.tokens, strict=True)), self.request.eos_ids)
+
     def _on_step_result(self, event: StepDone) -> list[Action]:
         sent = self._in_flight.get(event.step)
         if event.epoch != self.epoch or sent is None:
             return []  # late, from before a repair or a rejection
-        if len(event.tokens) != sent.step.samples:
-            raise ProtocolError(f"the tail sampled {len(event.tokens)} tokens instead of {sent.step.samples}")
-        if max(event.tokens, default=0) >= self.request.vocab_size:
-            raise ProtocolError(
-                f"the tail sampled token {max(event.tokens)} of a vocabulary of {self.request.vocab_size}"
-            )
+        check_result(event, sent.step, self.request)
         del self._in_flight[event.step]
         del self._accepted[: len(sent.step.commit_slots)]
         self._commits_in_flight -= len(sent.step.commit_slots)
@@ -207,14 +217,19 @@ class GenerationState:
         self._draft_rounds = self._model_calls = 0
         for node, token in zip(sent.nodes, event.tokens, strict=True):
             node.sampled = token
+        for node, token, wire in zip(sent.nodes, event.tokens, event.logprobs, strict=False):
+            node.logprobs = wire.to_logprobs(token)
+        self._prompt_logprobs.add(event, sent.step, self.request)
         for node, proposed in zip(sent.nodes, event.medusa_candidates, strict=False):
             if all(token < self.request.vocab_size for candidates in proposed for token, _ in candidates):
                 node.medusa_candidates = proposed
         actions: list[Action] = []
-        tokens, ahead, reason, missed = self._accept_sampled()
-        if tokens:
+        accepted, reason, missed = self._accept_sampled()
+        if accepted:
+            tokens = tuple(node.sampled for node in accepted if node.sampled is not None)
+            logprobs = tuple(node.logprobs for node in accepted if node.logprobs is not None)
             self.known.extend(tokens)
-            actions.append(EmitTokens(tokens, event.trace, ahead))
+            actions.append(EmitTokens(tokens, event.trace, accepted[-1].medusa_candidates, logprobs))
         if reason is not None:
             self.phase = GenerationPhase.DONE
             return [*actions, Finish(reason)]
@@ -222,28 +237,26 @@ class GenerationState:
             actions += self._on_miss()
         return [*actions, *self._advance()]
 
-    def _accept_sampled(self) -> tuple[tuple[int, ...], MedusaCandidates, FinishReason | None, bool]:
-        """Follow the sampled tokens down the tree. -> (new tokens, Medusa candidates after them, the finish reason if
-        it ends, whether the last one was not drafted)
+    def _accept_sampled(self) -> tuple[list[DraftNode], FinishReason | None, bool]:
+        """Follow the sampled tokens down the tree. -> (the nodes that they were sampled after, the finish reason if it
+        ends, whether the last token was not drafted)
 
         The end-of-turn token itself is kept.
         """
-        tokens: list[int] = []
-        ahead: MedusaCandidates = ()
+        accepted: list[DraftNode] = []
         while (token := self._tree.root.sampled) is not None:
-            tokens.append(token)
-            ahead = self._tree.root.medusa_candidates
+            accepted.append(self._tree.root)
             if token in self.request.eos_ids:
-                return tuple(tokens), ahead, FinishReason.EOS, False
-            if len(self.known) + len(tokens) >= self._end:
-                return tuple(tokens), ahead, FinishReason.LENGTH, False
+                return accepted, FinishReason.EOS, False
+            if len(self.known) + len(accepted) >= self._end:
+                return accepted, FinishReason.LENGTH, False
             slot = self._tree.advance(token)
             if slot == NO_SLOT:
                 self.stats.rejected += 1
-                return tuple(tokens), ahead, None, True
+                return accepted, None, True
             self.stats.accepted += 1
             self._accepted.append(slot)
-        return tuple(tokens), ahead, None, False
+        return accepted, None, False
 
     def _on_miss(self) -> list[Action]:
         """The token sampled last was not in flight as a draft: send it, after the accepted ones, in a new epoch."""
@@ -284,6 +297,10 @@ class GenerationState:
             if nodes:
                 self._draft_rounds += 1
                 return self._draft_request(nodes, use_model=policy.min_mass_blocking is None)
+        if self.request.constrained:
+            ends = self._tree.ends_of_runs(self._run_rows(), self._end - 1)
+            if ends:
+                return self._draft_request(ends, use_model=policy.min_mass_blocking is None)
         return (
             self._request_model_drafts()
             if policy.min_mass_blocking is not None and self._model_calls < max_model_calls
@@ -307,10 +324,14 @@ class GenerationState:
         paths = tuple(self._tree.path(node) for node in nodes)
         return [RequestDrafts(paths, min(self.policy.max_tree_rows, LIMITS.candidates_per_node), use_model)]
 
-    def _free_tree_slots(self) -> int:
-        """How many more tree nodes may be sent."""
+    def _free_tree_slots(self, most: int | None = None) -> int:
+        """How many more tree nodes may be sent; `most`: in place of the policy's rows a step."""
         free = self.max_tokens - len(self.known) - LIMITS.slot_slack - self._tree.num_sent
-        return max(0, min(self.policy.max_tree_rows, free))
+        return max(0, min(self.policy.max_tree_rows if most is None else most, free))
+
+    def _run_rows(self) -> int:
+        """How many nodes of a text that a grammar forces may be sent."""
+        return self._free_tree_slots(LIMITS.run_rows) if self.request.constrained and self.policy.max_tree_rows else 0
 
     # Sending ---------------------------------------------------------------------------------------------------------
 
@@ -343,7 +364,11 @@ class GenerationState:
             policy = self.policy
             min_path_prob = 0.0 if causal else policy.min_path_prob
             nodes = self._tree.take_for_step(
-                self._free_tree_slots(), policy.max_depth_per_step, policy.min_node_logprob, min_path_prob
+                self._free_tree_slots(),
+                policy.max_depth_per_step,
+                policy.min_node_logprob,
+                min_path_prob,
+                self._run_rows(),
             )
             if not causal and not nodes:
                 return []
