@@ -12,22 +12,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from swarm.config import ClientConfig
-from swarm.errors import UsageError
+from swarm.errors import InvalidRequest, UsageError
 from swarm.net.libp2p.options import HostOptions
 from swarm.old_names import current
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationRequest, GenerationState
-from swarm.types import Chain, Snapshot
-from swarm_client.api.options import OUTLINE, ChatMessage, GenerationKeywords, GenerationOptions, check_messages
+from swarm.types import Chain, Grammar, Snapshot
+from swarm_client.api.options import (
+    MAX_FORKS,
+    MAX_SEED,
+    OUTLINE,
+    ChatMessage,
+    GenerationKeywords,
+    GenerationOptions,
+    check_messages,
+)
 from swarm_client.api.results import GenerationResult, GenerationStream
+from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.generation_loop import GenerationLoop
 from swarm_client.generation.session_manager import SessionManager
+from swarm_client.generation.shared_prefill import SharedPrefill
 from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextStream
 from swarm_client.network.connection import ClientNetwork, connect
@@ -41,9 +53,12 @@ from swarm_client.speculation.drafter_factory import MEDUSA, DrafterFactory
 from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES
 from swarm_kernels.device.device import release_free_memory
 from swarm_kernels.models.open import ModelSource, open_model
+from swarm_kernels.sampling.grammar import GrammarCompiler
 from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
 
 _T = TypeVar("_T")
+
+MAX_GRAMMAR_THREADS = 2  # of all generations together
 
 RESERVED_TREE_SLOTS = 192  # draft-tree nodes that hops reserve KV slots for, beside a session's tokens
 
@@ -81,7 +96,10 @@ class SwarmClient:
         self._prefix_locations = PrefixLocations()
         self._source: ModelSource | None = None
         self._tokenizer = tokenizer
+        self._grammars: GrammarCompiler | None = None
+        self._grammar_threads = ThreadPoolExecutor(MAX_GRAMMAR_THREADS, thread_name_prefix="swarm-grammar")
         self._skeleton_decoder: SkeletonDecoder | None = None
+        self._slots = slots(self.config.limits.max_sessions_per_peer)  # of outlined points and forks
 
     async def __aenter__(self) -> SwarmClient:
         """Raises ModelError, UsageError (no peers), PeerUnreachable."""
@@ -106,6 +124,7 @@ class SwarmClient:
                 )
             self._source, self._network = source, network
             self._tokenizer = self._tokenizer or load_tokenizer(source)
+            self._grammars = GrammarCompiler(self._tokenizer, source.config.vocab_size)
             if self._make_drafter is None:
                 self._drafter_factory = await DrafterFactory.load(self.config.drafter, source, self._tokenizer)
             self._router = ChainRouter(
@@ -123,7 +142,7 @@ class SwarmClient:
                 self._stream,
                 self._tokenizer,
                 source.config.context_length,
-                slots(self.config.limits.max_sessions_per_peer),
+                self._slots,
                 load_templates(self.config.outline_templates) if self.config.outline_templates else BUILT_IN,
             )
             self._stack = stack.pop_all()
@@ -133,13 +152,20 @@ class SwarmClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
-        self._router = self._skeleton_decoder = self._source = self._network = None  # every call raises UsageError now
+        self._router = self._skeleton_decoder = self._source = self._network = self._grammars = (
+            None  # every call raises UsageError now
+        )
         self._drafter_factory = DrafterFactory()  # and no draft model stays in memory with a reference to the client
         release_free_memory()
 
     @property
     def tokenizer(self) -> ChatTokenizer:
         return _entered(self._tokenizer)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return _entered(self._source).config.context_length
 
     async def snapshot(self) -> Snapshot:
         """The swarm as it is now."""
@@ -154,67 +180,125 @@ class SwarmClient:
 
         Raises InvalidRequest and ContextOverflow at once; NoRoute and NetworkError while it is read.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return self._stream(ids, self._options(options))
+        return self._stream(self._encode(prompt), self._options(options))
 
-    def chat_stream(self, messages: Sequence[ChatMessage], **options: Unpack[GenerationKeywords]) -> GenerationStream:
-        """Answer a conversation, through the model's own chat template. Raises like `stream`."""
+    def fork_streams(
+        self, prompt: str | Sequence[int], n: int, **options: Unpack[GenerationKeywords]
+    ) -> tuple[TextStream, ...]:
+        """`n` continuations of one prompt, whose keys and values the hops compute once: number i is what `stream`
+        with `seed + i` gives. Only the first has `prompt_logprobs`.
+
+        Read them at the same time, each in a task of its own, or one after the other to its end: the one that is read
+        first computes the prompt and the others wait for its first token, and no more of them run at a time than a
+        node admits sessions of one peer. Raises like `stream`.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_FORKS:
+            raise InvalidRequest(f"n is {n!r}; it must be an integer from 1 to {MAX_FORKS}")
+        ids, checked, prefill = self._encode(prompt), self._options(options), SharedPrefill(self._slots)
+        seed = checked.sampling().seed
+        first = replace(checked, seed=seed)
+        others = [replace(checked, seed=(seed + i) % MAX_SEED, prompt_logprobs=None) for i in range(1, n)]
+        return tuple(self._stream(ids, fork, prefill) for fork in (first, *others))
+
+    def chat_prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids that `chat_stream` continues, by the model's own chat template.
+
+        `tools`: functions that the model may call, in OpenAI's form (`tokenizer.supports_tools` tells whether it
+        learns of them). `template_options`: further variables of the template, such as `enable_thinking`. Raises
+        InvalidRequest, and UnsupportedModel without a chat template.
+        """
         check_messages(messages)
+        if not tools and not template_options:
+            return self.tokenizer.apply_chat_template(messages)
+        return self.tokenizer.apply_chat_template(messages, tools=tools, template_options=template_options)
+
+    def chat_stream(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerationKeywords],
+    ) -> GenerationStream:
+        """Answer a conversation; see `chat_prompt`. With tools the answer is no outline. Raises like `stream`."""
         checked = self._options(options)
-        if checked.decoding == OUTLINE or (checked.decoding == "auto" and self.config.outline_in_auto):
+        plain = not tools and not template_options and not checked.excludes_outline
+        if plain and (checked.decoding == OUTLINE or (checked.decoding == "auto" and self.config.outline_in_auto)):
+            check_messages(messages)
             decoder = _entered(self._skeleton_decoder)
             return decoder.stream(messages, checked, decoder.route(messages, checked))
-        return self._stream(self.tokenizer.apply_chat_template(messages), checked)
+        return self._stream(self.chat_prompt(messages, tools=tools, template_options=template_options), checked)
 
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationKeywords]) -> GenerationResult:
         """`stream`, read to its end."""
         return await self.stream(prompt, **options).read()
 
-    async def chat(self, messages: Sequence[ChatMessage], **options: Unpack[GenerationKeywords]) -> GenerationResult:
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerationKeywords],
+    ) -> GenerationResult:
         """`chat_stream`, read to its end."""
-        return await self.chat_stream(messages, **options).read()
+        return await self.chat_stream(messages, tools=tools, template_options=template_options, **options).read()
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _options(self, options: Mapping[str, Any]) -> GenerationOptions:
-        merged: dict[str, Any] = {"decoding": self.config.decoding}
+        merged: dict[str, Any] = {}
         for name, value in options.items():
             flag, merged_value = current(name.replace("_", "-"), value)
             merged[flag.replace("-", "_")] = merged_value
         stop = merged.get("stop", ())
         if isinstance(stop, Iterable):
             merged["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        decoding = merged.pop("decoding", None)
         try:
-            return GenerationOptions(**merged)
+            checked = GenerationOptions(**merged)
+            if decoding is None:
+                by_config = self.config.decoding
+                decoding = "auto" if by_config == OUTLINE and checked.excludes_outline else by_config
+            return replace(checked, decoding=decoding)
         except TypeError as error:
             raise UsageError(f"not an option of a generation: {error}") from None
 
-    def _stream(self, prompt: Sequence[int], options: GenerationOptions) -> TextStream:
+    def _stream(
+        self, prompt: Sequence[int], options: GenerationOptions, prefill: SharedPrefill | None = None
+    ) -> TextStream:
+        """`prefill`: of the other streams of the same prompt, if it is a fork."""
         source = _entered(self._source)
+        vocab_size = source.config.vocab_size
+        beyond = next((token for token in options.logit_bias if token >= vocab_size), None)
+        if beyond is not None:
+            raise InvalidRequest(f"logit_bias has token {beyond}; the model's vocabulary has {vocab_size}")
         request = GenerationRequest.checked(
             prompt,
             options.max_new_tokens,
-            eos_ids=self.tokenizer.eos_token_ids,
+            eos_ids=() if options.ignore_eos else self.tokenizer.eos_token_ids,
             context_length=source.config.context_length,
-            vocab_size=source.config.vocab_size,
+            vocab_size=vocab_size,
             prefill_chunk=self.config.prefill_chunk or PREFILL.max_chunk,
             prefill_window=self.config.prefill_window,
             reserved_tree_slots=RESERVED_TREE_SLOTS if options.speculates else 0,
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
+            constrained=options.grammar is not None,
         )
         sampling = options.sampling()
         generation = GenerationState(request)
-        network, router = _entered(self._network), _entered(self._router)
-        speculation = None
-        if options.speculates:
-            drafter = self._make_drafter() if self._make_drafter else self._drafter_factory.drafter()
-            speculation = ClientSpeculation(
-                generation,
-                drafter,
-                router.costs,
-                options.fixed_strategy,
-                clock=network.clock,
-                stats=self._drafting_stats,
-            )
+        network = _entered(self._network)
+        speculation = self._speculation(generation, options)
         sessions = SessionManager(
-            router,
+            _entered(self._router),
             network,
             self.config.limits,
             source.name,
@@ -223,15 +307,45 @@ class SwarmClient:
             plan_chunks=self.config.prefill_chunk is None,
             prefix_locations=self._prefix_locations,
         )
-        loop = GenerationLoop(generation, sessions, self.config.limits, speculation)
+        loop = GenerationLoop(
+            generation, sessions, self.config.limits, speculation, self._answer_grammar(options.grammar)
+        )
         return TextStream(
             loop,
-            self.tokenizer.stream(),
+            self.tokenizer.stream(skip_special_tokens=options.skip_special_tokens),
             StopStrings(options.stop),
             network.clock,
             seed=sampling.seed,
-            explain=router.explain,
+            explain=sessions.router.explain,
+            prefill=prefill,
         )
+
+    def _speculation(self, generation: GenerationState, options: GenerationOptions) -> ClientSpeculation | None:
+        if not options.speculates:
+            return None
+        grammar, compiler = options.grammar, _entered(self._grammars)
+        compile_grammar = partial(compiler.compile, grammar) if grammar is not None else None
+        return ClientSpeculation(
+            generation,
+            self._make_drafter()
+            if self._make_drafter
+            else self._drafter_factory.drafter(compile_grammar, self._grammar_threads),
+            _entered(self._router).costs,
+            options.fixed_strategy,
+            clock=_entered(self._network).clock,
+            stats=self._drafting_stats,
+        )
+
+    def _answer_grammar(self, grammar: Grammar | None) -> AnswerGrammar | None:
+        if grammar is None:
+            return None
+        return AnswerGrammar(partial(_entered(self._grammars).compile, grammar), self._grammar_threads)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compiles the grammar, as every generation does with its own before a node is asked. Raises InvalidRequest for
+        one that is malformed or costs too much."""
+        compile_grammar = partial(_entered(self._grammars).compile, grammar)
+        await asyncio.get_running_loop().run_in_executor(self._grammar_threads, compile_grammar)
 
     def _host_options(self) -> HostOptions:
         if not self.config.peers:

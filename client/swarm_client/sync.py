@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
-from swarm.types import Snapshot
+from swarm.types import Grammar, Snapshot
 from swarm_client.api.options import ChatMessage, GenerationKeywords
 from swarm_client.api.results import GenerationResult, GenerationStream, TextChunk
 from swarm_client.client import SwarmClient
@@ -102,18 +102,53 @@ class SyncSwarmClient:
         self._connected()
         return SyncTextStream(self, self._client.stream(prompt, **options))
 
-    def chat_stream(self, messages: Sequence[ChatMessage], **options: Unpack[GenerationKeywords]) -> SyncTextStream:
+    def fork_streams(
+        self, prompt: str | Sequence[int], n: int, **options: Unpack[GenerationKeywords]
+    ) -> tuple[SyncTextStream, ...]:
         self._connected()
-        return SyncTextStream(self, self._client.chat_stream(messages, **options))
+        return tuple(SyncTextStream(self, stream) for stream in self._client.fork_streams(prompt, n, **options))
+
+    def chat_prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        self._connected()
+        return self._client.chat_prompt(messages, tools=tools, template_options=template_options)
+
+    def chat_stream(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerationKeywords],
+    ) -> SyncTextStream:
+        self._connected()
+        stream = self._client.chat_stream(messages, tools=tools, template_options=template_options, **options)
+        return SyncTextStream(self, stream)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationKeywords]) -> GenerationResult:
         return self.run(self._client.generate(prompt, **options))
 
-    def chat(self, messages: Sequence[ChatMessage], **options: Unpack[GenerationKeywords]) -> GenerationResult:
-        return self.run(self._client.chat(messages, **options))
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerationKeywords],
+    ) -> GenerationResult:
+        work = self._client.chat(messages, tools=tools, template_options=template_options, **options)
+        return self.run(work)
 
     def snapshot(self) -> Snapshot:
         return self.run(self._client.snapshot())
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        self.run(self._client.check_grammar(grammar))
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run one coroutine on the client's loop and wait; Ctrl-C cancels it there too."""

@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm.config import ClientConfig
+from swarm.types import Grammar, GrammarKind
 from swarm_client.cli import chat
-from swarm_client.cli.chat import ChatRequest, app
+from swarm_client.cli.chat import OneShotRequest, app
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWAkwEYAZ21mdLbKEcBshKQCC3GDGjH2hrUMhtVGz7k4hq"
 
@@ -23,7 +24,14 @@ PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWAkwEYAZ21mdLbKEcBshKQCC3GDGjH2hrUMhtVGz
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-p", "1.5"], "top_p is 1.5"),
         (["--top-k", "-3"], "top_k is -3"),
+        (["--min-p", "1.1"], "min_p is 1.1"),
         (["--repetition-penalty", "-2"], "repetition_penalty is -2.0"),
+        (["--frequency-penalty", "101"], "frequency_penalty is 101.0"),
+        (["--presence-penalty", "nan"], "presence_penalty is nan"),
+        (["--regex", ""], "a grammar must have 1 to"),
+        (["--regex", "a", "--json-schema", "x.json"], "not both"),
+        (["--json-schema", "/no/such/schema.json"], "cannot read /no/such/schema.json"),
+        (["--regex", "a", "--decoding", "outline"], "cannot have a grammar"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--seed", "-1"], "seed is -1"),
         (["--stop", ""], "stop string"),
@@ -68,12 +76,41 @@ def test_json_needs_a_prompt(tmp_path: Path) -> None:
     assert "--prompt" in result.stderr
 
 
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 50_000, b'"' + b"x" * (64 << 10) + b'"'])
+def test_a_file_that_is_no_schema(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_bytes(text)
+    arguments = ["hi", "--peer", PEER, "--json-schema", str(tmp_path / "schema.json")]
+    result = CliRunner().invoke(app, arguments, env={"SWARM_HOME": str(tmp_path)})
+    assert result.exit_code == 2
+    assert "schema.json is no JSON schema" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_sampling_flags_become_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[dict[str, object]] = []
+
+    async def answer_once(settings: ClientConfig, prompt: str, request: OneShotRequest) -> None:
+        seen.append(request.options)
+
+    monkeypatch.setattr(chat, "answer_once", answer_once)
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    flags = ["--min-p", "0.1", "--frequency-penalty", "0.5", "--presence-penalty", "-1"]
+    for grammar in (["--json-schema", str(tmp_path / "schema.json")], ["--regex", "a+"]):
+        result = CliRunner().invoke(app, ["hi", "--peer", PEER, *flags, *grammar], env={"SWARM_HOME": str(tmp_path)})
+        assert result.exit_code == 0, result.output
+    assert [(o["min_p"], o["frequency_penalty"], o["presence_penalty"]) for o in seen] == [(0.1, 0.5, -1.0)] * 2
+    assert [o["grammar"] for o in seen] == [
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
+        Grammar(GrammarKind.REGEX, "a+"),
+    ]
+
+
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts that were answered once."""
     prompts: list[str] = []
 
-    async def answer_once(settings: ClientConfig, prompt: str, request: ChatRequest) -> None:
+    async def answer_once(settings: ClientConfig, prompt: str, request: OneShotRequest) -> None:
         prompts.append(prompt)
 
     monkeypatch.setattr(chat, "answer_once", answer_once)

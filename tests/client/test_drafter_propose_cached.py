@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from swarm.errors import DrafterFailed
-from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
+from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
+from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
 from swarm_client.speculation.drafters.threaded import ThreadedDrafter
@@ -84,3 +87,25 @@ async def test_a_runner_reads_the_prompt_ahead_and_answers_at_once_here() -> Non
     with pytest.raises(DrafterFailed):
         await runner.propose_cached([()], 2)
     runner.close()
+
+
+class Elsewhere(Thinker):
+    """Notes in which thread its look-ups run."""
+
+    cached_is_synchronous = False
+
+    def _propose_cached(self, paths: Sequence[TokenPath], width: int) -> CachedProposal:
+        self.thread = threading.get_ident()
+        return super()._propose_cached(paths, width)
+
+
+async def test_look_ups_that_may_be_slow_leave_the_event_loop_alone() -> None:
+    drafter, shared = Elsewhere(), Elsewhere()
+    with ThreadPoolExecutor(1) as threads:
+        for own, runner in ((drafter, ThreadedDrafter(drafter)), (shared, InlineDrafter(shared, threads))):
+            await runner.reset([1, 2])
+            assert (await runner.propose_cached([()], 2)).unassigned_mass == [1.0]
+            assert own.thread != threading.get_ident()
+            with pytest.raises(DrafterFailed, match="no such token"):
+                await runner.extend([-1])
+            runner.close()

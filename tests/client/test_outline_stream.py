@@ -39,7 +39,7 @@ class Letters:
     def apply_chat_template(self, messages: Sequence[Any]) -> list[int]:
         return self.encode("".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<assistant>")
 
-    def stream(self) -> Letters:
+    def stream(self, *, skip_special_tokens: bool = True) -> Letters:
         return self
 
     def push(self, token: int) -> str:

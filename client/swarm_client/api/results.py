@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from swarm.planner.generation.state_machine import FinishReason
-from swarm.types import Chain
+from swarm.types import Chain, TokenLogprobs
 from swarm_client.api.outline_report import OutlineReport
 
 
@@ -18,13 +20,14 @@ class TextChunk:
     """Text that one step committed. `trace`: (queue ms, compute ms) of each hop for that step; `text` may be empty
     while a character or a possible stop string is incomplete.
 
-    `waiting`: why there is no chain now; such a chunk has no text.
+    `waiting`: why there is no chain now; such a chunk has no text. `logprobs`: of each of `token_ids`, if asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     trace: tuple[tuple[float, float], ...]
     waiting: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class GenerationResult:
     cached_prompt_tokens: int = 0  # of the prompt, found in the prefix caches of all hops
     speculation: dict[str, Any] | None = None  # see `ClientSpeculation.to_json`; None without speculative decoding
     outline: OutlineReport | None = None  # of an answer that was requested as an outline, or became one
+    stop_string: str | None = None  # the one that ended it
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of each token of the prompt after the first, if asked for
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -66,16 +72,36 @@ class GenerationResult:
             "cached_prompt_tokens": self.cached_prompt_tokens,
             "speculation": self.speculation,
             "outline": self.outline.to_json() if self.outline is not None else None,
+            **({"stop_string": self.stop_string} if self.stop_string is not None else {}),
+            **({"logprobs": _logprobs_json(self.logprobs)} if self.logprobs else {}),
+            **({"prompt_logprobs": _logprobs_json(self.prompt_logprobs)} if self.prompt_logprobs else {}),
         }
+
+
+def _logprobs_json(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    return [
+        {
+            "token": entry.token,
+            "logprob": entry.logprob,
+            "top": [{"token": token, "logprob": logprob} for token, logprob in entry.top],
+        }
+        for entry in logprobs
+    ]
 
 
 class GenerationStream(ABC):
     """`async for chunk in stream`, then `stream.result`. Leaving it early, or `cancel()`, ends it on all hops.
 
-    Use as an async context manager so that an exception in the loop also ends it. Subclasses set `_chunks`.
+    Use as an async context manager so that an exception in the loop also ends it. Another task than the one that reads
+    it may cancel it: the reader's loop ends. Subclasses set `_reason` when they have read to the end.
     """
 
-    _chunks: AsyncGenerator[TextChunk, None]
+    def __init__(self, chunks: AsyncGenerator[TextChunk, None]) -> None:
+        self._reason: FinishReason | None = None
+        self._chunks = self._read(chunks)
+        self._reader: asyncio.Task[Any] | None = None  # the task that waits for the next chunk
+        self._cancelled = False  # `cancel` was called
+        self._ended = asyncio.Event()
 
     def __aiter__(self) -> AsyncIterator[TextChunk]:
         return self._chunks
@@ -98,6 +124,33 @@ class GenerationStream(ABC):
     @abstractmethod
     async def cancel(self) -> None:
         """Stop it; the text shown so far is the answer. Idempotent."""
+
+    async def _stop_reading(self) -> None:
+        """End the chunks, and what they are made from."""
+        if not self._cancelled and not self._ended.is_set():
+            self._cancelled = True
+            if self._reader is None:
+                await self._chunks.aclose()
+                self._ended.set()
+            elif self._reason is None:
+                self._reader.cancel()
+        await self._ended.wait()
+
+    async def _read(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
+        """`chunks`, whose reader `_stop_reading` can interrupt."""
+        self._reader = asyncio.current_task()
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    self._reader = None
+                    yield chunk
+                    self._reader = asyncio.current_task()
+        except asyncio.CancelledError:
+            if not self._cancelled or self._reader is None or self._reader.uncancel():
+                raise
+        finally:
+            self._reader = None
+            self._ended.set()
 
     @property
     @abstractmethod

@@ -3,7 +3,6 @@ terminal is in `repl`."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import sys
@@ -15,11 +14,11 @@ import typer
 import uvloop
 
 from swarm import old_names
-from swarm.config import ClientConfig, env_value, load, local_swarm, split_list
+from swarm.config import ClientConfig, env_value, split_list
 from swarm.errors import SwarmError, UsageError
-from swarm.invite import parse
+from swarm.types import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
 from swarm_client.api.options import OUTLINE, STRATEGIES, GenerationOptions, check_messages
-from swarm_client.network.discovery import peers_nearby
+from swarm_client.network.discovery import client_config
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -28,7 +27,7 @@ CHAT_TEMPERATURE, CHAT_TOP_P = 0.2, 0.9  # the built-in model card's advice
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
+class OneShotRequest:
     """What the command line requests, apart from the config."""
 
     system: str
@@ -66,6 +65,9 @@ _Prompt = Annotated[
         "--prompt", help="The same as the argument PROMPT. Without either, a pipe's text is the prompt.", metavar="TEXT"
     ),
 ]
+_JsonSchema = Annotated[
+    Path | None, _option("--json-schema", help="The answer is JSON that matches the schema in this file.")
+]
 _Libp2p = Annotated[
     str | None, typer.Option(help="go, or python for no Go program: py-libp2p in a thread.", metavar="KIND")
 ]
@@ -86,9 +88,14 @@ def run(
     temperature: Annotated[float, _option("--temperature", help="0 is greedy.")] = CHAT_TEMPERATURE,
     top_p: Annotated[float, _option("--top-p", help="1 is off.")] = CHAT_TOP_P,
     top_k: Annotated[int, _option("--top-k", help="0 is off.")] = 0,
+    min_p: Annotated[float, _option("--min-p", help="0 is off.")] = 0.0,
     repetition_penalty: Annotated[float, _option("--repetition-penalty", help="1 is off.")] = 1.0,
+    frequency_penalty: Annotated[float, _option("--frequency-penalty", help="0 is off.")] = 0.0,
+    presence_penalty: Annotated[float, _option("--presence-penalty", help="0 is off.")] = 0.0,
     seed: Annotated[int | None, _option("--seed", help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
+    json_schema: _JsonSchema = None,
+    regex: Annotated[str | None, _option("--regex", help="The answer matches this regular expression.")] = None,
     network: Annotated[str | None, typer.Option(help="The swarm's name, where a network has several.")] = None,
     no_discovery: _NoDiscovery = False,
     libp2p: _Libp2p = None,
@@ -103,17 +110,17 @@ def run(
         given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "decoding": decoding}
         given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network}
         given["discovery"] = False if no_discovery else None
-        settings = _settings(given, invite, config)
+        settings = client_config(ClientConfig, given, invite, config)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "temperature": 0.0 if greedy else temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "repetition_penalty": repetition_penalty,
+            "grammar": _grammar(json_schema, regex),
             "seed": seed,
             "stop": tuple(stop or split_list(env_value("stop"))),
         }
-        request = ChatRequest(system, options, as_json)
+        options |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
+        options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
+        request = OneShotRequest(system, options, as_json)
         if prompt is None:
             from swarm_client.cli.repl import interact  # the terminal's libraries are not needed for --prompt
 
@@ -126,7 +133,7 @@ def run(
         raise typer.Exit(130) from None
 
 
-async def answer_once(settings: ClientConfig, prompt: str, request: ChatRequest) -> None:
+async def answer_once(settings: ClientConfig, prompt: str, request: OneShotRequest) -> None:
     """Print the answer as it comes, or with --json one object at the end."""
     from swarm_client.client import SwarmClient
 
@@ -174,30 +181,23 @@ def _one_prompt(argument: str | None, flag: str | None, as_json: bool) -> str | 
     return None
 
 
-def _settings(given: dict[str, Any], invite: str | None, config: Path | None) -> ClientConfig:
-    """The config of flags (None: not given), the invite, the environment and the file. Raises UsageError."""
-    invite = invite if invite is not None else env_value("invite") or None
-    invited = parse(invite).settings() if invite is not None else {}
-    flags = {name: value for name, value in given.items() if value is not None}
-    return _with_peers(load(ClientConfig, {**invited, **flags}, config))
-
-
-def _with_peers(settings: ClientConfig) -> ClientConfig:
-    """Without --peer, the swarm that `swarm-node local` runs on this machine, and its model unless one was named; then
-    the swarm of this model in the local network.
-    """
-    if settings.peers:
-        return settings
+def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    """What the answer must match. Raises UsageError."""
+    if json_schema is None:
+        return Grammar(GrammarKind.REGEX, regex) if regex is not None else None
+    if regex is not None:
+        raise UsageError("an answer matches --json-schema or --regex, not both")
     try:
-        model, peers = local_swarm()
-    except UsageError:
-        nearby = settings.discovery and uvloop.run(peers_nearby(settings))
-        if not nearby:
-            raise
-        return dataclasses.replace(settings, peers=nearby)
-    return dataclasses.replace(
-        settings, peers=peers, model=model if settings.model == _LIBRARY.model else settings.model
-    )
+        with json_schema.open(encoding="utf-8") as file:
+            schema = file.read(MAX_GRAMMAR_LENGTH + 1)
+        json.loads(schema)
+    except OSError as error:
+        raise UsageError(f"cannot read {json_schema}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{json_schema} is no JSON schema of at most {MAX_GRAMMAR_LENGTH} characters: {error}"
+        ) from None
+    return Grammar(GrammarKind.JSON_SCHEMA, schema)
 
 
 def _fail(error: SwarmError, as_json: bool) -> None:

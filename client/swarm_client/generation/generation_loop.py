@@ -35,6 +35,7 @@ from swarm.planner.generation.state_machine import (
     StepDone,
 )
 from swarm.types import Chain
+from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.session_manager import SessionManager
 from swarm_client.health.stall_locator import hop_holding
 from swarm_client.health.straggler_detector import StragglerDetector, StragglerSuspicion
@@ -74,6 +75,7 @@ class GenerationLoop:
     sessions: SessionManager
     limits: Limits
     speculation: ClientSpeculation | None = None
+    grammar: AnswerGrammar | None = None
     policy: RepairPolicy = RepairPolicy()
     chain: Chain | None = None
     cached_tokens: int = 0  # tokens that the hops had in their prefix caches when the last session was opened
@@ -88,16 +90,19 @@ class GenerationLoop:
     async def run(self) -> AsyncGenerator[EmitTokens | Waiting | Finish, None]:
         """Yields tokens as they are committed. Closing the generator closes the session on every hop.
 
-        Raises NoRoute when no chain covers the model, or the last hop's own error when every chain failed.
+        Raises InvalidRequest for a bad grammar, NoRoute when no chain covers the model, or the last hop's own error
+        when every chain failed.
         """
         try:
+            if self.grammar is not None:
+                await self.grammar.begin()
             if self.speculation is not None:
                 await self.speculation.begin()
             async for notice in self._connect(self.limits.route_timeout_s):
                 yield notice
             while True:
                 event = self._pending.pop() if self._pending else await self._next_event()
-                for action in self._handle(event):
+                for action in await self._handle(event):
                     match action:
                         case SendStep():
                             lost = await self._send(action)
@@ -114,6 +119,8 @@ class GenerationLoop:
                                 await self.speculation.emitted(action.tokens, action.medusa_candidates)
                             yield action
                         case RepairChain():
+                            if self.grammar is not None:
+                                await self.grammar.check(self.generation.generated)
                             self._on_hop_lost(action)
                             async for notice in self._connect(self._repair_time_s(), action.committed):
                                 yield notice
@@ -125,15 +132,22 @@ class GenerationLoop:
                 self.speculation.close()
             await self._close()
 
-    def _handle(self, event: Event) -> list[Action]:
-        """The generation's actions for an event; a tail that violates the protocol counts as lost."""
+    async def _handle(self, event: Event) -> list[Action]:
+        """The generation's actions for an event; a tail that violates the protocol or the grammar counts as lost."""
         if isinstance(event, StepDone) and self.speculation is not None:
             self.speculation.on_result(event)
         try:
+            if isinstance(event, StepDone) and self.grammar is not None:
+                await self._check_grammar(event, self.grammar)
             return self.generation.handle(event)
         except ProtocolError as error:
             assert self.chain is not None  # results come along a chain
             return self.generation.handle(HopLost(self.chain.peers[-1], str(error)))
+
+    async def _check_grammar(self, result: StepDone, grammar: AnswerGrammar) -> None:
+        """Raises ProtocolError."""
+        if not await grammar.permits(self.generation.generated, self.generation.preview(result)):
+            raise ProtocolError("the tail sampled a token that the request's grammar forbids")
 
     async def _discard_in_flight(self, action: DiscardInFlight) -> None:
         assert self._session is not None  # steps in flight were sent along it
@@ -174,8 +188,16 @@ class GenerationLoop:
         slow = await self._evict_straggler(session, suspicion)
         if slow is not None:
             self._pending.append(HopLost(slow.peer, str(slow)))
-        tokens, trace = tuple(result.tokens), tuple(result.trace)
-        return StepDone(result.epoch, result.step, tokens, trace, result.active_sessions, medusa_candidates(result))
+        return StepDone(
+            result.epoch,
+            result.step,
+            tuple(result.tokens),
+            tuple(result.trace),
+            result.active_sessions,
+            medusa_candidates(result),
+            tuple(result.logprobs),
+            tuple(result.prompt_logprobs),
+        )
 
     async def _evict_straggler(
         self, session: InferenceSession, suspicion: StragglerSuspicion | None

@@ -48,7 +48,13 @@ class SessionManager:
         nodes = {n.peer: n for n in snapshot.nodes}
         first = nodes[chain.hops[0].peer]
         spec = SessionSpec(
-            self.model, first.weight_hash, first.dtype, generation.max_tokens, self.sampling, self.num_medusa_candidates
+            self.model,
+            first.weight_hash,
+            first.dtype,
+            generation.max_tokens,
+            self.sampling,
+            self.num_medusa_candidates,
+            prompt_tokens=len(generation.request.prompt),
         )
         try:
             session = await InferenceSession.open(

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import EmitTokens, Finish, FinishReason, StopRequested
 from swarm.planner.speculation.forecast import Strategy
-from swarm.types import Chain
+from swarm.types import Chain, TokenLogprobs
 from swarm_client.api.results import GenerationResult, GenerationStream, TextChunk
 from swarm_client.generation.generation_loop import GenerationLoop, Waiting
+from swarm_client.generation.shared_prefill import SharedPrefill
 from swarm_client.generation.stop_strings import StopStrings
 
 Trace = tuple[tuple[float, float], ...]
@@ -91,7 +92,9 @@ class TextStream(GenerationStream):
         *,
         seed: int,
         explain: Callable[[Chain], str],
+        prefill: SharedPrefill | None = None,
     ) -> None:
+        """`prefill`: of the streams that continue the same prompt."""
         self._loop = loop
         self._decoder = decoder
         self._stops = stops
@@ -99,12 +102,13 @@ class TextStream(GenerationStream):
         self._seed = seed
         self._explain = explain
         self._text: list[str] = []
-        self._reason: FinishReason | None = None
-        self._chunks = self._run()
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        super().__init__(self._run() if prefill is None else prefill.fork(self._run()))
 
     async def cancel(self) -> None:
         """End the generation where it is; what was shown so far is the answer. Idempotent."""
-        await self._chunks.aclose()
+        await self._stop_reading()
         if self._reason is None:
             self._reason = FinishReason.CANCELLED
             self._loop.generation.handle(StopRequested(self._reason))
@@ -122,7 +126,7 @@ class TextStream(GenerationStream):
         generation, chain = self._loop.generation, self._loop.chain or Chain(())
         return GenerationResult(
             text="".join(self._text),
-            token_ids=generation.generated,
+            token_ids=tuple(self._tokens),
             prompt_token_ids=generation.request.prompt,
             finish_reason=self._reason,
             tokens_per_second=self._timing.tokens_per_second,
@@ -136,6 +140,9 @@ class TextStream(GenerationStream):
             network_ms=self._timing.network_ms(),
             cached_prompt_tokens=self._loop.cached_tokens,
             speculation=self.speculation,
+            stop_string=self._stops.hit,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=generation.prompt_logprobs,
         )
 
     @property
@@ -159,9 +166,12 @@ class TextStream(GenerationStream):
             async for action in actions:
                 match action:
                     case EmitTokens():
-                        self._timing.record(len(action.tokens), action.trace)
-                        text = self._show(action)
-                        yield TextChunk(text, action.tokens, action.trace)
+                        text, count = self._show(action)
+                        tokens, logprobs = action.tokens[:count], action.logprobs[:count]
+                        self._timing.record(count, action.trace)
+                        self._tokens += tokens
+                        self._logprobs += logprobs
+                        yield TextChunk(text, tokens, action.trace, logprobs=logprobs)
                         if self._stops.hit is not None:
                             self._reason = FinishReason.STOP
                             self._loop.generation.handle(StopRequested(self._reason))
@@ -175,8 +185,14 @@ class TextStream(GenerationStream):
                         if rest:
                             yield TextChunk(rest, (), ())
 
-    def _show(self, action: EmitTokens) -> str:
-        eos = self._loop.generation.request.eos_ids
-        text = "".join(self._stops.push(self._decoder.push(t)) for t in action.tokens if t not in eos)
+    def _show(self, action: EmitTokens) -> tuple[str, int]:
+        """-> the text that can be shown now, and how many tokens of the answer these are: those after a stop string
+        are not, however many came with it."""
+        eos, count, text = self._loop.generation.request.eos_ids, 0, ""
+        for token in action.tokens:
+            count += 1
+            text += self._stops.push(self._decoder.push(token)) if token not in eos else ""
+            if self._stops.hit is not None:
+                break
         self._text.append(text)
-        return text
+        return text, count

@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(self, messages: Sequence[ChatMessage]) -> list[int]: ...
 
-    def stream(self) -> TextDecoder: ...
+    def stream(self, *, skip_special_tokens: bool = True) -> TextDecoder: ...
 
 
 class OutlineStream(GenerationStream):
@@ -81,16 +81,15 @@ class OutlineStream(GenerationStream):
         self._shown: GenerationStream | None = None  # whose text is shown now
         self._text: list[str] = []
         self._pending_space = ""  # trailing, shown only if more of the same point follows
-        self._reason: FinishReason | None = None
         if routing.template is None:
             self._ordinary = self._start_ordinary()
         else:
             self._outline = self._start_outline(routing.template)
-        self._chunks = self._run()
+        super().__init__(self._run())
 
     async def cancel(self) -> None:
         """Stop all generations; the text shown so far is the answer. Idempotent."""
-        await self._chunks.aclose()
+        await self._stop_reading()
         for stream in (self._outline, self._ordinary):
             if stream is not None:
                 await stream.cancel()
@@ -238,7 +237,7 @@ class OutlineStream(GenerationStream):
             tuple(prompt),
             min(template.point_tokens, self._options.max_new_tokens // self._routing.points),
             max(_shared_prefix(prompt, other) for other in (self._prompt, *(point.prompt for point in self._points))),
-            self._tokenizer.stream(),
+            self._tokenizer.stream(skip_special_tokens=self._options.skip_special_tokens),
             self._tokenizer.eos_token_ids,
             StopStrings(template.stop),
             lambda: self._clock() - self._started,
@@ -283,6 +282,7 @@ class OutlineStream(GenerationStream):
             explanation=f"an outline, because {self._outline_reason}; {longest.explanation}",
             repairs=tuple(repair for answer in results for repair in answer.repairs),
             outline=report,
+            stop_string=self._stops.hit,
         )
 
 

@@ -93,6 +93,8 @@ class InferenceSession:
         """Dial every hop, open the session on all of them at once and wait until all are ready. Raises HopFailed."""
         session = os.urandom(16)
         hashes = block_hashes(history[:-1])  # the last token is sent anyway: the next is sampled after it
+        if spec.sampling.prompt_logprobs is not None:
+            hashes = []  # cached rows have no logits
         inbox = demux.register(session)
         self = cls(session, chain, spec, pool, demux, limits, inbox, hashes[:MAX_BLOCK_HASHES], epoch)
         try:
@@ -117,6 +119,7 @@ class InferenceSession:
             parents=list(action.parents),
             slots=list(action.slots),
             commit_slots=list(action.commit_slots),
+            forward_tokens=self.spec.sampling.needs_history,
         )
         self._step = action.step
         await self._links.send_watched(self.chain.hops[0].peer, step)
@@ -228,7 +231,8 @@ class InferenceSession:
         """Replay to a new first hop what the others hold already."""
         for start in range(0, len(tokens), REPLAY_ROWS):
             part = list(tokens[start : start + REPLAY_ROWS])
-            step = Step(self.id, self.epoch, 0, start, len(part), sample=False, tokens=part)
+            forward = self.spec.sampling.needs_history
+            step = Step(self.id, self.epoch, 0, start, len(part), sample=False, tokens=part, forward_tokens=forward)
             await self._links.send_watched(self.chain.hops[0].peer, step)
 
     # Opening ---------------------------------------------------------------------------------------------------------

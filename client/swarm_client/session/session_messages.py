@@ -16,7 +16,11 @@ from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId, Sampling
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What every hop gets when the session is opened."""
+    """What every hop gets when the session is opened.
+
+    `prompt_tokens`: how many of the text's first tokens are the prompt. If sampling needs the token ids before a row,
+    they travel with every step to the tail.
+    """
 
     model: str
     weight_hash: str
@@ -24,6 +28,7 @@ class SessionSpec:
     max_tokens: int
     sampling: Sampling
     num_medusa_candidates: int = 0  # of each of the tail's heads
+    prompt_tokens: int = 0
 
 
 def kv_sources(
@@ -62,6 +67,7 @@ def open_message(
 ) -> OpenSession:
     """`before`, `after`: the peers beside `hop`, "" for the client. `history`: all tokens so far."""
     tail = not after
+    tail_needs_history = tail and spec.sampling.needs_history
     return OpenSession(
         session=session,
         model=spec.model,
@@ -75,7 +81,8 @@ def open_message(
         downstream_addresses=_addresses(after, nodes),
         sampling=WireSampling.of(spec.sampling) if tail else None,
         num_medusa_candidates=spec.num_medusa_candidates if tail else 0,
-        penalty_tokens=list(history) if tail and spec.sampling.repetition_penalty != 1.0 else [],
+        history=list(history) if tail_needs_history else [],
+        prompt_tokens=spec.prompt_tokens if tail_needs_history else 0,
         kv_source=source.peer if source else "",
         kv_source_addresses=list(source.addresses) if source else [],
         kv_source_tokens=source.tokens if source else 0,

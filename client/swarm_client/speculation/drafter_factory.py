@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from swarm.errors import DrafterFailed, ModelError
 from swarm_client.speculation.controller import AsyncDrafter
 from swarm_client.speculation.drafters.base import Drafter
 from swarm_client.speculation.drafters.bundled import find_bundled
+from swarm_client.speculation.drafters.grammar import GrammarDrafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_client.speculation.drafters.medusa import MedusaDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
@@ -24,6 +26,7 @@ from swarm_client.speculation.drafters.threaded import ThreadedDrafter
 
 if TYPE_CHECKING:  # a client that drafts with no model loads none
     from swarm_kernels.models.open import ModelSource
+    from swarm_kernels.sampling.grammar import GrammarState
     from swarm_kernels.tokenizer.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,10 +60,16 @@ class DrafterFactory:
             logger.warning("drafting with n-grams alone: %s", error)
             return cls()
 
-    def drafter(self) -> AsyncDrafter:
-        if self._model is None:
-            return InlineDrafter(NgramDrafter())
-        drafter = MixtureDrafter([NgramDrafter(), self._model()])
+    def drafter(
+        self, compile_grammar: Callable[[], GrammarState] | None = None, threads: Executor | None = None
+    ) -> AsyncDrafter:
+        """`compile_grammar`: of the generation, if it has one; `threads`: where what it forces is computed."""
+        drafter: Drafter = NgramDrafter()
+        if self._model is not None:
+            drafter = MixtureDrafter([drafter, self._model()])
+        if compile_grammar is not None:
+            constrained = GrammarDrafter(drafter, compile_grammar)
+            return InlineDrafter(constrained, threads) if drafter.is_synchronous else ThreadedDrafter(constrained)
         return InlineDrafter(drafter) if drafter.is_synchronous else ThreadedDrafter(drafter)
 
 

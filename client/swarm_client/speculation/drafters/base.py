@@ -43,7 +43,8 @@ class CachedProposal(NamedTuple):
 class Drafter(ABC):
     """Subclasses write `_begin`, `_advance` and `_draft`; the engine calls the public methods.
 
-    `is_synchronous`: all of its calls take microseconds. `extend_is_synchronous`: `extend` does.
+    `is_synchronous`: all of its calls take microseconds. `extend_is_synchronous`, `cached_is_synchronous`: `extend` or
+    `propose_cached` does.
 
     Acceptance is measured here: a proposal is remembered until committed tokens accept or reject it, at the depth it
     was made for.
@@ -51,6 +52,7 @@ class Drafter(ABC):
 
     is_synchronous = False
     extend_is_synchronous = False
+    cached_is_synchronous = True
 
     def __init__(self, name: str, acceptance: AcceptanceRates | None = None) -> None:
         """`name`: what statistics call it. `acceptance`: where to go on measuring; a fresh one by default."""

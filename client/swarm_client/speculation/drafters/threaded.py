@@ -62,7 +62,12 @@ class ThreadedDrafter:
             await self._inline(learn)
 
     async def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
-        return await self._inline(lambda: self.drafter.propose_cached(paths, width))
+        def look_up() -> CachedProposal:
+            return self.drafter.propose_cached(paths, width)
+
+        if not self.drafter.cached_is_synchronous:
+            return await self._call(look_up, self._timeout_s())
+        return await self._inline(look_up)
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
         drafted = await self._call(lambda: self.drafter.propose_many(paths, width), self._timeout_s())
