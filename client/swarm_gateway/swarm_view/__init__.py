@@ -1,0 +1,1 @@
+"""What readers of `/swarm` see: the nodes, and the answers that this gateway writes now."""
