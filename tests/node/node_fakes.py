@@ -11,16 +11,18 @@ from pathlib import Path
 
 from swarm.codec import Buffer
 from swarm.config import Limits, data_dir
-from swarm.errors import InvalidRequest, NetworkError, OutOfMemory
+from swarm.errors import InvalidRequest, NetworkError, OutOfMemory, UnsupportedRequest
 from swarm.messages import AnyMessage, CloseSession, OpenSession, SessionOpened, Step, StepResult, WireSampling
 from swarm.net.base.transport import Connection
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.testing.memory_network import MemoryNetwork
-from swarm.types import LayerSpan, ModelId, PeerId, Sampling
+from swarm.types import Grammar, LayerSpan, ModelId, PeerId, Sampling
+from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_node.serving.executor import Executor, InlineDevice, ScheduledStep, StepOutput
 from swarm_node.serving.served_spans import SpanEngineApi
 from swarm_node.serving.session import ActivationSpec
 from swarm_node.serving.session_server import SessionServer
+from swarm_node.serving.token_history import StepTokens
 
 LAYERS = 6
 ROWS = ActivationSpec(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200)
@@ -45,6 +47,12 @@ class ToyEngine:
     @property
     def capacity_tokens(self) -> int:
         return self.capacity
+
+    async def compile_grammar(self, grammar: Grammar, peer: PeerId) -> GrammarState:
+        raise UnsupportedRequest("a toy has no tokenizer")
+
+    async def grammar_masks(self, state: GrammarState, tokens: StepTokens, peer: PeerId) -> Sequence[TokenMask | None]:
+        raise UnsupportedRequest("a toy has no tokenizer")
 
     def admit(self, key: int, max_tokens: int) -> None:
         if sum(self.reserved.values()) + max_tokens > self.capacity:
@@ -161,7 +169,8 @@ def open_message(
         weight_hash=served.weight_hash,
         dtype=served.dtype,
         sampling=WireSampling.of(sampling) if sampling else None,
-        penalty_tokens=list(history),
+        history=list(history),
+        prompt_tokens=len(history),
         start=start,
         end=end,
         max_tokens=max_tokens,
@@ -170,7 +179,9 @@ def open_message(
     )
 
 
-def line_step(session: bytes, number: int, base: int, tokens: Sequence[int], sample: bool = True) -> Step:
+def line_step(
+    session: bytes, number: int, base: int, tokens: Sequence[int], sample: bool = True, forward: bool = False
+) -> Step:
     return Step(
         session,
         epoch=0,
@@ -179,6 +190,7 @@ def line_step(session: bytes, number: int, base: int, tokens: Sequence[int], sam
         causal_rows=len(tokens),
         sample=sample,
         tokens=list(tokens),
+        forward_tokens=forward,
     )
 
 
@@ -254,15 +266,18 @@ class Generation:
         self.client, self.session, self.hops, self.served = client, session, hops, served
         self.known = list(prompt)
         self.sent = self.steps = 0
+        self.forward = False
 
     async def open(self, count: int, sampling: Sampling | None = None) -> None:
+        self.forward = sampling is not None and sampling.needs_history
         await self.client.open(self.session, self.hops, len(self.known) + count, sampling, self.known, self.served)
 
     async def send(self, chunk: int = 1000) -> None:
         """Send the next rows; the last of those known asks for a token."""
         part = self.known[self.sent : self.sent + chunk]
         sample = self.sent + len(part) == len(self.known)
-        await self.client.send(self.hops[0][0], line_step(self.session, self.steps, self.sent, part, sample))
+        step = line_step(self.session, self.steps, self.sent, part, sample, self.forward)
+        await self.client.send(self.hops[0][0], step)
         self.sent += len(part)
         self.steps += 1
 

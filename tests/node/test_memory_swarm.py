@@ -124,16 +124,6 @@ async def test_hidden_states_that_are_not_finite_end_one_session_only() -> None:
         assert answers[B].error == "model"
 
 
-@virtual_time
-async def test_a_tree_under_a_repetition_penalty_is_answered_unsupported() -> None:
-    async with swarm(*HOPS) as (client, _):
-        await client.open(A, HOPS, 20, Sampling(repetition_penalty=1.2))
-        await client.send("n0", Step(A, 0, 0, 0, 1, tokens=[1, 2], parents=[-1], slots=[0]))
-        peer, answer, _ = await client.next()
-        assert isinstance(answer, SessionFailed)
-        assert (peer, answer.error) == ("n2", "unsupported")
-
-
 def random_tree(rng: random.Random, nodes: int) -> list[int]:
     """Parents of `nodes` tree rows, in an order in which a parent comes before its children."""
     return [rng.randrange(-1, i) for i in range(nodes)]
@@ -144,8 +134,18 @@ def path(parents: Sequence[int], node: int) -> list[int]:
     return [*above, node]
 
 
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4, "logit_bias": ((5, 2.0),)}
+
+
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=5)], ids=["greedy", "seeded"]
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.8, top_p=0.9, seed=5),
+        Sampling(**PENALTIES),
+        Sampling(temperature=0.8, min_p=0.02, seed=6, **PENALTIES),
+    ],
+    ids=["greedy", "seeded", "greedy with penalties", "seeded with penalties"],
 )
 @pytest.mark.parametrize("seed", range(3))
 @virtual_time
@@ -157,14 +157,16 @@ async def test_a_tree_rows_token_is_that_of_decoding_its_path_one_by_one(seed: i
         await client.open(A, HOPS, 60, sampling)
         slots = rng.sample(range(40), len(parents))
         wired = [slots[p] if p >= 0 else -1 for p in parents]
-        await client.send("n0", Step(A, 0, 0, 0, 9, tokens=prompt + drafted, parents=wired, slots=slots))
+        forward = sampling.needs_history
+        step = Step(A, 0, 0, 0, 9, tokens=prompt + drafted, parents=wired, slots=slots, forward_tokens=forward)
+        await client.send("n0", step)
         result = await client.message()
         assert isinstance(result, StepResult)
         for node, token in enumerate(result.tokens, start=-1):
             rows = prompt + [drafted[n] for n in (path(parents, node) if node >= 0 else ())]
             session = bytes([node + 2]) * 16
             await client.open(session, HOPS, 60, sampling)
-            await client.send("n0", line_step(session, 0, 0, rows))
+            await client.send("n0", line_step(session, 0, 0, rows, forward=forward))
             alone = await client.message()
             assert isinstance(alone, StepResult)
             assert alone.tokens == [token]

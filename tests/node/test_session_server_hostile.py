@@ -33,6 +33,7 @@ from swarm.messages import (
     SessionOpened,
     Step,
     StepResult,
+    WireSampling,
 )
 from swarm.net.base.transport import Connection
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
@@ -120,8 +121,12 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
     kind = rng.randrange(10)
     if kind < 2:
         message: OpenSession = open_message(session, HOPS, 0, 0, LAYERS, rng.choice([0, 1, 20, 1000, 1 << 20]))
-        if rng.random() < 0.5:
+        if rng.random() < 0.7:
+            history = [rng.randrange(202) for _ in range(rng.choice([0, 1, 4, 30]))]
+            penalty = WireSampling(frequency_penalty=1.0, prompt_logprobs=1)
             changes = [
+                {"sampling": penalty, "history": history, "prompt_tokens": rng.choice([0, 1, 31])},
+                {"sampling": WireSampling(logit_bias=[(rng.randrange(400), 1.0)])},
                 {"start": rng.randrange(9), "end": rng.randrange(9)},
                 {"downstream": rng.choice(["", "node", "nobody"]), "end": rng.randrange(9)},
                 {"model": "another"},
@@ -143,6 +148,7 @@ def hostile_message(rng: random.Random) -> tuple[AnyMessage, bytes]:
             parents=[rng.randrange(-1, 5) for _ in range(tree)],
             slots=[rng.randrange(6) for _ in range(tree)],
             commit_slots=[rng.randrange(6) for _ in range(rng.choice([0, 0, 2]))],
+            forward_tokens=rng.random() < 0.5,
         )
         return step, rng.choice([b"", b"", b"123", bytes(line + tree)])
     others = [

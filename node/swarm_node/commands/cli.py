@@ -17,6 +17,7 @@ import typer
 from swarm import old_names
 from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, env_value, load
 from swarm_node.commands import control_commands, flags, network_commands
+from swarm_node.commands.local_gateway import DEFAULT_PORT as GATEWAY_PORT
 from swarm_node.commands.runner import exit_on_error, run, start_log
 
 STARTED = psutil.Process().create_time()  # what "serving after" is counted from, imports included
@@ -87,6 +88,12 @@ def local(
     dtype: flags.Dtype = None,
     max_memory: flags.MaxMemory = None,
     threads: flags.Threads = None,
+    gateway: Annotated[
+        bool, typer.Option("--gateway", help="And a gateway: OpenAI's and Anthropic's APIs, and a page.")
+    ] = False,
+    gateway_port: Annotated[
+        int | None, typer.Option(metavar="PORT", min=0, max=65535, help=f"Of the gateway. [{GATEWAY_PORT}]")
+    ] = None,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -98,7 +105,8 @@ def local(
         passed_on = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
         passed_on += ["--verbose"] if verbose else []
         chosen = model or env_value("model") or DEFAULT_MODEL
-        options = private.LocalOptions.checked(nodes, layers, chosen, passed_on, as_json, verbose)
+        port = gateway_port if gateway_port is not None else GATEWAY_PORT if gateway else None
+        options = private.LocalOptions.checked(nodes, layers, chosen, passed_on, as_json, verbose, port)
         start_log(verbose)
         run(lambda stop: private.run(options, stop))
 
@@ -117,11 +125,37 @@ def status(
         start_log(verbose)
         from swarm_node.commands.status import show
 
-        invited = network_commands.invited(invite)
-        given = {"peers": tuple(peer) if peer else None, "model": model, "libp2p_impl": libp2p}
-        known = load(ClientConfig, {**invited, **{name: value for name, value in given.items() if value is not None}})
-        named = model or invited.get("model") or env_value("model") or None  # None: whichever runs here
+        known, named = _swarm_asked_for(peer, model, invite, libp2p)
         run(lambda stop: show(known.peers, named, as_json, known.secret, known.libp2p_impl))
+
+
+@app.command()
+def top(
+    peer: network_commands.Peers = None,
+    model: flags.Model = None,
+    invite: network_commands.Token = None,
+    libp2p: network_commands.Libp2p = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and end; so it is without a terminal.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as the JSON of a gateway's /swarm.")] = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Watch a swarm: replicas of each layer, nodes, who joined, left or moved, and the load of the nodes here."""
+    with exit_on_error(as_json):
+        start_log(verbose)
+        from swarm_node.commands.top import show
+
+        known, named = _swarm_asked_for(peer, model, invite, libp2p)
+        run(lambda stop: show(known.peers, named, stop, once, as_json, known.secret, known.libp2p_impl))
+
+
+def _swarm_asked_for(
+    peer: list[str] | None, model: str | None, invite: str | None, libp2p: str | None
+) -> tuple[ClientConfig, str | None]:
+    """How to reach a swarm, and its model if one is named. Raises UsageError."""
+    invited = network_commands.invited(invite)
+    given = {"peers": tuple(peer) if peer else None, "model": model, "libp2p_impl": libp2p}
+    known = load(ClientConfig, {**invited, **{name: value for name, value in given.items() if value is not None}})
+    return known, model or invited.get("model") or env_value("model") or None  # None: whichever runs here
 
 
 control_commands.add_to(app)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from swarm.config import Limits, local_swarm_file
 from swarm.errors import SwarmError, UsageError
 from swarm.net.security.identity import Identity
 from swarm.types import LayerSpan, coverage, missing_ranges
+from swarm_node.commands.local_gateway import gateway_beside
+from swarm_node.commands.runner import die_with_parent
 
 WAIT_FOR_FIRST_S = 60.0  # that a node tries to reach the first one
 STOP_S = Limits().handover_timeout_s + Limits().drain_timeout_s + 10.0
 HARD_STOP_S = 5.0
-PR_SET_PDEATHSIG = 1
 
 
 class NodeDied(SwarmError):
@@ -48,10 +49,18 @@ class LocalOptions:
     flags: tuple[str, ...]  # passed on to each node
     as_json: bool = False
     verbose: bool = False
+    gateway_port: int | None = None  # of a gateway beside it; 0: any; None: no gateway
 
     @classmethod
     def checked(
-        cls, nodes: int | None, layers: str | None, model: str, flags: Sequence[str], as_json: bool, verbose: bool
+        cls,
+        nodes: int | None,
+        layers: str | None,
+        model: str,
+        flags: Sequence[str],
+        as_json: bool,
+        verbose: bool,
+        gateway_port: int | None = None,
     ) -> LocalOptions:
         """Raises UsageError."""
         spans = tuple(LayerSpan.parse(part) for part in layers.split(",")) if layers else ()
@@ -60,7 +69,7 @@ class LocalOptions:
             raise UsageError(f"--layers gives {len(spans)} spans for {count} nodes; give one for each")
         if spans:
             _check_covered(spans, max(span.end for span in spans))
-        return cls(count, spans, model, tuple(flags), as_json, verbose)
+        return cls(count, spans, model, tuple(flags), as_json, verbose, gateway_port)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,13 +101,21 @@ async def run(options: LocalOptions, stop: asyncio.Event) -> None:
             if await swarm.serving(stop):
                 with _announced(options.model, swarm.addresses):
                     swarm.report_ready()
-                    await swarm.ended(stop)
+                    async with _gateway(options, swarm, stop):
+                        await swarm.ended(stop)
         except asyncio.CancelledError:
             await swarm.stop(HARD_STOP_S, hard=True)
             raise
         finally:
             await swarm.stop(STOP_S)
     swarm.report("stopped", "all nodes have stopped")
+
+
+def _gateway(options: LocalOptions, swarm: LocalSwarm, stop: asyncio.Event) -> AbstractAsyncContextManager[None]:
+    if options.gateway_port is None:
+        return contextlib.nullcontext()
+    port, verbose = options.gateway_port, options.verbose
+    return gateway_beside(options.model, swarm.addresses, port, stop, swarm.report, verbose)
 
 
 def _num_layers(model: str) -> int:
@@ -159,7 +176,7 @@ class LocalSwarm:
             stderr=PIPE,
             start_new_session=True,  # Ctrl-C is for us; we stop them
             env={name: value for name, value in os.environ.items() if name != "SWARM_PRIVATE"},  # a secret for each
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
         )
         child = Child(number, process)
         self._children.append(child)
@@ -297,8 +314,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    """In the child, before it becomes the node: get a SIGTERM should this process be killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -7,6 +7,7 @@ stdout, by `owner.event_log`.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ import uvloop
 
 from swarm.errors import SwarmError
 
+PR_SET_PDEATHSIG = 1
 FORCED_EXIT_S = 1.0  # that a node may take to end after a second signal
 
 
@@ -90,6 +92,11 @@ def hard_exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def die_with_parent() -> None:
+    """In a child of ours, before it becomes another program (Linux): get a SIGTERM should this process be killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class JsonFormatter(logging.Formatter):

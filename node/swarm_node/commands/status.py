@@ -9,7 +9,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from swarm.config import DEFAULT_MODEL, Libp2pImpl, local_swarm
 from swarm.errors import UsageError
+from swarm.net.base.transport import Directory
 from swarm.net.security.identity import Identity, verify
 from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.records import to_snapshot
@@ -37,8 +39,10 @@ async def show(
     here: list[NodeMetrics] = []
     if not peers:
         here = [found.metrics for found in await control_socket.find()]
-        peers, model = _known_here(here, model)
-    snapshot = await _read(peers, await asyncio.to_thread(_name_of, model or DEFAULT_MODEL), secret, libp2p_impl)
+        peers, model = known_here(here, model)
+    name = await asyncio.to_thread(name_of_model, model or DEFAULT_MODEL)
+    async with directory_of(peers, secret, libp2p_impl) as directory:
+        snapshot = to_snapshot(await directory.read(name), name, time.time(), verify)
     if as_json:
         sys.stdout.write(json.dumps({**to_json(snapshot), "here": msgspec.to_builtins(here)}) + "\n")
     else:
@@ -47,7 +51,7 @@ async def show(
         Console(highlight=False, width=width).print(*text, sep="\n", markup=False)
 
 
-def _known_here(here: Sequence[NodeMetrics], model: str | None) -> tuple[tuple[str, ...], str | None]:
+def known_here(here: Sequence[NodeMetrics], model: str | None) -> tuple[tuple[str, ...], str | None]:
     """Peers to read the directory from, and the model. Raises UsageError."""
     try:
         local_model, peers = local_swarm()
@@ -137,7 +141,7 @@ def _node_json(node: NodeProfile) -> dict[str, Any]:
     }
 
 
-def _name_of(spec: str) -> str:
+def name_of_model(spec: str) -> str:
     """The name of a model in the directory: read from a file or folder; any other spec is one already."""
     if not Path(spec).expanduser().exists():
         return spec
@@ -150,7 +154,9 @@ def _name_of(spec: str) -> str:
         source.close()
 
 
-async def _read(peers: tuple[str, ...], model: str, secret: str, libp2p_impl: Libp2pImpl) -> Snapshot:
+@asynccontextmanager
+async def directory_of(peers: tuple[str, ...], secret: str, libp2p_impl: Libp2pImpl) -> AsyncIterator[Directory]:
+    """The directory that `peers` share, read as a client. Raises PeerUnreachable, NetworkError."""
     from swarm.net.dht.directory import DhtDirectory
     from swarm.net.libp2p.options import HostOptions
     from swarm.net.transports.libp2p_streams import Libp2pTransport
@@ -160,7 +166,7 @@ async def _read(peers: tuple[str, ...], model: str, secret: str, libp2p_impl: Li
     try:
         directory = await DhtDirectory.start(transport, peers, client=True, secret=keys)
         try:
-            return to_snapshot(await directory.read(model), model, time.time(), verify)
+            yield directory
         finally:
             await directory.close()
     finally:

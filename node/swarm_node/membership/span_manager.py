@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from swarm.config import Limits
@@ -20,11 +21,13 @@ from swarm.types import LayerSpan, NodeState
 from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.load import load_span
+from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_node.membership.hardware import Hardware, memory_for
 from swarm_node.membership.lifecycle import Lifecycle
 from swarm_node.membership.policy import MembershipPolicy
 from swarm_node.serving.drain import CoverageCheck, drain_sessions
 from swarm_node.serving.executor import Executor, ThreadDevice
+from swarm_node.serving.grammars import TailGrammars
 from swarm_node.serving.served_spans import ServedSpan
 from swarm_node.serving.session_server import SessionServer
 from swarm_node.serving.span_engine import SpanEngine
@@ -185,7 +188,8 @@ class SpanManager:
                 verify_layer(loaded, hardware.source)
                 path = hardware.medusa_heads if span.end == hardware.num_layers else None
                 heads = MedusaHeads.of(path, loaded, hardware.source) if path is not None else None
-                return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads)
+                grammars = TailGrammars(partial(load_tokenizer, hardware.source), loaded.config.vocab_size)
+                return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars)
 
         try:
             return await asyncio.to_thread(load)
