@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 WORKERS ?= auto
 SIDE_BY_SIDE := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: setup test test-fast check demo chat chaos bench bench-speculation bench-accuracy bench-prefill bench-outline bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers soak clean lock
+.PHONY: setup test test-fast check demo chat serve chaos bench bench-speculation bench-accuracy bench-prefill bench-outline bench-gateway bench-grammar bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers bench-gateway-view soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.ops.cpu.build
@@ -38,6 +38,9 @@ demo: setup ## three node processes split a model and answer a question
 chat: setup ## the same swarm, and a terminal to talk to it
 	$(BIN)/python examples/demo.py --chat
 
+serve: setup ## the same swarm behind a gateway: point any program that speaks to OpenAI at the address it prints
+	$(BIN)/swarm-node local --gateway
+
 chaos: setup ## nodes killed, stopped, slowed and cut off in the middle of answers; churn by seeds in virtual time
 	$(BIN)/python tests/chaos/process_chaos.py --rounds 200
 	$(BIN)/python tests/chaos/process_chaos.py --rounds 20 --kind stop --kind slow
@@ -64,6 +67,14 @@ bench-prefill: setup ## time to first token: prompts cut for the chain, and pref
 bench-outline: setup ## answers by an outline against answers in sequence, over emulated links
 	$(BIN)/python benchmarks/bench_outline.py
 
+bench-gateway: setup ## the gateway: overhead, 100 streams, and a long load while nodes die, by guidellm in an environment of its own
+	@test -x .venv-guidellm/bin/guidellm || ($(PYTHON) -m venv .venv-guidellm && \
+	  .venv-guidellm/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 $$(grep '^torch==' requirements.lock))
+	$(BIN)/python benchmarks/bench_gateway.py --guidellm .venv-guidellm/bin/guidellm
+
+bench-grammar: setup ## answers within random JSON schemas against free text, over emulated links
+	$(BIN)/python benchmarks/bench_grammar.py
+
 bench-kernels: setup ## the CPU kernels against torch's, in one run
 	$(BIN)/python benchmarks/bench_kernels.py
 
@@ -79,6 +90,9 @@ bench-transports: setup ## round trips and throughput of each transport, and wha
 
 bench-papers: setup ## the papers' comparisons in the simulator; tables and plots into docs/
 	$(BIN)/python benchmarks/bench_papers.py
+
+bench-gateway-view: setup ## what watching a swarm of 1,000 nodes costs a gateway
+	$(BIN)/python benchmarks/bench_gateway_view.py
 
 soak: setup ## a swarm under load for an hour (MINUTES=60): memory, descriptors, threads, answers
 	$(BIN)/python benchmarks/soak.py --minutes $(or $(MINUTES),60)

@@ -14,9 +14,12 @@ import typer
 from typer.testing import CliRunner
 
 from swarm import old_names
-from swarm.config import ClientConfig, Limits, NodeConfig, load, parse_bytes
+from swarm.config import ClientConfig, GatewayConfig, Limits, NodeConfig, load, parse_bytes
 from swarm.errors import UsageError
+from swarm.types import Grammar, GrammarKind
 from swarm_client.cli import chat
+from swarm_client.network import discovery
+from swarm_gateway.server import cli as gateway
 from swarm_node.commands import cli, flags
 
 MADDRS = "/ip4/10.0.0.1/tcp/1/p2p/a,/ip4/10.0.0.2/tcp/2/p2p/b"
@@ -64,8 +67,19 @@ TEXT = {  # flag -> (its variable's text, the field and its value in the config)
     "top-p": ("0.5", "top_p", 0.5),
     "top-k": ("5", "top_k", 5),
     "repetition-penalty": ("1.1", "repetition_penalty", 1.1),
+    "min-p": ("0.1", "min_p", 0.1),
+    "frequency-penalty": ("0.5", "frequency_penalty", 0.5),
+    "presence-penalty": ("-0.5", "presence_penalty", -0.5),
+    "regex": ("a+", "grammar", Grammar(GrammarKind.REGEX, "a+")),
     "seed": ("5", "seed", 5),
     "stop": ("a b, c", "stop", ("a b", "c")),
+    "host": ("::1", "host", "::1"),
+    "port": ("9", "port", 9),
+    "api-key": ("one,two", "api_keys", ("one", "two")),
+    "allow-origin": ("https://a.example", "allow_origins", ("https://a.example",)),
+    "allow-host": ("a.example", "allow_hosts", ("a.example",)),
+    "swarm": (INVITED, "swarms", (INVITED,)),
+    "max-running": ("7", "max_running", 7),
 }
 
 
@@ -82,13 +96,13 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     seen = SimpleNamespace(config=None, options={}, stderr="", code=0)
     monkeypatch.delenv("SWARM_DISCOVERY")
     monkeypatch.setenv("SWARM_HOME", str(tmp_path))
-    monkeypatch.setattr(chat, "_with_peers", lambda settings: settings)
+    monkeypatch.setattr(discovery, "with_peers", lambda settings: settings)
 
     def node(given: Mapping[str, Any]) -> NodeConfig:
         seen.config = flags_config(given)
         raise UsageError("that will do")
 
-    async def answer(settings: ClientConfig, prompt: str, request: chat.ChatRequest) -> None:
+    async def answer(settings: ClientConfig, prompt: str, request: chat.OneShotRequest) -> None:
         seen.config, seen.options = settings, {**request.options, "prompt": prompt, "system": request.system}
 
     flags_config = flags.config_of
@@ -106,7 +120,8 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
         return run
 
-    seen.join, seen.ask = runner(cli.app, "join"), runner(chat.app)
+    monkeypatch.setattr(gateway, "start", lambda settings: setattr(seen, "config", settings))
+    seen.join, seen.ask, seen.serve = runner(cli.app, "join"), runner(chat.app), runner(gateway.app)
     return seen
 
 
@@ -141,12 +156,33 @@ def test_every_flag_of_chat_has_its_variable(flag: str, seen: SimpleNamespace, t
         file = tmp_path / "swarm.toml"
         file.write_text('network = "friends"\n')
         assert seen.ask("--prompt", "hi", config=str(file)).config.network == "friends"
+    elif flag == "json-schema":
+        file = tmp_path / "schema.json"
+        file.write_text("{}")
+        found = seen.ask("--prompt", "hi", json_schema=str(file))
+        assert found.options["grammar"] == Grammar(GrammarKind.JSON_SCHEMA, "{}")
     elif flag in ("verbose", "json"):
         assert seen.ask("--prompt", "hi", **{flag: "1"}).config is not None
     else:
         text, name, value = TEXT[flag]
         found = seen.ask(*([] if flag == "prompt" else ["--prompt", "hi"]), **{flag: text})
         assert (found.options[name] if name in found.options else getattr(found.config, name)) == value
+
+
+@pytest.mark.parametrize("flag", flags_of(gateway.app))
+def test_every_flag_of_the_gateway_has_its_variable(flag: str, seen: SimpleNamespace, tmp_path: Path) -> None:
+    if flag == "invite":
+        assert "invit" in seen.serve(invite=INVITED).stderr
+    elif flag == "config":
+        file = tmp_path / "swarm.toml"
+        file.write_text('network = "friends"\n')
+        assert seen.serve(config=str(file)).config.network == "friends"
+    elif flag == "verbose":
+        assert seen.serve(verbose="1").config == seen.serve().config
+    else:
+        text, name, value = TEXT[flag]
+        assert getattr(seen.serve(**{flag: text}).config, name) == value
+        assert getattr(GatewayConfig(), name) != value, "the test would see nothing"
 
 
 OLD = [  # old spelling, new spelling, field

@@ -16,8 +16,9 @@ PACKAGES = {
     "swarm_node": ROOT / "node" / "swarm_node",
     "swarm_client": ROOT / "client" / "swarm_client",
     "swarm_training": ROOT / "client" / "swarm_training",
+    "swarm_gateway": ROOT / "client" / "swarm_gateway",
 }
-OURS = ("swarm", "swarm_kernels", "swarm_node", "swarm_client", "swarm_training")
+OURS = ("swarm", "swarm_kernels", "swarm_node", "swarm_client", "swarm_training", "swarm_gateway")
 HEAVY = ("torch", "transformers", "triton")
 
 MAY_IMPORT = {
@@ -26,6 +27,7 @@ MAY_IMPORT = {
     "swarm_node": ("swarm", "swarm_kernels", "swarm_node"),
     "swarm_client": ("swarm", "swarm_kernels", "swarm_client"),
     "swarm_training": ("swarm", "swarm_kernels", "swarm_client", "swarm_training"),
+    "swarm_gateway": ("swarm", "swarm_client", "swarm_gateway"),
 }
 SWARM_FOLDERS = {  # a folder of `swarm` -> folders that it may import; the root imports none
     "swarm.planner.cli": ("swarm.planner", "swarm.simulator"),

@@ -172,8 +172,9 @@ class ProcessSwarm:
         replicas: int = 2,
         model: str = "smollm2-135m",
         places: Callable[[int], Place] = lambda number: HERE,
+        more_flags: Sequence[str] = (),
     ) -> None:
-        flags = ("--model", model, "--dtype", "fp32", "--threads", "1", "--join-timeout", "60")
+        flags = ("--model", model, "--dtype", "fp32", "--threads", "1", "--join-timeout", "60", *more_flags)
         self.addresses: list[str] = []
         self.nodes = [
             NodeProcess(number, span, home, flags, self.addresses, places(number))

@@ -1,4 +1,5 @@
-"""What the documents show is run: their programs and questions against one small swarm, `swarm-plan` and the examples.
+"""What the documents show is run: their programs and questions against one small swarm with a gateway, `swarm-plan` and
+the examples.
 
 Commands that start something for good, need another machine or take minutes are only parsed, in `test_docs_read`.
 """
@@ -22,6 +23,8 @@ from swarm.config import data_dir
 pytestmark = [pytest.mark.processes, pytest.mark.real_model]
 ANSWER_S, TOKENS = 120, 8
 PEER = re.compile(r"/ip4/\.\.\./\S*?p2p/\.\.\.|\$PEER\b|\bMULTIADDR\b|/ip4/<[^\"\s]*")
+GATEWAY = "http://127.0.0.1:11435"  # as the documents write it; ours listens on any port
+CURL = ("curl", "--silent", "--show-error", "--fail-with-body")
 PLACEHOLDERS = re.compile(r"(?<![\w-])[A-Z][A-Z_]{2,}(?![\w=])|\.\.\.|<\w+>")  # FILE, MODEL, TOKEN
 RUNS = """
 import ast, asyncio, inspect, sys
@@ -36,8 +39,12 @@ if inspect.iscoroutine(waiting):
 class LocalSwarm:
     """What `swarm-node local` of two nodes says, and the environment in which its commands find it."""
 
-    def __init__(self, home: Path, peer: str) -> None:
-        self.home, self.peer = home, peer
+    def __init__(self, home: Path, peer: str, gateway: str) -> None:
+        self.home, self.peer, self.gateway = home, peer, gateway
+
+    def named(self, text: str) -> str:
+        """With the addresses of this swarm in place of those of the documents."""
+        return PEER.sub(self.peer, text.replace(GATEWAY, self.gateway))
 
     def environment(self, home: Path | None = None) -> dict[str, str]:
         return environment({"SWARM_HOME": str(home or self.home), "PEER": self.peer, "SWARM_DISCOVERY": "0"})
@@ -75,19 +82,20 @@ def home_like(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, real_model: object) -> Iterator[LocalSwarm]:
     home = home_like(tmp_path_factory.mktemp("docs-home"))
-    command = script("swarm-node", ["local", "--nodes", "2", "--threads", "1", "--json"])
+    command = script("swarm-node", ["local", "--nodes", "2", "--threads", "1", "--gateway-port", "0", "--json"])
     quiet = environment({"SWARM_HOME": str(home), "SWARM_DISCOVERY": "0"})
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=quiet, start_new_session=True)
     try:
         assert process.stdout is not None
-        events = []
+        events = {}
         for line in process.stdout:
-            events.append(json.loads(line))
-            if events[-1]["event"] == "ready":
+            event = json.loads(line)
+            events[event["event"]] = event
+            if event["event"] == "gateway":
                 break
         else:
             pytest.fail(f"`swarm-node local` ended: {events}", pytrace=False)
-        yield LocalSwarm(home, events[-1]["peers"][0])
+        yield LocalSwarm(home, events["ready"]["peers"][0], events["gateway"]["address"])
     finally:
         process.terminate()
         process.communicate(timeout=60)
@@ -99,23 +107,24 @@ def to_run() -> Iterator[Piece]:
         for command in commands(piece.text):
             name, *words = command.words
             question = name == "swarm-chat" and {"--once", "--prompt"} & set(words)
-            look = name == "swarm-node" and words[:1] == ["status"]
+            look = name == "swarm-node" and (words[:1] == ["status"] or (words[:1] == ["top"] and "--once" in words))
             plan = name == "swarm-plan"
-            if (question or look or plan) and not PLACEHOLDERS.search(PEER.sub("", " ".join(words))):
+            ask = name == "curl" and any(word.startswith(GATEWAY) for word in words)
+            if (question or look or plan or ask) and not PLACEHOLDERS.search(PEER.sub("", " ".join(words))):
                 yield Piece(piece.place, shlex.join(command.words))
 
 
 @pytest.mark.parametrize("piece", [pytest.param(piece, id=piece.place) for piece in to_run()])
 def test_a_command_runs(piece: Piece, local: LocalSwarm) -> None:
-    name, *words = (PEER.sub(local.peer, word) for word in shlex.split(piece.text))
+    name, *words = (local.named(word) for word in shlex.split(piece.text))
     if name == "swarm-chat" and "--max-new-tokens" not in words:
         words += ["--max-new-tokens", str(TOKENS)]
-    assert local.run(script(name, words)).strip()
+    assert local.run([*CURL, *words] if name == "curl" else script(name, words)).strip()
 
 
 @pytest.mark.parametrize("piece", [pytest.param(piece, id=piece.place) for piece in programs()])
 def test_a_program_runs(piece: Piece, local: LocalSwarm) -> None:
-    local.run([sys.executable, "-c", RUNS, piece.place], PEER.sub(local.peer, piece.text))
+    local.run([sys.executable, "-c", RUNS, piece.place], local.named(piece.text))
 
 
 EXAMPLES = [pytest.param(file, id=file.name) for file in sorted((ROOT / "examples").glob("*.py"))]

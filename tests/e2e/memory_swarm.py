@@ -29,6 +29,7 @@ from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.load import load_span
 from swarm_node.membership.record_publisher import RecordPublisher
 from swarm_node.serving.executor import Executor
+from swarm_node.serving.grammars import TailGrammars
 from swarm_node.serving.session_server import SessionServer
 from swarm_node.serving.span_engine import SpanEngine
 
@@ -37,7 +38,9 @@ STEP_S = 0.002  # what a batch takes
 
 
 class NumberTokenizer:
-    """Token ids as words, for models without a vocabulary of their own."""
+    """Token ids as words, for models without a vocabulary of their own. End-of-turn ids are special tokens."""
+
+    skips: tuple[int, ...] = ()
 
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
@@ -48,11 +51,13 @@ class NumberTokenizer:
     def apply_chat_template(self, messages: Sequence[Any]) -> list[int]:
         return [token for message in messages for token in self.encode(message["content"])]
 
-    def stream(self) -> NumberTokenizer:
-        return self
+    def stream(self, *, skip_special_tokens: bool = True) -> NumberTokenizer:
+        decoder = NumberTokenizer(self.eos_token_ids)
+        decoder.skips = self.eos_token_ids if skip_special_tokens else ()
+        return decoder
 
     def push(self, token: int) -> str:
-        return f"{token} "
+        return "" if token in self.skips else f"{token} "
 
     def finish(self) -> str:
         return ""
@@ -111,6 +116,7 @@ class MemorySwarm:
     stack: AsyncExitStack
     limits: Limits = LIMITS
     heads: Path | None = None  # Medusa's, of the tails
+    tokenizer: Any = None  # of the tails, for grammars
     peers: list[PeerId] = field(default_factory=list)
     engines: dict[PeerId, SpanEngine] = field(default_factory=dict)
     nodes: dict[PeerId, MemoryNode] = field(default_factory=dict)
@@ -127,7 +133,8 @@ class MemorySwarm:
         loaded = self._spans[span, dtype]
         tail = self.heads is not None and span.end == source.config.num_layers
         heads = MedusaHeads.of(self.heads, loaded, self.source) if tail and self.heads is not None else None
-        engine = SpanEngine(loaded, loaded.new_cache(kv_tokens), heads)
+        grammars = TailGrammars(lambda: self.tokenizer, source.config.vocab_size) if self.tokenizer else None
+        engine = SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars)
         services: list[SessionServer] = []
 
         async def on_frame(connection: MigratableLink, message: AnyMessage, body: memoryview) -> None:
@@ -230,9 +237,10 @@ async def memory_swarm(
     seed: int = 0,
     limits: Limits = LIMITS,
     heads: Path | None = None,
+    tokenizer: Any = None,
 ) -> AsyncIterator[MemorySwarm]:
     async with AsyncExitStack() as stack:
-        swarm = MemorySwarm(source, MemoryNetwork(seed, link, clock=wall_clock), stack, limits, heads)
+        swarm = MemorySwarm(source, MemoryNetwork(seed, link, clock=wall_clock), stack, limits, heads, tokenizer)
         for span in spans:
             await swarm.add_node(span, dtype)
         yield swarm

@@ -51,7 +51,7 @@ class LineTokenizer:
     def apply_chat_template(self, messages: Sequence[Any]) -> list[int]:
         return [token for m in messages for token in self.encode(f"{m['role']} {m['content']}")]
 
-    def stream(self) -> LineTokenizer:
+    def stream(self, *, skip_special_tokens: bool = True) -> LineTokenizer:
         return self
 
     def push(self, token: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from memory_swarm import cut, memory_swarm
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_models import transformers_model
 from virtual_clock import virtual_time
 
 from swarm_kernels.models.open import ModelSource
@@ -26,13 +26,7 @@ TOKENS = 64
 
 
 def transformers_greedy(source: ModelSource, prompts: list[list[int]], eos: int) -> list[list[int]]:
-    hf = dict(source.config.hf)
-    config = AutoConfig.for_model(hf.pop("model_type"), **hf)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    state = {name: source.tensor(name).float() for name in model.state_dict() if source.has(name)}
-    model.load_state_dict(state, strict=False)
-    model.tie_weights()
-    answers = []
+    model, answers = transformers_model(source), []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(

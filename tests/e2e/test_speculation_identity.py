@@ -131,16 +131,3 @@ async def test_a_node_that_crashes_during_speculation_costs_no_token(victim: int
                 swarm.kill(stream.chain.peers[victim])
     assert seen == truth
     assert len(stream.result.repairs) == 1
-
-
-@virtual_time
-async def test_a_repetition_penalty_is_decoded_token_by_token() -> None:
-    _, source = model()
-    prompt_ids = prompt(random.Random(3), 12)
-    async with (
-        memory_swarm(source, cut(6, 3)) as swarm,
-        swarm.client(make_drafter=lambda: InlineDrafter(Oracle([1] * 50))) as client,
-    ):
-        answer = await client.generate(prompt_ids, max_new_tokens=8, decoding="tree", repetition_penalty=1.3)
-    assert answer.speculation is None
-    assert answer.strategy == "sequential"

@@ -64,7 +64,7 @@ class Conformance:
         frames: list[tuple[AnyMessage, bytes]] = [
             (Ping(1), b""),
             (Step(SESSION, 3, 4, 5, 2, tokens=[7, 8], trace=[(1.5, 2.5)]), os.urandom(2 * 576 * 2)),
-            (OpenSession(SESSION, "m", "h", "bf16", 0, 10, 2048, penalty_tokens=list(range(500))), b""),
+            (OpenSession(SESSION, "m", "h", "bf16", 0, 10, 2048, history=list(range(500))), b""),
             (DropInFlight(SESSION, 9, [1, 2, 3]), b"x"),
             (Step(SESSION, 0, 0, 0, 512), os.urandom(1 << 20)),
             (CloseSession(SESSION), b""),
