@@ -19,10 +19,10 @@ from msgspec import Meta
 
 from swarm.block_hash import HASH_BYTES
 from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, Sampling, TokenLogprobs
+from swarm.wire_types import Addresses, Count, Message, Serial, SessionId, Text, TokenId
 
 MAX_ROWS = 1024  # new tree nodes in one step
 MAX_SLOTS = 4096  # tree slots of one session
-MAX_TOKENS = 1 << 20  # tokens of one session
 MAX_HISTORY = 1 << 18  # token ids in one `OpenSession`
 MAX_HOPS = 256
 MAX_NEG_MICRONATS = (1 << 31) - 1  # of a log-probability
@@ -31,26 +31,15 @@ MAX_MEDUSA_CANDIDATES = 8  # of one head for one row
 MAX_KV_BLOCKS = 4096  # in one frame
 MAX_BLOCK_HASHES = 4096  # of one session
 
-SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Peer = Annotated[str, Meta(min_length=1, max_length=128)]
-Text = Annotated[str, Meta(max_length=1024)]
-Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Bias = Annotated[float, Meta(ge=-1e4, le=1e4)]
 NegMicronats = Annotated[int, Meta(ge=0, le=MAX_NEG_MICRONATS)]
 Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 Parent = Annotated[int, Meta(ge=-1, lt=MAX_SLOTS)]
 SessionCount = Annotated[int, Meta(ge=1, le=1 << 16)]
-Serial = Annotated[int, Meta(ge=0, le=(1 << 53))]
 BlockHashes = Annotated[
     list[Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]], Meta(max_length=MAX_BLOCK_HASHES)
 ]
 Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
-Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
-    """Base of all messages; the first element of the array is the tag."""
 
 
 class WireSampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
