@@ -12,7 +12,7 @@ Any of them may be followed by PathSwitch, when their connection migrates to ano
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -111,6 +111,8 @@ class OpenSession(Message, frozen=True, tag="open"):
     tokens. The hop fetches them from there if it can; `SessionOpened.cached_tokens` is the outcome.
     """
 
+    max_header: ClassVar[int] = 2 << 20  # a history of MAX_HISTORY takes 1.3 MB, and a grammar up to 0.25 MB
+
     session: SessionId
     model: Text
     weight_hash: Text
@@ -141,6 +143,8 @@ class SessionOpened(Message, frozen=True, tag="opened"):
     any position up to there.
     """
 
+    max_header: ClassVar[int] = 256
+
     session: SessionId
     client_relays_next_edge: bool = False
     epoch: Serial = 0
@@ -155,6 +159,8 @@ class Reroute(Message, frozen=True, tag="reroute"):
     causal steps of `epoch` that sample nothing, before any other step. SessionFailed with `log_lost` if they were
     evicted.
     """
+
+    max_header: ClassVar[int] = 8 << 10
 
     session: SessionId
     epoch: Serial
@@ -180,6 +186,8 @@ class Step(Message, frozen=True, tag="step"):
     the tail samples a token after the last causal row and after each tree row. `trace`: (queue ms, compute ms) of each
     hop so far. `active_sessions`: how many sessions the busiest of these hops decodes for at this time, including this.
     """
+
+    max_header: ClassVar[int] = 64 << 10
 
     session: SessionId
     epoch: Serial
@@ -212,6 +220,8 @@ class StepResult(Message, frozen=True, tag="result"):
     causal row that lies in the prompt, if asked for; also in results of steps that sample nothing.
     """
 
+    max_header: ClassVar[int] = 1 << 20
+
     session: SessionId
     epoch: Serial
     step: Serial
@@ -230,6 +240,8 @@ class StepResult(Message, frozen=True, tag="result"):
 class DropInFlight(Message, frozen=True, tag="drop_in_flight"):
     """Out of band: drop these tree slots, and queued steps of an epoch before `epoch`."""
 
+    max_header: ClassVar[int] = 16 << 10
+
     session: SessionId
     epoch: Serial
     slots: Slots = []
@@ -237,6 +249,8 @@ class DropInFlight(Message, frozen=True, tag="drop_in_flight"):
 
 class ProgressQuery(Message, frozen=True, tag="progress_query"):
     """Out of band: asks for the progress of this session's steps. Answered at once with ProgressReport."""
+
+    max_header: ClassVar[int] = 64
 
     session: SessionId
 
@@ -246,6 +260,8 @@ class ProgressReport(Message, frozen=True, tag="progress_report"):
 
     `compute_ms`: how long the step now being computed has been running, 0 if none is.
     """
+
+    max_header: ClassVar[int] = 128
 
     session: SessionId
     received: Serial
@@ -259,6 +275,8 @@ class CloseSession(Message, frozen=True, tag="close"):
     `retain_prefix`: block hashes of all that was computed; the hop may keep it for sessions with the same prefix.
     """
 
+    max_header: ClassVar[int] = 64 << 10
+
     session: SessionId
     retain_prefix: BlockHashes = []
 
@@ -271,6 +289,8 @@ class SessionFailed(Message, frozen=True, tag="failed"):
     `kv_retained_tokens` tokens for a few seconds, for a KV transfer (`OpenSession.kv_source`) or until CloseSession.
     `epoch`: the session's at the sender, so that an outdated report is recognized.
     """
+
+    max_header: ClassVar[int] = 8 << 10
 
     session: SessionId
     error: Annotated[str, Meta(max_length=64)]
@@ -289,6 +309,8 @@ class KvFetch(Message, frozen=True, tag="kv_fetch"):
     memory; the rest of the last one is zero.
     """
 
+    max_header: ClassVar[int] = 256
+
     session: SessionId
     layer: Count
     first_block: Count
@@ -299,6 +321,8 @@ class KvFetch(Message, frozen=True, tag="kv_fetch"):
 class KvBlocks(Message, frozen=True, tag="kv_blocks"):
     """The body has the keys of all requested blocks, then their values."""
 
+    max_header: ClassVar[int] = 128
+
     session: SessionId
     layer: Count
     first_block: Count
@@ -307,16 +331,21 @@ class KvBlocks(Message, frozen=True, tag="kv_blocks"):
 class Ping(Message, frozen=True, tag="ping"):
     """Answered at once with the same nonce; half the round-trip time is ρ."""
 
+    max_header: ClassVar[int] = 64
+
     nonce: Serial
 
 
 class Pong(Message, frozen=True, tag="pong"):
+    max_header: ClassVar[int] = 64
     nonce: Serial
 
 
 class PathSwitch(Message, frozen=True, tag="path_switch"):
     """The last frame of one direction of a connection that migrates to another path, and the first on the new path that
     its dialer opened; see `net.pool.migratable_link`. Peers match the paths by the nonce."""
+
+    max_header: ClassVar[int] = 64
 
     nonce: Serial
 

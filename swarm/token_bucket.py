@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 
 class TokenBucket:
-    """`rate` tokens a second, of which at most `burst` are kept. Full at the start. Times in seconds, never decreasing."""
+    """`rate` tokens a second, of which at most `burst` are kept; full at the start. Times in seconds, never less."""
 
     __slots__ = ("_at", "_tokens", "burst", "rate")
 

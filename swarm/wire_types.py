@@ -5,7 +5,7 @@ Does not know any message; those of sessions are in `messages`, and each other s
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -21,4 +21,9 @@ Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_lengt
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
-    """Base of all messages; the first element of the array is the tag."""
+    """Base of all messages; the first element of the array is the tag.
+
+    `max_header`: bytes. A longer header is refused before it is decoded; a kind that needs more or much less says so.
+    """
+
+    max_header: ClassVar[int] = 256 << 10

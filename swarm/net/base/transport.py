@@ -8,7 +8,7 @@ peers are found.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from swarm.codec import Buffer
@@ -25,7 +25,7 @@ class TransportPolicy:
     handshake_timeout_s: float = 5.0  # each of TLS and the preamble, when we dial
     flush_timeout_s: float = 0.5  # for what is buffered when the transport closes: last frames against a quick exit
     max_parallel_dials: int = 4  # addresses of one peer, all at once
-    handshakes: HandshakePolicy = HandshakePolicy()  # of those who connect to us
+    handshakes: HandshakePolicy = field(default_factory=HandshakePolicy)  # of those who connect to us
 
 
 class Connection(Protocol):

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from swarm.address_blocks import block_of_ip
 from swarm.codec import FrameLimits
@@ -44,7 +44,7 @@ class _Handshake:
 
 
 class TlsAcceptor:
-    """`serve(sockets, handler)` until `close`. `admit(stream)`: whether there is room for a connection whose peer is authenticated."""
+    """`serve(sockets, handler)` until `close`. `admit(stream)`: whether there is room for an authenticated peer."""
 
     def __init__(
         self,
