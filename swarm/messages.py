@@ -18,8 +18,9 @@ import msgspec
 from msgspec import Meta
 
 from swarm.block_hash import HASH_BYTES
+from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
 from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, Sampling, TokenLogprobs
-from swarm.wire_types import Addresses, Count, Message, Serial, SessionId, Text, TokenId
+from swarm.wire_types import Count, Message, Serial, SessionId, Text, TokenId
 
 MAX_ROWS = 1024  # new tree nodes in one step
 MAX_SLOTS = 4096  # tree slots of one session
@@ -39,6 +40,8 @@ SessionCount = Annotated[int, Meta(ge=1, le=1 << 16)]
 BlockHashes = Annotated[
     list[Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]], Meta(max_length=MAX_BLOCK_HASHES)
 ]
+KvKey = Annotated[bytes, Meta(max_length=KEY_BYTES)]
+KvToken = Annotated[bytes, Meta(max_length=TOKEN_BYTES)]
 Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
 
 
@@ -108,7 +111,10 @@ class OpenSession(Message, frozen=True, tag="open"):
     `num_medusa_candidates`: candidates of each of its Medusa heads, if any, that the tail sends with every token.
 
     `kv_source`: a node that has left this session, with the same layers, and still holds its first `kv_source_tokens`
-    tokens. The hop fetches them from there if it can; `SessionOpened.cached_tokens` is the outcome.
+    tokens. The hop fetches them from there if it can, by `kv_source_token`; `SessionOpened.cached_tokens` is the
+    outcome. `kv_key`: of this hop, for the tokens of those who may fetch from it once it has left (`kv_token`).
+
+    Peers are named by id alone: where they are dialed is in their own records, which the hop reads itself.
     """
 
     max_header: ClassVar[int] = 2 << 20  # a history of MAX_HISTORY takes 1.3 MB, and a grammar up to 0.25 MB
@@ -122,7 +128,6 @@ class OpenSession(Message, frozen=True, tag="open"):
     max_tokens: Count
     upstream: Annotated[str, Meta(max_length=128)] = ""
     downstream: Annotated[str, Meta(max_length=128)] = ""
-    downstream_addresses: Addresses = []
     sampling: WireSampling | None = None
     history: Annotated[list[TokenId], Meta(max_length=MAX_HISTORY)] = []
     prompt_tokens: Count = 0
@@ -131,8 +136,9 @@ class OpenSession(Message, frozen=True, tag="open"):
     block_hashes: BlockHashes = []
     num_medusa_candidates: Annotated[int, Meta(ge=0, le=MAX_MEDUSA_CANDIDATES)] = 0
     kv_source: Annotated[str, Meta(max_length=128)] = ""
-    kv_source_addresses: Addresses = []
     kv_source_tokens: Count = 0
+    kv_source_token: KvToken = b""
+    kv_key: KvKey = b""
 
 
 class SessionOpened(Message, frozen=True, tag="opened"):
@@ -166,7 +172,6 @@ class Reroute(Message, frozen=True, tag="reroute"):
     epoch: Serial
     upstream: Annotated[str, Meta(max_length=128)] = ""
     downstream: Annotated[str, Meta(max_length=128)] = ""
-    downstream_addresses: Addresses = []
     replay: Count = 0
 
 
@@ -303,7 +308,8 @@ class SessionFailed(Message, frozen=True, tag="failed"):
 
 class KvFetch(Message, frozen=True, tag="kv_fetch"):
     """To a node that has left a session: request `num_blocks` blocks, from `first_block` on, of its first `tokens`
-    tokens in layer `layer` of the model. Authorized by the session id. Answered with KvBlocks or SessionFailed.
+    tokens in layer `layer` of the model. Authorized by `token`, which the session's client made for this fetcher
+    (`kv_token`). Answered with KvBlocks or SessionFailed.
 
     A block holds 16 tokens: `[kv_heads, head_dim, 16]` for keys and `[kv_heads, 16, head_dim]` for values, as in
     memory; the rest of the last one is zero.
@@ -316,6 +322,7 @@ class KvFetch(Message, frozen=True, tag="kv_fetch"):
     first_block: Count
     num_blocks: Annotated[int, Meta(ge=1, le=MAX_KV_BLOCKS)]
     tokens: Count
+    token: KvToken = b""
 
 
 class KvBlocks(Message, frozen=True, tag="kv_blocks"):

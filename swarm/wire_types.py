@@ -17,7 +17,6 @@ Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Serial = Annotated[int, Meta(ge=0, le=(1 << 53))]
-Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):

@@ -24,6 +24,7 @@ from swarm.planner.rebalancing.policy import RebalancePolicy
 from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.planner.schemas import placement_request_json
 from swarm.types import ModelId, NodeState
+from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.hardware import Hardware, measure
 from swarm_node.membership.maintenance import MaintenanceLoop
 from swarm_node.membership.record_publisher import RecordPublisher
@@ -120,8 +121,17 @@ class Node:
         self._availability = Availability()
         upload = UploadBucket(config.upload_limit or math.inf)
         transport = RateLimitedTransport(network.transport, upload)
-        self._pool = ConnectionPool(transport, self._on_frame, self._on_lost, limits)
-        self._server = SessionServer(self._served, self._pool, limits, on_load=lambda: self._publisher.changed())
+        self._pool = ConnectionPool(
+            transport, self._on_frame, self._on_lost, limits, uses=lambda peer: self._server.uses(peer)
+        )
+        self._addresses = AddressBook(lambda: self._view.snapshot())
+        self._server = SessionServer(
+            self._served,
+            self._pool,
+            limits,
+            on_load=lambda: self._publisher.changed(),
+            addresses_of=self._addresses.of,
+        )
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading)
         self._rtt_monitor = RttMonitor(self._pool, transport.peer)
         self._status = NodeStatus(

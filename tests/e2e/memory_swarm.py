@@ -17,16 +17,18 @@ from swarm.errors import NetworkError
 from swarm.messages import AnyMessage
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.pool.migratable_link import MigratableLink
-from swarm.net.security.identity import Identity
+from swarm.net.security.identity import Identity, verify
+from swarm.records import to_snapshot
 from swarm.testing.memory_network import LinkModel as MemoryLink
 from swarm.testing.memory_network import MemoryNetwork
-from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, PeerId
+from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, PeerId, Snapshot
 from swarm_client import SwarmClient
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.speculation.controller import AsyncDrafter
 from swarm_kernels.device.device import DTYPES
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.load import load_span
+from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.record_publisher import RecordPublisher
 from swarm_node.serving.executor import Executor
 from swarm_node.serving.grammars import TailGrammars
@@ -145,10 +147,22 @@ class MemorySwarm:
 
         carrier = self.network.transport(peer)
         self.stack.push_async_callback(carrier.close)
-        pool = await self.stack.enter_async_context(ConnectionPool(carrier, on_frame, on_lost, limits))
+        pool = await self.stack.enter_async_context(
+            ConnectionPool(carrier, on_frame, on_lost, limits, uses=lambda peer: services[0].uses(peer))
+        )
+        records = self.network.directory(peer)
+
+        async def snapshot() -> Snapshot:
+            num_layers = source.config.num_layers
+            return to_snapshot(await records.read(source.name), source.name, wall_clock(), verify, num_layers)
+
         service = await self.stack.enter_async_context(
             SessionServer(
-                ModelId(source.name, source.weight_hash, dtype), pool, limits, on_load=lambda: announcer.changed()
+                ModelId(source.name, source.weight_hash, dtype),
+                pool,
+                limits,
+                on_load=lambda: announcer.changed(),
+                addresses_of=AddressBook(snapshot).of,
             )
         )
         services.append(service)

@@ -108,6 +108,10 @@ class ConnectionPool:
     def peer(self) -> PeerId:
         return self._transport.peer
 
+    def linked(self, peer: PeerId) -> bool:
+        """Whether there is a link that we dialed: `get` returns it at once."""
+        return peer in self._outgoing
+
     async def serve(self) -> None:
         """Accept connections from now on. A client, which only dials, does not call this."""
         await self._transport.serve(self._accept)

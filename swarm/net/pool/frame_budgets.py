@@ -43,8 +43,8 @@ class FrameBudgetPolicy:
     strangers_rate: float = 2000.0  # ... in all blocks
     strangers_burst: float = 6000.0
     unasked: float = 5.0  # price of a frame that nobody asked for, on top of its own
-    unasked_rate: float = 2.0  # such frames a second that may come of a race; more break the protocol
-    unasked_burst: float = 64.0  # a session that ends here with its steps, queries and cancellations on the way
+    unasked_rate: float = 10.0  # such frames a second that may come of a race; more break the protocol
+    unasked_burst: float = 128.0  # a session that ends here with its steps, queries and cancellations on the way
     max_peers: int = 4096  # whose bucket is remembered
 
 
