@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-_L = TypeVar("_L", bound=Hashable)
+_L = TypeVar("_L")
 
 
 class LinkUse(enum.IntEnum):
