@@ -7,6 +7,11 @@ anybody may claim any address.
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 UNKNOWN_BLOCK = ""
 """Of a peer that nobody here has seen, or only through a relay."""
@@ -39,3 +44,17 @@ def block_of_multiaddr(multiaddr: str) -> str:
     if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "/p2p-circuit" in multiaddr:
         return UNKNOWN_BLOCK
     return block_of_ip(parts[2])
+
+
+def spread(
+    candidates: Iterable[_T], places: int, block_of: Callable[[_T], str], most: Callable[[str], float]
+) -> list[_T]:
+    """The first `places` of `candidates`, of a block at most `most(block)` (but one) while there are others."""
+    used: Counter[str] = Counter()
+    chosen: list[_T] = []
+    over: list[_T] = []
+    for candidate in candidates:
+        block = block_of(candidate)
+        used[block] += 1
+        (chosen if used[block] <= max(1.0, most(block)) else over).append(candidate)
+    return [*chosen, *over][:places]

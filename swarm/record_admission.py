@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from swarm.address_blocks import UNKNOWN_BLOCK
+from swarm.address_blocks import UNKNOWN_BLOCK, spread
 from swarm.types import PeerId
 
 
@@ -60,6 +59,8 @@ def admit(
 ) -> list[RecordCandidate]:
     """At most `limit` of `candidates`, the most worth keeping first; all of them if they fit. O(n log n).
 
+    The orders take turns, so that whoever reads only the first of them finds the same shares there.
+
     `salt`: the caller's secret for the draw. Peers with different salts keep different newcomers, so that all of them
     together know many more than one does; with the same salt, the choice is the same every time.
     """
@@ -83,28 +84,24 @@ def admit(
         (candidates, proven, policy.proven_share, policy.unknown_block_share),
         (candidates, drawn, 1.0, policy.unknown_block_share),
     )
-    admitted: dict[PeerId, RecordCandidate] = {}
-    for choice, order, share, unknown_share in parts:
+    admitted: set[PeerId] = set()
+    ranked: list[tuple[float, int, RecordCandidate]] = []
+    for number, (choice, order, share, unknown_share) in enumerate(parts):
         places = min(math.ceil(limit * share), limit - len(admitted))
         waiting = sorted((candidate for candidate in choice if candidate.peer not in admitted), key=order)
-        for candidate in _by_block(waiting, places, policy.block_share, unknown_share):
-            admitted[candidate.peer] = candidate
-    return list(admitted.values())
+        chosen = _by_block(waiting, places, policy.block_share, unknown_share)
+        admitted.update(candidate.peer for candidate in chosen)
+        ranked += (((i + 0.5) / len(chosen), number, candidate) for i, candidate in enumerate(chosen))
+    return [candidate for _, _, candidate in sorted(ranked, key=lambda item: item[:2])]
 
 
 def _by_block(
     waiting: Iterable[RecordCandidate], places: int, block_share: float, unknown_share: float
 ) -> list[RecordCandidate]:
-    """The first `places` of `waiting`; no address block takes more than its share of them unless places are left."""
-    used: Counter[str] = Counter()
-    chosen: list[RecordCandidate] = []
-    over: list[RecordCandidate] = []
-    for candidate in waiting:
-        block = candidate.address_block
-        share = unknown_share if block == UNKNOWN_BLOCK else block_share
-        used[block] += 1
-        (chosen if used[block] <= max(1, places * share) else over).append(candidate)
-    return [*chosen, *over][:places]
+    def most(block: str) -> float:
+        return places * (unknown_share if block == UNKNOWN_BLOCK else block_share)
+
+    return spread(waiting, places, lambda candidate: candidate.address_block, most)
 
 
 def _age_class(age_s: float, policy: RecordAdmissionPolicy) -> int:

@@ -106,6 +106,14 @@ def test_the_draw_differs_between_nodes_and_not_in_time() -> None:
     assert len(everywhere) > 1000
 
 
+def test_any_beginning_of_the_choice_is_shared_alike() -> None:
+    """A reader of the first of them finds the long-known there, and the proven, and some of the rest."""
+    old, proven, crowd = peers("old", 64, DAY), peers("proven", 64, 0.0, 1), peers("crowd", 5000, 0.0)
+    kept = Counter(candidate.peer[:3] for candidate in admit([*crowd, *old, *proven], 256, NOW)[:32])
+    assert min(kept.values()) >= 8
+    assert set(kept) == {"old", "pro", "cro"}
+
+
 def test_a_clock_that_went_back_is_no_error() -> None:
     assert len(admit(peers("a", 5, -DAY), 3, NOW)) == 3
 
