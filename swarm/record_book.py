@@ -275,13 +275,13 @@ class RecordBook:
                     news.append(known)
             elif known.at_ms > at_ms + (0.0 if known.record.left else gain_ms):
                 news.append(known)
-        count = min(len(news), MAX_RECORDS)
-        if len(news) > count:
-            oldest = count - int(count * self._policy.newcomer_share)
-            news[oldest:] = self._rng.sample(news[oldest:], count - oldest)
+        chosen = news[:MAX_RECORDS]
+        if len(news) > MAX_RECORDS:
+            oldest = MAX_RECORDS - int(MAX_RECORDS * self._policy.newcomer_share)
+            chosen[oldest:] = self._rng.sample(news[oldest:], MAX_RECORDS - oldest)
         sent: list[bytes] = []
         room = self._policy.answer_bytes
-        for known in news[:count]:
+        for known in chosen:
             room -= len(known.data)
             if room < 0:
                 break

@@ -28,6 +28,7 @@ class VerificationPolicy:
 
     per_s: float = 200.0  # 3% of a core; 300 nodes that publish every 1.5 s are as fresh as can be
     newcomers_per_s: float = 50.0  # of these, peers that are not known yet
+    newcomer_share: float = 0.25  # of a read's verifications, kept for newcomers even if all known peers have news
     burst: int = 1000  # at the start, when all are newcomers
     max_waiting: int = 1024  # passed on by peers; and newcomers of the directory
 
@@ -83,7 +84,8 @@ class RecordOffers:
                 ranked.append((place, number))
         ranked.sort()
         budget = int(self._all.available(now))
-        newcomers = min(budget, int(self._newcomers.available(now)), len(others))
+        room = max(budget - len(ranked), int(budget * self._policy.newcomer_share))
+        newcomers = min(room, int(self._newcomers.available(now)), len(others))
         known = [offers[number] for _, number in ranked[: max(0, budget - newcomers)]]
         return known + self._mixed(others, newcomers)
 
