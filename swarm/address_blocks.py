@@ -46,6 +46,11 @@ def block_of_multiaddr(multiaddr: str) -> str:
     return block_of_ip(parts[2])
 
 
+def is_public_block(block: str) -> bool:
+    """Whether it is a block of public addresses: a LAN's machines, or this one, are nobody's attempt to be many."""
+    return "/" in block
+
+
 def spread(
     candidates: Iterable[_T], places: int, block_of: Callable[[_T], str], most: Callable[[str], float]
 ) -> list[_T]:

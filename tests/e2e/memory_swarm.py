@@ -12,16 +12,15 @@ from typing import Any
 
 from virtual_clock import wall_clock
 
-from swarm.config import ClientConfig, Limits
+from swarm.config import ClientConfig, Limits, NodeConfig
 from swarm.errors import NetworkError
 from swarm.messages import AnyMessage
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.pool.migratable_link import MigratableLink
-from swarm.net.security.identity import Identity, verify
-from swarm.records import to_snapshot
+from swarm.net.security.identity import Identity
 from swarm.testing.memory_network import LinkModel as MemoryLink
 from swarm.testing.memory_network import MemoryNetwork
-from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, PeerId, Snapshot
+from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, PeerId
 from swarm_client import SwarmClient
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.speculation.controller import AsyncDrafter
@@ -30,6 +29,8 @@ from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.load import load_span
 from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.record_publisher import RecordPublisher
+from swarm_node.membership.swarm_records import SwarmRecords
+from swarm_node.network.connection import NodeNetwork
 from swarm_node.serving.executor import Executor
 from swarm_node.serving.grammars import TailGrammars
 from swarm_node.serving.session_server import SessionServer
@@ -94,6 +95,7 @@ class MemoryNode:
     device: VirtualDevice
     service: SessionServer
     pool: ConnectionPool
+    records: SwarmRecords
     publishing: asyncio.Task[None]
 
     @property
@@ -140,7 +142,8 @@ class MemorySwarm:
         services: list[SessionServer] = []
 
         async def on_frame(connection: MigratableLink, message: AnyMessage, body: memoryview) -> None:
-            await services[0].on_frame(connection, message, body)
+            if not records.on_frame(connection, message, body):
+                await services[0].on_frame(connection, message, body)
 
         async def on_lost(connection: MigratableLink, error: NetworkError) -> None:
             await services[0].on_lost(connection, error)
@@ -150,19 +153,16 @@ class MemorySwarm:
         pool = await self.stack.enter_async_context(
             ConnectionPool(carrier, on_frame, on_lost, limits, uses=lambda peer: services[0].uses(peer))
         )
-        records = self.network.directory(peer)
-
-        async def snapshot() -> Snapshot:
-            num_layers = source.config.num_layers
-            return to_snapshot(await records.read(source.name), source.name, wall_clock(), verify, num_layers)
-
+        network = NodeNetwork(carrier, self.network.directory(peer), identity.sign, wall_clock=wall_clock)
+        records = SwarmRecords(network, pool, NodeConfig(), source.name, source.config.num_layers)
+        self.stack.push_async_callback(records.close)
         service = await self.stack.enter_async_context(
             SessionServer(
                 ModelId(source.name, source.weight_hash, dtype),
                 pool,
                 limits,
                 on_load=lambda: announcer.changed(),
-                addresses_of=AddressBook(snapshot).of,
+                addresses_of=AddressBook(records.reader.snapshot).of,
             )
         )
         services.append(service)
@@ -199,6 +199,7 @@ class MemorySwarm:
             profile,
             limits,
             wall_clock,
+            keep_own=records.keep_own,
         )
         await announcer.publish()
         task = asyncio.get_running_loop().create_task(announcer.run())
@@ -206,7 +207,7 @@ class MemorySwarm:
         if peer not in self.peers:
             self.peers.append(peer)
         self.engines[peer] = engine
-        self.nodes[peer] = MemoryNode(identity, span, engine, device, service, pool, task)
+        self.nodes[peer] = MemoryNode(identity, span, engine, device, service, pool, records, task)
         return peer
 
     @asynccontextmanager

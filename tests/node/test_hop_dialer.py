@@ -33,7 +33,7 @@ class Dials:
     under_way: Counter[PeerId] = field(default_factory=Counter)
     most_at_once: int = 0  # peers
 
-    def linked(self, peer: PeerId) -> bool:
+    def has_dialled(self, peer: PeerId) -> bool:
         return peer in self.live
 
     async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> PeerChannel:

@@ -56,7 +56,7 @@ class HopDialer:
 
     async def get(self, client: PeerId, peer: PeerId) -> PeerChannel:
         """The link to `peer`, dialed for `client` if there is none. Raises PeerUnreachable."""
-        if self._links.linked(peer):
+        if self._links.has_dialled(peer):
             return await self._links.get(peer)
         self._check(client, peer)
         waiting = self._under_way.setdefault(peer, set())

@@ -13,7 +13,7 @@ from swarm_node.serving.session import PeerChannel
 class LinkSource(Protocol):
     """Links to other peers."""
 
-    def linked(self, peer: PeerId) -> bool:
+    def has_dialled(self, peer: PeerId) -> bool:
         """Whether `get` returns at once."""
         ...
 

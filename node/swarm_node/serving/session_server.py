@@ -36,9 +36,7 @@ from swarm.messages import (
     KvBlocks,
     KvFetch,
     OpenSession,
-    PathSwitch,
-    Ping,
-    Pong,
+    OutsideSessions,
     ProgressQuery,
     Reroute,
     SessionFailed,
@@ -233,7 +231,7 @@ class SessionServer:
         logger.warning("%s broke the protocol: %s", connection.peer, error)
         if self._violations.record(connection.peer, error):
             raise error
-        if not isinstance(message, PathSwitch | Ping | Pong):
+        if not isinstance(message, OutsideSessions):
             self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
 
     def _owned(

@@ -108,8 +108,13 @@ class ConnectionPool:
     def peer(self) -> PeerId:
         return self._transport.peer
 
-    def linked(self, peer: PeerId) -> bool:
-        """Whether there is a link that we dialed: `get` returns it at once."""
+    @property
+    def dialled(self) -> tuple[PeerId, ...]:
+        """The peers that we hold a connection with which we opened ourselves."""
+        return tuple(self._outgoing)
+
+    def has_dialled(self, peer: PeerId) -> bool:
+        """Whether it is one of `dialled`."""
         return peer in self._outgoing
 
     async def serve(self) -> None:
