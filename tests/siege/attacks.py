@@ -1,0 +1,56 @@
+"""All attacks, by name. A prepared attack returns what it then does until its time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import attack_compute as compute
+import attack_map as maps
+import attack_nodes as nodes
+import attack_sessions as sessions
+import attack_transport as transport
+from hostile import Siege
+
+Prepare = Callable[[Siege], Awaitable[Callable[[], Awaitable[None]]]]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`on_map`: what readers see of the map, and whether a fresh client is served, is part of what is measured."""
+
+    prepare: Prepare
+    on_map: bool = False
+
+    @property
+    def summary(self) -> str:
+        return (self.prepare.__doc__ or "").split("\n")[0]
+
+
+ATTACKS: dict[str, Attack] = {
+    "none": Attack(nodes.none),
+    "tree-steps": Attack(compute.tree_steps),
+    "small-prefills": Attack(compute.small_prefills),
+    "grammars": Attack(compute.grammars),
+    "oversize-sampling": Attack(compute.oversize_sampling),
+    "wrong-opens": Attack(sessions.wrong_opens),
+    "strange-dials": Attack(sessions.strange_dials),
+    "kv-reservations": Attack(sessions.kv_reservations),
+    "control-frames": Attack(sessions.control_frames),
+    "kv-fetch": Attack(sessions.kv_fetch),
+    "unsolicited": Attack(sessions.unsolicited),
+    "big-headers": Attack(transport.big_headers),
+    "big-bodies": Attack(transport.big_bodies),
+    "half-open-tls": Attack(transport.half_open_tls),
+    "slow-readers": Attack(transport.slow_readers),
+    "many-connections": Attack(transport.many_connections),
+    "malformed": Attack(transport.malformed),
+    "black-hole-node": Attack(nodes.black_hole, on_map=True),
+    "slow-node": Attack(nodes.slow, on_map=True),
+    "inventing-tail": Attack(nodes.inventing_tail, on_map=True),
+    "wrong-hop": Attack(nodes.wrong_hop, on_map=True),
+    "small-records": Attack(maps.small_records, on_map=True),
+    "black-hole-records": Attack(maps.black_hole_records, on_map=True),
+    "key-takeover-hosts": Attack(maps.key_takeover_hosts, on_map=True),
+    "key-takeover": Attack(maps.key_takeover, on_map=True),
+}
