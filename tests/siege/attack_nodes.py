@@ -39,7 +39,7 @@ async def slow(siege: Siege) -> Run:
 
 
 async def inventing_tail(siege: Siege) -> Run:
-    """A tail with the best advertised speed that makes tokens up."""
+    """A node for all layers with the best advertised speed that makes tokens up."""
     return await _lying_node(siege, "invent", whole=True)
 
 
@@ -49,11 +49,12 @@ async def wrong_hop(siege: Siege) -> Run:
 
 
 async def _lying_node(siege: Siege, lie: str, whole: bool) -> Run:
-    """`whole`: in place of the tail, else of the node in the middle."""
+    """`whole`: with all layers, so that it is a chain of its own, else with those of the node in the middle."""
     target = siege.target
-    span = target.chain[-1] if whole else target.chain[len(target.chain) // 2]
+    middle = target.chain[len(target.chain) // 2]
+    span = f"0:{target.num_layers}" if whole else f"{middle.start}:{middle.end}"
     command = [sys.executable, str(Path(__file__).with_name("hostile_node.py")), "--lie", lie]
-    command += ["--layers", f"{span.start}:{span.end}", "--model", target.model, "--dtype", target.dtype]
+    command += ["--layers", span, "--model", target.model, "--dtype", target.dtype]
     command += ["--listen", f"/ip4/{target.own_address}/tcp/0"]
     for node in target.nodes:
         command += ["--peer", node.addresses[0]]

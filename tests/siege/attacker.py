@@ -10,6 +10,7 @@ killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -17,14 +18,19 @@ import time
 from contextlib import AsyncExitStack
 
 import msgspec
+import psutil
 
 NICE = 10  # of 1024, a weight of 110: it gets what the nodes leave
 
 
 def confine() -> None:
-    """To one core, by a low weight: it attacks by what it sends, not by taking the processor away."""
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    os.nice(NICE)
+    """This process and those it has started to one core, by a low weight: it attacks by what it sends, not by taking
+    the processor away. What prepares the attack is not confined."""
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for thread in process.threads():
+                os.setpriority(os.PRIO_PROCESS, thread.id, NICE)
+                os.sched_setaffinity(thread.id, {max(os.sched_getaffinity(0))})
 
 
 async def attack(name: str) -> None:
@@ -38,6 +44,7 @@ async def attack(name: str) -> None:
         run = await ATTACKS[name].prepare(siege)
         _tell(event="ready")
         seconds = float(await loop.run_in_executor(None, sys.stdin.readline))
+        confine()
         siege.run_until = time.monotonic() + seconds
         try:
             async with asyncio.timeout(seconds + 2.0):
@@ -54,8 +61,8 @@ def _tell(**event: object) -> None:
 
 
 def main() -> None:
-    confine()
     if sys.argv[1] == "burn":
+        confine()
         while True:
             pass
     asyncio.run(attack(sys.argv[1]))

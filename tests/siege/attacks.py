@@ -28,7 +28,7 @@ class Attack:
 
 
 ATTACKS: dict[str, Attack] = {
-    "none": Attack(nodes.none),
+    "none": Attack(nodes.none, on_map=True),
     "tree-steps": Attack(compute.tree_steps),
     "small-prefills": Attack(compute.small_prefills),
     "grammars": Attack(compute.grammars),

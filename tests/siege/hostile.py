@@ -140,11 +140,11 @@ class Siege:
     async def flood(
         self, victim: Victim, make: Callable[[], tuple[AnyMessage, bytes] | AnyMessage], per_s: float = 2000.0
     ) -> None:
-        """Send what `make` gives to one node over and over, at most `per_s`; a connection that is cut is made again."""
-        transport = await self.transport()
+        """Send what `make` gives to one node over and over, at most `per_s`; one that is cut off comes again as
+        somebody else."""
         while self.running:
             try:
-                stream = await self.link(victim, transport)
+                stream = await self.link(victim)
                 begun, sent = time.monotonic(), 0
                 while self.running:
                     made = make()

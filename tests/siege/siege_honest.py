@@ -97,14 +97,24 @@ async def watch_map(client: SwarmClient, honest: Collection[PeerId], seen: list[
 async def fresh_client(peers: list[str], within_s: float) -> float:
     """Seconds until a client that is new to the swarm has its first token; `within_s` if it never has."""
     begun = time.monotonic()
-    with suppress(SwarmError, TimeoutError):
-        async with asyncio.timeout(within_s), SwarmClient(peers=peers) as client:
-            stream = client.chat_stream(_messages(QUESTIONS[0]), max_new_tokens=2, decoding="sequential")
-            async with stream:
-                async for piece in stream:
-                    if piece.token_ids:
-                        return time.monotonic() - begun
-    return within_s
+    asking = asyncio.create_task(_first_token(peers))
+    try:
+        await asyncio.wait({asking}, timeout=within_s)
+        served = asking.done() and not asking.cancelled() and asking.exception() is None
+        return time.monotonic() - begun if served else within_s
+    finally:
+        asking.cancel()
+        await asyncio.wait({asking}, timeout=within_s)
+
+
+async def _first_token(peers: list[str]) -> None:
+    """Raises SwarmError."""
+    async with SwarmClient(peers=peers) as client:
+        stream = client.chat_stream(_messages(QUESTIONS[0]), max_new_tokens=2, decoding="sequential")
+        async with stream:
+            async for piece in stream:
+                if piece.token_ids:
+                    return
 
 
 def _messages(question: str) -> list[dict[str, str]]:
