@@ -44,7 +44,8 @@ async def attack(name: str) -> None:
         run = await ATTACKS[name].prepare(siege)
         _tell(event="ready")
         seconds = float(await loop.run_in_executor(None, sys.stdin.readline))
-        confine()
+        if ATTACKS[name].confined:
+            confine()
         siege.run_until = time.monotonic() + seconds
         try:
             async with asyncio.timeout(seconds + 2.0):

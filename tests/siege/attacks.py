@@ -17,10 +17,12 @@ Prepare = Callable[[Siege], Awaitable[Callable[[], Awaitable[None]]]]
 
 @dataclass(frozen=True)
 class Attack:
-    """`on_map`: what readers see of the map, and whether a fresh client is served, is part of what is measured."""
+    """`on_map`: what readers see of the map, and whether a fresh client is served, is part of what is measured.
+    `confined`: to a core, by a low weight; a node that lies does the work of others instead, and gets what they get."""
 
     prepare: Prepare
     on_map: bool = False
+    confined: bool = True
 
     @property
     def summary(self) -> str:
@@ -45,10 +47,10 @@ ATTACKS: dict[str, Attack] = {
     "slow-readers": Attack(transport.slow_readers),
     "many-connections": Attack(transport.many_connections),
     "malformed": Attack(transport.malformed),
-    "black-hole-node": Attack(nodes.black_hole, on_map=True),
-    "slow-node": Attack(nodes.slow, on_map=True),
-    "inventing-tail": Attack(nodes.inventing_tail, on_map=True),
-    "wrong-hop": Attack(nodes.wrong_hop, on_map=True),
+    "black-hole-node": Attack(nodes.black_hole, on_map=True, confined=False),
+    "slow-node": Attack(nodes.slow, on_map=True, confined=False),
+    "inventing-tail": Attack(nodes.inventing_tail, on_map=True, confined=False),
+    "wrong-hop": Attack(nodes.wrong_hop, on_map=True, confined=False),
     "small-records": Attack(maps.small_records, on_map=True),
     "black-hole-records": Attack(maps.black_hole_records, on_map=True),
     "key-takeover-hosts": Attack(maps.key_takeover_hosts, on_map=True),
