@@ -7,6 +7,8 @@ Owns the names, fields and size bounds of all messages between peers. Does not k
     hop -> client   SessionOpened, SessionFailed, StepResult (from the tail), Step (on an edge that the client relays),
                     ProgressReport, Pong
 
+    any -> hop      RecordsQuery, answered with Records (`gossip_messages`)
+
 Any of them may be followed by PathSwitch, when their connection migrates to another path.
 """
 
@@ -18,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from swarm.block_hash import HASH_BYTES
+from swarm.gossip_messages import Records, RecordsQuery
 from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, Sampling, TokenLogprobs
 from swarm.wire_types import Addresses, Count, Message, Serial, SessionId, Text, TokenId
 
@@ -321,6 +324,9 @@ class PathSwitch(Message, frozen=True, tag="path_switch"):
     nonce: Serial
 
 
+OutsideSessions = Ping | Pong | PathSwitch | RecordsQuery | Records
+"""Messages without a session id."""
+
 AnyMessage = (
     OpenSession
     | SessionOpened
@@ -334,7 +340,5 @@ AnyMessage = (
     | SessionFailed
     | KvFetch
     | KvBlocks
-    | Ping
-    | Pong
-    | PathSwitch
+    | OutsideSessions
 )

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 MAX_TOKENS = 1 << 20  # tokens of one session
+MAX_RECORD = 2048  # bytes of a node record, signature included
 
 SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Text = Annotated[str, Meta(max_length=1024)]

@@ -117,6 +117,8 @@ class SwarmClient:
                     connect(
                         options,
                         self.config.limits,
+                        model=source.name,
+                        network=self.config.network,
                         direct=direct,
                         secret=self.config.secret,
                         libp2p_impl=self.config.libp2p_impl,
@@ -127,15 +129,14 @@ class SwarmClient:
             self._grammars = GrammarCompiler(self._tokenizer, source.config.vocab_size)
             if self._make_drafter is None:
                 self._drafter_factory = await DrafterFactory.load(self.config.drafter, source, self._tokenizer)
+            reader = network.record_reader(source.name, source.config.num_layers)
+            stack.push_async_callback(reader.close)
             self._router = ChainRouter(
-                network.directory,
+                reader,
                 network.pool,
-                source.name,
-                source.config.num_layers,
                 dtype=self.config.dtype,
                 weight_hash=source.weight_hash,
                 wall_clock=network.wall_clock,
-                rebootstrap=network.rebootstrap,
             )
             stack.push_async_callback(self._router.close)
             self._skeleton_decoder = SkeletonDecoder(

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from swarm.errors import NetworkError, NoRoute, WrongModel
 from swarm.net.base.tasks import TaskSet
-from swarm.net.base.transport import Directory
+from swarm.net.gossip.record_reader import RecordReader
 from swarm.net.pool.connection_pool import ConnectionPool
-from swarm.net.security import identity
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.routing.load_spreading import spread_load
 from swarm.planner.routing.repair import Repair, repair
 from swarm.planner.routing.route import DEFAULT_LINK_MS, RouteTable, explain_snapshot, snapshot_rho
-from swarm.records import to_snapshot
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
 from swarm_client.routing.blocklist import PeerBlocklist
 
@@ -34,33 +32,25 @@ class RouterPolicy:
     link_age_s: float = 30.0  # how long a measured round trip is used
     ping_timeout_s: float = 0.6  # a node that is slower to answer counts as unmeasured
     max_pinged: int = 32  # nodes pinged before one choice
-    max_rebootstrap_peers: int = 16  # addresses remembered for rejoining the DHT
 
 
 class ChainRouter:
-    """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `rebootstrap`: see
-    `ClientNetwork`."""
+    """`wall_clock` dates records (seconds since the epoch); tests hand in their own."""
 
     def __init__(
         self,
-        directory: Directory,
+        reader: RecordReader,
         pool: ConnectionPool,
-        model: str,
-        num_layers: int,
         *,
         dtype: str | None,
         weight_hash: str,
         wall_clock: Callable[[], float] = time.time,
-        rebootstrap: Callable[[Sequence[str]], Awaitable[int]] | None = None,
         policy: RouterPolicy = RouterPolicy(),
     ) -> None:
-        self._rebootstrap = rebootstrap
-        self._last_addresses: tuple[str, ...] = ()  # of the nodes of the last snapshot that had any
         self._policy = policy
-        self._directory = directory
+        self._reader = reader
         self._pool = pool
-        self._model = model
-        self._num_layers = num_layers
+        self._model = reader.book.model
         self._dtype = dtype
         self._weight_hash = weight_hash
         self._wall_clock = wall_clock
@@ -94,17 +84,10 @@ class ChainRouter:
 
     async def _read(self) -> NetworkError | None:
         """Read a new snapshot. -> why there is none; not raised, for `allow_stale` callers may not wait for it."""
-        now = self._wall_clock()
         try:
-            records = await self._directory.read(self._model)
-            known = self._last_addresses
-            if not records and known and self._rebootstrap is not None and await self._rebootstrap(known):
-                records = await self._directory.read(self._model)  # this client had lost its DHT peers
+            self._snapshot = await self._reader.snapshot()
         except NetworkError as error:
             return error
-        self._snapshot = to_snapshot(records, self._model, now, identity.verify, num_layers=self._num_layers)
-        addresses = tuple(node.addresses[0] for node in self._snapshot.nodes if node.addresses)
-        self._last_addresses = addresses[: self._policy.max_rebootstrap_peers] or self._last_addresses
         return None
 
     async def route(self, min_free_tokens: int = 0) -> tuple[Chain, Snapshot]:

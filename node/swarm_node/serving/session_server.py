@@ -36,9 +36,7 @@ from swarm.messages import (
     KvBlocks,
     KvFetch,
     OpenSession,
-    PathSwitch,
-    Ping,
-    Pong,
+    OutsideSessions,
     ProgressQuery,
     Reroute,
     SessionFailed,
@@ -223,7 +221,7 @@ class SessionServer:
         logger.warning("%s broke the protocol: %s", connection.peer, error)
         if self._violations.record(connection.peer, error):
             raise error
-        if not isinstance(message, PathSwitch | Ping | Pong):
+        if not isinstance(message, OutsideSessions):
             self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
 
     def _owned(self, connection: PeerChannel, session_id: bytes) -> HopSession | None:

@@ -114,6 +114,15 @@ class ConnectionPool:
     def peer(self) -> PeerId:
         return self._transport.peer
 
+    @property
+    def dialled(self) -> tuple[PeerId, ...]:
+        """The peers that we hold a connection with which we opened ourselves."""
+        return tuple(self._outgoing)
+
+    def has_dialled(self, peer: PeerId) -> bool:
+        """Whether it is one of `dialled`."""
+        return peer in self._outgoing
+
     async def serve(self) -> None:
         """Accept connections from now on. A client, which only dials, does not call this."""
         await self._transport.serve(self._accept)
