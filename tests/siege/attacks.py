@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import attack_compute as compute
+import attack_gossip as gossip
 import attack_map as maps
 import attack_nodes as nodes
 import attack_sessions as sessions
@@ -53,6 +54,10 @@ ATTACKS: dict[str, Attack] = {
     "wrong-hop": Attack(nodes.wrong_hop, on_map=True, confined=False),
     "small-records": Attack(maps.small_records, on_map=True),
     "black-hole-records": Attack(maps.black_hole_records, on_map=True),
+    "store-flood": Attack(maps.store_flood, on_map=True),
+    "gossip-records": Attack(gossip.gossip_records, on_map=True),
+    "gossip-questions": Attack(gossip.gossip_questions, on_map=True),
+    "gossip-answers": Attack(gossip.gossip_answers, on_map=True),
     "key-takeover-hosts": Attack(maps.key_takeover_hosts, on_map=True),
     "key-takeover": Attack(maps.key_takeover, on_map=True),
 }
