@@ -28,6 +28,7 @@ Verify = Callable[[PeerId, bytes, bytes], bool]
 MAX_RECORD = 2048  # bytes, signature included
 MAX_LIFETIME_S = 60.0  # between publication and expiry
 MAX_CLOCK_SKEW_S = 3.0  # how far ahead of ours a peer's clock may be
+MAX_PROOF = 96  # bytes
 MAX_LAYERS = 4096
 MAX_LINKS = 24
 MAX_ADDRESS = 192  # characters; a relayed address has two peer ids
@@ -69,11 +70,20 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_
     links: Annotated[dict[PeerText, Milliseconds], Meta(max_length=MAX_LINKS)] = {}
     version: Annotated[str, Meta(max_length=32)] = ""
     pinned: bool = False
+    proof: Annotated[bytes, Meta(max_length=MAX_PROOF)] = (
+        b""  # of work for this identity (`net.security.proof_of_work`)
+    )
 
 
 class _Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     payload: Annotated[bytes, Meta(max_length=MAX_RECORD)]
     signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+class _Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """Of a payload, the proof alone."""
+
+    proof: Annotated[bytes, Meta(max_length=MAX_PROOF)] = b""
 
 
 class InvalidRecord(ProtocolError):
@@ -87,6 +97,7 @@ class InvalidRecord(ProtocolError):
 _encoder = msgspec.msgpack.Encoder()
 _decode_signed = msgspec.msgpack.Decoder(_Signed).decode
 _decode_record = msgspec.msgpack.Decoder(NodeRecord).decode
+_decode_proof = msgspec.msgpack.Decoder(_Proof).decode
 
 
 def key(model: str) -> str:
@@ -127,6 +138,14 @@ def decode(data: bytes, peer: PeerId, model: str, now: float, verify: Verify) ->
     if not verify(peer, _CONTEXT + signed.payload, signed.signature):
         raise InvalidRecord("bad_signature", f"{peer} did not sign this record")
     return record
+
+
+def proof_of(data: bytes) -> bytes:
+    """The proof of work in a record, of which nothing has been checked; empty if there is none, or no record."""
+    try:
+        return _decode_proof(_decode_signed(data).payload).proof
+    except UNDECODABLE:
+        return b""
 
 
 def to_snapshot(
@@ -178,6 +197,7 @@ def to_profile(record: NodeRecord) -> NodeProfile:
         link_ms=record.links,
         version=record.version,
         pinned=record.pinned,
+        identity_proof=record.proof,
         published_at=record.at,
     )
 
@@ -210,6 +230,7 @@ def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s:
         links=_nearest_links(profile.link_ms, MAX_LINKS),
         version=profile.version,
         pinned=profile.pinned,
+        proof=profile.identity_proof,
     )
 
 
