@@ -26,7 +26,8 @@ from swarm_node.membership.hardware import Hardware, memory_for
 from swarm_node.membership.lifecycle import Lifecycle
 from swarm_node.membership.policy import MembershipPolicy
 from swarm_node.serving.drain import CoverageCheck, drain_sessions
-from swarm_node.serving.executor import Executor, ThreadDevice
+from swarm_node.serving.compute_device import ThreadDevice
+from swarm_node.serving.executor import Executor
 from swarm_node.serving.grammars import TailGrammars
 from swarm_node.serving.served_spans import ServedSpan
 from swarm_node.serving.session_server import SessionServer

@@ -17,6 +17,7 @@ import msgspec
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
 from swarm.messages import MAX_HOPS, AnyMessage, DropInFlight, OpenSession, ProgressReport, Reroute, Step
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import KvSource, LayerSpan, PeerId, Sampling
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_kernels.sampling.validate import validate_sampling
@@ -72,6 +73,7 @@ class HopSession:
     rows: ActivationSpec
     max_tokens: int
     sampling: Sampling
+    share: Share = Share()  # on whose account its steps run
     history: TokenHistory | None = None  # of a tail whose sampling depends on it
     grammar: GrammarState | None = None  # of `sampling.grammar`, once it is compiled; for one thread at a time
     num_medusa_candidates: int = 0  # of each Medusa head, with every sampled token
@@ -93,7 +95,9 @@ class HopSession:
     waiting: asyncio.Queue[InboundStep | Reroute] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
 
     @classmethod
-    def of(cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec) -> HopSession:
+    def of(
+        cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec, share: Share = Share()
+    ) -> HopSession:
         """Raises InvalidRequest for sampling parameters out of range, ProtocolError for an impossible history."""
         sampling, history = Sampling(), None
         if message.end == rows.num_layers and message.sampling is not None:
@@ -111,6 +115,7 @@ class HopSession:
             rows=rows,
             max_tokens=message.max_tokens,
             sampling=sampling,
+            share=share,
             history=history,
             num_medusa_candidates=message.num_medusa_candidates,
             replay_silent_until=message.replay_silent_until,
