@@ -67,6 +67,9 @@ class ToyEngine:
     def freeze_prefix(self, key: int, length: int) -> None:
         self.reserved[key] = length
 
+    def shrink(self, key: int, max_tokens: int) -> None:
+        self.reserved[key] = max_tokens
+
     def release(self, key: int) -> None:
         self.reserved.pop(key, None)
 

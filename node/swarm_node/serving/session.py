@@ -24,6 +24,7 @@ from swarm_kernels.sampling.validate import validate_sampling
 from swarm_node.serving.token_history import StepTokens, TokenHistory
 
 MAX_WAITING_STEPS = 64  # of one session; a client with more in flight ignores our replies
+NO_SHARE = Share()
 PREVIOUS_UPSTREAMS = 8  # that may send a late step without a protocol violation
 
 
@@ -32,6 +33,11 @@ class PeerChannel(Protocol):
 
     @property
     def peer(self) -> PeerId: ...
+
+    @property
+    def remote(self) -> str:
+        """The IP address that the peer was seen at, "" if it is unknown."""
+        ...
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
         """Raises ConnectionLost."""
@@ -73,7 +79,9 @@ class HopSession:
     rows: ActivationSpec
     max_tokens: int
     sampling: Sampling
-    share: Share = Share()  # on whose account its steps run
+    share: Share = NO_SHARE  # on whose account its steps run
+    reserved: int = 0  # tokens of KV memory; less than `max_tokens` once others needed the rest
+    active_s: float = 0.0  # when its last step came, by the server's clock
     history: TokenHistory | None = None  # of a tail whose sampling depends on it
     grammar: GrammarState | None = None  # of `sampling.grammar`, once it is compiled; for one thread at a time
     num_medusa_candidates: int = 0  # of each Medusa head, with every sampled token
@@ -96,7 +104,7 @@ class HopSession:
 
     @classmethod
     def of(
-        cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec, share: Share = Share()
+        cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec, share: Share = NO_SHARE
     ) -> HopSession:
         """Raises InvalidRequest for sampling parameters out of range, ProtocolError for an impossible history."""
         sampling, history = Sampling(), None

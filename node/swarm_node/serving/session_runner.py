@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from swarm.codec import Buffer
 from swarm.config import Limits
-from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
+from swarm.errors import ConnectionLost, NetworkError, OutOfMemory, PeerUnreachable, ProtocolError
 from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
+from swarm.planner.scheduling.fair_shares import Share
 from swarm_kernels.sampling.grammar import TokenMask
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.executor import StepOutcome
@@ -51,6 +52,8 @@ class SessionRunner:
     counters: Counters
     reply: Callable[[PeerChannel, SessionFailed], None]
     kv_transfer: KvTransfer
+    make_room: Callable[[ServedSpan, Share, int], bool]
+    """See `AdmissionControl.make_room`."""
 
     async def run(self, session: HopSession, served_span: ServedSpan) -> None:
         """Until the session is over, or its task cancelled. Raises SwarmError, TimeoutError when nothing comes."""
@@ -125,8 +128,16 @@ class SessionRunner:
             masks: Sequence[TokenMask | None] = ()
             if session.grammar is not None and tokens is not None:
                 masks = await served_span.engine.grammar_masks(session.grammar, tokens, session.client.peer)
-            pieces.append(await served_span.executor.run(session, InboundStep(piece, part, tokens, masks)))
+            pieces.append(await self._run_piece(session, served_span, InboundStep(piece, part, tokens, masks)))
         return join(pieces)
+
+    async def _run_piece(self, session: HopSession, served_span: ServedSpan, piece: InboundStep) -> StepOutcome:
+        try:
+            return await served_span.executor.run(session, piece)
+        except OutOfMemory:  # its reservation was shrunk, or it has a tree on top of a full context
+            if not self.make_room(served_span, session.share, piece.step.rows + len(piece.step.commit_slots)):
+                raise
+        return await served_span.executor.run(session, piece)
 
     async def _deliver(self, session: HopSession, step: Step, outcome: StepOutcome) -> None:
         """Send the output with the step's own `committed_before` and `commit_slots`: each hop applies them itself."""

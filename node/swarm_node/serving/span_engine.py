@@ -26,7 +26,6 @@ from swarm_node.serving.session import ActivationSpec
 from swarm_node.serving.tail_sampler import TailSampler
 from swarm_node.serving.token_history import StepTokens
 
-
 MAX_SLICES = SchedulingPolicy().max_slices
 
 
@@ -76,7 +75,9 @@ class SpanEngine:
         self._grammars = grammars
         self._tail_sampler = TailSampler(span, heads)
         self.cache = cache
-        self._deferred: dict[int, list[Callable[[], None]]] = {}  # by session of a batch: what to do when it is finished
+        self._deferred: dict[
+            int, list[Callable[[], None]]
+        ] = {}  # by session of a batch: what to do when it is finished
         config = span.config
         self.rows = ActivationSpec(config.num_layers, config.hidden_size, span.dtype.itemsize, config.vocab_size)
 
@@ -116,6 +117,9 @@ class SpanEngine:
 
     def freeze_prefix(self, key: int, length: int) -> None:
         self._unless_computing(key, partial(self.cache.freeze_prefix, _key(key), length))
+
+    def shrink(self, key: int, max_tokens: int) -> None:
+        self.cache.shrink(_key(key), max_tokens)
 
     def release(self, key: int) -> None:
         self._unless_computing(key, partial(self.cache.close, _key(key)))

@@ -12,7 +12,7 @@ everything, since nothing is ever held back from the only one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from swarm.planner.scheduling.policy import DEFAULT_POLICY, SchedulingPolicy
@@ -42,10 +42,10 @@ class _Level:
     def join(self, key: Hashable, credit: float) -> None:
         self.finish[key] = max(self.finish.get(key, 0.0), self.now - credit)
 
-    def trim(self, credit: float, keep: Iterable[Hashable]) -> None:
-        """Forget the flows whose past no longer matters."""
-        kept = set(keep)
-        self.finish = {k: v for k, v in self.finish.items() if k in kept or v > self.now - credit}
+    def trim(self, credit: float, keep: Container[Hashable], most: int) -> None:
+        """Forget the flows whose past no longer matters, then those that are least ahead."""
+        ahead = sorted(self.finish.items(), key=lambda flow: flow[1], reverse=True)
+        self.finish = {k: at for i, (k, at) in enumerate(ahead) if k in keep or (at > self.now - credit and i < most)}
 
 
 class FairShares:
@@ -67,8 +67,10 @@ class FairShares:
         self._members.setdefault(share.block, _Level()).join(share.member, self._credit)
 
     def tag(self, share: Share) -> Tag:
-        """Of a share that has joined."""
-        return self._blocks.finish[share.block], self._members[share.block].finish[share.member]
+        """Of a share that has joined; of one that was forgotten, as if it joined without credit."""
+        level = self._members.get(share.block)
+        member = level.finish.get(share.member, level.now) if level is not None else 0.0
+        return self._blocks.finish.get(share.block, self._blocks.now), member
 
     def serve(self, share: Share) -> None:
         """The next work is this share's: the virtual time reaches its tag."""
@@ -90,8 +92,9 @@ class FairShares:
         if len(self) + len(self._blocks.finish) <= 2 * self._most_idle:
             return
         kept = set(busy)
+        blocks = {share.block for share in kept}
+        self._blocks.trim(self._credit, blocks, self._most_idle // 2)
+        self._members = {block: level for block, level in self._members.items() if block in self._blocks.finish}
         for block, level in self._members.items():
-            level.trim(self._credit, (share.member for share in kept if share.block == block))
-        self._blocks.trim(self._credit, (share.block for share in kept))
-        self._members = {b: level for b, level in self._members.items() if level.finish and b in self._blocks.finish}
-        self._blocks.finish = {b: at for b, at in self._blocks.finish.items() if b in self._members}
+            most = 1 + self._most_idle // (2 * len(self._members))
+            level.trim(self._credit, {share.member for share in kept if share.block == block}, most)
