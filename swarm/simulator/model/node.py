@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from swarm.planner.scheduling.batch_scheduler import BatchScheduler
 from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
 from swarm.planner.scheduling.session_order import SessionOrder
+from swarm.planner.scheduling.work_model import WorkModel
 from swarm.simulator.model.devices import DeviceCostModel
 from swarm.simulator.model.session import SimSession, SimStep
 from swarm.types import Hop, LayerSpan, NodeProfile, NodeState
@@ -66,7 +67,9 @@ class SimNode:
 
     def __post_init__(self) -> None:
         self._layer_time = LayerTimeEstimator(self.cost.curve)
-        self.scheduler = BatchScheduler(self.batch_tokens, max_steps=self.batch_sessions)
+        self.scheduler = BatchScheduler(
+            self.batch_tokens, max_steps=self.batch_sessions, work=WorkModel(self.cost.curve)
+        )
         self._order = SessionOrder()
 
     @property
@@ -143,6 +146,7 @@ class SimNode:
         stats = BatchStats.of(batch, compute_ms)
         self.usage.rows += stats.rows
         self._layer_time.observe(stats, now / 1e3)
+        self.scheduler.settle(batch, compute_ms)
         self.scheduler.completed((step for step in batch if step.session.live), compute_ms / 1e3, now / 1e3)
         for step in batch:
             following = self._order.ran(step)

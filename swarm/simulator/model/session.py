@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.simulator.model.workload import SimRequest
 from swarm.types import Hop, LayerSpan
 
@@ -78,9 +79,11 @@ class SimStep:
     span: LayerSpan = field(init=False)
     session_key: int = field(init=False)
     prefill: bool = field(init=False)
+    share: Share = field(init=False)
 
     def __post_init__(self) -> None:
         self.session_key = self.session.number
+        self.share = Share(self.session.number)  # each request is a client of its own
         self.prefill = self.last >= 0 or self.base < self.session.prompt
         self._set_hop()
 
@@ -93,6 +96,10 @@ class SimStep:
         self.index += 1
         self._set_hop()
         return self.hop
+
+    @property
+    def context(self) -> int:
+        return self.base
 
     @property
     def sampled_rows(self) -> int:
