@@ -101,7 +101,7 @@ class Attacks:
         if self._audits.uniform() < 1.0 - (1.0 - self._spec.audit_rate) ** tokens:
             cheats = [h.peer for h in session.hops if self._engine.nodes[h.peer].behaviour is Behaviour.CHEAT]
             if cheats:
-                self._engine.clock.after(self._spec.audit_ms, lambda: self._found_wrong(session, cheats[0]))
+                self._engine.clock.after(self._spec.audit_ms, lambda: self._found_wrong(cheats[0]))
 
     def holds_back(self, session: SimSession) -> bool:
         """Whether the client audits the whole answer before it takes it; then it ends, or is redone, in a while."""
@@ -118,15 +118,14 @@ class Attacks:
         if not cheats:
             self._engine.finish(session)
         for peer in cheats:
-            self._found_wrong(session, peer)
+            self._found_wrong(peer)
 
-    def _found_wrong(self, session: SimSession, peer: PeerId) -> None:
-        """An audit failed: everybody learns of it, and the answers it was a part of are redone from there."""
-        if peer in self._caught:
-            return
-        self._caught.add(peer)
-        self._engine.notify("caught", n=peer)
-        self._engine.policy.caught(peer, self._engine.clock.now)
+    def _found_wrong(self, peer: PeerId) -> None:
+        """An audit failed: everybody learns of it, and the answers that it has a part in are redone from there."""
+        if peer not in self._caught:
+            self._caught.add(peer)
+            self._engine.notify("caught", n=peer)
+            self._engine.policy.caught(peer, self._engine.clock.now)
         for held in list(self._engine.nodes[peer].held.values()):
             self._redo(held.session, peer)
 

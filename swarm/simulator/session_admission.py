@@ -124,6 +124,7 @@ class SessionAdmission:
         view = self._engine.observe()
         if session.held:
             return self._engine.policy.repair(session, view)
+        session.wrong_from = None  # it starts afresh
         return ReplayPlan(Repair(self._engine.policy.choose(session, view), (), ()))
 
     def _again(self, session: SimSession) -> None:

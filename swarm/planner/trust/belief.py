@@ -97,7 +97,7 @@ def disappointed(evidence: PeerEvidence, usual_ratio: float = 1.0, policy: Trust
 def strangers_of_late(known: Mapping[PeerId, PeerEvidence], now: float, policy: TrustPolicy = POLICY) -> Strangers:
     late = [evidence for evidence in known.values() if now - evidence.last_at <= policy.memory_s]
     ratios = [evidence.ratio for evidence in late if evidence.ratio]
-    usual_ratio = max(1.0, median(ratios)) if ratios else 1.0
+    usual_ratio = min(max(1.0, median(ratios)), policy.max_usual_ratio) if ratios else 1.0
     good = bad = 0
     blocks: dict[str, tuple[int, int]] = {}
     for evidence in late:
@@ -136,7 +136,9 @@ def believe(
     proven = [peer for peer in claims if is_proven(known.get(peer, UNKNOWN), policy)]
     usual_ms, of_whom = 0.0, ""
     if proven:
-        usual_ms = median(measured_layer_ms(claims[peer], known[peer], policy) for peer in proven)
+        usual_ms = median(
+            measured_layer_ms(claims[peer], known[peer], strangers.usual_ratio, policy) for peer in proven
+        )
         of_whom = "the median of those that are proven"
     elif claims and strangers.wary(policy):
         ordered = sorted(claims.values())
@@ -158,7 +160,7 @@ def _believe_one(
 ) -> PeerBelief:
     """`limit`: no stranger is quicker, and why."""
     claim = advertised_layer_ms(node)
-    measured_ms = measured_layer_ms(claim, evidence, policy)
+    measured_ms = measured_layer_ms(claim, evidence, strangers.usual_ratio, policy)
     block = evidence.block or address_block(node.addresses)
     if is_proven(evidence, policy):
         p_fail = evidence.failures / (evidence.failures + evidence.sessions + policy.prior_sessions)
@@ -187,10 +189,14 @@ def advertised_layer_ms(node: NodeProfile) -> float:
     return sum(times) / len(times) if times else node.cost.ms_at(1)
 
 
-def measured_layer_ms(claim: float, evidence: PeerEvidence, policy: TrustPolicy = POLICY) -> float:
+def measured_layer_ms(
+    claim: float, evidence: PeerEvidence, usual_ratio: float = 1.0, policy: TrustPolicy = POLICY
+) -> float:
     """A claim as far as measurements bear it out: as many times slower as it was measured, and never much quicker than
-    the quickest that was measured, whatever the record says by now."""
-    return max(claim * max(1.0, evidence.ratio), policy.quickest_share * evidence.quickest_ms)
+    the quickest that was measured, whatever the record says by now. `usual_ratio`: what all have in common, such as a
+    machine that they share, is no reason to prefer one to another."""
+    slower = claim * max(1.0, evidence.ratio / usual_ratio)
+    return max(slower, policy.quickest_share * evidence.quickest_ms / usual_ratio)
 
 
 def believed_snapshot(

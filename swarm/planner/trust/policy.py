@@ -15,6 +15,7 @@ class TrustPolicy:
     slow_ratio: float = 3.0  # measured over advertised time, against that of most peers, from which on it was a lie
     max_ratio: float = 1e4  # bounds one absurd measurement
     quickest_share: float = 0.5  # of the least time ever measured: no advertisement is believed below it
+    max_usual_ratio: float = 4.0  # how much longer than advertised most peers may take, for that to be normal
     overdue_ms: float = 250.0  # more than predicted that one step must take at a hop, besides slow_ratio times as long
     overdue_steps: int = 2  # ... so often in a row, before the hop counts as slow from the start
     round_slack: float = 1.5  # times a chain's links may take what was predicted, before the rest is charged to hops
