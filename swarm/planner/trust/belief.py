@@ -76,7 +76,10 @@ class Strangers:
         return (1.0 + self.good) / (1.0 + self.good + policy.disappointment * self.bad)
 
     def p_fail(self, block: str, policy: TrustPolicy = POLICY) -> float:
-        """The chance that a stranger of `block` fails: what its block did counts more the more was seen of it."""
+        """The chance that a stranger of `block` fails: what its block did counts more the more was seen of it. A single
+        bad one says nothing of the others."""
+        if not self.wary(policy):
+            return policy.stranger_failure
         prior, seen = policy.prior_sessions, self.good + self.bad
         overall = (prior * policy.stranger_failure + self.bad) / (prior + seen)
         good, bad = self.blocks.get(block, (0, 0)) if block else (0, 0)
