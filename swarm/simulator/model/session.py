@@ -49,6 +49,7 @@ class SimSession:
     first_ms: float | None = None
     done_ms: float | None = None
     failure: str = ""
+    wrong_from: int | None = None  # the first token that a cheat had a part in
 
     @property
     def most_tokens(self) -> int:
@@ -75,6 +76,10 @@ class SimStep:
     sample: bool
     index: int = 0
     last: int = -1
+    sent_at: float = 0.0
+    reached_at: float = 0.0  # its present hop
+    done: bool = False  # its last hop has computed it
+    trace: list[float] = field(default_factory=list)  # ms at each hop, as the hops report it
     hop: Hop = field(init=False)
     span: LayerSpan = field(init=False)
     session_key: int = field(init=False)
