@@ -1,40 +1,31 @@
-"""Values in the DHT: text, bytes and dictionaries of signed entries, as a replica returns or stores them."""
+"""Entries of the DHT as a reply or a store brings them, and the list of records that a gossiping peer says it has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
-from swarm.errors import ProtocolError
-from swarm.net.dht.validation import SignedSubkeyValidator, StrictSerializer, _drop_invalid
-from swarm.net.libp2p._hivemind import DHTRecord, DictionaryDHTValue
+from swarm.gossip_messages import pack_listed, unpack_listed
+from swarm.net.dht.entries import MAX_REPLY_ENTRIES, Entry, is_plausible, is_signed, pack, sign, unpack
 from swarm.net.security.identity import Identity
 
-INSTRUMENT = ("swarm.net.dht", "swarm.net.security.identity", "hivemind.dht.storage", "hivemind.dht.validation")
-_validator = SignedSubkeyValidator(Identity.generate(), lambda: 1000.0)
+INSTRUMENT = ("swarm.net.dht.entries", "swarm.gossip_messages", "swarm.net.security.identity")
+_identity = Identity.generate()
 
 
 def run(data: bytes) -> None:
-    _validator.validate(DHTRecord(b"key", data[:80], data[80:], 1010.0))
-    try:
-        value = StrictSerializer.loads(data)
-    except ProtocolError:
-        return
-    assert isinstance(value, str | bytes | DictionaryDHTValue)
-    if isinstance(value, DictionaryDHTValue):
-        _drop_invalid(_validator, b"key", value)
-        assert not value.data, "an entry without its peer's signature is kept"
-    else:
-        assert StrictSerializer.loads(StrictSerializer.dumps(value)) == value
+    entries = unpack(data)
+    assert len(entries) <= MAX_REPLY_ENTRIES
+    assert unpack(b"".join(map(pack, entries))) == entries or any(e.expires_at != e.expires_at for e in entries)
+    for entry in entries[:4]:
+        assert isinstance(entry, Entry)
+        if is_plausible(entry, 1000.0):
+            assert not is_signed(b"another key", entry), "a signature that nobody made"
+    listed = unpack_listed(data)
+    assert unpack_listed(pack_listed(listed.items())) == listed
 
 
 def seeds() -> Iterator[bytes]:
-    dictionary = DictionaryDHTValue()
-    peer = _validator._identity.peer
-    dictionary.store(peer, StrictSerializer.dumps(b"x" * 80), 1010.0)
-    dictionary.store("b", b"", 1020.5)
-    yield StrictSerializer.dumps(dictionary)
-    yield StrictSerializer.dumps(peer) + bytes(20) + StrictSerializer.dumps(b"x") + bytes(64)
-    yield StrictSerializer.dumps(b"y" * 300)
-    yield msgspec.msgpack.encode(msgspec.msgpack.Ext(0x51, b""))
+    entry = sign(_identity, b"key", b"x" * 100, 1010.0)
+    yield pack(entry)
+    yield pack(entry) * 2 + pack(Entry("b", b"y" * 64, 1020.5)) + b"\xc1"
+    yield pack_listed([(b"a" * 8, 5), (b"b" * 8, 7)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -20,8 +21,11 @@ def run(data: bytes) -> None:
     """`data`: the payload of a record that is signed as it should be, or all of one."""
     signed = msgspec.msgpack.encode([data, bytes(64)])
     for whole in (data, signed):
+        for read in (records.claim, records.proof_of):
+            with contextlib.suppress(InvalidRecord):
+                read(whole)
         snapshot = records.to_snapshot({"a": whole}, "a", NOW, lambda *_: True)
-        assert len(snapshot.nodes) + sum(snapshot.rejected_records.values()) == 1
+        assert len(snapshot.nodes) + sum(snapshot.rejected_records.values()) <= 1  # a goodbye is neither
     try:
         record = records.decode(signed, "a", "a", NOW, lambda *_: True)
     except InvalidRecord:
@@ -37,7 +41,7 @@ def run(data: bytes) -> None:
 def seeds() -> Iterator[bytes]:
     whole = msgspec.structs.replace(
         filled(NodeRecord), peer="a", model="a", layers=4, at=999.0, until=1010.0, span=(0, 2), layer_us=(5, 6),
-        cost_w=(1, 2), cost_us=(3, 4), state=NodeState.SERVING,
+        cost_w=(1, 2), cost_us=(3, 4), state=NodeState.SERVING, left=False,
     )  # fmt: skip
     yield msgspec.msgpack.encode(whole)
     yield msgspec.msgpack.encode(msgspec.structs.replace(whole, span=None, layer_us=(), state=NodeState.JOINING))
