@@ -44,6 +44,7 @@ from swarm_client.session.session_messages import (
     open_message,
     remote_error,
 )
+from swarm_client.trust.failures import ReportedLost
 
 REPLAY_ROWS = 256  # tokens of one step that is replayed to a new first hop
 
@@ -70,6 +71,7 @@ class InferenceSession:
     _secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)  # of the hops' keys, see `kv_token`
     _links: HopLinks = field(init=False)
     _detached: dict[PeerId, int] = field(default_factory=dict)  # departed nodes -> tokens whose KV they still hold
+    _accusers: dict[PeerId, PeerId] = field(default_factory=dict)  # hop -> the first next hop it called unreachable
     _relayed: set[PeerId] = field(default_factory=set)  # hops whose output this client forwards
     _step: int = 0  # the last that was sent
     _hop_progress: dict[PeerId, HopProgress] = field(default_factory=dict)  # replies to the last progress query
@@ -351,5 +353,9 @@ class InferenceSession:
             raise self.mark_failed(incoming.peer, remote_error(incoming.peer, failed))
         if failed.unreachable_next_hop not in self.chain.peers:
             return None
+        if self._accusers.get(incoming.peer, failed.unreachable_next_hop) != failed.unreachable_next_hop:
+            detail = f"node {incoming.peer} reaches none of its next hops"
+            raise self.mark_failed(incoming.peer, ConnectionLost(detail))
+        self._accusers[incoming.peer] = failed.unreachable_next_hop
         # it is dead, or it will publish again
-        raise self.mark_failed(failed.unreachable_next_hop, ConnectionLost(failed.detail))
+        raise self.mark_failed(failed.unreachable_next_hop, ReportedLost(failed.detail))

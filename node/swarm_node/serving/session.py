@@ -18,12 +18,14 @@ from swarm import kv_token
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
 from swarm.messages import MAX_HOPS, AnyMessage, DropInFlight, OpenSession, ProgressReport, Reroute, Step
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import KvSource, LayerSpan, PeerId, Sampling
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_kernels.sampling.validate import validate_sampling
 from swarm_node.serving.token_history import StepTokens, TokenHistory
 
 MAX_WAITING_STEPS = 64  # of one session; a client with more in flight ignores our replies
+NO_SHARE = Share()
 PREVIOUS_UPSTREAMS = 8  # that may send a late step without a protocol violation
 
 
@@ -32,6 +34,11 @@ class PeerChannel(Protocol):
 
     @property
     def peer(self) -> PeerId: ...
+
+    @property
+    def remote(self) -> str:
+        """The IP address that the peer was seen at, "" if it is unknown."""
+        ...
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
         """Raises ConnectionLost."""
@@ -72,6 +79,9 @@ class HopSession:
     rows: ActivationSpec
     max_tokens: int
     sampling: Sampling
+    share: Share = NO_SHARE  # on whose account its steps run
+    reserved: int = 0  # tokens of KV memory; less than `max_tokens` once others needed the rest
+    active_s: float = 0.0  # when its last step came, by the server's clock
     history: TokenHistory | None = None  # of a tail whose sampling depends on it
     grammar: GrammarState | None = None  # of `sampling.grammar`, once it is compiled; for one thread at a time
     num_medusa_candidates: int = 0  # of each Medusa head, with every sampled token
@@ -94,7 +104,9 @@ class HopSession:
     waiting: asyncio.Queue[InboundStep | Reroute] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
 
     @classmethod
-    def of(cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec) -> HopSession:
+    def of(
+        cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec, share: Share = NO_SHARE
+    ) -> HopSession:
         """Raises InvalidRequest for sampling parameters out of range, ProtocolError for an impossible history."""
         sampling, history = Sampling(), None
         if message.end == rows.num_layers and message.sampling is not None:
@@ -111,6 +123,7 @@ class HopSession:
             rows=rows,
             max_tokens=message.max_tokens,
             sampling=sampling,
+            share=share,
             history=history,
             num_medusa_candidates=message.num_medusa_candidates,
             replay_silent_until=message.replay_silent_until,

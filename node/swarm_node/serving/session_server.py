@@ -27,7 +27,6 @@ from swarm.errors import (
     ProtocolError,
     ResourceError,
     SwarmError,
-    WrongModel,
 )
 from swarm.messages import (
     AnyMessage,
@@ -45,6 +44,7 @@ from swarm.messages import (
 from swarm.net.base.tasks import TaskSet
 from swarm.types import LayerSpan, ModelId, PeerId
 from swarm_node.serving.activation_log import ActivationLog
+from swarm_node.serving.admission import AdmissionControl
 from swarm_node.serving.executor import Executor
 from swarm_node.serving.hop_dialer import AddressesOf, HopDialer, no_records
 from swarm_node.serving.kv_transfer import KvTransfer
@@ -55,6 +55,7 @@ from swarm_node.serving.reply_sender import ReplySender, epoch_of, failure, unkn
 from swarm_node.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
 from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
 from swarm_node.serving.session_runner import Counters, SessionRunner
+from swarm_node.serving.shares import SharePlaces
 
 logger = logging.getLogger(__name__)
 
@@ -70,20 +71,31 @@ class SessionServer:
         on_load: Callable[[], None] = lambda: None,
         policy: SessionPolicy = SessionPolicy(),
         addresses_of: AddressesOf = no_records,
+        places: SharePlaces | None = None,
     ) -> None:
-        """`on_load()` is called when the number of sessions changes. `addresses_of`: of the peers that clients name."""
+        """`on_load()` is called when the number of sessions changes. `addresses_of`: of the peers that clients name.
+        `places`: whose account sessions go on."""
         self.counters = Counters()
         self._logs = ActivationLog(limits.activation_log_bytes)
         self.served_spans = ServedSpans(on_released=self._logs.close)
         self.served = served
         self._policy = policy
         self._on_load = on_load
-        self._quotas = Quotas(limits, policy)
+        self._quotas = Quotas(limits, policy, _loop_time)
         self._violations = pool.violations
         self._sessions: dict[bytes, HopSession] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._keys = itertools.count()
-        self._refusal: Callable[[], SwarmError] | None = None
+        self._admission = AdmissionControl(
+            served,
+            self.served_spans,
+            self._quotas,
+            places or SharePlaces(clock=_loop_time),
+            limits,
+            self._live,
+            self._fail,
+            _loop_time,
+        )
         self._empty = asyncio.Event()
         self._empty.set()
         self._scope = TaskSet("service")
@@ -92,7 +104,13 @@ class SessionServer:
         dialer = HopDialer(pool, addresses_of, limits.next_hop_dial_timeout_s)
         self._kv_transfer = KvTransfer(dialer, limits, self._quotas, self._scope, policy)
         self._runner = SessionRunner(
-            dialer, limits, self._logs, self.counters, self._replies.send_best_effort, self._kv_transfer
+            dialer,
+            limits,
+            self._logs,
+            self.counters,
+            self._replies.send_best_effort,
+            self._kv_transfer,
+            self._admission.make_room,
         )
 
     async def __aenter__(self) -> SessionServer:
@@ -129,12 +147,12 @@ class SessionServer:
 
     def refuse(self, why: Callable[[], SwarmError] | None) -> None:
         """Refuse new sessions with the error that `why()` makes; None: take them again. Open sessions go on."""
-        self._refusal = why
+        self._admission.refusal = why
 
     @property
     def refusing(self) -> bool:
         """Whether `refuse` is in force."""
-        return self._refusal is not None
+        return self._admission.refusal is not None
 
     def idle(self, served_span: ServedSpan | None = None) -> bool:
         """Whether no session is open (in `served_span`)."""
@@ -151,13 +169,13 @@ class SessionServer:
 
         Their KV cache is kept for `SessionPolicy.detached_ttl_s`, or until their clients close them.
         """
-        evicted = [
-            s for s in self._sessions.values() if (served_span is None or s.key in served_span.keys) and where(s.span)
-        ]
-        evicted = [session for session in evicted if not session.detached]
+        evicted = [s for s in self._live() if (served_span is None or s.key in served_span.keys) and where(s.span)]
         for session in evicted:
             self._detach(session, why)
         return len(evicted)
+
+    def _live(self) -> list[HopSession]:
+        return [session for session in self._sessions.values() if not session.detached]
 
     # Frames ----------------------------------------------------------------------------------------------------------
 
@@ -253,6 +271,7 @@ class SessionServer:
             return
         if session.detached:
             return  # its client was notified
+        session.active_s = _loop_time()
         try:
             session.arrive(connection.peer, InboundStep(step, body))
         except ProtocolError as error:
@@ -290,41 +309,13 @@ class SessionServer:
                 raise ProtocolError("this session belongs to another client")
             self._drop(previous)  # its client reopens it along another chain
         try:
-            served_span = self._find(message)
-            session = self._admit(served_span, connection, message)
+            session, served_span, parent = self._admission.admit(connection, message, next(self._keys))
         except ProtocolError:
             raise
         except SwarmError as error:
             self.counters.refused += 1
             self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
             return
-        self._tasks[session.key] = self._scope.start(self._run(session, served_span), f"session {session.key}")
-
-    def _find(self, message: OpenSession) -> ServedSpan:
-        """The loaded span that can serve the request. Raises SwarmError."""
-        served = self.served
-        if message.model != served.model:
-            raise WrongModel(f"this node serves {served.model}, not {message.model}")
-        if message.weight_hash != served.weight_hash:
-            raise WrongModel(f"this node's weights of {served.model} hash to {served.weight_hash}")
-        if message.dtype != served.dtype:
-            raise WrongModel(f"this node computes in {served.dtype}, not in {message.dtype}")
-        if self._refusal is not None:
-            raise self._refusal()
-        served_span = self.served_spans.find(message.start, message.end)
-        if bool(message.downstream) == (message.end == served_span.engine.rows.num_layers):
-            raise ProtocolError("a hop has a next one unless it holds the last layer")
-        return served_span
-
-    def _admit(self, served_span: ServedSpan, connection: PeerChannel, message: OpenSession) -> HopSession:
-        """Reserve what a session needs and register it. Raises SwarmError."""
-        session = HopSession.of(message, connection, next(self._keys), served_span.engine.rows)
-        self._quotas.take_session(connection.peer)
-        try:
-            parent = served_span.admit(session, message.block_hashes, self._quotas.retry_after_s)
-        except SwarmError:
-            self._quotas.give_session(connection.peer)
-            raise
         if not session.tail and session.committed:
             self._logs.fork(parent, session.key, session.committed)
         elif not session.tail:
@@ -333,7 +324,7 @@ class SessionServer:
         self._empty.clear()
         self.counters.sessions += 1
         self._on_load()
-        return session
+        self._tasks[session.key] = self._scope.start(self._run(session, served_span), f"session {session.key}")
 
     async def _run(self, session: HopSession, served_span: ServedSpan) -> None:
         try:
@@ -396,3 +387,7 @@ class SessionServer:
         if not self._sessions:
             self._empty.set()
         self._on_load()
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

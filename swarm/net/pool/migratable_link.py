@@ -37,6 +37,11 @@ class MigratableLink:
         """The connection that frames are sent on now."""
         return self._out
 
+    @property
+    def remote(self) -> str:
+        """See `transport.Connection.remote`."""
+        return self._out.remote
+
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
         """See `transport.Connection.send`."""
         await self._out.send(message, body)
