@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm import codec
@@ -129,6 +129,9 @@ class EmulatedConnection:
     async def close(self) -> None:
         self._out.end(ConnectionLost("the connection was closed here"))
         self._in.end(ConnectionLost("the connection was closed here"), drop=True)
+
+    def guard(self, allows: Callable[[int, int], bool]) -> None:
+        self._inner.guard(allows)
 
     def abort(self) -> None:
         for direction in (self._out, self._in):

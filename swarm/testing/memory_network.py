@@ -11,14 +11,15 @@ import itertools
 import math
 import random
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm import codec
 from swarm.codec import DEFAULT_LIMITS, Buffer, FrameLimits
-from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
+from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable
 from swarm.messages import AnyMessage
+from swarm.net.base.frame_stream import POLICY, Guard
 from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Handler
 from swarm.types import PeerId
@@ -142,6 +143,7 @@ class MemoryConnection:
     def __init__(self, peer: PeerId, inbound: _Pipe, outbound: _Pipe, limits: FrameLimits, remote: str = "") -> None:
         self._peer = peer
         self.remote = remote
+        self._allows: Guard = lambda header, body: True
         self._in, self._out = inbound, outbound
         self._limits = limits
         self._sending = asyncio.Lock()
@@ -163,11 +165,16 @@ class MemoryConnection:
     async def receive(self) -> tuple[AnyMessage, memoryview]:
         header, body = await self._in.get()
         try:
+            if not self._allows(len(header), len(body)):
+                raise ConnectionLost(f"a frame that is too large for {self._peer}")
             codec.parse_prefix(header[: codec.PREFIX.size], self._limits)
             return codec.decode(header[codec.PREFIX.size :]), body
-        except ProtocolError:
+        except NetworkError:
             await self.close()
             raise
+
+    def guard(self, allows: Guard) -> None:
+        self._allows = lambda header, body: max(header, body) <= POLICY.guarded_frame or allows(header, body)
 
     async def close(self) -> None:
         self._out.finish()
@@ -210,9 +217,8 @@ class MemoryTransport:
         if self.closed or target is None or target._handler is None:
             raise PeerUnreachable(f"nobody listens as {peer}")
         there, back = _Pipe(self._network, self._peer, peer), _Pipe(self._network, peer, self._peer)
-        hosts = self._network.hosts
-        near = MemoryConnection(peer, back, there, self._limits, hosts.get(peer, ""))
-        far = MemoryConnection(self._peer, there, back, target._limits, hosts.get(self._peer, ""))
+        near = MemoryConnection(peer, back, there, self._limits, self._network.hosts[peer])
+        far = MemoryConnection(self._peer, there, back, target._limits, self._network.hosts[self._peer])
         self._network.connected(near, (self._peer, peer), (there, back))
         target._tasks.start(_serve(target._handler, far), f"connection from {self._peer}")
         return near
@@ -266,7 +272,7 @@ class MemoryNetwork:
         window: int = 4 << 20,
     ) -> None:
         self.window = window
-        self.hosts: dict[PeerId, str] = {}  # the IP addresses that peers are seen at, where a test needs some
+        self.hosts: defaultdict[PeerId, str] = defaultdict(str)  # the IP addresses that peers are seen at
         self.sent: Counter[tuple[PeerId, PeerId]] = Counter()  # bytes, by (from, to)
         self.frames: Counter[tuple[PeerId, PeerId]] = Counter()
         self._default = link or LinkModel()
@@ -328,8 +334,6 @@ class MemoryNetwork:
             if set(ends) == {a, b}:
                 for pipe in pipes:
                     pipe.resume()
-
-    # For transports, pipes and directories.
 
     def cut(self, a: PeerId, b: PeerId) -> bool:
         return frozenset((a, b)) in self._cuts or a in self._dark or b in self._dark

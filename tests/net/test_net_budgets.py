@@ -32,6 +32,9 @@ from swarm.net.base.transport import Connection
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.pool.eviction import NO_ROOM, EvictionPolicy, LinkFacts, LinkUse, victim
 from swarm.net.pool.frame_budgets import FrameBudgetPolicy, FrameBudgets, price
+from swarm.net.pool.large_frames import LargeFramePolicy, LargeFrames
+from swarm.net.pool.link_uses import LinkUses
+from swarm.net.pool.pooled_link import PooledLink
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import Grammar, GrammarKind
 
@@ -205,7 +208,7 @@ async def _flood(connection: Connection, message: AnyMessage) -> None:
 @virtual_time
 async def test_a_flood_of_queries_is_read_slowly_and_a_client_with_a_session_is_not_held_up() -> None:
     network = MemoryNetwork(link=LinkModel(0.001), window=4000)
-    network.hosts = {"honest": "192.0.2.1"} | {f"hostile {i}": "192.0.2.1" for i in range(8)}
+    network.hosts.update({"honest": "192.0.2.1"} | {f"hostile {i}": "192.0.2.1" for i in range(8)})
     node = _Node(network, {"honest"})
     await node.pool.serve()
     policy = FrameBudgetPolicy()
@@ -235,7 +238,7 @@ async def test_a_flood_of_queries_is_read_slowly_and_a_client_with_a_session_is_
 @virtual_time
 async def test_newcomers_get_in_while_one_block_opens_connections_and_running_sessions_stay() -> None:
     network = MemoryNetwork(link=LinkModel(0.001))
-    network.hosts = {"hostile": "198.51.100.9", "honest": "192.0.2.1"} | {f"n{i}": f"203.0.{i}.1" for i in range(9)}
+    network.hosts.update({"honest": "192.0.2.1"} | {f"n{i}": f"203.0.{i}.1" for i in range(9)})
     limits = Limits(max_connections=40)
     node = _Node(network, {"honest"}, limits)
     await node.pool.serve()
@@ -268,3 +271,58 @@ async def test_frames_that_nobody_asked_for_become_violations_once_no_race_expla
     await asyncio.sleep(10)
     node.pool.unasked("peer", "a query")
     await node.pool.close()
+
+
+# Large frames --------------------------------------------------------------------------------------------------------
+
+
+@virtual_time
+async def test_a_stranger_sends_no_large_body_and_a_hop_of_a_session_does() -> None:
+    network = MemoryNetwork(link=LinkModel(0.001))
+    users: set[str] = set()
+    node = _Node(network, users)
+    await node.pool.serve()
+    step = Step(SESSION, 0, 0, 0, 1)
+    stranger = await network.transport("stranger").dial("node")
+    await stranger.send(step, bytes(1 << 20))
+    with pytest.raises(ConnectionLost):
+        await stranger.receive()
+    assert node.pool.violations.counts == {}, "the session may have ended while the step was on its way"
+    hop = await network.transport("hop").dial("node")
+    await hop.send(Ping(1))
+    await hop.receive()
+    users.add("hop")
+    await hop.send(step, bytes(1 << 20))
+    await asyncio.sleep(0.1)
+    users.clear()
+    await asyncio.sleep(1.0)
+    await hop.send(step, bytes(1 << 20))
+    await hop.send(Ping(2))
+    assert (await hop.receive())[0] == Pong(2)
+    assert node.frames == 2
+    await node.pool.close()
+
+
+@virtual_time
+async def test_a_newcomer_may_open_with_a_long_history_while_others_send_theirs_slowly() -> None:
+    clock = asyncio.get_running_loop().time
+    network = MemoryNetwork()
+    links = [PooledLink(await network_connection(network, f"peer {i}"), False) for i in range(7)]
+    policy = LargeFramePolicy()
+    frames = LargeFrames(LinkUses(lambda peer: False, 0.5, 8), policy, clock)
+    assert [frames.allows(link, 1 << 20, 0) for link in links[:5]] == [True] * policy.max_at_once + [False]
+    frames.done(links[1])
+    assert frames.allows(links[4], 1 << 20, 0)
+    assert not frames.allows(links[5], 1 << 20, 0)
+    await asyncio.sleep(policy.slow_s)
+    assert frames.allows(links[5], 1 << 20, 0)
+    assert links[0].reason is not None, "the slowest made way"
+    assert [link.reason for link in links[1:]] == [None] * 6
+
+
+async def network_connection(network: MemoryNetwork, name: str) -> Connection:
+    async def hold(connection: Connection) -> None:
+        await asyncio.Event().wait()
+
+    await network.transport(f"listener of {name}").serve(hold)
+    return await network.transport(name).dial(f"listener of {name}")

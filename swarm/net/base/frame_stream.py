@@ -31,11 +31,18 @@ class StreamPolicy:
     write_chunk: int = 256 << 10  # of a large body, between two waits for the socket; also the write high-water mark
     unread_high: int = 2 << 20  # parsed and not yet received: reading pauses above this
     unread_low: int = 1 << 20  # and resumes below this
+    guarded_unread_high: int = 64 << 10  # the same, of a stranger ...
+    guarded_unread_low: int = 32 << 10
+    guarded_frame: int = 64 << 10  # ... whose header or body is larger only if the guard allows it
     frame_overhead: int = 256  # what one queued frame takes besides its content
     close_timeout_s: float = 5.0  # for the peer to read what is still buffered at `close`
 
 
 POLICY = StreamPolicy()
+
+Guard = Callable[[int, int], bool]
+"""(bytes of a header, bytes of a body) -> whether this peer may send such a frame, for which there is no buffer yet."""
+
 MAX_LENGTH_VARINT = 5  # bytes
 
 
@@ -79,7 +86,9 @@ class FramedStream(asyncio.BufferedProtocol):
         self._header: bytes | None = None
         self._frames: deque[tuple[bytes, memoryview]] = deque()
         self._unread = 0
+        self._unread_high, self._unread_low = POLICY.unread_high, POLICY.unread_low
         self._reading_paused = False
+        self._guard: Guard | None = None
 
     # Connection.
 
@@ -115,7 +124,7 @@ class FramedStream(asyncio.BufferedProtocol):
             await self._received.wait()
         header, body = self._frames.popleft()
         self._unread -= len(header) + len(body) + POLICY.frame_overhead
-        if self._unread <= POLICY.unread_low:
+        if self._unread <= self._unread_low:
             self._resume_reading()
         try:
             return codec.decode(header), body
@@ -130,6 +139,11 @@ class FramedStream(asyncio.BufferedProtocol):
         if self._transport is not None and not self._closed.is_set() and not self._transport.is_closing():
             self._transport.close()
             asyncio.get_running_loop().call_later(POLICY.close_timeout_s, self._transport.abort)
+
+    def guard(self, allows: Guard) -> None:
+        """See `transport.Connection.guard`."""
+        self._guard = allows
+        self._unread_high, self._unread_low = POLICY.guarded_unread_high, POLICY.guarded_unread_low
 
     # For the transport that owns the stream.
 
@@ -279,7 +293,7 @@ class FramedStream(asyncio.BufferedProtocol):
     def _parse_or_abort(self) -> None:
         try:
             self._parse()
-        except ProtocolError as error:
+        except (ProtocolError, ConnectionLost) as error:
             self._finish(error)
             if self._transport is not None:
                 self._transport.abort()
@@ -298,6 +312,7 @@ class FramedStream(asyncio.BufferedProtocol):
                     return
                 prefix = self._buffer[self._start : self._start + PREFIX.size]
                 self._sizes = codec.parse_prefix(prefix, self._limits)
+                self._check_guard(*self._sizes)
                 self._start += PREFIX.size
             need = self._sizes[0] if self._header is None else self._sizes[1]
             part = _allocate(need)
@@ -309,6 +324,14 @@ class FramedStream(asyncio.BufferedProtocol):
                 self._partial, self._partial_filled = part, filled
                 return
             self._add_part(part)
+
+    def _check_guard(self, header: int, body: int) -> None:
+        """Raises ConnectionLost."""
+        if self._guard is None or max(header, body) <= POLICY.guarded_frame:
+            return
+        if not self._guard(header, body):
+            raise ConnectionLost(f"a frame of {header} + {body} bytes from a peer without a session here")
+        self._unread_high, self._unread_low = POLICY.unread_high, POLICY.unread_low
 
     def _add_part(self, part: memoryview) -> None:
         """A header or a body is complete; after the body the frame is."""
@@ -322,7 +345,7 @@ class FramedStream(asyncio.BufferedProtocol):
         self._unread += len(self._header) + len(part) + POLICY.frame_overhead
         self._sizes = self._header = None
         self._received.set()
-        if self._unread > POLICY.unread_high:
+        if self._unread > self._unread_high:
             self._pause_reading()
 
     def _cut_preamble(self, limit: int) -> bytes | None:

@@ -62,6 +62,12 @@ class Connection(Protocol):
         """Idempotent. Both sides' `receive` then raise ConnectionLost."""
         ...
 
+    def guard(self, allows: Callable[[int, int], bool]) -> None:
+        """Buffer little of what comes, and ask `allows(bytes of the header, bytes of the body)` before a frame that is
+        not small. If it says no, `receive` raises ConnectionLost: a race may explain it.
+        """
+        ...
+
     def abort(self) -> None:
         """Close at once, without sending what is buffered."""
         ...

@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +27,7 @@ from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Connection, Transport, UpgradingTransport
 from swarm.net.pool.eviction import NO_ROOM, EvictionPolicy
 from swarm.net.pool.frame_budgets import FrameBudgetPolicy, FrameBudgets, undecodable_price
+from swarm.net.pool.large_frames import LargeFramePolicy, LargeFrames
 from swarm.net.pool.link_uses import LinkUses
 from swarm.net.pool.migratable_link import MigratableLink
 from swarm.net.pool.path_switches import PathSwitches
@@ -45,6 +47,7 @@ class PoolPolicy:
 
     eviction: EvictionPolicy = field(default_factory=EvictionPolicy)
     budgets: FrameBudgetPolicy = field(default_factory=FrameBudgetPolicy)
+    large_frames: LargeFramePolicy = field(default_factory=LargeFramePolicy)
     max_former_peers: int = 1024  # remembered as having used this node
     use_believed_s: float = 0.5  # how long a link's use is believed: fresh against the time that a look takes
     max_pause_s: float = 5.0  # of a reader, before each frame
@@ -75,6 +78,7 @@ class ConnectionPool:
     ) -> None:
         """`uses`: whether something that runs here needs the links with a peer; see `LinkUses`."""
         self._link_uses = LinkUses(uses, policy.use_believed_s, policy.max_former_peers)
+        self._large_frames = LargeFrames(self._link_uses, policy.large_frames, asyncio.get_running_loop().time)
         self._budgets = FrameBudgets(asyncio.get_running_loop().time, policy.budgets)
         self._transport = transport
         self._on_frame = on_frame
@@ -215,6 +219,7 @@ class ConnectionPool:
             connection.abort()
             return
         link = self._add(connection, outgoing=False)
+        connection.guard(partial(self._large_frames.allows, link))
         reader = self._tasks.start(self._read(link), f"from {peer}")
         try:
             await asyncio.wait({reader})
@@ -252,6 +257,7 @@ class ConnectionPool:
 
     def _forget(self, link: PooledLink) -> None:
         """Neither count it nor hand it out any more."""
+        self._large_frames.done(link)
         self._links.discard(link)
         if self._outgoing.get(link.peer) is link:
             del self._outgoing[link.peer]
@@ -272,6 +278,7 @@ class ConnectionPool:
                 if pause_s := self._budgets.wait_s(*self._account(link)):
                     await asyncio.sleep(min(pause_s, self._policy.max_pause_s))
                 message, body = await link.receive()
+                self._large_frames.done(link)
                 self._budgets.charge(*self._account(link), message)
                 await self._dispatch(link, message, body)
         except ProtocolError as fault:

@@ -70,6 +70,9 @@ class RateLimitedConnection:
         self._on_closed(self._inner)
         await self._inner.close()
 
+    def guard(self, allows: Callable[[int, int], bool]) -> None:
+        self._inner.guard(allows)
+
     def abort(self) -> None:
         self._on_closed(self._inner)
         self._inner.abort()
