@@ -38,12 +38,22 @@ def block_of_ip(ip: str) -> str:
     return str(ipaddress.ip_network((address, bits), strict=False))
 
 
+def is_local(block: str) -> bool:
+    """Whether a block is one machine's address that is not public."""
+    return block != UNKNOWN_BLOCK and "/" not in block
+
+
 def block_of_multiaddr(multiaddr: str) -> str:
     """Of the host that `/ip4/198.51.100.7/tcp/4001/...` names; UNKNOWN_BLOCK behind a relay, or of a domain."""
     parts = multiaddr.split("/", 3)
     if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "/p2p-circuit" in multiaddr:
         return UNKNOWN_BLOCK
     return block_of_ip(parts[2])
+
+
+def is_public_block(block: str) -> bool:
+    """Whether it is a block of public addresses: a LAN's machines, or this one, are nobody's attempt to be many."""
+    return "/" in block
 
 
 def spread(
