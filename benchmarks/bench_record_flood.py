@@ -16,7 +16,7 @@ import time
 
 from swarm import records
 from swarm.errors import PeerUnreachable
-from swarm.net.gossip.record_exchange import RecordExchange
+from swarm.net.gossip.record_exchange import RecordChannel, RecordExchange
 from swarm.net.gossip.record_reader import RecordReader
 from swarm.net.pool.violations import ProtocolViolations
 from swarm.net.security.identity import Identity, public_key, verify
@@ -35,7 +35,7 @@ class _NoPool:
         self.peer: PeerId = ""
         self.dialled: tuple[PeerId, ...] = ()
 
-    async def get(self, peer: PeerId, addresses: object = (), timeout_s: float | None = None) -> RecordExchange:
+    async def get(self, peer: PeerId, addresses: object = (), timeout_s: float | None = None) -> RecordChannel:
         raise PeerUnreachable("nobody is asked here")
 
     async def drop(self, peer: PeerId, reason: str = "") -> None:
@@ -96,7 +96,8 @@ async def measure(count: int, seconds: int) -> dict[str, float | int | str]:
     directory, pool, clock = _FloodedDirectory(), _NoPool(), [1_700_000_000.0]
     book = RecordBook(MODEL, LAYERS, verify, random.Random(1))
     reader = RecordReader(book, directory, pool, RecordExchange(), wall_clock=lambda: clock[0])
-    watch, cpu, stale, hidden = _LoopWatch(), [], 0, 0
+    cpu: list[float] = []
+    watch, stale, hidden = _LoopWatch(), 0, 0
     directory.found = {one.peer: record_of(one, clock[0]) for one in honest}
     await reader.snapshot()
     watching = asyncio.create_task(watch.run())
