@@ -23,6 +23,8 @@ from swarm.types import NodeProfile, PeerId, Snapshot
 
 _TIMELY = frozenset({"late", "from_the_future"})  # what was wrong with them may be a clock's fault, or pass
 
+_DIRECT, _FILE = "direct", "file"  # introducers: all peers that came by themselves, a file; else a peer or DIRECTORY
+
 
 @dataclass(frozen=True, slots=True)
 class RecordBookPolicy:
@@ -40,15 +42,21 @@ class RecordBookPolicy:
 
 
 class KnownRecord:
-    """A verified record and since when its peer is known. `serial` is their order."""
+    """A verified record, since when its peer is known, and by whom: the `serial`th that `introducer` told us of.
 
-    __slots__ = ("data", "first_seen", "key", "profile", "record", "serial")
+    What there is too much of is shared by serial, so that who introduces many gains nothing over who introduces few.
+    """
 
-    def __init__(self, record: NodeRecord, data: bytes, first_seen: float, serial: int, key: bytes) -> None:
+    __slots__ = ("data", "first_seen", "introducer", "key", "profile", "record", "serial")
+
+    def __init__(
+        self, record: NodeRecord, data: bytes, first_seen: float, introducer: str, serial: int, key: bytes
+    ) -> None:
         self.record = record
         self.data = data
         self.profile = records.to_profile(record)
         self.first_seen = first_seen
+        self.introducer = introducer
         self.serial = serial
         self.key = key
 
@@ -88,7 +96,7 @@ class RecordBook:
         self._offers = RecordOffers(rng, verification)
         self._settled: OrderedDict[int, str] = OrderedDict()  # hash of peer and record -> why it was rejected, "": old
         self._rejected: Counter[str] = Counter()  # of the directory's latest answer
-        self._serial = 0
+        self._introduced: Counter[str] = Counter()
         self._swept_at = 0.0
 
     def __len__(self) -> int:
@@ -131,7 +139,7 @@ class RecordBook:
 
     def keep_own(self, data: bytes, now: float) -> None:
         """The reader's own newest record. Raises InvalidRecord."""
-        self._keep(records.decode(data, self.own, self.model, now, lambda *_: True), data, now)
+        self._keep(records.decode(data, self.own, self.model, now, lambda *_: True), data, now, _DIRECT)
 
     def remember(self, data: bytes, first_seen: float, now: float) -> None:
         """A record that was kept in a file; it may have expired since. Raises InvalidRecord."""
@@ -139,7 +147,7 @@ class RecordBook:
         record = records.decode(data, peer, self.model, min(at, now), self._verify)
         self._check_depth(record)
         if peer != self.own and peer not in self._known:
-            self._keep(record, data, min(first_seen, now))
+            self._keep(record, data, min(first_seen, now), _FILE)
 
     def to_examine(self, now: float) -> list[OfferedRecord]:
         """Which of the records offered `examine` should look at now, best first."""
@@ -152,7 +160,7 @@ class RecordBook:
                 return None
             record = known.record
             urgent = now > record.at + (record.until - record.at) * self._policy.stale_share
-            return not urgent, 0 if self._is_connected(peer) else known.serial
+            return urgent, -1 if self._is_connected(peer) else known.serial
 
         return self._offers.take(now, rank)
 
@@ -176,7 +184,7 @@ class RecordBook:
                 if error.reason != "from_the_future":
                     self._settle(one, error.reason)
                 continue
-            self._keep(record, one.data, now)
+            self._keep(record, one.data, now, _DIRECT if one.is_direct else one.source)
         if len(self._known) > self._policy.max_records + self._policy.slack:
             self._shrink(now)
         return wrong
@@ -205,14 +213,15 @@ class RecordBook:
         if len(self._settled) > self._policy.max_settled:
             self._settled.popitem(last=False)
 
-    def _keep(self, record: NodeRecord, data: bytes, first_seen: float) -> None:
+    def _keep(self, record: NodeRecord, data: bytes, first_seen: float, introducer: str) -> None:
         held = self._known.get(record.peer)
         if held is None:
-            self._serial += 1
+            serial = self._introduced[introducer]
+            self._introduced[introducer] += 1
             key = hashlib.sha256(record.peer.encode()).digest()[:RECORD_KEY_BYTES]
-            self._known[record.peer] = KnownRecord(record, data, first_seen, self._serial, key)
+            self._known[record.peer] = KnownRecord(record, data, first_seen, introducer, serial, key)
         elif record.at > held.record.at:
-            known = KnownRecord(record, data, held.first_seen, held.serial, held.key)
+            known = KnownRecord(record, data, held.first_seen, held.introducer, held.serial, held.key)
             self._known[record.peer] = known
 
     def _shrink(self, now: float) -> None:
@@ -231,6 +240,8 @@ class RecordBook:
         kept.update(known.record.peer for known in expired[: min(self._policy.max_expired, max(0, limit - len(live)))])
         if len(kept) < len(self._known) + (self.own not in self._known):
             self._known = {peer: known for peer, known in self._known.items() if peer in kept}
+            introducers = {known.introducer for known in self._known.values()}
+            self._introduced = Counter({name: n for name, n in self._introduced.items() if name in introducers})
 
     def _candidates(self, live: Iterable[KnownRecord]) -> list[RecordCandidate]:
         return [
@@ -255,7 +266,8 @@ class RecordBook:
             return [(known.key, known.at_ms) for known in held], 0, 1
         number = self._rng.randrange(slices)
         in_slice = [known for known in held if in_slice_of(known.key, number, slices)]
-        first = sorted(held, key=lambda known: not self._is_connected(known.record.peer))[: MAX_LISTED // 4]
+        held.sort(key=lambda known: -1 if self._is_connected(known.record.peer) else known.serial)
+        first = held[: MAX_LISTED // 4]
         listed = {known.key: known.at_ms for known in (*first, *in_slice)}
         return list(listed.items())[:MAX_LISTED], number, slices
 
@@ -275,6 +287,8 @@ class RecordBook:
                     news.append(known)
             elif known.at_ms > at_ms + (0.0 if known.record.left else gain_ms):
                 news.append(known)
+        if len(news) > MAX_RECORDS:
+            news.sort(key=lambda known: -1 if known.record.peer == self.own else known.serial)
         chosen = news[:MAX_RECORDS]
         if len(news) > MAX_RECORDS:
             oldest = MAX_RECORDS - int(MAX_RECORDS * self._policy.newcomer_share)

@@ -137,10 +137,10 @@ class VirtualSwarm:
                 await asyncio.sleep(0.1)
 
     @asynccontextmanager
-    async def client(self, number: int = 0) -> AsyncIterator[SwarmClient]:
+    async def client(self, number: int = 0, peers: Sequence[str] = ()) -> AsyncIterator[SwarmClient]:
         transport = self.network.transport(Identity.from_seed((1000 + number).to_bytes(32, "big")).peer)
         network = ClientNetwork.from_transport(
-            transport, self.network.directory(transport.peer), LIMITS, wall_clock, wall_clock
+            transport, self.network.directory(transport.peer), LIMITS, wall_clock, wall_clock, peers=peers
         )
         options = {"network": network, "source": source(), "tokenizer": NumberTokenizer()}
         async with network.pool, SwarmClient(config=ClientConfig(limits=LIMITS), **options) as client:  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ class RecordReader:
         asked = self._ask_some()
         failure = await self._read_directory()
         if first:
-            await self._first_answer(asked)
+            await self._first_answers(asked)
         await self._examine()
         snapshot = self.book.snapshot(self._wall_clock())
         if failure is not None and not snapshot.nodes:
@@ -115,7 +115,7 @@ class RecordReader:
 
     async def tell(self, timeout_s: float) -> None:
         """Ask, and thereby tell our own record to, the peers that we talk to. Best effort, for a goodbye."""
-        asked = [self._ask(peer, ()) for peer in self._pool.dialled if peer not in self._asking]
+        asked = [self._ask(peer, ()) for peer in self._pool.dialled]
         if asked:
             await asyncio.wait([self._tasks.start(one, "goodbye") for one in asked], timeout=timeout_s)
 
@@ -166,14 +166,13 @@ class RecordReader:
 
     # Peers -----------------------------------------------------------------------------------------------------------
 
-    async def _first_answer(self, asked: Sequence[asyncio.Task[None]]) -> None:
-        waiting = set(asked)
-        deadline = asyncio.get_running_loop().time() + self._policy.first_wait_s
-        while waiting and not self.has_been_heard:
-            left = deadline - asyncio.get_running_loop().time()
-            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                return
+    async def _first_answers(self, asked: Sequence[asyncio.Task[None]]) -> None:
+        loop = asyncio.get_running_loop()
+        waiting, until = set(asked), loop.time() + self._policy.first_wait_s
+        while waiting and loop.time() < until:
+            _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            if self.has_been_heard:  # one may not know all, or not say so
+                until = min(until, loop.time() + self._policy.first_grace_s)
 
     def _ask_some(self) -> list[asyncio.Task[None]]:
         """Begin a round of questions, if one is due."""
