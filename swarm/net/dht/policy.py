@@ -50,7 +50,7 @@ class RoutingTablePolicy:
     max_unanswered: int = 2  # calls in a row, after which a peer leaves the table
     max_met: int = 4096  # peers remembered since when they are known
     anchor_pool: int = 16  # the longest-known peers, of which ...
-    anchors: int = 6  # ... the nearest to a key are asked besides those that the lookup finds: traffic against eclipse
+    anchors: int = 6  # ... so many are asked besides those that a lookup finds: traffic against eclipse
 
 
 @dataclass(frozen=True, slots=True)
