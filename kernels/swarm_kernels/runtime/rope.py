@@ -28,10 +28,14 @@ class RopeTable:
         self._dim = rope.dim or head_dim
         self._context = context_length
         self._device = device
+        if self._dim < 2 or self._dim % 2:
+            raise CorruptModel(f"the model rotates {self._dim} dimensions of a head, which must be an even number")
         try:
             self._inv_freq, self._factor = inverse_frequencies(rope, self._dim, context_length)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise CorruptModel(f"the model's rope scaling is incomplete or malformed: {error!r}") from None
+            if _kind(rope.scaling) == "dynamic":
+                self._dynamic_angles(torch.arange(1))
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise CorruptModel(f"the model's rope scaling is incomplete or malformed: {error!r:.200}") from None
         self._rows = 0
         self._cos = self._sin = torch.empty(0, self._dim, device=device)
 

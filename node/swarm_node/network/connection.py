@@ -53,8 +53,9 @@ class Daemon:
 
 @dataclass(frozen=True, slots=True)
 class NodeNetwork:
-    """`failed` is set when the network is lost for good. `wall_clock`: dates the records. `identity_proof`: of work for
-    our identity, empty until there is one.
+    """`failed` is set when the network is lost for good. `wall_clock`: dates the records. `remembers`: whether records
+    are kept in a file.
+    `identity_proof`: of work for our identity, empty until there is one.
 
     `rebootstrap(addresses)` reconnects the directory to these peers; `check_clock()` raises ClockSkew when ours is off.
     """
@@ -67,6 +68,7 @@ class NodeNetwork:
     check_clock: Callable[[], Awaitable[None]] = _clock_ok
     daemon: Daemon = Daemon()
     wall_clock: Callable[[], float] = time.time
+    remembers: bool = False
     identity_proof: Callable[[], bytes] = bytes
 
 
@@ -126,6 +128,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
             directory.rebootstrap,
             directory.check_clock,
             Daemon(lambda: process.pid, lambda: process.restarts),
+            remembers=True,
             identity_proof=lambda: proof.current,
         )
 
