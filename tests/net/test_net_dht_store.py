@@ -13,7 +13,7 @@ from swarm.net.dht.entry_store import EntryStore, PeerFacts
 from swarm.net.dht.node_ids import dht_id
 from swarm.net.dht.peer_blocks import PeerBlocks
 from swarm.net.dht.peer_history import PeerHistory
-from swarm.net.dht.policy import EntryStorePolicy, HistoryPolicy, RoutingTablePolicy, VerificationPolicy
+from swarm.net.dht.policy import EntryStorePolicy, HistoryPolicy, RoutingTablePolicy, SignatureBudgetPolicy
 from swarm.net.dht.routing_table import BoundedRoutingTable
 from swarm.net.dht.verification_budget import VerificationBudget
 from swarm.net.libp2p._hivemind import DHTID, PeerID, RoutingTable
@@ -188,7 +188,7 @@ async def test_a_reply_of_forgeries_costs_one_check(monkeypatch: pytest.MonkeyPa
 
 def test_stores_of_one_peer_are_limited_and_of_others_not() -> None:
     clock = Clock(0.0)
-    budget = VerificationBudget(clock, VerificationPolicy(store_burst=3, store_per_s=1.0))
+    budget = VerificationBudget(clock, SignatureBudgetPolicy(store_burst=3, store_per_s=1.0))
     assert [budget.take_store("greedy") for _ in range(5)] == [True, True, True, False, False]
     assert budget.take_store("modest")
     clock.now += 2.0

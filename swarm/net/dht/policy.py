@@ -28,7 +28,7 @@ class HistoryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class VerificationPolicy:
+class SignatureBudgetPolicy:
     """Signatures checked, at 0.1 ms each: what 10,000 hostile entries may cost a reader."""
 
     known_burst: int = 1024  # of peers whose entries we hold: all of a large swarm at once ...
@@ -70,5 +70,5 @@ class DhtPolicy:
     max_blacklist: int = 4096  # peers remembered as unresponsive
     store: EntryStorePolicy = EntryStorePolicy()
     history: HistoryPolicy = HistoryPolicy()
-    verification: VerificationPolicy = VerificationPolicy()
+    verification: SignatureBudgetPolicy = SignatureBudgetPolicy()
     routing: RoutingTablePolicy = RoutingTablePolicy()
