@@ -1,4 +1,4 @@
-"""Values in the DHT: text, bytes and dictionaries of signed entries, as a replica returns or stores them."""
+"""Replies of DHT nodes: entries one after another, of which those before the first malformed one are read."""
 
 from __future__ import annotations
 
@@ -6,35 +6,30 @@ from collections.abc import Iterator
 
 import msgspec
 
-from swarm.errors import ProtocolError
-from swarm.net.dht.validation import SignedSubkeyValidator, StrictSerializer, _drop_invalid
-from swarm.net.libp2p._hivemind import DHTRecord, DictionaryDHTValue
+from swarm.net.dht import entries
+from swarm.net.dht.entries import MAX_PEER, MAX_REPLY_ENTRIES, MAX_VALUE, Entry
 from swarm.net.security.identity import Identity
 
-INSTRUMENT = ("swarm.net.dht", "swarm.net.security.identity", "hivemind.dht.storage", "hivemind.dht.validation")
-_validator = SignedSubkeyValidator(Identity.generate(), lambda: 1000.0)
+INSTRUMENT = ("swarm.net.dht", "swarm.net.security.identity")
+NOW, KEY = 1000.0, b"k" * 20
+_identity = Identity.generate()
 
 
 def run(data: bytes) -> None:
-    _validator.validate(DHTRecord(b"key", data[:80], data[80:], 1010.0))
-    try:
-        value = StrictSerializer.loads(data)
-    except ProtocolError:
-        return
-    assert isinstance(value, str | bytes | DictionaryDHTValue)
-    if isinstance(value, DictionaryDHTValue):
-        _drop_invalid(_validator, b"key", value)
-        assert not value.data, "an entry without its peer's signature is kept"
-    else:
-        assert StrictSerializer.loads(StrictSerializer.dumps(value)) == value
+    read = entries.unpack(data)
+    assert len(read) <= MAX_REPLY_ENTRIES
+    for entry in read:
+        assert len(entry.peer) <= MAX_PEER
+        assert len(entry.value) <= MAX_VALUE
+        if entries.is_plausible(entry, NOW):
+            assert not entries.is_signed(KEY, entry), "an entry without its peer's signature is taken"
+    again = entries.unpack(b"".join(map(entries.pack, read)))
+    assert msgspec.msgpack.encode(again) == msgspec.msgpack.encode(read)  # NaN is not equal to itself
 
 
 def seeds() -> Iterator[bytes]:
-    dictionary = DictionaryDHTValue()
-    peer = _validator._identity.peer
-    dictionary.store(peer, StrictSerializer.dumps(b"x" * 80), 1010.0)
-    dictionary.store("b", b"", 1020.5)
-    yield StrictSerializer.dumps(dictionary)
-    yield StrictSerializer.dumps(peer) + bytes(20) + StrictSerializer.dumps(b"x") + bytes(64)
-    yield StrictSerializer.dumps(b"y" * 300)
-    yield msgspec.msgpack.encode(msgspec.msgpack.Ext(0x51, b""))
+    signed = entries.sign(_identity, b"another key", b"x" * 80, NOW + 10)
+    yield entries.pack(signed)
+    yield entries.pack(signed) + entries.pack(Entry("b", bytes(64), NOW + 20.5)) + b"\xc1"
+    yield entries.pack(Entry(_identity.peer, bytes(64), NOW + 5))
+    yield msgspec.msgpack.encode(("a", b"", float("nan")))
