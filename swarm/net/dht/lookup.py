@@ -22,6 +22,7 @@ from swarm.net.libp2p._hivemind import DHTID, DHTNode, PeerID, traverse_dht
 class LookupResult:
     """`answered`: who replied, the nearest to the key first. `replies`: what they hold, the anchors' first."""
 
+    anchors: list[PeerID] = field(default_factory=list)
     answered: list[PeerID] = field(default_factory=list)
     replies: list[tuple[PeerID, list[Entry]]] = field(default_factory=list)
 
@@ -53,7 +54,7 @@ class Lookup:
                 task.cancel()
         answered = sorted(self._entries, key=lambda peer: self._key.xor_distance(dht_id(peer)))
         first = dict.fromkeys([*(peer for peer in anchors if peer in self._entries), *answered])
-        return LookupResult(answered, [(peer, self._entries[peer]) for peer in first])
+        return LookupResult(anchors, answered, [(peer, self._entries[peer]) for peer in first])
 
     async def _traverse(self) -> None:
         nearest = self._protocol.routing_table.get_nearest_neighbors(self._key, self._protocol.bucket_size)

@@ -28,7 +28,7 @@ class HistoryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class VerificationPolicy:
+class SignatureBudgetPolicy:
     """Signatures checked, at 0.1 ms each: what 10,000 hostile entries may cost a reader."""
 
     known_burst: int = 1024  # of peers whose entries we hold: all of a large swarm at once ...
@@ -50,7 +50,7 @@ class RoutingTablePolicy:
     max_unanswered: int = 2  # calls in a row, after which a peer leaves the table
     max_met: int = 4096  # peers remembered since when they are known
     anchor_pool: int = 16  # the longest-known peers, of which ...
-    anchors: int = 6  # ... the nearest to a key are asked besides those that the lookup finds: traffic against eclipse
+    anchors: int = 6  # ... so many are asked besides those that a lookup finds: traffic against eclipse
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,5 +70,5 @@ class DhtPolicy:
     max_blacklist: int = 4096  # peers remembered as unresponsive
     store: EntryStorePolicy = EntryStorePolicy()
     history: HistoryPolicy = HistoryPolicy()
-    verification: VerificationPolicy = VerificationPolicy()
+    verification: SignatureBudgetPolicy = SignatureBudgetPolicy()
     routing: RoutingTablePolicy = RoutingTablePolicy()

@@ -6,6 +6,7 @@ block that has more than its share. Knows no network; `blocks` says where a peer
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 
@@ -80,16 +81,20 @@ class BoundedRoutingTable(RoutingTable):  # type: ignore[misc]  # hivemind is un
         return spread(nearest, k, lambda item: self._block_of(item[1]), lambda block: self._most(block, k))
 
     def anchors(self, key: DHTID) -> list[PeerID]:
-        """The peers to ask whatever others say: of the longest known, those nearest to `key`.
+        """The peers to ask whatever others say, all of them of the longest known.
 
         Whoever comes later, in whatever numbers and wherever in the space of ids, is not among them while they answer.
-        Everybody takes those nearest to the key, so that writers and readers meet.
+        A third are the very oldest, as for a newcomer the peers by which it joined; a third those nearest to `key`, so
+        that writers and readers meet; and the rest are drawn anew each time, so that what one of them has learned
+        reaches all of them in a few rounds.
         """
         oldest = sorted(self.peer_id_to_uid, key=lambda peer: (self.met.get(peer, 0.0), self.peer_id_to_uid[peer]))
-        size = self._policy.anchor_pool
+        size, third = self._policy.anchor_pool, self._policy.anchors // 3
         pool = spread(oldest, size, self._block_of, lambda block: self._most(block, size))
-        pool.sort(key=lambda peer: key.xor_distance(self.peer_id_to_uid[peer]))
-        return pool[: self._policy.anchors]
+        nearest = sorted(pool[third:], key=lambda peer: key.xor_distance(self.peer_id_to_uid[peer]))
+        rest = nearest[third:]
+        drawn = random.sample(rest, min(len(rest), self._policy.anchors - 2 * third))
+        return [*pool[:third], *nearest[:third], *drawn]
 
     def _forget(self) -> None:
         """Of the peers that are no longer in the table, those met last."""

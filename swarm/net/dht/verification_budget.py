@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swarm.net.dht.policy import VerificationPolicy
+from swarm.net.dht.policy import SignatureBudgetPolicy
 from swarm.types import PeerId
 
 
@@ -35,7 +35,7 @@ class _Bucket:
 class VerificationBudget:
     """`clock`: monotonic seconds."""
 
-    def __init__(self, clock: Callable[[], float], policy: VerificationPolicy = VerificationPolicy()) -> None:
+    def __init__(self, clock: Callable[[], float], policy: SignatureBudgetPolicy = SignatureBudgetPolicy()) -> None:
         self._clock = clock
         self._policy = policy
         self._known = _Bucket(policy.known_burst, policy.known_per_s, clock())
