@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 WORKERS ?= auto
 SIDE_BY_SIDE := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: setup test test-fast check demo chat serve chaos bench bench-speculation bench-accuracy bench-prefill bench-outline bench-gateway bench-grammar bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers bench-gateway-view soak clean lock
+.PHONY: setup test test-fast check demo chat serve chaos siege bench bench-speculation bench-accuracy bench-prefill bench-outline bench-gateway bench-grammar bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers bench-gateway-view soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.ops.cpu.build
@@ -47,6 +47,9 @@ chaos: setup ## nodes killed, stopped, slowed and cut off in the middle of answe
 	$(BIN)/python tests/chaos/process_daemons.py
 	$(BIN)/python tests/chaos/process_partition.py
 	PYTHONPATH=tests:tests/e2e:tests/kernels $(BIN)/python tests/chaos/virtual_chaos.py
+
+siege: setup ## one hostile process against a swarm of five, attack by attack: tokens/s, memory, descriptors, the map
+	PYTHONPATH=tests/siege:tests/chaos $(BIN)/python tests/siege/process_siege.py $(if $(STRICT),--strict)
 
 bench: setup ## tokens/s, time to first token and memory against transformers
 	$(BIN)/python benchmarks/bench_swarm.py

@@ -8,7 +8,6 @@ metadata.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -176,16 +175,24 @@ def local_swarm_file() -> Path:
 def local_swarm() -> tuple[str, tuple[str, ...]]:
     """(model, peers) of the `swarm-node local` that runs on this machine. Raises UsageError if none does."""
     try:
-        saved = json.loads(local_swarm_file().read_text(encoding="utf-8"))
-        model, peers, pid = str(saved["model"]), tuple(map(str, saved["peers"])), int(saved["pid"])
-        os.kill(pid, 0)  # does it still run? A killed process leaves its file behind
+        saved = msgspec.json.decode(local_swarm_file().read_bytes(), type=LocalSwarmFile)
+        model, peers = saved.model, saved.peers
+        os.kill(saved.pid, 0)  # does it still run? A killed process leaves its file behind
     except PermissionError:
         pass  # it runs under another user
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         raise UsageError(
             "no swarm on this machine: give --peer MULTIADDR, or start one here with `swarm-node local --nodes 3`"
         ) from None
     return model, peers
+
+
+class LocalSwarmFile(msgspec.Struct, frozen=True):
+    """What `swarm-node local` writes for the other programs of its user."""
+
+    model: str
+    peers: tuple[str, ...]
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
 _Config = TypeVar("_Config", bound=NodeConfig | ClientConfig | Limits)

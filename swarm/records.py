@@ -20,12 +20,12 @@ from msgspec import Meta
 from swarm.codec import UNDECODABLE
 from swarm.errors import ProtocolError
 from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
+from swarm.wire_types import MAX_RECORD as MAX_RECORD
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[PeerId, bytes, bytes], bool]
 """(peer id, data, signature) -> whether the signature is by the peer's own key."""
 
-MAX_RECORD = 2048  # bytes, signature included
 MAX_LIFETIME_S = 60.0  # between publication and expiry
 MAX_CLOCK_SKEW_S = 3.0  # how far ahead of ours a peer's clock may be
 MAX_LAYERS = 4096
@@ -69,6 +69,14 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_
     links: Annotated[dict[PeerText, Milliseconds], Meta(max_length=MAX_LINKS)] = {}
     version: Annotated[str, Meta(max_length=32)] = ""
     pinned: bool = False
+    left: bool = False  # it has left the swarm: a goodbye, which older records must not undo
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    """What a payload says of whom and when it is, before anything else of it is decoded."""
+
+    peer: PeerText
+    at: float
 
 
 class _Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -87,6 +95,7 @@ class InvalidRecord(ProtocolError):
 _encoder = msgspec.msgpack.Encoder()
 _decode_signed = msgspec.msgpack.Decoder(_Signed).decode
 _decode_record = msgspec.msgpack.Decoder(NodeRecord).decode
+_decode_claim = msgspec.msgpack.Decoder(_Claim).decode
 
 
 def key(model: str) -> str:
@@ -107,6 +116,29 @@ def encode(profile: NodeProfile, model: str, num_layers: int, lifetime_s: float,
         record = _drop_optional_fields(record)
         signed = _pack(record, sign)
     return signed, record.until
+
+
+def encode_goodbye(
+    peer: PeerId, model: str, weight_hash: str, num_layers: int, now: float, lifetime_s: float, sign: Sign
+) -> tuple[bytes, float]:
+    """-> (the record by which a node withdraws, when it expires). It outlives all that it replaces if `lifetime_s` is
+    at least theirs; readers that hold it are not told otherwise by older records.
+    """
+    until = now + min(lifetime_s, MAX_LIFETIME_S)
+    state = NodeState.JOINING  # the one that needs no layers
+    record = NodeRecord(peer, model, weight_hash, num_layers, state, "", 0, now, until, left=True)
+    return _pack(record, sign), until
+
+
+def claim(data: bytes) -> tuple[PeerId, float]:
+    """(whose a record says it is, when it says it was published), unverified. Raises InvalidRecord."""
+    if len(data) > MAX_RECORD:
+        raise InvalidRecord("malformed", f"a record of {len(data)} bytes is over the limit of {MAX_RECORD}")
+    try:
+        claimed = _decode_claim(_decode_signed(data).payload)
+    except UNDECODABLE as error:
+        raise InvalidRecord("malformed", f"not a record: {error}") from None
+    return claimed.peer, claimed.at
 
 
 def decode(data: bytes, peer: PeerId, model: str, now: float, verify: Verify) -> NodeRecord:
@@ -135,13 +167,16 @@ def to_snapshot(
     """All valid records of a model as one Snapshot, sorted by peer id, with the others counted by reason.
 
     A model has one depth: `num_layers` if given, else that of most records (the smallest, if tied). Records of another
-    are rejected as `wrong_depth`. Without any record there are `num_layers or 0` layers.
+    are rejected as `wrong_depth`. Nodes that have left are not in it. Without any record there are `num_layers or 0`
+    layers.
     """
     valid: list[NodeRecord] = []
     rejected: Counter[str] = Counter()
     for peer in sorted(records):
         try:
-            valid.append(decode(records[peer], peer, model, now, verify))
+            record = decode(records[peer], peer, model, now, verify)
+            if not record.left:
+                valid.append(record)
         except InvalidRecord as error:
             rejected[error.reason] += 1
     if num_layers is None:

@@ -191,11 +191,14 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """A node to fetch a session's first `tokens` keys and values from; it keeps them for a short time only."""
+    """A node to fetch a session's first `tokens` keys and values from; it keeps them for a short time only.
+
+    `token`: the client's permission, see `swarm.kv_token`.
+    """
 
     peer: PeerId
-    addresses: tuple[str, ...]
     tokens: int
+    token: bytes
 
 
 class GrammarKind(enum.StrEnum):

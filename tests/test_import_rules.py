@@ -48,8 +48,11 @@ HIVEMIND_IMPORTER = "swarm.net.libp2p._hivemind"
 HIVEMIND_USERS = {
     "swarm.net.libp2p.go_daemon",
     "swarm.net.libp2p.go_daemon_control",
-    "swarm.net.dht.validation",
     "swarm.net.dht.directory",
+    "swarm.net.dht.lookup",
+    "swarm.net.dht.node_ids",
+    "swarm.net.dht.protocol",
+    "swarm.net.dht.routing_table",
     "swarm.net.libp2p._libp2p",
     "swarm.net.libp2p.py_rpc",
     "swarm.net.libp2p.py_node",

@@ -118,6 +118,8 @@ class SwarmClient:
                     connect(
                         options,
                         self.config.limits,
+                        model=source.name,
+                        network=self.config.network,
                         direct=direct,
                         secret=self.config.secret,
                         libp2p_impl=self.config.libp2p_impl,
@@ -130,15 +132,14 @@ class SwarmClient:
                 self._drafter_factory = await DrafterFactory.load(self.config.drafter, source, self._tokenizer)
             kept = self.config.remember_peers and self._given_network is None
             memory = PeerMemory(memory_file(source.name, source.weight_hash) if kept else None)
+            reader = network.record_reader(source.name, source.config.num_layers)
+            stack.push_async_callback(reader.close)
             self._router = ChainRouter(
-                network.directory,
+                reader,
                 network.pool,
-                source.name,
-                source.config.num_layers,
                 dtype=self.config.dtype,
                 weight_hash=source.weight_hash,
                 wall_clock=network.wall_clock,
-                rebootstrap=network.rebootstrap,
                 memory=memory,
             )
             stack.push_async_callback(self._router.close)

@@ -25,6 +25,7 @@ from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.planner.schemas import placement_request_json
 from swarm.types import ModelId, NodeState
 from swarm_node.membership.acquaintances import Acquaintances
+from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.hardware import Hardware, measure
 from swarm_node.membership.maintenance import MaintenanceLoop
 from swarm_node.membership.record_publisher import RecordPublisher
@@ -32,6 +33,7 @@ from swarm_node.membership.rtt_monitor import RttMonitor
 from swarm_node.membership.span_manager import SpanManager
 from swarm_node.membership.span_selection import SpanSelector
 from swarm_node.membership.status import NodeStatus
+from swarm_node.membership.swarm_records import SwarmRecords
 from swarm_node.membership.swarm_view import SwarmView
 from swarm_node.network.connection import Connect, NodeNetwork, check_peers, over_daemon
 from swarm_node.network.invite import how_to_join, make_invite
@@ -121,17 +123,25 @@ class Node:
         self._availability = Availability()
         upload = UploadBucket(config.upload_limit or math.inf)
         transport = RateLimitedTransport(network.transport, upload)
-        self._pool = ConnectionPool(transport, self._on_frame, self._on_lost, limits)
-        self._server = SessionServer(self._served, self._pool, limits, on_load=lambda: self._publisher.changed())
+        self._pool = ConnectionPool(
+            transport, self._on_frame, self._on_lost, limits, uses=lambda peer: self._server.uses(peer)
+        )
+        self._addresses = AddressBook(lambda: self._view.snapshot())
+        self._server = SessionServer(
+            self._served,
+            self._pool,
+            limits,
+            on_load=lambda: self._publisher.changed(),
+            addresses_of=self._addresses.of,
+        )
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading)
         self._acquaintances = Acquaintances(transport.peer)
         self._rtt_monitor = RttMonitor(self._pool, transport.peer, acquaintances=self._acquaintances)
         self._status = NodeStatus(
             config, hardware, network, self._availability, self._spans, self._server, self._rtt_monitor, upload
         )
-        self._view = SwarmView(
-            network.directory, source.name, hardware.num_layers, self._status.now, network.wall_clock
-        )
+        self._records = SwarmRecords(network, self._pool, config, source.name, hardware.num_layers)
+        self._view = SwarmView(self._records.reader.snapshot, self._status.now)
         self._publisher = RecordPublisher(
             network.directory,
             network.sign,
@@ -140,6 +150,8 @@ class Node:
             self._status.profile,
             limits,
             network.wall_clock,
+            keep_own=self._records.keep_own,
+            is_known=self._records.is_known,
         )
         self._span_selector = SpanSelector(
             config,
@@ -156,6 +168,7 @@ class Node:
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
                 await stack.enter_async_context(self._pool)
                 await stack.enter_async_context(self._server)
+                stack.push_async_callback(self._records.close)
                 stack.push_async_callback(self._spans.close)
                 background = self._start_watchers(group)
                 await self._start_control(stack, stop)
@@ -169,7 +182,7 @@ class Node:
                 finally:
                     for task in background:
                         task.cancel()
-                    await self._publisher.withdraw()
+                    await self._withdraw()
 
     def _start_watchers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         tasks = [group.create_task(self._watch_network(), name="network watch")]
@@ -213,7 +226,7 @@ class Node:
         """From the choice of layers to the end of their last session: until stopped, or the active hours end."""
         availability = self._availability
         if not availability.in_hours:
-            await self._publisher.withdraw()
+            await self._withdraw()
             self._reporter.event("resting", "; ".join(availability.reasons.values()))
             await unless_stopped(stop, availability.until(lambda: availability.in_hours))
             self._publisher.resume()
@@ -290,6 +303,11 @@ class Node:
             within_s=limits.drain_timeout_s,
         )
 
+    async def _withdraw(self) -> None:
+        """Say goodbye, to the directory and to the peers that we talk to."""
+        await self._publisher.withdraw()
+        await self._records.tell_goodbye()
+
     def _refuse(self, why: Callable[[], SwarmError] | None) -> None:
         """Refuse new sessions; None: take them again."""
         self._server.refuse(why)
@@ -332,7 +350,8 @@ class Node:
         )
 
     async def _on_frame(self, link: MigratableLink, message: AnyMessage, body: memoryview) -> None:
-        await self._server.on_frame(link, message, body)
+        if not self._records.on_frame(link, message, body):
+            await self._server.on_frame(link, message, body)
 
     async def _on_lost(self, link: MigratableLink, error: NetworkError) -> None:
         await self._server.on_lost(link, error)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
+from typing import NoReturn
 
 import pytest
 from memory_swarm import cut, memory_swarm
 from tiny_models import ModelTensors, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.errors import ConnectionLost, NoRoute
+from swarm.errors import ConnectionLost, NoRoute, PeerUnreachable
+from swarm.net.gossip.record_exchange import RecordExchange
+from swarm.net.gossip.record_reader import RecordReader
+from swarm.net.security.identity import verify
+from swarm.record_book import RecordBook
 from swarm.testing.memory_network import LinkModel
 from swarm.types import PeerId
 from swarm_client.routing.blocklist import BlocklistPolicy
@@ -34,18 +40,28 @@ class Amnesia:
         return len(addresses)
 
 
+class Loner:
+    """A pool without links, to hear of nobody but by the directory."""
+
+    peer = "loner"
+    dialled: tuple[PeerId, ...] = ()
+
+    async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> NoReturn:
+        raise PeerUnreachable("no links here")
+
+
 def beside(real: ChainRouter, directory: Amnesia) -> ChainRouter:
-    """Another view of the same swarm, by way of `directory`."""
-    return ChainRouter(
+    """Another view of the same swarm, by way of `directory` alone."""
+    book = RecordBook(real._model, real._reader.book._num_layers, verify, random.Random(0))
+    reader = RecordReader(
+        book,
         directory,  # type: ignore[arg-type]
-        real._pool,
-        real._model,
-        real._num_layers,
-        dtype=None,
-        weight_hash=real._weight_hash,
+        Loner(),  # type: ignore[arg-type]
+        RecordExchange(),
         wall_clock=real._wall_clock,
         rebootstrap=directory.rebootstrap,
     )
+    return ChainRouter(reader, real._pool, dtype=None, weight_hash=real._weight_hash, wall_clock=real._wall_clock)
 
 
 @virtual_time
@@ -55,7 +71,7 @@ async def test_a_client_whose_directory_has_lost_everybody_looks_up_those_it_kne
         await client.snapshot()
         real = client._router
         assert real is not None
-        directory = Amnesia(await real._directory.read(real._model))
+        directory = Amnesia(await real._reader._directory.read(real._model))
         view = beside(real, directory)
         before = await view.snapshot(fresh=True)
         assert len(before.nodes) == 2
@@ -74,7 +90,7 @@ async def test_a_lost_node_that_answers_is_taken_back_when_there_is_no_other(gon
         await client.snapshot()
         real = client._router
         assert real is not None
-        view = beside(real, Amnesia(await real._directory.read(real._model)))  # no news from now on
+        view = beside(real, Amnesia(await real._reader._directory.read(real._model)))  # no news from now on
         chain, _ = await view.route()
         victim = chain.peers[1]
         if gone:

@@ -231,7 +231,9 @@ async def serving(
         await services[0].on_lost(connection, error)
 
     async with (
-        ConnectionPool(transport, on_frame, on_lost, limits) as pool,
+        ConnectionPool(
+            transport, on_frame, on_lost, limits, uses=lambda peer: bool(services) and services[0].uses(peer)
+        ) as pool,
         SessionServer(served, pool, limits) as service,
     ):
         services.append(service)

@@ -65,6 +65,16 @@ def test_overconfidence_contention_and_batch_sharing_make_it_conservative() -> N
     assert choose_policy(costs, plain(costs, contention=1.6)).min_path_prob > 1.5 * calm.min_path_prob
 
 
+def test_wide_steps_and_hops_of_one_machine_leave_room_for_fewer_steps() -> None:
+    costs = chain(4, 20.0)
+    narrow, wide = (choose_policy(costs, plain(costs, step_rows=rows)) for rows in (1.0, 16.0))
+    assert wide.max_steps_in_flight < narrow.max_steps_in_flight
+    assert wide.min_path_prob > narrow.min_path_prob
+    shared = choose_policy(costs, plain(costs, contention=2.5))
+    busy_ms = costs.bottleneck_ms(1) + 1.5 * costs.compute_ms(1)  # each other step in flight slows all hops down
+    assert shared.max_steps_in_flight == -(-costs.iteration_ms(1) // busy_ms) + 1
+
+
 def test_sessions_share_the_pipeline_and_pay_for_each_others_rows() -> None:
     costs = chain(4, 20.0)
     alone, four, many = (choose_policy(costs, plain(costs, level_ms=2.0, batch_sharing=n)) for n in (1.0, 4.0, 100.0))
@@ -92,6 +102,7 @@ def test_pipeline_depth_is_the_round_trip_over_the_bottleneck() -> None:
     assert pipeline_depth(chain(3, 0.0)) == 3
     assert pipeline_depth(chain(3, 20.0)) == 23
     assert pipeline_depth(chain(3, 500.0)) == 32
+    assert pipeline_depth(chain(3, 20.0), contention_ms=1e6) == 1
 
 
 def seen(

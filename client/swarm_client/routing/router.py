@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from swarm.errors import NetworkError, NoRoute, WrongModel
 from swarm.net.base.tasks import TaskSet
-from swarm.net.base.transport import Directory
+from swarm.net.gossip.record_reader import RecordReader
 from swarm.net.pool.connection_pool import ConnectionPool
-from swarm.net.security import identity
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.routing.load_spreading import spread_load
 from swarm.planner.routing.repair import Repair, repair
@@ -24,7 +23,6 @@ from swarm.planner.routing.route import DEFAULT_LINK_MS, RouteTable, explain_sna
 from swarm.planner.trust.belief import PeerBelief, believe, believed_snapshot, strangers_of_late
 from swarm.planner.trust.evidence import UNKNOWN, address_block
 from swarm.planner.trust.trial import Trial, TrustedChain, choose_chain, repair_chain
-from swarm.records import to_snapshot
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
 from swarm_client.routing.blocklist import PeerBlocklist
 from swarm_client.trust.chain_watch import ChainWatch, StepTimes
@@ -40,25 +38,21 @@ class RouterPolicy:
     link_age_s: float = 30.0  # how long a measured round trip is used
     ping_timeout_s: float = 0.6  # a node that is slower to answer counts as unmeasured
     max_pinged: int = 32  # nodes pinged before one choice
-    max_rebootstrap_peers: int = 16  # addresses remembered for rejoining the DHT
     trial_s: float = 120.0  # after so long without an outcome another stranger may be tried
 
 
 class ChainRouter:
-    """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `rebootstrap`: see
-    `ClientNetwork`. `memory`: what was seen of peers before. `draw`: random numbers in [0, 1)."""
+    """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `memory`: what was seen of peers
+    before. `draw`: random numbers in [0, 1)."""
 
     def __init__(
         self,
-        directory: Directory,
+        reader: RecordReader,
         pool: ConnectionPool,
-        model: str,
-        num_layers: int,
         *,
         dtype: str | None,
         weight_hash: str,
         wall_clock: Callable[[], float] = time.time,
-        rebootstrap: Callable[[Sequence[str]], Awaitable[int]] | None = None,
         memory: PeerMemory | None = None,
         draw: Callable[[], float] = random.random,
         policy: RouterPolicy = RouterPolicy(),
@@ -66,13 +60,10 @@ class ChainRouter:
         self.memory = memory or PeerMemory()
         self._draw = draw
         self._trials: dict[PeerId, float] = {}  # strangers that answers try now -> since when, loop time
-        self._rebootstrap = rebootstrap
-        self._last_addresses: tuple[str, ...] = ()  # of the nodes of the last snapshot that had any
         self._policy = policy
-        self._directory = directory
+        self._reader = reader
         self._pool = pool
-        self._model = model
-        self._num_layers = num_layers
+        self._model = reader.book.model
         self._dtype = dtype
         self._weight_hash = weight_hash
         self._wall_clock = wall_clock
@@ -106,17 +97,10 @@ class ChainRouter:
 
     async def _read(self) -> NetworkError | None:
         """Read a new snapshot. -> why there is none; not raised, for `allow_stale` callers may not wait for it."""
-        now = self._wall_clock()
         try:
-            records = await self._directory.read(self._model)
-            known = self._last_addresses
-            if not records and known and self._rebootstrap is not None and await self._rebootstrap(known):
-                records = await self._directory.read(self._model)  # this client had lost its DHT peers
+            self._snapshot = await self._reader.snapshot()
         except NetworkError as error:
             return error
-        self._snapshot = to_snapshot(records, self._model, now, identity.verify, num_layers=self._num_layers)
-        addresses = tuple(node.addresses[0] for node in self._snapshot.nodes if node.addresses)
-        self._last_addresses = addresses[: self._policy.max_rebootstrap_peers] or self._last_addresses
         return None
 
     async def route(self, min_free_tokens: int = 0) -> tuple[Chain, Snapshot]:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from msgspec import Meta
 from safetensors.torch import save_file
 
-from swarm.errors import CorruptModel, ModelNotFound
-from swarm_kernels.models.source import ModelSource
+from swarm.codec import UNDECODABLE
+from swarm.errors import CorruptModel, ModelError, ModelNotFound
+from swarm_kernels.models.safetensors import read_header, read_metadata, read_tensor
+from swarm_kernels.models.source import ModelFile, ModelSource
 
 FINAL_NORM = "model.norm.weight"
 _VOCABULARY = "draft.vocabulary"
@@ -26,18 +30,24 @@ _SCALE = ".scale"
 _FORMAT = "swarm-draft-1"
 
 
+_MAX_CARD = 1 << 16  # characters
+_Name = Annotated[str, Meta(max_length=256)]
+_Layers = Annotated[int, Meta(ge=0, le=4096)]
+_Tokens = Annotated[int, Meta(ge=0, le=1 << 53)]
+
+
 @dataclass(frozen=True, slots=True)
 class DraftMetadata:
     """What the file holds and how well it did when it was made. `evaluation`: metrics by name, on held-out chats."""
 
-    model: str
-    weight_hash: str  # of the target
-    base: int  # first layers of the target that it uses unchanged
-    layers: int  # own layers after those
-    heads: int = 0  # own Medusa heads after those
-    trained_tokens: int = 0
-    seen_tokens: int = 0  # with repetition
-    date: str = ""
+    model: _Name
+    weight_hash: _Name  # of the target
+    base: _Layers  # first layers of the target that it uses unchanged
+    layers: _Layers  # own layers after those
+    heads: _Layers = 0  # own Medusa heads after those
+    trained_tokens: _Tokens = 0
+    seen_tokens: _Tokens = 0  # with repetition
+    date: _Name = ""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -68,18 +78,17 @@ class DraftWeights:
     def load(cls, path: Path) -> DraftWeights:
         """Raises ModelNotFound, CorruptModel."""
         card = read_card(path)
-        try:
-            with safe_open(path, "pt") as file:
-                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        except (OSError, SafetensorError):
-            raise CorruptModel(f"{path} is truncated or damaged; train or fetch it again") from None
+        with closing(ModelFile(path)) as file:
+            stored = {name: read_tensor(tensor, name) for name, tensor in read_header(file).items()}
         vocabulary = stored.pop(_VOCABULARY, None)
-        if vocabulary is None or vocabulary.dim() != 1 or not len(vocabulary):
+        if vocabulary is None or not _is_vocabulary(vocabulary):
             raise CorruptModel(f"{path} has no draft vocabulary; train it again")
         tensors = {}
         for name, tensor in stored.items():
             if not name.endswith(_SCALE):
                 scale = stored.get(name + _SCALE)
+                if scale is not None and tuple(scale.shape) != (*tensor.shape[:1], 1):
+                    raise CorruptModel(f"{path}: the scale of '{name[:80]}' does not fit it; train it again")
                 tensors[name] = tensor.float() if scale is None else tensor.float() * scale
         return cls(card, tensors, vocabulary.long())
 
@@ -87,9 +96,8 @@ class DraftWeights:
 def is_draft(path: Path) -> bool:
     """Whether the file has this format."""
     try:
-        with safe_open(path, "pt") as file:
-            return (file.metadata() or {}).get("format") == _FORMAT
-    except (OSError, SafetensorError):
+        return _metadata(path).get("format") == _FORMAT
+    except ModelError:
         return False
 
 
@@ -97,14 +105,29 @@ def read_card(path: Path) -> DraftMetadata:
     """Raises ModelNotFound, CorruptModel."""
     if not path.is_file():
         raise ModelNotFound(f"there is no draft at {path}; make one with 'swarm-draft train'")
+    metadata = _metadata(path)
+    if metadata.get("format") != _FORMAT:
+        raise CorruptModel(f"{path} is no draft of this version; train it again with 'swarm-draft train'")
+    card = metadata.get("card", "")
     try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-        if metadata.get("format") != _FORMAT:
-            raise CorruptModel(f"{path} is no draft of this version; train it again with 'swarm-draft train'")
-        return DraftMetadata(**json.loads(metadata["card"]))
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return msgspec.json.decode(card if len(card) <= _MAX_CARD else "", type=DraftMetadata)
+    except UNDECODABLE:
         raise CorruptModel(f"{path} is not the file of a draft; train it again with 'swarm-draft train'") from None
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with closing(ModelFile(path)) as file:
+        try:
+            return read_metadata(file)
+        except CorruptModel:
+            raise CorruptModel(f"{path} is not the file of a draft; train it again with 'swarm-draft train'") from None
+
+
+def _is_vocabulary(ids: torch.Tensor) -> bool:
+    """Whether these are token ids, ascending."""
+    if ids.dim() != 1 or not len(ids) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        return False
+    return int(ids[0]) >= 0 and bool((ids[1:] > ids[:-1]).all())
 
 
 def layer_tensors(source: ModelSource, layer: int) -> Sequence[str]:

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from swarm_kernels.draft.file import DraftWeights, is_draft, read_card
 from swarm_kernels.draft.models import top_tokens
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.models.source import ModelSource
+from swarm_kernels.models.safetensors import read_header, read_tensor
+from swarm_kernels.models.source import ModelFile, ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.span import Span
@@ -132,8 +132,9 @@ def _read(path: Path) -> tuple[Mapping[str, torch.Tensor], torch.Tensor | None]:
         weights = DraftWeights.load(path)
         return weights.tensors, weights.vocabulary
     try:
-        return load_file(path), None
-    except (OSError, SafetensorError):
+        with closing(ModelFile(path)) as file:
+            return {name: read_tensor(tensor, name) for name, tensor in read_header(file).items()}, None
+    except CorruptModel:
         raise CorruptModel(f"{path} is no safetensors file, or damaged; fetch it again") from None
 
 

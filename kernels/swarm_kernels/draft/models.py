@@ -211,9 +211,9 @@ class _DraftSource:
 
     def __init__(self, weights: DraftWeights, target: ModelSource) -> None:
         self._own, self._target = weights.tensors, target
-        self._base = weights.card.base
+        self._base_layers = [[str(layer)] for layer in range(weights.card.base)]
         self.name, self.path, self.weight_hash = f"draft of {target.name}", target.path, target.weight_hash
-        self.config: ModelConfig = replace(target.config, num_layers=self._base + weights.card.layers + 1)
+        self.config: ModelConfig = replace(target.config, num_layers=weights.card.base + weights.card.layers + 1)
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted({EMBEDDING, *self._own, *filter(self._is_base, self._target.names())}))
@@ -239,4 +239,4 @@ class _DraftSource:
 
     def _is_base(self, name: str) -> bool:
         parts = name.split(".")
-        return parts[:2] == ["model", "layers"] and int(parts[2]) < self._base
+        return parts[:2] == ["model", "layers"] and parts[2:3] in self._base_layers

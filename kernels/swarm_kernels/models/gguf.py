@@ -38,6 +38,7 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_MAX_FACTORS = 1 << 12  # one for each pair of a head's dimensions
 
 
 class GgufSource:
@@ -100,8 +101,8 @@ class GgufSource:
         tensor = self.header.tensors.get(_ROPE_FACTORS)
         if tensor is None:
             return ()
-        if tensor.dtype != "F32" or len(tensor.shape) != 1:
-            raise CorruptModel(f"{self.path}: '{_ROPE_FACTORS}' is not a row of fp32 numbers")
+        if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
+            raise CorruptModel(f"{self.path}: '{_ROPE_FACTORS}' is not a short row of fp32 numbers")
         values: list[float] = self.file.read(tensor.offset, tensor.nbytes).view(np.float32).tolist()
         return tuple(values)
 

@@ -34,6 +34,8 @@ def gguf_model_config(header: GgufHeader, rope_factors: tuple[float, ...], where
     hf = _hf_config(header, arch, where)
     hf["rope_parameters"] = _rope(header, arch, where, hf, rope_factors)
     rotated = header.integer(f"{arch}.rope.dimension_count")
+    if not hf["head_dim"]:
+        raise CorruptModel(f"{where}: the metadata says that an attention head has no dimensions")
     if rotated is not None and rotated != hf["head_dim"]:
         hf["rope_parameters"]["partial_rotary_factor"] = rotated / hf["head_dim"]
     config = model_config(hf, where=where)
@@ -86,9 +88,12 @@ def _kv_heads(header: GgufHeader, arch: str, heads: int) -> int:
     key = f"{arch}.attention.head_count_kv"
     if header.count(key):
         counts = set(header.numbers(key))
-        if len(counts) != 1:
+        count = counts.pop()
+        if counts:
             raise UnsupportedModel("the layers of this GGUF file differ in their key/value heads; use another model")
-        return int(counts.pop())
+        if not isinstance(count, int):
+            raise CorruptModel("the key/value heads in the metadata of this GGUF file are no whole numbers")
+        return count
     return header.integer(key, heads) or heads
 
 
@@ -122,6 +127,8 @@ def _llama3_scaling(factors: tuple[float, ...], theta: float, where: str) -> dic
     """
     low, high, original = 1.0, 4.0, 8192
     factor = round(max(factors), 4)
+    if not (0 < theta < math.inf and all(0 < given < math.inf for given in factors) and factor):
+        raise CorruptModel(f"{where}: the factors of its rotary embedding are not positive numbers")
     for i, given in enumerate(factors):
         wavelength = 2 * math.pi * theta ** (i / len(factors))
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))

@@ -3,7 +3,7 @@
 Owns the container format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3). gguf-py's
 reader is not used: it maps the file into memory, so that a truncated one is a bus error and not CorruptModel; an array
 that claims 2^40 values takes it minutes; and it builds Python objects for each of the 49,152 vocabulary entries of the
-built-in model: 2 s and 165 MB, against 30 ms and 4 MB here, where string arrays are skipped and decoded on demand. The
+built-in model: 2 s and 165 MB, against 30 ms and 4 MB here, where arrays are skipped and decoded on demand. The
 meaning of metadata and tensors is not known here."""
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ QUANT_BLOCKS: dict[int, tuple[str, int, int]] = {
 """ggml type id -> (name, values a block, bytes a block). gguf-py has the same table, but takes 60 to 100 ms to
 import."""
 
+_MAX_HEADER = 1 << 26  # bytes; the largest known, with 262,144 tokens and their merges, have 14 MB
 _MAX_KEYS = 1 << 14
 _MAX_TENSORS = 1 << 17
 _MAX_NAME = 1 << 12
 _MAX_TEXT = 1 << 24
 _MAX_DIMS = 4
-_MAX_ARRAY = 1 << 22
+_MAX_STRINGS = 1 << 21  # in all arrays: each takes a step of the interpreter
+_MAX_NUMBERS = 1 << 21  # of an array that is decoded
 _CHUNK = 1 << 22
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -55,9 +57,10 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _StringArray:
-    """Strings that were skipped, not decoded: `count` of them from `start` in the header's bytes."""
+class _SkippedArray:
+    """An array that was skipped, not decoded: `count` values of `kind` from `start` in the header's bytes."""
 
+    kind: int
     count: int
     start: int
 
@@ -97,9 +100,7 @@ class GgufHeader:
     def count(self, key: str) -> int:
         """Length of an array, 0 when the key is absent or no array."""
         value = self._values.get(key)
-        if isinstance(value, _StringArray):
-            return value.count
-        return len(value) if isinstance(value, tuple) else 0
+        return value.count if isinstance(value, _SkippedArray) else 0
 
     def integer(self, key: str, default: int | None = None) -> int | None:
         value = self._values.get(key, default)
@@ -128,23 +129,33 @@ class GgufHeader:
         raise CorruptModel(f"{self._path}: '{key}' is not a text")
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A numeric array, empty when the key is absent."""
-        value = self._values.get(key, ())
-        if isinstance(value, tuple):
-            return value
-        raise CorruptModel(f"{self._path}: '{key}' is not an array of numbers")
+        """A numeric array, decoded now; empty when the key is absent."""
+        value = self._values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, _SkippedArray) or value.kind == _STRING:
+            raise CorruptModel(f"{self._path}: '{key}' is not an array of numbers")
+        if value.count > _MAX_NUMBERS:
+            raise CorruptModel(f"{self._path}: '{key}' has {value.count} numbers; fetch it again")
+        return struct.unpack_from(f"<{value.count}{_SCALARS[value.kind]}", self._bytes, value.start)
 
-    def strings(self, key: str) -> list[str]:
-        """A string array, decoded now; empty when the key is absent. Bytes that are no UTF-8 become U+FFFD."""
+    def strings(self, key: str, longest: int) -> list[str]:
+        """A string array, decoded now; empty when the key is absent. Bytes that are no UTF-8 become U+FFFD.
+
+        Raises CorruptModel if one has more than `longest` bytes.
+        """
         value = self._values.get(key)
         if value is None:
             return []
-        if not isinstance(value, _StringArray):
+        if not isinstance(value, _SkippedArray) or value.kind != _STRING:
             raise CorruptModel(f"{self._path}: '{key}' is not an array of texts")
         data, position, unpack = self._bytes, value.start, _U64.unpack_from
         found = []
         for _ in range(value.count):
-            end = position + 8 + unpack(data, position)[0]
+            length = unpack(data, position)[0]
+            if length > longest:
+                raise CorruptModel(f"{self._path}: '{key}' has a text of {length} bytes; fetch it again")
+            end = position + 8 + length
             found.append(data[position + 8 : end].decode("utf-8", "replace"))
             position = end
         return found
@@ -156,10 +167,11 @@ class _Cursor:
     def __init__(self, file: ModelFile) -> None:
         self._file = file
         self._data = bytearray()
+        self._strings = 0
         self.position = 0
 
     def consumed(self) -> bytes:
-        return bytes(self._data[: self.position])
+        return bytes(memoryview(self._data)[: self.position])
 
     def corrupt(self, why: str) -> CorruptModel:
         return CorruptModel(f"the header of {self._file.path} is malformed: {why}; fetch the file again")
@@ -176,6 +188,8 @@ class _Cursor:
         start, end = self.position, self.position + length
         if end > self._file.size:
             raise CorruptModel(f"{self._file.path} is truncated or malformed: its header runs past its end")
+        if end > _MAX_HEADER:
+            raise self.corrupt(f"it is larger than {_MAX_HEADER >> 20} MiB")
         while end > len(self._data):
             have = len(self._data)
             self._data += self._file.read(have, min(max(_CHUNK, have), self._file.size - have)).data
@@ -211,28 +225,30 @@ class _Cursor:
             return self.text(_MAX_TEXT)
         if kind == _ARRAY:
             return self._array(self.u32(), self.u64())
-        return self._scalars(kind, 1)[0]
+        start = self._skip_numbers(kind, 1)
+        return struct.unpack_from("<" + _SCALARS[kind], self._data, start)[0]
 
-    def _scalars(self, kind: int, count: int) -> tuple[Any, ...]:
+    def _skip_numbers(self, kind: int, count: int) -> int:
+        """-> where they start."""
         code = _SCALARS.get(kind)
         if code is None:
             raise self.corrupt(f"value type {kind} does not exist")
-        start = self.advance(count * struct.calcsize("<" + code))  # checks `count` before anything is allocated
-        return struct.unpack_from(f"<{count}{code}", self._data, start)
+        return self.advance(count * struct.calcsize("<" + code))
 
-    def _array(self, kind: int, count: int) -> Any:
+    def _array(self, kind: int, count: int) -> _SkippedArray:
         if kind == _ARRAY:
             raise UnsupportedModel(f"{self._file.path} has nested arrays in its metadata, which are not read")
-        if count > _MAX_ARRAY:
-            raise self.corrupt(f"an array of {count} values")
         if kind != _STRING:
-            return self._scalars(kind, count)
+            return _SkippedArray(kind, count, self._skip_numbers(kind, count))
+        self._strings += count
+        if self._strings > _MAX_STRINGS:
+            raise self.corrupt(f"more than {_MAX_STRINGS} texts in arrays")
         start = self.position
         unpack = _U64.unpack_from
         for _ in range(count):
             position = self.advance(8)
             self.advance(unpack(self._data, position)[0])
-        return _StringArray(count, start)
+        return _SkippedArray(kind, count, start)
 
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:

@@ -5,7 +5,8 @@ Defaults are those of transformers' config classes.
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SCALED_FROM_CONTEXT = ("llama3", "yarn", "longrope")
 _MAX_SIZE = 1 << 24
+_MAX_WORD = 64  # characters of a name that selects what is computed
 
 
 def model_config(
@@ -73,7 +75,7 @@ def model_config(
         context_length=context,
         rms_norm_eps=read.number("rms_norm_eps", 1e-6),
         rope=_rope(read, head_dim, context),
-        hidden_act=str(read.get("hidden_act") or "silu"),
+        hidden_act=read.word("hidden_act", "silu"),
         tie_word_embeddings=read.flag("tie_word_embeddings", kind not in _CLASS_DEFAULTS and not has_head),
         qkv_bias=attention_bias or kind == "qwen2",
         o_bias=attention_bias,
@@ -90,7 +92,7 @@ class _Reader:
 
     def __init__(self, hf: Mapping[str, Any], where: str) -> None:
         kind = hf.get("model_type")
-        if not isinstance(kind, str) or not kind:
+        if not isinstance(kind, str) or not 0 < len(kind) <= _MAX_WORD:
             raise CorruptModel(f"{where} does not name a model_type")
         self.model_type = kind
         self.where = where
@@ -108,7 +110,7 @@ class _Reader:
         value = default if value is None else value
         if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_SIZE:
             return value
-        raise CorruptModel(f"{self.where}: {key} is {value!r}, not a positive whole number")
+        raise CorruptModel(f"{self.where}: {key} is {_brief(value)}, not a positive whole number")
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key)
@@ -119,19 +121,34 @@ class _Reader:
         value = default if value is None else value
         if isinstance(value, bool):
             return value
-        raise CorruptModel(f"{self.where}: {key} is {value!r}, not true or false")
+        raise CorruptModel(f"{self.where}: {key} is {_brief(value)}, not true or false")
+
+    def word(self, key: str, default: str) -> str:
+        return word(self.where, key, self.get(key) or default)
 
 
 def positive(where: str, key: str, value: Any) -> float:
     """`value` as a positive finite float, else CorruptModel."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
         return float(value)
-    raise CorruptModel(f"{where}: {key} is {value!r}, not a positive number")
+    raise CorruptModel(f"{where}: {key} is {_brief(value)}, not a positive number")
+
+
+def word(where: str, key: str, value: Any) -> str:
+    """`value` as a short text, else CorruptModel."""
+    if isinstance(value, str) and len(value) <= _MAX_WORD:
+        return value
+    raise CorruptModel(f"{where}: {key} is {_brief(value)}, not a word")
+
+
+def _brief(value: Any) -> str:
+    """`value` in an error; it may be of any size and depth."""
+    return reprlib.repr(value)
 
 
 def _check_supported(hf: Mapping[str, Any], where: str) -> None:
     if isinstance(hf.get("quantization_config"), Mapping):
-        method = hf["quantization_config"].get("quant_method", "an unknown method")
+        method = _brief(hf["quantization_config"].get("quant_method", "an unknown method"))
         raise UnsupportedModel(f"{where}: the weights are quantized with {method}; use the original or a GGUF file")
     if isinstance(hf.get("text_config"), Mapping) and "hidden_size" not in hf:
         raise UnsupportedModel(f"{where}: this is a multimodal model; only text decoders are served")
@@ -147,9 +164,11 @@ def _rope(read: _Reader, head_dim: int, context: int) -> RopeConfig:
     scaling = dict(given)
     theta = positive(read.where, "rope_theta", scaling.pop("rope_theta", None) or read.get("rope_theta") or 10000.0)
     rotary = scaling.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor") or 1.0
-    dim = int(head_dim * positive(read.where, "partial_rotary_factor", rotary))
+    if positive(read.where, "partial_rotary_factor", rotary) > 1:
+        raise CorruptModel(f"{read.where}: partial_rotary_factor is {_brief(rotary)}, more than all dimensions")
+    dim = int(head_dim * rotary)
     legacy = scaling.pop("type", None)
-    scaling["rope_type"] = str(scaling.get("rope_type") or legacy or "default")
+    scaling["rope_type"] = word(read.where, "rope_type", scaling.get("rope_type") or legacy or "default")
     if scaling["rope_type"] in _SCALED_FROM_CONTEXT:
         original = read.get("original_max_position_embeddings")
         scaling.setdefault("original_max_position_embeddings", context if original is None else original)
@@ -163,7 +182,11 @@ def _sliding_window(read: _Reader) -> int | None:
         return None
     if read.model_type in ("qwen2", "qwen3"):
         windowed_from = read.get("max_window_layers")
-        if not read.flag("use_sliding_window", False) or windowed_from >= read.size("num_hidden_layers"):
+        if not read.flag("use_sliding_window", False):
+            return None
+        if not isinstance(windowed_from, int):
+            raise CorruptModel(f"{read.where}: max_window_layers is {_brief(windowed_from)}, not a whole number")
+        if windowed_from >= read.size("num_hidden_layers"):
             return None
     return read.size("sliding_window")
 
@@ -176,6 +199,6 @@ def _eos_ids(where: str, *given: Any) -> tuple[int, ...]:
             if token is None:
                 continue
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise CorruptModel(f"{where}: eos_token_id holds {token!r}, which is no token id")
+                raise CorruptModel(f"{where}: eos_token_id holds {_brief(token)}, which is no token id")
             ids.add(token)
     return tuple(sorted(ids))

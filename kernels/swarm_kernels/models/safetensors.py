@@ -12,10 +12,13 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 
+from swarm.codec import UNDECODABLE
 from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
@@ -28,14 +31,42 @@ _DTYPES = {
 }  # fmt: skip
 _SIZES = {**{name: dtype.itemsize for name, dtype in _DTYPES.items()}, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _SIZES |= {"U16": 2, "U32": 4, "U64": 8}
-_MAX_HEADER = 100_000_000  # as the reference implementation
-_MAX_JSON = 1 << 28
+_MAX_HEADER = 1 << 24  # bytes, of some 100,000 tensors; one file of the largest models has a hundredth of it
+_MAX_JSON = 1 << 22  # bytes of a file that is read whole: each may become 25 in memory
+_MAX_INDEX = 1 << 26  # of one that holds nothing but names; those of a trillion parameters have 20 MB
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_MAX_SHARDS = 4096  # each is an open file
+_Count = Annotated[int, Meta(ge=0, lt=1 << 50)]
 INDEX = "model.safetensors.index.json"
 
 
+class _Entry(msgspec.Struct):
+    """One tensor in a header. `__metadata__` is no tensor, and its texts may have these names as well."""
+
+    dtype: str = ""
+    shape: Annotated[list[_Count], Meta(max_length=16)] | str = ""
+    data_offsets: Annotated[list[_Count], Meta(max_length=2)] | str = ""
+
+
+class _Index(msgspec.Struct):
+    weight_map: Annotated[dict[str, str], Meta(min_length=1)]
+
+
+class _Described(msgspec.Struct, rename={"metadata": "__metadata__"}):
+    """The texts in a header; its tensors are skipped."""
+
+    metadata: dict[str, str] = {}
+
+
+_decode_described = msgspec.json.Decoder(_Described).decode
+_decode_header = msgspec.json.Decoder(dict[str, _Entry]).decode
+_decode_index = msgspec.json.Decoder(_Index).decode
+
+
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class StoredTensor:
+    """Location of one tensor."""
+
     file: ModelFile
     shape: tuple[int, ...]
     dtype: str
@@ -82,30 +113,28 @@ class SafetensorsSource:
         return self._find(hf_name).nbytes
 
     def tensor(self, hf_name: str) -> torch.Tensor:
-        found = self._find(hf_name)
-        if found.dtype not in _DTYPES:
-            raise UnsupportedModel(f"{found.file.path}: '{hf_name}' is stored as {found.dtype}, which is not read")
-        stored = torch.from_numpy(found.file.read(found.offset, found.nbytes))
-        return stored.view(_DTYPES[found.dtype]).reshape(found.shape)
+        return read_tensor(self._find(hf_name), hf_name)
 
     def close(self) -> None:
         for file in self.files:
             file.close()
 
-    def _find(self, hf_name: str) -> _Tensor:
+    def _find(self, hf_name: str) -> StoredTensor:
         try:
             return self._tensors[hf_name]
         except KeyError:
             raise CorruptModel(f"{self.path} has no tensor '{hf_name}'") from None
 
-    def _read_tables(self) -> dict[str, _Tensor]:
+    def _read_tables(self) -> dict[str, StoredTensor]:
         index = self.path / INDEX
         if not index.is_file():
             return self._open(self._single_file())
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CorruptModel(f"{index} has no weight_map; fetch it again")
-        weight_map = {name: str(shard) for name, shard in weight_map.items()}
+        try:
+            weight_map = _decode_index(read_bounded(index, _MAX_INDEX)).weight_map
+        except UNDECODABLE:
+            raise CorruptModel(f"{index} has no weight_map; fetch it again") from None
+        if len(set(weight_map.values())) > _MAX_SHARDS:
+            raise CorruptModel(f"{index} names more than {_MAX_SHARDS} shards; fetch it again")
         shards = {shard: self._open(self._shard(index, shard)) for shard in sorted(set(weight_map.values()))}
         tensors = {}
         for name, shard in weight_map.items():
@@ -138,24 +167,24 @@ class SafetensorsSource:
             raise ModelNotFound(f"the shard {shard} is missing from {self.path}; fetch the model again")
         return path
 
-    def _open(self, path: Path) -> dict[str, _Tensor]:
+    def _open(self, path: Path) -> dict[str, StoredTensor]:
         file = ModelFile(path)
         self.files.append(file)
-        return _read_header(file)
+        return read_header(file)
 
 
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """The object in a JSON file; `{}` when it is absent and not required. Raises ModelNotFound, CorruptModel."""
+def read_json(path: Path, *, required: bool = True, limit: int | None = None) -> dict[str, Any]:
+    """The object in a JSON file of at most `limit` bytes; `{}` when it is absent and not required.
+
+    Raises ModelNotFound, CorruptModel.
+    """
     if not path.is_file():
         if required:
             raise ModelNotFound(f"{path.parent} has no {path.name}, so it is not a Hugging Face model folder")
         return {}
+    data = read_bounded(path, _MAX_JSON if limit is None else limit)
     try:
-        if path.stat().st_size > _MAX_JSON:
-            raise CorruptModel(f"{path} is too large for a JSON file")
-        parsed = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {error.strerror}") from None
+        parsed = json.loads(data)
     except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise CorruptModel(f"{path} is not valid JSON; fetch it again") from None
     if not isinstance(parsed, dict):
@@ -163,17 +192,34 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     return parsed
 
 
-def _read_header(file: ModelFile) -> dict[str, _Tensor]:
-    """The tensor table: 8 bytes of length, JSON, then the data without holes."""
-    length = int(struct.unpack("<Q", file.read(0, 8).tobytes())[0])
-    if length > min(_MAX_HEADER, file.size - 8):
-        raise CorruptModel(f"{file.path} is truncated or not a safetensors file; fetch it again")
+def read_bounded(path: Path, limit: int) -> bytes:
+    """A small file. Raises ModelNotFound, and CorruptModel if it has more than `limit` bytes."""
     try:
-        header = json.loads(file.read(8, length).tobytes())
-    except (ValueError, RecursionError):
-        raise CorruptModel(f"the header of {file.path} is not valid JSON; fetch it again") from None
-    if not isinstance(header, dict):
-        raise CorruptModel(f"the header of {file.path} is not a table; fetch it again")
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {error.strerror}") from None
+    if len(data) > limit:
+        raise CorruptModel(f"{path} is too large: more than {limit} bytes")
+    return data
+
+
+def read_metadata(file: ModelFile) -> dict[str, str]:
+    """The texts that a file's writer put beside its tensors. Raises CorruptModel."""
+    try:
+        return _decode_described(_header_json(file)).metadata
+    except UNDECODABLE as error:
+        raise CorruptModel(f"the header of {file.path} is malformed ({error!s:.200}); fetch it again") from None
+
+
+def read_header(file: ModelFile) -> dict[str, StoredTensor]:
+    """The tensor table: 8 bytes of length, JSON, then the data without holes. Raises CorruptModel, UnsupportedModel."""
+    data = _header_json(file)
+    length = len(data)
+    try:
+        header = _decode_header(data)
+    except UNDECODABLE as error:
+        raise CorruptModel(f"the header of {file.path} is malformed ({error!s:.200}); fetch it again") from None
     header.pop("__metadata__", None)
     tensors = {name: _entry(file, name, value, 8 + length) for name, value in header.items()}
     end = 8 + length
@@ -186,21 +232,29 @@ def _read_header(file: ModelFile) -> dict[str, _Tensor]:
     return tensors
 
 
-def _entry(file: ModelFile, name: str, value: Any, data_start: int) -> _Tensor:
+def read_tensor(stored: StoredTensor, name: str) -> torch.Tensor:
+    """Raises CorruptModel, UnsupportedModel."""
+    if stored.dtype not in _DTYPES:
+        raise UnsupportedModel(f"{stored.file.path}: '{name}' is stored as {stored.dtype}, which is not read")
+    data = torch.from_numpy(stored.file.read(stored.offset, stored.nbytes))
+    return data.view(_DTYPES[stored.dtype]).reshape(stored.shape)
+
+
+def _header_json(file: ModelFile) -> bytes:
+    length = int(struct.unpack("<Q", file.read(0, 8).tobytes())[0])
+    if length > min(_MAX_HEADER, file.size - 8):
+        raise CorruptModel(f"{file.path} is truncated or not a safetensors file; fetch it again")
+    return file.read(8, length).tobytes()
+
+
+def _entry(file: ModelFile, name: str, value: _Entry, data_start: int) -> StoredTensor:
     malformed = CorruptModel(f"{file.path}: the entry of {name[:80]!r} is malformed; fetch it again")
-    if not isinstance(value, dict) or not name.isprintable():
+    shape, span = value.shape, value.data_offsets
+    if isinstance(shape, str) or isinstance(span, str) or len(span) != 2 or not name.isprintable():
         raise malformed
-    dtype, shape, span = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or not _counts(shape) or not _counts(span) or len(span) != 2 or len(shape) > 16:
-        raise malformed
-    if dtype not in _SIZES:
-        raise UnsupportedModel(f"{file.path}: '{name}' is stored as {dtype[:16]!r}, which is not read")
+    if value.dtype not in _SIZES:
+        raise UnsupportedModel(f"{file.path}: '{name[:80]}' is stored as {value.dtype[:16]!r}, which is not read")
     begin, end = span
-    if end - begin != math.prod(shape) * _SIZES[dtype]:
+    if end - begin != math.prod(shape) * _SIZES[value.dtype]:
         raise malformed
-    return _Tensor(file, tuple(shape), dtype, data_start + begin, end - begin)
-
-
-def _counts(value: object) -> TypeGuard[list[int]]:
-    """Whether `value` is a list of whole numbers that fit a file."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 50 for item in value)
+    return StoredTensor(file, tuple(shape), value.dtype, data_start + begin, end - begin)

@@ -122,9 +122,13 @@ def fingerprint(
     """Hash of the canonical config, the tensor table and each tensor's first bytes; 32 hex digits.
 
     `table`: (name, shape, stored dtype, stored bytes) of each tensor; `read_start(name, n)` its first n stored bytes.
-    Files, shards, paths and tokenizer settings are left out: they do not change what a layer computes.
+    Files, shards, paths and tokenizer settings are left out: they do not change what a layer computes. Raises
+    CorruptModel.
     """
-    digest = hashlib.sha256(json.dumps(_canonical(config), sort_keys=True, default=str).encode())
+    try:
+        digest = hashlib.sha256(json.dumps(_canonical(config), sort_keys=True, default=str).encode())
+    except RecursionError:
+        raise CorruptModel("the model's config.json is nested too deep; fetch the model again") from None
     for name, shape, dtype, size in sorted(table):
         digest.update(json.dumps([name, list(shape), dtype]).encode())
         digest.update(read_start(name, min(size, HASHED_BYTES)).data)

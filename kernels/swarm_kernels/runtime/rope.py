@@ -30,8 +30,10 @@ class RopeTable:
         self._device = device
         try:
             self._inv_freq, self._factor = inverse_frequencies(rope, self._dim, context_length)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise CorruptModel(f"the model's rope scaling is incomplete or malformed: {error!r}") from None
+            if _kind(rope.scaling) == "dynamic":
+                self._dynamic_angles(torch.arange(1))
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise CorruptModel(f"the model's rope scaling is incomplete or malformed: {error!r:.200}") from None
         self._rows = 0
         self._cos = self._sin = torch.empty(0, self._dim, device=device)
 

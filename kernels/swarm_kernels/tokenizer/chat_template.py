@@ -1,31 +1,25 @@
-"""A model's Jinja chat template, run in a sandbox, with the globals that transformers gives to templates.
+"""A model's Jinja chat template: messages in, a prompt out.
 
-Messages come from strangers: their size, the prompt's and the time are bounded. A template comes from files that the
-user chose: it cannot run for ever, but what one of its expressions allocates is not bounded in every case.
+Messages come from strangers, and a template from files that strangers made. What comes in is checked here; the template
+runs in a sandbox (`template_environment`) in a process of its own (`template_process`), which bounds time and memory.
 """
 
 from __future__ import annotations
 
-import json
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Template, TemplateError, meta, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-
 from swarm.errors import CorruptModel, InvalidRequest
+from swarm_kernels.tokenizer.template_environment import (
+    COMPILE_ERRORS,
+    MAX_CHAT_LENGTH,
+    TemplateEnvironment,
+    variables_of,
+)
+from swarm_kernels.tokenizer.template_process import RENDERER
 
-MAX_CHAT_LENGTH = 8 << 20  # characters of messages, tools and options, and of the prompt; contexts hold less
 MAX_CHAT_VALUES = 1 << 17  # strings, numbers and lists in them
+MAX_TEMPLATE = 1 << 18  # characters; real ones have up to 20,000
 MAX_RENDER_S = 2.0  # real chats take milliseconds
 
 
@@ -38,13 +32,14 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """`special`: `bos_token` and the like, which templates use. Raises CorruptModel."""
         self._special = dict(special)
-        self._environment = _Environment()
+        self._source = source
+        self._taken = frozenset(TemplateEnvironment().globals)
         try:
-            tree = self._environment.parse(source)
-            self.supports_tools = "tools" in meta.find_undeclared_variables(tree)
-            self._template: Template = self._environment.from_string(_with_ticks(tree))
-        except (TemplateError, RecursionError) as error:
-            raise CorruptModel(f"the model's chat template cannot be parsed: {error}") from None
+            if len(source) > MAX_TEMPLATE:
+                raise ValueError(f"it has {len(source)} characters")
+            self.supports_tools = "tools" in variables_of(source)
+        except COMPILE_ERRORS as error:
+            raise CorruptModel(f"the model's chat template cannot be parsed: {error!s:.300}") from None
 
     def render(
         self,
@@ -55,7 +50,8 @@ class ChatTemplate:
     ) -> str:
         """`tools`: functions in OpenAI's form. `template_options`: further variables, such as `enable_thinking`.
 
-        Raises InvalidRequest when a message is malformed or the template rejects the conversation.
+        Raises InvalidRequest when a message is malformed or the template rejects the conversation, CorruptModel when it
+        cannot be compiled.
         """
         options = dict(template_options or {})
         self._check(messages, tools, options)
@@ -65,27 +61,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        pieces: list[str] = []
-        length = 0
-        try:
-            with self._environment.limited():
-                for piece in self._template.generate({**self._special, **options, **variables}):
-                    pieces.append(piece)
-                    length += len(piece)
-                    if length > MAX_CHAT_LENGTH:
-                        raise TemplateError(f"it makes more than {MAX_CHAT_LENGTH} characters of them")
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            raise InvalidRequest(f"the model's chat template does not take these messages: {error}") from None
-        return "".join(pieces)
+        return RENDERER.render(self._source, {**self._special, **options, **variables}, MAX_RENDER_S)
 
     def _check(
         self,
@@ -99,7 +75,7 @@ class ChatTemplate:
             _check_message(number, message)
         if not all(isinstance(tool, Mapping) for tool in tools or ()):
             raise InvalidRequest("a tool must be an object")
-        taken = {"messages", "tools", "documents", "add_generation_prompt", *self._special, *self._environment.globals}
+        taken = {"messages", "tools", "documents", "add_generation_prompt", *self._special, *self._taken}
         for name in options:
             if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name in taken:
                 raise InvalidRequest(f"{name!r} is no option of a chat template")
@@ -135,102 +111,3 @@ def _check_size(value: Any) -> None:
             raise InvalidRequest(
                 f"the chat is too long: more than {MAX_CHAT_LENGTH} characters or {MAX_CHAT_VALUES} values"
             )
-
-
-def _with_ticks(tree: nodes.Template) -> nodes.Template:
-    """`tree` with a call in every loop, as calls are where the time is checked."""
-    for loop in tree.find_all(nodes.For):
-        tick = nodes.ExprStmt(lineno=loop.lineno)
-        tick.node = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None, lineno=loop.lineno)
-        loop.body.insert(0, tick)
-    return tree
-
-
-class _Generation(Extension):
-    """`{% generation %}` blocks mark the assistant's part for training; here they are rendered as they are."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Every call in a template checks the time of the rendering in this thread."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self._local = threading.local()
-        self.filters["tojson"] = _to_json
-        functions: dict[str, Callable[..., Any]] = {
-            "raise_exception": _raise,
-            "strftime_now": _now,
-            "dict": _make_dict,  # a function, so that a template cannot reach the type
-            "namespace": _PlainNamespace,
-        }
-        self.globals.update(functions)
-
-    @contextmanager
-    def limited(self) -> Iterator[None]:
-        self._local.deadline = time.monotonic() + MAX_RENDER_S
-        yield
-
-    def tick(self) -> None:
-        if time.monotonic() > self._local.deadline:
-            raise TemplateError(f"it takes more than {MAX_RENDER_S:.0f} s")
-
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.tick()
-        return None if function == self.tick else super().call(context, function, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuses to multiply texts and lists, and powers of which one would fill the memory."""
-        if operator == "**" and not (abs(left) <= 1 << 16 and abs(right) <= 64):
-            raise TemplateError("it computes too large a power")
-        if operator == "*" and not all(isinstance(side, int | float) for side in (left, right)):
-            times = left if isinstance(left, int) else right
-            if not isinstance(times, int) or times * len(right if times is left else left) > MAX_CHAT_LENGTH:
-                raise TemplateError("it repeats a text or a list too often")
-        return super().call_binop(context, operator, left, right)
-
-
-class _PlainNamespace(Namespace):
-    """Jinja's namespace without underscored names, which could replace its internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self` parameter: a template may name a value `self`
-        self, *values = args
-        attributes = dict(*values, **kwargs)
-        for name in attributes:
-            _reject_underscore(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _reject_underscore(name)
-        super().__setitem__(name, value)
-
-
-def _reject_underscore(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a template may not set '{name}'")
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _now(style: str) -> str:
-    return datetime.now().strftime(style)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Jinja's own filter escapes HTML, which a prompt must not."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -14,8 +14,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from swarm.errors import CorruptModel, UnsupportedModel
 from swarm_kernels.models.gguf_header import GgufHeader
-from swarm_kernels.tokenizer.parts import MalformedTokenizer, TokenizerParts, add_tokens, wrap_with
+from swarm_kernels.tokenizer.parts import (
+    MAX_TOKEN,
+    MAX_TOKENS,
+    MalformedTokenizer,
+    TokenizerParts,
+    add_tokens,
+    wrap_with,
+)
 
+_MAX_CUT_WORK = 1 << 27  # sum of the tokens' squared lengths; that of Gemma's 262,144 tokens is 2^24
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = {
     "bos_token": "bos_token_id",
@@ -55,10 +63,12 @@ _PRE_TOKENIZERS = {
 
 def read_gguf_tokenizer(header: GgufHeader, where: str) -> TokenizerParts:
     """Raises CorruptModel, UnsupportedModel."""
-    tokens = header.strings("tokenizer.ggml.tokens")
+    tokens = header.strings("tokenizer.ggml.tokens", MAX_TOKEN)
     kinds = header.numbers("tokenizer.ggml.token_type")
     if not tokens:
         raise UnsupportedModel(f"{where} has no tokenizer inside; use a file that has one")
+    if len(tokens) > MAX_TOKENS:
+        raise CorruptModel(f"{where}: its tokenizer has {len(tokens)} tokens; fetch it again")
     if kinds and len(kinds) != len(tokens):
         raise CorruptModel(f"{where}: {len(tokens)} tokens but {len(kinds)} token types; fetch it again")
     model = header.text("tokenizer.ggml.model")
@@ -70,11 +80,12 @@ def read_gguf_tokenizer(header: GgufHeader, where: str) -> TokenizerParts:
         raise UnsupportedModel(f"{where} has a tokenizer of kind {model[:40]!r}; gpt2 and llama are read")
     control = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
     user_defined = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
-    add_tokens(tokenizer, control, user_defined)
     special = _named_tokens(header, tokens, where)
     bos = special.get("bos_token") if header.flag("tokenizer.ggml.add_bos_token", add_bos) else None
     eos = special.get("eos_token") if header.flag("tokenizer.ggml.add_eos_token", False) else None
-    wrap_with(tokenizer, bos, eos)
+    with MalformedTokenizer(f"the tokenizer in {where}"):
+        add_tokens(tokenizer, control, user_defined)
+        wrap_with(tokenizer, bos, eos)
     eos_id = header.integer("tokenizer.ggml.eos_token_id")
     template = header.text("tokenizer.chat_template") or None
     return TokenizerParts(tokenizer, template, special, () if eos_id is None else (eos_id,))
@@ -101,7 +112,7 @@ def _byte_level(header: GgufHeader, tokens: list[str], kinds: Sequence[float], w
         )
     pre = _PRE_TOKENIZERS[name]
     merges = []
-    for merge in header.strings("tokenizer.ggml.merges"):
+    for merge in header.strings("tokenizer.ggml.merges", 2 * MAX_TOKEN + 1):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     tokenizer = _bpe(tokens, merges, where, ignore_merges=pre.ignore_merges)
@@ -126,7 +137,7 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], where: str) -> Tokeniz
     unknown = header.integer("tokenizer.ggml.unknown_token_id")
     tokenizer = _bpe(
         tokens,
-        _merges_from_scores(tokens, scores),
+        _merges_from_scores(tokens, scores, where),
         where,
         fuse_unk=True,
         byte_fallback=True,
@@ -141,8 +152,10 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], where: str) -> Tokeniz
     return tokenizer
 
 
-def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float], where: str) -> list[tuple[str, str]]:
     """Every split of a token into two tokens, best score first, as transformers' `generate_merges`."""
+    if sum(len(token) ** 2 for token in tokens) > _MAX_CUT_WORK:
+        raise CorruptModel(f"{where}: the tokens of its tokenizer are too many and too long; fetch it again")
     ids = {token: i for i, token in enumerate(tokens)}
     score_of = dict(zip(tokens, scores, strict=True))
     ranked = []

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 
 from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from swarm_kernels.models.safetensors import read_json
+from swarm_kernels.tokenizer.chat_template import MAX_TEMPLATE
+from swarm_kernels.tokenizer.json_bounds import MAX_FILE, check_tokenizer_json
 from swarm_kernels.tokenizer.parts import MalformedTokenizer, TokenizerParts
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -30,8 +32,10 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         raise ModelNotFound(f"{folder} has no tokenizer.json")
+    text = _read_text(file, MAX_FILE)
+    check_tokenizer_json(text.encode(), str(file))
     with MalformedTokenizer(str(file)):
-        tokenizer = Tokenizer.from_str(_read_text(file))
+        tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()  # set in some files, and never used here
     tokenizer.no_padding()
     settings = read_json(folder / "tokenizer_config.json", required=False)
@@ -58,9 +62,9 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     named: dict[str, str] = {}
     file, tool_file = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if tool_file.is_file():
-        named["tool_use"] = _read_text(tool_file)
+        named["tool_use"] = _read_text(tool_file, 4 * MAX_TEMPLATE)
     if file.is_file():
-        return {**named, "default": _read_text(file)}
+        return {**named, "default": _read_text(file, 4 * MAX_TEMPLATE)}
     beside = read_json(folder / "chat_template.json", required=False)
     given = settings.get("chat_template") or beside.get("chat_template")
     entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
@@ -71,8 +75,10 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     return named
 
 
-def _read_text(file: Path) -> str:
+def _read_text(file: Path, limit: int) -> str:
     try:
+        if file.stat().st_size > limit:
+            raise CorruptModel(f"{file} is too large: more than {limit} bytes")
         return file.read_text(encoding="utf-8")
     except OSError as error:
         raise ModelNotFound(f"cannot read {file}: {error.strerror}") from None

@@ -10,6 +10,10 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from swarm.errors import CorruptModel
 
+MAX_TOKENS = 1 << 20  # of a vocabulary; the largest known have 262,144
+MAX_TOKEN = 2048  # bytes of one
+_MAX_ADDED = 1 << 16  # the library takes 10 us for each
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
@@ -32,7 +36,12 @@ def wrap_with(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
 
 
 def add_tokens(tokenizer: Tokenizer, control: list[str], user_defined: list[str]) -> None:
-    """Match these as single tokens anywhere in a text; only control tokens are skipped when decoding."""
+    """Match these as single tokens anywhere in a text; only control tokens are skipped when decoding.
+
+    Raises ValueError.
+    """
+    if len(control) + len(user_defined) > _MAX_ADDED:
+        raise ValueError(f"{len(control) + len(user_defined)} added tokens")
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control])
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in user_defined])
 
@@ -40,7 +49,8 @@ def add_tokens(tokenizer: Tokenizer, control: list[str], user_defined: list[str]
 class MalformedTokenizer:  # used as `with MalformedTokenizer(file):`
     """Turns the errors of the `tokenizers` library into CorruptModel.
 
-    The library raises plain `Exception`, so exactly that class is caught and none of its subclasses.
+    The library raises ValueError and plain `Exception`, of which exactly that class is caught and no other subclass. A
+    panic of its Rust code arrives as a BaseException whose class cannot be imported.
     """
 
     def __init__(self, what: str) -> None:
@@ -52,5 +62,10 @@ class MalformedTokenizer:  # used as `with MalformedTokenizer(file):`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is Exception:
-            raise CorruptModel(f"{self._what} is malformed ({error}); fetch the model again") from None
+        if kind is not None and (kind is Exception or issubclass(kind, ValueError) or is_panic(kind)):
+            raise CorruptModel(f"{self._what} is malformed ({error!s:.300}); fetch the model again") from None
+
+
+def is_panic(kind: type[BaseException]) -> bool:
+    """Whether an exception is a panic of Rust code."""
+    return kind.__name__ == "PanicException" and not issubclass(kind, Exception)

@@ -12,10 +12,11 @@ from typing import Any
 from swarm.errors import InvalidRequest, UnsupportedModel
 from swarm_kernels.models.gguf import GgufSource
 from swarm_kernels.models.source import ModelSource
+from swarm_kernels.tokenizer.bounded_encoder import BoundedEncoder
 from swarm_kernels.tokenizer.chat_template import ChatTemplate
 from swarm_kernels.tokenizer.gguf import read_gguf_tokenizer
 from swarm_kernels.tokenizer.hf import read_hf_tokenizer
-from swarm_kernels.tokenizer.parts import TokenizerParts
+from swarm_kernels.tokenizer.parts import MalformedTokenizer, TokenizerParts
 
 _REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 _MAX_PENDING = 16  # tokens of an incomplete character, before its bytes are emitted as U+FFFD
@@ -43,6 +44,7 @@ class ChatTokenizer:
         `chat_template`: the source of the template, of the one for tools if there are two; None without one.
         """
         self._tokenizer = parts.tokenizer
+        self._encoder = BoundedEncoder(parts.tokenizer)
         self._template = ChatTemplate(parts.chat_template, parts.special) if parts.chat_template else None
         self._tool_template = ChatTemplate(parts.tool_template, parts.special) if parts.tool_template else None
         self.eos_token_ids: tuple[int, ...] = tuple(sorted({*eos_token_ids, *parts.eos_token_ids}))
@@ -78,17 +80,14 @@ class ChatTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: with the beginning-of-sequence token, for models that have one. Raises
-        InvalidRequest."""
-        try:  # `encode` of one text would hold the GIL, for seconds if it is long; this takes half the time as well
-            ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except (TypeError, UnicodeEncodeError):  # lone surrogates
-            raise InvalidRequest("the text is not valid Unicode") from None
-        return ids
+        InvalidRequest, and CorruptModel if the tokenizer fails or takes far too long."""
+        return self._encoder.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
         try:
-            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            with MalformedTokenizer("the model's tokenizer"):
+                text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError):
             raise InvalidRequest("a token id is not a whole number between 0 and the vocabulary's size") from None
         return text

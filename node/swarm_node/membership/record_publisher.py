@@ -1,6 +1,7 @@
-"""Keeps this node's record in the directory fresh: at intervals, and soon after something changed.
+"""Keeps this node's record fresh, in the directory and for peers that ask: at intervals, and soon after a change.
 
-Owns when to publish. The profile is computed anew each time; signing and bounds are in `swarm.records`.
+Owns when to publish, and the goodbye. The profile is computed anew each time; signing and bounds are in
+`swarm.records`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from swarm_node.membership.policy import PublishPolicy
 
 logger = logging.getLogger(__name__)
 
+_DATE_STEP_S = 1e-3
+
 
 class RecordPublisher:
     """`await run()` in a task; `changed()` when the profile did; `withdraw()` at the end, or until `resume()`."""
@@ -33,8 +36,12 @@ class RecordPublisher:
         limits: Limits,
         clock: Callable[[], float] = time.time,
         policy: PublishPolicy = PublishPolicy(),
+        *,
+        keep_own: Callable[[bytes], None] = lambda record: None,
+        is_known: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`profile(now)` is what to publish, dated `now` (seconds since the epoch)."""
+        """`profile(now)` is what to publish, dated `now` (seconds since the epoch). `keep_own` gets each record before
+        the directory does; `is_known()`: whether peers learn of us even where the directory fails."""
         self._directory = directory
         self._sign = sign
         self._model = model
@@ -43,6 +50,9 @@ class RecordPublisher:
         self._limits = limits
         self._clock = clock
         self._policy = policy
+        self._keep_own = keep_own
+        self._is_known = is_known
+        self._last_at = 0.0  # of what was published
         self._change = asyncio.Event()
         self._publishing = asyncio.Lock()
         self._withdrawn = False
@@ -69,13 +79,16 @@ class RecordPublisher:
                 continue
 
     async def publish_until_ok(self) -> None:
-        """Publish now, and again until it succeeds. Raises NetworkError after `PublishPolicy.retry_for_s`."""
+        """Publish now, and again until it succeeds. Raises NetworkError after `PublishPolicy.retry_for_s`, unless peers
+        know of us all the same."""
         deadline = asyncio.get_running_loop().time() + self._policy.retry_for_s
         while True:
             try:
                 return await self.publish()
             except NetworkError as error:
                 if asyncio.get_running_loop().time() >= deadline:
+                    if self._is_known():
+                        return None
                     raise
                 logger.warning("could not publish our record, trying again: %s", error)
             await asyncio.sleep(self._policy.retry_s)
@@ -86,19 +99,35 @@ class RecordPublisher:
             if self._withdrawn:
                 return
             self._change.clear()
-            profile = self._profile(self._clock())
+            profile = self._profile(self._next_date())
             record, expires_at = records.encode(
                 profile, self._model, self._num_layers, self._limits.record_ttl_s, self._sign
             )
+            self._keep_own(record)
             await self._directory.publish(record, self._model, expires_at)
             self.failures = 0
 
     async def withdraw(self) -> None:
-        """Withdraw our record, best effort: one that stays expires by itself. Nothing is published until `resume`."""
+        """Publish a goodbye in place of our record, best effort: a record that stays expires by itself. Nothing else is
+        published until `resume`."""
+        if self._withdrawn or not self._last_at:
+            self._withdrawn = True
+            return
         self._withdrawn = True
+        profile = self._profile(self._next_date())
+        goodbye, expires_at = records.encode_goodbye(
+            profile.peer,
+            self._model,
+            profile.weight_hash,
+            self._num_layers,
+            profile.published_at,
+            self._limits.record_ttl_s,
+            self._sign,
+        )
+        self._keep_own(goodbye)
         try:
             async with asyncio.timeout(self._policy.withdraw_timeout_s), self._publishing:
-                await self._directory.withdraw(self._model)
+                await self._directory.publish(goodbye, self._model, expires_at)
         except (NetworkError, TimeoutError) as error:
             logger.warning("could not withdraw our record, it expires by itself: %s", error)
 
@@ -106,3 +135,8 @@ class RecordPublisher:
         """Publish again."""
         self._withdrawn = False
         self.changed()
+
+    def _next_date(self) -> float:
+        """Now, but later than any record before, as the newest wins."""
+        self._last_at = max(self._clock(), self._last_at + _DATE_STEP_S)
+        return self._last_at

@@ -1,36 +1,25 @@
-"""The swarm around this node, read from the directory: who is compatible, what the others cover without us.
+"""The swarm around this node, by the records it has: who is compatible, what the others cover without us.
 
 Reads only; decides and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from swarm.errors import Infeasible
-from swarm.net.base.transport import Directory
-from swarm.net.security.identity import verify
 from swarm.planner.rebalancing.target import target_allocation
-from swarm.records import to_snapshot
 from swarm.types import LayerSpan, NodeProfile, Snapshot, coverage
 from swarm_node.membership.placement import compatible
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmView:
-    """`profile()`: this node as it is now. `wall_clock()`: seconds since the epoch, as records are dated."""
+    """`snapshot()`: the nodes that serve our model now; raises NetworkError. `profile()`: this node as it is now."""
 
-    directory: Directory
-    model: str
-    num_layers: int
+    snapshot: Callable[[], Awaitable[Snapshot]]
     profile: Callable[[], NodeProfile]
-    wall_clock: Callable[[], float]
-
-    async def snapshot(self) -> Snapshot:
-        """The nodes that serve our model now. Raises NetworkError."""
-        records = await self.directory.read(self.model)
-        return to_snapshot(records, self.model, self.wall_clock(), verify, self.num_layers)
 
     async def compatible_snapshot(self) -> Snapshot:
         """The nodes that could be in one chain with this one, and this one as it is now. Raises NetworkError."""
@@ -39,9 +28,10 @@ class SwarmView:
     async def coverage_by_others(self) -> Callable[[LayerSpan], bool]:
         """-> whether other nodes serve all these layers and are not about to leave. Raises NetworkError."""
         own = self.profile().peer
-        serving = (await self.compatible_snapshot()).serving()
+        snapshot = await self.compatible_snapshot()
+        serving = snapshot.serving()
         others = (node.span for node in serving if node.span is not None and node.peer != own and not node.departing)
-        covered = coverage(others, self.num_layers)
+        covered = coverage(others, snapshot.num_layers)
         return lambda span: all(covered[layer] for layer in span)
 
     async def replaceable(self) -> bool:

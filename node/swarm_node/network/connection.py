@@ -50,7 +50,8 @@ class Daemon:
 
 @dataclass(frozen=True, slots=True)
 class NodeNetwork:
-    """`failed` is set when the network is lost for good. `wall_clock`: dates the records.
+    """`failed` is set when the network is lost for good. `wall_clock`: dates the records. `remembers`: whether records
+    are kept in a file.
 
     `rebootstrap(addresses)` reconnects the directory to these peers; `check_clock()` raises ClockSkew when ours is off.
     """
@@ -63,6 +64,7 @@ class NodeNetwork:
     check_clock: Callable[[], Awaitable[None]] = _clock_ok
     daemon: Daemon = Daemon()
     wall_clock: Callable[[], float] = time.time
+    remembers: bool = False
 
 
 Connect = Callable[[NodeConfig], AbstractAsyncContextManager[NodeNetwork]]
@@ -120,6 +122,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
             directory.rebootstrap,
             directory.check_clock,
             Daemon(lambda: process.pid, lambda: process.restarts),
+            remembers=True,
         )
 
 

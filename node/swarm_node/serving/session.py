@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 
+from swarm import kv_token
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
 from swarm.messages import MAX_HOPS, AnyMessage, DropInFlight, OpenSession, ProgressReport, Reroute, Step
@@ -67,7 +68,6 @@ class HopSession:
     client: PeerChannel
     upstream: PeerId
     downstream: PeerId  # "" on the tail
-    downstream_addresses: tuple[str, ...]
     span: LayerSpan
     rows: ActivationSpec
     max_tokens: int
@@ -86,6 +86,7 @@ class HopSession:
     stalled: bool = False  # the next hop is lost: steps are dropped until a Reroute names another
     notified_epoch: int = 0  # of the step for which the client was last notified of it
     sending: asyncio.Timeout | None = None  # around a send to the next hop
+    kv_key: bytes = b""  # for the token of who may fetch its keys and values, once it is detached
     kv_source: KvSource | None = None
     detached: bool = False  # it goes on elsewhere; its KV cache is kept for a transfer
     closed: bool = False
@@ -106,7 +107,6 @@ class HopSession:
             client=client,
             upstream=message.upstream or client.peer,
             downstream=message.downstream,
-            downstream_addresses=tuple(message.downstream_addresses),
             span=LayerSpan(message.start, message.end),
             rows=rows,
             max_tokens=message.max_tokens,
@@ -116,7 +116,8 @@ class HopSession:
             replay_silent_until=message.replay_silent_until,
             epoch=message.epoch,
             ran_epoch=message.epoch,
-            kv_source=KvSource(message.kv_source, tuple(message.kv_source_addresses), message.kv_source_tokens)
+            kv_key=message.kv_key,
+            kv_source=KvSource(message.kv_source, message.kv_source_tokens, message.kv_source_token)
             if message.kv_source_tokens
             else None,
         )
@@ -140,6 +141,10 @@ class HopSession:
     def allows(self, sender: PeerId) -> bool:
         """Whether `sender` may send steps."""
         return sender in (self.upstream, self.client.peer)
+
+    def allows_fetch(self, heir: PeerId, token: bytes) -> bool:
+        """Whether the client has named `heir` to go on with this session."""
+        return kv_token.allows(self.kv_key, self.id, heir, token)
 
     def arrive(self, sender: PeerId, arrival: InboundStep) -> None:
         """Queue a step of `sender`. Raises ProtocolError when its form is wrong and NodeBusy when too many wait.

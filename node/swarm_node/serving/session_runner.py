@@ -17,7 +17,8 @@ from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResu
 from swarm_kernels.sampling.grammar import TokenMask
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.executor import StepOutcome
-from swarm_node.serving.kv_transfer import ConnectionSource, KvTransfer
+from swarm_node.serving.hop_dialer import HopDialer
+from swarm_node.serving.kv_transfer import KvTransfer
 from swarm_node.serving.served_spans import ServedSpan
 from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
 
@@ -43,7 +44,7 @@ class Counters:
 class SessionRunner:
     """One per node. `reply` sends a message without waiting for its peer to read."""
 
-    pool: ConnectionSource
+    dialer: HopDialer
     limits: Limits
     logs: ActivationLog
     counters: Counters
@@ -84,9 +85,7 @@ class SessionRunner:
         if session.tail:
             return
         try:
-            session.next_hop = await self.pool.get(
-                session.downstream, session.downstream_addresses, self.limits.next_hop_dial_timeout_s
-            )
+            session.next_hop = await self.dialer.get(session.client.peer, session.downstream)
         except PeerUnreachable as error:
             logger.info("the client relays for session %s: %s", session.id.hex(), error)
             session.next_hop = session.client
@@ -187,7 +186,6 @@ class SessionRunner:
         rows = self.logs.replay(session.key, message.replay) if message.replay else iter(())
         if message.downstream != session.downstream or session.stalled or message.replay:
             session.downstream = message.downstream
-            session.downstream_addresses = tuple(message.downstream_addresses)
             session.next_hop, session.stalled = None, False
             await self._connect(session)
         await session.client.send(SessionOpened(session.id, session.next_hop is session.client, message.epoch))

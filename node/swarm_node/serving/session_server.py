@@ -36,22 +36,22 @@ from swarm.messages import (
     KvBlocks,
     KvFetch,
     OpenSession,
-    PathSwitch,
-    Ping,
-    Pong,
+    OutsideSessions,
     ProgressQuery,
     Reroute,
     SessionFailed,
     Step,
 )
 from swarm.net.base.tasks import TaskSet
-from swarm.types import LayerSpan, ModelId
+from swarm.types import LayerSpan, ModelId, PeerId
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.executor import Executor
-from swarm_node.serving.kv_transfer import ConnectionSource, KvTransfer
+from swarm_node.serving.hop_dialer import AddressesOf, HopDialer, no_records
+from swarm_node.serving.kv_transfer import KvTransfer
+from swarm_node.serving.links import Links
 from swarm_node.serving.policy import SessionPolicy
 from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.reply_sender import ReplySender
+from swarm_node.serving.reply_sender import ReplySender, epoch_of, failure, unknown_session
 from swarm_node.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
 from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
 from swarm_node.serving.session_runner import Counters, SessionRunner
@@ -65,12 +65,13 @@ class SessionServer:
     def __init__(
         self,
         served: ModelId,
-        pool: ConnectionSource,
+        pool: Links,
         limits: Limits,
         on_load: Callable[[], None] = lambda: None,
         policy: SessionPolicy = SessionPolicy(),
+        addresses_of: AddressesOf = no_records,
     ) -> None:
-        """`on_load()` is called when the number of sessions changes."""
+        """`on_load()` is called when the number of sessions changes. `addresses_of`: of the peers that clients name."""
         self.counters = Counters()
         self._logs = ActivationLog(limits.activation_log_bytes)
         self.served_spans = ServedSpans(on_released=self._logs.close)
@@ -87,9 +88,11 @@ class SessionServer:
         self._empty.set()
         self._scope = TaskSet("service")
         self._replies = ReplySender(self._scope, self._quotas, limits.dial_timeout_s)
-        self._kv_transfer = KvTransfer(pool, limits, self._quotas, self._scope, policy)
+        self._unasked = pool.unasked
+        dialer = HopDialer(pool, addresses_of, limits.next_hop_dial_timeout_s)
+        self._kv_transfer = KvTransfer(dialer, limits, self._quotas, self._scope, policy)
         self._runner = SessionRunner(
-            pool, limits, self._logs, self.counters, self._replies.send_best_effort, self._kv_transfer
+            dialer, limits, self._logs, self.counters, self._replies.send_best_effort, self._kv_transfer
         )
 
     async def __aenter__(self) -> SessionServer:
@@ -105,6 +108,10 @@ class SessionServer:
     @property
     def sessions(self) -> int:
         return len(self._sessions)
+
+    def uses(self, peer: PeerId) -> bool:
+        """Whether a session that runs here needs the connections with `peer`."""
+        return any(peer in (s.client.peer, s.upstream, s.downstream) for s in self._sessions.values())
 
     @property
     def logged_bytes(self) -> int:
@@ -166,17 +173,17 @@ class SessionServer:
                 case OpenSession():
                     self._on_open(connection, message)
                 case DropInFlight():
-                    session = self._owned(connection, message.session)
+                    session = self._owned(connection, message)
                     if session is not None:
                         self._prune(session, message)
                 case Reroute():
                     self._on_reroute(connection, message)
                 case ProgressQuery():
-                    session = self._owned(connection, message.session)
+                    session = self._owned(connection, message)
                     if session is not None:
                         self._replies.send_best_effort(connection, session.progress())
                 case CloseSession():
-                    session = self._owned(connection, message.session)
+                    session = self._owned(connection, message)
                     if session is not None:
                         self._drop(session, message.retain_prefix)
                 case SessionFailed():
@@ -205,8 +212,9 @@ class SessionServer:
         """Raises ProtocolError."""
         session = self._sessions.get(message.session)
         served_span = self.served_spans.of(session.key) if session is not None and session.detached else None
-        if session is None or served_span is None:
-            self._replies.send_best_effort(connection, _unknown_session(message))
+        if session is None or served_span is None or not session.allows_fetch(connection.peer, message.token):
+            self._unasked(connection.peer, "a fetch of what it may not have")
+            self._replies.send_best_effort(connection, unknown_session(message))
             return
         self._kv_transfer.serve(connection, session, served_span, message)
 
@@ -223,21 +231,25 @@ class SessionServer:
         logger.warning("%s broke the protocol: %s", connection.peer, error)
         if self._violations.record(connection.peer, error):
             raise error
-        if not isinstance(message, PathSwitch | Ping | Pong):
-            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
+        if not isinstance(message, OutsideSessions):
+            self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
 
-    def _owned(self, connection: PeerChannel, session_id: bytes) -> HopSession | None:
+    def _owned(
+        self, connection: PeerChannel, message: DropInFlight | Reroute | ProgressQuery | CloseSession
+    ) -> HopSession | None:
         """The session if the sender is its client; None when it is gone already."""
-        session = self._sessions.get(session_id)
-        if session is not None and session.client.peer != connection.peer:
+        session = self._sessions.get(message.session)
+        if session is None and not isinstance(message, CloseSession):  # clients close what was refused, to be sure
+            self._unasked(connection.peer, "a message for a session that is not here")
+        elif session is not None and session.client.peer != connection.peer:
             raise ProtocolError("only its client may close, prune or reroute a session")
         return session
 
     def _on_step(self, connection: PeerChannel, step: Step, body: Buffer) -> None:
         session = self._sessions.get(step.session)
         if session is None:
-            # No violation: steps may be in flight when a session ends.
-            self._replies.send_best_effort(connection, _unknown_session(step))
+            # No violation: steps may be in flight when a session ends, and a hop forwards what its client made it.
+            self._replies.send_best_effort(connection, unknown_session(step))
             return
         if session.detached:
             return  # its client was notified
@@ -257,9 +269,9 @@ class SessionServer:
             served_span.engine.prune(session.key, message.slots)
 
     def _on_reroute(self, connection: PeerChannel, message: Reroute) -> None:
-        session = self._owned(connection, message.session)
+        session = self._owned(connection, message)
         if session is None or session.detached:
-            self._replies.send_best_effort(connection, _unknown_session(message))
+            self._replies.send_best_effort(connection, unknown_session(message))
             return
         try:
             session.redirect(message)
@@ -284,7 +296,7 @@ class SessionServer:
             raise
         except SwarmError as error:
             self.counters.refused += 1
-            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
+            self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
             return
         self._tasks[session.key] = self._scope.start(self._run(session, served_span), f"session {session.key}")
 
@@ -342,9 +354,9 @@ class SessionServer:
         if task is not None:
             task.cancel()
         self._record_failure(session, why)
-        failure = _failure(session.id, why, session.epoch)
+        left = failure(session.id, why, session.epoch)
         self._replies.send_best_effort(
-            session.client, msgspec.structs.replace(failure, kv_retained_tokens=session.committed)
+            session.client, msgspec.structs.replace(left, kv_retained_tokens=session.committed)
         )
         self._scope.start(self._forget(session), f"detached session {session.key}")
 
@@ -358,7 +370,7 @@ class SessionServer:
             return
         self._drop(session)
         self._record_failure(session, error)
-        self._replies.send_best_effort(session.client, _failure(session.id, error, session.epoch))
+        self._replies.send_best_effort(session.client, failure(session.id, error, session.epoch))
 
     def _record_failure(self, session: HopSession, error: SwarmError) -> None:
         self.counters.failed += 1
@@ -384,17 +396,3 @@ class SessionServer:
         if not self._sessions:
             self._empty.set()
         self._on_load()
-
-
-def _failure(session: bytes, error: SwarmError, epoch: int) -> SessionFailed:
-    retry = error.retry_after_s if isinstance(error, NodeBusy) else 0.0
-    return SessionFailed(session, error.code, str(error)[:1024], retry, epoch=epoch)
-
-
-def _unknown_session(message: Step | Reroute | KvFetch) -> SessionFailed:
-    sentence = "this node holds no such session"
-    return SessionFailed(message.session, "unknown_session", sentence, epoch=_epoch(message))
-
-
-def _epoch(message: AnyMessage) -> int:
-    return message.epoch if isinstance(message, Step | OpenSession | Reroute | DropInFlight) else 0

@@ -1,7 +1,9 @@
 """The live records of who serves what, kept in hivemind's DHT, whose node runs in our own event loop.
 
-Owns publishing, withdrawing and reading the records of a model: one key a model, one subkey a peer, so that one lookup
-finds them all. Knows neither the contents of the records nor whether they are true; `validation` decides who may write.
+Owns publishing, withdrawing and reading the records of a model: one key a model, one entry a peer, so that one lookup
+finds them all. No replica set decides who is seen: a record goes to the peers nearest to its key and to the
+longest-known ones (`lookup`), both are asked, and whoever has read an entry serves it to others until it expires.
+Knows neither the contents of the records nor whether they are true.
 """
 
 from __future__ import annotations
@@ -9,14 +11,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from swarm.address_blocks import is_public_block, spread
 from swarm.errors import ClockSkew, NetworkError, PeerUnreachable, ProtocolError
-from swarm.net.dht.validation import SignedSubkeyValidator, install_validators
+from swarm.net.dht import entries
+from swarm.net.dht.entries import Entry
+from swarm.net.dht.entry_intake import take_in
+from swarm.net.dht.entry_store import EntryStore, PeerFacts
+from swarm.net.dht.lookup import Lookup
+from swarm.net.dht.node_ids import dht_id
+from swarm.net.dht.peer_blocks import PeerBlocks
+from swarm.net.dht.peer_history import PeerHistory
+from swarm.net.dht.policy import DhtPolicy
+from swarm.net.dht.protocol import NodeParts
+from swarm.net.dht.verification_budget import VerificationBudget
 from swarm.net.libp2p._hivemind import DHTID, DHTNode, DHTValidationError, PeerID
 from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.net.transports.libp2p_streams import Libp2pTransport
@@ -27,19 +40,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 EXPIRY_STEP_S = 1e-3  # a replacement must expire later than what it replaces
-
-
-@dataclass(frozen=True, slots=True)
-class DhtPolicy:
-    """Redundancy and timeouts of the DHT. Times in seconds."""
-
-    replicas: int = 5  # of each record: churn that it survives against traffic
-    beam_size: int = 8  # peers that a lookup visits: the replicas, and a few for those that have left
-    num_workers: int = 8  # of those at once
-    call_timeout_s: float = 10.0  # for a lookup or a store
-    ping_timeout_s: float = 3.0  # for one peer, or for the bootstrap peers after a restart
-    close_timeout_s: float = 1.0  # to leave the DHT; a dying host never answers
-    clock_check_peers: int = 5  # whose clocks are compared with ours
 
 
 class DhtDirectory:
@@ -56,13 +56,19 @@ class DhtDirectory:
         client: bool,
         secret: SwarmSecret | None,
         policy: DhtPolicy,
+        is_connected: Callable[[PeerId], bool],
+        proof_bits: Callable[[PeerId, bytes], int],
     ) -> None:
         self._transport = transport
         self._policy = policy
         self._secret = secret
         self._peers = tuple(peers)
         self._client = client
-        self._validator = SignedSubkeyValidator(transport.identity, time.time)
+        clock = asyncio.get_running_loop().time
+        self._blocks = PeerBlocks(transport.control.connected, clock)
+        self._budget = VerificationBudget(clock, policy.verification)
+        facts = PeerFacts(self._blocks.of, lambda entry: proof_bits(entry.peer, entry.payload), is_connected)
+        self._held = EntryStore(time.time, os.urandom(16), policy.store, PeerHistory(policy.history), facts)
         self._joined: tuple[Any, DHTNode] | None = None  # None while the host is down
         self._calls: set[asyncio.Task[Any]] = set()
         self._published: dict[str, tuple[bytes, float]] = {}  # by model: our last record, and when it expires
@@ -75,13 +81,18 @@ class DhtDirectory:
         client: bool = False,
         secret: SwarmSecret | None = None,
         policy: DhtPolicy = DhtPolicy(),
+        is_connected: Callable[[PeerId], bool] = lambda peer: False,
+        proof_bits: Callable[[PeerId, bytes], int] = lambda peer, record: 0,
     ) -> DhtDirectory:
         """Join the DHT by way of `peers`, or start one. A `client` reads, but stores nothing for others. With `secret`
         the records are those of a private swarm: encrypted, under keys that only members can compute.
 
+        `is_connected`: whether we hold a link to a peer, and `proof_bits`: what its record proves, for the choice of
+        which records stay when there are too many (`swarm.record_admission`).
+
         Raises PeerUnreachable if none of `peers` answers, ClockSkew if this machine's clock is off, NetworkError.
         """
-        self = cls(transport, peers, client, secret, policy)
+        self = cls(transport, peers, client, secret, policy, is_connected, proof_bits)
         await self._join(peers)
         transport.daemon.on_down(self._on_host_down)
         transport.daemon.on_up(self._on_host_up)
@@ -92,17 +103,19 @@ class DhtDirectory:
         try:
             node = await DHTNode.create(
                 p2p=p2p,
-                node_id=DHTID.generate(source=self._transport.peer),  # the same after a restart
+                node_id=dht_id(p2p.peer_id),
                 initial_peers=list(peers) or None,
                 num_replicas=self._policy.replicas,
                 num_workers=self._policy.num_workers,
+                wait_timeout=self._policy.wait_timeout_s,
                 client_mode=self._client,
-                record_validator=self._validator,
-                # Records live for seconds: caching them would only serve stale ones.
+                record_validator=NodeParts(self._held, self._budget, self._blocks, self._policy.routing),
+                # Our own `Lookup` and `EntryStore` do the rest.
                 cache_locally=False,
                 cache_on_store=False,
                 cache_nearest=0,
                 cache_refresh_before_expiry=0,
+                reuse_get_requests=False,
             )
         except DHTValidationError as error:
             await p2p.shutdown()
@@ -113,7 +126,6 @@ class DhtDirectory:
         except BaseException:
             await p2p.shutdown()
             raise
-        install_validators(node, self._validator)
         self._joined = p2p, node
 
     def _on_host_down(self) -> None:
@@ -194,23 +206,27 @@ class DhtDirectory:
             await self._store(b"", model, expiry + EXPIRY_STEP_S)
 
     async def read(self, model: str) -> dict[PeerId, bytes]:
-        node = self._node
-        lookup = node.get(
-            self._name(model),
-            latest=True,
-            beam_size=self._policy.beam_size,
-            num_workers=self._policy.num_workers,
-        )
-        found = await self._call("read", lookup)
-        entries: Any = found.value if found is not None else {}
-        now = time.time()
+        """By peer, those first that are most worth a look: the longest known, the proven, and a share of the rest."""
+        key_id = self._key_id(model)
+        key = key_id.to_bytes()
+        await self._call("read", self._take_in(key_id))
         records: dict[PeerId, bytes] = {}
-        for peer, entry in sorted(entries.items()):
-            if entry.expiration_time > now and isinstance(entry.value, bytes):
-                record = self._unsealed(entry.value, peer, model)
-                if record:
-                    records[peer] = record
+        for entry in self._held.entries(key):
+            record = self._unsealed(entry.payload, entry.peer, model)
+            if record:
+                records[entry.peer] = record
         return records
+
+    async def _take_in(self, key_id: DHTID) -> None:
+        """Ask the DHT for the entries of a key, check what is new, and hold it, for us and for others."""
+        node = self._node
+        self._held.pin(key_id.to_bytes())
+        found = await Lookup(node, key_id, self._policy).run()
+        for liar in await take_in(key_id.to_bytes(), found.replies, self._held, self._budget):
+            logger.debug("%s replied with entries that nobody signed", liar)
+            node.blacklist.register_failure(liar)
+        if len(node.blacklist.ban_counter) > self._policy.max_blacklist:
+            node.blacklist.clear()
 
     async def close(self) -> None:
         """Leave the DHT. Idempotent."""
@@ -225,22 +241,55 @@ class DhtDirectory:
         await p2p.shutdown()
 
     async def _store(self, record: bytes, model: str, expires_at: float) -> None:
-        node = self._node
         self._published[model] = record, expires_at
-        storing = node.store(
-            self._name(model),
-            self._sealed(record, model),
-            expires_at,
-            subkey=self._transport.peer,
-            beam_size=self._policy.beam_size,
-            num_workers=self._policy.num_workers,
-        )
-        if not await self._call("publish in", storing):
+        key_id = self._key_id(model)
+        entry = entries.sign(self._transport.identity, key_id.to_bytes(), self._sealed(record, model), expires_at)
+        if not await self._call("publish in", self._distribute(key_id, entry)):
             raise NetworkError("no peer stored our record; is this machine's clock right?")
+
+    async def _distribute(self, key_id: DHTID, entry: Entry) -> bool:
+        """Store an entry here, at the longest-known peers, and at those nearest to the key; whether anybody kept it."""
+        node = self._node
+        key = key_id.to_bytes()
+        self._held.pin(key)
+        kept = self._held.put(key, entry)
+        # The place beside the key: the same peers are nearest to it, and they need not send what they hold.
+        found = await Lookup(node, DHTID(key_id ^ 1), self._policy).run()
+        anchors = [peer for peer in node.protocol.routing_table.anchors(key_id) if peer in found.answered]
+        nearest = self._spread(found.answered)
+        replicas = list(dict.fromkeys([*anchors, *nearest[: self._policy.replicas]]))
+        spare = [peer for peer in nearest if peer not in replicas]
+        kept_by = await self._store_at(node, replicas, key_id, entry)
+        kept_by += await self._store_at(node, spare[: len(replicas) - kept_by], key_id, entry)
+        return kept or kept_by > 0
+
+    async def _store_at(self, node: DHTNode, peers: Sequence[PeerID], key_id: DHTID, entry: Entry) -> int:
+        """How many of `peers` keep the entry, as far as they say so in time."""
+        if not peers:
+            return 0
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(node.protocol.call_store(peer, [(key_id, entry)])) for peer in peers]
+            done, late = await asyncio.wait(calls, timeout=self._policy.patience_s)
+            for call in late:
+                call.cancel()
+        return sum(any(call.result() or ()) for call in done)
+
+    def _spread(self, peers: Sequence[PeerID]) -> list[PeerID]:
+        """All of `peers`, the first of them so that no public address block has most of the replicas."""
+        places, share = self._policy.replicas, self._policy.replica_block_share
+
+        def most(block: str) -> float:
+            return places * share if is_public_block(block) else places
+
+        first = spread(peers, places, lambda peer: self._blocks.of(peer.to_base58()), most)
+        return [*first, *(peer for peer in peers if peer not in first)]
 
     def _expiry(self, model: str) -> float:
         """Of our last record; 0 if there is none."""
         return self._published.get(model, (b"", 0.0))[1]
+
+    def _key_id(self, model: str) -> DHTID:
+        return DHTID.generate(source=self._name(model))
 
     def _name(self, model: str) -> str:
         return key(model) if self._secret is None else self._secret.name(key(model))

@@ -12,6 +12,7 @@ import sys
 import warnings
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from swarm.net.libp2p.hivemind_task_scope import CancelWithParent
 
@@ -53,34 +54,46 @@ with warnings.catch_warnings():
     import hivemind.dht.traverse
     import hivemind.hivemind_cli
     from hivemind.dht.node import DHTNode
+    from hivemind.dht.protocol import DHTProtocol
     from hivemind.dht.protocol import ValidationError as DHTValidationError
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DictionaryDHTValue
-    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.dht.routing import DHTID, KBucket, RoutingTable
+    from hivemind.dht.traverse import traverse_dht
     from hivemind.p2p import P2P, P2PContext, PeerID
-    from hivemind.proto import p2pd_pb2
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+    from hivemind.proto import dht_pb2, p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
-    from hivemind.utils.serializer import MSGPackSerializer
-    from hivemind.utils.timed_storage import ValueWithExpiration
+    from hivemind.utils.timed_storage import get_dht_time
 
 hivemind.dht.node.asyncio = hivemind.dht.traverse.asyncio = CancelWithParent()
 logging.getLogger("hivemind").setLevel(logging.ERROR)
 
 P2PD = resources.files(hivemind.hivemind_cli).joinpath("p2pd")
 
+HIVEMIND_CALL_ERRORS = (P2PDaemonError, P2PHandlerError)
+"""What a remote call raises besides Python's own errors."""
+
+
+def use_protocol(protocol: type[Any]) -> None:
+    """From now on, a `DHTNode` speaks this subclass of `DHTProtocol`; it has no other way to be told."""
+    hivemind.dht.node.DHTProtocol = protocol
+
+
 __all__ = [
     "DHTID",
+    "HIVEMIND_CALL_ERRORS",
     "P2P",
     "P2PD",
     "DHTNode",
-    "DHTRecord",
+    "DHTProtocol",
     "DHTValidationError",
-    "DictionaryDHTValue",
     "HivemindMultiaddr",
-    "MSGPackSerializer",
+    "KBucket",
     "P2PContext",
     "PeerID",
-    "RecordValidatorBase",
-    "ValueWithExpiration",
+    "RoutingTable",
+    "dht_pb2",
+    "get_dht_time",
     "p2pd_pb2",
+    "traverse_dht",
+    "use_protocol",
 ]

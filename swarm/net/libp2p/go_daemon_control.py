@@ -16,10 +16,12 @@ from multiaddr import Multiaddr
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable
-from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.frame_stream import FramedStream, varint
 from swarm.net.libp2p._hivemind import p2pd_pb2 as pb
 from swarm.net.libp2p.host import ProtocolNotSupported
 from swarm.types import PeerId
+
+MAX_PEER_LIST = 1 << 20  # bytes: some 10,000 connections
 
 
 class GoDaemonControl:
@@ -43,6 +45,23 @@ class GoDaemonControl:
             )
         except DaemonError as error:
             raise PeerUnreachable(f"cannot reach {peer}: {error}") from None
+
+    async def connected(self) -> dict[PeerId, str]:
+        """The IP address at the other end of each peer's connection; "" if that is a relay."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(self.path))
+            try:
+                request = pb.Request(type=pb.Request.LIST_PEERS).SerializeToString()
+                writer.write(varint(len(request)) + request)
+                response = pb.Response.FromString(await _read_delimited(reader, MAX_PEER_LIST))
+            finally:
+                writer.close()
+        except (OSError, EOFError, DecodeError) as error:
+            raise NetworkError(f"the p2p daemon does not say who is connected: {error}") from None
+        return {
+            base58.b58encode(info.id).decode(): next((ip for raw in info.addrs if (ip := _ip(raw))), "")
+            for info in response.peers
+        }
 
     async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FramedStream:
         """A stream to a peer that we are connected to, or whose address the daemon knows. Raises PeerUnreachable."""
@@ -107,13 +126,29 @@ def accepted_peer(preamble: bytes) -> PeerId:
 
 def accepted_from(preamble: bytes) -> tuple[PeerId, str]:
     """As `accepted_peer`, and the IP address it came from; "" if that was a relay. Raises NetworkError."""
-    peer = accepted_peer(preamble)
+    return accepted_peer(preamble), _ip(pb.StreamInfo.FromString(preamble).addr)
+
+
+def _ip(raw: bytes) -> str:
+    """The IP address in a multiaddr; "" if it leads through a relay or is malformed."""
     try:
-        parts = str(Multiaddr(pb.StreamInfo.FromString(preamble).addr)).split("/")
+        parts = str(Multiaddr(raw)).split("/")
     except ValueError:
-        return peer, ""
+        return ""
     direct = len(parts) > 2 and parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts
-    return peer, parts[2] if direct else ""
+    return parts[2] if direct else ""
+
+
+async def _read_delimited(reader: asyncio.StreamReader, limit: int) -> bytes:
+    """One message longer than a stream's preamble may be. Raises NetworkError, OSError, EOFError."""
+    size = shift = 0
+    while (byte := (await reader.readexactly(1))[0]) >= 0x80 and shift < 28:
+        size |= (byte & 0x7F) << shift
+        shift += 7
+    size |= (byte & 0x7F) << shift
+    if size > limit:
+        raise NetworkError(f"the p2p daemon sent a message of {size} bytes")
+    return await reader.readexactly(size)
 
 
 def _peer_bytes(peer: PeerId) -> bytes:

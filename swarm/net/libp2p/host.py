@@ -36,6 +36,10 @@ class HostControl(Protocol):
         """Ensure a connection to `peer`; malformed addresses are ignored. Raises PeerUnreachable."""
         ...
 
+    async def connected(self) -> dict[PeerId, str]:
+        """The IP address at the other end of each peer's connection; "" if that is a relay."""
+        ...
+
     async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FramedStream:
         """A stream to a peer that we are connected to, or that the host can find.
 

@@ -109,6 +109,9 @@ class PyHost:
     async def connect(self, peer: PeerId, addresses: Sequence[str]) -> None:
         await self._in_trio(self._alive.connect, peer, addresses)
 
+    async def connected(self) -> dict[PeerId, str]:
+        return await self._in_trio(self._alive.connected)
+
     async def open_stream(self, peer: PeerId, protocol: str, limits: FrameLimits = DEFAULT_LIMITS) -> FramedStream:
         near = await self.open_socket(peer, protocol)
         loop = asyncio.get_running_loop()

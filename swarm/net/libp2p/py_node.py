@@ -127,6 +127,14 @@ class PyNode:
             else:
                 await self._find(peer)
 
+    async def connected(self) -> dict[PeerId, str]:
+        """See `host.HostControl.connected`. py-libp2p uses no relays."""
+        found: dict[PeerId, str] = {}
+        for peer, connections in list(self._host.get_network().connections.items()):
+            remotes = (connection.muxed_conn.get_remote_address() for connection in connections)
+            found[peer.to_base58()] = next((remote[0] for remote in remotes if remote), "")
+        return found
+
     async def open(self, peer: PeerId, protocol: str, far: socket.socket) -> None:
         """Open a stream and connect it with the socket `far`, whose ownership passes to the stream.
 

@@ -122,14 +122,19 @@ def public_key(peer: PeerId) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(raw[len(prefix) :])
 
 
-@functools.lru_cache(maxsize=2048)
-def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
-    """Whether `peer`'s key signed `data`. Cached: every replica of the directory returns the same records."""
+def signed_by(peer: PeerId, data: bytes, signature: bytes) -> bool:
+    """Whether `peer`'s key signed `data`."""
     try:
         public_key(peer).verify(signature, data)
     except (InvalidSignature, ProtocolError):
         return False
     return True
+
+
+@functools.lru_cache(maxsize=2048)
+def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
+    """As `signed_by`, cached: what is read again and again is mostly the same."""
+    return signed_by(peer, data, signature)
 
 
 def _corrupt(path: Path) -> IdentityError:

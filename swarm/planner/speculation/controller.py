@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.errors import UsageError
-from swarm.ewma import DecayedRatio
+from swarm.ewma import DecayedRatio, Ewma
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.costs.online_costs import Observation, OnlineChainCosts
 from swarm.planner.generation.events import SEQUENTIAL, SpeculationPolicy
@@ -72,6 +72,7 @@ class SpeculationController:
         self._calibration = DecayedRatio(prior, prior)  # accepted over expected drafts
         self._throughput = _Throughput(costs.iteration_ms(1), policy.throughput_iterations)
         self._iteration_ms_at_choice = costs.iteration_ms(1)  # of a plain step, as estimated then
+        self._step_rows = Ewma(policy.step_rows_decay, 1.0)
 
     @property
     def calibration(self) -> float:
@@ -92,6 +93,7 @@ class SpeculationController:
     ) -> None:
         """`tokens` came `took_ms` after those before; `accepted` of them were drafts, `expected_accepted` predicted."""
         self._costs.observe(seen)
+        self._step_rows.update(min(seen.width, SEARCH.widths[-1]))
         self._calibration.add(accepted, expected_accepted, self._policy.calibration_decay)
         self._tokens_since_choice += tokens
         iteration_ms = self._costs.now().iteration_ms(1)
@@ -170,6 +172,7 @@ class SpeculationController:
             self.calibration,
             self._costs.contention,
             self._costs.batch_sharing,
+            self._step_rows.value,
         )
         return choose_policy(costs, spec)
 

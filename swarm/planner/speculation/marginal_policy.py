@@ -22,6 +22,7 @@ class SpeculationCosts:
 
     `level_ms`: a draft-model call; `model_hit_rate`: how often it proposes the target's token. `calibration`: accepted
     drafts over those that the drafter's probabilities predict. `contention`, `batch_sharing`: of `OnlineChainCosts`.
+    `step_rows`: of the steps sent lately.
     """
 
     tokens_per_ms: float
@@ -30,6 +31,7 @@ class SpeculationCosts:
     calibration: float = 1.0
     contention: float = 1.0
     batch_sharing: float = 1.0
+    step_rows: float = 1.0
 
 
 def choose_policy(costs: ChainCosts, spec: SpeculationCosts) -> SpeculationPolicy:
@@ -50,7 +52,8 @@ def choose_policy(costs: ChainCosts, spec: SpeculationCosts) -> SpeculationPolic
     min_node_prob = spec.tokens_per_ms * row_ms / calibration
 
     saved_ms = max(0.0, round_ms - bottleneck_ms)
-    extra_step_ms = bottleneck_ms * spec.batch_sharing + (spec.contention - 1.0) * row_compute_ms
+    contention_ms = (spec.contention - 1.0) * costs.compute_ms(spec.step_rows)
+    extra_step_ms = costs.bottleneck_ms(spec.step_rows) * spec.batch_sharing + contention_ms
     delay_ms = extra_step_ms - bottleneck_ms / 2  # on average half of it is done when a miss is known
     min_path_prob = delay_ms / (delay_ms + saved_ms) if saved_ms > 0 else 2.0  # never: one hop and no links
 
@@ -61,7 +64,7 @@ def choose_policy(costs: ChainCosts, spec: SpeculationCosts) -> SpeculationPolic
     cheap_calls = min_path_prob >= 1.0 or spec.level_ms * MARGINAL.max_depth <= extra_step_ms
     max_calls = MARGINAL.max_depth if cheap_calls else max(1, round(extra_step_ms / spec.level_ms))
 
-    share = (max(1, pipeline_depth(costs)) + 1) / spec.batch_sharing
+    share = (pipeline_depth(costs, spec.step_rows, contention_ms) + 1) / spec.batch_sharing
     return SpeculationPolicy(
         max_tree_rows=rows,
         max_depth_per_step=MARGINAL.max_depth,
@@ -74,9 +77,12 @@ def choose_policy(costs: ChainCosts, spec: SpeculationCosts) -> SpeculationPolic
     )
 
 
-def pipeline_depth(costs: ChainCosts) -> int:
-    """How many plain steps fit into the chain at once, one behind the other."""
-    bottleneck_ms = costs.bottleneck_ms(1)
-    if bottleneck_ms <= 0:
+def pipeline_depth(costs: ChainCosts, rows: float = 1.0, contention_ms: float = 0.0) -> int:
+    """How many steps of `rows` rows fit into the chain at once, one behind the other, at least 1.
+
+    `contention_ms`: how much longer a step takes because of each other one, where hops share a machine.
+    """
+    between_ms = costs.bottleneck_ms(rows) + contention_ms
+    if between_ms <= 0:
         return SEARCH.max_in_flight
-    return min(SEARCH.max_in_flight, math.ceil(costs.iteration_ms(1) / bottleneck_ms))
+    return max(1, min(SEARCH.max_in_flight, math.ceil(costs.iteration_ms(rows) / between_ms)))

@@ -36,6 +36,7 @@ class ControllerPolicy:
     bias_recovery: float = 0.3  # part of a forecast's bias undone with every choice of another strategy: when to retry
     calibration_decay: float = 0.99  # a result; lower follows the drafter's accuracy faster, with more noise
     calibration_prior_tokens: float = 4.0  # expected tokens that the prior calibration of 1 weighs as much as
+    step_rows_decay: float = 0.8  # a result; how fast the price of a step follows the size of those sent
     min_calibration: float = 0.05  # bounds the node probability that a forecast's policy demands
     throughput_iterations: float = 4.0  # time constant of the throughput, in iterations of the chain
     first_review_tokens: int = 12  # until the strategy is chosen again; doubled each time that it stays the same,

@@ -1,0 +1,74 @@
+"""Numbers that tune the DHT: redundancy, timeouts, and what strangers may cost. Times in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EntryStorePolicy:
+    """What one DHT node holds for others. An entry takes up to 2.2 kB, a usual one 0.7 kB."""
+
+    max_entries: int = 1024  # under one key: the largest swarm of a model that one lookup shows
+    max_total_entries: int = 8192  # memory: 18 MB at worst
+    max_keys: int = 256
+    max_keys_of_peer: int = 8  # a node publishes one model, or a few
+    slack: float = 1.125  # over a bound by so much before it is enforced, so that one choice is for many entries
+    ordered_from: int = 64  # entries under a key from which their order in a reply matters
+    reorder_s: float = 1.0
+    sweep_s: float = 5.0  # between two searches for what has expired
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPolicy:
+    """What is remembered of peers whose entries were seen."""
+
+    max_peers: int = 8192
+    absence_s: float = 600.0  # a peer that was not seen for so long is a newcomer again: age must be paid in presence
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationPolicy:
+    """Signatures checked, at 0.1 ms each: what 10,000 hostile entries may cost a reader."""
+
+    known_burst: int = 1024  # of peers whose entries we hold: all of a large swarm at once ...
+    known_per_s: float = 128.0  # ... and then a swarm of 1,000 every 8 s, of 80 as often as they publish
+    new_burst: int = 1024  # a fresh reader sees a large swarm at once ...
+    new_per_s: float = 32.0  # ... and joiners soon
+    urgent_s: float = 5.0  # with less than half of the burst left, only entries that expire so soon are renewed
+    store_burst: int = 8  # stores of one peer
+    store_per_s: float = 4.0  # a node stores when something changed, every 0.2 s at most, and sheds what is more
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingTablePolicy:
+    """Who is in the routing table, and whom a lookup asks whatever the others say."""
+
+    bucket_size: int = 20
+    depth_modulo: int = 5
+    bucket_block_share: float = 0.25  # of a full bucket, for one public address block while there are others
+    max_unanswered: int = 2  # calls in a row, after which a peer leaves the table
+    max_met: int = 4096  # peers remembered since when they are known
+    anchor_pool: int = 16  # the longest-known peers, of which ...
+    anchors: int = 6  # ... the nearest to a key are asked besides those that the lookup finds: traffic against eclipse
+
+
+@dataclass(frozen=True, slots=True)
+class DhtPolicy:
+    """Redundancy and timeouts."""
+
+    replicas: int = 5  # of each record: churn that it survives against traffic
+    beam_size: int = 8  # peers that a lookup visits: the replicas, and a few for those that have left
+    num_workers: int = 8  # of those at once
+    patience_s: float = 1.5  # after which a lookup with some replies does without the others: black holes cost no more
+    wait_timeout_s: float = 3.0  # for one call
+    call_timeout_s: float = 10.0  # for a lookup or a store
+    ping_timeout_s: float = 3.0  # for one peer, or for the bootstrap peers after a restart
+    close_timeout_s: float = 1.0  # to leave the DHT; a dying host never answers
+    clock_check_peers: int = 5  # whose clocks are compared with ours
+    replica_block_share: float = 0.4  # of a record's replicas, for one public address block while there are others
+    max_blacklist: int = 4096  # peers remembered as unresponsive
+    store: EntryStorePolicy = EntryStorePolicy()
+    history: HistoryPolicy = HistoryPolicy()
+    verification: VerificationPolicy = VerificationPolicy()
+    routing: RoutingTablePolicy = RoutingTablePolicy()

@@ -1,0 +1,314 @@
+"""The node records of one model that one reader holds: what the DHT says, what peers pass on, and what it has read
+before, merged. The newest valid record of a peer wins, whoever handed it over; a goodbye is a record too, so that no
+older record brings back a node that has left.
+
+Owns these records, their bounds, and what is passed on of them. A record is verified once; unchanged ones cost
+a comparison. Knows no clock, sockets or planner: times, keys and links are handed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from swarm import records
+from swarm.gossip_messages import MAX_LISTED, MAX_RECORDS, MAX_SLICES, RECORD_KEY_BYTES
+from swarm.record_admission import RecordCandidate, admit
+from swarm.record_offers import DIRECTORY, OfferedRecord, RecordOffers, VerificationPolicy
+from swarm.records import InvalidRecord, NodeRecord, Verify
+from swarm.types import NodeProfile, PeerId, Snapshot
+
+_TIMELY = frozenset({"late", "from_the_future"})  # what was wrong with them may be a clock's fault, or pass
+
+
+@dataclass(frozen=True, slots=True)
+class RecordBookPolicy:
+    """Bounds of one reader's memory, and what is passed on."""
+
+    max_records: int = 4096  # 8 MB at most; a larger swarm is known in part
+    slack: int = 512  # records over that before it is chosen which stay: the choice takes longer than a verification
+    max_expired: int = 256  # of these, kept for their addresses and their age: the peers that lived longest
+    sweep_s: float = 10.0  # between two looks for expired ones
+    max_settled: int = 8192  # records remembered as not worth looking at again
+    min_gain_s: float = 2.0  # a record newer by less is not passed on: traffic against freshness, when the DHT fails
+    answer_bytes: int = 64 << 10
+    newcomer_share: float = 0.25  # of an answer, random ones; the rest are those known longest
+    stale_share: float = 0.5  # of a record's life, after which a newer one is urgent
+
+
+class KnownRecord:
+    """A verified record and since when its peer is known. `serial` is their order."""
+
+    __slots__ = ("data", "first_seen", "key", "profile", "record", "serial")
+
+    def __init__(self, record: NodeRecord, data: bytes, first_seen: float, serial: int, key: bytes) -> None:
+        self.record = record
+        self.data = data
+        self.profile = records.to_profile(record)
+        self.first_seen = first_seen
+        self.serial = serial
+        self.key = key
+
+    @property
+    def at_ms(self) -> int:
+        return max(0, int(self.record.at * 1e3))
+
+
+class RecordBook:
+    """`offer...` records, `examine` those of `to_examine`; `snapshot` is what they say.
+
+    `own`: the peer id of a reader that is a node, whose own record is trusted as it is. `is_connected`: whether this
+    reader holds a link to a peer that it chose itself.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        num_layers: int,
+        verify: Verify,
+        rng: random.Random,
+        *,
+        own: PeerId = "",
+        is_connected: Callable[[PeerId], bool] = lambda peer: False,
+        policy: RecordBookPolicy = RecordBookPolicy(),
+        verification: VerificationPolicy = VerificationPolicy(),
+    ) -> None:
+        self.model = model
+        self.own = own
+        self._num_layers = num_layers
+        self._verify = verify
+        self._rng = rng
+        self._is_connected = is_connected
+        self._policy = policy
+        self._salt = rng.randbytes(16)
+        self._known: dict[PeerId, KnownRecord] = {}  # those known longest first
+        self._offers = RecordOffers(rng, verification)
+        self._settled: OrderedDict[int, str] = OrderedDict()  # hash of peer and record -> why it was rejected, "": old
+        self._rejected: Counter[str] = Counter()  # of the directory's latest answer
+        self._serial = 0
+        self._swept_at = 0.0
+
+    def __len__(self) -> int:
+        """Records held, expired ones too."""
+        return len(self._known)
+
+    def record_of(self, peer: PeerId) -> NodeRecord | None:
+        """The newest one, even if it has expired or says that the node has left."""
+        known = self._known.get(peer)
+        return known.record if known is not None else None
+
+    def has_live(self, now: float) -> bool:
+        """Whether any node but the reader itself is in a snapshot taken now."""
+        return any(k.record.until > now and not k.record.left and p != self.own for p, k in self._known.items())
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def offer_directory(self, found: Mapping[PeerId, bytes]) -> None:
+        """All that one read of the directory found. What it lacks is not forgotten."""
+        self._rejected.clear()
+        known: list[OfferedRecord] = []
+        newcomers: list[OfferedRecord] = []
+        for peer, data in found.items():
+            held = self._known.get(peer)
+            if held is not None and held.data == data:
+                continue
+            reason = self._settled.get(hash((peer, data)))
+            if reason is None:
+                (newcomers if held is None else known).append(OfferedRecord(peer, data, DIRECTORY))
+            elif reason:
+                self._rejected[reason] += 1
+        self._offers.replace_directory(known, newcomers)
+
+    def offer(self, data: bytes, source: PeerId) -> None:
+        """A record that the peer `source` passed on. Raises InvalidRecord if it is none, whatever it says."""
+        peer, _ = records.claim(data)
+        held = self._known.get(peer)
+        if (held is None or held.data != data) and peer != self.own and hash((peer, data)) not in self._settled:
+            self._offers.offer(OfferedRecord(peer, data, source))
+
+    def keep_own(self, data: bytes, now: float) -> None:
+        """The reader's own newest record. Raises InvalidRecord."""
+        self._keep(records.decode(data, self.own, self.model, now, lambda *_: True), data, now)
+
+    def remember(self, data: bytes, first_seen: float, now: float) -> None:
+        """A record that was kept in a file; it may have expired since. Raises InvalidRecord."""
+        peer, at = records.claim(data)
+        record = records.decode(data, peer, self.model, min(at, now), self._verify)
+        self._check_depth(record)
+        if peer != self.own and peer not in self._known:
+            self._keep(record, data, min(first_seen, now))
+
+    def to_examine(self, now: float) -> list[OfferedRecord]:
+        """Which of the records offered `examine` should look at now, best first."""
+        if abs(now - self._swept_at) >= self._policy.sweep_s:
+            self._shrink(now)
+
+        def rank(peer: PeerId) -> tuple[bool, int] | None:
+            known = self._known.get(peer)
+            if known is None:
+                return None
+            record = known.record
+            urgent = now > record.at + (record.until - record.at) * self._policy.stale_share
+            return not urgent, 0 if self._is_connected(peer) else known.serial
+
+        return self._offers.take(now, rank)
+
+    def examine(self, offered: Iterable[OfferedRecord], now: float) -> list[tuple[OfferedRecord, InvalidRecord]]:
+        """Verify these and keep the good ones. -> those that are wrong, whatever the clocks."""
+        wrong: list[tuple[OfferedRecord, InvalidRecord]] = []
+        for one in offered:
+            is_new = one.peer not in self._known
+            try:
+                if not self._is_newer(one):
+                    self._settle(one, "")
+                    continue
+                self._offers.verified(1, int(is_new))
+                record = records.decode(one.data, one.peer, self.model, now, self._verify)
+                self._check_depth(record)
+            except InvalidRecord as error:
+                if one.source == DIRECTORY:
+                    self._rejected[error.reason] += 1
+                if error.reason not in _TIMELY:
+                    wrong.append((one, error))
+                if error.reason != "from_the_future":
+                    self._settle(one, error.reason)
+                continue
+            self._keep(record, one.data, now)
+        if len(self._known) > self._policy.max_records + self._policy.slack:
+            self._shrink(now)
+        return wrong
+
+    def snapshot(self, now: float) -> Snapshot:
+        """The nodes whose records are live and that have not left."""
+        nodes = tuple(
+            known.profile
+            for _, known in sorted(self._known.items())
+            if known.record.until > now and not known.record.left
+        )
+        return Snapshot(self.model, self._num_layers, nodes, now, dict(self._rejected))
+
+    def _is_newer(self, offered: OfferedRecord) -> bool:
+        """Whether it says that it is newer than what we hold. Raises InvalidRecord."""
+        _, at = records.claim(offered.data)
+        held = self._known.get(offered.peer)
+        return held is None or at > held.record.at
+
+    def _check_depth(self, record: NodeRecord) -> None:
+        if record.layers != self._num_layers:
+            raise InvalidRecord("wrong_depth", f"{record.peer} has {record.layers} layers, not {self._num_layers}")
+
+    def _settle(self, offered: OfferedRecord, reason: str) -> None:
+        self._settled[hash((offered.peer, offered.data))] = reason
+        if len(self._settled) > self._policy.max_settled:
+            self._settled.popitem(last=False)
+
+    def _keep(self, record: NodeRecord, data: bytes, first_seen: float) -> None:
+        held = self._known.get(record.peer)
+        if held is None:
+            self._serial += 1
+            key = hashlib.sha256(record.peer.encode()).digest()[:RECORD_KEY_BYTES]
+            self._known[record.peer] = KnownRecord(record, data, first_seen, self._serial, key)
+        elif record.at > held.record.at:
+            known = KnownRecord(record, data, held.first_seen, held.serial, held.key)
+            self._known[record.peer] = known
+
+    def _shrink(self, now: float) -> None:
+        """Down to the bounds: the live records that `record_admission` keeps, and few of those that have expired."""
+        self._swept_at = now
+        limit, kept = self._policy.max_records, {self.own}
+        live: list[KnownRecord] = []
+        expired: list[KnownRecord] = []
+        for known in self._known.values():
+            (live if known.record.until > now else expired).append(known)
+        expired.sort(key=lambda known: known.first_seen - known.record.until)
+        if len(live) > limit:
+            kept.update(candidate.peer for candidate in admit(self._candidates(live), limit - 1, now, self._salt))
+        else:
+            kept.update(known.record.peer for known in live)
+        kept.update(known.record.peer for known in expired[: min(self._policy.max_expired, max(0, limit - len(live)))])
+        if len(kept) < len(self._known) + (self.own not in self._known):
+            self._known = {peer: known for peer, known in self._known.items() if peer in kept}
+
+    def _candidates(self, live: Iterable[KnownRecord]) -> list[RecordCandidate]:
+        return [
+            RecordCandidate(known.record.peer, known.first_seen, is_connected=self._is_connected(known.record.peer))
+            for known in live
+        ]
+
+    # Passing on ------------------------------------------------------------------------------------------------------
+
+    def listing(self, now: float) -> tuple[list[tuple[bytes, int]], int, int]:
+        """-> what we hold, as (key, milliseconds of publication), at most MAX_LISTED; the slice that is listed in
+        full, and of how many.
+
+        All of a small swarm. Of a large one, the peers that we hold links to and those known longest, so that they stay
+        fresh, and a random slice of the others.
+        """
+        held = [known for known in self._known.values() if known.record.until > now and known.record.peer != self.own]
+        slices = 1
+        while slices < MAX_SLICES and len(held) > slices * MAX_LISTED * (0.5 if slices > 1 else 1.0):
+            slices *= 2
+        if slices == 1:
+            return [(known.key, known.at_ms) for known in held], 0, 1
+        number = self._rng.randrange(slices)
+        in_slice = [known for known in held if in_slice_of(known.key, number, slices)]
+        first = sorted(held, key=lambda known: not self._is_connected(known.record.peer))[: MAX_LISTED // 4]
+        listed = {known.key: known.at_ms for known in (*first, *in_slice)}
+        return list(listed.items())[:MAX_LISTED], number, slices
+
+    def answer(self, listed: Mapping[bytes, int], number: int, slices: int, now: float) -> tuple[list[bytes], bool]:
+        """-> records that a peer with this `listing` lacks, our own first; whether there are more."""
+        gain_ms = self._policy.min_gain_s * 1e3
+        news: list[KnownRecord] = []
+        for peer, known in self._known.items():
+            if known.record.until <= now:
+                continue
+            at_ms = listed.get(known.key)
+            if peer == self.own:
+                if at_ms is None or known.at_ms > at_ms:
+                    news.insert(0, known)
+            elif at_ms is None:
+                if in_slice_of(known.key, number, slices):
+                    news.append(known)
+            elif known.at_ms > at_ms + (0.0 if known.record.left else gain_ms):
+                news.append(known)
+        chosen = news[:MAX_RECORDS]
+        if len(news) > MAX_RECORDS:
+            oldest = MAX_RECORDS - int(MAX_RECORDS * self._policy.newcomer_share)
+            chosen[oldest:] = self._rng.sample(news[oldest:], MAX_RECORDS - oldest)
+        sent: list[bytes] = []
+        room = self._policy.answer_bytes
+        for known in chosen:
+            room -= len(known.data)
+            if room < 0:
+                break
+            sent.append(known.data)
+        return sent, len(sent) < len(news)
+
+    def own_record(self, now: float) -> bytes:
+        """b"" if there is none, or it has expired."""
+        known = self._known.get(self.own)
+        return known.data if known is not None and known.record.until > now else b""
+
+    def to_ask(self, now: float, count: int, exclude: Collection[PeerId] = ()) -> list[NodeProfile]:
+        """Peers to ask or to join by, in random order, live ones first; none that has left."""
+        live: list[NodeProfile] = []
+        expired: list[NodeProfile] = []
+        for peer, known in self._known.items():
+            if not known.record.left and peer not in exclude and peer != self.own and known.profile.addresses:
+                (live if known.record.until > now else expired).append(known.profile)
+        chosen = self._rng.sample(live, min(count, len(live)))
+        return chosen + self._rng.sample(expired, min(count - len(chosen), len(expired)))
+
+    def longest_known(self, limit: int) -> list[tuple[bytes, float]]:
+        """(record, since when its peer is known), for a file."""
+        kept = [k for k in self._known.values() if not k.record.left and k.record.peer != self.own]
+        kept.sort(key=lambda known: (-known.record.until, known.first_seen))
+        return [(known.data, known.first_seen) for known in kept[:limit]]
+
+
+def in_slice_of(key: bytes, number: int, slices: int) -> bool:
+    return int.from_bytes(key) % slices == number
