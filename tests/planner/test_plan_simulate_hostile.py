@@ -1,0 +1,68 @@
+"""A small simulated swarm with hostile nodes: clients that measure get right answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swarm.errors import UsageError
+from swarm.planner.cli.simulate import changed, simulate_table
+from swarm.simulator.model.hostile import Behaviour, HostileSpec, address, behaviours
+
+TABLE: dict[str, Any] = {
+    "name": "hostile-60",
+    "seed": 1,
+    "until_s": 300.0,
+    "model": {
+        "name": "toy",
+        "layers": 16,
+        "hidden": 2048,
+        "heads": 16,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "intermediate": 8192,
+        "vocabulary": 32000,
+        "weight_bytes": 1.0,
+    },
+    "devices": [{"name": "pc", "count": 60, "memory_gb": 1.2, "bandwidth_gb_s": 60, "tflops": 3}],
+    "network": {"kind": "plane", "latency_ms": 40.0, "bandwidth_mbps": 100, "clients": 2},
+    "workload": {"requests": 40, "arrivals": "closed", "prompt": {"median": 32}, "output": {"median": 40}},
+    "hostile": {"share": 0.3},
+    "serving": {"kv_reserve_tokens": 8192, "most_repairs": 32},
+    "policy": {"name": "trusting"},
+}
+
+
+def outcome(**changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = simulate_table(changed(TABLE, {k.replace("__", "."): v for k, v in changes.items()}))
+    return found["strangers"]
+
+
+def test_clients_that_measure_get_right_answers_and_the_same_ones_each_time() -> None:
+    with_trust = outcome()
+    assert with_trust == outcome()
+    assert with_trust["right"] >= 0.9 * with_trust["ended"] > 18  # short answers of cheats: audits are samples
+    without = outcome(policy__name="swarm", hostile__audit_rate=0.0)
+    assert without["right"] < with_trust["right"]
+
+
+@pytest.mark.parametrize("kind", ["black hole", "liar", "sybil"])
+def test_each_kind_that_only_delays(kind: str) -> None:
+    found = outcome(hostile__kinds=[kind])
+    assert found["right"] == found["ended"] > 18
+
+
+def test_who_is_hostile_is_drawn_from_the_seed_and_sybils_share_a_block() -> None:
+    names = [f"n{i}" for i in range(100)]
+    drawn = behaviours(HostileSpec(share=0.3), names, 1)
+    assert len(drawn) == 30
+    assert drawn == behaviours(HostileSpec(share=0.3), names, 1)
+    assert drawn != behaviours(HostileSpec(share=0.3), names, 2)
+    sybils = [name for name, what in drawn.items() if what is Behaviour.SYBIL]
+    assert {".".join(address(name, Behaviour.SYBIL, 1).split("/")[2].split(".")[:2]) for name in sybils} == {"45.66"}
+
+
+def test_a_wrong_share_is_refused() -> None:
+    with pytest.raises(UsageError):
+        outcome(hostile__share=1.5)
