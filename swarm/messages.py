@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from swarm.block_hash import HASH_BYTES
+from swarm.receipt_messages import WorkReceipt
 from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, Sampling, TokenLogprobs
 from swarm.wire_types import Addresses, Count, Message, Serial, SessionId, Text, TokenId
 
@@ -337,4 +338,5 @@ AnyMessage = (
     | Ping
     | Pong
     | PathSwitch
+    | WorkReceipt
 )

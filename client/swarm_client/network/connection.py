@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from swarm.config import Libp2pImpl, Limits
 from swarm.net.base.transport import Directory, Transport
@@ -18,6 +19,7 @@ from swarm.net.libp2p.options import HostOptions
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
+from swarm.records import Sign
 from swarm_client.network.session_demux import SessionDemux
 
 
@@ -35,6 +37,7 @@ class ClientNetwork:
     rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _no_peers
     wall_clock: Callable[[], float] = time.time  # dates records, seconds since the epoch
     clock: Callable[[], float] = time.perf_counter  # measures iterations, in seconds
+    sign: Sign | None = None  # receipts, by the key of `pool.peer`; None: none are sent
 
     @classmethod
     def from_transport(
@@ -45,10 +48,11 @@ class ClientNetwork:
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _no_peers,
+        sign: Sign | None = None,
     ) -> ClientNetwork:
         demux = SessionDemux()
         pool = ConnectionPool(transport, demux.on_frame, demux.on_lost, limits)
-        return cls(directory, pool, demux, rebootstrap, wall_clock, clock)
+        return cls(directory, pool, demux, rebootstrap, wall_clock, clock, sign)
 
 
 @asynccontextmanager
@@ -59,12 +63,16 @@ async def connect(
     direct: bool = True,
     secret: str = "",
     libp2p_impl: Libp2pImpl = "go",
+    identity: Path | None = None,
 ) -> AsyncIterator[ClientNetwork]:
     """Join the swarm of `options.peers` as a client: it dials out, serves nothing and is gone at the end.
 
     `direct`: also dial nodes over TLS, without libp2p. `libp2p_impl`: the libp2p implementation. `secret`: that of a
-    private swarm. Raises PeerUnreachable when none of them answers, UsageError if `secret` cannot be one.
+    private swarm. `identity`: the file of this client's, made on first use; None: a new one.
+
+    Raises PeerUnreachable when none of them answers, UsageError if `secret` cannot be one.
     """
+    own = await asyncio.to_thread(Identity.load_or_create, identity) if identity else Identity.generate()
     keys = await asyncio.to_thread(SwarmSecret, secret) if secret else None
     # The import takes a second, which must not block the loop.
     await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")
@@ -73,7 +81,7 @@ async def connect(
 
     async with AsyncExitStack() as stack:
         transport = await MultiTransport.start(
-            Identity.generate(),
+            own,
             options,
             direct=direct,
             accept=False,
@@ -84,6 +92,8 @@ async def connect(
         stack.push_async_callback(transport.close)
         directory = await DhtDirectory.start(transport.daemon, options.peers, client=True, secret=keys)
         stack.push_async_callback(directory.close)
-        network = ClientNetwork.from_transport(transport, directory, limits, rebootstrap=directory.rebootstrap)
+        network = ClientNetwork.from_transport(
+            transport, directory, limits, rebootstrap=directory.rebootstrap, sign=own.sign
+        )
         async with network.pool:
             yield network

@@ -97,6 +97,7 @@ class HopSession:
     notified_epoch: int = 0  # of the step for which the client was last notified of it
     sending: asyncio.Timeout | None = None  # around a send to the next hop
     kv_source: KvSource | None = None
+    acknowledged: bool = False  # its client has sent a receipt
     detached: bool = False  # it goes on elsewhere; its KV cache is kept for a transfer
     closed: bool = False
     previous_upstreams: deque[PeerId] = field(default_factory=lambda: deque(maxlen=PREVIOUS_UPSTREAMS))

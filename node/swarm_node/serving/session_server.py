@@ -44,6 +44,7 @@ from swarm.messages import (
     Step,
 )
 from swarm.net.base.tasks import TaskSet
+from swarm.receipt_messages import WorkReceipt
 from swarm.types import LayerSpan, ModelId
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.admission import AdmissionControl
@@ -51,7 +52,7 @@ from swarm_node.serving.executor import Executor
 from swarm_node.serving.kv_transfer import ConnectionSource, KvTransfer
 from swarm_node.serving.policy import SessionPolicy
 from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.reply_sender import ReplySender
+from swarm_node.serving.reply_sender import ReplySender, epoch_of, failure, unknown_session
 from swarm_node.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
 from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
 from swarm_node.serving.session_runner import Counters, SessionRunner
@@ -71,14 +72,17 @@ class SessionServer:
         on_load: Callable[[], None] = lambda: None,
         policy: SessionPolicy = SessionPolicy(),
         places: SharePlaces | None = None,
+        on_receipt: Callable[[HopSession, WorkReceipt], None] = lambda session, receipt: None,
     ) -> None:
-        """`on_load()` is called when the number of sessions changes. `places`: whose account sessions go on."""
+        """`on_load()` is called when the number of sessions changes. `places`: whose account sessions go on.
+        `on_receipt(session, receipt)`: its client's, not yet checked; raises ProtocolError."""
         self.counters = Counters()
         self._logs = ActivationLog(limits.activation_log_bytes)
         self.served_spans = ServedSpans(on_released=self._logs.close)
         self.served = served
         self._policy = policy
         self._on_load = on_load
+        self._on_receipt = on_receipt
         self._quotas = Quotas(limits, policy, _loop_time)
         self._violations = pool.violations
         self._sessions: dict[bytes, HopSession] = {}
@@ -126,6 +130,11 @@ class SessionServer:
     @property
     def logged_bytes(self) -> int:
         return self._logs.size
+
+    def free_tokens(self, engine: SpanEngineApi, free: int) -> int:
+        """Tokens that a new client could reserve, of which `free` are so now. See `reclaim.newcomer_tokens`."""
+        found = next((served_span for served_span in self.served_spans if served_span.engine is engine), None)
+        return free if found is None else self._admission.newcomer_tokens(found, free)
 
     def begin(self, engine: SpanEngineApi, executor: Executor) -> ServedSpan:
         """Admit sessions on this span from now on."""
@@ -196,6 +205,8 @@ class SessionServer:
                     session = self._owned(connection, message.session)
                     if session is not None:
                         self._drop(session, message.retain_prefix)
+                case WorkReceipt():
+                    self._on_work_receipt(connection, message)
                 case SessionFailed():
                     self._on_failed(connection, message)
                 case KvFetch():
@@ -223,9 +234,18 @@ class SessionServer:
         session = self._sessions.get(message.session)
         served_span = self.served_spans.of(session.key) if session is not None and session.detached else None
         if session is None or served_span is None:
-            self._replies.send_best_effort(connection, _unknown_session(message))
+            self._replies.send_best_effort(connection, unknown_session(message))
             return
         self._kv_transfer.serve(connection, session, served_span, message)
+
+    def _on_work_receipt(self, connection: PeerChannel, message: WorkReceipt) -> None:
+        session = self._owned(connection, message.session)
+        if session is None:
+            return
+        if session.acknowledged:
+            raise ProtocolError("a second receipt for one session")
+        session.acknowledged = True
+        self._on_receipt(session, message)
 
     def _on_failed(self, connection: PeerChannel, message: SessionFailed) -> None:
         self._kv_transfer.on_failed(connection.peer, message)
@@ -241,7 +261,7 @@ class SessionServer:
         if self._violations.record(connection.peer, error):
             raise error
         if not isinstance(message, PathSwitch | Ping | Pong):
-            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
+            self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
 
     def _owned(self, connection: PeerChannel, session_id: bytes) -> HopSession | None:
         """The session if the sender is its client; None when it is gone already."""
@@ -254,7 +274,7 @@ class SessionServer:
         session = self._sessions.get(step.session)
         if session is None:
             # No violation: steps may be in flight when a session ends.
-            self._replies.send_best_effort(connection, _unknown_session(step))
+            self._replies.send_best_effort(connection, unknown_session(step))
             return
         if session.detached:
             return  # its client was notified
@@ -277,7 +297,7 @@ class SessionServer:
     def _on_reroute(self, connection: PeerChannel, message: Reroute) -> None:
         session = self._owned(connection, message.session)
         if session is None or session.detached:
-            self._replies.send_best_effort(connection, _unknown_session(message))
+            self._replies.send_best_effort(connection, unknown_session(message))
             return
         try:
             session.redirect(message)
@@ -301,7 +321,7 @@ class SessionServer:
             raise
         except SwarmError as error:
             self.counters.refused += 1
-            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
+            self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
             return
         if not session.tail and session.committed:
             self._logs.fork(parent, session.key, session.committed)
@@ -332,9 +352,9 @@ class SessionServer:
         if task is not None:
             task.cancel()
         self._record_failure(session, why)
-        failure = _failure(session.id, why, session.epoch)
+        reply = failure(session.id, why, session.epoch)
         self._replies.send_best_effort(
-            session.client, msgspec.structs.replace(failure, kv_retained_tokens=session.committed)
+            session.client, msgspec.structs.replace(reply, kv_retained_tokens=session.committed)
         )
         self._scope.start(self._forget(session), f"detached session {session.key}")
 
@@ -348,7 +368,7 @@ class SessionServer:
             return
         self._drop(session)
         self._record_failure(session, error)
-        self._replies.send_best_effort(session.client, _failure(session.id, error, session.epoch))
+        self._replies.send_best_effort(session.client, failure(session.id, error, session.epoch))
 
     def _record_failure(self, session: HopSession, error: SwarmError) -> None:
         self.counters.failed += 1
@@ -378,17 +398,3 @@ class SessionServer:
 
 def _loop_time() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _failure(session: bytes, error: SwarmError, epoch: int) -> SessionFailed:
-    retry = error.retry_after_s if isinstance(error, NodeBusy) else 0.0
-    return SessionFailed(session, error.code, str(error)[:1024], retry, epoch=epoch)
-
-
-def _unknown_session(message: Step | Reroute | KvFetch) -> SessionFailed:
-    sentence = "this node holds no such session"
-    return SessionFailed(message.session, "unknown_session", sentence, epoch=_epoch(message))
-
-
-def _epoch(message: AnyMessage) -> int:
-    return message.epoch if isinstance(message, Step | OpenSession | Reroute | DropInFlight) else 0
