@@ -38,7 +38,7 @@ async def flooded(source: Any, flood: Flood | None, identities: int, seconds: fl
 
 
 def attacker(swarm: Any, number: int, flood: Flood, sessions: int) -> Attacker:
-    return Attacker(swarm, number, flood, sessions, "" if not hasattr(swarm.network, "hosts") else "203.0.113.7")
+    return Attacker(swarm, number, flood, sessions, "" if not hasattr(swarm.network, "hosts") else "8.8.8.8")
 
 
 async def company(source: Any, clients: int, seconds: float, prompt: Sequence[int]) -> float:

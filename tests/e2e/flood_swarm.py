@@ -70,6 +70,15 @@ class CostedCompute:
         self._device.owed_ms += ms
 
 
+def work_model() -> Any:
+    """What nodes estimate by; None in a version that estimates nothing."""
+    try:
+        from swarm.planner.scheduling.work_model import WorkModel
+    except ImportError:
+        return None
+    return WorkModel(CURVE, CONTEXT_TOKENS)
+
+
 def batch_ms(steps: Sequence[ScheduledStep]) -> float:
     rows = sum(step.rows for step in steps)
     row_context = sum(step.rows * step.arrival.step.committed_before for step in steps)
@@ -83,6 +92,7 @@ def make_costly(swarm: MemorySwarm) -> None:
         device, original = CostedDevice(), node.engine.prepare
         executor: Any = next(iter(node.service.served_spans)).executor
         executor._device = device
+        executor._scheduler._work = work_model()
 
         def prepare(steps: Sequence[ScheduledStep], device: Any = device, original: Any = original) -> Any:
             return CostedCompute(original(steps), device, batch_ms(steps))
