@@ -90,6 +90,7 @@ class NodeConfig:
     network: str = ""  # the swarm's name; nodes of one name, model and secret find each other by mDNS
     discovery: bool = True  # mDNS: look for the swarm in the local network, and be found there
     max_sessions: Count | None = None  # None: `limits.max_sessions`
+    owner: tuple[str, ...] = ()  # clients that are served first: their peer ids, or their identity files
     upload_limit: Size | None = None  # bytes a second; None: no cap
     active_hours: str = ""  # local time in which to serve, as in "22:00-08:00"; "": always
     pause_when_busy: bool = False  # accept no sessions while other programs use the machine
@@ -113,6 +114,7 @@ class ClientConfig:
     drafter: str = "bundled"
     prefill_chunk: Count | None = None  # tokens a step; None: planned from the chain's costs
     prefill_window: Count = 16  # prefill steps in flight, at most
+    identity: Path | None = None  # None: a new one at every start
     transport: Transports = "auto"
     libp2p_impl: Libp2pImpl = field(default="go", metadata={"flag": "libp2p"})
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one

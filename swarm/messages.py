@@ -22,6 +22,7 @@ from msgspec import Meta
 from swarm.block_hash import HASH_BYTES
 from swarm.gossip_messages import Records, RecordsQuery
 from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
+from swarm.receipt_messages import WorkReceipt
 from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, Sampling, TokenLogprobs
 from swarm.wire_types import Count, Message, Serial, SessionId, Text, TokenId
 
@@ -377,4 +378,5 @@ AnyMessage = (
     | KvFetch
     | KvBlocks
     | OutsideSessions
+    | WorkReceipt
 )

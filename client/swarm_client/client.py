@@ -123,6 +123,7 @@ class SwarmClient:
                         direct=direct,
                         secret=self.config.secret,
                         libp2p_impl=self.config.libp2p_impl,
+                        identity_file=self.config.identity,
                     )
                 )
             self._source, self._network = source, network

@@ -185,7 +185,7 @@ class MemorySwarm:
                 carrier.addresses,
                 (device.delay_s * 1e3 / len(span),) * len(span),
                 kv_capacity_tokens=kv_tokens,
-                kv_free_tokens=engine.cache.free_tokens,
+                kv_free_tokens=service.free_tokens(engine, engine.cache.free_tokens),
                 sessions=service.sessions,
                 network_coordinate=(0.0,),
                 published_at=now,

@@ -23,6 +23,7 @@ from swarm.messages import (
     StepResult,
     WireSampling,
 )
+from swarm.receipt_messages import WorkReceipt
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan
 from swarm_node.serving.session_server import SessionServer
@@ -381,3 +382,20 @@ async def test_messages_that_no_node_receives_are_refused() -> None:
 def test_sampling_reaches_the_tail() -> None:
     sampling = WireSampling(temperature=0.5, seed=3)
     assert sampling.to_sampling().seed == 3
+
+
+@virtual_time
+async def test_a_receipt_is_taken_once_and_from_the_session_s_client_only() -> None:
+    async with rig() as r, toy_client(r.network, "thief") as thief:
+        await r.client.open(A, HOPS)
+        receipt = WorkReceipt(A, b"payload", bytes(64))
+        await thief.send("n0", receipt)
+        await asyncio.sleep(0.1)
+        assert r.services[0].counters.protocol_errors == 1
+        await r.client.send("n0", receipt)
+        await r.client.send("n0", WorkReceipt(B, b"of no session", bytes(64)))
+        await asyncio.sleep(0.1)
+        assert r.services[0].counters.protocol_errors == 1
+        await r.client.send("n0", receipt)
+        await asyncio.sleep(0.1)
+        assert r.services[0].counters.protocol_errors == 2

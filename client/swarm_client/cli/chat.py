@@ -96,6 +96,9 @@ def run(
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
     json_schema: _JsonSchema = None,
     regex: Annotated[str | None, _option("--regex", help="The answer matches this regular expression.")] = None,
+    identity: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep your peer id in this file. Default: a new one each time.")
+    ] = None,
     network: Annotated[str | None, typer.Option(help="The swarm's name, where a network has several.")] = None,
     no_discovery: _NoDiscovery = False,
     libp2p: _Libp2p = None,
@@ -108,7 +111,7 @@ def run(
     try:
         prompt = _one_prompt(text, prompt, as_json)
         given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "decoding": decoding}
-        given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network}
+        given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network, "identity": identity}
         given["discovery"] = False if no_discovery else None
         settings = client_config(ClientConfig, given, invite, config)
         options: dict[str, Any] = {

@@ -8,6 +8,7 @@ exchanges the messages.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from swarm.block_hash import block_hashes
 from swarm.config import Limits
@@ -16,7 +17,9 @@ from swarm.messages import StepResult
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationState
 from swarm.planner.routing.prefix_affinity import prefer_cached_prefix
-from swarm.types import Chain, PeerId, Sampling
+from swarm.receipt_messages import WorkReceipt
+from swarm.receipts import Receipt, sign_receipt
+from swarm.types import Chain, Hop, PeerId, Sampling
 from swarm_client.health.straggler_detector import StragglerSuspicion
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.routing.prefill_chunks import prompt_chunks
@@ -95,7 +98,14 @@ class SessionManager:
     async def close(self, session: InferenceSession, generation: GenerationState) -> None:
         """Close the session at every hop, and remember the chain for the next text with the same prefix."""
         self.prefix_locations.record(block_hashes(generation.known), session.chain)
-        await session.close(generation.known)
+        await session.close(generation.known, partial(self._receipt, generation) if self.network.sign else None)
+
+    def _receipt(self, generation: GenerationState, session: bytes, hop: Hop) -> WorkReceipt:
+        """For what every hop has certainly computed."""
+        assert self.network.sign is not None  # or there are no receipts
+        tokens, ended = generation.committed_to, self.network.wall_clock()
+        receipt = Receipt(hop.peer, self.network.pool.peer, session, tokens, hop.end - hop.start, ended)
+        return sign_receipt(receipt, self.network.sign)
 
     def _prefer_cached_chain(self, quickest: Chain, generation: GenerationState) -> Chain:
         """The chain with the longest cached prefix of this text, where it is predicted to finish before `quickest`."""

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.config import DEFAULT_MODEL, Libp2pImpl, Limits, state_dir
@@ -31,6 +32,7 @@ from swarm.net.security import identity
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.record_book import RecordBook
+from swarm.records import Sign
 from swarm_client.network.session_demux import SessionDemux
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class ClientNetwork:
     exchange: RecordExchange = field(default_factory=RecordExchange)
     peers: tuple[str, ...] = ()  # multiaddrs that it was connected by
     record_file: RecordFile | None = None  # where the nodes that it learns of are kept
+    sign: Sign | None = None  # receipts, by the key of `pool.peer`; None: none are sent
 
     @classmethod
     def from_transport(
@@ -71,6 +74,7 @@ class ClientNetwork:
         rebootstrap: Callable[[Sequence[str]], Awaitable[int]] = _no_peers,
         peers: Sequence[str] = (),
         record_file: RecordFile | None = None,
+        sign: Sign | None = None,
     ) -> ClientNetwork:
         demux, exchange = SessionDemux(), RecordExchange()
 
@@ -81,7 +85,7 @@ class ClientNetwork:
                 await demux.on_frame(link, message, body)
 
         pool = ConnectionPool(transport, on_frame, demux.on_lost, limits)
-        return cls(directory, pool, demux, rebootstrap, wall_clock, clock, exchange, tuple(peers), record_file)
+        return cls(directory, pool, demux, rebootstrap, wall_clock, clock, exchange, tuple(peers), record_file, sign)
 
     def record_reader(self, model: str, num_layers: int) -> RecordReader:
         """A new reader of the records of one model. Close it before the pool."""
@@ -108,14 +112,16 @@ async def connect(
     direct: bool = True,
     secret: str = "",
     libp2p_impl: Libp2pImpl = "go",
+    identity_file: Path | None = None,
 ) -> AsyncIterator[ClientNetwork]:
     """Join the swarm of `options.peers` as a client: it dials out, serves nothing and is gone at the end. When none of
     them answers, by way of nodes of `model` that were seen there before.
 
     `network`: the swarm's name. `direct`: also dial nodes over TLS, without libp2p. `libp2p_impl`: the libp2p
-    implementation. `secret`: that of a private swarm. Raises PeerUnreachable when nobody answers, UsageError if
-    `secret` cannot be one.
+    implementation. `secret`: that of a private swarm. `identity_file`: of this client's identity, made on first use;
+    None: a new one. Raises PeerUnreachable when nobody answers, UsageError if `secret` cannot be one.
     """
+    own = await asyncio.to_thread(Identity.load_or_create, identity_file) if identity_file else Identity.generate()
     keys = await asyncio.to_thread(SwarmSecret, secret) if secret else None
     # The import takes a second, which must not block the loop.
     await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")
@@ -132,14 +138,14 @@ async def connect(
     )
     async with AsyncExitStack() as stack:
         try:
-            transport, directory = await stack.enter_async_context(_joined(start, options, keys))
+            transport, directory = await stack.enter_async_context(_joined(start, own, options, keys))
         except PeerUnreachable as error:
             known = await asyncio.to_thread(file.addresses, model, _MAX_KNOWN_PEERS)
             if not known:
                 raise
             logger.warning("%s; trying %d nodes of this swarm that were there before", error, len(known))
             options = replace(options, peers=known)
-            transport, directory = await stack.enter_async_context(_joined(start, options, keys))
+            transport, directory = await stack.enter_async_context(_joined(start, own, options, keys))
         connected = ClientNetwork.from_transport(
             transport,
             directory,
@@ -147,6 +153,7 @@ async def connect(
             rebootstrap=directory.rebootstrap,
             peers=options.peers,
             record_file=file,
+            sign=own.sign,
         )
         async with connected.pool:
             yield connected
@@ -154,13 +161,16 @@ async def connect(
 
 @asynccontextmanager
 async def _joined(
-    start: Callable[[Identity, HostOptions], Awaitable[MultiTransport]], options: HostOptions, keys: SwarmSecret | None
+    start: Callable[[Identity, HostOptions], Awaitable[MultiTransport]],
+    own: Identity,
+    options: HostOptions,
+    keys: SwarmSecret | None,
 ) -> AsyncIterator[tuple[MultiTransport, DhtDirectory]]:
     """Raises PeerUnreachable."""
     from swarm.net.dht.directory import DhtDirectory
 
     async with AsyncExitStack() as stack:
-        transport = await start(Identity.generate(), options)
+        transport = await start(own, options)
         stack.push_async_callback(transport.close)
         directory = await DhtDirectory.start(transport.daemon, options.peers, client=True, secret=keys)
         stack.push_async_callback(directory.close)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from swarm.errors import ConnectionLost, NetworkError
 from swarm.messages import MAX_BLOCK_HASHES, AnyMessage, CloseSession
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.pool.migratable_link import MigratableLink
+from swarm.receipt_messages import WorkReceipt
 from swarm.types import PeerId
 from swarm_client.health.ping_failure_detector import PingFailureDetector
 from swarm_client.health.watchdog import wait_with_watchdog
@@ -94,13 +95,19 @@ class HopLinks:
             with contextlib.suppress(NetworkError):
                 await connection.send(message)
 
-    async def close(self, peers: Collection[PeerId], retain_prefix: Sequence[bytes] = ()) -> None:
-        """End the session at `peers`, best effort. `retain_prefix`: block hashes of the text whose KV to cache."""
+    async def close(
+        self,
+        peers: Collection[PeerId],
+        retain_prefix: Sequence[bytes] = (),
+        receipts: Mapping[PeerId, WorkReceipt] = {},
+    ) -> None:
+        """End the session at `peers`, best effort. `retain_prefix`: block hashes of the text whose KV to cache.
+        `receipts`: for those that have worked for it."""
         leaving = [self._connections.pop(peer) for peer in peers if peer in self._connections]
         message = CloseSession(self.session, list(retain_prefix[:MAX_BLOCK_HASHES]))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await asyncio.gather(*(_send_best_effort(link, message) for link in leaving))
+                await asyncio.gather(*(_send_best_effort(link, receipts.get(link.peer), message) for link in leaving))
 
     async def await_with_pings(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Await `work`; whenever it has taken the ping timeout more, ping all hops.
@@ -119,6 +126,8 @@ class HopLinks:
             raise HopFailed(unresponsive[0], self.failed[unresponsive[0]])
 
 
-async def _send_best_effort(link: MigratableLink, message: AnyMessage) -> None:
+async def _send_best_effort(link: MigratableLink, *messages: AnyMessage | None) -> None:
     with contextlib.suppress(NetworkError):
-        await link.send(message)
+        for message in messages:
+            if message is not None:
+                await link.send(message)

@@ -32,6 +32,7 @@ from swarm.messages import (
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.planner.generation.state_machine import SendStep
 from swarm.planner.routing.repair import Repair
+from swarm.receipt_messages import WorkReceipt
 from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId
 from swarm_client.health.stall_locator import HopProgress, StallTimer, stalled_hops
 from swarm_client.health.watchdog import wait_with_watchdog
@@ -164,13 +165,17 @@ class InferenceSession:
         """Tell every hop to drop steps before `epoch`, best effort: the next step invalidates them too, only later."""
         await self._links.broadcast(DropInFlight(self.id, epoch))
 
-    async def close(self, tokens: Sequence[int] = ()) -> None:
+    async def close(
+        self, tokens: Sequence[int] = (), receipt: Callable[[bytes, Hop], WorkReceipt] | None = None
+    ) -> None:
         """Close at every hop, best effort: a hop that is not reached notices when the connection ends.
 
-        `tokens`: the whole text, whose KV the hops may keep in their prefix caches.
+        `tokens`: the whole text, whose KV the hops may keep in their prefix caches. `receipt(session, hop)`: a signed
+        one for each hop of the chain.
         """
         self._demux.forget(self.id)
-        await self._links.close(self._links.peers, block_hashes(tokens))
+        receipts = {hop.peer: receipt(self.id, hop) for hop in self.last_ready_chain.hops} if receipt else {}
+        await self._links.close(self._links.peers, block_hashes(tokens), receipts)
 
     # Repair ----------------------------------------------------------------------------------------------------------
 

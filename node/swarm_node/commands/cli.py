@@ -51,6 +51,7 @@ def join(
     join_timeout: flags.JoinTimeout = None,
     model_fraction: flags.ModelFraction = None,
     max_sessions: flags.MaxSessions = None,
+    owner: flags.Owner = None,
     upload_limit: flags.UploadLimit = None,
     active_hours: flags.ActiveHours = None,
     pause_when_busy: flags.PauseWhenBusy = False,

@@ -62,6 +62,10 @@ ModelFraction = Annotated[
 MaxSessions = Annotated[
     int | None, typer.Option(metavar="N", help=f"Sessions at a time. [{DEFAULTS.limits.max_sessions}]")
 ]
+Owner = Annotated[
+    list[str] | None,
+    typer.Option(metavar="CLIENT", help="Serve this client first: its identity file or peer id; repeatable. [none]"),
+]
 UploadLimit = Annotated[
     str | None, typer.Option(metavar="BYTES", help="To send a second at most, as in 2MB. [no limit]")
 ]

@@ -65,7 +65,17 @@ def known_here(here: Sequence[NodeMetrics], model: str | None) -> tuple[tuple[st
 
 def table_of(here: Sequence[NodeMetrics]) -> Table:
     table = Table(title="On this machine", title_justify="left")
-    for column in ("process", "name", "state", "layers", "sessions", "tokens", "sent", "paused because"):
+    for column in (
+        "process",
+        "name",
+        "state",
+        "layers",
+        "sessions",
+        "tokens",
+        "sent",
+        "given in all",
+        "paused because",
+    ):
         table.add_column(column)
     for node in here:
         table.add_row(
@@ -76,6 +86,7 @@ def table_of(here: Sequence[NodeMetrics]) -> Table:
             f"{node.open_sessions}/{node.max_sessions}",
             str(node.tokens),
             f"{node.sent_bytes / 1e6:.1f} MB",
+            f"{node.given_layer_tokens / 1e6:.2f} M layer-tokens in {node.given_compute_s / 3600:.2f} h",
             "; ".join(node.paused) or "-",
         )
     return table

@@ -78,6 +78,7 @@ class SpanManager:
         self.engine: SpanEngine | None = None
         self.lifecycle = Lifecycle()
         self.moves = 0
+        self.compute_s = 0.0  # of all batches
         self._hardware = hardware
         self._server = server
         self._limits = limits
@@ -119,6 +120,7 @@ class SpanManager:
 
     def _on_batch(self, stats: BatchStats) -> None:
         self._layer_time.observe(stats, time.monotonic())
+        self.compute_s += stats.compute_ms / 1e3
 
     async def change(self, move: SpanMove, elsewhere: CoverageCheck, on_changed: Callable[[], None]) -> None:
         """Serve `move.new` instead of the present layers. `on_changed` is called when our record has changed.

@@ -20,6 +20,7 @@ from swarm_node.membership.rtt_monitor import RttMonitor
 from swarm_node.membership.span_manager import SpanManager
 from swarm_node.network.connection import NodeNetwork
 from swarm_node.owner.availability import Availability
+from swarm_node.owner.contributions import ContributionLedger
 from swarm_node.owner.node_metrics import NodeMetrics
 from swarm_node.serving.session_server import SessionServer
 
@@ -34,7 +35,9 @@ class NodeStatus:
     server: SessionServer
     rtt_monitor: RttMonitor
     upload: UploadBucket
+    ledger: ContributionLedger = field(default_factory=ContributionLedger)
     since: float = field(default_factory=time.monotonic)
+    _counted: tuple[int, float, int] = (0, 0.0, 0)  # layer tokens, seconds, bytes that the ledger has
 
     def profile(self, now: float) -> NodeProfile:
         """The content of our record, as of `now` (seconds since the epoch)."""
@@ -53,7 +56,9 @@ class NodeStatus:
             layer_ms=(self.spans.layer_ms,) * len(span) if span else (),
             cost=self.hardware.calibration.cost,
             kv_capacity_tokens=lifecycle.kv_tokens,
-            kv_free_tokens=engine.cache.free_tokens if engine is not None and loaded else lifecycle.kv_tokens,
+            kv_free_tokens=self.server.free_tokens(engine, engine.cache.free_tokens)
+            if engine is not None and loaded
+            else lifecycle.kv_tokens,
             sessions=self.server.sessions,
             region=self.config.region,
             link_ms=self.rtt_monitor.link_ms,
@@ -89,8 +94,15 @@ class NodeStatus:
         facts = {"start": span.start, "end": span.end, "layer_ms": round(layer_ms, 4), "kv_tokens": tokens}
         return sentence, {**self.startup_facts(), **facts}
 
+    def update_ledger(self) -> None:
+        """Count what was done since the last call."""
+        now = (self.server.counters.layer_tokens, self.spans.compute_s, self.upload.sent)
+        before, self._counted = self._counted, now
+        self.ledger.served(now[0] - before[0], now[1] - before[1], now[2] - before[2])
+
     def metrics(self) -> NodeMetrics:
-        profile, counters = self.now(), self.server.counters
+        self.update_ledger()
+        profile, counters, given = self.now(), self.server.counters, self.ledger.given
         return NodeMetrics(
             pid=os.getpid(),
             name=profile.name,
@@ -120,4 +132,9 @@ class NodeStatus:
             sent_bytes=self.upload.sent,
             moves=self.spans.moves,
             daemon_restarts=self.network.daemon.restarts(),
+            given_layer_tokens=given.layer_tokens,
+            given_compute_s=given.compute_s,
+            given_bytes=given.sent_bytes,
+            acknowledged_layer_tokens=given.acknowledged,
+            acknowledging_clients=len(given.clients),
         )

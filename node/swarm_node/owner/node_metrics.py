@@ -39,3 +39,9 @@ class NodeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: int
     moves: int
     daemon_restarts: int
+    # Over all starts with one identity:
+    given_layer_tokens: int = 0  # rows computed times layers
+    given_compute_s: float = 0.0
+    given_bytes: int = 0
+    acknowledged_layer_tokens: int = 0  # of which clients have signed receipts
+    acknowledging_clients: int = 0

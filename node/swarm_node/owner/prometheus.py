@@ -39,6 +39,10 @@ COUNTERS = {
     "sent_bytes": "Bytes sent to peers.",
     "moves": "Changes of layers.",
     "daemon_restarts": "Times the p2p daemon died and was started again.",
+    "given_layer_tokens": "Rows computed times layers, over all starts with this identity.",
+    "given_compute_s": "Seconds of computing, likewise.",
+    "given_bytes": "Bytes sent to peers, likewise.",
+    "acknowledged_layer_tokens": "Tokens times layers for which clients signed receipts, likewise.",
 }
 
 

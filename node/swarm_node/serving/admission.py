@@ -14,7 +14,7 @@ from swarm.messages import OpenSession
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import ModelId
 from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.reclaim import Holding, Reclaimed, reclaim_slot, reclaim_tokens
+from swarm_node.serving.reclaim import Holding, Reclaimed, newcomer_tokens, reclaim_slot, reclaim_tokens
 from swarm_node.serving.served_spans import ServedSpan, ServedSpans
 from swarm_node.serving.session import HopSession, PeerChannel
 from swarm_node.serving.shares import SharePlaces
@@ -83,6 +83,11 @@ class AdmissionControl:
             return False
         self._apply(found, served_span, held)
         return True
+
+    def newcomer_tokens(self, served_span: ServedSpan, free: int) -> int:
+        """What our record should say is free, so that a node whose memory one client holds is not passed over."""
+        held = _holdings(self._held(served_span), self._clock())
+        return newcomer_tokens(held, free, served_span.engine.capacity_tokens)
 
     def _find(self, message: OpenSession) -> ServedSpan:
         """The loaded span that can serve the request. Raises SwarmError."""

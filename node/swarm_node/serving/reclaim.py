@@ -78,6 +78,16 @@ def reclaim_tokens(
     return Reclaimed(shrink, tuple(end)) if tokens <= 0 else None
 
 
+def newcomer_tokens(holdings: Sequence[Holding], free: int, capacity: int) -> int:
+    """The tokens that a client which holds nothing could reserve now: what is free, or its part of what others hold."""
+    held: Counter[Hashable] = Counter()
+    for holding in holdings:
+        held[_party(holding.share)] += holding.reserved
+    part = capacity / (len(held) + 1)
+    surplus = sum(max(0.0, tokens - part) for tokens in held.values())
+    return max(free, int(min(part, free + surplus)))
+
+
 def _in_order(holdings: Iterable[Holding], share: Share, held: Counter[Hashable]) -> list[Holding]:
     """Those of others than `share` and the owner: of the largest holder first, the longest idle first."""
     others = [holding for holding in holdings if _party(holding.share) != _party(share) and not holding.share.first]

@@ -98,6 +98,7 @@ class HopSession:
     sending: asyncio.Timeout | None = None  # around a send to the next hop
     kv_key: bytes = b""  # for the token of who may fetch its keys and values, once it is detached
     kv_source: KvSource | None = None
+    acknowledged: bool = False  # its client has sent a receipt
     detached: bool = False  # it goes on elsewhere; its KV cache is kept for a transfer
     closed: bool = False
     previous_upstreams: deque[PeerId] = field(default_factory=lambda: deque(maxlen=PREVIOUS_UPSTREAMS))

@@ -35,6 +35,7 @@ class Counters:
     sessions: int = 0
     steps: int = 0
     tokens: int = 0
+    layer_tokens: int = 0  # rows computed, drafts included, times layers
     failed: int = 0
     refused: int = 0
     replayed: int = 0  # tokens whose outputs were replayed
@@ -111,6 +112,7 @@ class SessionRunner:
         session.started_s = None
         served_span.computed(session.key, session.committed)
         self.counters.steps += 1
+        self.counters.layer_tokens += step.rows * len(session.span)
         if not session.tail:
             self.logs.append(session.key, step, outcome.output.body)
         if not session.is_replay(step):

@@ -42,6 +42,7 @@ from swarm.messages import (
     Step,
 )
 from swarm.net.base.tasks import TaskSet
+from swarm.receipt_messages import WorkReceipt
 from swarm.types import LayerSpan, ModelId, PeerId
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.admission import AdmissionControl
@@ -72,15 +73,18 @@ class SessionServer:
         policy: SessionPolicy = SessionPolicy(),
         addresses_of: AddressesOf = no_records,
         places: SharePlaces | None = None,
+        on_receipt: Callable[[HopSession, WorkReceipt], None] = lambda session, receipt: None,
     ) -> None:
         """`on_load()` is called when the number of sessions changes. `addresses_of`: of the peers that clients name.
-        `places`: whose account sessions go on."""
+        `places`: whose account sessions go on. `on_receipt(session, receipt)`: its client's, not yet checked; raises
+        ProtocolError."""
         self.counters = Counters()
         self._logs = ActivationLog(limits.activation_log_bytes)
         self.served_spans = ServedSpans(on_released=self._logs.close)
         self.served = served
         self._policy = policy
         self._on_load = on_load
+        self._on_receipt = on_receipt
         self._quotas = Quotas(limits, policy, _loop_time)
         self._violations = pool.violations
         self._sessions: dict[bytes, HopSession] = {}
@@ -134,6 +138,11 @@ class SessionServer:
     @property
     def logged_bytes(self) -> int:
         return self._logs.size
+
+    def free_tokens(self, engine: SpanEngineApi, free: int) -> int:
+        """Tokens that a new client could reserve, of which `free` are so now. See `reclaim.newcomer_tokens`."""
+        found = next((served_span for served_span in self.served_spans if served_span.engine is engine), None)
+        return free if found is None else self._admission.newcomer_tokens(found, free)
 
     def begin(self, engine: SpanEngineApi, executor: Executor) -> ServedSpan:
         """Admit sessions on this span from now on."""
@@ -204,6 +213,8 @@ class SessionServer:
                     session = self._owned(connection, message)
                     if session is not None:
                         self._drop(session, message.retain_prefix)
+                case WorkReceipt():
+                    self._on_work_receipt(connection, message)
                 case SessionFailed():
                     self._on_failed(connection, message)
                 case KvFetch():
@@ -235,6 +246,15 @@ class SessionServer:
             self._replies.send_best_effort(connection, unknown_session(message))
             return
         self._kv_transfer.serve(connection, session, served_span, message)
+
+    def _on_work_receipt(self, connection: PeerChannel, message: WorkReceipt) -> None:
+        session = self._owned(connection, message.session)
+        if session is None:
+            return
+        if session.acknowledged:
+            raise ProtocolError("a second receipt for one session")
+        session.acknowledged = True
+        self._on_receipt(session, message)
 
     def _on_failed(self, connection: PeerChannel, message: SessionFailed) -> None:
         self._kv_transfer.on_failed(connection.peer, message)

@@ -133,6 +133,10 @@ class GenerationState:
         self._tree = DraftTree(self.known[-1], len(self.known) - 1)
 
     @property
+    def committed_to(self) -> int:
+        return self._committed_to
+
+    @property
     def generated(self) -> tuple[int, ...]:
         return tuple(self.known[len(self.request.prompt) :])
 

@@ -12,6 +12,7 @@ Pure bookkeeping without tensors, threads or clocks; times come with the calls.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -134,7 +135,8 @@ class BatchScheduler(Generic[S]):
         return batch
 
     def overtakes(self, batch: Sequence[S], done: float) -> bool:
-        """Whether a waiting step should run before the rest of `batch`, of which the part `done` has run."""
+        """Whether a waiting step should run before the rest of `batch`, of which the part `done` has run: one whose
+        share will still have got less than those of the batch when it has run. Equals do not overtake each other."""
         if any(share.first for share in self._waiting_shares):
             return not any(step.share.first for step in batch)
         running: dict[Share, float] = {}
@@ -142,9 +144,12 @@ class BatchScheduler(Generic[S]):
             running[step.share] = running.get(step.share, 0.0) + self.step_ms(step)
         if not running or any(share.first for share in running):
             return False
+        next_ms: dict[Share, float] = {}
+        for step in self:
+            next_ms[step.share] = min(self.step_ms(step), next_ms.get(step.share, math.inf))
         return any(
-            all(self._behind(share, other, (1.0 - done) * ms) for other, ms in running.items())
-            for share in self._waiting_shares
+            all(self._behind(share, mine_ms, other, (1.0 - done) * ms) for other, ms in running.items())
+            for share, mine_ms in next_ms.items()
         )
 
     def contended(self, share: Share, now_s: float) -> bool:
@@ -194,12 +199,14 @@ class BatchScheduler(Generic[S]):
         """This session is closed."""
         self._wait.forget(session_key)
 
-    def _behind(self, share: Share, other: Share, left_ms: float) -> bool:
-        """Whether `share` has got less than `other` at this moment, which has yet to run `left_ms` of its charge."""
-        mine, theirs = self._shares.tag(share), self._shares.tag(other)
-        if share.block != other.block:
-            return mine[0] < theirs[0] - left_ms / other.weight
-        return share.member != other.member and mine[1] < theirs[1] - left_ms / other.weight
+    def _behind(self, share: Share, next_ms: float, other: Share, left_ms: float) -> bool:
+        """Whether `share`, with `next_ms` more, has got less than `other`, which has yet to run `left_ms` of its
+        charge."""
+        if share == other:
+            return False
+        level = share.block == other.block  # of the two tags: blocks are compared first
+        mine, theirs = self._shares.tag(share)[level], self._shares.tag(other)[level]
+        return mine + next_ms / share.weight <= theirs - left_ms / other.weight
 
     def _account(self, batch: Sequence[S]) -> None:
         """Charge for a batch and count what still waits."""

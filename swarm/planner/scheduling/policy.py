@@ -19,7 +19,7 @@ class SchedulingPolicy:
     idle_fade_s: float = 10.0  # time constant with which the estimate returns to the typical ratio without work
     share_credit_ms: float = 50.0  # how far a share that did not wait may lag: prompt service against longer bursts
     share_window_ms: float = 25.0  # shares so close share a batch: larger batches against strict fairness
-    rider_slack: float = 0.25  # a share ahead of the others rides along if their batch takes at most this much longer
+    rider_slack: float = 0.1  # a share ahead of the others rides along if their batch takes at most this much longer
     slice_ms: float = 4.0  # what runs in one go while other shares are active: their wait against efficiency
     long_batch_ms: float = 100.0  # batches beyond it are sliced even without company, for whoever comes meanwhile
     min_piece_rows: int = 8  # no step is cut into fewer rows: the weights are read once for all of them
