@@ -17,6 +17,7 @@ from swarm.config import Limits
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import SendStep
 from swarm.planner.scheduling.batch_scheduler import BatchScheduler
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.planner.scheduling.session_order import SessionOrder
 from swarm.types import LayerSpan
 
@@ -42,6 +43,11 @@ class Job:
     trace: list[tuple[float, float]] = field(default_factory=list)  # of each hop: queue ms, compute ms
     sessions: int = 1
     span = FULL_SPAN
+    context = 0  # which the costs of a chain leave out
+
+    @property
+    def share(self) -> Share:
+        return Share(self.session)
 
     @property
     def session_key(self) -> Session:
@@ -164,6 +170,7 @@ class VirtualHops:
     def _completed(self, number: int, batch: list[Job], compute_ms: float, at: float) -> None:
         hop = self._hops[number]
         hop.busy = False
+        hop.scheduler.settle(batch, compute_ms)
         open_jobs = [job for job in batch if not job.dropped]
         sessions = hop.scheduler.completed(open_jobs, compute_ms / 1e3, at / 1e3)
         link = self.costs.link_ms[number + 1]

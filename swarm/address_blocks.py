@@ -38,6 +38,11 @@ def block_of_ip(ip: str) -> str:
     return str(ipaddress.ip_network((address, bits), strict=False))
 
 
+def is_local(block: str) -> bool:
+    """Whether a block is one machine's address that is not public."""
+    return block != UNKNOWN_BLOCK and "/" not in block
+
+
 def block_of_multiaddr(multiaddr: str) -> str:
     """Of the host that `/ip4/198.51.100.7/tcp/4001/...` names; UNKNOWN_BLOCK behind a relay, or of a domain."""
     parts = multiaddr.split("/", 3)

@@ -118,6 +118,7 @@ class ClientConfig:
     secret: str = field(default="", repr=False)  # of a private swarm; "": an open one
     network: str = ""  # as for a node
     discovery: bool = True  # without `peers`, look for the swarm in the local network
+    remember_peers: bool = True  # keep what was seen of nodes in a small file, for the next time
     limits: Limits = field(default_factory=Limits)
 
 

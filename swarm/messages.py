@@ -14,15 +14,16 @@ Any of them may be followed by PathSwitch, when their connection migrates to ano
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from swarm.block_hash import HASH_BYTES
 from swarm.gossip_messages import Records, RecordsQuery
+from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
 from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, Sampling, TokenLogprobs
-from swarm.wire_types import Addresses, Count, Message, Serial, SessionId, Text, TokenId
+from swarm.wire_types import Count, Message, Serial, SessionId, Text, TokenId
 
 MAX_ROWS = 1024  # new tree nodes in one step
 MAX_SLOTS = 4096  # tree slots of one session
@@ -42,6 +43,8 @@ SessionCount = Annotated[int, Meta(ge=1, le=1 << 16)]
 BlockHashes = Annotated[
     list[Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]], Meta(max_length=MAX_BLOCK_HASHES)
 ]
+KvKey = Annotated[bytes, Meta(max_length=KEY_BYTES)]
+KvToken = Annotated[bytes, Meta(max_length=TOKEN_BYTES)]
 Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
 
 
@@ -111,8 +114,13 @@ class OpenSession(Message, frozen=True, tag="open"):
     `num_medusa_candidates`: candidates of each of its Medusa heads, if any, that the tail sends with every token.
 
     `kv_source`: a node that has left this session, with the same layers, and still holds its first `kv_source_tokens`
-    tokens. The hop fetches them from there if it can; `SessionOpened.cached_tokens` is the outcome.
+    tokens. The hop fetches them from there if it can, by `kv_source_token`; `SessionOpened.cached_tokens` is the
+    outcome. `kv_key`: of this hop, for the tokens of those who may fetch from it once it has left (`kv_token`).
+
+    Peers are named by id alone: where they are dialed is in their own records, which the hop reads itself.
     """
+
+    max_header: ClassVar[int] = 2 << 20  # a history of MAX_HISTORY takes 1.3 MB, and a grammar up to 0.25 MB
 
     session: SessionId
     model: Text
@@ -123,7 +131,6 @@ class OpenSession(Message, frozen=True, tag="open"):
     max_tokens: Count
     upstream: Annotated[str, Meta(max_length=128)] = ""
     downstream: Annotated[str, Meta(max_length=128)] = ""
-    downstream_addresses: Addresses = []
     sampling: WireSampling | None = None
     history: Annotated[list[TokenId], Meta(max_length=MAX_HISTORY)] = []
     prompt_tokens: Count = 0
@@ -132,8 +139,9 @@ class OpenSession(Message, frozen=True, tag="open"):
     block_hashes: BlockHashes = []
     num_medusa_candidates: Annotated[int, Meta(ge=0, le=MAX_MEDUSA_CANDIDATES)] = 0
     kv_source: Annotated[str, Meta(max_length=128)] = ""
-    kv_source_addresses: Addresses = []
     kv_source_tokens: Count = 0
+    kv_source_token: KvToken = b""
+    kv_key: KvKey = b""
 
 
 class SessionOpened(Message, frozen=True, tag="opened"):
@@ -143,6 +151,8 @@ class SessionOpened(Message, frozen=True, tag="opened"):
     many of the first tokens it has in its KV cache, from a shared prefix or a KV transfer. The first step may start at
     any position up to there.
     """
+
+    max_header: ClassVar[int] = 256
 
     session: SessionId
     client_relays_next_edge: bool = False
@@ -159,11 +169,12 @@ class Reroute(Message, frozen=True, tag="reroute"):
     evicted.
     """
 
+    max_header: ClassVar[int] = 8 << 10
+
     session: SessionId
     epoch: Serial
     upstream: Annotated[str, Meta(max_length=128)] = ""
     downstream: Annotated[str, Meta(max_length=128)] = ""
-    downstream_addresses: Addresses = []
     replay: Count = 0
 
 
@@ -183,6 +194,8 @@ class Step(Message, frozen=True, tag="step"):
     the tail samples a token after the last causal row and after each tree row. `trace`: (queue ms, compute ms) of each
     hop so far. `active_sessions`: how many sessions the busiest of these hops decodes for at this time, including this.
     """
+
+    max_header: ClassVar[int] = 64 << 10
 
     session: SessionId
     epoch: Serial
@@ -215,6 +228,8 @@ class StepResult(Message, frozen=True, tag="result"):
     causal row that lies in the prompt, if asked for; also in results of steps that sample nothing.
     """
 
+    max_header: ClassVar[int] = 1 << 20
+
     session: SessionId
     epoch: Serial
     step: Serial
@@ -233,6 +248,8 @@ class StepResult(Message, frozen=True, tag="result"):
 class DropInFlight(Message, frozen=True, tag="drop_in_flight"):
     """Out of band: drop these tree slots, and queued steps of an epoch before `epoch`."""
 
+    max_header: ClassVar[int] = 16 << 10
+
     session: SessionId
     epoch: Serial
     slots: Slots = []
@@ -240,6 +257,8 @@ class DropInFlight(Message, frozen=True, tag="drop_in_flight"):
 
 class ProgressQuery(Message, frozen=True, tag="progress_query"):
     """Out of band: asks for the progress of this session's steps. Answered at once with ProgressReport."""
+
+    max_header: ClassVar[int] = 64
 
     session: SessionId
 
@@ -249,6 +268,8 @@ class ProgressReport(Message, frozen=True, tag="progress_report"):
 
     `compute_ms`: how long the step now being computed has been running, 0 if none is.
     """
+
+    max_header: ClassVar[int] = 128
 
     session: SessionId
     received: Serial
@@ -261,6 +282,8 @@ class CloseSession(Message, frozen=True, tag="close"):
 
     `retain_prefix`: block hashes of all that was computed; the hop may keep it for sessions with the same prefix.
     """
+
+    max_header: ClassVar[int] = 64 << 10
 
     session: SessionId
     retain_prefix: BlockHashes = []
@@ -275,6 +298,8 @@ class SessionFailed(Message, frozen=True, tag="failed"):
     `epoch`: the session's at the sender, so that an outdated report is recognized.
     """
 
+    max_header: ClassVar[int] = 8 << 10
+
     session: SessionId
     error: Annotated[str, Meta(max_length=64)]
     detail: Text
@@ -286,21 +311,27 @@ class SessionFailed(Message, frozen=True, tag="failed"):
 
 class KvFetch(Message, frozen=True, tag="kv_fetch"):
     """To a node that has left a session: request `num_blocks` blocks, from `first_block` on, of its first `tokens`
-    tokens in layer `layer` of the model. Authorized by the session id. Answered with KvBlocks or SessionFailed.
+    tokens in layer `layer` of the model. Authorized by `token`, which the session's client made for this fetcher
+    (`kv_token`). Answered with KvBlocks or SessionFailed.
 
     A block holds 16 tokens: `[kv_heads, head_dim, 16]` for keys and `[kv_heads, 16, head_dim]` for values, as in
     memory; the rest of the last one is zero.
     """
+
+    max_header: ClassVar[int] = 256
 
     session: SessionId
     layer: Count
     first_block: Count
     num_blocks: Annotated[int, Meta(ge=1, le=MAX_KV_BLOCKS)]
     tokens: Count
+    token: KvToken = b""
 
 
 class KvBlocks(Message, frozen=True, tag="kv_blocks"):
     """The body has the keys of all requested blocks, then their values."""
+
+    max_header: ClassVar[int] = 128
 
     session: SessionId
     layer: Count
@@ -310,16 +341,21 @@ class KvBlocks(Message, frozen=True, tag="kv_blocks"):
 class Ping(Message, frozen=True, tag="ping"):
     """Answered at once with the same nonce; half the round-trip time is ρ."""
 
+    max_header: ClassVar[int] = 64
+
     nonce: Serial
 
 
 class Pong(Message, frozen=True, tag="pong"):
+    max_header: ClassVar[int] = 64
     nonce: Serial
 
 
 class PathSwitch(Message, frozen=True, tag="path_switch"):
     """The last frame of one direction of a connection that migrates to another path, and the first on the new path that
     its dialer opened; see `net.pool.migratable_link`. Peers match the paths by the nonce."""
+
+    max_header: ClassVar[int] = 64
 
     nonce: Serial
 

@@ -28,6 +28,7 @@ Verify = Callable[[PeerId, bytes, bytes], bool]
 
 MAX_LIFETIME_S = 60.0  # between publication and expiry
 MAX_CLOCK_SKEW_S = 3.0  # how far ahead of ours a peer's clock may be
+MAX_PROOF = 96  # bytes
 MAX_LAYERS = 4096
 MAX_LINKS = 24
 MAX_ADDRESS = 192  # characters; a relayed address has two peer ids
@@ -70,6 +71,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_
     version: Annotated[str, Meta(max_length=32)] = ""
     pinned: bool = False
     left: bool = False  # it has left the swarm: a goodbye, which older records must not undo
+    proof: Annotated[bytes, Meta(max_length=MAX_PROOF)] = b""  # of work (`net.security.proof_of_work`)
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -84,6 +86,12 @@ class _Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
+class _Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """Of a payload, the proof alone."""
+
+    proof: Annotated[bytes, Meta(max_length=MAX_PROOF)] = b""
+
+
 class InvalidRecord(ProtocolError):
     """A record that must be rejected; `reason` is one of the keys of `Snapshot.rejected_records`."""
 
@@ -96,6 +104,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decode_signed = msgspec.msgpack.Decoder(_Signed).decode
 _decode_record = msgspec.msgpack.Decoder(NodeRecord).decode
 _decode_claim = msgspec.msgpack.Decoder(_Claim).decode
+_decode_proof = msgspec.msgpack.Decoder(_Proof).decode
 
 
 def key(model: str) -> str:
@@ -161,6 +170,14 @@ def decode(data: bytes, peer: PeerId, model: str, now: float, verify: Verify) ->
     return record
 
 
+def proof_of(data: bytes) -> bytes:
+    """The proof of work in a record, of which nothing has been checked; empty if there is none, or no record."""
+    try:
+        return _decode_proof(_decode_signed(data).payload).proof
+    except UNDECODABLE:
+        return b""
+
+
 def to_snapshot(
     records: Mapping[PeerId, bytes], model: str, now: float, verify: Verify, num_layers: int | None = None
 ) -> Snapshot:
@@ -213,6 +230,7 @@ def to_profile(record: NodeRecord) -> NodeProfile:
         link_ms=record.links,
         version=record.version,
         pinned=record.pinned,
+        identity_proof=record.proof,
         published_at=record.at,
     )
 
@@ -245,6 +263,7 @@ def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s:
         links=_nearest_links(profile.link_ms, MAX_LINKS),
         version=profile.version,
         pinned=profile.pinned,
+        proof=profile.identity_proof,
     )
 
 

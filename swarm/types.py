@@ -120,6 +120,7 @@ class NodeProfile:
     link_ms: Mapping[PeerId, float] = field(default_factory=dict)  # measured ρ, one way, from this node
     version: str = ""
     pinned: bool = False  # manual placement (`--layers`): rebalancing leaves it alone
+    identity_proof: bytes = b""  # of work for its peer id, if it has one (`net.security.proof_of_work`)
     published_at: float = 0.0  # its clock, seconds since the epoch
 
     @property
@@ -191,11 +192,14 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """A node to fetch a session's first `tokens` keys and values from; it keeps them for a short time only."""
+    """A node to fetch a session's first `tokens` keys and values from; it keeps them for a short time only.
+
+    `token`: the client's permission, see `swarm.kv_token`.
+    """
 
     peer: PeerId
-    addresses: tuple[str, ...]
     tokens: int
+    token: bytes
 
 
 class GrammarKind(enum.StrEnum):

@@ -5,7 +5,7 @@ Does not know any message; those of sessions are in `messages`, and each other s
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -18,8 +18,12 @@ Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Serial = Annotated[int, Meta(ge=0, le=(1 << 53))]
-Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
-    """Base of all messages; the first element of the array is the tag."""
+    """Base of all messages; the first element of the array is the tag.
+
+    `max_header`: bytes. A longer header is refused before it is decoded; a kind that needs more or much less says so.
+    """
+
+    max_header: ClassVar[int] = 256 << 10

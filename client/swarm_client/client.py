@@ -51,6 +51,7 @@ from swarm_client.routing.router import ChainRouter
 from swarm_client.speculation.controller import AsyncDrafter, ClientSpeculation, DraftingStats
 from swarm_client.speculation.drafter_factory import MEDUSA, DrafterFactory
 from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES
+from swarm_client.trust.peer_memory import PeerMemory, memory_file
 from swarm_kernels.device.device import release_free_memory
 from swarm_kernels.models.open import ModelSource, open_model
 from swarm_kernels.sampling.grammar import GrammarCompiler
@@ -131,14 +132,18 @@ class SwarmClient:
                 self._drafter_factory = await DrafterFactory.load(self.config.drafter, source, self._tokenizer)
             reader = network.record_reader(source.name, source.config.num_layers)
             stack.push_async_callback(reader.close)
+            kept = self.config.remember_peers and self._given_network is None
+            memory = PeerMemory(memory_file(source.name, source.weight_hash) if kept else None)
             self._router = ChainRouter(
                 reader,
                 network.pool,
                 dtype=self.config.dtype,
                 weight_hash=source.weight_hash,
                 wall_clock=network.wall_clock,
+                memory=memory,
             )
             stack.push_async_callback(self._router.close)
+            stack.push_async_callback(memory.save)
             self._skeleton_decoder = SkeletonDecoder(
                 self._stream,
                 self._tokenizer,

@@ -24,6 +24,8 @@ from swarm.planner.rebalancing.policy import RebalancePolicy
 from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.planner.schemas import placement_request_json
 from swarm.types import ModelId, NodeState
+from swarm_node.membership.acquaintances import Acquaintances
+from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.hardware import Hardware, measure
 from swarm_node.membership.maintenance import MaintenanceLoop
 from swarm_node.membership.record_publisher import RecordPublisher
@@ -121,10 +123,20 @@ class Node:
         self._availability = Availability()
         upload = UploadBucket(config.upload_limit or math.inf)
         transport = RateLimitedTransport(network.transport, upload)
-        self._pool = ConnectionPool(transport, self._on_frame, self._on_lost, limits)
-        self._server = SessionServer(self._served, self._pool, limits, on_load=lambda: self._publisher.changed())
+        self._pool = ConnectionPool(
+            transport, self._on_frame, self._on_lost, limits, uses=lambda peer: self._server.uses(peer)
+        )
+        self._addresses = AddressBook(lambda: self._view.snapshot())
+        self._server = SessionServer(
+            self._served,
+            self._pool,
+            limits,
+            on_load=lambda: self._publisher.changed(),
+            addresses_of=self._addresses.of,
+        )
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading)
-        self._rtt_monitor = RttMonitor(self._pool, transport.peer)
+        self._acquaintances = Acquaintances(transport.peer)
+        self._rtt_monitor = RttMonitor(self._pool, transport.peer, acquaintances=self._acquaintances)
         self._status = NodeStatus(
             config, hardware, network, self._availability, self._spans, self._server, self._rtt_monitor, upload
         )
@@ -238,6 +250,7 @@ class Node:
             snapshot=self._view.compatible_snapshot,
             is_serving=lambda: self._status.state is NodeState.SERVING,
             move=self._move,
+            acquaintances=self._acquaintances,
         )
         with first_of_group():
             async with asyncio.TaskGroup() as group:

@@ -1,6 +1,6 @@
 """Churn: nodes that crash, join, and load other layers when the swarm is rebalanced.
 
-Owns the schedule of churn and what a loss does to sessions. Which layers a node takes is the policy's decision.
+Owns the schedule of churn. Which layers a node takes is the policy's decision.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from swarm.simulator.des_engine import DiscreteEventEngine
 from swarm.simulator.model.devices import DeviceCostModel, DeviceSpec
 from swarm.simulator.model.node import SimNode
 from swarm.simulator.model.rng import NamedStream
-from swarm.simulator.model.session import SimPhase, SimSession
 from swarm.types import LayerSpan, NodeState
 
 FULL_MESH_NODES = 64  # uniform networks up to this size publish the latency of every pair
@@ -44,6 +43,7 @@ class Churn:
         for device in scenario.devices:
             for _ in range(device.count):
                 self._make(device)
+        self._engine.attacks.begin()
         if not any(node.capacity for node in self._engine.nodes.values()):
             raise Infeasible(f"none of the machines has memory for a single layer of {scenario.model.name}")
         placed = self._engine.policy.place(self._engine.observe())
@@ -108,25 +108,8 @@ class Churn:
             session = held.session
             engine.clock.after(
                 self._scenario.serving.detect_ms,
-                lambda session=session: self.lost(session, node),  # type: ignore[misc]
+                lambda session=session: engine.chains.lost(session, node.id),  # type: ignore[misc]
             )
-
-    def lost(self, session: SimSession, node: SimNode) -> None:
-        """The client has found out that a hop is gone."""
-        if not session.live or all(hop.peer != node.id for hop in session.hops):
-            return
-        session.ready.discard(node.id)
-        session.banned.add(node.id)
-        if session.phase is not SimPhase.RUNNING:
-            return  # it is connecting already
-        session.epoch += 1
-        session.repairs += 1
-        session.parked.clear()
-        self._engine.notify("lost", s=session.number, n=node.id)
-        if session.repairs > self._scenario.serving.most_repairs:
-            self._engine.fail(session, "too many repairs")
-        else:
-            self._engine.chains.connect(session)
 
     # Joining ---------------------------------------------------------------------------------------------------------
 
@@ -209,7 +192,7 @@ class Churn:
         """A node that moves closes its sessions; their clients are notified at once."""
         for held in list(node.held.values()):
             node.close(held.session)
-            self.lost(held.session, node)
+            self._engine.chains.lost(held.session, node.id)
 
     # Coverage --------------------------------------------------------------------------------------------------------
 

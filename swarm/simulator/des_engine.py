@@ -7,8 +7,13 @@ Owns what happens to steps, and when; every decision is the policy's. How sessio
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
+import msgspec
+
+from swarm.planner.trust.evidence import FailureKind
+from swarm.simulator.attacks import Attacks
 from swarm.simulator.clock import Clock
 from swarm.simulator.model.network import NetworkModel
 from swarm.simulator.model.node import SimNode
@@ -39,6 +44,8 @@ class DiscreteEventEngine:
         self.open_requests = 0
         self.view = StaleSnapshot(scenario, network, self.nodes)
         self.chains = SessionAdmission(self)
+        self.attacks = Attacks(self)
+        self._next: dict[str, deque[SimRequest]] = {}  # of clients that make one request after the other
         self._trace = trace
         self._acceptance = NamedStream(scenario.seed, "acceptance")
 
@@ -65,6 +72,13 @@ class DiscreteEventEngine:
         self.notify("arrive", s=session.number, prompt=session.prompt, output=session.output)
         self.chains.connect(session)
 
+    def arrive_in_turn(self, requests: Iterable[SimRequest]) -> None:
+        """Each client makes its next request when its last one has ended."""
+        for request in requests:
+            self._next.setdefault(request.client, deque()).append(request)
+        for waiting in self._next.values():
+            self.arrive(waiting.popleft())
+
     def advance(self, session: SimSession) -> None:
         """Send the next steps: the rest of the prompt, or the last token."""
         if session.held >= session.prompt:
@@ -82,7 +96,8 @@ class DiscreteEventEngine:
             base = end
 
     def _decode(self, session: SimSession) -> None:
-        step = SimStep(session, session.epoch, 1 + self.scenario.policy.draft_tokens, session.held, True)
+        rows = 1 + self.scenario.policy.draft_tokens
+        step = SimStep(session, session.epoch, rows, session.held, True, sent_at=self.clock.now)
         self.send(step, session.request.client, step.rows * TOKEN_BYTES)
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -96,7 +111,8 @@ class DiscreteEventEngine:
         if step.stale:
             return
         node = self.nodes[step.hop.peer]
-        if node.alive and node.push(step):
+        step.reached_at = self.clock.now
+        if node.alive and not self.attacks.swallows(step, node) and node.push(step):
             self._arrange_start(node)
 
     def _arrange_start(self, node: SimNode) -> None:
@@ -135,6 +151,7 @@ class DiscreteEventEngine:
         """A hop has finished a step."""
         session, here = step.session, step.hop
         now, client = self.clock.now, session.request.client
+        self.attacks.ran(step, self.nodes[here.peer])
         if step.index == step.last:
             arrival = self.network.send(here.peer, client, 2 * TOKEN_BYTES, now)
             self.clock.at(arrival, lambda: self.chains.replayed(step))
@@ -167,6 +184,8 @@ class DiscreteEventEngine:
             return
         session.steps += 1
         session.broken_since = None
+        alone = step.rows == 1 and not step.prefill
+        slow = self.policy.answered(session, step, self.clock.now - step.sent_at) if alone else None
         if step.prefill:
             session.held = step.base + step.rows
             if not step.sample:
@@ -176,12 +195,16 @@ class DiscreteEventEngine:
             tokens = 1 + self._accepted()
             session.held += tokens
         session.produced += tokens
+        self.attacks.answered(session, tokens)
         if session.first_ms is None:
             session.first_ms = self.clock.now
         if session.produced >= session.output:
-            self.finish(session)
+            if not self.attacks.holds_back(session):
+                self.finish(session)
         elif self._outlined(session):
             self._fork(session)
+        elif slow is not None:
+            self.attacks.lose(session, slow, FailureKind.SLOW)
         else:
             self._decode(session)
 
@@ -244,3 +267,7 @@ class DiscreteEventEngine:
                 self.chains.admit(node)
         self.published()
         self.chains.wake()
+        waiting = self._next.get(session.request.client)
+        if waiting:
+            request = msgspec.structs.replace(waiting.popleft(), at=self.clock.now)
+            self.clock.after(0.0, lambda: self.arrive(request))

@@ -78,6 +78,29 @@ def summary(
     }
 
 
+def outcomes(sessions: Sequence[SimSession], end_ms: float) -> dict[str, Any]:
+    """Of the requests that have ended: how many with right tokens. Throughput: right answers' tokens over all time.
+
+    A request still running at the end counts as neither, unless it has taken longer than all but 1% of the others.
+    """
+    done = [s for s in sessions if s.phase is SimPhase.DONE]
+    right = [s for s in done if s.wrong_from is None]
+    failed = [s for s in sessions if s.phase is SimPhase.FAILED]
+    times = sorted(s.done_ms - s.request.at for s in done if s.done_ms is not None)
+    patience = times[math.ceil(0.99 * len(times)) - 1] if times else 0.0
+    stuck = sum(1 for s in sessions if s.live and end_ms - s.request.at > patience)
+    ended = len(done) + len(failed) + stuck
+    return {
+        "ended": ended,
+        "right": len(right),
+        "wrong": len(done) - len(right),
+        "failed": len(failed),
+        "stuck": stuck,
+        "right_share": _rounded(len(right) / ended) if ended else 1.0,
+        "right_tokens_per_s": _rounded(sum(s.produced for s in right) / max(end_ms, 1e-9) * 1e3),
+    }
+
+
 def _covered(requested: Sequence[SimSession], gaps: Sequence[tuple[float, float]], end_ms: float) -> dict[str, Any]:
     spans = [(s, s.done_ms if s.done_ms is not None else end_ms) for s in requested]
     safe = [s for s, end in spans if all(end <= a or b <= s.request.at for a, b in gaps)]

@@ -7,15 +7,16 @@ the engine carries out its decisions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import Infeasible
 from swarm.planner.rebalancing.migration import MigrationPlan
 from swarm.planner.routing.repair import Repair
+from swarm.planner.trust.evidence import FailureKind
 from swarm.simulator.model.network import NetworkModel
 from swarm.simulator.model.node import SimNode
-from swarm.simulator.model.session import SimSession
+from swarm.simulator.model.session import SimSession, SimStep
 from swarm.simulator.scenario import PolicySpec, Scenario
 from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Chain, Hop, LayerSpan, PeerId, missing_ranges
@@ -74,6 +75,24 @@ class ServingPolicy(ABC):
     def admission_queue(self, session: SimSession) -> str:
         """Sessions that cannot start wait in the queue of this name."""
         return ""
+
+    def answered(self, session: SimSession, step: SimStep, round_ms: float) -> PeerId | None:
+        """A step of a single row that went alone has come back -> a hop to give up, if one is too slow."""
+        return None
+
+    def stall_ms(self, session: SimSession, peer: PeerId) -> float:
+        """How long the session's client waits for progress at a hop."""
+        return self.scenario.hostile.stall_ms
+
+    def audited_whole(self, session: SimSession) -> Collection[PeerId]:
+        """The hops whose part in the whole answer is audited before its client takes it."""
+        return ()
+
+    def failed(self, session: SimSession, peer: PeerId, kind: FailureKind, now: float) -> None:  # noqa: B027
+        """The session's client has given up a hop."""
+
+    def caught(self, peer: PeerId, now: float) -> None:  # noqa: B027
+        """An audit that everybody can check has shown that the node computes something else."""
 
     def closed(self, session: SimSession) -> None:  # noqa: B027 - most policies have nothing to do
         """The session has finished or failed."""

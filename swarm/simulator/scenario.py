@@ -14,6 +14,7 @@ import msgspec
 from swarm.errors import UsageError
 from swarm.planner.schemas import error_text
 from swarm.simulator.model.devices import DeviceSpec
+from swarm.simulator.model.hostile import HostileSpec
 from swarm.simulator.model.model import ModelSpec
 from swarm.simulator.model.network import NetworkSpec
 from swarm.simulator.model.workload import WorkloadSpec
@@ -57,7 +58,9 @@ class ChurnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("leave_share lies between 0 and 1; period_s and load_mb_per_s are above 0")
 
 
-PolicyName = Literal["swarm", "hyperion", "jupiter", "petals", "hexgen", "edgeshard", "gpipe", "heft", "round_robin"]
+PolicyName = Literal[
+    "swarm", "trusting", "hyperion", "jupiter", "petals", "hexgen", "edgeshard", "gpipe", "heft", "round_robin"
+]
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +98,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     workload: WorkloadSpec
     serving: ServingSpec = ServingSpec()
     churn: ChurnSpec = ChurnSpec()
+    hostile: HostileSpec = HostileSpec()
     policy: PolicySpec = PolicySpec()
     sweep: dict[str, list[Any]] = {}
     notes: dict[str, str] = {}

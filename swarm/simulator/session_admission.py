@@ -124,6 +124,7 @@ class SessionAdmission:
         view = self._engine.observe()
         if session.held:
             return self._engine.policy.repair(session, view)
+        session.wrong_from = None  # it starts afresh
         return ReplayPlan(Repair(self._engine.policy.choose(session, view), (), ()))
 
     def _again(self, session: SimSession) -> None:
@@ -165,6 +166,23 @@ class SessionAdmission:
             self._replay(session, plan)
         else:
             self._engine.advance(session)
+
+    def lost(self, session: SimSession, peer: PeerId) -> None:
+        """The client has found out that a hop is gone, or has given it up."""
+        if not session.live or all(hop.peer != peer for hop in session.hops):
+            return
+        session.ready.discard(peer)
+        session.banned.add(peer)
+        if session.phase is not SimPhase.RUNNING:
+            return  # it is connecting already
+        session.epoch += 1
+        session.repairs += 1
+        session.parked.clear()
+        self._engine.notify("lost", s=session.number, n=peer)
+        if session.repairs > self._serving.most_repairs:
+            self._engine.fail(session, "too many repairs")
+        else:
+            self.connect(session)
 
     # Queues at nodes -------------------------------------------------------------------------------------------------
 

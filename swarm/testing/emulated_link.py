@@ -115,6 +115,10 @@ class EmulatedConnection:
     def peer(self) -> PeerId:
         return self._inner.peer
 
+    @property
+    def remote(self) -> str:
+        return self._inner.remote
+
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
         await self._out.put(message, bytes(body))
 
@@ -125,6 +129,11 @@ class EmulatedConnection:
     async def close(self) -> None:
         self._out.end(ConnectionLost("the connection was closed here"))
         self._in.end(ConnectionLost("the connection was closed here"), drop=True)
+
+    def abort(self) -> None:
+        for direction in (self._out, self._in):
+            direction.end(ConnectionLost("the connection was closed here"), drop=True)
+        self._inner.abort()
 
     async def flushed(self) -> None:
         """Wait until all that was sent before `close` is sent on."""

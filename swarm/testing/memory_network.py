@@ -139,8 +139,9 @@ class _Pipe:
 class MemoryConnection:
     """One end of a connection; see `transport.Connection`."""
 
-    def __init__(self, peer: PeerId, inbound: _Pipe, outbound: _Pipe, limits: FrameLimits) -> None:
+    def __init__(self, peer: PeerId, inbound: _Pipe, outbound: _Pipe, limits: FrameLimits, remote: str = "") -> None:
         self._peer = peer
+        self.remote = remote
         self._in, self._out = inbound, outbound
         self._limits = limits
         self._sending = asyncio.Lock()
@@ -209,8 +210,9 @@ class MemoryTransport:
         if self.closed or target is None or target._handler is None:
             raise PeerUnreachable(f"nobody listens as {peer}")
         there, back = _Pipe(self._network, self._peer, peer), _Pipe(self._network, peer, self._peer)
-        near = MemoryConnection(peer, back, there, self._limits)
-        far = MemoryConnection(self._peer, there, back, target._limits)
+        hosts = self._network.hosts
+        near = MemoryConnection(peer, back, there, self._limits, hosts.get(peer, ""))
+        far = MemoryConnection(self._peer, there, back, target._limits, hosts.get(self._peer, ""))
         self._network.connected(near, (self._peer, peer), (there, back))
         target._tasks.start(_serve(target._handler, far), f"connection from {self._peer}")
         return near
@@ -264,6 +266,7 @@ class MemoryNetwork:
         window: int = 4 << 20,
     ) -> None:
         self.window = window
+        self.hosts: dict[PeerId, str] = {}  # the IP addresses that peers are seen at, where a test needs some
         self.sent: Counter[tuple[PeerId, PeerId]] = Counter()  # bytes, by (from, to)
         self.frames: Counter[tuple[PeerId, PeerId]] = Counter()
         self._default = link or LinkModel()

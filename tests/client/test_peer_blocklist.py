@@ -6,7 +6,8 @@ import pytest
 
 from swarm.errors import ConnectionLost, NetworkError, NodeBusy, RemoteError
 from swarm.types import NodeProfile, NodeState
-from swarm_client.routing.blocklist import BlocklistPolicy, PeerBlocklist, StragglerEvicted
+from swarm_client.routing.blocklist import BlocklistPolicy, PeerBlocklist
+from swarm_client.trust.failures import StragglerEvicted
 
 POLICY = BlocklistPolicy()
 

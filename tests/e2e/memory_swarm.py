@@ -27,6 +27,7 @@ from swarm_client.speculation.controller import AsyncDrafter
 from swarm_kernels.device.device import DTYPES
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.load import load_span
+from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.record_publisher import RecordPublisher
 from swarm_node.membership.swarm_records import SwarmRecords
 from swarm_node.network.connection import NodeNetwork
@@ -149,13 +150,19 @@ class MemorySwarm:
 
         carrier = self.network.transport(peer)
         self.stack.push_async_callback(carrier.close)
-        pool = await self.stack.enter_async_context(ConnectionPool(carrier, on_frame, on_lost, limits))
+        pool = await self.stack.enter_async_context(
+            ConnectionPool(carrier, on_frame, on_lost, limits, uses=lambda peer: services[0].uses(peer))
+        )
         network = NodeNetwork(carrier, self.network.directory(peer), identity.sign, wall_clock=wall_clock)
         records = SwarmRecords(network, pool, NodeConfig(), source.name, source.config.num_layers)
         self.stack.push_async_callback(records.close)
         service = await self.stack.enter_async_context(
             SessionServer(
-                ModelId(source.name, source.weight_hash, dtype), pool, limits, on_load=lambda: announcer.changed()
+                ModelId(source.name, source.weight_hash, dtype),
+                pool,
+                limits,
+                on_load=lambda: announcer.changed(),
+                addresses_of=AddressBook(records.reader.snapshot).of,
             )
         )
         services.append(service)

@@ -75,8 +75,8 @@ class World:
     async def close(self) -> None:
         for pool in (self.client, self.node):
             await pool.close()
-        assert not self.node._pending_switches
-        assert not self.client._pending_switches
+        assert not self.node._path_switches._pending
+        assert not self.client._path_switches._pending
 
 
 @virtual_time
@@ -196,5 +196,5 @@ async def test_invalid_path_switches() -> None:
         group.create_task(sends(PathSwitch(3)))
         group.create_task(sends(PathSwitch(3)))
     assert world.node.violations.counts == {"client": 4}
-    assert not world.node._pending_switches
+    assert not world.node._path_switches._pending
     await world.close()

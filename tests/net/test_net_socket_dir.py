@@ -14,7 +14,7 @@ import pytest
 
 from swarm.net.libp2p.socket_dir import SocketDir, remove_stale
 
-OWNER = "from swarm.net.libp2p.socket_dir import PrivateFolder as F; f = F(); print(f.path, flush=True); input()"
+OWNER = "from swarm.net.libp2p.socket_dir import SocketDir as F; f = F(); print(f.path, flush=True); input()"
 
 
 @pytest.fixture
@@ -68,3 +68,23 @@ def test_what_is_not_ours_stays(place: Path) -> None:
     assert sorted(os.listdir(place)) == before
     assert target.read_text() == "precious"
     assert (aside / "owner").exists()
+
+
+def test_what_was_left_before_it_was_locked_goes_once_it_is_old(place: Path) -> None:
+    old, young, other = (place / f"swarm-{name}" for name in ("old", "young", "other"))
+    for folder in (old, young, other):
+        folder.mkdir(0o700)
+        (folder / "owner.new").touch()
+    (other / "notes").touch()
+    for folder in (old, other):
+        os.utime(folder, (1e9, 1e9))
+    remove_stale(place)
+    assert set(place.iterdir()) == {young, other}
+
+
+def test_a_block_has_a_folder_of_its_own(place: Path) -> None:
+    with SocketDir() as path:
+        (path / "socket").touch()
+        remove_stale(place)
+        assert path.exists()
+    assert list(place.iterdir()) == []

@@ -18,7 +18,8 @@ from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import Grammar, LayerSpan, ModelId, PeerId, Sampling
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
-from swarm_node.serving.executor import Executor, InlineDevice, ScheduledStep, StepOutput
+from swarm_node.serving.compute_device import InlineDevice
+from swarm_node.serving.executor import Executor, ScheduledStep, StepOutput
 from swarm_node.serving.served_spans import SpanEngineApi
 from swarm_node.serving.session import ActivationSpec
 from swarm_node.serving.session_server import SessionServer
@@ -66,6 +67,9 @@ class ToyEngine:
     def freeze_prefix(self, key: int, length: int) -> None:
         self.reserved[key] = length
 
+    def shrink(self, key: int, max_tokens: int) -> None:
+        self.reserved[key] = max_tokens
+
     def release(self, key: int) -> None:
         self.reserved.pop(key, None)
 
@@ -101,6 +105,12 @@ class ToyEngine:
             raise InvalidRequest("that step is not allowed")
         self.batches.append(len(works))
         return lambda: [self._compute(w) for w in works]
+
+    def finished(self, works: Sequence[ScheduledStep]) -> None:
+        """Nothing was held back."""
+
+    def layers_at_once(self, part: LayerSpan) -> int:
+        return len(part)
 
     def _compute(self, work: ScheduledStep) -> StepOutput:
         if self.fail is not None:
@@ -231,7 +241,9 @@ async def serving(
         await services[0].on_lost(connection, error)
 
     async with (
-        ConnectionPool(transport, on_frame, on_lost, limits) as pool,
+        ConnectionPool(
+            transport, on_frame, on_lost, limits, uses=lambda peer: bool(services) and services[0].uses(peer)
+        ) as pool,
         SessionServer(served, pool, limits) as service,
     ):
         services.append(service)

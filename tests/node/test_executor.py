@@ -14,7 +14,8 @@ from swarm.errors import InvalidRequest, ResourceError
 from swarm.messages import OpenSession, Step
 from swarm.planner.scheduling.layer_time import BatchStats
 from swarm.types import LayerSpan
-from swarm_node.serving.executor import Compute, Executor, InlineDevice, ScheduledStep, ThreadDevice
+from swarm_node.serving.compute_device import InlineDevice, ThreadDevice
+from swarm_node.serving.executor import Compute, Executor, ScheduledStep
 from swarm_node.serving.session import HopSession, InboundStep
 
 WHOLE = LayerSpan(0, ROWS.num_layers)

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from node_fakes import LAYERS, ToyEngine, line_step, open_message, serving, toy_client
+from node_fakes import LAYERS, ToyClient, ToyEngine, line_step, open_message, serving, toy_client
 from virtual_clock import run, virtual_time
 
-from swarm import codec
+from swarm import codec, kv_token
 from swarm.config import Limits
 from swarm.errors import NetworkError, NodeLeaving
 from swarm.messages import (
@@ -194,25 +194,36 @@ def test_random_messages_break_nothing(seed: int) -> None:
 
 
 @virtual_time
-async def test_kv_blocks_are_served_only_of_detached_sessions_and_only_existing_ones() -> None:
+async def test_kv_blocks_are_served_only_of_detached_sessions_to_the_heir_that_the_client_named() -> None:
     network = MemoryNetwork(link=LinkModel(0.001))
     async with (
         serving(network, "node", ToyEngine(LayerSpan(0, LAYERS))) as service,
         toy_client(network) as client,
         toy_client(network, "target") as target,
     ):
-        await client.open(A, HOPS, max_tokens=60)
+        key = kv_token.hop_key(bytes(32), "node")
+        permit = kv_token.fetch_token(key, A, "target")
+        await client.send("node", msgspec.structs.replace(open_message(A, HOPS, 0, 0, LAYERS, 60), kv_key=key))
+        assert isinstance(await client.message(), SessionOpened)
         await client.send("node", line_step(A, 0, 0, [1, 2, 3, 4, 5]))
         await client.message()
-        await target.send("node", KvFetch(A, 0, 0, 2, 5))
-        assert isinstance(refused := await target.message(), SessionFailed)
-        assert refused.error == "unknown_session"
+
+        async def is_refused(thief: ToyClient, token: bytes) -> bool:
+            await thief.send("node", KvFetch(A, 0, 0, 2, 5, token))
+            return isinstance(refused := await thief.message(), SessionFailed) and refused.error == "unknown_session"
+
+        assert await is_refused(target, permit), "the session is still here"
         service.evict(NodeLeaving("it leaves"), lambda span: True)
         assert isinstance(parted := await client.message(), SessionFailed)
         assert (parted.error, parted.kv_retained_tokens) == ("leaving", 5)
-        await target.send("node", KvFetch(A, 2, 0, 2, 5))
+        async with toy_client(network, "thief") as thief:  # that was a hop of this session, and knows its id
+            assert await is_refused(thief, permit)
+            assert await is_refused(thief, b"")
+            assert await is_refused(thief, kv_token.fetch_token(kv_token.hop_key(bytes(32), "hop"), A, "thief"))
+        assert await is_refused(target, b"")
+        await target.send("node", KvFetch(A, 2, 0, 2, 5, permit))
         assert await target.next() == ("node", KvBlocks(A, 2, 0), bytes([2]) * 8)
-        for wrong in (KvFetch(A, LAYERS, 0, 1, 5), KvFetch(A, 0, 2, 1, 5)):  # one more, and it hangs up
+        for wrong in (KvFetch(A, LAYERS, 0, 1, 5, permit), KvFetch(A, 0, 2, 1, 5, permit)):  # one more, and it hangs up
             await target.send("node", wrong)
             assert isinstance(failed := await target.message(), SessionFailed)
             assert failed.error == "protocol"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.planner.scheduling.batch_scheduler import BatchScheduler
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
 from swarm.planner.scheduling.policy import SchedulingPolicy
 from swarm.planner.scheduling.session_order import SessionOrder
@@ -30,6 +31,8 @@ class Item:
     number: int = 0
     session_key: int = field(default_factory=lambda: next(KEYS))
     stale: bool = False
+    context: int = 0
+    share: Share = field(default_factory=Share)
 
 
 def queue_of(budget: int, *items: Item, max_steps: int | None = None) -> BatchScheduler[Item]:

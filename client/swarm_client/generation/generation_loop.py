@@ -39,11 +39,12 @@ from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.session_manager import SessionManager
 from swarm_client.health.stall_locator import hop_holding
 from swarm_client.health.straggler_detector import StragglerDetector, StragglerSuspicion
-from swarm_client.routing.blocklist import StragglerEvicted
 from swarm_client.session.hop_links import HopFailed
 from swarm_client.session.inference_session import InferenceSession
 from swarm_client.speculation.controller import ClientSpeculation
 from swarm_client.speculation.drafters.medusa import medusa_candidates
+from swarm_client.trust.chain_watch import ChainWatch
+from swarm_client.trust.failures import HopStalled, StragglerEvicted
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 class RepairPolicy:
     """How long a generation holds on to a failing swarm before it fails itself."""
 
-    max_repairs: int = 16  # of one generation
+    max_repairs: int = 32  # of one generation; a fresh client among many hostile nodes needs half of them
     route_retry_s: float = 0.5  # between two looks for a chain while there is none
     detection_delay: float = 2.0  # ping timeouts within which a dead hop is noticed: waiting that belongs to the outage
     prefill_slack: float = 3.0  # times the predicted time of the longest prefill chunk, added to the step timeout
@@ -84,6 +85,7 @@ class GenerationLoop:
     _last_result_at: float = 0.0  # loop time of the last result, or since when the chain is ready
     _outage_started: float | None = None  # loop time from which the repair timeout counts, see _on_hop_lost
     _stragglers: StragglerDetector = field(default_factory=lambda: StragglerDetector(Chain(())))
+    _watch: ChainWatch | None = None  # of the chain in use
     _pending: list[Event] = field(default_factory=list)
     _prefill_slack_s: float = 0.0  # added to the timeouts of steps, see RepairPolicy.prefill_slack
 
@@ -154,6 +156,8 @@ class GenerationLoop:
         if self.speculation is not None:
             self.speculation.on_discard()
         self._stragglers.on_discard()
+        if self._watch is not None:
+            self._watch.on_discard()
         await self._session.discard_in_flight(action.epoch)
 
     async def _send(self, action: SendStep) -> HopLost | None:
@@ -162,6 +166,8 @@ class GenerationLoop:
             self.speculation.sent(action)
         if action.sample:  # prefill chunks queue behind each other at every hop, which is no sign of a straggler
             self._stragglers.sent(action.step, len(action.tokens) + len(action.rows), _now())
+            if self._watch is not None:
+                self._watch.sent(action.step, len(action.tokens) + len(action.rows), _now())
         try:
             await self._session.send(action)
         except HopFailed as failed:
@@ -185,7 +191,9 @@ class GenerationLoop:
             ) from None
         self._last_result_at, self._outage_started = _now(), None
         suspicion = self._stragglers.on_result(result.step, result.trace, _now(), len(self.generation.known))
-        slow = await self._evict_straggler(session, suspicion)
+        assert self._watch is not None  # a chain is ready
+        slow_from_start = self.sessions.observe(self._watch, result, _now())
+        slow = await self._evict_straggler(session, suspicion or slow_from_start)
         if slow is not None:
             self._pending.append(HopLost(slow.peer, str(slow)))
         return StepDone(
@@ -226,9 +234,13 @@ class GenerationLoop:
             slow = await self._evict_straggler(session, suspicion)
             if slow is not None:
                 raise slow
-        for peer in session.stalled_hops(progress, self.limits.stall_timeout_s + self._prefill_slack_s):
+        assert self._watch is not None  # a chain is ready
+        usual_s = self.limits.stall_timeout_s
+        stalled = session.stalled_hops(progress, usual_s + self._prefill_slack_s)
+        early = session.stalled_hops(progress, self._watch.stall_timeout_s(usual_s) + self._prefill_slack_s)
+        for peer in stalled or [peer for peer in early if self._watch.stranger(peer)]:
             if await self.sessions.has_alternative(session, peer):
-                raise session.mark_failed(peer, StragglerEvicted("steps come to it and no further"))
+                raise session.mark_failed(peer, HopStalled("steps come to it and no further"))
 
     # Chains ----------------------------------------------------------------------------------------------------------
 
@@ -249,6 +261,7 @@ class GenerationLoop:
         if self._session is not None:
             self._session.mark_failed(action.lost, ProtocolError(action.reason))
             self.sessions.block_failed(self._session)
+            self._done_with_chain(self._session)
 
     def _repair_time_s(self) -> float:
         """What is left of the repair timeout, which failing repairs share."""
@@ -306,6 +319,7 @@ class GenerationLoop:
 
     def _ready(self, session: InferenceSession, held: int) -> ChainReady:
         self._session, self.chain, self._last_result_at = session, session.chain, _now()
+        self._watch = self.sessions.watch(session)
         costs = self.sessions.costs(session.chain)
         self._stragglers = StragglerDetector(session.chain, costs, self._stragglers.suspicions)
         if self.speculation is not None:
@@ -316,9 +330,16 @@ class GenerationLoop:
         self._prefill_slack_s = min(self.policy.prefill_slack * longest_s, most_s)
         return ChainReady(held, chunks)
 
+    def _done_with_chain(self, session: InferenceSession) -> None:
+        """While it is known which of its hops failed: a repair forgets it."""
+        if self._watch is not None:
+            self.sessions.done_with(self._watch, session)
+            self._watch = None
+
     async def _close(self) -> None:
         if self._session is not None:
             session, self._session = self._session, None
+            self._done_with_chain(session)
             await self.sessions.close(session, self.generation)
 
 

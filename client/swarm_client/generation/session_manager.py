@@ -12,18 +12,21 @@ from dataclasses import dataclass, field
 from swarm.block_hash import block_hashes
 from swarm.config import Limits
 from swarm.errors import NetworkError, NoRoute
+from swarm.messages import StepResult
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationState
 from swarm.planner.routing.prefix_affinity import prefer_cached_prefix
 from swarm.types import Chain, PeerId, Sampling
+from swarm_client.health.straggler_detector import StragglerSuspicion
 from swarm_client.network.connection import ClientNetwork
-from swarm_client.routing.blocklist import StragglerEvicted
 from swarm_client.routing.prefill_chunks import prompt_chunks
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
 from swarm_client.session.hop_links import HopFailed
 from swarm_client.session.inference_session import InferenceSession
 from swarm_client.session.session_messages import SessionSpec
+from swarm_client.trust.chain_watch import ChainWatch
+from swarm_client.trust.failures import StragglerEvicted
 
 MIN_SPEEDUP = 1.25  # predicted, before a working hop is evicted: higher means fewer repairs and slower chains
 
@@ -72,6 +75,22 @@ class SessionManager:
             raise
         self.prefix_locations.record(block_hashes(generation.known), chain)
         return session
+
+    def watch(self, session: InferenceSession) -> ChainWatch:
+        """What the steps of the session take; hand it to `observe` and `done_with`."""
+        return self.router.watch(session.chain)
+
+    def observe(self, watch: ChainWatch, result: StepResult, now: float) -> StragglerSuspicion | None:
+        """Remember what a step took. -> a hop that is slow from the start. `now`: as in `ChainWatch.sent`."""
+        times = watch.on_result(result.step, result.trace, now)
+        if times is not None:
+            self.router.took(times)
+        slow = watch.slow_from_start
+        return StragglerSuspicion(slow, watch.slowdown) if slow is not None else None
+
+    def done_with(self, watch: ChainWatch, session: InferenceSession) -> None:
+        """The session ends, or goes on along another chain."""
+        self.router.served(watch, session.failed_hops)
 
     async def close(self, session: InferenceSession, generation: GenerationState) -> None:
         """Close the session at every hop, and remember the chain for the next text with the same prefix."""

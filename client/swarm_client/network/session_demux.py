@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from swarm.codec import Buffer
 from swarm.errors import NetworkError, ProtocolError
 from swarm.messages import AnyMessage, ProgressReport, SessionFailed, SessionOpened, Step, StepResult
 from swarm.net.pool.migratable_link import MigratableLink
+from swarm.token_bucket import KeyedBuckets
 from swarm.types import PeerId
 
 MAX_UNREAD = 256  # frames waiting in one session's queue; its steps in flight are far fewer
+CLOSED_SESSIONS = 256  # remembered, for what their hops had sent before they learned of the end
+UNASKED_RATE, UNASKED_BURST = 10.0, 128.0  # frames of one peer for other sessions, a second and at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class SessionDemux:
 
     def __init__(self) -> None:
         self._queues: dict[bytes, asyncio.Queue[ReceivedMessage]] = {}
+        self._closed: OrderedDict[bytes, None] = OrderedDict()
+        self._unasked = KeyedBuckets(UNASKED_RATE, UNASKED_BURST)
 
     def __len__(self) -> int:
         """Sessions that are open."""
@@ -38,14 +44,20 @@ class SessionDemux:
         return self._queues.setdefault(session, asyncio.Queue(MAX_UNREAD))
 
     def forget(self, session: bytes) -> None:
-        self._queues.pop(session, None)
+        if self._queues.pop(session, None) is not None:
+            self._closed[session] = None
+            if len(self._closed) > CLOSED_SESSIONS:
+                self._closed.popitem(last=False)
 
     async def on_frame(self, connection: MigratableLink, message: AnyMessage, body: memoryview) -> None:
         if not isinstance(message, SessionOpened | ProgressReport | SessionFailed | StepResult | Step):
             raise ProtocolError(f"a node sent a client a {type(message).__name__}")
         queue = self._queues.get(message.session)
         if queue is None:
-            return  # a late message of a session that is closed
+            now = asyncio.get_running_loop().time()
+            if message.session not in self._closed and not self._unasked.take(connection.peer, 1.0, now):
+                raise ProtocolError("a node keeps sending a client what it did not ask for")
+            return
         if queue.full():
             raise ProtocolError(f"a node sent {MAX_UNREAD} unrequested frames")
         queue.put_nowait(ReceivedMessage(connection.peer, message, body))

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm.errors import NetworkError, NodeBusy, RemoteError
 from swarm.types import NodeProfile, PeerId
-
-NON_PENALIZED = frozenset({"log_lost", "unknown_session"})
-"""Error codes of a node that forgot a session for good reasons; it can serve another at once."""
+from swarm_client.trust.failures import NON_PENALIZED, StragglerEvicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +18,6 @@ class BlocklistPolicy:
     refusal_s: float = 30.0  # a node that failed at the work itself
     slow_s: float = 30.0  # a straggler that was evicted
     recovery_grace_s: float = 3.0  # a record published so much after the loss proves recovery; bounds clock skew
-
-
-class StragglerEvicted(NetworkError):
-    """A hop was evicted because it became so slow that a chain without it is much quicker."""
-
-    code = "too_slow"
 
 
 @dataclass(frozen=True, slots=True)

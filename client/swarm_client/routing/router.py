@@ -1,14 +1,15 @@
 """Routing by one client: decides which nodes a chain consists of, on a fresh Snapshot of the swarm.
 
 Owns the snapshot's age, the round-trip times that this client measured and its blocklist. It plans and opens nothing:
-the search is `planner.routing`'s, and `SessionManager` opens the chains.
+the search is `planner.routing`'s, what is believed of nodes `planner.trust`'s, and `SessionManager` opens the chains.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from swarm.errors import NetworkError, NoRoute, WrongModel
@@ -19,8 +20,13 @@ from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.routing.load_spreading import spread_load
 from swarm.planner.routing.repair import Repair, repair
 from swarm.planner.routing.route import DEFAULT_LINK_MS, RouteTable, explain_snapshot, snapshot_rho
+from swarm.planner.trust.belief import PeerBelief, believe, believed_snapshot, strangers_of_late
+from swarm.planner.trust.evidence import UNKNOWN, address_block
+from swarm.planner.trust.trial import Trial, TrustedChain, choose_chain, repair_chain
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
 from swarm_client.routing.blocklist import PeerBlocklist
+from swarm_client.trust.chain_watch import ChainWatch, StepTimes
+from swarm_client.trust.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +38,12 @@ class RouterPolicy:
     link_age_s: float = 30.0  # how long a measured round trip is used
     ping_timeout_s: float = 0.6  # a node that is slower to answer counts as unmeasured
     max_pinged: int = 32  # nodes pinged before one choice
+    trial_s: float = 120.0  # after so long without an outcome another stranger may be tried
 
 
 class ChainRouter:
-    """`wall_clock` dates records (seconds since the epoch); tests hand in their own."""
+    """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `memory`: what was seen of peers
+    before. `draw`: random numbers in [0, 1)."""
 
     def __init__(
         self,
@@ -45,8 +53,13 @@ class ChainRouter:
         dtype: str | None,
         weight_hash: str,
         wall_clock: Callable[[], float] = time.time,
+        memory: PeerMemory | None = None,
+        draw: Callable[[], float] = random.random,
         policy: RouterPolicy = RouterPolicy(),
     ) -> None:
+        self.memory = memory or PeerMemory()
+        self._draw = draw
+        self._trials: dict[PeerId, float] = {}  # strangers that answers try now -> since when, loop time
         self._policy = policy
         self._reader = reader
         self._pool = pool
@@ -101,21 +114,36 @@ class ChainRouter:
             snapshot = await self.snapshot(fresh=True)
         blocked = self._blocked(snapshot)
         await self._measure([n for n in snapshot.serving() if n.peer not in blocked])
-        table = self._table(snapshot, min_free_tokens)
+        beliefs = self._beliefs(snapshot)
+        table = self._table(snapshot, beliefs, min_free_tokens)
         try:
-            chain = table.route(client_ms=self._client_ms(), banned=blocked)
+            chosen = self._choose(table, beliefs, blocked)
         except NoRoute as error:
             await self._reinstate(snapshot)
             try:
-                chain = table.route(client_ms=self._client_ms(), banned=self._blocked(snapshot, and_slow=False))
+                chosen = self._choose(table, beliefs, self._blocked(snapshot, and_slow=False))
             except NoRoute:
                 raise self._explain_no_route(snapshot, error) from None
-        return chain, snapshot
+        if chosen.tried is not None:
+            self._trials[chosen.tried] = asyncio.get_running_loop().time()
+        return chosen.chain, snapshot
+
+    def _choose(
+        self, table: RouteTable, beliefs: Mapping[PeerId, PeerBelief], banned: Collection[PeerId]
+    ) -> TrustedChain:
+        """Raises NoRoute."""
+        begun_after = asyncio.get_running_loop().time() - self._policy.trial_s
+        self._trials = {peer: at for peer, at in self._trials.items() if at > begun_after}
+        strangers = strangers_of_late(self.memory.known, self._wall_clock())
+        trial = Trial(strangers, len(self._trials), self._draw(), self._draw())
+        return choose_chain(table, beliefs, trial, client_ms=self._client_ms(), banned=banned)
 
     def reprice(self, chain: Chain, min_free_tokens: int = 0) -> Chain | None:
         """`chain` at its present cost, by the last snapshot; None if one of its hops would not take a session."""
         assert self._snapshot is not None  # the quickest chain was routed on one
-        blocked, table = self._blocked(self._snapshot), self._table(self._snapshot, min_free_tokens)
+        beliefs = self._beliefs(self._snapshot)
+        table = self._table(self._snapshot, beliefs, min_free_tokens)
+        blocked = self._blocked(self._snapshot) | {p for p, belief in beliefs.items() if belief.shunned}
         spans = {node.peer: node.span for group in table.groups.values() for node in group if node.peer not in blocked}
         for hop in chain.hops:
             span = spans.get(hop.peer)
@@ -142,20 +170,48 @@ class ChainRouter:
         answers now.
         """
         snapshot = await self.snapshot(fresh=True, allow_stale=True)
-        table = self._table(snapshot, min_free_tokens)
+        beliefs = self._beliefs(snapshot)
+        table = self._table(snapshot, beliefs, min_free_tokens)
         left = replace(chain, hops=tuple(hop for hop in chain.hops if hop.peer not in lost))
         blocked = self._blocked(snapshot).union(avoid)
         try:
-            return repair(table, left, (), client_ms=self._client_ms(), banned=blocked), snapshot
+            return repair_chain(table, left, beliefs, client_ms=self._client_ms(), banned=blocked), snapshot
         except NoRoute:
             if include_unresponsive:
                 await self._reinstate(snapshot)
             blocked = self._blocked(snapshot, and_slow=False).union(avoid)
-            return repair(table, left, (), client_ms=self._client_ms(), banned=blocked), snapshot
+            return repair_chain(table, left, beliefs, client_ms=self._client_ms(), banned=blocked), snapshot
 
     def block(self, peer: PeerId, cause: NetworkError) -> None:
         """Route around a node for as long as `cause` suggests (`PeerBlocklist`)."""
         self._blocklist.add(peer, cause, asyncio.get_running_loop().time(), self._wall_clock())
+        self.memory.failed(peer, cause, self._wall_clock(), self._block_of(peer))
+        self._trials.pop(peer, None)
+
+    def watch(self, chain: Chain) -> ChainWatch:
+        """For the steps along `chain`, to be handed back to `took` and `served`."""
+        assert self._snapshot is not None  # the chain was routed on one
+        strangers = strangers_of_late(self.memory.known, self._wall_clock())
+        return ChainWatch(chain, self.costs(chain), self._beliefs(self._snapshot), strangers.wary())
+
+    def took(self, times: StepTimes) -> None:
+        """Remember how long a step took at each hop."""
+        for peer, measured_ms in times.measured_ms.items():
+            self.memory.took(peer, times.advertised_ms[peer], measured_ms, self._wall_clock())
+
+    def served(self, watch: ChainWatch, failed: Collection[PeerId]) -> None:
+        """A chain is done with: its hops but the `failed` ones have served well, if any step came back."""
+        for peer in watch.chain.peers:
+            self._trials.pop(peer, None)
+            if watch.rows and peer not in failed:
+                self.memory.served(peer, watch.rows, self._wall_clock(), self._block_of(peer))
+
+    def _block_of(self, peer: PeerId) -> str:
+        node = self._snapshot.node(peer) if self._snapshot is not None else None
+        return address_block(node.addresses) if node is not None else ""
+
+    def _beliefs(self, snapshot: Snapshot) -> dict[PeerId, PeerBelief]:
+        return believe(snapshot, self.memory.known, self._wall_clock())
 
     def _blocked(self, snapshot: Snapshot, *, and_slow: bool = True) -> frozenset[PeerId]:
         return self._blocklist.of(snapshot.nodes, asyncio.get_running_loop().time(), and_slow=and_slow)
@@ -169,9 +225,9 @@ class ChainRouter:
             if node.peer in self._links:
                 self._blocklist.unblock(node.peer)
 
-    def _table(self, snapshot: Snapshot, min_free_tokens: int) -> RouteTable:
+    def _table(self, snapshot: Snapshot, beliefs: Mapping[PeerId, PeerBelief], min_free_tokens: int) -> RouteTable:
         return RouteTable(
-            spread_load(snapshot, self._pool.peer),
+            spread_load(believed_snapshot(snapshot, beliefs), self._pool.peer),
             dtype=self._dtype,
             weight_hash=self._weight_hash,
             min_free_tokens=min_free_tokens,
@@ -195,7 +251,9 @@ class ChainRouter:
         """Why this chain, in plain words."""
         if self._snapshot is None or any(self._snapshot.node(p) is None for p in chain.peers):
             return f"{chain}; a node of it has left the swarm since"
-        return explain_snapshot(chain, self._snapshot, self._client_ms())
+        beliefs = self._beliefs(self._snapshot)
+        told = [f"{p[-6:]}: {b.reason}" for p in chain.peers if (b := beliefs.get(p)) and b.evidence != UNKNOWN]
+        return "\n".join((explain_snapshot(chain, self._snapshot, self._client_ms()), *told))
 
     def _explain_no_route(self, snapshot: Snapshot, error: NoRoute) -> NoRoute | WrongModel:
         """What is really missing: any nodes, nodes with our weights, nodes of our dtype, or layers."""

@@ -17,6 +17,7 @@ import msgspec
 from swarm.block_hash import block_hashes
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, ProtocolError
+from swarm.kv_token import fetch_token, hop_key
 from swarm.messages import (
     MAX_BLOCK_HASHES,
     DropInFlight,
@@ -42,8 +43,8 @@ from swarm_client.session.session_messages import (
     leading_replacements,
     open_message,
     remote_error,
-    reroute_message,
 )
+from swarm_client.trust.failures import ReportedLost
 
 REPLAY_ROWS = 256  # tokens of one step that is replayed to a new first hop
 
@@ -67,8 +68,10 @@ class InferenceSession:
     epoch: int = 0  # of the last repair: older replies are stale
     cached_tokens: int = 0  # tokens that all hops found in their prefix caches when the session was opened
     last_ready_chain: Chain = field(default_factory=lambda: Chain(()))
+    _secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)  # of the hops' keys, see `kv_token`
     _links: HopLinks = field(init=False)
     _detached: dict[PeerId, int] = field(default_factory=dict)  # departed nodes -> tokens whose KV they still hold
+    _accusers: dict[PeerId, PeerId] = field(default_factory=dict)  # hop -> the first next hop it called unreachable
     _relayed: set[PeerId] = field(default_factory=set)  # hops whose output this client forwards
     _step: int = 0  # the last that was sent
     _hop_progress: dict[PeerId, HopProgress] = field(default_factory=dict)  # replies to the last progress query
@@ -197,7 +200,7 @@ class InferenceSession:
         sent so far. Raises HopFailed, and may then be tried again with another repair and a newer epoch.
         """
         hops, kept = repair.chain.hops, set(repair.kept)
-        sources = kv_sources(set(hops) - kept, self.last_ready_chain, self._detached, nodes, committed)
+        sources = kv_sources(set(hops) - kept, self.last_ready_chain, self._detached, committed, self._permit)
         needed = {hop.peer for hop in kept} | {source.peer for source in sources.values()}
         await self._links.close([p for p in self._links.peers if p not in needed])
         self.chain, self.epoch = repair.chain, epoch
@@ -215,7 +218,7 @@ class InferenceSession:
                 rerouted.append((i, hop))
         for i, hop in rerouted:
             replay = committed if lacking.intersection(leading_replacements(hops[i + 1 :], kept)) else 0
-            await self._links.send_watched(hop.peer, self._reroute(i, nodes, replay))
+            await self._links.send_watched(hop.peer, self._reroute(i, replay))
         await self._all_open({hop.peer for _, hop in rerouted})
         if lacking.intersection(leading_replacements(hops, kept)):
             await self._replay(tokens[:committed])
@@ -224,8 +227,12 @@ class InferenceSession:
         self._links.failed.clear()
         self._detached.clear()
 
-    def _reroute(self, index: int, nodes: Mapping[PeerId, NodeProfile], replay: int) -> Reroute:
-        return reroute_message(self.id, self.epoch, *self._neighbours(index), nodes, replay)
+    def _reroute(self, index: int, replay: int) -> Reroute:
+        """To the hop `index` of the chain; `replay`: how many tokens to replay to the hop after it."""
+        return Reroute(self.id, self.epoch, *self._neighbours(index), replay)
+
+    def _permit(self, source: PeerId, heir: PeerId) -> bytes:
+        return fetch_token(hop_key(self._secret, source), self.id, heir)
 
     async def _replay(self, tokens: Sequence[int]) -> None:
         """Replay to a new first hop what the others hold already."""
@@ -274,7 +281,7 @@ class InferenceSession:
         source: KvSource | None,
     ) -> None:
         before, after = self._neighbours(self.chain.hops.index(hop))
-        message = open_message(self.id, self.spec, hop, before, after, nodes, history, source)
+        message = open_message(self.id, self.spec, hop, before, after, history, source, hop_key(self._secret, hop.peer))
         message = msgspec.structs.replace(
             message, epoch=self.epoch, replay_silent_until=silent_until, block_hashes=list(self.block_hashes)
         )
@@ -346,5 +353,9 @@ class InferenceSession:
             raise self.mark_failed(incoming.peer, remote_error(incoming.peer, failed))
         if failed.unreachable_next_hop not in self.chain.peers:
             return None
+        if self._accusers.get(incoming.peer, failed.unreachable_next_hop) != failed.unreachable_next_hop:
+            detail = f"node {incoming.peer} reaches none of its next hops"
+            raise self.mark_failed(incoming.peer, ConnectionLost(detail))
+        self._accusers[incoming.peer] = failed.unreachable_next_hop
         # it is dead, or it will publish again
-        raise self.mark_failed(failed.unreachable_next_hop, ConnectionLost(failed.detail))
+        raise self.mark_failed(failed.unreachable_next_hop, ReportedLost(failed.detail))

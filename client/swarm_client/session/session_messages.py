@@ -6,12 +6,12 @@ Owns these messages and which KV may be transferred. Pure: `inference_session` s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import NetworkError, NodeBusy, RemoteError, WrongModel
-from swarm.messages import OpenSession, Reroute, SessionFailed, WireSampling
-from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId, Sampling
+from swarm.messages import OpenSession, SessionFailed, WireSampling
+from swarm.types import Chain, Hop, KvSource, PeerId, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,19 @@ def kv_sources(
     fresh: Collection[Hop],
     chain: Chain,
     held: Mapping[PeerId, int],
-    nodes: Mapping[PeerId, NodeProfile],
     committed: int,
+    permit: Callable[[PeerId, PeerId], bytes],
 ) -> dict[PeerId, KvSource]:
     """Replacement -> the departed node that it may fetch its KV from.
 
     `fresh`: the replacements. `held`: departed nodes of `chain` -> of how many tokens they still hold the KV.
+    `permit(source, heir)`: the token by which the heir may fetch.
     """
     return {
-        hop.peer: KvSource(old.peer, nodes[old.peer].addresses, committed)
+        hop.peer: KvSource(old.peer, committed, permit(old.peer, hop.peer))
         for hop in fresh
         for old in chain.hops
-        if (old.start, old.end) == (hop.start, hop.end) and old.peer in nodes and 0 < committed <= held.get(old.peer, 0)
+        if (old.start, old.end) == (hop.start, hop.end) and 0 < committed <= held.get(old.peer, 0)
     }
 
 
@@ -61,11 +62,12 @@ def open_message(
     hop: Hop,
     before: PeerId,
     after: PeerId,
-    nodes: Mapping[PeerId, NodeProfile],
     history: Sequence[int],
     source: KvSource | None,
+    kv_key: bytes,
 ) -> OpenSession:
-    """`before`, `after`: the peers beside `hop`, "" for the client. `history`: all tokens so far."""
+    """`before`, `after`: the peers beside `hop`, "" for the client. `history`: all tokens so far. `kv_key`: the hop's,
+    see `swarm.kv_token`."""
     tail = not after
     tail_needs_history = tail and spec.sampling.needs_history
     return OpenSession(
@@ -78,26 +80,15 @@ def open_message(
         max_tokens=spec.max_tokens,
         upstream=before,
         downstream=after,
-        downstream_addresses=_addresses(after, nodes),
         sampling=WireSampling.of(spec.sampling) if tail else None,
         num_medusa_candidates=spec.num_medusa_candidates if tail else 0,
         history=list(history) if tail_needs_history else [],
         prompt_tokens=spec.prompt_tokens if tail_needs_history else 0,
         kv_source=source.peer if source else "",
-        kv_source_addresses=list(source.addresses) if source else [],
         kv_source_tokens=source.tokens if source else 0,
+        kv_source_token=source.token if source else b"",
+        kv_key=kv_key,
     )
-
-
-def reroute_message(
-    session: bytes, epoch: int, before: PeerId, after: PeerId, nodes: Mapping[PeerId, NodeProfile], replay: int
-) -> Reroute:
-    """See `open_message`; `replay`: how many tokens to replay to the hop `after`."""
-    return Reroute(session, epoch, before, after, _addresses(after, nodes), replay)
-
-
-def _addresses(peer: PeerId, nodes: Mapping[PeerId, NodeProfile]) -> list[str]:
-    return list(nodes[peer].addresses) if peer in nodes else []
 
 
 def remote_error(peer: PeerId, failed: SessionFailed) -> NetworkError:

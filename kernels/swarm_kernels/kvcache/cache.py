@@ -8,8 +8,8 @@ Batches must run in the order in which they were scheduled, each exactly once: `
 once. If a batch fails half-way, its sessions must be closed.
 
 A session reserves, when it opens, the tokens it may commit, and reservations never exceed the pool: a session that
-holds at most `ceil(max_tokens / BLOCK_SIZE)` blocks, tree included, is never refused a block. Blocks beyond that (a
-tree on top of a full context) come from unreserved ones."""
+holds at most `ceil(max_tokens / BLOCK_SIZE)` blocks, tree included, is never refused a block, unless its reservation
+was shrunk. Blocks beyond that (a tree on top of a full context) come from unreserved ones."""
 
 from __future__ import annotations
 
@@ -128,6 +128,12 @@ class KVCacheManager:
         sequence.truncate(length, self.pool)
         sequence.max_tokens = length
 
+    def shrink(self, session: SessionKey, tokens: int) -> None:
+        """Reserve only `tokens` from now on. The session may still commit as many as before, from unreserved blocks:
+        it is refused them, by OutOfMemory, when there are none. Raises InvalidRequest."""
+        sequence = self._get(session)
+        sequence.reserved_tokens = min(sequence.reserved_tokens, max(tokens, sequence.length))
+
     def close(self, session: SessionKey) -> None:
         """Give back all sequence. Closing what is not open does nothing."""
         sequence = self._sessions.pop(session, None)
@@ -181,6 +187,8 @@ class KVCacheManager:
         sequence = self._get(session)
         if sequence.length or sequence.tree or tokens > sequence.max_tokens:
             raise InvalidRequest(f"{tokens} tokens can be imported only into an empty session that reserved as many")
+        if tokens > sequence.reserved_tokens:
+            raise InvalidRequest(f"{tokens} tokens are not reserved any more: others needed the memory")
         sequence.grow(tokens, self.pool)
         return self.block_ids(session, tokens)
 

@@ -65,10 +65,11 @@ class BlockDelta:
 class SequenceBlocks:
     """Mutable bookkeeping of one session. `check` changes nothing; what it accepted cannot fail later."""
 
-    __slots__ = ("count", "length", "max_tokens", "table", "tree", "tree_blocks", "tree_table")
+    __slots__ = ("count", "length", "max_tokens", "reserved_tokens", "table", "tree", "tree_blocks", "tree_table")
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
+        self.reserved_tokens = max_tokens  # fewer after `KVCacheManager.shrink`
         self.length = 0  # committed tokens
         self.count = 0  # committed blocks
         # Entries below `count` are never changed in place: earlier metadata holds views of this array.
@@ -81,7 +82,7 @@ class SequenceBlocks:
 
     @property
     def reserved_blocks(self) -> int:
-        return blocks_for(self.max_tokens)
+        return blocks_for(min(self.reserved_tokens, self.max_tokens))
 
     def unallocated_reservation(self, pool: BlockPool) -> int:
         """Blocks reserved and not allocated yet. A shared last block, which must be copied before the next write, is

@@ -236,6 +236,8 @@ def read_tensor(stored: StoredTensor, name: str) -> torch.Tensor:
     """Raises CorruptModel, UnsupportedModel."""
     if stored.dtype not in _DTYPES:
         raise UnsupportedModel(f"{stored.file.path}: '{name}' is stored as {stored.dtype}, which is not read")
+    if not stored.nbytes:
+        return torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
     data = torch.from_numpy(stored.file.read(stored.offset, stored.nbytes))
     return data.view(_DTYPES[stored.dtype]).reshape(stored.shape)
 

@@ -28,6 +28,8 @@ class RopeTable:
         self._dim = rope.dim or head_dim
         self._context = context_length
         self._device = device
+        if self._dim < 2 or self._dim % 2:
+            raise CorruptModel(f"the model rotates {self._dim} dimensions of a head, which must be an even number")
         try:
             self._inv_freq, self._factor = inverse_frequencies(rope, self._dim, context_length)
             if _kind(rope.scaling) == "dynamic":

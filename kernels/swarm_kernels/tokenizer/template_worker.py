@@ -15,7 +15,7 @@ import signal
 import struct
 import sys
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from jinja2 import Template
 
@@ -57,7 +57,7 @@ def pack(value: dict[str, Any]) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def receive(stream: BinaryIO) -> dict[str, Any] | None:
+def receive(stream: IO[bytes]) -> dict[str, Any] | None:
     """The next request or reply; None at the end. Raises OSError, ValueError."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 
 from swarm.config import Limits, local_swarm_file
 from swarm.errors import SwarmError, UsageError
+from swarm.net.libp2p.socket_dir import SocketDir
 from swarm.net.security.identity import Identity
 from swarm.types import LayerSpan, coverage, missing_ranges
 from swarm_node.commands.local_gateway import gateway_beside
@@ -95,9 +95,9 @@ async def run(options: LocalOptions, stop: asyncio.Event) -> None:
     if options.spans:
         _check_covered(options.spans, await asyncio.to_thread(_num_layers, options.model))
     swarm = LocalSwarm(options)
-    with tempfile.TemporaryDirectory(prefix="swarm-local-") as folder:
+    with SocketDir() as folder:
         try:
-            await swarm.start(Path(folder))
+            await swarm.start(folder)
             if await swarm.serving(stop):
                 with _announced(options.model, swarm.addresses):
                     swarm.report_ready()

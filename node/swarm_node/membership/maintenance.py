@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from swarm.errors import ClockSkew, NetworkError, OutOfMemory
 from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.types import PeerId, Snapshot
+from swarm_node.membership.acquaintances import Acquaintances
 from swarm_node.membership.policy import MembershipPolicy
 from swarm_node.network.connection import NodeNetwork
 
@@ -24,7 +25,7 @@ class MaintenanceLoop:
     """`await run()` in a task.
 
     `snapshot()`: the nodes that could be in one chain with us, ourselves included. `is_serving()`: whether we serve.
-    `move` carries out a decision to move.
+    `move` carries out a decision to move. `acquaintances`: what we have seen of the others ourselves.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class MaintenanceLoop:
         snapshot: Callable[[], Awaitable[Snapshot]],
         is_serving: Callable[[], bool],
         move: Callable[[RebalanceDecision], Awaitable[None]],
+        acquaintances: Acquaintances | None = None,
         policy: MembershipPolicy = MembershipPolicy(),
     ) -> None:
+        self._acquaintances = acquaintances or Acquaintances(network.transport.peer)
         self._network = network
         self._rebalancer = rebalancer
         self._snapshot = snapshot
@@ -57,12 +60,13 @@ class MaintenanceLoop:
             except NetworkError as error:
                 logger.info("cannot read the directory: %s", error)
                 continue
+            self._acquaintances.saw((node.peer for node in snapshot.nodes), loop.time())
             await self._check_clock(loop.time())
             if self._is_serving():
                 await self._rebalance(snapshot, loop.time())
 
     async def _rebalance(self, snapshot: Snapshot, now: float) -> None:
-        decision = self._rebalancer.observe(snapshot, now)
+        decision = self._rebalancer.observe(snapshot, now, self._acquaintances.doubts(now))
         if decision.move is None:
             logger.debug("keeps its layers: %s", decision.reason)
             return

@@ -51,6 +51,8 @@ class RttPolicy:
     """Between two rounds of pings."""
     pings_per_round: int = 8
     """Of many peers, so many in turn: bounds the traffic of a large swarm."""
+    strangers_per_round: int = 4
+    """Peers besides that have never answered: more finds invented ones sooner."""
     decay: float = 0.7
     """EWMA weight of earlier measurements."""
     max_misses: int = 3

@@ -1,18 +1,20 @@
 """Round trips to the possible next hops (ρ), measured by ping and smoothed by an EWMA.
 
-Owns the measurements and the choice of peers. Clients read the result in our record and route by it.
+Owns the measurements and the choice of peers. Clients read the result in our record and route by it. Peers that have
+never answered are pinged as well, so that `Acquaintances` learns whether they exist.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 from swarm.errors import NetworkError
 from swarm.ewma import Ewma
 from swarm.types import LayerSpan, NodeProfile, PeerId, Snapshot
+from swarm_node.membership.acquaintances import Acquaintances
 from swarm_node.membership.policy import RttPolicy
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,14 @@ class Pinger(Protocol):
 class RttMonitor:
     """`link_ms` goes into our record; `await run(...)` in a task keeps it fresh."""
 
-    def __init__(self, pinger: Pinger, own: PeerId, policy: RttPolicy = RttPolicy()) -> None:
+    def __init__(
+        self,
+        pinger: Pinger,
+        own: PeerId,
+        policy: RttPolicy = RttPolicy(),
+        acquaintances: Acquaintances | None = None,
+    ) -> None:
+        self._acquaintances = acquaintances or Acquaintances(own)
         self._policy = policy
         self._pinger = pinger
         self._own = own
@@ -58,20 +67,41 @@ class RttMonitor:
         count = self._policy.pings_per_round
         turn = self._round * count % max(1, len(peers))
         self._round += 1
+        chosen = (peers[turn:] + peers[:turn])[:count]
+        others = self._strangers(snapshot, {node.peer for node in peers})
         async with asyncio.TaskGroup() as group:
-            for node in (peers[turn:] + peers[:turn])[:count]:
+            for node in chosen:
                 group.create_task(self._ping(node))
+            for node in others:
+                group.create_task(self._meet(node))
+
+    def _strangers(self, snapshot: Snapshot, next_hops: Collection[PeerId]) -> list[NodeProfile]:
+        nodes = {node.peer: node for node in snapshot.serving() if node.peer not in next_hops}
+        waiting = [nodes[peer] for peer in self._acquaintances.strangers() if peer in nodes]
+        return waiting[: self._policy.strangers_per_round]
+
+    async def _meet(self, node: NodeProfile) -> None:
+        """Ping a peer only to see whether it answers."""
+        try:
+            await self._pinger.rtt(node.peer, node.addresses)
+        except NetworkError as error:
+            logger.debug("no answer from %s: %s", node.peer, error)
+            self._acquaintances.missed(node.peer)
+        else:
+            self._acquaintances.answered(node.peer)
 
     async def _ping(self, node: NodeProfile) -> None:
         try:
             one_way = await self._pinger.rtt(node.peer, node.addresses) / 2
         except NetworkError as error:
+            self._acquaintances.missed(node.peer)
             self._misses[node.peer] = self._misses.get(node.peer, 0) + 1
             logger.debug("no answer from %s: %s", node.peer, error)
             if self._misses[node.peer] >= self._policy.max_misses:
                 self._forget(node.peer)
             return
         self._misses.pop(node.peer, None)
+        self._acquaintances.answered(node.peer)
         self._ms.setdefault(node.peer, Ewma(self._policy.decay)).update(one_way)
 
     def _forget(self, peer: PeerId) -> None:

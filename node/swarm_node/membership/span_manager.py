@@ -17,22 +17,32 @@ from swarm.config import Limits
 from swarm.errors import NodeLeaving
 from swarm.planner.rebalancing.migration import SpanMove
 from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
+from swarm.planner.scheduling.work_model import WorkModel
 from swarm.types import LayerSpan, NodeState
 from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.draft.medusa import MedusaHeads
+from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_node.membership.hardware import Hardware, memory_for
 from swarm_node.membership.lifecycle import Lifecycle
 from swarm_node.membership.policy import MembershipPolicy
+from swarm_node.serving.compute_device import ThreadDevice
 from swarm_node.serving.drain import CoverageCheck, drain_sessions
-from swarm_node.serving.executor import Executor, ThreadDevice
+from swarm_node.serving.executor import Executor
 from swarm_node.serving.grammars import TailGrammars
 from swarm_node.serving.served_spans import ServedSpan
 from swarm_node.serving.session_server import SessionServer
 from swarm_node.serving.span_engine import SpanEngine
 
 T = TypeVar("T")
+
+
+def attention_context(config: ModelConfig) -> float:
+    """Tokens of context whose attention costs a row as many operations as the layer's matrices do."""
+    queries, hidden = config.num_heads * config.head_dim, config.hidden_size
+    matrices = hidden * (2 * queries + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size)
+    return matrices / (2.0 * queries)
 
 
 class LoadCancelled(Exception):
@@ -97,7 +107,10 @@ class SpanManager:
     def serve(self) -> None:
         """Admit sessions on the layers that were loaded last."""
         assert self.engine is not None  # `load` comes first
-        executor = Executor(self.engine, SharedDevice(self._device), self._limits.batch_tokens, self._on_batch)
+        work = WorkModel(self._hardware.calibration.cost, attention_context(self._hardware.source.config))
+        executor = Executor(
+            self.engine, SharedDevice(self._device), self._limits.batch_tokens, self._on_batch, work=work
+        )
         self._served_span = self._server.begin(self.engine, executor)
         self._executors[self._served_span] = executor
         lifecycle = self.lifecycle

@@ -59,6 +59,7 @@ class NodeStatus:
             link_ms=self.rtt_monitor.link_ms,
             version=swarm.__version__,
             pinned=bool(self.config.layers),
+            identity_proof=self.network.identity_proof(),
             published_at=now,
         )
 

@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from swarm.config import NodeConfig
 from swarm.errors import NetworkError, PeerUnreachable, WrongModel, WrongSwarm
 from swarm.messages import CloseSession, OpenSession, SessionFailed
+from swarm.net.base.tasks import TaskSet
+from swarm.net.base.tls_addresses import is_loopback
 from swarm.net.base.transport import Directory, Transport
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
+from swarm.net.security.proof_of_work import OwnProof
 from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.records import Sign
 from swarm.types import ModelId, PeerId
@@ -52,6 +55,7 @@ class Daemon:
 class NodeNetwork:
     """`failed` is set when the network is lost for good. `wall_clock`: dates the records. `remembers`: whether records
     are kept in a file.
+    `identity_proof`: of work for our identity, empty until there is one.
 
     `rebootstrap(addresses)` reconnects the directory to these peers; `check_clock()` raises ClockSkew when ours is off.
     """
@@ -65,6 +69,7 @@ class NodeNetwork:
     daemon: Daemon = Daemon()
     wall_clock: Callable[[], float] = time.time
     remembers: bool = False
+    identity_proof: Callable[[], bytes] = bytes
 
 
 Connect = Callable[[NodeConfig], AbstractAsyncContextManager[NodeNetwork]]
@@ -114,6 +119,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
             )
         await stack.enter_async_context(mdns_join.advertise(config, secret, transport.addresses, directory.rebootstrap))
         process = transport.daemon.daemon
+        proof = await stack.enter_async_context(_proving(identity, config))
         yield NodeNetwork(
             transport,
             directory,
@@ -123,7 +129,23 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
             directory.check_clock,
             Daemon(lambda: process.pid, lambda: process.restarts),
             remembers=True,
+            identity_proof=lambda: proof.current,
         )
+
+
+@asynccontextmanager
+async def _proving(identity: Identity, config: NodeConfig) -> AsyncIterator[OwnProof]:
+    """Meanwhile, have a proof of work made for this identity; not where all members are trusted or on this machine."""
+    proof = OwnProof(identity.peer, config.identity)
+    if config.secret or all(map(is_loopback, config.listen)):
+        yield proof
+        return
+    tasks = TaskSet("identity proof")
+    tasks.start(proof.run(), "run")
+    try:
+        yield proof
+    finally:
+        await tasks.close()
 
 
 async def check_peers(transport: Transport, peers: Sequence[str], served: ModelId) -> None:

@@ -14,16 +14,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from swarm.codec import Buffer
 from swarm.errors import ResourceError, SwarmError
 from swarm.planner.scheduling.batch_scheduler import BatchScheduler
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.planner.scheduling.layer_time import BatchStats
+from swarm.planner.scheduling.policy import DEFAULT_POLICY, SchedulingPolicy
+from swarm.planner.scheduling.work_model import WorkModel
 from swarm.types import LayerSpan, TokenLogprobs
+from swarm_node.serving.compute_device import ComputeDevice
 from swarm_node.serving.session import HopSession, InboundStep
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,22 @@ class StepOutput:
 
 Compute = Callable[[], Sequence[StepOutput | SwarmError]]
 """A planned batch, ready to run: one StepOutput a step, or the error of that one step."""
+
+
+@runtime_checkable
+class SlicedCompute(Protocol):
+    """A planned batch that can run in parts. Others may run in between; none of them touches its KV blocks."""
+
+    @property
+    def slices(self) -> int: ...
+
+    def run_slice(self) -> Sequence[StepOutput | SwarmError] | None:
+        """The next of `slices` parts. -> None, but for the last one."""
+        ...
+
+    def __call__(self) -> Sequence[StepOutput | SwarmError]:
+        """All that is left."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +95,16 @@ class ScheduledStep:
         return self.session.key
 
     @property
+    def share(self) -> Share:
+        return self.session.share
+
+    @property
     def rows(self) -> int:
         return self.arrival.step.rows
+
+    @property
+    def context(self) -> int:
+        return self.arrival.step.committed_before
 
     @property
     def span(self) -> LayerSpan:
@@ -102,53 +129,41 @@ class StepEngine(Protocol):
         """
         ...
 
+    def finished(self, steps: Sequence[ScheduledStep]) -> None:
+        """The batch has run, or failed. Until now blocks of its sessions must not be given to others."""
+        ...
 
-_Timed = tuple[Sequence[StepOutput | SwarmError], float]  # outputs, compute ms
-
-
-class ComputeDevice(Protocol):
-    """Where computations run, one at a time."""
-
-    def run(self, compute: Callable[[], T]) -> asyncio.Future[T]: ...
-
-    def close(self) -> None:
-        """Called when nothing runs."""
+    def layers_at_once(self, part: LayerSpan) -> int:
+        """How many layers of `part` run in one go when its batches are sliced."""
         ...
 
 
-class ThreadDevice:
-    """One thread that lives as long as the node."""
-
-    def __init__(self, name: str = "swarm-compute") -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-
-    def run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._thread, compute)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+_Timed = tuple[Sequence[StepOutput | SwarmError] | None, float]  # outputs, None of a slice; compute ms
 
 
-class InlineDevice:
-    """Computes in the event loop, `delay_s` after the call: deterministic, for a virtual clock."""
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """A batch under way. `final`: what runs now is the rest of it."""
 
-    def __init__(self, delay_s: float = 0.0) -> None:
-        self._delay_s = delay_s
+    steps: list[ScheduledStep]
+    compute: Compute
+    started: float
+    expected_ms: float
+    done: int = 0  # slices that have run
+    compute_ms: float = 0.0
+    final: bool = False
 
-    def run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
-        # A task is a future with the computation's own error in it; the executor awaits it before it closes.
-        return asyncio.get_running_loop().create_task(self._run(compute), name="batch")
-
-    async def _run(self, compute: Callable[[], T]) -> T:
-        await asyncio.sleep(self._delay_s)
-        return compute()
-
-    def close(self) -> None:
-        """Nothing to release."""
+    @property
+    def done_fraction(self) -> float:
+        return self.done / self.compute.slices if isinstance(self.compute, SlicedCompute) else 0.0
 
 
 class Executor:
-    """`await run(session, arrival)` from any task of the event loop; steps that wait together run together."""
+    """`await run(session, arrival)` from any task of the event loop; steps that wait together run together.
+
+    While clients of several shares are active a batch runs in slices, and between two of them a batch of a share that
+    is further behind may overtake it. So there is a stack of batches under way, of which the last one runs.
+    """
 
     def __init__(
         self,
@@ -157,20 +172,32 @@ class Executor:
         batch_tokens: int,
         observe: Callable[[BatchStats], None] = lambda stats: None,
         clock: Callable[[], float] = time.perf_counter,
+        work: WorkModel = WorkModel(),
+        policy: SchedulingPolicy = DEFAULT_POLICY,
     ) -> None:
         self._engine = engine
         self._device = device
         self._observe = observe
         self._clock = clock
-        self._scheduler: BatchScheduler[ScheduledStep] = BatchScheduler(batch_tokens)
+        self._policy = policy
+        self._scheduler: BatchScheduler[ScheduledStep] = BatchScheduler(batch_tokens, policy, work=work)
         self._retry_singly: deque[ScheduledStep] = deque()  # steps of a batch that was refused: one of them is invalid
+        self._under_way: list[_Batch] = []
         self._running: asyncio.Future[_Timed] | None = None
         self._start_soon: asyncio.TimerHandle | None = None
+        self._gather_until: float | None = None  # when a batch that overtakes has waited enough for its sessions
+        self._exclusive = 0  # calls of `run_exclusive` that wait
+        self._batch_ended = asyncio.Event()
         self._closed = False
 
     @property
     def waiting_rows(self) -> int:
         return self._scheduler.rows
+
+    def rows_at_once(self, session: HopSession, context: int) -> int | None:
+        """The most rows that a step of this session should hand to `run` now; None: any number."""
+        layers = self._engine.layers_at_once(session.span)
+        return self._scheduler.rows_at_once(session.share, context, layers, self._clock())
 
     async def run(self, session: HopSession, arrival: InboundStep) -> StepOutcome:
         """Compute one step. Raises SwarmError. Cancelling it forgets the step, or its result if it runs already."""
@@ -182,31 +209,46 @@ class Executor:
         self._schedule()
         return await done
 
-    def run_exclusive(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run something else on the device, in its turn among the batches."""
-        return self._device.run(work)
+    async def run_exclusive(self, work: Callable[[], T]) -> T:
+        """Run something else on the device, in its turn among the batches and not between the slices of one."""
+        self._exclusive += 1
+        try:
+            while any(not batch.final for batch in self._under_way):
+                self._batch_ended.clear()
+                await self._batch_ended.wait()
+            running = self._device.run(work)
+        finally:
+            self._exclusive -= 1
+        return await running
 
     def forget(self, key: int) -> None:
         """The session is over: no batch waits for it any more."""
         self._scheduler.forget(key)
 
     async def close(self) -> None:
-        """Wait for the running batch and close the device. Waiting steps are never answered."""
+        """Wait for what runs and close the device. Waiting steps are never answered."""
         self._closed = True
         if self._running is not None:
             await asyncio.wait([self._running])
         self._device.close()
 
     def _schedule(self) -> None:
-        """Start a batch soon, so that steps arriving together share it."""
-        if self._start_soon is None and self._running is None:
+        """Start a batch soon, so that steps arriving together share it; go on at once with one that is under way."""
+        if self._running is not None or self._closed:
+            return
+        if self._under_way:
+            self._start()
+        elif self._start_soon is None:
             self._start_soon = asyncio.get_running_loop().call_later(self._scheduler.wait_s(), self._start)
 
     def _start(self) -> None:
         self._start_soon = None
-        batch = self._next_batch()
+        batch = self._next_batch() if not self._under_way or self._overtaken(self._under_way[-1]) else []
         if not batch:
+            if self._under_way:
+                self._run(self._under_way[-1])
             return
+        self._gather_until = None
         try:
             compute = self._engine.prepare(batch)
         except SwarmError as error:
@@ -220,9 +262,20 @@ class Executor:
             _fail(batch, ResourceError(f"this batch could not be planned: {error}"))
             self._schedule()
             raise
-        started = self._clock()
-        self._running = self._device.run(partial(_timed, compute, self._clock))
-        self._running.add_done_callback(partial(self._finish, batch, started))
+        self._under_way.append(_Batch(batch, compute, self._clock(), self._scheduler.batch_ms(batch)))
+        self._run(self._under_way[-1])
+
+    def _overtaken(self, batch: _Batch) -> bool:
+        """Whether waiting steps run before the next slice of `batch`."""
+        if self._retry_singly:
+            return True
+        most = len(self._under_way) >= self._policy.max_under_way
+        if self._exclusive or most or not self._scheduler.overtakes(batch.steps, batch.done_fraction):
+            return False
+        wait_s, now = self._scheduler.wait_s(), self._clock()
+        if wait_s and self._gather_until is None:
+            self._gather_until = now + wait_s
+        return not wait_s or self._gather_until is None or now >= self._gather_until
 
     def _next_batch(self) -> list[ScheduledStep]:
         if self._closed:
@@ -233,34 +286,63 @@ class Executor:
                 return [step]
         return self._scheduler.take()
 
-    def _finish(self, batch: list[ScheduledStep], started: float, running: asyncio.Future[_Timed]) -> None:
+    def _run(self, batch: _Batch) -> None:
+        """Run its next slice, or all that is left of it."""
+        compute = batch.compute
+        if isinstance(compute, SlicedCompute) and self._sliced(batch) and batch.done + 1 < compute.slices:
+            part: Callable[[], Sequence[StepOutput | SwarmError] | None] = compute.run_slice
+        else:
+            part, batch.final = compute, True
+        self._running = self._device.run(partial(_timed, part, self._clock))
+        self._running.add_done_callback(partial(self._finish, batch))
+
+    def _sliced(self, batch: _Batch) -> bool:
+        if self._exclusive:
+            return False
+        shared = self._scheduler.contended(batch.steps[0].share, self._clock())
+        return batch.expected_ms > (self._policy.slice_ms if shared else self._policy.long_batch_ms)
+
+    def _finish(self, batch: _Batch, running: asyncio.Future[_Timed]) -> None:
         self._running = None
         error = running.exception()
         if error is not None:
             if not isinstance(error, SwarmError):
-                logger.error("a batch of %d steps failed", len(batch), exc_info=error)
+                logger.error("a batch of %d steps failed", len(batch.steps), exc_info=error)
                 error = ResourceError(f"the device failed: {error}")
-            _fail(batch, error)
+            self._end(batch)
+            _fail(batch.steps, error)
         else:
             outputs, compute_ms = running.result()
-            self._complete(batch, outputs, started, compute_ms)
+            batch.compute_ms += compute_ms
+            if outputs is None:
+                batch.done += 1
+            else:
+                self._end(batch)
+                self._complete(batch, outputs)
         self._schedule()
 
-    def _complete(
-        self, batch: list[ScheduledStep], outputs: Sequence[StepOutput | SwarmError], started: float, compute_ms: float
-    ) -> None:
-        now = self._clock()
-        alive = (step for step in batch if not step.session.closed)  # it may have ended while its step was computed
-        sessions = max(1, self._scheduler.completed(alive, now - started, now))
-        for step, output in zip(batch, outputs, strict=True):
+    def _end(self, batch: _Batch) -> None:
+        self._under_way.remove(batch)
+        self._engine.finished(batch.steps)
+        self._batch_ended.set()
+
+    def _complete(self, batch: _Batch, outputs: Sequence[StepOutput | SwarmError]) -> None:
+        now, steps = self._clock(), batch.steps
+        took_s = batch.compute_ms / 1e3 if batch.done else now - batch.started
+        paused_ms = max(0.0, (now - batch.started) * 1e3 - batch.compute_ms) if batch.done else 0.0
+        self._scheduler.settle(steps, batch.compute_ms)
+        alive = (step for step in steps if not step.session.closed)  # it may have ended while its step was computed
+        sessions = max(1, self._scheduler.completed(alive, took_s, now))
+        for step, output in zip(steps, outputs, strict=True):
             if isinstance(output, SwarmError):
                 _fail([step], output)
             elif not step.done.done():
-                step.done.set_result(StepOutcome(output, (started - step.entered) * 1e3, compute_ms, sessions))
-        self._observe(BatchStats.of(batch, compute_ms))
+                queue_ms = (batch.started - step.entered) * 1e3 + paused_ms
+                step.done.set_result(StepOutcome(output, queue_ms, batch.compute_ms, sessions))
+        self._observe(BatchStats.of(steps, batch.compute_ms))
 
 
-def _timed(compute: Compute, clock: Callable[[], float]) -> _Timed:
+def _timed(compute: Callable[[], Sequence[StepOutput | SwarmError] | None], clock: Callable[[], float]) -> _Timed:
     started = clock()
     outputs = compute()
     return outputs, (clock() - started) * 1e3

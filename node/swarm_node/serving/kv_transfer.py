@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import Protocol
 
 from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import InvalidRequest, NetworkError, PeerUnreachable, ProtocolError, SwarmError
 from swarm.messages import MAX_KV_BLOCKS, KvBlocks, KvFetch, SessionFailed
 from swarm.net.base.tasks import TaskSet
-from swarm.net.pool.violations import ProtocolViolations
 from swarm.types import KvSource, PeerId
+from swarm_node.serving.hop_dialer import HopDialer
 from swarm_node.serving.policy import SessionPolicy
 from swarm_node.serving.quotas import Quotas
 from swarm_node.serving.served_spans import ServedSpan
@@ -29,29 +28,19 @@ logger = logging.getLogger(__name__)
 _Key = tuple[bytes, int, int]  # session, layer, first block
 
 
-class ConnectionSource(Protocol):
-    """The connections of this node, as `net.pool` keeps them."""
-
-    violations: ProtocolViolations
-
-    async def get(self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float | None = None) -> PeerChannel:
-        """Raises PeerUnreachable, after `timeout_s` at the latest."""
-        ...
-
-
 class KvTransfer:
     """One a node."""
 
     def __init__(
         self,
-        pool: ConnectionSource,
+        dialer: HopDialer,
         limits: Limits,
         quotas: Quotas,
         scope: TaskSet,
         policy: SessionPolicy = SessionPolicy(),
     ) -> None:
         self._policy = policy
-        self._pool = pool
+        self._dialer = dialer
         self._limits = limits
         self._quotas = quotas
         self._scope = scope
@@ -96,9 +85,9 @@ class KvTransfer:
         """Fetch the first tokens of `session` from `source`. False, and nothing has changed, if that fails."""
         try:
             async with asyncio.timeout(self._policy.kv_transfer_timeout_s):
-                link = await self._pool.get(source.peer, source.addresses, self._limits.next_hop_dial_timeout_s)
+                link = await self._dialer.get(session.client.peer, source.peer)
                 served_span.engine.import_blocks(session.key, source.tokens)
-                await self._fetch_all(link, session, served_span, source.tokens)
+                await self._fetch_all(link, session, served_span, source)
         except (TimeoutError, NetworkError, InvalidRequest, ExceptionGroup) as error:
             if isinstance(error, ExceptionGroup) and error.split(NetworkError)[1] is not None:
                 raise
@@ -109,14 +98,17 @@ class KvTransfer:
         served_span.computed(session.key, source.tokens)
         return True
 
-    async def _fetch_all(self, link: PeerChannel, session: HopSession, served_span: ServedSpan, tokens: int) -> None:
+    async def _fetch_all(
+        self, link: PeerChannel, session: HopSession, served_span: ServedSpan, source: KvSource
+    ) -> None:
         """Raises NetworkError, or several as a group."""
+        tokens = source.tokens
         write = served_span.engine.writer(session.key, tokens)
         in_flight = asyncio.Semaphore(self._policy.kv_requests_in_flight)
 
         async def fetch(layer: int, block: int, count: int) -> None:
             async with in_flight:
-                body = await self._request(link, KvFetch(session.id, layer, block, count, tokens))
+                body = await self._request(link, KvFetch(session.id, layer, block, count, tokens, source.token))
                 if len(memoryview(body)) != count * served_span.engine.block_bytes:
                     raise PeerUnreachable(f"{link.peer} sent {len(memoryview(body))} bytes for {count} blocks")
                 await served_span.executor.run_exclusive(partial(write, layer, block, bytes(body)))

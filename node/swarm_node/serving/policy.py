@@ -11,6 +11,14 @@ class SessionPolicy:
     """A detached session's KV cache waits so long for a transfer: longer spares more replays, and holds memory."""
     max_unread_replies: int = 32
     """Replies per peer that wait for it to read; more are dropped."""
+    opens_per_s: float = 10.0
+    """Sessions that one share may open: short requests in a row against a flood of opens."""
+    opens_burst: float = 64.0
+    """... at once: an outline, or a gateway whose queue is released."""
+    opens_debt_s: float = 10.0
+    """A share so far above its rate breaks the protocol, since it does not heed refusals."""
+    wrong_open_cost: float = 4.0
+    """Further opens that one counts as which names another model or layers that are not here."""
     min_retry_after_s: float = 0.5
     """Clients that are refused come back no sooner than this ..."""
     max_retry_after_s: float = 30.0

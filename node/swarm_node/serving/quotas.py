@@ -1,6 +1,6 @@
-"""How much one untrusted peer may take: sessions and unread replies.
+"""How much one untrusted peer may take: sessions and unread replies; how often its share may open sessions.
 
-Owns the counters per peer, and the estimate of when there is room again. Uses neither sockets nor sessions;
+Owns the counters per peer and share, and the estimate of when there is room again. Uses neither sockets nor sessions;
 connections and protocol violations are counted by the pool.
 """
 
@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from swarm.config import Limits
-from swarm.errors import NodeBusy
+from swarm.errors import NodeBusy, ProtocolError
 from swarm.ewma import Ewma
+from swarm.planner.scheduling.fair_shares import Share
+from swarm.token_bucket import KeyedBuckets
 from swarm.types import PeerId
 from swarm_node.serving.policy import SessionPolicy
 
@@ -28,12 +30,29 @@ class Quotas:
         self._clock = clock
         self._ended_at: float | None = None
         self._end_interval_s = Ewma(policy.session_end_decay, 1.0)
+        self._opens = KeyedBuckets(policy.opens_per_s, policy.opens_burst)
         self._sessions: Counter[PeerId] = Counter()
         self._replies: Counter[PeerId] = Counter()
 
     @property
     def sessions(self) -> int:
         return self._sessions.total()
+
+    def take_open(self, share: Share) -> None:
+        """Raises NodeBusy above the rate at which a share may open sessions, and ProtocolError far above it."""
+        if share.first:
+            return
+        wait_s = self._opens.spend((share.block, share.member), 1.0, self._clock())
+        if wait_s > self._policy.opens_debt_s:
+            raise ProtocolError(f"sessions are opened far above {self._policy.opens_per_s:g} a second")
+        if wait_s > 0.0:
+            sentence = f"more than {self._policy.opens_per_s:g} sessions a second are opened from where you are"
+            raise NodeBusy(sentence, retry_after_s=min(wait_s, self._policy.max_retry_after_s))
+
+    def take_wrong_open(self, share: Share) -> None:
+        """One that could not be served costs more: a client reads our record before it opens a session."""
+        if not share.first:
+            self._opens.spend((share.block, share.member), self._policy.wrong_open_cost, self._clock())
 
     def take_session(self, peer: PeerId) -> None:
         """Raises NodeBusy when the node, or `peer` on it, holds its most sessions."""

@@ -5,8 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarm.errors import ConnectionLost
-from swarm.messages import ProgressReport, SessionFailed
+from swarm.errors import ConnectionLost, NodeBusy, SwarmError
+from swarm.messages import (
+    AnyMessage,
+    DropInFlight,
+    KvFetch,
+    OpenSession,
+    ProgressReport,
+    Reroute,
+    SessionFailed,
+    Step,
+)
 from swarm.net.base.tasks import TaskSet
 from swarm_node.serving.quotas import Quotas
 from swarm_node.serving.session import PeerChannel
@@ -34,3 +43,17 @@ class ReplySender:
             logger.debug("%s did not read: %s", peer.peer, message)
         finally:
             self._quotas.give_reply(peer.peer)
+
+
+def failure(session: bytes, error: SwarmError, epoch: int) -> SessionFailed:
+    retry = error.retry_after_s if isinstance(error, NodeBusy) else 0.0
+    return SessionFailed(session, error.code, str(error)[:1024], retry, epoch=epoch)
+
+
+def unknown_session(message: Step | Reroute | KvFetch) -> SessionFailed:
+    sentence = "this node holds no such session"
+    return SessionFailed(message.session, "unknown_session", sentence, epoch=epoch_of(message))
+
+
+def epoch_of(message: AnyMessage) -> int:
+    return message.epoch if isinstance(message, Step | OpenSession | Reroute | DropInFlight) else 0

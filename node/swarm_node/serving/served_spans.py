@@ -54,6 +54,10 @@ class SpanEngineApi(StepEngine, Protocol):
         """The session has ended; retain its first `length` tokens for forks."""
         ...
 
+    def shrink(self, key: int, max_tokens: int) -> None:
+        """Reserve only so many tokens from now on; the session may hold more while there are free blocks."""
+        ...
+
     def release(self, key: int) -> None: ...
 
     def prune(self, key: int, slots: Sequence[int]) -> None: ...
@@ -106,8 +110,16 @@ class ServedSpan:
         self.empty.set()
         self.prefixes = PrefixCache(self.engine.capacity_tokens, self._computed.__getitem__)
 
-    def admit(self, session: HopSession, prefix: Sequence[bytes], retry_after_s: float) -> int:
+    def admit(
+        self,
+        session: HopSession,
+        prefix: Sequence[bytes],
+        retry_after_s: float,
+        make_room: Callable[[], bool] | None = None,
+    ) -> int:
         """Admit a session. -> the one whose first `session.committed` tokens it shares, -1 if none.
+
+        `make_room()`: take back memory of others, if that is enough.
 
         Raises ContextOverflow, OutOfMemory (it never fits) or NodeBusy (not now).
         """
@@ -126,6 +138,9 @@ class ServedSpan:
                 old = self.prefixes.evict_candidate()
                 if max_tokens > self.engine.capacity_tokens:
                     raise
+                if old is None and make_room is not None and make_room():
+                    make_room = None  # once
+                    continue
                 if old is None:
                     text = f"no room for {max_tokens} tokens now: {error}"
                     raise NodeBusy(text, retry_after_s=retry_after_s) from None

@@ -14,15 +14,18 @@ from typing import Protocol
 
 import msgspec
 
+from swarm import kv_token
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
 from swarm.messages import MAX_HOPS, AnyMessage, DropInFlight, OpenSession, ProgressReport, Reroute, Step
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import KvSource, LayerSpan, PeerId, Sampling
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_kernels.sampling.validate import validate_sampling
 from swarm_node.serving.token_history import StepTokens, TokenHistory
 
 MAX_WAITING_STEPS = 64  # of one session; a client with more in flight ignores our replies
+NO_SHARE = Share()
 PREVIOUS_UPSTREAMS = 8  # that may send a late step without a protocol violation
 
 
@@ -31,6 +34,11 @@ class PeerChannel(Protocol):
 
     @property
     def peer(self) -> PeerId: ...
+
+    @property
+    def remote(self) -> str:
+        """The IP address that the peer was seen at, "" if it is unknown."""
+        ...
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
         """Raises ConnectionLost."""
@@ -67,11 +75,13 @@ class HopSession:
     client: PeerChannel
     upstream: PeerId
     downstream: PeerId  # "" on the tail
-    downstream_addresses: tuple[str, ...]
     span: LayerSpan
     rows: ActivationSpec
     max_tokens: int
     sampling: Sampling
+    share: Share = NO_SHARE  # on whose account its steps run
+    reserved: int = 0  # tokens of KV memory; less than `max_tokens` once others needed the rest
+    active_s: float = 0.0  # when its last step came, by the server's clock
     history: TokenHistory | None = None  # of a tail whose sampling depends on it
     grammar: GrammarState | None = None  # of `sampling.grammar`, once it is compiled; for one thread at a time
     num_medusa_candidates: int = 0  # of each Medusa head, with every sampled token
@@ -86,6 +96,7 @@ class HopSession:
     stalled: bool = False  # the next hop is lost: steps are dropped until a Reroute names another
     notified_epoch: int = 0  # of the step for which the client was last notified of it
     sending: asyncio.Timeout | None = None  # around a send to the next hop
+    kv_key: bytes = b""  # for the token of who may fetch its keys and values, once it is detached
     kv_source: KvSource | None = None
     detached: bool = False  # it goes on elsewhere; its KV cache is kept for a transfer
     closed: bool = False
@@ -93,7 +104,9 @@ class HopSession:
     waiting: asyncio.Queue[InboundStep | Reroute] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_STEPS))
 
     @classmethod
-    def of(cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec) -> HopSession:
+    def of(
+        cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec, share: Share = NO_SHARE
+    ) -> HopSession:
         """Raises InvalidRequest for sampling parameters out of range, ProtocolError for an impossible history."""
         sampling, history = Sampling(), None
         if message.end == rows.num_layers and message.sampling is not None:
@@ -106,17 +119,18 @@ class HopSession:
             client=client,
             upstream=message.upstream or client.peer,
             downstream=message.downstream,
-            downstream_addresses=tuple(message.downstream_addresses),
             span=LayerSpan(message.start, message.end),
             rows=rows,
             max_tokens=message.max_tokens,
             sampling=sampling,
+            share=share,
             history=history,
             num_medusa_candidates=message.num_medusa_candidates,
             replay_silent_until=message.replay_silent_until,
             epoch=message.epoch,
             ran_epoch=message.epoch,
-            kv_source=KvSource(message.kv_source, tuple(message.kv_source_addresses), message.kv_source_tokens)
+            kv_key=message.kv_key,
+            kv_source=KvSource(message.kv_source, message.kv_source_tokens, message.kv_source_token)
             if message.kv_source_tokens
             else None,
         )
@@ -140,6 +154,10 @@ class HopSession:
     def allows(self, sender: PeerId) -> bool:
         """Whether `sender` may send steps."""
         return sender in (self.upstream, self.client.peer)
+
+    def allows_fetch(self, heir: PeerId, token: bytes) -> bool:
+        """Whether the client has named `heir` to go on with this session."""
+        return kv_token.allows(self.kv_key, self.id, heir, token)
 
     def arrive(self, sender: PeerId, arrival: InboundStep) -> None:
         """Queue a step of `sender`. Raises ProtocolError when its form is wrong and NodeBusy when too many wait.

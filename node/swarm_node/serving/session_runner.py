@@ -11,15 +11,19 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from swarm.codec import Buffer
 from swarm.config import Limits
-from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
+from swarm.errors import ConnectionLost, NetworkError, OutOfMemory, PeerUnreachable, ProtocolError
 from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
+from swarm.planner.scheduling.fair_shares import Share
 from swarm_kernels.sampling.grammar import TokenMask
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.executor import StepOutcome
-from swarm_node.serving.kv_transfer import ConnectionSource, KvTransfer
+from swarm_node.serving.hop_dialer import HopDialer
+from swarm_node.serving.kv_transfer import KvTransfer
 from swarm_node.serving.served_spans import ServedSpan
 from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
+from swarm_node.serving.step_cutter import cut, join
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +47,14 @@ class Counters:
 class SessionRunner:
     """One per node. `reply` sends a message without waiting for its peer to read."""
 
-    pool: ConnectionSource
+    dialer: HopDialer
     limits: Limits
     logs: ActivationLog
     counters: Counters
     reply: Callable[[PeerChannel, SessionFailed], None]
     kv_transfer: KvTransfer
+    make_room: Callable[[ServedSpan, Share, int], bool]
+    """See `AdmissionControl.make_room`."""
 
     async def run(self, session: HopSession, served_span: ServedSpan) -> None:
         """Until the session is over, or its task cancelled. Raises SwarmError, TimeoutError when nothing comes."""
@@ -84,9 +90,7 @@ class SessionRunner:
         if session.tail:
             return
         try:
-            session.next_hop = await self.pool.get(
-                session.downstream, session.downstream_addresses, self.limits.next_hop_dial_timeout_s
-            )
+            session.next_hop = await self.dialer.get(session.client.peer, session.downstream)
         except PeerUnreachable as error:
             logger.info("the client relays for session %s: %s", session.id.hex(), error)
             session.next_hop = session.client
@@ -103,11 +107,7 @@ class SessionRunner:
             served_span.computed(session.key, step.committed_before)
             self.logs.rollback(session.key, step.committed_before)
         session.started_s = asyncio.get_running_loop().time()
-        tokens = session.history.apply(step) if session.history is not None else None
-        masks: Sequence[TokenMask | None] = ()
-        if session.grammar is not None and tokens is not None:
-            masks = await served_span.engine.grammar_masks(session.grammar, tokens, session.client.peer)
-        outcome = await served_span.executor.run(session, InboundStep(step, arrival.body, tokens, masks))
+        outcome = await self._compute(session, served_span, step, arrival.body)
         session.started_s = None
         served_span.computed(session.key, session.committed)
         self.counters.steps += 1
@@ -115,6 +115,28 @@ class SessionRunner:
             self.logs.append(session.key, step, outcome.output.body)
         if not session.is_replay(step):
             await self._deliver(session, arrival.step, outcome)
+
+    async def _compute(self, session: HopSession, served_span: ServedSpan, step: Step, body: Buffer) -> StepOutcome:
+        """Run a step that was admitted, in pieces while others wait for the device."""
+        pieces: list[StepOutcome] = []
+        rest: tuple[Step, Buffer] | None = (step, body)
+        while rest is not None:
+            rows = served_span.executor.rows_at_once(session, rest[0].committed_before)
+            (piece, part), rest = cut(*rest, rows or rest[0].rows)
+            tokens = session.history.apply(piece) if session.history is not None else None
+            masks: Sequence[TokenMask | None] = ()
+            if session.grammar is not None and tokens is not None:
+                masks = await served_span.engine.grammar_masks(session.grammar, tokens, session.client.peer)
+            pieces.append(await self._run_piece(session, served_span, InboundStep(piece, part, tokens, masks)))
+        return join(pieces)
+
+    async def _run_piece(self, session: HopSession, served_span: ServedSpan, piece: InboundStep) -> StepOutcome:
+        try:
+            return await served_span.executor.run(session, piece)
+        except OutOfMemory:  # its reservation was shrunk, or it has a tree on top of a full context
+            if not self.make_room(served_span, session.share, piece.step.rows + len(piece.step.commit_slots)):
+                raise
+        return await served_span.executor.run(session, piece)
 
     async def _deliver(self, session: HopSession, step: Step, outcome: StepOutcome) -> None:
         """Send the output with the step's own `committed_before` and `commit_slots`: each hop applies them itself."""
@@ -187,7 +209,6 @@ class SessionRunner:
         rows = self.logs.replay(session.key, message.replay) if message.replay else iter(())
         if message.downstream != session.downstream or session.stalled or message.replay:
             session.downstream = message.downstream
-            session.downstream_addresses = tuple(message.downstream_addresses)
             session.next_hop, session.stalled = None, False
             await self._connect(session)
         await session.client.send(SessionOpened(session.id, session.next_hop is session.client, message.epoch))

@@ -27,7 +27,6 @@ from swarm.errors import (
     ProtocolError,
     ResourceError,
     SwarmError,
-    WrongModel,
 )
 from swarm.messages import (
     AnyMessage,
@@ -43,16 +42,20 @@ from swarm.messages import (
     Step,
 )
 from swarm.net.base.tasks import TaskSet
-from swarm.types import LayerSpan, ModelId
+from swarm.types import LayerSpan, ModelId, PeerId
 from swarm_node.serving.activation_log import ActivationLog
+from swarm_node.serving.admission import AdmissionControl
 from swarm_node.serving.executor import Executor
-from swarm_node.serving.kv_transfer import ConnectionSource, KvTransfer
+from swarm_node.serving.hop_dialer import AddressesOf, HopDialer, no_records
+from swarm_node.serving.kv_transfer import KvTransfer
+from swarm_node.serving.links import Links
 from swarm_node.serving.policy import SessionPolicy
 from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.reply_sender import ReplySender
+from swarm_node.serving.reply_sender import ReplySender, epoch_of, failure, unknown_session
 from swarm_node.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
 from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
 from swarm_node.serving.session_runner import Counters, SessionRunner
+from swarm_node.serving.shares import SharePlaces
 
 logger = logging.getLogger(__name__)
 
@@ -63,31 +66,51 @@ class SessionServer:
     def __init__(
         self,
         served: ModelId,
-        pool: ConnectionSource,
+        pool: Links,
         limits: Limits,
         on_load: Callable[[], None] = lambda: None,
         policy: SessionPolicy = SessionPolicy(),
+        addresses_of: AddressesOf = no_records,
+        places: SharePlaces | None = None,
     ) -> None:
-        """`on_load()` is called when the number of sessions changes."""
+        """`on_load()` is called when the number of sessions changes. `addresses_of`: of the peers that clients name.
+        `places`: whose account sessions go on."""
         self.counters = Counters()
         self._logs = ActivationLog(limits.activation_log_bytes)
         self.served_spans = ServedSpans(on_released=self._logs.close)
         self.served = served
         self._policy = policy
         self._on_load = on_load
-        self._quotas = Quotas(limits, policy)
+        self._quotas = Quotas(limits, policy, _loop_time)
         self._violations = pool.violations
         self._sessions: dict[bytes, HopSession] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._keys = itertools.count()
-        self._refusal: Callable[[], SwarmError] | None = None
+        self._admission = AdmissionControl(
+            served,
+            self.served_spans,
+            self._quotas,
+            places or SharePlaces(clock=_loop_time),
+            limits,
+            self._live,
+            self._fail,
+            _loop_time,
+        )
         self._empty = asyncio.Event()
         self._empty.set()
         self._scope = TaskSet("service")
         self._replies = ReplySender(self._scope, self._quotas, limits.dial_timeout_s)
-        self._kv_transfer = KvTransfer(pool, limits, self._quotas, self._scope, policy)
+        self._unasked = pool.unasked
+        dialer = HopDialer(pool, addresses_of, limits.next_hop_dial_timeout_s)
+        self._kv_transfer = KvTransfer(dialer, limits, self._quotas, self._scope, policy)
         self._runner = SessionRunner(
-            pool, limits, self._logs, self.counters, self._replies.send_best_effort, self._kv_transfer
+            dialer,
+            limits,
+            self._logs,
+            self.counters,
+            self._replies.send_best_effort,
+            self._kv_transfer,
+            self._admission.make_room,
         )
 
     async def __aenter__(self) -> SessionServer:
@@ -103,6 +126,10 @@ class SessionServer:
     @property
     def sessions(self) -> int:
         return len(self._sessions)
+
+    def uses(self, peer: PeerId) -> bool:
+        """Whether a session that runs here needs the connections with `peer`."""
+        return any(peer in (s.client.peer, s.upstream, s.downstream) for s in self._sessions.values())
 
     @property
     def logged_bytes(self) -> int:
@@ -120,12 +147,12 @@ class SessionServer:
 
     def refuse(self, why: Callable[[], SwarmError] | None) -> None:
         """Refuse new sessions with the error that `why()` makes; None: take them again. Open sessions go on."""
-        self._refusal = why
+        self._admission.refusal = why
 
     @property
     def refusing(self) -> bool:
         """Whether `refuse` is in force."""
-        return self._refusal is not None
+        return self._admission.refusal is not None
 
     def idle(self, served_span: ServedSpan | None = None) -> bool:
         """Whether no session is open (in `served_span`)."""
@@ -142,13 +169,13 @@ class SessionServer:
 
         Their KV cache is kept for `SessionPolicy.detached_ttl_s`, or until their clients close them.
         """
-        evicted = [
-            s for s in self._sessions.values() if (served_span is None or s.key in served_span.keys) and where(s.span)
-        ]
-        evicted = [session for session in evicted if not session.detached]
+        evicted = [s for s in self._live() if (served_span is None or s.key in served_span.keys) and where(s.span)]
         for session in evicted:
             self._detach(session, why)
         return len(evicted)
+
+    def _live(self) -> list[HopSession]:
+        return [session for session in self._sessions.values() if not session.detached]
 
     # Frames ----------------------------------------------------------------------------------------------------------
 
@@ -164,17 +191,17 @@ class SessionServer:
                 case OpenSession():
                     self._on_open(connection, message)
                 case DropInFlight():
-                    session = self._owned(connection, message.session)
+                    session = self._owned(connection, message)
                     if session is not None:
                         self._prune(session, message)
                 case Reroute():
                     self._on_reroute(connection, message)
                 case ProgressQuery():
-                    session = self._owned(connection, message.session)
+                    session = self._owned(connection, message)
                     if session is not None:
                         self._replies.send_best_effort(connection, session.progress())
                 case CloseSession():
-                    session = self._owned(connection, message.session)
+                    session = self._owned(connection, message)
                     if session is not None:
                         self._drop(session, message.retain_prefix)
                 case SessionFailed():
@@ -203,8 +230,9 @@ class SessionServer:
         """Raises ProtocolError."""
         session = self._sessions.get(message.session)
         served_span = self.served_spans.of(session.key) if session is not None and session.detached else None
-        if session is None or served_span is None:
-            self._replies.send_best_effort(connection, _unknown_session(message))
+        if session is None or served_span is None or not session.allows_fetch(connection.peer, message.token):
+            self._unasked(connection.peer, "a fetch of what it may not have")
+            self._replies.send_best_effort(connection, unknown_session(message))
             return
         self._kv_transfer.serve(connection, session, served_span, message)
 
@@ -222,23 +250,28 @@ class SessionServer:
         if self._violations.record(connection.peer, error):
             raise error
         if not isinstance(message, OutsideSessions):
-            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
+            self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
 
-    def _owned(self, connection: PeerChannel, session_id: bytes) -> HopSession | None:
+    def _owned(
+        self, connection: PeerChannel, message: DropInFlight | Reroute | ProgressQuery | CloseSession
+    ) -> HopSession | None:
         """The session if the sender is its client; None when it is gone already."""
-        session = self._sessions.get(session_id)
-        if session is not None and session.client.peer != connection.peer:
+        session = self._sessions.get(message.session)
+        if session is None and not isinstance(message, CloseSession):  # clients close what was refused, to be sure
+            self._unasked(connection.peer, "a message for a session that is not here")
+        elif session is not None and session.client.peer != connection.peer:
             raise ProtocolError("only its client may close, prune or reroute a session")
         return session
 
     def _on_step(self, connection: PeerChannel, step: Step, body: Buffer) -> None:
         session = self._sessions.get(step.session)
         if session is None:
-            # No violation: steps may be in flight when a session ends.
-            self._replies.send_best_effort(connection, _unknown_session(step))
+            # No violation: steps may be in flight when a session ends, and a hop forwards what its client made it.
+            self._replies.send_best_effort(connection, unknown_session(step))
             return
         if session.detached:
             return  # its client was notified
+        session.active_s = _loop_time()
         try:
             session.arrive(connection.peer, InboundStep(step, body))
         except ProtocolError as error:
@@ -255,9 +288,9 @@ class SessionServer:
             served_span.engine.prune(session.key, message.slots)
 
     def _on_reroute(self, connection: PeerChannel, message: Reroute) -> None:
-        session = self._owned(connection, message.session)
+        session = self._owned(connection, message)
         if session is None or session.detached:
-            self._replies.send_best_effort(connection, _unknown_session(message))
+            self._replies.send_best_effort(connection, unknown_session(message))
             return
         try:
             session.redirect(message)
@@ -276,41 +309,13 @@ class SessionServer:
                 raise ProtocolError("this session belongs to another client")
             self._drop(previous)  # its client reopens it along another chain
         try:
-            served_span = self._find(message)
-            session = self._admit(served_span, connection, message)
+            session, served_span, parent = self._admission.admit(connection, message, next(self._keys))
         except ProtocolError:
             raise
         except SwarmError as error:
             self.counters.refused += 1
-            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
+            self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
             return
-        self._tasks[session.key] = self._scope.start(self._run(session, served_span), f"session {session.key}")
-
-    def _find(self, message: OpenSession) -> ServedSpan:
-        """The loaded span that can serve the request. Raises SwarmError."""
-        served = self.served
-        if message.model != served.model:
-            raise WrongModel(f"this node serves {served.model}, not {message.model}")
-        if message.weight_hash != served.weight_hash:
-            raise WrongModel(f"this node's weights of {served.model} hash to {served.weight_hash}")
-        if message.dtype != served.dtype:
-            raise WrongModel(f"this node computes in {served.dtype}, not in {message.dtype}")
-        if self._refusal is not None:
-            raise self._refusal()
-        served_span = self.served_spans.find(message.start, message.end)
-        if bool(message.downstream) == (message.end == served_span.engine.rows.num_layers):
-            raise ProtocolError("a hop has a next one unless it holds the last layer")
-        return served_span
-
-    def _admit(self, served_span: ServedSpan, connection: PeerChannel, message: OpenSession) -> HopSession:
-        """Reserve what a session needs and register it. Raises SwarmError."""
-        session = HopSession.of(message, connection, next(self._keys), served_span.engine.rows)
-        self._quotas.take_session(connection.peer)
-        try:
-            parent = served_span.admit(session, message.block_hashes, self._quotas.retry_after_s)
-        except SwarmError:
-            self._quotas.give_session(connection.peer)
-            raise
         if not session.tail and session.committed:
             self._logs.fork(parent, session.key, session.committed)
         elif not session.tail:
@@ -319,7 +324,7 @@ class SessionServer:
         self._empty.clear()
         self.counters.sessions += 1
         self._on_load()
-        return session
+        self._tasks[session.key] = self._scope.start(self._run(session, served_span), f"session {session.key}")
 
     async def _run(self, session: HopSession, served_span: ServedSpan) -> None:
         try:
@@ -340,9 +345,9 @@ class SessionServer:
         if task is not None:
             task.cancel()
         self._record_failure(session, why)
-        failure = _failure(session.id, why, session.epoch)
+        left = failure(session.id, why, session.epoch)
         self._replies.send_best_effort(
-            session.client, msgspec.structs.replace(failure, kv_retained_tokens=session.committed)
+            session.client, msgspec.structs.replace(left, kv_retained_tokens=session.committed)
         )
         self._scope.start(self._forget(session), f"detached session {session.key}")
 
@@ -356,7 +361,7 @@ class SessionServer:
             return
         self._drop(session)
         self._record_failure(session, error)
-        self._replies.send_best_effort(session.client, _failure(session.id, error, session.epoch))
+        self._replies.send_best_effort(session.client, failure(session.id, error, session.epoch))
 
     def _record_failure(self, session: HopSession, error: SwarmError) -> None:
         self.counters.failed += 1
@@ -384,15 +389,5 @@ class SessionServer:
         self._on_load()
 
 
-def _failure(session: bytes, error: SwarmError, epoch: int) -> SessionFailed:
-    retry = error.retry_after_s if isinstance(error, NodeBusy) else 0.0
-    return SessionFailed(session, error.code, str(error)[:1024], retry, epoch=epoch)
-
-
-def _unknown_session(message: Step | Reroute | KvFetch) -> SessionFailed:
-    sentence = "this node holds no such session"
-    return SessionFailed(message.session, "unknown_session", sentence, epoch=_epoch(message))
-
-
-def _epoch(message: AnyMessage) -> int:
-    return message.epoch if isinstance(message, Step | OpenSession | Reroute | DropInFlight) else 0
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from swarm.errors import ContextOverflow, SwarmError, UnsupportedRequest
+from swarm.planner.scheduling.policy import SchedulingPolicy
 from swarm.types import Grammar, LayerSpan, PeerId
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.draft.medusa import MedusaHeads
@@ -24,6 +25,38 @@ from swarm_node.serving.grammars import TailGrammars
 from swarm_node.serving.session import ActivationSpec
 from swarm_node.serving.tail_sampler import TailSampler
 from swarm_node.serving.token_history import StepTokens
+
+MAX_SLICES = SchedulingPolicy().max_slices
+
+
+class SpanBatch:
+    """See `executor.SlicedCompute`: a few layers at a time. Called in the compute thread."""
+
+    def __init__(self, engine: SpanEngine, steps: Sequence[ScheduledStep], plan: AttentionMetadata) -> None:
+        self._engine = engine
+        self._steps = steps
+        self._plan = plan
+        self._left = steps[0].span  # one for all steps of a batch
+        self._layers = engine.layers_at_once(self._left)
+        self._hidden: torch.Tensor | None = None  # [rows, hidden], after the layers that have run
+        self.slices = -(-len(self._left) // self._layers)
+
+    def run_slice(self) -> Sequence[StepOutput | SwarmError] | None:
+        return self._run(min(self._left.start + self._layers, self._left.end))
+
+    def __call__(self) -> Sequence[StepOutput | SwarmError]:
+        outputs = self._run(self._left.end)
+        assert outputs is not None  # no layer is left
+        return outputs
+
+    def _run(self, end: int) -> Sequence[StepOutput | SwarmError] | None:
+        hidden = self._engine.input(self._steps) if self._hidden is None else self._hidden
+        start, last = self._left.start, self._left.end
+        self._hidden = self._engine.forward(hidden, self._plan, LayerSpan(start, end))
+        if end < last:
+            self._left = LayerSpan(end, last)
+            return None
+        return self._engine.outputs(self._steps, self._hidden, self._plan)
 
 
 class SpanEngine:
@@ -42,6 +75,9 @@ class SpanEngine:
         self._grammars = grammars
         self._tail_sampler = TailSampler(span, heads)
         self.cache = cache
+        self._deferred: dict[
+            int, list[Callable[[], None]]
+        ] = {}  # by session of a batch: what to do when it is finished
         config = span.config
         self.rows = ActivationSpec(config.num_layers, config.hidden_size, span.dtype.itemsize, config.vocab_size)
 
@@ -80,13 +116,16 @@ class SpanEngine:
         self.cache.fork(_key(parent), _key(key), max_tokens, length)
 
     def freeze_prefix(self, key: int, length: int) -> None:
-        self.cache.freeze_prefix(_key(key), length)
+        self._unless_computing(key, partial(self.cache.freeze_prefix, _key(key), length))
+
+    def shrink(self, key: int, max_tokens: int) -> None:
+        self.cache.shrink(_key(key), max_tokens)
 
     def release(self, key: int) -> None:
-        self.cache.close(_key(key))
+        self._unless_computing(key, partial(self.cache.close, _key(key)))
 
     def prune(self, key: int, slots: Sequence[int]) -> None:
-        self.cache.prune(_key(key), slots)
+        self._unless_computing(key, partial(self.cache.prune, _key(key), slots))
 
     def rollback(self, key: int, length: int) -> None:
         self.cache.rollback(_key(key), length)
@@ -133,12 +172,36 @@ class SpanEngine:
                     step.commit_slots,
                 )
             )
-        return partial(self._compute, steps, self.cache.schedule(requests))
+        plan = self.cache.schedule(requests)
+        self._deferred.update({scheduled.session.key: [] for scheduled in steps})
+        return SpanBatch(self, steps, plan)
+
+    def layers_at_once(self, part: LayerSpan) -> int:
+        if self._span.device.type != "cpu":
+            return len(part)  # a GPU's layers are captured as one graph, and take a millisecond
+        return min(len(part), -(-len(self._span.layers) // MAX_SLICES))
+
+    def finished(self, steps: Sequence[ScheduledStep]) -> None:
+        for scheduled in steps:
+            for action in self._deferred.pop(scheduled.session.key, ()):
+                action()
+
+    def _unless_computing(self, key: int, action: Callable[[], None]) -> None:
+        """Do what frees blocks of a session: at once, or when the batch is finished that still writes to them."""
+        if key in self._deferred:
+            self._deferred[key].append(action)
+        else:
+            action()
 
     @torch.inference_mode()
-    def _compute(self, steps: Sequence[ScheduledStep], plan: AttentionMetadata) -> Sequence[StepOutput | SwarmError]:
-        part = steps[0].span  # one for all steps of a batch
-        hidden = self._span.forward(self._input(steps), plan, self.cache, part.start, part.end)
+    def forward(self, hidden: torch.Tensor, plan: AttentionMetadata, part: LayerSpan) -> torch.Tensor:
+        return self._span.forward(hidden, plan, self.cache, part.start, part.end)
+
+    @torch.inference_mode()
+    def outputs(
+        self, steps: Sequence[ScheduledStep], hidden: torch.Tensor, plan: AttentionMetadata
+    ) -> Sequence[StepOutput | SwarmError]:
+        """What the hidden rows after the last layer of the steps' part become."""
         if steps[0].session.tail:
             return self._tail_sampler.outputs(steps, hidden, plan.positions)
         body = to_wire(hidden, self._span.dtype)
@@ -149,7 +212,8 @@ class SpanEngine:
             at += scheduled.rows * row_bytes
         return outputs
 
-    def _input(self, steps: Sequence[ScheduledStep]) -> torch.Tensor:
+    @torch.inference_mode()
+    def input(self, steps: Sequence[ScheduledStep]) -> torch.Tensor:
         """Rows of all steps, one after the other, `[rows, hidden]`."""
         if steps[0].session.first:
             return self._span.embed([token for scheduled in steps for token in scheduled.arrival.step.tokens])

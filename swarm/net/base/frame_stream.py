@@ -54,6 +54,7 @@ class FramedStream(asyncio.BufferedProtocol):
         on_made: Callable[[FramedStream], None] | None = None,
     ) -> None:
         self.peer: PeerId = ""
+        self.remote = ""  # the IP address that the peer was seen at
         self._limits = limits
         self._on_made = on_made
         self._transport: asyncio.Transport | None = None
@@ -69,7 +70,7 @@ class FramedStream(asyncio.BufferedProtocol):
         self._flush_scheduled = False
         self._end: NetworkError | None = None  # why there are no more frames
         # Reading: bytes [_start, _stop) of the read buffer, or a part of a frame that is read into its own buffer.
-        self._buffer = memoryview(bytearray(POLICY.read_buffer))
+        self._buffer = memoryview(b"")  # made once there is a connection
         self._start = self._stop = 0
         self._partial: memoryview | None = None
         self._partial_filled = 0
@@ -223,6 +224,7 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._buffer = memoryview(bytearray(POLICY.read_buffer))
         self._transport.set_write_buffer_limits(high=POLICY.write_chunk)
         if self._on_made is not None:
             self._on_made(self)

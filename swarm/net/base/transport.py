@@ -8,11 +8,12 @@ peers are found.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from swarm.codec import Buffer
 from swarm.messages import AnyMessage
+from swarm.net.base.half_open import HandshakePolicy
 from swarm.types import PeerId
 
 
@@ -21,9 +22,10 @@ class TransportPolicy:
     """Limits of one transport's connections."""
 
     max_connections: int = 256  # dialled and accepted: sockets and buffers against peers served at once
-    handshake_timeout_s: float = 5.0  # each of TLS and the preamble: slow links against callers that hold a slot open
+    handshake_timeout_s: float = 5.0  # each of TLS and the preamble, when we dial
     flush_timeout_s: float = 0.5  # for what is buffered when the transport closes: last frames against a quick exit
     max_parallel_dials: int = 4  # addresses of one peer, all at once
+    handshakes: HandshakePolicy = field(default_factory=HandshakePolicy)  # of those who connect to us
 
 
 class Connection(Protocol):
@@ -32,6 +34,11 @@ class Connection(Protocol):
     @property
     def peer(self) -> PeerId:
         """The other side, authenticated by its key before any frame is read."""
+        ...
+
+    @property
+    def remote(self) -> str:
+        """The IP address that the other side was seen at; "" behind a relay, or where there are none."""
         ...
 
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
@@ -53,6 +60,10 @@ class Connection(Protocol):
 
     async def close(self) -> None:
         """Idempotent. Both sides' `receive` then raise ConnectionLost."""
+        ...
+
+    def abort(self) -> None:
+        """Close at once, without sending what is buffered."""
         ...
 
 

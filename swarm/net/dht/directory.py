@@ -14,7 +14,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from swarm.address_blocks import is_public_block, spread
@@ -31,9 +31,10 @@ from swarm.net.dht.policy import DhtPolicy
 from swarm.net.dht.protocol import NodeParts
 from swarm.net.dht.verification_budget import VerificationBudget
 from swarm.net.libp2p._hivemind import DHTID, DHTNode, DHTValidationError, PeerID
+from swarm.net.security.proof_of_work import proof_bits
 from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.net.transports.libp2p_streams import Libp2pTransport
-from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key
+from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key, proof_of
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,6 @@ class DhtDirectory:
         client: bool,
         secret: SwarmSecret | None,
         policy: DhtPolicy,
-        is_connected: Callable[[PeerId], bool],
-        proof_bits: Callable[[PeerId, bytes], int],
     ) -> None:
         self._transport = transport
         self._policy = policy
@@ -67,7 +66,7 @@ class DhtDirectory:
         clock = asyncio.get_running_loop().time
         self._blocks = PeerBlocks(transport.control.connected, clock)
         self._budget = VerificationBudget(clock, policy.verification)
-        facts = PeerFacts(self._blocks.of, lambda entry: proof_bits(entry.peer, entry.payload), is_connected)
+        facts = PeerFacts(self._blocks.of, _proof_bits)
         self._held = EntryStore(time.time, os.urandom(16), policy.store, PeerHistory(policy.history), facts)
         self._joined: tuple[Any, DHTNode] | None = None  # None while the host is down
         self._calls: set[asyncio.Task[Any]] = set()
@@ -81,18 +80,13 @@ class DhtDirectory:
         client: bool = False,
         secret: SwarmSecret | None = None,
         policy: DhtPolicy = DhtPolicy(),
-        is_connected: Callable[[PeerId], bool] = lambda peer: False,
-        proof_bits: Callable[[PeerId, bytes], int] = lambda peer, record: 0,
     ) -> DhtDirectory:
         """Join the DHT by way of `peers`, or start one. A `client` reads, but stores nothing for others. With `secret`
         the records are those of a private swarm: encrypted, under keys that only members can compute.
 
-        `is_connected`: whether we hold a link to a peer, and `proof_bits`: what its record proves, for the choice of
-        which records stay when there are too many (`swarm.record_admission`).
-
         Raises PeerUnreachable if none of `peers` answers, ClockSkew if this machine's clock is off, NetworkError.
         """
-        self = cls(transport, peers, client, secret, policy, is_connected, proof_bits)
+        self = cls(transport, peers, client, secret, policy)
         await self._join(peers)
         transport.daemon.on_down(self._on_host_down)
         transport.daemon.on_up(self._on_host_up)
@@ -332,6 +326,11 @@ class DhtDirectory:
         if task.cancelled():
             raise NetworkError("the p2p daemon has died")
         return task.result()
+
+
+def _proof_bits(entry: Entry) -> int:
+    """What the record in an entry proves; nothing if it is sealed, as all members of a private swarm are trusted."""
+    return proof_bits(entry.peer, proof_of(entry.payload), time.time())
 
 
 def _context(peer: PeerId, model: str) -> bytes:

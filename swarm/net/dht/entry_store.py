@@ -25,7 +25,6 @@ class PeerFacts:
 
     block_of: Callable[[PeerId], str] = lambda peer: UNKNOWN_BLOCK
     proof_bits: Callable[[Entry], int] = lambda entry: 0
-    is_connected: Callable[[PeerId], bool] = lambda peer: False
 
 
 @dataclass(slots=True)
@@ -133,7 +132,6 @@ class EntryStore:
                 self._history.first_seen(peer, now),
                 held.proof_bits,
                 self._facts.block_of(peer),
-                self._facts.is_connected(peer),
             )
             for peer, held in shelf.held.items()
             if held.entry.expires_at > now

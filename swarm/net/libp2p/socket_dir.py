@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -19,10 +20,14 @@ from swarm.errors import NetworkError
 MAX_PATH = 80  # bytes of folder, so that the names of unix sockets in it stay under their 108
 _PREFIX = "swarm-"
 _OWNER = "owner"
+_UNFINISHED_S = 600.0  # a folder without an owner is that of one killed while it made it, which takes milliseconds
 
 
 class SocketDir:
-    """A new folder, at `path`. The folders of owners that were killed are removed first."""
+    """A new folder, at `path`. The folders of owners that were killed are removed first.
+
+    `with SocketDir() as path:` removes it at the end.
+    """
 
     def __init__(self) -> None:
         """Raises NetworkError."""
@@ -34,7 +39,13 @@ class SocketDir:
             self._lock.acquire()
             (self.path / f"{_OWNER}.new").rename(self.path / _OWNER)  # never visible unlocked while we run
         except OSError as error:
-            raise NetworkError(f"no folder for the p2p daemon's sockets: {error.strerror}; free some space") from None
+            raise NetworkError(f"no folder for sockets can be made: {error.strerror}; free some space") from None
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
     def remove(self) -> None:
         """Idempotent."""
@@ -49,9 +60,16 @@ def remove_stale(parent: Path) -> None:
             info = folder.lstat()  # another user's may be a trap: a link, or with a link in it
             if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o700:
                 continue
-            if not (folder / _OWNER).exists():
-                continue
-            with FileLock(folder / _OWNER, timeout=0):
+            if (folder / _OWNER).exists():
+                with FileLock(folder / _OWNER, timeout=0):
+                    shutil.rmtree(folder, ignore_errors=True)
+            elif _was_left_unfinished(folder, info.st_mtime):
                 shutil.rmtree(folder, ignore_errors=True)
         except (OSError, Timeout):
             continue  # its owner runs, or another process has just removed it
+
+
+def _was_left_unfinished(folder: Path, changed_at: float) -> bool:
+    """Whether this is our folder, and its owner was killed before it locked it: nothing but its lock is in it."""
+    names = {entry.name for entry in folder.iterdir()}
+    return names == {f"{_OWNER}.new"} and time.time() - changed_at > _UNFINISHED_S

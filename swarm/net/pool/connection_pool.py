@@ -2,27 +2,34 @@
 
 Owns the set of connections: at most one outgoing connection a peer, dialled once for all concurrent callers; one reader
 task for every connection, dialled or accepted; keepalive pings; refusing peers with too many protocol violations
-(`violations`); migrating links to a better path (`migratable_link`) when the transport finds one. Knows no session and
-no message but `Ping`, `Pong`, `PathSwitch`.
+(`violations`); who makes way when there is no room (`eviction`); how fast each is read (`frame_budgets`); migrating
+links to a better path (`migratable_link`) when the transport finds one. Knows no session and no message but `Ping`,
+`Pong`, `PathSwitch`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from swarm.address_blocks import block_of_ip
+from swarm.codec import UndecodableFrame
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, ProtocolError
 from swarm.messages import AnyMessage, PathSwitch, Ping, Pong
 from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Connection, Transport, UpgradingTransport
+from swarm.net.pool.eviction import NO_ROOM, EvictionPolicy
+from swarm.net.pool.frame_budgets import FrameBudgetPolicy, FrameBudgets, undecodable_price
+from swarm.net.pool.link_uses import LinkUses
 from swarm.net.pool.migratable_link import MigratableLink
+from swarm.net.pool.path_switches import PathSwitches
+from swarm.net.pool.pooled_link import PooledLink
 from swarm.net.pool.violations import ProtocolViolations
 from swarm.types import PeerId
 
@@ -36,33 +43,16 @@ OnLost = Callable[[MigratableLink, NetworkError], Awaitable[None]]
 class PoolPolicy:
     """Keepalive and limits against misbehaving peers."""
 
+    eviction: EvictionPolicy = field(default_factory=EvictionPolicy)
+    budgets: FrameBudgetPolicy = field(default_factory=FrameBudgetPolicy)
+    max_former_peers: int = 1024  # remembered as having used this node
+    use_believed_s: float = 0.5  # how long a link's use is believed: fresh against the time that a look takes
+    max_pause_s: float = 5.0  # of a reader, before each frame
     max_accepted_per_peer: int = 4  # connections: a peer that reconnects early against one that hoards slots
     max_pending_pongs: int = 16  # being sent and not yet read by the peer: more is a ping flood
     keepalive_interval_s: float | None = 5.0  # fast failure detection against idle traffic; None: never ping
     keepalive_misses: int = 3  # silent intervals that a link survives: loss against fast failure detection
     path_switch_timeout_s: float = 10.0  # between a peer's PathSwitch on one path and on the other
-
-
-class _PooledLink(MigratableLink):
-    """A live link and the pool's state for it."""
-
-    def __init__(self, connection: Connection, outgoing: bool) -> None:
-        super().__init__(connection, outgoing)
-        self.pings: dict[int, asyncio.Future[float]] = {}  # nonce -> loop time of its pong
-        self.pending_pongs = 0  # being sent
-        self.first_frame = True  # none received yet
-        self.active = True  # a frame was received since the last keepalive tick
-        self.missed_ticks = 0  # in a row without a frame
-        self.migrated_to: _PooledLink | None = None  # the link whose new path this connection is; it reads it now
-
-
-class _PendingSwitch:
-    """A peer's path switch of which one half has been received: it completes with the new path and the link."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.new_path: asyncio.Future[Connection] = loop.create_future()
-        self.link: asyncio.Future[_PooledLink] = loop.create_future()
 
 
 class ConnectionPool:
@@ -81,7 +71,11 @@ class ConnectionPool:
         on_lost: OnLost | None = None,
         limits: Limits | None = None,
         policy: PoolPolicy = PoolPolicy(),
+        uses: Callable[[PeerId], bool] | None = None,
     ) -> None:
+        """`uses`: whether something that runs here needs the links with a peer; see `LinkUses`."""
+        self._link_uses = LinkUses(uses, policy.use_believed_s, policy.max_former_peers)
+        self._budgets = FrameBudgets(asyncio.get_running_loop().time, policy.budgets)
         self._transport = transport
         self._on_frame = on_frame
         self._on_lost = on_lost
@@ -89,10 +83,10 @@ class ConnectionPool:
         self._policy = policy
         self.violations = ProtocolViolations(self._limits.max_protocol_errors)  # shared with the services on top
         self._tasks = TaskSet(f"pool of {transport.peer[-6:]}")
-        self._links: set[_PooledLink] = set()
-        self._outgoing: dict[PeerId, _PooledLink] = {}
-        self._dialling: dict[PeerId, asyncio.Future[_PooledLink]] = {}
-        self._pending_switches: dict[tuple[PeerId, int], _PendingSwitch] = {}
+        self._links: set[PooledLink] = set()
+        self._outgoing: dict[PeerId, PooledLink] = {}
+        self._dialling: dict[PeerId, asyncio.Future[PooledLink]] = {}
+        self._path_switches = PathSwitches(policy.path_switch_timeout_s)
         self._nonces = itertools.count()
         self._keepalive_task: asyncio.Task[None] | None = None
         if isinstance(transport, UpgradingTransport):
@@ -138,7 +132,7 @@ class ConnectionPool:
         except TimeoutError:
             raise PeerUnreachable(f"{peer} did not answer within {timeout_s:g} s") from None
 
-    async def _get(self, peer: PeerId, addresses: Sequence[str]) -> _PooledLink:
+    async def _get(self, peer: PeerId, addresses: Sequence[str]) -> PooledLink:
         if (link := self._outgoing.get(peer)) is not None:
             return link
         if self._tasks.closed:
@@ -186,7 +180,7 @@ class ConnectionPool:
 
     # One task for each connection, dialled or accepted.
 
-    async def _dial(self, peer: PeerId, addresses: tuple[str, ...], result: asyncio.Future[_PooledLink]) -> None:
+    async def _dial(self, peer: PeerId, addresses: tuple[str, ...], result: asyncio.Future[PooledLink]) -> None:
         """Dial, resolve `result` for all waiting callers, and read the connection to its end."""
         failure = PeerUnreachable("this end is shutting down")
         try:
@@ -204,7 +198,7 @@ class ConnectionPool:
         await self._read(link)
 
     async def _connect(self, peer: PeerId, addresses: tuple[str, ...]) -> Connection:
-        if len(self._links) >= self._limits.max_connections:
+        if not self._make_room(peer, None):
             raise PeerUnreachable(f"{len(self._links)} connections are open already, which is the limit")
         try:
             async with asyncio.timeout(self._limits.dial_timeout_s):
@@ -215,10 +209,10 @@ class ConnectionPool:
     async def _accept(self, connection: Connection) -> None:
         peer = connection.peer
         same = sum(1 for link in self._links if link.peer == peer and not link.outgoing)
-        full = same >= self._policy.max_accepted_per_peer or len(self._links) >= self._limits.max_connections
-        if full or self._tasks.closed or self.violations.refuses(peer):
+        refused = same >= self._policy.max_accepted_per_peer or self._tasks.closed or self.violations.refuses(peer)
+        if refused or not self._make_room(peer, block_of_ip(connection.remote)):
             logger.debug("refused a connection from %s", peer)
-            await connection.close()
+            connection.abort()
             return
         link = self._add(connection, outgoing=False)
         reader = self._tasks.start(self._read(link), f"from {peer}")
@@ -229,32 +223,61 @@ class ConnectionPool:
         finally:
             reader.cancel()
 
-    def _add(self, connection: Connection, outgoing: bool) -> _PooledLink:
-        link = _PooledLink(connection, outgoing)
+    def _make_room(self, peer: PeerId, block: str | None) -> bool:
+        """Whether one more connection may be added, in place of another if need be; see `eviction`."""
+        policy, now = self._policy.eviction, asyncio.get_running_loop().time()
+        chosen = self._link_uses.victim(self._links, peer, block, self._limits.max_connections, policy, now)
+        if isinstance(chosen, PooledLink):
+            self._forget(chosen)  # its reader does the rest
+            chosen.abort(ConnectionLost(f"the connection to {chosen.peer} made way for another"))
+        return chosen is not NO_ROOM
+
+    def unasked(self, peer: PeerId, what: str) -> None:
+        """Charge `peer` for a frame that nobody asked for. Raises ProtocolError once no race explains it any more."""
+        link = next((link for link in self._links if link.peer == peer), None)
+        if link is not None and not self._budgets.charge_unasked(*self._account(link)):
+            raise ProtocolError(f"too many frames that nobody asked for, now {what}")
+
+    def _account(self, link: PooledLink) -> tuple[PeerId, str, bool]:
+        """Whom the frames of a link are charged to."""
+        return link.peer, link.block, self._link_uses.is_stranger(link, asyncio.get_running_loop().time())
+
+    def _add(self, connection: Connection, outgoing: bool) -> PooledLink:
+        link = PooledLink(connection, outgoing)
         self._links.add(link)
         interval_s = self._policy.keepalive_interval_s
         if interval_s is not None and (self._keepalive_task is None or self._keepalive_task.done()):
             self._keepalive_task = self._tasks.start(self._keep_alive(interval_s), "keepalive")
         return link
 
-    def _remove(self, link: _PooledLink) -> None:
+    def _forget(self, link: PooledLink) -> None:
+        """Neither count it nor hand it out any more."""
         self._links.discard(link)
-        link.ended.set()
         if self._outgoing.get(link.peer) is link:
             del self._outgoing[link.peer]
+
+    def _remove(self, link: PooledLink) -> None:
+        self._forget(link)
+        link.ended.set()
         for answer in link.pings.values():
             if not answer.done():
                 answer.set_exception(ConnectionLost(f"the connection to {link.peer} was lost"))
                 answer.exception()
 
-    async def _read(self, link: _PooledLink) -> None:
+    async def _read(self, link: PooledLink) -> None:
         """Dispatch frames until the connection ends, then report that to `on_lost`."""
         error: NetworkError = ConnectionLost(f"the connection to {link.peer} was closed here")
         try:
             while link.migrated_to is None:
-                await self._dispatch(link, *await link.receive())
+                if pause_s := self._budgets.wait_s(*self._account(link)):
+                    await asyncio.sleep(min(pause_s, self._policy.max_pause_s))
+                message, body = await link.receive()
+                self._budgets.charge(*self._account(link), message)
+                await self._dispatch(link, message, body)
         except ProtocolError as fault:
             error = fault
+            if isinstance(fault, UndecodableFrame):
+                self._budgets.charge_more(*self._account(link), undecodable_price(fault.size))
             await link.close(fault)
             await self._record_violation(link.peer, fault)
         except ConnectionLost as lost:
@@ -266,7 +289,7 @@ class ConnectionPool:
                 if self._on_lost is not None and not self._tasks.closed:
                     await self._on_lost(link, error)
 
-    async def _dispatch(self, link: _PooledLink, message: AnyMessage, body: memoryview) -> None:
+    async def _dispatch(self, link: PooledLink, message: AnyMessage, body: memoryview) -> None:
         first, link.first_frame = link.first_frame, False
         link.active, link.missed_ticks = True, 0
         if isinstance(message, Ping):
@@ -279,11 +302,12 @@ class ConnectionPool:
             if answer is not None and not answer.done():
                 answer.set_result(asyncio.get_running_loop().time())
         elif isinstance(message, PathSwitch):
-            await (self._join_path(link, message.nonce) if first else self._switch_path(link, message.nonce))
+            switch = self._path_switches.join if first else self._path_switches.follow
+            await switch(link, message.nonce)
         else:
             await self._on_frame(link, message, body)
 
-    async def _pong(self, link: _PooledLink, nonce: int) -> None:
+    async def _pong(self, link: PooledLink, nonce: int) -> None:
         try:
             await link.send(Pong(nonce))
         except ConnectionLost:
@@ -303,34 +327,6 @@ class ConnectionPool:
                 logger.info("the link to %s has migrated to a direct connection", link.peer)
         except ConnectionLost:
             await new.close()  # the old path broke; its reader reports that
-
-    async def _join_path(self, link: _PooledLink, nonce: int) -> None:
-        """An accepted connection is the new path of another link of its peer's. Raises ProtocolError."""
-        async with self._path_switch(link.peer, nonce) as switch:
-            if switch.new_path.done():
-                raise ProtocolError("a second path for one path switch")
-            switch.new_path.set_result(link.path)
-            link.migrated_to = await switch.link
-
-    async def _switch_path(self, link: _PooledLink, nonce: int) -> None:
-        """The old path has ended; continue on the new one. Raises ProtocolError, ConnectionLost."""
-        async with self._path_switch(link.peer, nonce) as switch:
-            if switch.link.done():
-                raise ProtocolError("a second link for one path switch")
-            new = await switch.new_path
-            switch.link.set_result(link)
-            await link.accept_switch(nonce, new)
-
-    @contextlib.asynccontextmanager
-    async def _path_switch(self, peer: PeerId, nonce: int) -> AsyncIterator[_PendingSwitch]:
-        switch = self._pending_switches.setdefault((peer, nonce), _PendingSwitch())
-        try:
-            async with asyncio.timeout(self._policy.path_switch_timeout_s):
-                yield switch
-        except TimeoutError:
-            raise ProtocolError("half a path switch") from None
-        finally:
-            self._pending_switches.pop((peer, nonce), None)
 
     async def _record_violation(self, peer: PeerId, error: ProtocolError) -> None:
         """At the limit, close all the peer's connections."""
@@ -352,7 +348,7 @@ class ConnectionPool:
                 else:
                     self._tasks.start(self._probe(link, interval_s), f"probe {link.peer}")
 
-    async def _probe(self, link: _PooledLink, timeout_s: float) -> None:
+    async def _probe(self, link: PooledLink, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await link.send(Ping(next(self._nonces)))

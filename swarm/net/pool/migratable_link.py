@@ -37,6 +37,11 @@ class MigratableLink:
         """The connection that frames are sent on now."""
         return self._out
 
+    @property
+    def remote(self) -> str:
+        """See `transport.Connection.remote`."""
+        return self._out.remote
+
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
         """See `transport.Connection.send`."""
         await self._out.send(message, body)
@@ -52,9 +57,17 @@ class MigratableLink:
     async def close(self, reason: NetworkError | None = None) -> None:
         """Idempotent; the first `reason` is kept."""
         self.reason = self.reason or reason
-        paths = {self._in, self._out, *([self._switching[1]] if self._switching else [])}
-        for path in paths:
+        for path in self._paths():
             await path.close()
+
+    def abort(self, reason: NetworkError) -> None:
+        """Close at once, without sending what is buffered."""
+        self.reason = self.reason or reason
+        for path in self._paths():
+            path.abort()
+
+    def _paths(self) -> set[Connection]:
+        return {self._in, self._out, *([self._switching[1]] if self._switching else [])}
 
     async def switch_path(self, new: Connection) -> bool:
         """The dialler's part: continue on `new`. False, with `new` closed, if that is not possible."""

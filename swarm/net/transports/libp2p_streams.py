@@ -10,15 +10,17 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from swarm.address_blocks import block_of_ip
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.config import Libp2pImpl
 from swarm.errors import NetworkError, PeerUnreachable, WrongSwarm
 from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.half_open import HalfOpen
 from swarm.net.base.handshake import Authenticator, accept_handshake, dial_handshake
 from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Handler, TransportPolicy
 from swarm.net.libp2p import host
-from swarm.net.libp2p.go_daemon_control import accepted_peer
+from swarm.net.libp2p.go_daemon_control import accepted_from
 from swarm.net.libp2p.host import HostControl, Libp2pHost, ProtocolNotSupported
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
@@ -53,6 +55,7 @@ class Libp2pTransport:
         self._server: asyncio.Server | None = None
         self._streams: set[FramedStream] = set()
         self._tasks = TaskSet("libp2p transport")
+        self._half_open: HalfOpen[FramedStream] = HalfOpen(policy.handshakes)
 
     @classmethod
     async def start(
@@ -202,21 +205,29 @@ class Libp2pTransport:
     async def _accept(self, stream: FramedStream) -> None:
         """Run one accepted stream to its end."""
         try:
-            async with asyncio.timeout(self._policy.handshake_timeout_s):
-                stream.peer = accepted_peer(await stream.preamble())
+            async with asyncio.timeout(self._policy.handshakes.timeout_s):
+                stream.peer, stream.remote = accepted_from(await stream.preamble())
         except (TimeoutError, NetworkError) as error:
             logger.warning("a stream came without the p2p daemon's preamble: %s", error)
             stream.abort()
             return
+        older = self._half_open.admit(stream, block_of_ip(stream.remote), asyncio.get_running_loop().time())
+        if older is None:
+            stream.abort()
+            return
+        for other in older:
+            other.abort()
         try:
             if self._authenticator is None:
                 stream.begin()
             else:
-                await accept_handshake(stream, self.peer, self._authenticator, self._policy.handshake_timeout_s)
+                await accept_handshake(stream, self.peer, self._authenticator, self._policy.handshakes.timeout_s)
         except NetworkError as error:
             logger.info("refused a stream: %s", error)
             stream.abort()
             return
+        finally:
+            self._half_open.done(stream)
         assert self._handler is not None  # streams are accepted only after `serve`
         try:
             await self._handler(stream)

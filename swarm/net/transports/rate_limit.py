@@ -54,6 +54,10 @@ class RateLimitedConnection:
     def peer(self) -> PeerId:
         return self._inner.peer
 
+    @property
+    def remote(self) -> str:
+        return self._inner.remote
+
     async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
         async with self._send_lock:
             await self._upload.take(memoryview(body).nbytes + FRAME_OVERHEAD)
@@ -65,6 +69,10 @@ class RateLimitedConnection:
     async def close(self) -> None:
         self._on_closed(self._inner)
         await self._inner.close()
+
+    def abort(self) -> None:
+        self._on_closed(self._inner)
+        self._inner.abort()
 
 
 class RateLimitedTransport:

@@ -1,6 +1,6 @@
 """The TLS transport: frames over TCP and TLS 1.3, one user-space copy fewer and one process fewer than libp2p streams.
 
-Owns the listening sockets and the connections. The peer is authenticated by its certificate
+Owns the bound sockets and the connections; `tls_acceptor` accepts. The peer is authenticated by its certificate
 (`security.tls_certificates`) and its membership of the swarm by the handshake (`base.handshake`), both before a frame
 is read; parsing and back-pressure belong to `base.frame_stream`. Reaches only peers whose port can be dialled; `multi`
 falls back to libp2p streams for the others.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import ssl
 from collections.abc import Sequence
@@ -22,15 +21,13 @@ from swarm.messages import Ping
 from swarm.net.base.frame_stream import FramedStream
 from swarm.net.base.handshake import Authenticator, accept_handshake, dial_handshake
 from swarm.net.base.happy_eyeballs import staggered_race
-from swarm.net.base.tasks import TaskSet
 from swarm.net.base.tls_addresses import TlsEndpoint, parse
 from swarm.net.base.transport import Handler, TransportPolicy
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import public_authenticator
 from swarm.net.security.tls_certificates import contexts, peer_id_of_connection
+from swarm.net.transports.tls_acceptor import TlsAcceptor, tune
 from swarm.types import PeerId
-
-logger = logging.getLogger(__name__)
 
 
 class TlsTransport:
@@ -51,10 +48,11 @@ class TlsTransport:
         self._authenticator = authenticator
         self._limits = limits
         self._policy = policy
-        self._handler: Handler | None = None
-        self._servers: list[asyncio.Server] = []
         self._streams: set[FramedStream] = set()
-        self._tasks = TaskSet("TLS transport")
+        self._closed = False
+        self._acceptor = TlsAcceptor(
+            identity.peer, self._server_tls, authenticator, limits, policy.handshakes, self._admit
+        )
         self.bound = tuple(TlsEndpoint(*s.getsockname()[:2]) for s in sockets)
 
     @classmethod
@@ -95,7 +93,7 @@ class TlsTransport:
 
     async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FramedStream:
         """Dial the TLS ones of `addresses` in parallel; the first that is `peer` wins. Raises PeerUnreachable."""
-        if self._tasks.closed:
+        if self._closed:
             raise PeerUnreachable("this transport is closed")
         if len(self._streams) >= self._policy.max_connections:
             raise PeerUnreachable(f"{len(self._streams)} connections are open already, which is the limit")
@@ -112,24 +110,14 @@ class TlsTransport:
         return stream in self._streams
 
     async def serve(self, handler: Handler) -> None:
-        self._handler = handler
-        loop = asyncio.get_running_loop()
-        while len(self._servers) < len(self._sockets):
-            server = await loop.create_server(
-                lambda: FramedStream(self._limits, preamble=True, on_made=self._made),
-                sock=self._sockets[len(self._servers)],
-                ssl=self._server_tls,
-                ssl_handshake_timeout=self._policy.handshake_timeout_s,
-            )
-            self._servers.append(server)
+        self._acceptor.serve(self._sockets, handler)
 
     async def close(self) -> None:
-        for server in self._servers:
-            server.close()
-        for bound in self._sockets:
-            bound.close()
+        self._closed = True
         try:
-            await self._tasks.close()
+            await self._acceptor.close()
+            for bound in self._sockets:
+                bound.close()
             await self._flush()
         finally:
             for stream in list(self._streams):
@@ -161,7 +149,8 @@ class TlsTransport:
         except (OSError, asyncio.IncompleteReadError) as error:
             raise PeerUnreachable(f"cannot reach {peer} at {endpoint.host} port {endpoint.port}: {error}") from None
         try:
-            _set_socket_options(stream)
+            tune(stream)
+            stream.remote = endpoint.host
             await self._authenticate(stream, peer)
         except WrongSwarm:
             stream.abort()
@@ -183,33 +172,12 @@ class TlsTransport:
 
     # Accepting.
 
-    def _made(self, stream: FramedStream) -> None:
-        """TLS is established. Nothing that the other side sends is parsed unless its certificate is valid."""
-        try:
-            stream.peer = peer_id_of_connection(stream.transport_info("ssl_object"))
-        except NetworkError as error:
-            logger.info("refused a connection: %s", error)
-            stream.abort()
-            return
-        if len(self._streams) >= self._policy.max_connections or self._tasks.closed:
-            stream.abort()
-            return
-        _set_socket_options(stream)
+    def _admit(self, stream: FramedStream) -> bool:
+        """Whether there is room for one more, which is authenticated."""
+        if len(self._streams) >= self._policy.max_connections or self._closed:
+            return False
         self._track(stream)
-        self._tasks.start(self._accept(stream), "accepted connection")
-
-    async def _accept(self, stream: FramedStream) -> None:
-        try:
-            await accept_handshake(stream, self.peer, self._authenticator, self._policy.handshake_timeout_s)
-        except NetworkError as error:
-            logger.info("refused a connection: %s", error)
-            stream.abort()
-            return
-        assert self._handler is not None  # connections are accepted only after `serve`
-        try:
-            await self._handler(stream)
-        finally:
-            await stream.close()
+        return True
 
     def _track(self, stream: FramedStream) -> None:
         self._streams.add(stream)
@@ -262,27 +230,3 @@ def _bind(host: str, port: int) -> socket.socket:
             raise AddressInUse(f"cannot listen on {host} port {port}: {error.strerror}; choose another port") from None
         raise UsageError(f"cannot listen on {host}: {error.strerror}") from None
     return bound
-
-
-# Connections that stay open for hours, send small frames without delay, and detect a peer that vanished.
-_SOCKET_OPTIONS = (
-    ("SO_KEEPALIVE", socket.SOL_SOCKET, 1),
-    ("TCP_NODELAY", socket.IPPROTO_TCP, 1),
-    ("TCP_KEEPIDLE", socket.IPPROTO_TCP, 10),
-    ("TCP_KEEPINTVL", socket.IPPROTO_TCP, 5),
-    ("TCP_KEEPCNT", socket.IPPROTO_TCP, 3),
-    ("TCP_USER_TIMEOUT", socket.IPPROTO_TCP, 20_000),  # ms that sent bytes may stay unacknowledged
-    ("TCP_CONGESTION", socket.IPPROTO_TCP, b"bbr"),  # keeps a long, lossy link full
-)
-
-
-def _set_socket_options(stream: FramedStream) -> None:
-    raw = stream.transport_info("socket")
-    for name, level, value in _SOCKET_OPTIONS:
-        option = getattr(socket, name, None)
-        if raw is None or option is None:
-            continue
-        try:
-            raw.setsockopt(level, option, value)
-        except OSError as error:
-            logger.debug("this system does not let us set %s: %s", name, error)

@@ -18,12 +18,13 @@ from swarm.simulator.baselines.petals import Petals
 from swarm.simulator.baselines.round_robin import RoundRobin
 from swarm.simulator.churn import Churn
 from swarm.simulator.des_engine import DiscreteEventEngine, Trace
-from swarm.simulator.metrics import summary
+from swarm.simulator.metrics import outcomes, summary
 from swarm.simulator.model.network import NetworkModel
 from swarm.simulator.model.workload import requests
 from swarm.simulator.policies.hyperion import Hyperion
 from swarm.simulator.policies.jupiter import Jupiter
 from swarm.simulator.policies.swarm import SwarmPolicy
+from swarm.simulator.policies.trusting import TrustingPolicy
 from swarm.simulator.policy import ServingPolicy
 from swarm.simulator.scenario import Scenario, changed, parse, runs
 
@@ -31,6 +32,7 @@ __all__ = ["Scenario", "changed", "parse", "runs", "simulate", "simulate_table"]
 
 POLICIES: Mapping[str, type[ServingPolicy]] = {
     "swarm": SwarmPolicy,
+    "trusting": TrustingPolicy,
     "hyperion": Hyperion,
     "jupiter": Jupiter,
     "petals": Petals,
@@ -53,14 +55,19 @@ def simulate(scenario: Scenario, trace: Trace | None = None) -> dict[str, Any]:
     engine = DiscreteEventEngine(scenario, POLICIES[scenario.policy.name](scenario, network), network, trace)
     churn = Churn(engine)
     churn.begin()
-    for request in requests(scenario.workload, scenario.network.clients, scenario.seed):
-        engine.clock.at(request.at, lambda request=request: engine.arrive(request))  # type: ignore[misc]
+    asked = requests(scenario.workload, scenario.network.clients, scenario.seed)
+    if scenario.workload.arrivals == "closed":
+        engine.arrive_in_turn(asked)
+    else:
+        for request in asked:
+            engine.clock.at(request.at, lambda request=request: engine.arrive(request))  # type: ignore[misc]
     events = engine.clock.run(scenario.until_s * 1e3)
     churn.close()
     return {
         "scenario": scenario.name,
         "policy": scenario.policy.title,
         "seed": scenario.seed,
+        **strangers_summary(scenario, engine),
         **summary(engine.sessions, list(engine.nodes.values()), engine.clock.now, churn.gaps),
         "left": churn.left,
         "joined": churn.joined,
@@ -68,6 +75,14 @@ def simulate(scenario: Scenario, trace: Trace | None = None) -> dict[str, Any]:
         "events": events,
         "virtual_s": round(engine.clock.now / 1e3, 6),
     }
+
+
+def strangers_summary(scenario: Scenario, engine: DiscreteEventEngine) -> dict[str, Any]:
+    """How requests ended among hostile nodes; {} where there are none."""
+    if not scenario.hostile.share:
+        return {}
+    pauses = {str(kind): count for kind, count in sorted(engine.attacks.pauses.items())}
+    return {"strangers": {**outcomes(engine.sessions, engine.clock.now), "pauses": pauses}}
 
 
 def simulate_table(table: Mapping[str, Any], trace: Trace | None = None) -> dict[str, Any]:

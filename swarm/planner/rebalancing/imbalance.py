@@ -31,6 +31,10 @@ class ImbalanceVerdict:
     rebalance: bool
     reason: str
 
+    @property
+    def gap(self) -> bool:
+        return self.reason.startswith("coverage")
+
 
 def load_imbalance(
     layers: Sequence[LayerLoad],

@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 
 from swarm.errors import Infeasible
 from swarm.planner.placement.join import place_joiners, uncovered_without
-from swarm.planner.rebalancing.imbalance import judge_spans
+from swarm.planner.rebalancing.imbalance import ImbalanceVerdict, judge_spans
 from swarm.planner.rebalancing.migration import SpanMove
 from swarm.planner.rebalancing.policy import POLICY, RebalancePolicy
 from swarm.planner.rebalancing.target import TargetAllocation, target_allocation
+from swarm.planner.trust.doubts import NONE, Doubts
 from swarm.types import LayerSpan, NodeState, PeerId, Snapshot, coverage
 
 
@@ -56,13 +57,16 @@ class Rebalancer:
         self._uneven_since: float | None = None
         self._target_since: float | None = None  # since when this node's own move has been in the first wave
         self._moved_at: tuple[float, ...] = ()  # own moves, while they matter
+        self._firm: Snapshot | None = None  # the last snapshot without the nodes that are doubted
         self._seen: Mapping[PeerId, float] = {}  # since when each node has been in snapshots
         self._places: tuple[tuple[PeerId, NodeState, LayerSpan | None, bool], ...] = ()
         self._target: TargetAllocation | None = None  # for these places; computed once a timeout has passed
         self._target_snapshot: Snapshot | None = None  # what it was computed from
 
-    def observe(self, snapshot: Snapshot, now: float) -> RebalanceDecision:
-        """`now`: seconds of any clock that does not go back."""
+    def observe(self, snapshot: Snapshot, now: float, doubts: Doubts = NONE) -> RebalanceDecision:
+        """`now`: seconds of any clock that does not go back. `doubts`: nodes that this one does not build on: silent
+        ones count as absent, and for new ones alone it does not move, nor leaves them its layers."""
+        snapshot, self._firm = doubts.believed(snapshot), doubts.firm(snapshot)
         self._seen = {n.peer: self._seen.get(n.peer, now) for n in snapshot.nodes}
         self._moved_at = tuple(at for at in self._moved_at if now - at < self._policy.cooldown_s)
         trigger, reason = self._trigger(snapshot, now)
@@ -87,6 +91,7 @@ class Rebalancer:
         }
         spans |= place_joiners(snapshot)  # nodes that join now fill gaps without a move
         verdict = judge_spans(nodes, spans, snapshot.num_layers, policy.alpha, policy.threshold)
+        verdict = min(verdict, self._without_doubted(spans), key=lambda one: one.cv) if not verdict.gap else verdict
         if verdict.cv <= policy.threshold:
             self._uneven_since = None
         elif self._uneven_since is None:
@@ -104,6 +109,23 @@ class Rebalancer:
             return _Trigger(False, self._uneven_since, policy.imbalance_timeout_s, verdict.reason), verdict.reason
         return None, verdict.reason
 
+    def _without_doubted(self, spans: Mapping[PeerId, LayerSpan]) -> ImbalanceVerdict:
+        """The imbalance of the nodes that are worth a move: without it, doubted ones are its only reason."""
+        assert self._firm is not None  # `observe` has set it
+        nodes = {n.peer: n for n in self._firm.nodes if not n.departing}
+        firm = {peer: span for peer, span in spans.items() if peer in nodes}
+        return judge_spans(nodes, firm, self._firm.num_layers, self._policy.alpha, self._policy.threshold)
+
+    def _leaves_to_doubted(self, move: SpanMove, snapshot: Snapshot) -> bool:
+        """Whether layers that the move gives up would be left to nodes that are doubted, and to nobody else."""
+        assert self._firm is not None  # `observe` has set it
+        left = [layer for layer in move.old or () if layer not in move.new]
+        held, firmly = (
+            coverage((n.span for n in seen.serving() if n.span and n.peer != self._me), snapshot.num_layers)
+            for seen in (snapshot, self._firm)
+        )
+        return any(held[layer] and not firmly[layer] for layer in left)
+
     def _decide(self, trigger: _Trigger, snapshot: Snapshot, now: float) -> RebalanceDecision:
         mine = snapshot.node(self._me)
         if mine is None or mine.state is not NodeState.SERVING:
@@ -116,7 +138,10 @@ class Rebalancer:
             return RebalanceDecision(None, f"{trigger.reason}; this node has moved not long ago")
         recent = now - self._policy.coverage_timeout_s
         staying = [replace(n, pinned=True) if n.span and self._seen[n.peer] > recent else n for n in snapshot.nodes]
-        return self._recompute_target(trigger, replace(snapshot, nodes=tuple(staying)))
+        decision = self._recompute_target(trigger, replace(snapshot, nodes=tuple(staying)))
+        if decision.move is not None and not trigger.gap and self._leaves_to_doubted(decision.move, snapshot):
+            return RebalanceDecision(None, f"{trigger.reason}; but its layers would be left to nodes that are too new")
+        return decision
 
     def _is_stable(self, trigger: _Trigger, decision: RebalanceDecision, now: float) -> RebalanceDecision:
         """`decision`, once it has been the same for `stability_s`."""

@@ -2,18 +2,25 @@
 
 Decoding goes before prefill, first come first served within each; a batch takes steps of one part `[start, end)` of the
 span until its token budget is full. A prefill that was passed over too often goes first, which prevents starvation.
+When steps of several shares wait, the batch is for those that are furthest behind (`fair_shares`), each with a bounded
+part of it; steps of others ride along where that hardly makes the batch longer. A batch under way can be overtaken by
+steps of a share that is further behind (`overtakes`), and the pieces that large steps are run in are small while
+others are active (`rows_at_once`; stall-free batching by chunks: Sarathi-Serve, OSDI '24).
 Pure bookkeeping without tensors, threads or clocks; times come with the calls.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from swarm.planner.scheduling.batch_wait import BatchWait
+from swarm.planner.scheduling.fair_batch import BatchPlan
+from swarm.planner.scheduling.fair_shares import FairShares, Share
 from swarm.planner.scheduling.policy import DEFAULT_POLICY, SchedulingPolicy
+from swarm.planner.scheduling.work_model import WorkModel
 from swarm.types import LayerSpan
 
 
@@ -22,7 +29,17 @@ class Schedulable(Protocol):
     def session_key(self) -> Hashable: ...
 
     @property
+    def share(self) -> Share:
+        """On whose account it runs."""
+        ...
+
+    @property
     def rows(self) -> int: ...
+
+    @property
+    def context(self) -> int:
+        """Tokens that each of its rows attends to, about."""
+        ...
 
     @property
     def span(self) -> LayerSpan: ...
@@ -43,20 +60,28 @@ class BatchScheduler(Generic[S]):
     """At most one step of a session is queued at a time: its next one follows after the last has run (`session_order`
     ensures that in simulations).
 
-    `push` a step; `take` the batch after `wait_s()`, or as soon as that is 0; `completed` when it has run.
+    `push` a step; `take` the batch after `wait_s()`, or as soon as that is 0; `settle` and `completed` when it has run.
     """
 
     def __init__(
-        self, batch_tokens: int, policy: SchedulingPolicy = DEFAULT_POLICY, max_steps: int | None = None
+        self,
+        batch_tokens: int,
+        policy: SchedulingPolicy = DEFAULT_POLICY,
+        max_steps: int | None = None,
+        work: WorkModel = WorkModel(),
     ) -> None:
         """`batch_tokens`: rows of a batch, at most; `max_steps`: steps of a batch, for engines that cannot batch."""
         self._budget = batch_tokens
         self._policy = policy
         self._max_steps = max_steps
+        self._work = work
         self._decode: deque[S] = deque()
         self._prefill: deque[S] = deque()
         self._prefill_skips = 0
         self._waiting: set[Hashable] = set()  # sessions with a step in a queue
+        self._shares = FairShares(policy)
+        self._waiting_shares: Counter[Share] = Counter()  # steps in a queue
+        self._active: dict[Share, float] = {}  # share -> when a batch of its was completed last; oldest first
         self._wait = BatchWait(policy)
 
     def __len__(self) -> int:
@@ -74,6 +99,9 @@ class BatchScheduler(Generic[S]):
     def push(self, step: S) -> None:
         (self._prefill if step.prefill else self._decode).append(step)
         self._waiting.add(step.session_key)
+        if not self._waiting_shares[step.share]:
+            self._shares.join(step.share)
+        self._waiting_shares[step.share] += 1
 
     def wait_s(self) -> float:
         """How long the next batch should wait for co-scheduled sessions, from now."""
@@ -82,29 +110,107 @@ class BatchScheduler(Generic[S]):
     def take(self) -> list[S]:
         """Remove and return the next batch; empty when nothing waits.
 
-        The first step is taken whatever its size, as a step is never split.
+        The first step is taken whatever its size, as a step is never split here.
         """
         self._remove_dropped()
+        if not self:
+            return []
         if self._prefill and self._prefill_skips >= self._policy.max_prefill_skips:
             order: tuple[deque[S], deque[S]] = (self._prefill, self._decode)
         else:
             order = (self._decode, self._prefill)
+        plan = BatchPlan[S](self._waiting_shares, self._shares, self._work, self._policy)
         batch: list[S] = []
         left = self._budget
-        for queue in order:
-            left = self._fill(batch, queue, left)
+        for riders in (False, True):
+            for queue in order:
+                left = self._fill(batch, queue, left, plan, riders)
+            if not plan.contended:
+                break
+            plan.admit_riders()
         skipped = bool(self._prefill) and not any(step.prefill for step in batch)
         self._prefill_skips = self._prefill_skips + 1 if skipped else 0
-        self._waiting = {step.session_key for step in self}
+        self._account(batch)
         return batch
+
+    def overtakes(self, batch: Sequence[S], done: float) -> bool:
+        """Whether a waiting step should run before the rest of `batch`, of which the part `done` has run."""
+        if any(share.first for share in self._waiting_shares):
+            return not any(step.share.first for step in batch)
+        running: dict[Share, float] = {}
+        for step in batch:
+            running[step.share] = running.get(step.share, 0.0) + self.step_ms(step)
+        if not running or any(share.first for share in running):
+            return False
+        return any(
+            all(self._behind(share, other, (1.0 - done) * ms) for other, ms in running.items())
+            for share in self._waiting_shares
+        )
+
+    def contended(self, share: Share, now_s: float) -> bool:
+        """Whether other shares than this have work here, or have had lately."""
+        oldest = now_s - self._policy.active_session_s
+        return any(other != share for other in self._waiting_shares) or any(
+            other != share and at > oldest for other, at in self._active.items()
+        )
+
+    def rows_at_once(self, share: Share, context: int, layers: int, now_s: float) -> int | None:
+        """The most rows of a step that should run in one piece; None: all of them. `layers`: that run at once."""
+        if not self.contended(share, now_s):
+            return None
+        return self._work.rows_within(self._policy.slice_ms / layers, context, self._policy)
+
+    def step_ms(self, step: S) -> float:
+        """What a step would take alone."""
+        return self._work.layer_ms(step.rows, step.context) * len(step.span)
+
+    def batch_ms(self, batch: Sequence[S]) -> float:
+        """What a batch is expected to take."""
+        rows = sum(step.rows for step in batch)
+        context = sum(step.rows * step.context for step in batch) / max(1, rows)
+        return self._work.layer_ms(rows, context) * len(batch[0].span) if batch else 0.0
+
+    def settle(self, batch: Sequence[S], took_ms: float) -> None:
+        """Correct what the shares of a batch were charged by what it took, in proportion to the estimates."""
+        expected = [self.step_ms(step) for step in batch]
+        ratio = took_ms / max(1e-9, sum(expected))
+        for step, ms in zip(batch, expected, strict=True):
+            self._shares.charge(step.share, (ratio - 1.0) * ms)
 
     def completed(self, batch: Iterable[S], took_s: float, now_s: float) -> int:
         """A batch has run, in `took_s` -> how many sessions have decoded here recently."""
-        return self._wait.completed([step.session_key for step in batch if not step.prefill], took_s, now_s)
+        steps = list(batch)
+        for step in steps:
+            self._active.pop(step.share, None)
+            self._active[step.share] = now_s
+        while self._active:
+            oldest = next(iter(self._active))
+            if now_s - self._active[oldest] < self._policy.active_session_s:
+                break
+            del self._active[oldest]
+        return self._wait.completed([step.session_key for step in steps if not step.prefill], took_s, now_s)
 
     def forget(self, session_key: Hashable) -> None:
         """This session is closed."""
         self._wait.forget(session_key)
+
+    def _behind(self, share: Share, other: Share, left_ms: float) -> bool:
+        """Whether `share` has got less than `other` at this moment, which has yet to run `left_ms` of its charge."""
+        mine, theirs = self._shares.tag(share), self._shares.tag(other)
+        if share.block != other.block:
+            return mine[0] < theirs[0] - left_ms / other.weight
+        return share.member != other.member and mine[1] < theirs[1] - left_ms / other.weight
+
+    def _account(self, batch: Sequence[S]) -> None:
+        """Charge for a batch and count what still waits."""
+        charged = [step for step in batch if not step.share.first]
+        if charged:
+            self._shares.serve(min((step.share for step in charged), key=self._shares.tag))
+        for step in charged:
+            self._shares.charge(step.share, self.step_ms(step))
+        self._waiting = {step.session_key for step in self}
+        self._waiting_shares = Counter(step.share for step in self)
+        self._shares.trim(self._waiting_shares)
 
     def _remove_dropped(self) -> None:
         for queue in (self._decode, self._prefill):
@@ -112,16 +218,19 @@ class BatchScheduler(Generic[S]):
                 kept = [step for step in queue if not step.dropped]
                 queue.clear()
                 queue.extend(kept)
+        self._waiting_shares = Counter(step.share for step in self)
 
-    def _fill(self, batch: list[S], queue: deque[S], left: int) -> int:
-        """Move steps from `queue` into `batch` in order until one does not fit; steps of other spans stay behind."""
+    def _fill(self, batch: list[S], queue: deque[S], left: int, plan: BatchPlan[S], riders: bool) -> int:
+        """Move steps from `queue` into `batch` in order until one does not fit; steps of other spans, and of shares
+        whose turn it is not, stay behind."""
         kept: list[S] = []
         while queue and (self._max_steps is None or len(batch) < self._max_steps):
             step = queue[0]
-            if batch and step.span != batch[0].span:
+            if (batch and step.span != batch[0].span) or not plan.allows(step):
                 kept.append(queue.popleft())
             elif not batch or step.rows <= left:
                 batch.append(queue.popleft())
+                plan.add(step)
                 left -= step.rows
             else:
                 break

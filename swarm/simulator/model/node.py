@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from swarm.planner.scheduling.batch_scheduler import BatchScheduler
 from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
 from swarm.planner.scheduling.session_order import SessionOrder
+from swarm.planner.scheduling.work_model import WorkModel
 from swarm.simulator.model.devices import DeviceCostModel
+from swarm.simulator.model.hostile import Behaviour
 from swarm.simulator.model.session import SimSession, SimStep
-from swarm.types import Hop, LayerSpan, NodeProfile, NodeState
+from swarm.types import CostCurve, Hop, LayerSpan, NodeProfile, NodeState
 
 
 @dataclass(slots=True)
@@ -50,6 +52,10 @@ class SimNode:
     link_ms: dict[str, float] = field(default_factory=dict)
     born: float = 0.0
     died: float | None = None
+    behaviour: Behaviour = Behaviour.HONEST
+    claim_factor: float = 1.0  # advertised over real time of a layer
+    slow_factor: float = 1.0  # real time over what the machine could do
+    addresses: tuple[str, ...] = ()
     state: NodeState = NodeState.JOINING
     span: LayerSpan | None = None
     kv_room: float = 0.0
@@ -66,7 +72,9 @@ class SimNode:
 
     def __post_init__(self) -> None:
         self._layer_time = LayerTimeEstimator(self.cost.curve)
-        self.scheduler = BatchScheduler(self.batch_tokens, max_steps=self.batch_sessions)
+        self.scheduler = BatchScheduler(
+            self.batch_tokens, max_steps=self.batch_sessions, work=WorkModel(self.cost.curve)
+        )
         self._order = SessionOrder()
 
     @property
@@ -134,7 +142,11 @@ class SimNode:
         ms = cost.device.step_overhead_ms + (hop.end - hop.start) * cost.layer_ms(rows, kv_tokens, context)
         if hop.end == cost.model.layers and sampled:
             ms += cost.head_ms(sampled)
-        return ms
+        return ms * self.slow_factor
+
+    def claimed_ms(self, step: SimStep) -> float:
+        """What the step would take here by this node's record."""
+        return self.claim_factor * len(step.span) * self.cost.curve.ms_at(step.rows)
 
     def ran(self, batch: list[SimStep], compute_ms: float, now: float) -> None:
         """Account for a finished batch, and queue the next steps of its sessions."""
@@ -143,6 +155,7 @@ class SimNode:
         stats = BatchStats.of(batch, compute_ms)
         self.usage.rows += stats.rows
         self._layer_time.observe(stats, now / 1e3)
+        self.scheduler.settle(batch, compute_ms)
         self.scheduler.completed((step for step in batch if step.session.live), compute_ms / 1e3, now / 1e3)
         for step in batch:
             following = self._order.ran(step)
@@ -154,7 +167,13 @@ class SimNode:
     def profile(self, now: float) -> NodeProfile:
         """Its published record."""
         span = self.span
-        layer_ms = (self._layer_time.ms(len(self.held), now / 1e3),) * len(span) if span else ()
+        if self.behaviour is Behaviour.HONEST:
+            layer_ms = (self._layer_time.ms(len(self.held), now / 1e3),) * len(span) if span else ()
+            cost, sessions = self.cost.curve, len(self.held)
+        else:
+            layer_ms = (self.claim_factor * self.cost.curve.ms_at(1),) * len(span) if span else ()
+            cost = CostCurve(self.cost.curve.widths, tuple(self.claim_factor * ms for ms in self.cost.curve.ms))
+            sessions = 0
         depends = (span, self.state, layer_ms, len(self.held), self.kv_used)
         if self._last is not None and self._last[0] == depends:
             return self._last[1]
@@ -169,10 +188,11 @@ class SimNode:
             layer_capacity=self.capacity,
             span=span,
             layer_ms=layer_ms,
-            cost=self.cost.curve,
+            cost=cost,
             kv_capacity_tokens=int(self.kv_room / token) if span else 0,
             kv_free_tokens=0 if full or not span else int((self.kv_room - self.kv_used) / token),
-            sessions=len(self.held),
+            sessions=sessions,
+            addresses=self.addresses,
             region=self.cost.device.region,
             network_coordinate=self.coordinate,
             link_ms=self.link_ms,

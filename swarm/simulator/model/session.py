@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.simulator.model.workload import SimRequest
 from swarm.types import Hop, LayerSpan
 
@@ -48,6 +49,7 @@ class SimSession:
     first_ms: float | None = None
     done_ms: float | None = None
     failure: str = ""
+    wrong_from: int | None = None  # the first token that a cheat had a part in
 
     @property
     def most_tokens(self) -> int:
@@ -74,13 +76,19 @@ class SimStep:
     sample: bool
     index: int = 0
     last: int = -1
+    sent_at: float = 0.0
+    reached_at: float = 0.0  # its present hop
+    done: bool = False  # its last hop has computed it
+    trace: list[float] = field(default_factory=list)  # ms at each hop, as the hops report it
     hop: Hop = field(init=False)
     span: LayerSpan = field(init=False)
     session_key: int = field(init=False)
     prefill: bool = field(init=False)
+    share: Share = field(init=False)
 
     def __post_init__(self) -> None:
         self.session_key = self.session.number
+        self.share = Share(self.session.number)  # each request is a client of its own
         self.prefill = self.last >= 0 or self.base < self.session.prompt
         self._set_hop()
 
@@ -93,6 +101,10 @@ class SimStep:
         self.index += 1
         self._set_hop()
         return self.hop
+
+    @property
+    def context(self) -> int:
+        return self.base
 
     @property
     def sampled_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Requests and their arrival: Poisson, all at once, or a trace that is replayed."""
+"""Requests and their arrival: Poisson, all at once, one after the other, or a trace that is replayed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`trace`, if given, is replayed; else `requests` of them come as `arrivals` says."""
+    """`trace`, if given, is replayed; else `requests` of them come as `arrivals` says.
+
+    "closed": every client makes its next one when its last has ended, so that throughput shows what the swarm gives.
+    """
 
     requests: int = 0
     rate_per_s: float = 1.0
-    arrivals: Literal["poisson", "at_once"] = "poisson"
+    arrivals: Literal["poisson", "at_once", "closed"] = "poisson"
     prompt: Lengths = Lengths(median=128)
     output: Lengths = Lengths(median=128)
     trace: tuple[Replayed, ...] = ()

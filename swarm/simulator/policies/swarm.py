@@ -13,15 +13,24 @@ from swarm.planner.rebalancing.migration import MigrationPlan
 from swarm.planner.rebalancing.policy import POLICY
 from swarm.planner.rebalancing.target import target_allocation
 from swarm.planner.routing.repair import repair
+from swarm.planner.trust.evidence import FailureKind
+from swarm.simulator.model.network import NetworkModel
 from swarm.simulator.model.node import SimNode
 from swarm.simulator.model.session import SimSession
 from swarm.simulator.policy import ReplayPlan, ServingPolicy, alive, covered
+from swarm.simulator.scenario import Scenario
 from swarm.simulator.stale_snapshot import StaleSnapshot
 from swarm.types import Chain, LayerSpan, PeerId
+
+BLOCKED_MS = 30000.0  # how long a client leaves out a node that it has given up, as `PeerBlocklist` does
 
 
 class SwarmPolicy(ServingPolicy):
     """Parallax's two phases on live data; every decision is a function of `swarm.planner`."""
+
+    def __init__(self, scenario: Scenario, network: NetworkModel) -> None:
+        super().__init__(scenario, network)
+        self._given_up: dict[str, dict[PeerId, float]] = {}  # client -> node -> when
 
     def place(self, view: StaleSnapshot) -> Mapping[PeerId, LayerSpan]:
         """Phase 1 over all nodes; those it has no use for join at the bottleneck, one after the other."""
@@ -61,7 +70,15 @@ class SwarmPolicy(ServingPolicy):
 
     def choose(self, session: SimSession, view: StaleSnapshot) -> Chain:
         table = view.table(session.most_tokens)
-        return table.route(client_ms=view.client_ms(session.request.client), banned=session.banned)
+        return table.route(client_ms=view.client_ms(session.request.client), banned=self.banned(session, view))
+
+    def failed(self, session: SimSession, peer: PeerId, kind: FailureKind, now: float) -> None:
+        self._given_up.setdefault(session.request.client, {})[peer] = now
+
+    def banned(self, session: SimSession, view: StaleSnapshot) -> set[PeerId]:
+        """The nodes that the session's client leaves out."""
+        given_up = self._given_up.get(session.request.client, {})
+        return session.banned | {peer for peer, at in given_up.items() if view.now - at < BLOCKED_MS}
 
     def repair(self, session: SimSession, view: StaleSnapshot) -> ReplayPlan:
         intact = Chain(tuple(hop for hop in session.hops if hop.peer in session.ready))
@@ -70,7 +87,7 @@ class SwarmPolicy(ServingPolicy):
             intact,
             (),
             client_ms=view.client_ms(session.request.client),
-            banned=session.banned,
+            banned=self.banned(session, view),
         )
         return ReplayPlan(found)
 
