@@ -103,8 +103,8 @@ async def _near_hosts(siege: Siege, hosts: int, answer: Callable[[], Sequence[by
 
 
 def _hostile_protocol(siege: Siege, answer: Callable[[], Sequence[bytes]]) -> list[tuple[DHTID, PeerID]]:
-    """While it attacks, DHT nodes of this process say that they store what they are given, find what `answer` gives, and
-    know nobody but the (id, peer) of the list that this returns."""
+    """While it attacks, DHT nodes of this process say that they store what they are given, find what `answer` gives,
+    and know nobody but the (id, peer) of the list that this returns."""
     near: list[tuple[DHTID, PeerID]] = []
 
     class HostileProtocol(CheckedDHTProtocol):

@@ -47,19 +47,14 @@ async def wrong_opens(siege: Siege) -> Run:
 
 
 async def strange_dials(siege: Siege) -> Run:
-    """Opens whose next hop is a stranger at any address: the node dials, for each a new peer."""
+    """Opens whose next hop, or source of keys and values, is a stranger: the node looks for it, and each is new."""
 
     def make(node: Victim) -> Callable[[], Made]:
         def one() -> Made:
             peer = Identity.generate().peer
-            host = f"11.{siege.rng.randrange(100, 200)}.{siege.rng.randrange(256)}.{siege.rng.randrange(1, 255)}"
-            port = siege.rng.randrange(1, 65536)
-            addresses = [f"/ip4/{host}/tcp/{port}/tls/p2p/{peer}", f"/ip4/{host}/tcp/{port}/p2p/{peer}"]
             if node.end == siege.target.num_layers:
-                return siege.open_message(
-                    node, session_id(), kv_source=peer, kv_source_addresses=addresses, kv_source_tokens=64
-                )
-            return siege.open_message(node, session_id(), downstream=peer, downstream_addresses=addresses)
+                return siege.open_message(node, session_id(), kv_source=peer, kv_source_tokens=64)
+            return siege.open_message(node, session_id(), downstream=peer)
 
         return one
 

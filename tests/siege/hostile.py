@@ -170,7 +170,6 @@ class Siege:
             victim.end,
             max_tokens=256,
             downstream="" if tail else target.chain[-1].peer,
-            downstream_addresses=[] if tail else list(target.chain[-1].addresses),
             sampling=WireSampling() if tail else None,
         )
         return msgspec.structs.replace(message, **changes)
@@ -252,7 +251,6 @@ class HostileChain:
                 max_tokens=max_tokens,
                 upstream=hops[i - 1].peer if i else "",
                 downstream=after.peer if after else "",
-                downstream_addresses=list(after.addresses) if after else [],
                 sampling=(sampling or WireSampling()) if after is None else None,
             )
             await (await self.client.link(hops[i])).send(opening)
