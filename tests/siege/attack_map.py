@@ -103,16 +103,20 @@ async def _near_hosts(siege: Siege, hosts: int, answer: Callable[[], Sequence[by
 
 
 def _hostile_protocol(siege: Siege, answer: Callable[[], Sequence[bytes]]) -> list[tuple[DHTID, PeerID]]:
-    """From now on, DHT nodes of this process say that they store what they are given, find what `answer` gives, and
-    know nobody but the (id, peer) of the list that this returns."""
+    """While it attacks, DHT nodes of this process say that they store what they are given, find what `answer` gives,
+    and know nobody but the (id, peer) of the list that this returns."""
     near: list[tuple[DHTID, PeerID]] = []
 
     class HostileProtocol(CheckedDHTProtocol):
         async def rpc_store(self, request: Any, context: Any) -> Any:
+            if not siege.running:
+                return await super().rpc_store(request, context)
             siege.counts["stores swallowed"] += 1
             return dht_pb2.StoreResponse(store_ok=[True] * len(request.keys), peer=self.node_info)
 
         async def rpc_find(self, request: Any, context: Any) -> Any:
+            if not siege.running:
+                return await super().rpc_find(request, context)
             siege.counts["finds answered"] += 1
             some = siege.rng.sample(near, min(20, len(near)))
             found = answer()

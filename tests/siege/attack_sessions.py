@@ -47,7 +47,7 @@ async def wrong_opens(siege: Siege) -> Run:
 
 
 async def strange_dials(siege: Siege) -> Run:
-    """Opens whose next hop is a peer that nobody has heard of: the node looks for the record of each."""
+    """Opens whose next hop, or source of keys and values, is a stranger: the node looks for it, and each is new."""
 
     def make(node: Victim) -> Callable[[], Made]:
         def one() -> Made:

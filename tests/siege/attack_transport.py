@@ -27,7 +27,7 @@ async def big_headers(siege: Siege) -> Run:
     """Frames with as large a header as is allowed: one that is a message, and takes long to decode."""
     header = msgspec.msgpack.encode(["drop_in_flight", session_id(), 1, [n % 4096 for n in range(4096)]])
     nested = b"\x93" * 900 + b"\xc0"
-    huge = msgspec.msgpack.encode(["open", session_id(), "m", "w", "fp32", 0, 1, 1, "", "", [], None, [7] * (1 << 18)])
+    huge = msgspec.msgpack.encode(["open", session_id(), "m", "w", "fp32", 0, 1, 1, "", "", None, [7] * (1 << 18)])
     junk = b"\x92\xa4ping" + b"\xdd" + (1 << 20).to_bytes(4, "big") + bytes(3 << 20)
     frames = [PREFIX.pack(len(h), 0) + h for h in (huge, junk, header, nested)]
 

@@ -97,17 +97,18 @@ def noise() -> None:
 
 
 def _change_outputs(change: Callable[[ScheduledStep, StepOutput], StepOutput], delay_s: float = 0.0) -> None:
-    compute = SpanEngine._compute
+    honest = SpanEngine.outputs
 
-    def changed(self: SpanEngine, steps: Sequence[ScheduledStep], plan: Any) -> Sequence[StepOutput | SwarmError]:
+    def changed(
+        self: SpanEngine, steps: Sequence[ScheduledStep], hidden: Any, plan: Any
+    ) -> Sequence[StepOutput | SwarmError]:
         time.sleep(delay_s)
-        outputs = compute(self, steps, plan)
         return [
             change(scheduled, output) if isinstance(output, StepOutput) else output
-            for scheduled, output in zip(steps, outputs, strict=True)
+            for scheduled, output in zip(steps, honest(self, steps, hidden, plan), strict=True)
         ]
 
-    SpanEngine._compute = changed  # type: ignore[method-assign]
+    SpanEngine.outputs = changed  # type: ignore[method-assign]
 
 
 LIES = {"swallow": swallow, "slow": slow, "invent": invent, "noise": noise}

@@ -46,7 +46,8 @@ def _sample(node: NodeProcess) -> tuple[float, int] | None:
     assert node.process is not None
     try:
         process = psutil.Process(node.process.pid)
-        family = [process, *node.children()]
+        daemons = [child for child in node.children() if child.name().startswith("p2pd")]  # not its proof of work
+        family = [process, *daemons]
         return sum(p.memory_info().rss for p in family) / MIB, sum(p.num_fds() for p in family)
     except psutil.Error:
         return None
