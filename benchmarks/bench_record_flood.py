@@ -16,11 +16,11 @@ import time
 
 from swarm import records
 from swarm.errors import PeerUnreachable
+from swarm.net.gossip.record_book import RecordBook
 from swarm.net.gossip.record_exchange import RecordChannel, RecordExchange
 from swarm.net.gossip.record_reader import RecordReader
 from swarm.net.pool.violations import ProtocolViolations
 from swarm.net.security.identity import Identity, public_key, verify
-from swarm.record_book import RecordBook
 from swarm.types import CostCurve, LayerSpan, NodeProfile, NodeState, PeerId
 
 MODEL, LAYERS, HONEST = "model", 30, 12

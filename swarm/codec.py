@@ -14,7 +14,7 @@ from typing import get_args
 
 import msgspec
 
-from swarm.errors import ProtocolError
+from swarm.errors import UNDECODABLE, ProtocolError
 from swarm.messages import AnyMessage
 
 Buffer = bytes | bytearray | memoryview
@@ -35,9 +35,6 @@ class FrameLimits:
 
 
 DEFAULT_LIMITS = FrameLimits()
-
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises on hostile bytes; for text that is not UTF-8 it has no error of its own."""
 
 
 def encode(message: AnyMessage, body: Buffer = b"") -> tuple[bytes, Buffer]:

@@ -38,6 +38,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 
 class SwarmError(Exception):
     """Base of all errors raised on purpose. `str(error)` is one sentence: what is wrong and what to do."""
@@ -209,3 +211,7 @@ class NodeLeaving(RemoteError):
 
     def __init__(self, message: str, peer: str = "") -> None:
         super().__init__(message, "leaving", peer)
+
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises on hostile bytes; for text that is not UTF-8 it has no error of its own."""

@@ -15,8 +15,7 @@ import msgspec
 from msgspec import Meta
 from multiaddr import Multiaddr
 
-from swarm.codec import UNDECODABLE
-from swarm.errors import UsageError
+from swarm.errors import UNDECODABLE, UsageError
 
 PREFIX = "swarm1"
 VERSION = 1

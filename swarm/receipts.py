@@ -13,8 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from swarm.codec import UNDECODABLE
-from swarm.errors import ProtocolError
+from swarm.errors import UNDECODABLE, ProtocolError
 from swarm.receipt_messages import WorkReceipt
 from swarm.records import MAX_LAYERS, PeerText, Sign, Verify
 from swarm.types import PeerId

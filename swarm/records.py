@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from swarm.codec import UNDECODABLE
-from swarm.errors import ProtocolError
+from swarm.errors import UNDECODABLE, ProtocolError
 from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
 from swarm.wire_types import MAX_RECORD as MAX_RECORD
 

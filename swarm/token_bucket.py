@@ -39,6 +39,11 @@ class TokenBucket:
         self._tokens -= cost
         return True
 
+    def available(self, now: float) -> float:
+        """How much may be taken now; less than 0 in debt."""
+        self._refill(now)
+        return self._tokens
+
     def is_full(self, now: float) -> bool:
         """Whether it is as good as a new one."""
         self._refill(now)

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from swarm import config, old_names
+from swarm import old_names
 from swarm.config import ClientConfig, GatewayConfig, Limits, NodeConfig, load, parse_bytes
 from swarm.errors import UsageError
 from swarm.types import Grammar, GrammarKind
@@ -392,23 +392,3 @@ def test_amounts_of_memory() -> None:
     for wrong in ("", "0", "-1", "ib", "6 pigs", "nan", "1e9", "\u0661", "9" * 400):
         with pytest.raises(UsageError):
             parse_bytes(wrong)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{}",
-        '{"model": "m", "peers": ["p"], "pid": 1e400}',
-        f'{{"model": "m", "peers": ["p"], "pid": {10**30}}}',
-        '{"model": "m", "peers": ["p"], "pid": -1}',
-        '{"model": 5, "peers": "p", "pid": 1}',
-        "[" * 100_000,
-        "\udcff",
-    ],
-)
-def test_a_damaged_file_of_a_local_swarm_is_none(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path))
-    config.local_swarm_file().parent.mkdir(parents=True)
-    config.local_swarm_file().write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UsageError, match="no swarm on this machine"):
-        config.local_swarm()

@@ -37,10 +37,11 @@ SWARM_FOLDERS = {  # a folder of `swarm` -> folders that it may import; the root
     "swarm.testing": ("swarm.net", "swarm.testing"),
 }
 NODE_FOLDERS = {  # a folder of the node -> those below it
-    "swarm_node.serving": (),
+    "swarm_node.sharing": (),
+    "swarm_node.serving": ("swarm_node.sharing",),
     "swarm_node.owner": (),
     "swarm_node.network": (),
-    "swarm_node.membership": ("swarm_node.serving", "swarm_node.owner", "swarm_node.network"),
+    "swarm_node.membership": ("swarm_node.sharing", "swarm_node.serving", "swarm_node.owner", "swarm_node.network"),
     "swarm_node.commands": ("swarm_node.owner", "swarm_node.network", "swarm_node.node"),
 }
 NOT_IN_PLAN = (*HEAVY, "asyncio", "time", "random", "socket", "threading", "secrets", "datetime", "numpy.random")

@@ -9,9 +9,9 @@ import pytest
 from record_makers import LAYERS, MODEL, TTL_S, forged, goodbye_at, identity, record_at
 
 from swarm.gossip_messages import MAX_LISTED, MAX_RECORDS, RECORD_KEY_BYTES, pack_listed, unpack_listed
+from swarm.net.gossip.record_book import RecordBook, RecordBookPolicy
+from swarm.net.gossip.record_offers import RecordIntakePolicy
 from swarm.net.security.identity import verify
-from swarm.record_book import RecordBook, RecordBookPolicy
-from swarm.record_offers import VerificationPolicy
 from swarm.records import InvalidRecord
 from swarm.types import PeerId
 
@@ -19,7 +19,7 @@ NOW = 1_700_000_000.0
 
 
 def book_of(
-    own: int | None = None, verification: VerificationPolicy = VerificationPolicy(), **policy: float
+    own: int | None = None, verification: RecordIntakePolicy = RecordIntakePolicy(), **policy: float
 ) -> RecordBook:
     return RecordBook(
         MODEL,
@@ -141,7 +141,7 @@ def test_unchanged_records_cost_no_verification() -> None:
 
 
 def test_a_flood_is_verified_in_part_and_delays_nobody_who_is_known() -> None:
-    policy = VerificationPolicy(per_s=20.0, newcomers_per_s=5.0, burst=20)
+    policy = RecordIntakePolicy(per_s=20.0, newcomers_per_s=5.0, burst=20)
     book = book_of(verification=policy)
     read(book, (1, 2, 3), NOW)
     flood = {identity(number).peer: record_at(number, NOW) for number in range(1000, 1300)}
@@ -157,7 +157,7 @@ def test_a_flood_is_verified_in_part_and_delays_nobody_who_is_known() -> None:
 
 
 def test_identities_that_all_renew_do_not_make_the_long_known_expire() -> None:
-    policy = VerificationPolicy(per_s=20.0, newcomers_per_s=5.0, burst=60)
+    policy = RecordIntakePolicy(per_s=20.0, newcomers_per_s=5.0, burst=60)
     book = book_of(verification=policy)
     read(book, (1, 2, 3), NOW)
     for second in range(1, 40):
@@ -168,7 +168,7 @@ def test_identities_that_all_renew_do_not_make_the_long_known_expire() -> None:
 
 
 def test_the_book_is_bounded_and_keeps_who_was_known_long_ago() -> None:
-    policy = VerificationPolicy(per_s=1000.0, newcomers_per_s=1000.0, burst=1000)
+    policy = RecordIntakePolicy(per_s=1000.0, newcomers_per_s=1000.0, burst=1000)
     book = book_of(verification=policy, max_records=40, slack=10, max_expired=5, sweep_s=1.0)
     read(book, (1, 2, 3), NOW)
     for minute in range(1, 12):  # they are known long before the others come
@@ -210,7 +210,7 @@ def test_an_answer_has_what_the_other_lacks_with_our_own_first() -> None:
 
 
 def test_a_large_book_is_passed_on_in_slices() -> None:
-    policy = VerificationPolicy(burst=2000)
+    policy = RecordIntakePolicy(burst=2000)
     large, small = book_of(verification=policy), book_of(verification=policy)
     read(large, range(1, 801), NOW)
     assert len(seen(large, NOW)) == 800

@@ -50,7 +50,7 @@ from swarm_node.serving.drain import drain_sessions, wait_for_takeover
 from swarm_node.serving.policy import DrainPolicy
 from swarm_node.serving.session import HopSession
 from swarm_node.serving.session_server import SessionServer
-from swarm_node.serving.shares import SharePlaces
+from swarm_node.sharing.shares import SharePlaces
 from swarm_node.stopping import Stopped, first_of_group, unless_stopped
 
 

@@ -13,10 +13,10 @@ from tiny_models import ModelTensors, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.errors import ConnectionLost, NoRoute, PeerUnreachable
+from swarm.net.gossip.record_book import RecordBook
 from swarm.net.gossip.record_exchange import RecordExchange
 from swarm.net.gossip.record_reader import RecordReader
 from swarm.net.security.identity import verify
-from swarm.record_book import RecordBook
 from swarm.testing.memory_network import LinkModel
 from swarm.types import PeerId
 from swarm_client.routing.blocklist import BlocklistPolicy

@@ -15,13 +15,13 @@ from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Transport
 from swarm.net.gossip.policy import AnswerPolicy, GossipPolicy
 from swarm.net.gossip.record_answers import RecordAnswers
+from swarm.net.gossip.record_book import RecordBook
 from swarm.net.gossip.record_exchange import RecordExchange
 from swarm.net.gossip.record_file import RecordFile
 from swarm.net.gossip.record_reader import RecordReader
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.pool.migratable_link import MigratableLink
 from swarm.net.security.identity import Identity, verify
-from swarm.record_book import RecordBook
 from swarm.types import LayerSpan, NodeProfile, NodeState, PeerId
 
 

@@ -11,8 +11,8 @@ from swarm.errors import NodeBusy, ProtocolError
 from swarm.planner.scheduling.fair_shares import Share
 from swarm_node.serving.policy import SessionPolicy
 from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.reclaim import Holding, newcomer_tokens, reclaim_slot, reclaim_tokens
-from swarm_node.serving.shares import SharePlaces, SharePolicy
+from swarm_node.sharing.reclaim import Holding, newcomer_tokens, reclaim_slot, reclaim_tokens
+from swarm_node.sharing.shares import SharePlaces, SharePolicy
 
 
 class Clock:

@@ -22,6 +22,7 @@ from swarm.errors import PeerUnreachable
 from swarm.gossip_messages import Records
 from swarm.messages import AnyMessage
 from swarm.net.base.transport import Directory, Transport
+from swarm.net.gossip.record_book import RecordBook
 from swarm.net.gossip.record_exchange import RecordExchange
 from swarm.net.gossip.record_file import RecordFile
 from swarm.net.gossip.record_reader import RecordReader
@@ -31,7 +32,6 @@ from swarm.net.pool.migratable_link import MigratableLink
 from swarm.net.security import identity
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
-from swarm.record_book import RecordBook
 from swarm.records import Sign
 from swarm_client.network.session_demux import SessionDemux
 

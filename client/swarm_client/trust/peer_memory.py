@@ -19,9 +19,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from swarm.codec import UNDECODABLE
 from swarm.config import state_dir
-from swarm.errors import NetworkError
+from swarm.errors import UNDECODABLE, NetworkError
 from swarm.planner.trust.evidence import UNKNOWN, PeerEvidence, audited, failed, finished, measured, met
 from swarm.types import PeerId
 from swarm_client.trust.failures import failure_kind

@@ -19,8 +19,7 @@ import torch
 from msgspec import Meta
 from safetensors.torch import save_file
 
-from swarm.codec import UNDECODABLE
-from swarm.errors import CorruptModel, ModelError, ModelNotFound
+from swarm.errors import UNDECODABLE, CorruptModel, ModelError, ModelNotFound
 from swarm_kernels.models.safetensors import read_header, read_metadata, read_tensor
 from swarm_kernels.models.source import ModelFile, ModelSource
 

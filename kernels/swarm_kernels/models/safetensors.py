@@ -18,8 +18,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from swarm.codec import UNDECODABLE
-from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from swarm.errors import UNDECODABLE, CorruptModel, ModelNotFound, UnsupportedModel
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.models.source import ModelFile, fingerprint

@@ -15,12 +15,12 @@ from swarm.messages import AnyMessage
 from swarm.net.base.tasks import TaskSet
 from swarm.net.gossip.policy import GossipPolicy
 from swarm.net.gossip.record_answers import RecordAnswers
+from swarm.net.gossip.record_book import RecordBook
 from swarm.net.gossip.record_exchange import RecordChannel, RecordExchange
 from swarm.net.gossip.record_file import RecordFile
 from swarm.net.gossip.record_reader import RecordReader
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.security.identity import verify
-from swarm.record_book import RecordBook
 from swarm_node.network.connection import NodeNetwork
 
 _PATIENT = GossipPolicy(directory_patience_s=3.0)  # a choice of layers must not miss another node's claim

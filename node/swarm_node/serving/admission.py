@@ -14,10 +14,10 @@ from swarm.messages import OpenSession
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import ModelId
 from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.reclaim import Holding, Reclaimed, newcomer_tokens, reclaim_slot, reclaim_tokens
 from swarm_node.serving.served_spans import ServedSpan, ServedSpans
 from swarm_node.serving.session import HopSession, PeerChannel
-from swarm_node.serving.shares import SharePlaces
+from swarm_node.sharing.reclaim import Holding, Reclaimed, newcomer_tokens, reclaim_slot, reclaim_tokens
+from swarm_node.sharing.shares import SharePlaces
 
 
 class AdmissionControl:

@@ -201,6 +201,12 @@ class HopSession:
             if isinstance(item, Reroute) or item.step.epoch >= self.epoch:
                 return item
 
+    def acknowledge(self) -> None:
+        """Its client has sent a receipt. Raises ProtocolError the second time."""
+        if self.acknowledged:
+            raise ProtocolError("a second receipt for one session")
+        self.acknowledged = True
+
     def progress(self) -> ProgressReport:
         """How many steps have come and were completed, and how long the current one has been computing."""
         now = asyncio.get_running_loop().time()

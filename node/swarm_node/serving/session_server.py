@@ -56,7 +56,7 @@ from swarm_node.serving.reply_sender import ReplySender, epoch_of, failure, unkn
 from swarm_node.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
 from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
 from swarm_node.serving.session_runner import Counters, SessionRunner
-from swarm_node.serving.shares import SharePlaces
+from swarm_node.sharing.shares import SharePlaces
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +90,9 @@ class SessionServer:
         self._sessions: dict[bytes, HopSession] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._keys = itertools.count()
+        shares = places or SharePlaces(clock=_loop_time)
         self._admission = AdmissionControl(
-            served,
-            self.served_spans,
-            self._quotas,
-            places or SharePlaces(clock=_loop_time),
-            limits,
-            self._live,
-            self._fail,
-            _loop_time,
+            served, self.served_spans, self._quotas, shares, limits, self._live, self._fail, _loop_time
         )
         self._empty = asyncio.Event()
         self._empty.set()
@@ -107,14 +101,9 @@ class SessionServer:
         self._unasked = pool.unasked
         dialer = HopDialer(pool, addresses_of, limits.next_hop_dial_timeout_s)
         self._kv_transfer = KvTransfer(dialer, limits, self._quotas, self._scope, policy)
+        reply = self._replies.send_best_effort
         self._runner = SessionRunner(
-            dialer,
-            limits,
-            self._logs,
-            self.counters,
-            self._replies.send_best_effort,
-            self._kv_transfer,
-            self._admission.make_room,
+            dialer, limits, self._logs, self.counters, reply, self._kv_transfer, self._admission.make_room
         )
 
     async def __aenter__(self) -> SessionServer:
@@ -248,13 +237,10 @@ class SessionServer:
         self._kv_transfer.serve(connection, session, served_span, message)
 
     def _on_work_receipt(self, connection: PeerChannel, message: WorkReceipt) -> None:
-        session = self._owned(connection, message.session)
-        if session is None:
-            return
-        if session.acknowledged:
-            raise ProtocolError("a second receipt for one session")
-        session.acknowledged = True
-        self._on_receipt(session, message)
+        session = self._owned(connection, message)
+        if session is not None:
+            session.acknowledge()
+            self._on_receipt(session, message)
 
     def _on_failed(self, connection: PeerChannel, message: SessionFailed) -> None:
         self._kv_transfer.on_failed(connection.peer, message)
@@ -273,7 +259,7 @@ class SessionServer:
             self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
 
     def _owned(
-        self, connection: PeerChannel, message: DropInFlight | Reroute | ProgressQuery | CloseSession
+        self, connection: PeerChannel, message: DropInFlight | Reroute | ProgressQuery | CloseSession | WorkReceipt
     ) -> HopSession | None:
         """The session if the sender is its client; None when it is gone already."""
         session = self._sessions.get(message.session)

@@ -21,8 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from swarm.codec import UNDECODABLE
-from swarm.errors import NetworkError, ProtocolError
+from swarm.errors import UNDECODABLE, NetworkError, ProtocolError
 from swarm.net.base.frame_stream import FramedStream
 from swarm.net.base.tasks import TaskSet
 from swarm.net.base.tls_addresses import is_direct, is_relayed, listen_ip

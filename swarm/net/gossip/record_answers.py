@@ -11,14 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from swarm import records
-from swarm.allowance import Allowance
 from swarm.codec import Buffer
 from swarm.errors import ConnectionLost, ProtocolError
 from swarm.gossip_messages import Records, RecordsQuery, unpack_listed
 from swarm.net.base.tasks import TaskSet
 from swarm.net.gossip.policy import AnswerPolicy
+from swarm.net.gossip.record_book import RecordBook
 from swarm.net.gossip.record_exchange import RecordChannel
-from swarm.record_book import RecordBook
+from swarm.token_bucket import TokenBucket
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class _Asker:
     """What one peer has asked."""
 
     def __init__(self, policy: AnswerPolicy) -> None:
-        self.allowance = Allowance(policy.per_peer_s, policy.per_peer_burst)
+        self.allowance = TokenBucket(policy.per_peer_s, policy.per_peer_burst)
         self.ignored = 0
         self.sending = False
 
@@ -53,9 +53,9 @@ class RecordAnswers:
         self._on_news = on_news
         self._policy = policy
         self._askers: OrderedDict[PeerId, _Asker] = OrderedDict()
-        self._work = Allowance(policy.records_per_s, policy.records_burst)
+        self._work = TokenBucket(policy.records_per_s, policy.records_burst)
         half = policy.bytes_per_s / 2
-        self._known_bytes, self._strangers_bytes = Allowance(half, 4 * half), Allowance(half, 4 * half)
+        self._known_bytes, self._strangers_bytes = TokenBucket(half, 4 * half), TokenBucket(half, 4 * half)
 
     def on_query(self, link: RecordChannel, query: RecordsQuery, body: Buffer = b"") -> None:
         """Raises ProtocolError."""

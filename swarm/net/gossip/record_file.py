@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from swarm import records
-from swarm.codec import UNDECODABLE
+from swarm.errors import UNDECODABLE
 from swarm.gossip_messages import RecordBytes
 from swarm.net.gossip.policy import RecordFilePolicy
 from swarm.net.security.identity import verify

@@ -22,10 +22,10 @@ from swarm.gossip_messages import RecordsQuery, pack_listed
 from swarm.net.base.tasks import TaskSet
 from swarm.net.base.transport import Directory
 from swarm.net.gossip.policy import GossipPolicy
+from swarm.net.gossip.record_book import RecordBook
 from swarm.net.gossip.record_exchange import RecordChannel, RecordExchange
 from swarm.net.gossip.record_file import RecordFile
 from swarm.net.pool.violations import ProtocolViolations
-from swarm.record_book import RecordBook
 from swarm.records import InvalidRecord
 from swarm.types import PeerId, Snapshot
 

@@ -9,8 +9,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from fuzz_values import filled
 
-from swarm.codec import UNDECODABLE
-from swarm.errors import ProtocolError
+from swarm.errors import UNDECODABLE, ProtocolError
 from swarm.net.discovery import autonat
 from swarm.net.discovery.mdns import SwarmTag
 from swarm.net.security.identity import Identity

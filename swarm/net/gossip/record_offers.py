@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swarm.allowance import Allowance
+from swarm.token_bucket import TokenBucket
 from swarm.types import PeerId
 
 DIRECTORY = ""
@@ -23,7 +23,7 @@ DIRECTORY = ""
 
 
 @dataclass(frozen=True, slots=True)
-class VerificationPolicy:
+class RecordIntakePolicy:
     """What verifying costs against how fresh the records are. A verification takes about 0.15 ms of a core."""
 
     per_s: float = 150.0  # 3% of a core; 200 nodes that publish every 1.5 s are as fresh as can be, 1,000 every 7 s
@@ -48,11 +48,11 @@ class OfferedRecord(NamedTuple):
 class RecordOffers:
     """`offer` and `replace_directory`, then `take` what to verify now, and report by `verified` what was."""
 
-    def __init__(self, rng: random.Random, policy: VerificationPolicy = VerificationPolicy()) -> None:
+    def __init__(self, rng: random.Random, policy: RecordIntakePolicy = RecordIntakePolicy()) -> None:
         self._rng = rng
         self._policy = policy
-        self._all = Allowance(policy.per_s, policy.burst)
-        self._newcomers = Allowance(policy.newcomers_per_s, policy.burst)
+        self._all = TokenBucket(policy.per_s, policy.burst)
+        self._newcomers = TokenBucket(policy.newcomers_per_s, policy.burst)
         self._directory: list[OfferedRecord] = []
         self._told: dict[tuple[PeerId, PeerId], OfferedRecord] = {}
 
@@ -84,9 +84,9 @@ class RecordOffers:
                 others.append(offered)
             else:
                 ranked.append((place[1], not place[0], number))
-        budget = int(self._all.available(now))
+        budget = max(0, int(self._all.available(now)))
         room = max(budget - len(ranked), int(budget * self._policy.newcomer_share))
-        newcomers = min(room, int(self._newcomers.available(now)), len(others))
+        newcomers = min(room, max(0, int(self._newcomers.available(now))), len(others))
         ranked.sort()
         count = max(0, budget - newcomers)
         first = int(count * (1.0 - self._policy.urgent_share))
@@ -94,10 +94,10 @@ class RecordOffers:
         known = [offers[number] for _, _, number in (ranked[:first] + rest)[:count]]
         return known + self._mixed(others, newcomers)
 
-    def verified(self, count: int, newcomers: int) -> None:
+    def verified(self, count: int, newcomers: int, now: float) -> None:
         """Of what `take` returned, so many records were verified, and of these so many of newcomers."""
-        self._all.spend(count)
-        self._newcomers.spend(newcomers)
+        self._all.spend(count, now)
+        self._newcomers.spend(newcomers, now)
 
     def _mixed(self, offers: Sequence[OfferedRecord], count: int) -> list[OfferedRecord]:
         """`count` of them: by the peers themselves, by others, and by the directory in turn, each in random order."""

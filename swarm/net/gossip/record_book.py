@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from swarm import records
 from swarm.gossip_messages import MAX_LISTED, MAX_RECORDS, MAX_SLICES, RECORD_KEY_BYTES
+from swarm.net.gossip.record_offers import DIRECTORY, OfferedRecord, RecordIntakePolicy, RecordOffers
 from swarm.record_admission import RecordCandidate, admit
-from swarm.record_offers import DIRECTORY, OfferedRecord, RecordOffers, VerificationPolicy
 from swarm.records import InvalidRecord, NodeRecord, Verify
 from swarm.types import NodeProfile, PeerId, Snapshot
 
@@ -82,7 +82,7 @@ class RecordBook:
         own: PeerId = "",
         is_connected: Callable[[PeerId], bool] = lambda peer: False,
         policy: RecordBookPolicy = RecordBookPolicy(),
-        verification: VerificationPolicy = VerificationPolicy(),
+        verification: RecordIntakePolicy = RecordIntakePolicy(),
     ) -> None:
         self.model = model
         self.own = own
@@ -173,7 +173,7 @@ class RecordBook:
                 if not self._is_newer(one):
                     self._settle(one, "")
                     continue
-                self._offers.verified(1, int(is_new))
+                self._offers.verified(1, int(is_new), now)
                 record = records.decode(one.data, one.peer, self.model, now, self._verify)
                 self._check_depth(record)
             except InvalidRecord as error:
