@@ -24,6 +24,7 @@ from swarm.planner.rebalancing.policy import RebalancePolicy
 from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.planner.schemas import placement_request_json
 from swarm.types import ModelId, NodeState
+from swarm_kernels.audit.arithmetic import arithmetic
 from swarm_node.membership.hardware import Hardware, measure
 from swarm_node.membership.maintenance import MaintenanceLoop
 from swarm_node.membership.record_publisher import RecordPublisher
@@ -121,7 +122,10 @@ class Node:
         upload = UploadBucket(config.upload_limit or math.inf)
         transport = RateLimitedTransport(network.transport, upload)
         self._pool = ConnectionPool(transport, self._on_frame, self._on_lost, limits)
-        self._server = SessionServer(self._served, self._pool, limits, on_load=lambda: self._publisher.changed())
+        self._server = SessionServer(
+            self._served, self._pool, limits, on_load=lambda: self._publisher.changed(), sign=network.sign
+        )
+        self._server.audits.arithmetic = arithmetic(source.config, hardware.device)
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading)
         self._rtt_monitor = RttMonitor(self._pool, transport.peer)
         self._status = NodeStatus(

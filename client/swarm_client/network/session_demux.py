@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from swarm.audit_messages import AuditReport
 from swarm.codec import Buffer
 from swarm.errors import NetworkError, ProtocolError
 from swarm.messages import AnyMessage, ProgressReport, SessionFailed, SessionOpened, Step, StepResult
@@ -41,7 +42,7 @@ class SessionDemux:
         self._queues.pop(session, None)
 
     async def on_frame(self, connection: MigratableLink, message: AnyMessage, body: memoryview) -> None:
-        if not isinstance(message, SessionOpened | ProgressReport | SessionFailed | StepResult | Step):
+        if not isinstance(message, SessionOpened | ProgressReport | SessionFailed | StepResult | Step | AuditReport):
             raise ProtocolError(f"a node sent a client a {type(message).__name__}")
         queue = self._queues.get(message.session)
         if queue is None:

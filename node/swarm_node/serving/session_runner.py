@@ -16,6 +16,7 @@ from swarm.errors import ConnectionLost, NetworkError, PeerUnreachable, Protocol
 from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
 from swarm_kernels.sampling.grammar import TokenMask
 from swarm_node.serving.activation_log import ActivationLog
+from swarm_node.serving.audit_replies import AuditReplies
 from swarm_node.serving.executor import StepOutcome
 from swarm_node.serving.kv_transfer import ConnectionSource, KvTransfer
 from swarm_node.serving.served_spans import ServedSpan
@@ -46,6 +47,7 @@ class SessionRunner:
     pool: ConnectionSource
     limits: Limits
     logs: ActivationLog
+    audits: AuditReplies
     counters: Counters
     reply: Callable[[PeerChannel, SessionFailed], None]
     kv_transfer: KvTransfer
@@ -58,6 +60,7 @@ class SessionRunner:
         await self._connect(session)
         if session.kv_source is not None and await self.kv_transfer.fetch(session, served_span, session.kv_source):
             self.logs.close(session.key)  # the source of the transfer had sent these outputs
+            self.audits.digests.open(session.key, session.committed)
             self.counters.kv_transferred += session.committed
         relay = session.next_hop is session.client
         await session.client.send(SessionOpened(session.id, relay, session.epoch, session.committed))
@@ -102,6 +105,7 @@ class SessionRunner:
             served_span.engine.rollback(session.key, step.committed_before)
             served_span.computed(session.key, step.committed_before)
             self.logs.rollback(session.key, step.committed_before)
+            self.audits.digests.rollback(session.key, step.committed_before)
         session.started_s = asyncio.get_running_loop().time()
         tokens = session.history.apply(step) if session.history is not None else None
         masks: Sequence[TokenMask | None] = ()
@@ -111,6 +115,7 @@ class SessionRunner:
         session.started_s = None
         served_span.computed(session.key, session.committed)
         self.counters.steps += 1
+        self.audits.record(session, step, arrival.body, outcome.output)
         if not session.tail:
             self.logs.append(session.key, step, outcome.output.body)
         if not session.is_replay(step):
@@ -154,6 +159,7 @@ class SessionRunner:
             trace=trace,
             active_sessions=sessions,
             forward_tokens=step.forward_tokens,
+            sample_all=step.sample_all,
         )
         await self._forward(session, forwarded, output.body)
 

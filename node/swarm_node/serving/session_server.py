@@ -18,6 +18,7 @@ from types import TracebackType
 
 import msgspec
 
+from swarm.audit_messages import AuditQuery
 from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import (
@@ -47,11 +48,12 @@ from swarm.messages import (
 from swarm.net.base.tasks import TaskSet
 from swarm.types import LayerSpan, ModelId
 from swarm_node.serving.activation_log import ActivationLog
+from swarm_node.serving.audit_replies import AuditReplies, Sign
 from swarm_node.serving.executor import Executor
 from swarm_node.serving.kv_transfer import ConnectionSource, KvTransfer
 from swarm_node.serving.policy import SessionPolicy
 from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.reply_sender import ReplySender
+from swarm_node.serving.reply_sender import ReplySender, epoch_of, failure, unknown_session
 from swarm_node.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
 from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
 from swarm_node.serving.session_runner import Counters, SessionRunner
@@ -69,11 +71,13 @@ class SessionServer:
         limits: Limits,
         on_load: Callable[[], None] = lambda: None,
         policy: SessionPolicy = SessionPolicy(),
+        sign: Sign | None = None,
     ) -> None:
-        """`on_load()` is called when the number of sessions changes."""
+        """`on_load()` is called when the number of sessions changes. `sign`: with the node's key, for audits."""
         self.counters = Counters()
         self._logs = ActivationLog(limits.activation_log_bytes)
-        self.served_spans = ServedSpans(on_released=self._logs.close)
+        self.audits = AuditReplies(self._logs, sign=sign)
+        self.served_spans = ServedSpans(on_released=self._forget_rows)
         self.served = served
         self._policy = policy
         self._on_load = on_load
@@ -89,7 +93,7 @@ class SessionServer:
         self._replies = ReplySender(self._scope, self._quotas, limits.dial_timeout_s)
         self._kv_transfer = KvTransfer(pool, limits, self._quotas, self._scope, policy)
         self._runner = SessionRunner(
-            pool, limits, self._logs, self.counters, self._replies.send_best_effort, self._kv_transfer
+            pool, limits, self._logs, self.audits, self.counters, self._replies.send_best_effort, self._kv_transfer
         )
 
     async def __aenter__(self) -> SessionServer:
@@ -165,20 +169,12 @@ class SessionServer:
                     self._on_step(connection, message, body)
                 case OpenSession():
                     self._on_open(connection, message)
-                case DropInFlight():
+                case DropInFlight() | ProgressQuery() | AuditQuery() | CloseSession():
                     session = self._owned(connection, message.session)
                     if session is not None:
-                        self._prune(session, message)
+                        self._on_owned(session, message)
                 case Reroute():
                     self._on_reroute(connection, message)
-                case ProgressQuery():
-                    session = self._owned(connection, message.session)
-                    if session is not None:
-                        self._replies.send_best_effort(connection, session.progress())
-                case CloseSession():
-                    session = self._owned(connection, message.session)
-                    if session is not None:
-                        self._drop(session, message.retain_prefix)
                 case SessionFailed():
                     self._on_failed(connection, message)
                 case KvFetch():
@@ -206,7 +202,7 @@ class SessionServer:
         session = self._sessions.get(message.session)
         served_span = self.served_spans.of(session.key) if session is not None and session.detached else None
         if session is None or served_span is None:
-            self._replies.send_best_effort(connection, _unknown_session(message))
+            self._replies.send_best_effort(connection, unknown_session(message))
             return
         self._kv_transfer.serve(connection, session, served_span, message)
 
@@ -224,7 +220,7 @@ class SessionServer:
         if self._violations.record(connection.peer, error):
             raise error
         if not isinstance(message, PathSwitch | Ping | Pong):
-            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
+            self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
 
     def _owned(self, connection: PeerChannel, session_id: bytes) -> HopSession | None:
         """The session if the sender is its client; None when it is gone already."""
@@ -237,7 +233,7 @@ class SessionServer:
         session = self._sessions.get(step.session)
         if session is None:
             # No violation: steps may be in flight when a session ends.
-            self._replies.send_best_effort(connection, _unknown_session(step))
+            self._replies.send_best_effort(connection, unknown_session(step))
             return
         if session.detached:
             return  # its client was notified
@@ -250,6 +246,22 @@ class SessionServer:
         except NodeBusy as error:
             self._fail(session, error)
 
+    def _on_owned(self, session: HopSession, message: DropInFlight | ProgressQuery | AuditQuery | CloseSession) -> None:
+        """From the session's client. Raises ProtocolError."""
+        match message:
+            case DropInFlight():
+                self._prune(session, message)
+            case ProgressQuery():
+                self._replies.send_best_effort(session.client, session.progress())
+            case AuditQuery():
+                self._replies.send_best_effort(session.client, *self.audits.report(session, message, self.served))
+            case CloseSession():
+                self._drop(session, message.retain_prefix)
+
+    def _forget_rows(self, key: int) -> None:
+        self._logs.close(key)
+        self.audits.close(key)
+
     def _prune(self, session: HopSession, message: DropInFlight) -> None:
         session.prune(message)
         served_span = self.served_spans.of(session.key)
@@ -259,7 +271,7 @@ class SessionServer:
     def _on_reroute(self, connection: PeerChannel, message: Reroute) -> None:
         session = self._owned(connection, message.session)
         if session is None or session.detached:
-            self._replies.send_best_effort(connection, _unknown_session(message))
+            self._replies.send_best_effort(connection, unknown_session(message))
             return
         try:
             session.redirect(message)
@@ -284,7 +296,7 @@ class SessionServer:
             raise
         except SwarmError as error:
             self.counters.refused += 1
-            self._replies.send_best_effort(connection, _failure(message.session, error, _epoch(message)))
+            self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
             return
         self._tasks[session.key] = self._scope.start(self._run(session, served_span), f"session {session.key}")
 
@@ -313,6 +325,7 @@ class SessionServer:
         except SwarmError:
             self._quotas.give_session(connection.peer)
             raise
+        self.audits.digests.fork(parent, session.key, session.committed)
         if not session.tail and session.committed:
             self._logs.fork(parent, session.key, session.committed)
         elif not session.tail:
@@ -342,9 +355,9 @@ class SessionServer:
         if task is not None:
             task.cancel()
         self._record_failure(session, why)
-        failure = _failure(session.id, why, session.epoch)
+        left = failure(session.id, why, session.epoch)
         self._replies.send_best_effort(
-            session.client, msgspec.structs.replace(failure, kv_retained_tokens=session.committed)
+            session.client, msgspec.structs.replace(left, kv_retained_tokens=session.committed)
         )
         self._scope.start(self._forget(session), f"detached session {session.key}")
 
@@ -358,7 +371,7 @@ class SessionServer:
             return
         self._drop(session)
         self._record_failure(session, error)
-        self._replies.send_best_effort(session.client, _failure(session.id, error, session.epoch))
+        self._replies.send_best_effort(session.client, failure(session.id, error, session.epoch))
 
     def _record_failure(self, session: HopSession, error: SwarmError) -> None:
         self.counters.failed += 1
@@ -384,17 +397,3 @@ class SessionServer:
         if not self._sessions:
             self._empty.set()
         self._on_load()
-
-
-def _failure(session: bytes, error: SwarmError, epoch: int) -> SessionFailed:
-    retry = error.retry_after_s if isinstance(error, NodeBusy) else 0.0
-    return SessionFailed(session, error.code, str(error)[:1024], retry, epoch=epoch)
-
-
-def _unknown_session(message: Step | Reroute | KvFetch) -> SessionFailed:
-    sentence = "this node holds no such session"
-    return SessionFailed(message.session, "unknown_session", sentence, epoch=_epoch(message))
-
-
-def _epoch(message: AnyMessage) -> int:
-    return message.epoch if isinstance(message, Step | OpenSession | Reroute | DropInFlight) else 0
