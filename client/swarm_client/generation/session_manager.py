@@ -7,6 +7,7 @@ exchanges the messages.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from swarm.block_hash import block_hashes
@@ -16,6 +17,8 @@ from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationState
 from swarm.planner.routing.prefix_affinity import prefer_cached_prefix
 from swarm.types import Chain, PeerId, Sampling
+from swarm_client.auditing.auditor import Auditor
+from swarm_client.auditing.result import AuditResult
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.routing.blocklist import StragglerEvicted
 from swarm_client.routing.prefill_chunks import prompt_chunks
@@ -40,6 +43,7 @@ class SessionManager:
     num_medusa_candidates: int = 0  # per Medusa head of the tail, if it has any, with every token
     plan_chunks: bool = True  # chunk prompts by the chain's costs
     prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)  # of all generations of a client
+    auditor: Auditor | None = None  # likewise
 
     async def open(self, generation: GenerationState) -> InferenceSession:
         """A session on the best chain. Raises HopFailed when a hop of it refused; that hop is then blocked."""
@@ -73,10 +77,17 @@ class SessionManager:
         self.prefix_locations.record(block_hashes(generation.known), chain)
         return session
 
-    async def close(self, session: InferenceSession, generation: GenerationState) -> None:
-        """Close the session at every hop, and remember the chain for the next text with the same prefix."""
+    async def close(self, session: InferenceSession, generation: GenerationState) -> asyncio.Task[AuditResult] | None:
+        """Close the session at every hop, and remember the chain for the next text with the same prefix.
+
+        -> the audit of its answer, if there is one: it closes the session.
+        """
         self.prefix_locations.record(block_hashes(generation.known), session.chain)
+        prompt, auditor = len(generation.request.prompt), self.auditor
+        if auditor is not None and auditor.wants(session, generation.known, prompt):
+            return auditor.start(session, generation.known, prompt, drafted=generation.stats.rows > 0)
         await session.close(generation.known)
+        return None
 
     def _prefer_cached_chain(self, quickest: Chain, generation: GenerationState) -> Chain:
         """The chain with the longest cached prefix of this text, where it is predicted to finish before `quickest`."""

@@ -19,6 +19,7 @@ class BlocklistPolicy:
 
     refusal_s: float = 30.0  # a node that failed at the work itself
     slow_s: float = 30.0  # a straggler that was evicted
+    cheat_s: float = 24 * 3600.0  # a hop that failed an audit
     recovery_grace_s: float = 3.0  # a record published so much after the loss proves recovery; bounds clock skew
 
 
@@ -26,6 +27,12 @@ class StragglerEvicted(NetworkError):
     """A hop was evicted because it became so slow that a chain without it is much quicker."""
 
     code = "too_slow"
+
+
+class AuditFailed(NetworkError):
+    """A hop's results were not those that its layers give, or it contradicted what it had sent."""
+
+    code = "audit_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class PeerBlocklist:
                 self._blocks[peer] = _Block(now + self.policy.refusal_s)
         elif isinstance(cause, StragglerEvicted):
             self._blocks[peer] = _Block(now + self.policy.slow_s, slow=True)
+        elif isinstance(cause, AuditFailed):
+            self._blocks[peer] = _Block(now + self.policy.cheat_s)
         elif (known := self._blocks.get(peer)) is None or known.dead_since is None:
             self._blocks[peer] = _Block(math.inf, wall)
 

@@ -170,6 +170,25 @@ class ChainRouter:
             blocked = self._blocked(snapshot, and_slow=False).union(avoid)
             return repair(table, left, (), client_ms=self._client_ms(), banned=blocked), snapshot
 
+    async def route_around(
+        self, chain: Chain, hops: Sequence[PeerId], avoid: Collection[PeerId], min_free_tokens: int
+    ) -> tuple[Chain, Snapshot]:
+        """A chain without any peer of `chain` and `avoid`; else `chain` with others in place of one of `hops`, which
+        are tried in turn. Raises NoRoute, and NetworkError without any snapshot."""
+        snapshot = await self.snapshot()
+        table = self._table(snapshot, min_free_tokens)
+        blocked = self._blocked(snapshot).union(avoid)
+        try:
+            return table.route(client_ms=self._client_ms(), banned=blocked.union(chain.peers)), snapshot
+        except NoRoute as error:
+            why = error
+        for peer in hops:
+            try:
+                return repair(table, chain, {peer}, client_ms=self._client_ms(), banned=blocked).chain, snapshot
+            except NoRoute as error:
+                why = error
+        raise why
+
     def block(self, peer: PeerId, cause: NetworkError) -> None:
         """Route around a node for as long as `cause` suggests (`PeerBlocklist`)."""
         self._blocklist.add(peer, cause, asyncio.get_running_loop().time(), self._wall_clock())
