@@ -28,6 +28,7 @@ DEFAULT_MODEL = "smollm2-135m"
 Transports = Literal["auto", "libp2p"]
 """The transport of frames: direct TLS connections where they work and libp2p elsewhere, or libp2p alone."""
 Libp2pImpl = Literal["go", "python"]
+Audits = Literal["auto", "wait", "off"]
 """The libp2p implementation: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -121,6 +122,9 @@ class ClientConfig:
     network: str = ""  # as for a node
     discovery: bool = True  # without `peers`, look for the swarm in the local network
     remember_peers: bool = True  # keep what was seen of nodes in a small file, for the next time
+    # Other nodes compute some answers again: "auto", in open swarms, in the background; "wait": every answer, and
+    # `generate` and `chat` return it once it is confirmed, or was redone
+    audits: Audits = "off"
     limits: Limits = field(default_factory=Limits)
 
 

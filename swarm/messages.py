@@ -2,10 +2,11 @@
 
 Owns the names, fields and size bounds of all messages between peers. Does not know sockets or tensors.
 
-    client -> hop   OpenSession, Reroute, Step (to the first hop), DropInFlight, ProgressQuery, CloseSession, Ping
+    client -> hop   OpenSession, Reroute, Step (to the first hop), DropInFlight, ProgressQuery, AuditQuery,
+                    CloseSession, Ping
     hop -> hop      Step (body: hidden states), SessionFailed, KvFetch, KvBlocks (body: keys and values), Ping
     hop -> client   SessionOpened, SessionFailed, StepResult (from the tail), Step (on an edge that the client relays),
-                    ProgressReport, Pong
+                    ProgressReport, AuditReport, Pong
 
     any -> hop      RecordsQuery, answered with Records (`gossip_messages`)
 
@@ -19,6 +20,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
+from swarm.audit_messages import AuditQuery, AuditReport
 from swarm.block_hash import HASH_BYTES
 from swarm.gossip_messages import Records, RecordsQuery
 from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
@@ -27,6 +29,7 @@ from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, Sampling, TokenLo
 from swarm.wire_types import Count, Message, Serial, SessionId, Text, TokenId
 
 MAX_ROWS = 1024  # new tree nodes in one step
+MAX_SAMPLED_ROWS = 128  # causal rows of one step that are sampled after
 MAX_SLOTS = 4096  # tree slots of one session
 MAX_HISTORY = 1 << 18  # token ids in one `OpenSession`
 MAX_HOPS = 256
@@ -193,7 +196,8 @@ class Step(Message, frozen=True, tag="step"):
     that others dropped: it skips those of `commit_slots` that it has committed, and if it has more than
     `committed_before + len(commit_slots)` it truncates to that, provided that the step begins a new epoch. `sample`:
     the tail samples a token after the last causal row and after each tree row. `trace`: (queue ms, compute ms) of each
-    hop so far. `active_sessions`: how many sessions the busiest of these hops decodes for at this time, including this.
+    hop so far. `sample_all`: it samples after every causal row (at most MAX_SAMPLED_ROWS) unless its sampling needs the
+    tokens before it. `active_sessions`: how many sessions the busiest of these hops decodes for now, including this.
     """
 
     max_header: ClassVar[int] = 64 << 10
@@ -211,6 +215,7 @@ class Step(Message, frozen=True, tag="step"):
     trace: Annotated[list[tuple[float, float]], Meta(max_length=MAX_HOPS)] = []
     active_sessions: SessionCount = 1
     forward_tokens: bool = False
+    sample_all: bool = False
 
     @property
     def rows(self) -> int:
@@ -379,4 +384,6 @@ AnyMessage = (
     | KvBlocks
     | OutsideSessions
     | WorkReceipt
+    | AuditQuery
+    | AuditReport
 )

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm import codec
+from swarm.audit_messages import MAX_AUDITED_ROWS, AuditQuery, AuditReport
 from swarm.errors import ProtocolError
 from swarm.messages import (
     MAX_ROWS,
@@ -40,10 +41,14 @@ messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.builds(Ping, serial),
     st.builds(Pong, serial),
     st.builds(CloseSession, session),
+    st.builds(AuditQuery, session, st.lists(st.integers(0, 1 << 20), max_size=MAX_AUDITED_ROWS)),
+    st.builds(
+        AuditReport, session, st.just(0), st.just(9), st.just(0), st.integers(0, 1 << 20), tokens.map(lambda _: [1])
+    ),
     st.builds(DropInFlight, session, serial, slots),
     st.builds(SessionFailed, session, st.text(string.ascii_lowercase, max_size=20), text, st.floats(0, 3600)),
     st.builds(StepResult, session, serial, serial, tokens, trace),
-    st.builds(Reroute, session, serial, text, text, st.lists(text, max_size=3), st.integers(0, 1 << 20)),
+    st.builds(Reroute, session, serial, text, text, st.integers(0, 1 << 20)),
     st.builds(Step, session, serial, serial, st.integers(0, 1 << 20), st.integers(0, MAX_ROWS), st.booleans(), tokens),
     st.builds(
         OpenSession, session, text, text, st.just("bf16"), st.integers(0, 9), st.integers(10, 99), st.integers(0, 4096)

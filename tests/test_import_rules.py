@@ -38,7 +38,8 @@ SWARM_FOLDERS = {  # a folder of `swarm` -> folders that it may import; the root
 }
 NODE_FOLDERS = {  # a folder of the node -> those below it
     "swarm_node.sharing": (),
-    "swarm_node.serving": ("swarm_node.sharing",),
+    "swarm_node.auditing": (),
+    "swarm_node.serving": ("swarm_node.sharing", "swarm_node.auditing"),
     "swarm_node.owner": (),
     "swarm_node.network": (),
     "swarm_node.membership": ("swarm_node.sharing", "swarm_node.serving", "swarm_node.owner", "swarm_node.network"),

@@ -23,6 +23,7 @@ from swarm.config import ClientConfig
 from swarm.errors import InvalidRequest, UsageError
 from swarm.net.libp2p.options import HostOptions
 from swarm.old_names import current
+from swarm.planner.auditing.policy import POLICY as AUDITS
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationRequest, GenerationState
 from swarm.types import Chain, Grammar, Snapshot
@@ -36,7 +37,9 @@ from swarm_client.api.options import (
     check_messages,
 )
 from swarm_client.api.results import GenerationResult, GenerationStream
+from swarm_client.auditing.auditor import Auditor
 from swarm_client.generation.answer_grammar import AnswerGrammar
+from swarm_client.generation.audited_answer import read_audited
 from swarm_client.generation.generation_loop import GenerationLoop
 from swarm_client.generation.session_manager import SessionManager
 from swarm_client.generation.shared_prefill import SharedPrefill
@@ -94,6 +97,7 @@ class SwarmClient:
         self._stack = AsyncExitStack()
         self._network: ClientNetwork | None = None
         self._router: ChainRouter | None = None
+        self._auditor: Auditor | None = None
         self._prefix_locations = PrefixLocations()
         self._source: ModelSource | None = None
         self._tokenizer = tokenizer
@@ -145,6 +149,8 @@ class SwarmClient:
             )
             stack.push_async_callback(self._router.close)
             stack.push_async_callback(memory.save)
+            self._auditor = self._new_auditor(source, network, self._router)
+            stack.push_async_callback(self._auditor.close)
             self._skeleton_decoder = SkeletonDecoder(
                 self._stream,
                 self._tokenizer,
@@ -244,7 +250,7 @@ class SwarmClient:
 
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationKeywords]) -> GenerationResult:
         """`stream`, read to its end."""
-        return await self.stream(prompt, **options).read()
+        return await read_audited(self.stream(prompt, **options), wait=self.config.audits == "wait")
 
     async def chat(
         self,
@@ -255,7 +261,8 @@ class SwarmClient:
         **options: Unpack[GenerationKeywords],
     ) -> GenerationResult:
         """`chat_stream`, read to its end."""
-        return await self.chat_stream(messages, tools=tools, template_options=template_options, **options).read()
+        stream = self.chat_stream(messages, tools=tools, template_options=template_options, **options)
+        return await read_audited(stream, wait=self.config.audits == "wait")
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -279,9 +286,13 @@ class SwarmClient:
             raise UsageError(f"not an option of a generation: {error}") from None
 
     def _stream(
-        self, prompt: Sequence[int], options: GenerationOptions, prefill: SharedPrefill | None = None
+        self,
+        prompt: Sequence[int],
+        options: GenerationOptions,
+        prefill: SharedPrefill | None = None,
+        resumed: Sequence[int] = (),
     ) -> TextStream:
-        """`prefill`: of the other streams of the same prompt, if it is a fork."""
+        """`prefill`: of the other streams of the same prompt, if it is a fork. `resumed`: the answer's beginning."""
         source = _entered(self._source)
         vocab_size = source.config.vocab_size
         beyond = next((token for token in options.logit_bias if token >= vocab_size), None)
@@ -301,7 +312,7 @@ class SwarmClient:
             constrained=options.grammar is not None,
         )
         sampling = options.sampling()
-        generation = GenerationState(request)
+        generation = GenerationState(request, resumed=resumed)
         network = _entered(self._network)
         speculation = self._speculation(generation, options)
         sessions = SessionManager(
@@ -313,6 +324,7 @@ class SwarmClient:
             num_medusa_candidates=NUM_CANDIDATES if speculation is not None and self.config.drafter == MEDUSA else 0,
             plan_chunks=self.config.prefill_chunk is None,
             prefix_locations=self._prefix_locations,
+            auditor=self._auditor,
         )
         loop = GenerationLoop(
             generation, sessions, self.config.limits, speculation, self._answer_grammar(options.grammar)
@@ -325,7 +337,20 @@ class SwarmClient:
             seed=sampling.seed,
             explain=sessions.router.explain,
             prefill=prefill,
+            redo=partial(self._redo, prompt, replace(options, seed=sampling.seed)),
         )
+
+    def _redo(self, prompt: Sequence[int], options: GenerationOptions, confirmed: Sequence[int]) -> TextStream:
+        """The same request again; from `confirmed` on, where nothing but their ids is needed of these tokens."""
+        from_start = options.logprobs is not None or options.prompt_logprobs is not None or options.grammar is not None
+        ended = len(confirmed) >= options.max_new_tokens or any(t in self.tokenizer.eos_token_ids for t in confirmed)
+        return self._stream(prompt, options, resumed=() if from_start or ended else confirmed)
+
+    def _new_auditor(self, source: ModelSource, network: ClientNetwork, router: ChainRouter) -> Auditor:
+        audits = self.config.audits
+        rate = {"off": 0.0, "wait": 1.0}.get(audits, 0.0 if self.config.secret else AUDITS.rate)
+        shape = source.config.num_layers, source.config.hidden_size, source.config.context_length
+        return Auditor(router, network, self.config.limits, *shape, rate)
 
     def _speculation(self, generation: GenerationState, options: GenerationOptions) -> ClientSpeculation | None:
         if not options.speculates:

@@ -27,6 +27,7 @@ from swarm.planner.schemas import placement_request_json
 from swarm.receipt_messages import WorkReceipt
 from swarm.receipts import check_receipt
 from swarm.types import ModelId, NodeState
+from swarm_kernels.audit.arithmetic import arithmetic
 from swarm_node.membership.acquaintances import Acquaintances
 from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.hardware import Hardware, measure
@@ -134,7 +135,7 @@ class Node:
         )
         self._addresses = AddressBook(lambda: self._view.snapshot())
         self._ledger = ContributionLedger(ledger_file(config, transport.peer))
-        self._server = self._session_server()
+        self._server = self._session_server(arithmetic(source.config, hardware.device))
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading)
         self._acquaintances = Acquaintances(transport.peer)
         self._rtt_monitor = RttMonitor(self._pool, transport.peer, acquaintances=self._acquaintances)
@@ -171,9 +172,10 @@ class Node:
             publish=self._publisher.publish,
         )
 
-    def _session_server(self) -> SessionServer:
+    def _session_server(self, arithmetic: str) -> SessionServer:
+        """`arithmetic`: what reports of audits call it."""
         owners = {owner_peer(entry) for entry in self._config.owner}
-        return SessionServer(
+        server = SessionServer(
             self._served,
             self._pool,
             self._config.limits,
@@ -181,7 +183,10 @@ class Node:
             addresses_of=self._addresses.of,
             places=SharePlaces(is_owner=owners.__contains__),
             on_receipt=self._on_receipt,
+            sign=self._network.sign,
         )
+        server.audits.arithmetic = arithmetic
+        return server
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises SwarmError. Withdraws our record and leaves nothing running."""

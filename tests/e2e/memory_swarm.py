@@ -219,6 +219,7 @@ class MemorySwarm:
         tokenizer: Any = None,
         **config: Any,
     ) -> AsyncIterator[SwarmClient]:
+        config.setdefault("audits", "off")
         peer = Identity.from_seed((1000 + name).to_bytes(32, "big")).peer
         carrier = self.network.transport(peer)
         network = ClientNetwork.from_transport(

@@ -35,6 +35,7 @@ from swarm.planner.generation.state_machine import (
     StepDone,
 )
 from swarm.types import Chain
+from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.session_manager import SessionManager
 from swarm_client.health.stall_locator import hop_holding
@@ -81,6 +82,7 @@ class GenerationLoop:
     chain: Chain | None = None
     cached_tokens: int = 0  # tokens that the hops had in their prefix caches when the last session was opened
     repairs: list[str] = field(default_factory=list)
+    audit: asyncio.Task[AuditResult] | None = None  # of the answer, once it is complete
     _session: InferenceSession | None = None
     _last_result_at: float = 0.0  # loop time of the last result, or since when the chain is ready
     _outage_started: float | None = None  # loop time from which the repair timeout counts, see _on_hop_lost
@@ -340,7 +342,7 @@ class GenerationLoop:
         if self._session is not None:
             session, self._session = self._session, None
             self._done_with_chain(session)
-            await self.sessions.close(session, self.generation)
+            self.audit = await self.sessions.close(session, self.generation)
 
 
 def _now() -> float:

@@ -7,6 +7,7 @@ exchanges the messages.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +21,8 @@ from swarm.planner.routing.prefix_affinity import prefer_cached_prefix
 from swarm.receipt_messages import WorkReceipt
 from swarm.receipts import Receipt, sign_receipt
 from swarm.types import Chain, Hop, PeerId, Sampling
+from swarm_client.auditing.auditor import Auditor
+from swarm_client.auditing.result import AuditResult
 from swarm_client.health.straggler_detector import StragglerSuspicion
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.routing.prefill_chunks import prompt_chunks
@@ -46,6 +49,7 @@ class SessionManager:
     num_medusa_candidates: int = 0  # per Medusa head of the tail, if it has any, with every token
     plan_chunks: bool = True  # chunk prompts by the chain's costs
     prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)  # of all generations of a client
+    auditor: Auditor | None = None  # likewise
 
     async def open(self, generation: GenerationState) -> InferenceSession:
         """A session on the best chain. Raises HopFailed when a hop of it refused; that hop is then blocked."""
@@ -95,10 +99,19 @@ class SessionManager:
         """The session ends, or goes on along another chain."""
         self.router.served(watch, session.failed_hops)
 
-    async def close(self, session: InferenceSession, generation: GenerationState) -> None:
-        """Close the session at every hop, and remember the chain for the next text with the same prefix."""
+    async def close(self, session: InferenceSession, generation: GenerationState) -> asyncio.Task[AuditResult] | None:
+        """Close the session at every hop, and remember the chain for the next text with the same prefix.
+
+        -> the audit of its answer, if there is one: it closes the session.
+        """
         self.prefix_locations.record(block_hashes(generation.known), session.chain)
-        await session.close(generation.known, partial(self._receipt, generation) if self.network.sign else None)
+        receipt = partial(self._receipt, generation) if self.network.sign else None
+        prompt, auditor = len(generation.request.prompt), self.auditor
+        if auditor is not None and auditor.wants(session, generation.known, prompt):
+            drafted = generation.stats.rows > 0
+            return auditor.start(session, generation.known, prompt, drafted=drafted, receipt=receipt)
+        await session.close(generation.known, receipt)
+        return None
 
     def _receipt(self, generation: GenerationState, session: bytes, hop: Hop) -> WorkReceipt:
         """For what every hop has certainly computed."""

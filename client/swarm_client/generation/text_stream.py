@@ -5,7 +5,8 @@ Owns decoding tokens to text, stop strings and the timing figures. GenerationLoo
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from swarm.planner.generation.state_machine import EmitTokens, Finish, FinishRea
 from swarm.planner.speculation.forecast import Strategy
 from swarm.types import Chain, TokenLogprobs
 from swarm_client.api.results import GenerationResult, GenerationStream, TextChunk
+from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.generation_loop import GenerationLoop, Waiting
 from swarm_client.generation.shared_prefill import SharedPrefill
 from swarm_client.generation.stop_strings import StopStrings
@@ -93,14 +95,17 @@ class TextStream(GenerationStream):
         seed: int,
         explain: Callable[[Chain], str],
         prefill: SharedPrefill | None = None,
+        redo: Callable[[Sequence[int]], TextStream] | None = None,
     ) -> None:
-        """`prefill`: of the streams that continue the same prompt."""
+        """`prefill`: of the streams that continue the same prompt. `redo`: makes a stream of the same request whose
+        answer begins with these tokens."""
         self._loop = loop
         self._decoder = decoder
         self._stops = stops
         self._timing = GenerationTiming(clock)
         self._seed = seed
         self._explain = explain
+        self._redo = redo
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -145,6 +150,17 @@ class TextStream(GenerationStream):
             prompt_logprobs=generation.prompt_logprobs,
         )
 
+    async def audited(self) -> AuditResult | None:
+        """Wait for the audit of the answer, which goes on beside other work; None if it is not audited."""
+        task = self._loop.audit
+        return await asyncio.shield(task) if task is not None else None
+
+    def redone(self, audit: AuditResult) -> TextStream | None:
+        """The answer again, from the last token that an audit left standing; None if it need not, or cannot, be."""
+        if not audit.liars or self._redo is None:
+            return None
+        return self._redo(self._tokens[: max(0, audit.position + 1 - len(self._loop.generation.request.prompt))])
+
     @property
     def speculation(self) -> dict[str, Any] | None:
         """Speculative decoding's figures, for people and programs; None without it."""
@@ -162,7 +178,7 @@ class TextStream(GenerationStream):
         return str((self.speculation or {}).get("strategy", Strategy.SEQUENTIAL))
 
     async def _run(self) -> AsyncGenerator[TextChunk, None]:
-        async with aclosing(self._loop.run()) as actions:
+        async with aclosing(_begun(self._loop)) as actions:
             async for action in actions:
                 match action:
                     case EmitTokens():
@@ -196,3 +212,12 @@ class TextStream(GenerationStream):
                 break
         self._text.append(text)
         return text, count
+
+
+async def _begun(loop: GenerationLoop) -> AsyncGenerator[EmitTokens | Waiting | Finish, None]:
+    """`loop.run()`, after the tokens that were known before."""
+    if loop.generation.generated:
+        yield EmitTokens(loop.generation.generated, ())
+    async with aclosing(loop.run()) as actions:
+        async for action in actions:
+            yield action

@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from swarm.audit_messages import AuditReport
 from swarm.codec import Buffer
 from swarm.errors import NetworkError, ProtocolError
 from swarm.messages import AnyMessage, ProgressReport, SessionFailed, SessionOpened, Step, StepResult
@@ -50,7 +51,7 @@ class SessionDemux:
                 self._closed.popitem(last=False)
 
     async def on_frame(self, connection: MigratableLink, message: AnyMessage, body: memoryview) -> None:
-        if not isinstance(message, SessionOpened | ProgressReport | SessionFailed | StepResult | Step):
+        if not isinstance(message, SessionOpened | ProgressReport | SessionFailed | StepResult | Step | AuditReport):
             raise ProtocolError(f"a node sent a client a {type(message).__name__}")
         queue = self._queues.get(message.session)
         if queue is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm.errors import NetworkError, NodeBusy, RemoteError
 from swarm.types import NodeProfile, PeerId
-from swarm_client.trust.failures import NON_PENALIZED, StragglerEvicted
+from swarm_client.trust.failures import NON_PENALIZED, AuditFailed, StragglerEvicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class BlocklistPolicy:
 
     refusal_s: float = 30.0  # a node that failed at the work itself
     slow_s: float = 30.0  # a straggler that was evicted
+    cheat_s: float = 24 * 3600.0  # a hop that failed an audit
     recovery_grace_s: float = 3.0  # a record published so much after the loss proves recovery; bounds clock skew
 
 
@@ -43,6 +44,8 @@ class PeerBlocklist:
                 self._blocks[peer] = _Block(now + self.policy.refusal_s)
         elif isinstance(cause, StragglerEvicted):
             self._blocks[peer] = _Block(now + self.policy.slow_s, slow=True)
+        elif isinstance(cause, AuditFailed):
+            self._blocks[peer] = _Block(now + self.policy.cheat_s)
         elif (known := self._blocks.get(peer)) is None or known.dead_since is None:
             self._blocks[peer] = _Block(math.inf, wall)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.errors import NetworkError, NoRoute, WrongModel
@@ -182,11 +182,34 @@ class ChainRouter:
             blocked = self._blocked(snapshot, and_slow=False).union(avoid)
             return repair_chain(table, left, beliefs, client_ms=self._client_ms(), banned=blocked), snapshot
 
+    async def route_around(
+        self, chain: Chain, hops: Sequence[PeerId], avoid: Collection[PeerId], min_free_tokens: int
+    ) -> tuple[Chain, Snapshot]:
+        """A chain without any peer of `chain` and `avoid`; else `chain` with others in place of one of `hops`, which
+        are tried in turn. Raises NoRoute, and NetworkError without any snapshot."""
+        snapshot = await self.snapshot()
+        table = self._table(snapshot, self._beliefs(snapshot), min_free_tokens)
+        blocked = self._blocked(snapshot).union(avoid)
+        try:
+            return table.route(client_ms=self._client_ms(), banned=blocked.union(chain.peers)), snapshot
+        except NoRoute as error:
+            why = error
+        for peer in hops:
+            try:
+                return repair(table, chain, {peer}, client_ms=self._client_ms(), banned=blocked).chain, snapshot
+            except NoRoute as error:
+                why = error
+        raise why
+
     def block(self, peer: PeerId, cause: NetworkError) -> None:
         """Route around a node for as long as `cause` suggests (`PeerBlocklist`)."""
         self._blocklist.add(peer, cause, asyncio.get_running_loop().time(), self._wall_clock())
         self.memory.failed(peer, cause, self._wall_clock(), self._block_of(peer))
         self._trials.pop(peer, None)
+
+    def audited(self, peer: PeerId, passed: bool) -> None:
+        """Remember what an audit came to."""
+        self.memory.audited(peer, passed, self._wall_clock())
 
     def watch(self, chain: Chain) -> ChainWatch:
         """For the steps along `chain`, to be handed back to `took` and `served`."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from swarm.audit_messages import AuditQuery, AuditReport
 from swarm.block_hash import block_hashes
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, ProtocolError
@@ -124,6 +125,7 @@ class InferenceSession:
             slots=list(action.slots),
             commit_slots=list(action.commit_slots),
             forward_tokens=self.spec.sampling.needs_history,
+            sample_all=action.sample_all,
         )
         self._step = action.step
         await self._links.send_watched(self.chain.hops[0].peer, step)
@@ -164,6 +166,23 @@ class InferenceSession:
     async def discard_in_flight(self, epoch: int) -> None:
         """Tell every hop to drop steps before `epoch`, best effort: the next step invalidates them too, only later."""
         await self._links.broadcast(DropInFlight(self.id, epoch))
+
+    async def audit(self, positions: Sequence[int]) -> list[ReceivedMessage]:
+        """Ask every hop for its report (`audit_messages`), with the rows at `positions`. -> the hops' replies, in
+        order, whose messages are AuditReports. No step may be sent meanwhile. Raises HopFailed."""
+        replies: dict[PeerId, ReceivedMessage] = {}
+        try:
+            async with asyncio.timeout(self._limits.step_timeout_s):
+                for peer in self.chain.peers:
+                    await self._links.send(peer, AuditQuery(self.id, list(positions)))
+                while len(replies) < len(self.chain):
+                    incoming = await self._links.await_with_pings(self._next())
+                    if isinstance(incoming.message, AuditReport):
+                        replies[incoming.peer] = incoming
+        except TimeoutError:
+            silent = next(peer for peer in self.chain.peers if peer not in replies)
+            raise self.mark_failed(silent, ConnectionLost(f"node {silent} does not report for an audit")) from None
+        return [replies[peer] for peer in self.chain.peers]
 
     async def close(
         self, tokens: Sequence[int] = (), receipt: Callable[[bytes, Hop], WorkReceipt] | None = None

@@ -24,6 +24,12 @@ class HopStalled(StragglerEvicted):
     code = "stalled"
 
 
+class AuditFailed(NetworkError):
+    """A hop's results were not those that its layers give, or it contradicted what it had sent."""
+
+    code = "audit_failed"
+
+
 class ReportedLost(ConnectionLost):
     """Another hop says that it cannot reach this one: no evidence of our own."""
 
@@ -39,4 +45,4 @@ def failure_kind(cause: NetworkError) -> FailureKind | None:
         return FailureKind.STALLED
     if isinstance(cause, StragglerEvicted):
         return FailureKind.SLOW
-    return FailureKind.WRONG if isinstance(cause, ProtocolError) else FailureKind.SILENT
+    return FailureKind.WRONG if isinstance(cause, ProtocolError | AuditFailed) else FailureKind.SILENT

@@ -6,7 +6,7 @@ row is the raw bytes that went over the wire.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from swarm.codec import Buffer
@@ -96,6 +96,12 @@ class ActivationLog:
         if log is None or len(log.rows) < count:
             raise ActivationLogEvicted("the activation log of this session was evicted for lack of memory")
         return _chunks(log.rows[:count])
+
+    def rows(self, key: int, positions: Iterable[int]) -> dict[int, bytes]:
+        """The rows of those committed tokens that are held, by position in ascending order."""
+        log = self._logs.get(key)
+        held = log.rows if log is not None else []
+        return {position: held[position] for position in sorted(set(positions)) if position < len(held)}
 
     def _drop_longest(self) -> None:
         while self._size > self._cap:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from swarm.audit_messages import AuditReport
+from swarm.codec import Buffer
 from swarm.errors import ConnectionLost, NodeBusy, SwarmError
 from swarm.messages import (
     AnyMessage,
@@ -22,6 +24,8 @@ from swarm_node.serving.session import PeerChannel
 
 logger = logging.getLogger(__name__)
 
+Reply = SessionFailed | ProgressReport | AuditReport
+
 
 class ReplySender:
     """A peer that does not read loses its replies and delays no other."""
@@ -31,14 +35,14 @@ class ReplySender:
         self._quotas = quotas
         self._timeout_s = timeout_s
 
-    def send_best_effort(self, peer: PeerChannel, message: SessionFailed | ProgressReport) -> None:
+    def send_best_effort(self, peer: PeerChannel, message: Reply, body: Buffer = b"") -> None:
         if self._quotas.take_reply(peer.peer):
-            self._scope.start(self._send(peer, message), f"reply to {peer.peer}")
+            self._scope.start(self._send(peer, message, body), f"reply to {peer.peer}")
 
-    async def _send(self, peer: PeerChannel, message: SessionFailed | ProgressReport) -> None:
+    async def _send(self, peer: PeerChannel, message: Reply, body: Buffer) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await peer.send(message)
+                await peer.send(message, body)
         except (ConnectionLost, TimeoutError):
             logger.debug("%s did not read: %s", peer.peer, message)
         finally:

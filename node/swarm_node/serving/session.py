@@ -17,7 +17,16 @@ import msgspec
 from swarm import kv_token
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
-from swarm.messages import MAX_HOPS, AnyMessage, DropInFlight, OpenSession, ProgressReport, Reroute, Step
+from swarm.messages import (
+    MAX_HOPS,
+    MAX_SAMPLED_ROWS,
+    AnyMessage,
+    DropInFlight,
+    OpenSession,
+    ProgressReport,
+    Reroute,
+    Step,
+)
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import KvSource, LayerSpan, PeerId, Sampling
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
@@ -265,6 +274,8 @@ def check_form(step: Step, body_bytes: int, first: bool, rows: ActivationSpec) -
         raise ProtocolError(f"step {step.step} has {n} rows, more than one frame holds")
     if len(step.trace) >= MAX_HOPS:
         raise ProtocolError(f"step {step.step} claims to have passed {len(step.trace)} hops")
+    if step.sample_all and step.causal_rows > MAX_SAMPLED_ROWS:
+        raise ProtocolError(f"step {step.step} samples after {step.causal_rows} rows; {MAX_SAMPLED_ROWS} are the most")
     if len(step.parents) != len(step.slots):
         raise ProtocolError(f"step {step.step} has {len(step.parents)} parents for {len(step.slots)} slots")
     if len(set(step.slots)) != len(step.slots) or len(set(step.commit_slots)) != len(step.commit_slots):

@@ -11,12 +11,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, OutOfMemory, PeerUnreachable, ProtocolError
 from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
 from swarm.planner.scheduling.fair_shares import Share
 from swarm_kernels.sampling.grammar import TokenMask
+from swarm_node.auditing.audit_replies import AuditReplies
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.executor import StepOutcome
 from swarm_node.serving.hop_dialer import HopDialer
@@ -51,6 +54,7 @@ class SessionRunner:
     dialer: HopDialer
     limits: Limits
     logs: ActivationLog
+    audits: AuditReplies
     counters: Counters
     reply: Callable[[PeerChannel, SessionFailed], None]
     kv_transfer: KvTransfer
@@ -65,6 +69,7 @@ class SessionRunner:
         await self._connect(session)
         if session.kv_source is not None and await self.kv_transfer.fetch(session, served_span, session.kv_source):
             self.logs.close(session.key)  # the source of the transfer had sent these outputs
+            self.audits.digests.open(session.key, session.committed)
             self.counters.kv_transferred += session.committed
         relay = session.next_hop is session.client
         await session.client.send(SessionOpened(session.id, relay, session.epoch, session.committed))
@@ -107,12 +112,14 @@ class SessionRunner:
             served_span.engine.rollback(session.key, step.committed_before)
             served_span.computed(session.key, step.committed_before)
             self.logs.rollback(session.key, step.committed_before)
+            self.audits.digests.rollback(session.key, step.committed_before)
         session.started_s = asyncio.get_running_loop().time()
         outcome = await self._compute(session, served_span, step, arrival.body)
         session.started_s = None
         served_span.computed(session.key, session.committed)
         self.counters.steps += 1
         self.counters.layer_tokens += step.rows * len(session.span)
+        self.audits.record(session, step, arrival.body, outcome.output.body, outcome.output.tokens)
         if not session.tail:
             self.logs.append(session.key, step, outcome.output.body)
         if not session.is_replay(step):
@@ -121,6 +128,8 @@ class SessionRunner:
     async def _compute(self, session: HopSession, served_span: ServedSpan, step: Step, body: Buffer) -> StepOutcome:
         """Run a step that was admitted, in pieces while others wait for the device."""
         pieces: list[StepOutcome] = []
+        if step.sample_all and session.sampling.needs_history:
+            step = msgspec.structs.replace(step, sample_all=False)
         rest: tuple[Step, Buffer] | None = (step, body)
         while rest is not None:
             rows = served_span.executor.rows_at_once(session, rest[0].committed_before)
@@ -178,6 +187,7 @@ class SessionRunner:
             trace=trace,
             active_sessions=sessions,
             forward_tokens=step.forward_tokens,
+            sample_all=step.sample_all,
         )
         await self._forward(session, forwarded, output.body)
 

@@ -18,16 +18,10 @@ from types import TracebackType
 
 import msgspec
 
+from swarm.audit_messages import AuditQuery
 from swarm.codec import Buffer
 from swarm.config import Limits
-from swarm.errors import (
-    ConnectionLost,
-    NetworkError,
-    NodeBusy,
-    ProtocolError,
-    ResourceError,
-    SwarmError,
-)
+from swarm.errors import ConnectionLost, NetworkError, NodeBusy, ProtocolError, ResourceError, SwarmError
 from swarm.messages import (
     AnyMessage,
     CloseSession,
@@ -44,6 +38,7 @@ from swarm.messages import (
 from swarm.net.base.tasks import TaskSet
 from swarm.receipt_messages import WorkReceipt
 from swarm.types import LayerSpan, ModelId, PeerId
+from swarm_node.auditing.audit_replies import AuditReplies, Sign
 from swarm_node.serving.activation_log import ActivationLog
 from swarm_node.serving.admission import AdmissionControl
 from swarm_node.serving.executor import Executor
@@ -60,6 +55,9 @@ from swarm_node.sharing.shares import SharePlaces
 
 logger = logging.getLogger(__name__)
 
+OfOwnSession = DropInFlight | ProgressQuery | AuditQuery | CloseSession | WorkReceipt
+"""What only a session's client may send."""
+
 
 class SessionServer:
     """`async with SessionServer(...)`; `begin` when a span is loaded; `refuse` and `evict` to drain."""
@@ -74,13 +72,15 @@ class SessionServer:
         addresses_of: AddressesOf = no_records,
         places: SharePlaces | None = None,
         on_receipt: Callable[[HopSession, WorkReceipt], None] = lambda session, receipt: None,
+        sign: Sign | None = None,
     ) -> None:
         """`on_load()` is called when the number of sessions changes. `addresses_of`: of the peers that clients name.
         `places`: whose account sessions go on. `on_receipt(session, receipt)`: its client's, not yet checked; raises
-        ProtocolError."""
+        ProtocolError. `sign`: with the node's key, for audits."""
         self.counters = Counters()
         self._logs = ActivationLog(limits.activation_log_bytes)
-        self.served_spans = ServedSpans(on_released=self._logs.close)
+        self.audits = AuditReplies(self._logs, sign=sign)
+        self.served_spans = ServedSpans(on_released=self._forget_rows)
         self.served = served
         self._policy = policy
         self._on_load = on_load
@@ -103,7 +103,7 @@ class SessionServer:
         self._kv_transfer = KvTransfer(dialer, limits, self._quotas, self._scope, policy)
         reply = self._replies.send_best_effort
         self._runner = SessionRunner(
-            dialer, limits, self._logs, self.counters, reply, self._kv_transfer, self._admission.make_room
+            dialer, limits, self._logs, self.audits, self.counters, reply, self._kv_transfer, self._admission.make_room
         )
 
     async def __aenter__(self) -> SessionServer:
@@ -188,22 +188,12 @@ class SessionServer:
                     self._on_step(connection, message, body)
                 case OpenSession():
                     self._on_open(connection, message)
-                case DropInFlight():
+                case DropInFlight() | ProgressQuery() | AuditQuery() | CloseSession() | WorkReceipt():
                     session = self._owned(connection, message)
                     if session is not None:
-                        self._prune(session, message)
+                        self._on_owned(session, message)
                 case Reroute():
                     self._on_reroute(connection, message)
-                case ProgressQuery():
-                    session = self._owned(connection, message)
-                    if session is not None:
-                        self._replies.send_best_effort(connection, session.progress())
-                case CloseSession():
-                    session = self._owned(connection, message)
-                    if session is not None:
-                        self._drop(session, message.retain_prefix)
-                case WorkReceipt():
-                    self._on_work_receipt(connection, message)
                 case SessionFailed():
                     self._on_failed(connection, message)
                 case KvFetch():
@@ -236,11 +226,24 @@ class SessionServer:
             return
         self._kv_transfer.serve(connection, session, served_span, message)
 
-    def _on_work_receipt(self, connection: PeerChannel, message: WorkReceipt) -> None:
-        session = self._owned(connection, message)
-        if session is not None:
-            session.acknowledge()
-            self._on_receipt(session, message)
+    def _on_owned(self, session: HopSession, message: OfOwnSession) -> None:
+        """From the session's client. Raises ProtocolError."""
+        match message:
+            case DropInFlight():
+                self._prune(session, message)
+            case ProgressQuery():
+                self._replies.send_best_effort(session.client, session.progress())
+            case AuditQuery():
+                self._replies.send_best_effort(session.client, *self.audits.report(session, message, self.served))
+            case CloseSession():
+                self._drop(session, message.retain_prefix)
+            case WorkReceipt():
+                session.acknowledge()
+                self._on_receipt(session, message)
+
+    def _forget_rows(self, key: int) -> None:
+        self._logs.close(key)
+        self.audits.close(key)
 
     def _on_failed(self, connection: PeerChannel, message: SessionFailed) -> None:
         self._kv_transfer.on_failed(connection.peer, message)
@@ -258,9 +261,7 @@ class SessionServer:
         if not isinstance(message, OutsideSessions):
             self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
 
-    def _owned(
-        self, connection: PeerChannel, message: DropInFlight | Reroute | ProgressQuery | CloseSession | WorkReceipt
-    ) -> HopSession | None:
+    def _owned(self, connection: PeerChannel, message: OfOwnSession | Reroute) -> HopSession | None:
         """The session if the sender is its client; None when it is gone already."""
         session = self._sessions.get(message.session)
         if session is None and not isinstance(message, CloseSession):  # clients close what was refused, to be sure
@@ -322,6 +323,7 @@ class SessionServer:
             self.counters.refused += 1
             self._replies.send_best_effort(connection, failure(message.session, error, epoch_of(message)))
             return
+        self.audits.digests.fork(parent, session.key, session.committed)
         if not session.tail and session.committed:
             self._logs.fork(parent, session.key, session.committed)
         elif not session.tail:
@@ -351,10 +353,8 @@ class SessionServer:
         if task is not None:
             task.cancel()
         self._record_failure(session, why)
-        left = failure(session.id, why, session.epoch)
-        self._replies.send_best_effort(
-            session.client, msgspec.structs.replace(left, kv_retained_tokens=session.committed)
-        )
+        left = msgspec.structs.replace(failure(session.id, why, session.epoch), kv_retained_tokens=session.committed)
+        self._replies.send_best_effort(session.client, left)
         self._scope.start(self._forget(session), f"detached session {session.key}")
 
     async def _forget(self, session: HopSession) -> None:

@@ -26,7 +26,7 @@ def cut(step: Step, body: Buffer, rows: int) -> tuple[tuple[Step, Buffer], tuple
     first = msgspec.structs.replace(
         step,
         causal_rows=causal,
-        sample=step.sample and whole,
+        sample=step.sample and (whole or step.sample_all),
         tokens=step.tokens[:rows],
         parents=step.parents[:tree],
         slots=step.slots[:tree],

@@ -38,7 +38,7 @@ class TailSampler:
     def outputs(
         self, steps: Sequence[ScheduledStep], hidden: torch.Tensor, positions: torch.Tensor
     ) -> list[StepOutput | SwarmError]:
-        """For every step with `sample` set: a token after its last causal row and one after each of its tree rows.
+        """For every step with `sample` set: a token after its last causal row (or each) and one after each tree row.
 
         The token sampled from the row at position p belongs to position p + 1. For every step, sampling or not: the
         log-probabilities of the prompt, if its session wants them.
@@ -50,7 +50,8 @@ class TailSampler:
         for scheduled in steps:
             step, end = scheduled.arrival.step, at + scheduled.rows
             if step.sample:
-                sampled.append((scheduled, range(at + max(step.causal_rows - 1, 0), end)))
+                every = step.sample_all and not scheduled.session.sampling.needs_history
+                sampled.append((scheduled, range(at if every else at + max(step.causal_rows - 1, 0), end)))
             outputs.append(self._prompt_output(scheduled, hidden[at:end]))
             at = end
         if not sampled:

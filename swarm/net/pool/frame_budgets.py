@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarm.audit_messages import AuditQuery
 from swarm.messages import (
     AnyMessage,
     CloseSession,
@@ -54,6 +55,7 @@ _PRICES: dict[type[AnyMessage], float] = {
     Reroute: 4.0,
     CloseSession: 2.0,
     KvFetch: 10.0,
+    AuditQuery: 10.0,  # a signature, and up to MAX_AUDITED_ROWS rows
     Step: 0.25,
     StepResult: 0.25,
     SessionOpened: 0.25,

@@ -98,7 +98,7 @@ class SendStep:
     """Send a step (`messages.Step`): after the first `committed_before` tokens commit `commit_slots`, then `tokens`.
 
     `rows`, `parents`, `slots`: the tokens, parent slots and slots of tree nodes, `[n]` each. If `sample`, the tail
-    samples after the last of `tokens` and after every node.
+    samples after the last of `tokens`, or with `sample_all` after each of them, and after every node.
     """
 
     epoch: int
@@ -110,6 +110,7 @@ class SendStep:
     rows: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
+    sample_all: bool = False
 
     @property
     def committed_after(self) -> int:

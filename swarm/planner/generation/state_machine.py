@@ -106,11 +106,12 @@ class _InFlightStep:
 class GenerationState:
     """The state of one generation. `handle(event)` returns the next actions; a finished generation ignores events.
 
-    `policy` may be set at any time and applies from the next step on.
+    `policy` may be set at any time and applies from the next step on. `resumed`: how the answer begins, if known.
     """
 
     request: GenerationRequest
     policy: SpeculationPolicy = SEQUENTIAL
+    resumed: Sequence[int] = ()
     known: list[int] = field(init=False)  # prompt, then generated tokens
     phase: GenerationPhase = field(init=False, default=GenerationPhase.WAITING)
     epoch: int = field(init=False, default=0)
@@ -129,7 +130,7 @@ class GenerationState:
     _prompt_logprobs: PromptLogprobs = field(init=False, default_factory=PromptLogprobs)
 
     def __post_init__(self) -> None:
-        self.known = list(self.request.prompt)
+        self.known = [*self.request.prompt, *self.resumed]
         self._tree = DraftTree(self.known[-1], len(self.known) - 1)
 
     @property
@@ -366,12 +367,11 @@ class GenerationState:
         nodes: list[DraftNode] = []
         if sample:
             policy = self.policy
-            min_path_prob = 0.0 if causal else policy.min_path_prob
             nodes = self._tree.take_for_step(
                 self._free_tree_slots(),
                 policy.max_depth_per_step,
                 policy.min_node_logprob,
-                min_path_prob,
+                0.0 if causal else policy.min_path_prob,
                 self._run_rows(),
             )
             if not causal and not nodes:

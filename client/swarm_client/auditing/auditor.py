@@ -1,0 +1,242 @@
+"""Audits finished answers: asks the hops what went through them, lets other nodes compute the same text, and compares.
+
+Owns which answers are audited, and what a client concludes: it routes around a hop that two others contradict. Runs
+beside the generations, in tasks of its own. The comparison is `planner.auditing`'s.
+
+The audit is drawn when the answer is complete: by then every row has been sent, and the next hop, or this client, holds
+what a hop would have to deny. So it does not matter who recognizes a replay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from swarm.config import Limits
+from swarm.errors import NetworkError, NoRoute, ProtocolError
+from swarm.net.base.tasks import TaskSet
+from swarm.planner.auditing.policy import POLICY, AuditPolicy
+from swarm.planner.auditing.verdict import Comparison, HopReport, blame, compare, deviation, inconsistency
+from swarm.receipt_messages import WorkReceipt
+from swarm.types import Chain, Hop, ModelId, PeerId
+from swarm_client.auditing.replay import replay
+from swarm_client.auditing.reports import Evidence, SignedReport, hop_report, signed_report
+from swarm_client.auditing.result import AuditResult
+from swarm_client.network.connection import ClientNetwork
+from swarm_client.routing.router import ChainRouter
+from swarm_client.session.hop_links import HopFailed
+from swarm_client.session.inference_session import InferenceSession
+from swarm_client.session.session_messages import SessionSpec
+from swarm_client.trust.failures import AuditFailed
+from swarm_kernels.audit.row_distance import wire_distance
+from swarm_kernels.device.device import parse_dtype, state_dtype
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 4096  # hops, by how many audits they have had
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What is audited: `text`, of which the first `prompt` tokens are the prompt, and how it was asked for.
+
+    `positions`: of the rows that the hops are to send in full. `drafted`: some rows came as drafts, computed in another
+    order than in a replay.
+    """
+
+    text: tuple[int, ...]
+    prompt: int
+    spec: SessionSpec
+    positions: tuple[int, ...]
+    drafted: bool
+
+    @property
+    def model(self) -> ModelId:
+        return ModelId(self.spec.model, self.spec.weight_hash, self.spec.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One chain's reports on an answer."""
+
+    chain: Chain
+    signed: tuple[SignedReport, ...]
+    reports: list[HopReport]
+
+
+@dataclass(slots=True)
+class Auditor:
+    """One a client. `rate`: of the answers, 0 for none. `draw`: random numbers in [0, 1), which nobody can foresee."""
+
+    router: ChainRouter
+    network: ClientNetwork
+    limits: Limits
+    num_layers: int
+    hidden_size: int
+    context_length: int
+    rate: float
+    policy: AuditPolicy = POLICY
+    draw: Callable[[], float] = random.SystemRandom().random
+    _trials: OrderedDict[PeerId, int] = field(
+        default_factory=OrderedDict
+    )  # audits of hops; the most once one has passed
+    _tasks: TaskSet = field(default_factory=lambda: TaskSet("audits"))
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def wants(self, session: InferenceSession, text: Sequence[int], prompt: int) -> bool:
+        """Whether to audit this answer. Only sessions that are whole can be."""
+        if not self.rate or session.failed_hops or len(text) - prompt < self.policy.min_answer:
+            return False
+        new = any(self._trials.get(peer, 0) < self.policy.max_trials for peer in session.chain.peers)
+        return new or self.draw() < self.rate
+
+    def start(
+        self,
+        session: InferenceSession,
+        text: Sequence[int],
+        prompt: int,
+        *,
+        drafted: bool,
+        receipt: Callable[[bytes, Hop], WorkReceipt] | None = None,
+    ) -> asyncio.Task[AuditResult]:
+        """Take over a session whose answer is complete: it is closed, with receipts, once its hops have reported."""
+        for peer in session.chain.peers:
+            self._note(peer, self._trials.get(peer, 0) + 1)
+        close = partial(session.close, tuple(text), receipt)
+        return self._tasks.start(self._audit(session, close, tuple(text), prompt, drafted), "audit")
+
+    async def _audit(
+        self,
+        session: InferenceSession,
+        close: Callable[[], Awaitable[None]],
+        text: tuple[int, ...],
+        prompt: int,
+        drafted: bool,
+    ) -> AuditResult:
+        policy = self.policy
+        short = text[: min(policy.max_text, self.context_length)]
+        try:
+            async with asyncio.timeout(policy.timeout_s):
+                try:
+                    if prompt + policy.min_answer > len(short):
+                        return AuditResult(reason="the prompt alone is longer than what is replayed")
+                    answer = self._answer(session.spec, short, prompt, drafted)
+                    audited = await self._report(session, answer)
+                finally:
+                    await close()
+                return await self._examine(audited, answer)
+        except HopFailed as failed:  # also one that will not report
+            self.router.block(failed.peer, failed.cause)
+            return AuditResult(reason=f"{failed.peer}: {failed}")
+        except (NetworkError, NoRoute, TimeoutError) as error:
+            logger.info("an answer was not audited: %s", error)
+            return AuditResult(reason=str(error) or "the replay took too long")
+
+    def _answer(self, spec: SessionSpec, text: tuple[int, ...], prompt: int, drafted: bool) -> _Answer:
+        drawn = range(min(self.policy.sink_tokens, len(text) - 2), len(text) - 1)
+        positions = {drawn[int(self.draw() * len(drawn))] for _ in range(self.policy.rows)}
+        sampling = replace(spec.sampling, logprobs=None, prompt_logprobs=None)
+        spec = replace(spec, max_tokens=len(text), num_medusa_candidates=0, sampling=sampling)
+        return _Answer(text, prompt, spec, tuple(sorted(positions)), drafted)
+
+    async def _examine(self, audited: _Run, answer: _Answer) -> AuditResult:
+        """Raises NetworkError, NoRoute."""
+        wrong = inconsistency(audited.reports, answer.text)
+        if wrong is not None:
+            evidence = Evidence(answer.model, answer.text, (audited.signed,))
+            if len(wrong.peers) > 1:  # one of them lies, and nobody else has seen this edge
+                return AuditResult(disputed=wrong.peers, position=wrong.position, evidence=evidence)
+            return self._leave(wrong.peers, "it denies what it was sent, or has sent", wrong.position, evidence)
+        other = await self._replay(audited.chain, (), answer)
+        comparisons = self._compare(audited, other, answer, drafted=answer.drafted)
+        found = deviation(comparisons)
+        if found is None:
+            return self._confirm(audited, other, comparisons)
+        apart = f"{found.agreement.value}, {found.distance:.3f} apart"
+        logger.warning("audit: %s and %s do not agree (%s)", found.peers, found.other_peers, apart)
+        runs, guilty = [audited, other], tuple[PeerId, ...]()
+        try:
+            third = await self._replay(audited.chain, found.peers, answer, other.chain.peers)
+            guilty = blame(
+                found,
+                self._compare(audited, third, answer, drafted=answer.drafted),
+                self._compare(other, third, answer),
+            )
+            runs.append(third)
+        except (NetworkError, NoRoute) as error:
+            logger.info("no third replica decides: %s", error)
+        evidence = Evidence(answer.model, answer.text, tuple(run.signed for run in runs))
+        if len(guilty) != 1:
+            disputed = tuple(sorted({*found.peers, *found.other_peers}))
+            return AuditResult(disputed=disputed, position=found.position, evidence=evidence)
+        return self._leave(guilty, f"two other nodes contradict it ({apart})", found.position, evidence)
+
+    def _confirm(self, audited: _Run, other: _Run, comparisons: Sequence[Comparison]) -> AuditResult:
+        """Hops that are in both chains have confirmed nothing."""
+        replayed = set(other.chain.peers)
+        checked = sorted({peer for found in comparisons for peer in found.peers} - replayed)
+        for peer in checked:
+            self._note(peer, self.policy.max_trials)
+            self.router.audited(peer, passed=True)
+        return AuditResult(checked=tuple(checked))
+
+    def _note(self, peer: PeerId, trials: int) -> None:
+        self._trials.pop(peer, None)
+        self._trials[peer] = trials
+        if len(self._trials) > REMEMBERED:
+            self._trials.popitem(last=False)
+
+    def _leave(self, liars: tuple[PeerId, ...], why: str, position: int, evidence: Evidence) -> AuditResult:
+        for peer in liars:
+            logger.warning("node %s failed an audit: %s", peer, why)
+            self.router.block(peer, AuditFailed(why))
+            self.router.audited(peer, passed=False)
+            self._trials.pop(peer, None)
+        return AuditResult(liars=liars, position=position, reason=why, evidence=evidence)
+
+    def _compare(self, one: _Run, other: _Run, answer: _Answer, *, drafted: bool = False) -> list[Comparison]:
+        dtype = state_dtype(parse_dtype(answer.spec.dtype))
+
+        def distance(a: bytes, b: bytes) -> float:
+            return wire_distance(a, b, dtype)
+
+        return compare(one.reports, other.reports, self.num_layers, distance, self.policy, drafted=drafted)
+
+    async def _replay(
+        self, chain: Chain, replaced: Sequence[PeerId], answer: _Answer, avoid: Collection[PeerId] = ()
+    ) -> _Run:
+        """Compute the answer along a chain without the peers of `chain`, or else without one of them, of `replaced` if
+        given. Raises NoRoute, NetworkError."""
+        hops = list(replaced) or sorted(chain.peers, key=lambda _: self.draw())
+        other, snapshot = await self.router.route_around(chain, hops, avoid, answer.spec.max_tokens)
+        nodes = {node.peer: node for node in snapshot.nodes}
+        network = self.network
+        prompt = answer.text[: answer.prompt]
+        session = await InferenceSession.open(
+            other, nodes, answer.spec, prompt, network.pool, network.demux, self.limits
+        )
+        try:
+            await replay(session, answer.text, answer.prompt)
+            return await self._report(session, answer)
+        finally:
+            await session.close()
+
+    async def _report(self, session: InferenceSession, answer: _Answer) -> _Run:
+        """Raises HopFailed, also for a report that cannot be right."""
+        row_bytes = self.hidden_size * state_dtype(parse_dtype(answer.spec.dtype)).itemsize
+        signed: list[SignedReport] = []
+        reports: list[HopReport] = []
+        for hop, reply in zip(session.chain.hops, await session.audit(answer.positions), strict=True):
+            try:
+                signed.append(signed_report(hop, reply, answer.positions))
+                reports.append(hop_report(signed[-1], row_bytes))
+            except ProtocolError as error:
+                raise session.mark_failed(hop.peer, error) from None
+        return _Run(session.chain, tuple(signed), reports)

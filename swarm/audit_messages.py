@@ -1,0 +1,60 @@
+"""The wire messages of audits: what a hop says that went in and out of it.
+
+Owns these messages and what a report's signature covers. What follows from reports is decided by
+`swarm.planner.auditing`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from swarm.types import ModelId
+from swarm.wire_types import Count, Message, SessionId
+
+MAX_AUDITED_ROWS = 64  # of which a report has all bytes
+
+Positions = Annotated[list[Count], Meta(max_length=MAX_AUDITED_ROWS)]
+
+
+class AuditQuery(Message, frozen=True, tag="audit_query"):
+    """From a session's client: report on all committed rows. `positions`: of the output rows to send in full.
+
+    The client draws them when the rows have long been sent: the next hop, which is asked too, knows their digests.
+    """
+
+    max_header: ClassVar[int] = 512
+
+    session: SessionId
+    positions: Positions = []
+
+
+class AuditReport(Message, frozen=True, tag="audit_report"):
+    """What the sender committed of this session at positions [`first`, `tokens`), in layers [`start`, `end`).
+
+    The body has a `row_digest` of each input row (of its token id, on the first hop), then of each output row (on the
+    tail: of the token sampled after it), then the output rows at `positions`, which are those of the query that the
+    sender still holds. `row_digest.UNKNOWN` stands for what it did not see or did not sample. `arithmetic`: names what
+    computes here; two machines of the same one get the same bits, "" promises nothing. `signature`: of `signed_part`.
+    """
+
+    max_header: ClassVar[int] = 1024
+
+    session: SessionId
+    start: Count
+    end: Count
+    first: Count
+    tokens: Count
+    positions: Positions = []
+    arithmetic: Annotated[str, Meta(max_length=64)] = ""
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+def signed_part(report: AuditReport, body: bytes | bytearray | memoryview, model: ModelId) -> bytes:
+    """What the reporting peer signs: all of the report, its body, and the model."""
+    unsigned = msgspec.structs.replace(report, signature=b"")
+    content = (unsigned, hashlib.sha256(body).digest(), model.model, model.weight_hash, model.dtype)
+    return b"swarm audit report\0" + msgspec.msgpack.encode(content)

@@ -1,0 +1,35 @@
+"""The numbers that tune audits: what each trades off, and its default (docs/benchmarks/audits.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AuditPolicy:
+    rate: float = 1 / 32
+    """Of the answers of hops that have passed an audit: more finds a late cheat sooner, and costs others work."""
+    max_trials: int = 4
+    """A hop's first answers for a client are audited until one has passed, but no more than these: a hop without a
+    replica cannot pass."""
+    min_answer: int = 8
+    """Tokens of an answer that is worth an audit."""
+    max_text: int = 1024
+    """Tokens of prompt and answer that are replayed; the rest of a longer text is not audited."""
+    rows: int = 12
+    """Of which machines of unlike arithmetic are compared by their distance: more bytes, and fewer chance results."""
+    sink_tokens: int = 4
+    """The first tokens' rows are not drawn: attention sinks, whose norm is that of a few huge channels."""
+    max_distance: float = 0.035
+    """Relative distance of two honest machines' rows, as the median over the rows drawn. Honest kinds of machines stay
+    below, and computing in fewer bits above."""
+    token_mismatch: float = 0.3
+    """Of sampled tokens, at most, may differ on average between honest machines of unlike arithmetic, at any sampling
+    options ..."""
+    false_alarm: float = 1e-9
+    """... and more than that condemn only if they are so unlikely to come by chance."""
+    timeout_s: float = 120.0
+    """For a replay, which nobody waits for."""
+
+
+POLICY = AuditPolicy()

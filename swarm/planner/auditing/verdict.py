@@ -1,0 +1,202 @@
+"""Which hop of which chain computed something else: compares what the hops of several chains report of one text.
+
+Pure: reports come in as bytes, and how far two rows are apart is handed in. Three replicas are needed to say who is
+wrong: two that disagree are a dispute, and no one is blamed.
+
+Machines of the same arithmetic must agree bit for bit. Others may differ within the spread that honest machines were
+measured to have, and differences within it are never held against anybody.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from swarm.planner.auditing.policy import AuditPolicy
+from swarm.row_digest import DIGEST_BYTES, UNKNOWN, token_digests
+from swarm.types import PeerId
+
+Distance = Callable[[bytes, bytes], float]
+"""Two rows as they cross the wire -> their relative distance."""
+
+
+@dataclass(frozen=True, slots=True)
+class HopReport:
+    """`audit_messages.AuditReport` of one hop, with a body of the right length. `rows`: output rows by position."""
+
+    peer: PeerId
+    start: int
+    end: int
+    first: int
+    inputs: bytes
+    outputs: bytes
+    rows: Mapping[int, bytes] = field(default_factory=dict)
+    arithmetic: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.first + len(self.inputs) // DIGEST_BYTES
+
+    def digest(self, side: bytes, position: int) -> bytes:
+        at = (position - self.first) * DIGEST_BYTES
+        return side[at : at + DIGEST_BYTES] if at >= 0 else UNKNOWN
+
+
+Reports = Sequence[HopReport]
+"""Of all hops of a chain, in order."""
+
+
+class Agreement(enum.Enum):
+    EXACT = "exact"  # the same bits
+    NEAR = "near"  # within the spread of honest machines of unlike arithmetic
+    INEXACT = "inexact"  # within that spread, but their arithmetic is said to be the same
+    FAR = "far"
+    UNKNOWN = "unknown"  # nothing to compare
+
+
+DEVIATIONS = (Agreement.INEXACT, Agreement.FAR)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of layers `[start, end)` between two chains whose inputs there agree. `position`: the first that differs.
+
+    `distance`: median over the rows compared; of the tail, the part of the tokens that differ."""
+
+    start: int
+    end: int
+    peers: tuple[PeerId, ...]
+    other_peers: tuple[PeerId, ...]
+    agreement: Agreement
+    position: int = 0
+    distance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Inconsistency:
+    """The hops `peers` of one chain contradict each other, or the client where there is one, about one row."""
+
+    peers: tuple[PeerId, ...]
+    position: int
+
+
+def inconsistency(reports: Reports, text: Sequence[int]) -> Inconsistency | None:
+    """The first edge of a chain whose two ends do not report the same rows; the client's ends are the token ids of
+    `text`. A hop that is alone in `peers` contradicts the client itself."""
+    ids = b"".join(token_digests(text))
+    client = HopReport("", 0, 0, 0, ids, ids)
+    answer = HopReport("", 0, 0, 0, ids[DIGEST_BYTES:], b"")
+    for before, after in zip((client, *reports), (*reports, answer), strict=True):
+        at = _first_difference(before, before.outputs, after, after.inputs)
+        if at is not None:
+            return Inconsistency(tuple(report.peer for report in (before, after) if report.peer), at)
+    return None
+
+
+def compare(
+    reports: Reports,
+    others: Reports,
+    num_layers: int,
+    distance: Distance,
+    policy: AuditPolicy,
+    *,
+    drafted: bool = False,
+) -> list[Comparison]:
+    """Edge by edge, as far as both chains have one there, up to and with the first that is far apart.
+
+    `drafted`: one of the chains computed rows as drafts, so that even the same arithmetic need not give the same bits.
+    """
+    found: list[Comparison] = []
+    start = 0
+    for end in sorted({r.end for r in reports} & {r.end for r in others}):
+        ours, theirs = _within(reports, start, end), _within(others, start, end)
+        same_arithmetic = len({r.arithmetic for r in (*ours, *theirs)}) == 1 and bool(ours[0].arithmetic)
+        same_input = all(c.agreement is Agreement.EXACT for c in found)
+        a, b = ours[-1], theirs[-1]
+        at = _first_difference(a, a.outputs, b, b.outputs)
+        apart = 0.0
+        if at is None:
+            known = any(
+                a.digest(a.outputs, p) != UNKNOWN != b.digest(b.outputs, p) for p in range(min(a.tokens, b.tokens))
+            )
+            agreement = Agreement.EXACT if known else Agreement.UNKNOWN
+        else:
+            measure = _token_agreement if end == num_layers else _row_agreement
+            agreement, apart = measure(a, b, distance, policy)
+            if agreement is Agreement.NEAR and same_arithmetic and same_input and not drafted:
+                agreement = Agreement.INEXACT
+        peers, other_peers = tuple(r.peer for r in ours), tuple(r.peer for r in theirs)
+        found.append(Comparison(start, end, peers, other_peers, agreement, at or 0, apart))
+        if agreement is Agreement.FAR:
+            break
+        start = end
+    return found
+
+
+def deviation(comparisons: Sequence[Comparison]) -> Comparison | None:
+    """The one to look into: the first that is far, else the first where bits should have agreed."""
+    for kind in (Agreement.FAR, Agreement.INEXACT):
+        found = next((c for c in comparisons if c.agreement is kind), None)
+        if found is not None:
+            return found
+    return None
+
+
+def blame(found: Comparison, with_ours: Sequence[Comparison], with_theirs: Sequence[Comparison]) -> tuple[PeerId, ...]:
+    """Who deviates, by a third chain: `with_ours`, `with_theirs` compare it (second) with the two chains of `found`.
+
+    () unless the third agrees with exactly one of them, in the same layers and by the same measure.
+    """
+    ours, theirs = (_at(part, found.end) for part in (with_ours, with_theirs))
+    if ours is None or theirs is None:
+        return ()
+    good = (Agreement.EXACT,) if found.agreement is Agreement.INEXACT else (Agreement.EXACT, Agreement.NEAR)
+    if ours in DEVIATIONS and theirs in good:
+        return found.peers
+    if theirs in DEVIATIONS and ours in good:
+        return found.other_peers
+    return ()
+
+
+def _at(comparisons: Sequence[Comparison], end: int) -> Agreement | None:
+    return next((c.agreement for c in comparisons if c.end == end), None)
+
+
+def _within(reports: Reports, start: int, end: int) -> list[HopReport]:
+    return [report for report in reports if start <= report.start and report.end <= end]
+
+
+def _first_difference(a: HopReport, side_a: bytes, b: HopReport, side_b: bytes) -> int | None:
+    """The first position whose digest both know and that is not the same."""
+    for position in range(max(a.first, b.first), max(a.first, b.first, min(a.tokens, b.tokens))):
+        one, other = a.digest(side_a, position), b.digest(side_b, position)
+        if one != other and UNKNOWN not in (one, other):
+            return position
+    return None
+
+
+def _row_agreement(a: HopReport, b: HopReport, distance: Distance, policy: AuditPolicy) -> tuple[Agreement, float]:
+    """By the rows drawn. Where none of them differs, or none are held, nothing is known."""
+    shared = [p for p in a.rows if p in b.rows and a.digest(a.outputs, p) != b.digest(b.outputs, p)]
+    if not shared:
+        return Agreement.UNKNOWN, 0.0
+    apart = median(distance(a.rows[p], b.rows[p]) for p in shared)
+    return (Agreement.NEAR if apart <= policy.max_distance else Agreement.FAR), apart
+
+
+def _token_agreement(a: HopReport, b: HopReport, _: Distance, policy: AuditPolicy) -> tuple[Agreement, float]:
+    """By the sampled tokens that differ: too many to be chance."""
+    pairs = [
+        (a.digest(a.outputs, p), b.digest(b.outputs, p)) for p in range(max(a.first, b.first), min(a.tokens, b.tokens))
+    ]
+    known = [one != other for one, other in pairs if UNKNOWN not in (one, other)]
+    chance = chance_of(sum(known), len(known), policy.token_mismatch)
+    return (Agreement.FAR if chance < policy.false_alarm else Agreement.NEAR), sum(known) / len(known)
+
+
+def chance_of(hits: int, tries: int, rate: float) -> float:
+    """That a binomial variable is `hits` or more."""
+    return math.fsum(math.comb(tries, k) * rate**k * (1 - rate) ** (tries - k) for k in range(hits, tries + 1))

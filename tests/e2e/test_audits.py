@@ -1,0 +1,154 @@
+"""Hops that compute something else are found by other nodes' replays, left, and their answers are redone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from memory_swarm import MemorySwarm
+from recovery_swarm import TOKENS, assert_clean, model, prompt, swarm_of, truth
+from tiny_models import ModelTensors
+from virtual_clock import virtual_time
+
+from swarm.types import ModelId, PeerId
+from swarm_client import SwarmClient
+from swarm_client.auditing.result import AuditResult
+
+Tamper = Callable[[torch.Tensor], torch.Tensor]
+
+
+def noisy(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * (1 + 0.5 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def barely_noisy(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * (1 + 1e-3)
+
+
+class LyingSpan:
+    """A span whose output is tampered with."""
+
+    def __init__(self, span: Any, tamper: Tamper) -> None:
+        self._span = span
+        self._tamper = tamper
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._span, name)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self._tamper(self._span.forward(*args))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._span.logits(hidden)
+
+
+def make_liar(swarm: MemorySwarm, peer: PeerId, tamper: Tamper) -> None:
+    engine = swarm.engines[peer]
+    engine._span = LyingSpan(engine._span, tamper)  # type: ignore[assignment]
+    engine._tail_sampler._span = engine._span
+
+
+def sign_all(swarm: MemorySwarm, arithmetic: str = "same") -> None:
+    for node in swarm.nodes.values():
+        node.service.audits.sign = node.identity.sign
+        node.service.audits.arithmetic = arithmetic
+
+
+async def audited(client: SwarmClient, **options: Any) -> tuple[tuple[int, ...], AuditResult]:
+    stream = client.stream(prompt(), max_new_tokens=TOKENS, **options)
+    answer = await stream.read()
+    audit = await stream.audited()
+    assert audit is not None
+    return answer.token_ids, audit
+
+
+@pytest.mark.parametrize(
+    ("options", "decoding"),
+    [({}, "sequential"), ({"temperature": 0.8, "seed": 3}, "auto"), ({"frequency_penalty": 0.5}, "sequential")],
+    ids=str,
+)
+@virtual_time
+async def test_honest_hops_confirm_each_other_bit_for_bit(options: dict[str, Any], decoding: str) -> None:
+    async with swarm_of(2) as swarm, swarm.client(audits="wait", decoding=decoding) as client:
+        sign_all(swarm)
+        _, audit = await audited(client, **options)
+        assert (audit.liars, audit.disputed, audit.reason) == ((), (), "")
+        assert len(audit.checked) == 3
+
+
+@pytest.mark.parametrize(
+    ("victim", "tamper", "arithmetic"),
+    [(0, noisy, ""), (1, noisy, ""), (2, noisy, "same"), (0, barely_noisy, "same"), (1, barely_noisy, "same")],
+)
+@virtual_time
+async def test_a_hop_that_computes_something_else_is_named_and_left(
+    victim: int, tamper: Tamper, arithmetic: str
+) -> None:
+    async with swarm_of(3) as swarm, swarm.client(audits="wait", decoding="sequential") as client:
+        sign_all(swarm, arithmetic)
+        stream = client.stream(prompt(), max_new_tokens=TOKENS)
+        await stream.read()
+        assert stream.chain is not None
+        liar = stream.chain.peers[victim]
+        make_liar(swarm, liar, tamper)
+        _, audit = await audited(client)
+        assert audit.liars == (liar,)
+        assert audit.evidence is not None
+        assert audit.evidence.signed()
+        _, again = await audited(client)
+        assert liar not in again.checked
+        assert again.liars == again.disputed == ()
+
+
+@virtual_time
+async def test_chat_and_generate_redo_the_answer_without_the_liar() -> None:
+    async with swarm_of(3) as swarm, swarm.client(audits="wait", decoding="sequential") as client:
+        sign_all(swarm)
+        first = await client.generate(prompt(), max_new_tokens=TOKENS)
+        liar = first.chain.peers[1]
+        make_liar(swarm, liar, noisy)
+        answer = await client.generate(prompt(), max_new_tokens=TOKENS)
+        assert list(answer.token_ids) == truth()
+        assert liar not in answer.chain.peers
+        assert any(repair.startswith(liar) and "failed an audit" in repair for repair in answer.repairs)
+
+
+@virtual_time
+async def test_two_that_disagree_are_a_dispute_and_nobody_is_left() -> None:
+    async with swarm_of(2) as swarm, swarm.client(audits="wait", decoding="sequential") as client:
+        sign_all(swarm)
+        liar = (await client.generate(prompt(), max_new_tokens=TOKENS)).chain.peers[1]
+        make_liar(swarm, liar, noisy)
+        _, audit = await audited(client)
+        assert audit.liars == ()
+        assert liar in audit.disputed
+        assert len(audit.disputed) == 2
+
+
+@virtual_time
+async def test_without_replicas_nothing_is_audited_and_nothing_stays_open() -> None:
+    async with swarm_of(1) as swarm, swarm.client(audits="wait") as client:
+        answer = await client.generate(prompt(), max_new_tokens=TOKENS)
+        assert list(answer.token_ids) == truth()
+        _, audit = await audited(client)
+        assert audit.checked == audit.liars == audit.disputed == ()
+        assert audit.reason
+        await assert_clean(swarm)
+
+
+@virtual_time
+async def test_evidence_of_which_a_byte_was_changed_is_not_signed() -> None:
+    async with swarm_of(2) as swarm, swarm.client(audits="wait") as client:
+        sign_all(swarm)
+        liar = (await client.generate(prompt(), max_new_tokens=TOKENS)).chain.peers[1]
+        make_liar(swarm, liar, noisy)
+        _, audit = await audited(client)
+        evidence = audit.evidence
+        assert evidence is not None
+        report, source = evidence.chains[0][0], ModelTensors(model())
+        assert report.signed_for(ModelId(source.name, source.weight_hash, "fp32"))
+        assert not report.signed_for(ModelId(source.name, source.weight_hash, "bf16"))
+        changed = type(report)(report.peer, report.message, report.body[:-1] + bytes([report.body[-1] ^ 1]))
+        assert not changed.signed_for(evidence.model)

@@ -1,0 +1,188 @@
+"""Verdicts on reports: what differs, what is only another arithmetic, and who is wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from swarm.planner.auditing.policy import POLICY
+from swarm.planner.auditing.verdict import (
+    Agreement,
+    Comparison,
+    HopReport,
+    blame,
+    chance_of,
+    compare,
+    deviation,
+    inconsistency,
+)
+from swarm.row_digest import DIGEST_BYTES, UNKNOWN, digest, token_digests
+
+TEXT = tuple(range(100, 140))
+LAYERS = 6
+EDGES = ((0, 2), (2, 4), (4, 6))
+
+
+def rows_of(edge: int, machine: float) -> list[bytes]:
+    """A row is a number as text; machines of unlike arithmetic differ in it."""
+    return [f"{edge * 1000 + position + machine:.4f}".encode() for position in range(len(TEXT))]
+
+
+def distance(a: bytes, b: bytes) -> float:
+    return abs(float(a) - float(b))
+
+
+def chain(
+    name: str, machines: Sequence[float] = (0, 0, 0), tokens: Sequence[int] = TEXT[1:], arithmetic: str = ""
+) -> list[HopReport]:
+    """Three hops; `machines`: how far each one's output is from the truth."""
+    digests = [b"".join(token_digests(TEXT))]
+    found = []
+    for (start, end), machine in zip(EDGES, machines, strict=True):
+        rows = rows_of(end, machine)
+        tail = [*token_digests(tokens), UNKNOWN]
+        digests.append(b"".join(tail if end == LAYERS else map(digest, rows)))
+        drawn = {} if end == LAYERS else {p: rows[p] for p in (5, 7, 11, 13)}
+        found.append(HopReport(f"{name}{start}", start, end, 0, digests[-2], digests[-1], drawn, arithmetic))
+    return found
+
+
+def compared(a: list[HopReport], b: list[HopReport], *, drafted: bool = False) -> list[Comparison]:
+    return compare(a, b, LAYERS, distance, POLICY, drafted=drafted)
+
+
+def test_equal_bits_are_exact_at_every_edge() -> None:
+    assert [c.agreement for c in compared(chain("a"), chain("b"))] == [Agreement.EXACT] * 3
+
+
+@pytest.mark.parametrize("arithmetic", ["", "avx2"])
+@pytest.mark.parametrize("hop", [0, 1])
+def test_a_small_difference_is_held_against_those_alone_who_claim_the_same_arithmetic(
+    hop: int, arithmetic: str
+) -> None:
+    machines = [0.0, 0.0, 0.0]
+    machines[hop] = POLICY.max_distance / 2
+    comparisons = compared(chain("a", machines, arithmetic=arithmetic), chain("b", arithmetic=arithmetic))
+    found = deviation(comparisons)
+    if arithmetic:
+        assert found is not None
+        assert (found.agreement, found.start) == (Agreement.INEXACT, EDGES[hop][0])
+    else:
+        assert found is None
+    assert deviation(compared(chain("a", machines), chain("b"), drafted=True)) is None
+
+
+def test_after_an_edge_that_differs_a_little_the_same_arithmetic_promises_nothing() -> None:
+    ours = chain("a", (0.01, 0.01, 0), arithmetic="avx2")
+    other = [replace(chain("b")[0], arithmetic="gpu"), *chain("b", arithmetic="avx2")[1:]]
+    assert [c.agreement for c in compared(ours, other)][:2] == [Agreement.NEAR, Agreement.NEAR]
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.parametrize("liar", ["a", "b"])
+def test_the_third_decides_between_two(hop: int, liar: str) -> None:
+    lie = [0.0, 0.0, 0.0]
+    lie[hop] = POLICY.max_distance * 3
+    a, b, c = (chain(name, lie if name == liar else (0.001, 0.001, 0)) for name in "abc")
+    found = deviation(compared(a, b))
+    assert found is not None
+    assert found.agreement is Agreement.FAR
+    assert blame(found, compared(a, c), compared(b, c)) == (f"{liar}{EDGES[hop][0]}",)
+
+
+def test_nobody_is_blamed_when_the_third_agrees_with_both_or_with_none() -> None:
+    far = POLICY.max_distance
+    a, b = chain("a"), chain("b", (1.5 * far, 0, 0))
+    found = deviation(compared(a, b))
+    assert found is not None
+    for third in (chain("c", (0.75 * far, 0, 0)), chain("c", (9 * far, 0, 0))):
+        assert blame(found, compared(a, third), compared(b, third)) == ()
+    assert blame(found, [], []) == ()
+
+
+def test_chains_with_other_borders_are_compared_where_they_meet() -> None:
+    a, b = chain("a", (1, 0, 0)), chain("b")
+    joined = [HopReport("wide", 0, 4, 0, b[0].inputs, b[1].outputs, b[1].rows), b[2]]
+    found = deviation(compared(a, joined))
+    assert found is None  # the first hop's lie is not seen at the edge where they meet, for its successor's rows agree
+    assert compared(a, joined)[0].peers == ("a0", "a2")
+
+
+@pytest.mark.parametrize(("wrong", "far"), [(0, False), (6, False), (39, True)])
+def test_tokens_are_far_only_when_chance_cannot_explain_them(wrong: int, far: bool) -> None:
+    tokens = [token + 500 if i < wrong else token for i, token in enumerate(TEXT[1:])]
+    last = compared(chain("a", tokens=tokens), chain("b"))[-1]
+    assert (last.agreement is Agreement.FAR) == far
+    assert last.distance == pytest.approx(wrong / 39 if wrong else 0.0)
+
+
+def test_rows_that_neither_draws_prove_nothing() -> None:
+    a, b = (chain(name, (far, 0, 0)) for name, far in (("a", 1.0), ("b", 0.0)))
+    a = [replace(report, rows={}) for report in a]
+    assert compared(a, b)[0].agreement is Agreement.UNKNOWN
+    assert deviation(compared(a, b)) is None
+
+
+def test_a_prefix_that_was_cached_is_not_compared() -> None:
+    a, b = chain("a", (1, 0, 0)), chain("b")
+    first = 39
+    cut = [
+        replace(
+            report,
+            first=first,
+            inputs=report.inputs[first * DIGEST_BYTES :],
+            outputs=report.outputs[first * DIGEST_BYTES :],
+            rows={},
+        )
+        for report in a
+    ]
+    assert compared(cut, b)[0].agreement is Agreement.UNKNOWN
+    assert compared([replace(r, inputs=b"", outputs=b"", rows={}) for r in a], b)[0].agreement is Agreement.UNKNOWN
+
+
+def test_the_two_ends_of_an_edge_must_report_the_same_rows() -> None:
+    honest = chain("a")
+    assert inconsistency(honest, TEXT) is None
+    forged = [honest[0], replace(honest[1], inputs=honest[2].inputs), honest[2]]
+    found = inconsistency(forged, TEXT)
+    assert found is not None
+    assert found.peers == ("a0", "a2")
+
+
+def test_a_hop_beside_the_client_that_contradicts_it_stands_alone() -> None:
+    honest = chain("a")
+    other = b"".join(token_digests([1, *TEXT[1:]]))
+    first = inconsistency([replace(honest[0], inputs=other), *honest[1:]], TEXT)
+    assert first is not None
+    assert (first.peers, first.position) == (("a0",), 0)
+    last = inconsistency(chain("a", tokens=(*TEXT[1:20], 7, *TEXT[21:])), TEXT)
+    assert last is not None
+    assert (last.peers, last.position) == (("a4",), 19)
+
+
+def test_hostile_reports_of_any_length_raise_nothing() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        reports = [
+            HopReport(
+                str(start),
+                start,
+                end,
+                rng.choice([0, 3, 1 << 20]),
+                rng.randbytes(DIGEST_BYTES * rng.randrange(4)),
+                rng.randbytes(rng.randrange(70)),
+                {rng.randrange(50): b"1.0"},
+            )
+            for start, end in EDGES
+        ]
+        compared(reports, chain("b"))
+        compared(chain("b"), reports)
+        inconsistency(reports, TEXT)
+
+
+def test_the_chance_of_a_binomial_variable() -> None:
+    assert chance_of(0, 10, 0.3) == pytest.approx(1.0)
+    assert chance_of(2, 2, 0.5) == pytest.approx(0.25)
