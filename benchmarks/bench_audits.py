@@ -140,8 +140,8 @@ def far(pair: Pair, rng: np.random.Generator, sessions: int, count: int) -> Flag
     rows = min(count, POLICY.rows)
     found = np.zeros(sessions, dtype=bool)
     for values in pair.distances.values():
-        far: Flags = np.median(values[rng.integers(len(values), size=(sessions, rows))], axis=1) > POLICY.max_distance
-        found = np.logical_or(found, far)
+        apart: Flags = np.median(values[rng.integers(len(values), size=(sessions, rows))], axis=1) > POLICY.max_distance
+        found = np.logical_or(found, apart)
     wrong = pair.tokens[rng.integers(len(pair.tokens), size=(sessions, count))].sum(axis=1)
     chance = np.array([chance_of(k, count, POLICY.token_mismatch) for k in range(count + 1)])
     by_tokens: Flags = chance[wrong] < POLICY.false_alarm
@@ -151,7 +151,8 @@ def far(pair: Pair, rng: np.random.Generator, sessions: int, count: int) -> Flag
 def exact(pair: Pair, rng: np.random.Generator, sessions: int, count: int) -> Flags:
     """Whether any digest or token differs, between machines that should agree bit for bit."""
     different: Flags = np.logical_or.reduce([*pair.differ.values(), pair.tokens])
-    found: Flags = different[rng.integers(len(different), size=(sessions, count))].any(axis=1)
+    drawn: Flags = different[rng.integers(len(different), size=(sessions, count))]
+    found: Flags = np.logical_or.reduce(drawn, axis=1)
     return found
 
 

@@ -28,8 +28,9 @@ DEFAULT_MODEL = "smollm2-135m"
 Transports = Literal["auto", "libp2p"]
 """The transport of frames: direct TLS connections where they work and libp2p elsewhere, or libp2p alone."""
 Libp2pImpl = Literal["go", "python"]
-Audits = Literal["auto", "wait", "off"]
 """The libp2p implementation: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
+Audits = Literal["auto", "wait", "off"]
+"""Which answers other nodes compute again, see `ClientConfig.audits`."""
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
