@@ -97,6 +97,8 @@ async def test_a_hop_that_computes_something_else_is_named_and_left(
         assert audit.liars == (liar,)
         assert audit.evidence is not None
         assert audit.evidence.signed()
+        assert client._router is not None
+        assert client._router.memory.of(liar).audits_failed == 1
         _, again = await audited(client)
         assert liar not in again.checked
         assert again.liars == again.disputed == ()
