@@ -72,6 +72,7 @@ class SessionManager:
                 self.network.demux,
                 self.limits,
                 generation.epoch,
+                self.prefix_locations.salts(chain),
             )
         except HopFailed as failed:
             self.router.block(failed.peer, failed.cause)
@@ -97,7 +98,8 @@ class SessionManager:
 
     async def close(self, session: InferenceSession, generation: GenerationState) -> None:
         """Close the session at every hop, and remember the chain for the next text with the same prefix."""
-        self.prefix_locations.record(block_hashes(generation.known), session.chain)
+        if session.prefix_salts == self.prefix_locations.salts(session.chain):  # or they cache it for nobody
+            self.prefix_locations.record(block_hashes(generation.known), session.chain)
         await session.close(generation.known, partial(self._receipt, generation) if self.network.sign else None)
 
     def _receipt(self, generation: GenerationState, session: bytes, hop: Hop) -> WorkReceipt:
@@ -132,6 +134,7 @@ class SessionManager:
         except NoRoute:  # a slow chain is better than no answer
             plan, snapshot = await self.router.plan_repair(chain, lost, tokens, include_unresponsive=True)
         nodes = {n.peer: n for n in snapshot.nodes}
+        self.prefix_locations.lost([hop.peer for hop in chain.hops if hop not in plan.kept])
         await session.apply_repair(plan, nodes, generation.known, committed, generation.epoch)
 
     def chunks(self, chain: Chain, tokens: int) -> tuple[int, ...]:
@@ -145,6 +148,7 @@ class SessionManager:
     def block_failed(self, session: InferenceSession) -> None:
         """Route around all hops of the session that have failed."""
         session.drain_failures()
+        self.prefix_locations.lost(session.failed_hops.keys())
         for peer, cause in session.failed_hops.items():
             self.router.block(peer, cause)
 
