@@ -19,7 +19,14 @@ def identity(number: int) -> Identity:
 
 
 def record_at(
-    number: int, at: float, *, model: str = MODEL, layers: int = LAYERS, ttl_s: float = TTL_S, sessions: int = 0
+    number: int,
+    at: float,
+    *,
+    model: str = MODEL,
+    layers: int = LAYERS,
+    ttl_s: float = TTL_S,
+    sessions: int = 0,
+    proof: bytes = b"",
 ) -> bytes:
     """The record that node `number` publishes at that time."""
     node = identity(number)
@@ -34,6 +41,7 @@ def record_at(
         (f"/memory/{node.peer}/p2p/{node.peer}",),
         sessions=sessions,
         published_at=at,
+        identity_proof=proof,
     )
     return records.encode(profile, model, layers, ttl_s, node.sign)[0]
 

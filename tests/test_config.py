@@ -38,6 +38,7 @@ TEXT = {  # flag -> (its variable's text, the field and its value in the config)
     "name": ("bob", "name", "bob"),
     "region": ("eu", "region", "eu"),
     "identity": ("id", "identity", Path("id")),
+    "owner": ("one,two", "owner", ("one", "two")),
     "threads": ("2", "threads", 2),
     "join-timeout": ("1.5", "join_timeout_s", 1.5),
     "model-fraction": ("1/3", "model_fraction", Fraction(1, 3)),

@@ -9,6 +9,7 @@ import pytest
 from record_makers import LAYERS, MODEL, TTL_S, forged, goodbye_at, identity, record_at
 
 from swarm.gossip_messages import MAX_LISTED, MAX_RECORDS, RECORD_KEY_BYTES, pack_listed, unpack_listed
+from swarm.net.gossip import record_book
 from swarm.net.gossip.record_book import RecordBook, RecordBookPolicy
 from swarm.net.gossip.record_offers import RecordIntakePolicy
 from swarm.net.security.identity import verify
@@ -250,3 +251,12 @@ def test_what_a_file_kept_says_whom_to_ask_and_how_long_they_are_known() -> None
     soon = book_of()
     soon.remember(*kept[0], NOW + 1)
     assert len(seen(soon, NOW + 1)) == 1
+
+
+def test_of_strangers_alike_those_with_a_proof_of_work_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven = peers(*range(100, 104))
+    monkeypatch.setattr(record_book, "proof_bits", lambda peer, proof, now: 4 if peer in proven and proof else 0)
+    book = book_of(max_records=8, slack=2)
+    book.offer_directory({identity(n).peer: record_at(n, NOW, proof=b"p") for n in (*range(100, 104), *range(24))})
+    examine(book, NOW)
+    assert proven <= seen(book, NOW)

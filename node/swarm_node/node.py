@@ -134,16 +134,7 @@ class Node:
         )
         self._addresses = AddressBook(lambda: self._view.snapshot())
         self._ledger = ContributionLedger(ledger_file(config, transport.peer))
-        owners = {owner_peer(entry) for entry in config.owner}
-        self._server = SessionServer(
-            self._served,
-            self._pool,
-            limits,
-            on_load=lambda: self._publisher.changed(),
-            addresses_of=self._addresses.of,
-            places=SharePlaces(is_owner=owners.__contains__),
-            on_receipt=self._on_receipt,
-        )
+        self._server = self._session_server()
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading)
         self._acquaintances = Acquaintances(transport.peer)
         self._rtt_monitor = RttMonitor(self._pool, transport.peer, acquaintances=self._acquaintances)
@@ -178,6 +169,18 @@ class Node:
             snapshot=self._view.snapshot,
             profile=self._status.now,
             publish=self._publisher.publish,
+        )
+
+    def _session_server(self) -> SessionServer:
+        owners = {owner_peer(entry) for entry in self._config.owner}
+        return SessionServer(
+            self._served,
+            self._pool,
+            self._config.limits,
+            on_load=lambda: self._publisher.changed(),
+            addresses_of=self._addresses.of,
+            places=SharePlaces(is_owner=owners.__contains__),
+            on_receipt=self._on_receipt,
         )
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -380,8 +380,7 @@ async def test_messages_that_no_node_receives_are_refused() -> None:
 
 
 def test_sampling_reaches_the_tail() -> None:
-    sampling = WireSampling(temperature=0.5, seed=3)
-    assert sampling.to_sampling().seed == 3
+    assert WireSampling(temperature=0.5, seed=3).to_sampling().seed == 3
 
 
 @virtual_time

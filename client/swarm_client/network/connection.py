@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -89,7 +90,8 @@ class ClientNetwork:
 
     def record_reader(self, model: str, num_layers: int) -> RecordReader:
         """A new reader of the records of one model. Close it before the pool."""
-        book = RecordBook(model, num_layers, identity.verify, random.Random(), is_connected=self.pool.has_dialled)
+        rng = random.Random(os.urandom(16))
+        book = RecordBook(model, num_layers, identity.verify, rng, is_connected=self.pool.has_dialled)
         return RecordReader(
             book,
             self.directory,

@@ -7,6 +7,7 @@ the search is `planner.routing`'s, what is believed of nodes `planner.trust`'s, 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -54,11 +55,11 @@ class ChainRouter:
         weight_hash: str,
         wall_clock: Callable[[], float] = time.time,
         memory: PeerMemory | None = None,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] | None = None,
         policy: RouterPolicy = RouterPolicy(),
     ) -> None:
         self.memory = memory or PeerMemory()
-        self._draw = draw
+        self._draw = draw or random.Random(os.urandom(16)).random
         self._trials: dict[PeerId, float] = {}  # strangers that answers try now -> since when, loop time
         self._policy = policy
         self._reader = reader

@@ -6,6 +6,7 @@ layers; `swarm_view` says what the records mean for this node.
 
 from __future__ import annotations
 
+import os
 import random
 
 from swarm.codec import Buffer
@@ -37,7 +38,7 @@ class SwarmRecords:
         self._wall_clock = network.wall_clock
         self._tasks = TaskSet("record answers")
         self._book = RecordBook(
-            model, num_layers, verify, random.Random(), own=pool.peer, is_connected=pool.has_dialled
+            model, num_layers, verify, random.Random(os.urandom(16)), own=pool.peer, is_connected=pool.has_dialled
         )
         self._exchange = RecordExchange()
         self.reader = RecordReader(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from swarm import records
 from swarm.gossip_messages import MAX_LISTED, MAX_RECORDS, MAX_SLICES, RECORD_KEY_BYTES
 from swarm.net.gossip.record_offers import DIRECTORY, OfferedRecord, RecordIntakePolicy, RecordOffers
+from swarm.net.security.proof_of_work import proof_bits
 from swarm.record_admission import RecordCandidate, admit
 from swarm.records import InvalidRecord, NodeRecord, Verify
 from swarm.types import NodeProfile, PeerId, Snapshot
@@ -234,7 +235,7 @@ class RecordBook:
             (live if known.record.until > now else expired).append(known)
         expired.sort(key=lambda known: known.first_seen - known.record.until)
         if len(live) > limit:
-            kept.update(candidate.peer for candidate in admit(self._candidates(live), limit - 1, now, self._salt))
+            kept.update(candidate.peer for candidate in admit(self._candidates(live, now), limit - 1, now, self._salt))
         else:
             kept.update(known.record.peer for known in live)
         kept.update(known.record.peer for known in expired[: min(self._policy.max_expired, max(0, limit - len(live)))])
@@ -243,9 +244,14 @@ class RecordBook:
             introducers = {known.introducer for known in self._known.values()}
             self._introduced = Counter({name: n for name, n in self._introduced.items() if name in introducers})
 
-    def _candidates(self, live: Iterable[KnownRecord]) -> list[RecordCandidate]:
+    def _candidates(self, live: Iterable[KnownRecord], now: float) -> list[RecordCandidate]:
         return [
-            RecordCandidate(known.record.peer, known.first_seen, is_connected=self._is_connected(known.record.peer))
+            RecordCandidate(
+                known.record.peer,
+                known.first_seen,
+                proof_bits=proof_bits(known.record.peer, known.record.proof, now) if known.record.proof else 0,
+                is_connected=self._is_connected(known.record.peer),
+            )
             for known in live
         ]
 

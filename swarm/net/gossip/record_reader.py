@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -81,7 +82,7 @@ class RecordReader:
         self._wall_clock = wall_clock
         self._rebootstrap = rebootstrap
         self._file = file
-        self._rng = rng or random.Random()
+        self._rng = rng or random.Random(os.urandom(16))
         self._policy = policy
         self._tasks = TaskSet("record reader")
         self._examining = asyncio.Lock()
