@@ -1,7 +1,8 @@
 """Block hashes for prefix caching: hops look up cached prefixes by hash, without receiving the tokens.
 
 Owns the hash and the block size. A block's hash covers all tokens before it too, so equal hashes mean equal prefixes
-(vLLM's `hash_block_tokens`). Does not know who caches what.
+(vLLM's `hash_block_tokens`). What a hop computes depends on the hops before it as well, so a client salts the hashes
+that it sends to a hop by those. Does not know who caches what.
 """
 
 from __future__ import annotations
@@ -23,3 +24,10 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
         parent = hashlib.blake2b(parent + block, digest_size=HASH_BYTES).digest()
         hashes.append(parent)
     return hashes
+
+
+def salted(hashes: Sequence[bytes], salt: bytes) -> list[bytes]:
+    """The hashes of the same blocks under `salt`, of up to 64 bytes; as they are if it is empty."""
+    if not salt:
+        return list(hashes)
+    return [hashlib.blake2b(one, digest_size=HASH_BYTES, key=salt).digest() for one in hashes]

@@ -113,7 +113,8 @@ class OpenSession(Message, frozen=True, tag="open"):
     `replay_silent_until`: for the replacement of a lost hop. Rows at positions before it are computed and logged, but
     neither forwarded (the hops downstream have them) nor answered with a StepResult.
 
-    `block_hashes`: of the text (`swarm.block_hash`). A hop that has cached a prefix for this client shares its blocks.
+    `block_hashes`: of the text (`swarm.block_hash`), salted by the hops before this one. A hop that has cached a prefix
+    for this client shares its blocks.
 
     `num_medusa_candidates`: candidates of each of its Medusa heads, if any, that the tail sends with every token.
 
@@ -286,7 +287,8 @@ class ProgressReport(Message, frozen=True, tag="progress_report"):
 class CloseSession(Message, frozen=True, tag="close"):
     """The client is done with the session; the hop frees its KV blocks.
 
-    `retain_prefix`: block hashes of all that was computed; the hop may keep it for sessions with the same prefix.
+    `retain_prefix`: block hashes of all that was computed, salted as in OpenSession; the hop may keep it for sessions
+    with the same prefix. Empty if the rows did not all come from the same hops.
     """
 
     max_header: ClassVar[int] = 64 << 10

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from swarm.block_hash import HASH_BLOCK_TOKENS, block_hashes
+from swarm.block_hash import HASH_BLOCK_TOKENS, block_hashes, salted
 from swarm.types import Chain, Hop
-from swarm_client.routing.prefix_locations import MAX_TEXTS, PrefixLocations
+from swarm_client.routing.prefix_locations import MAX_LOST, MAX_TEXTS, PrefixLocations
 
 
 def chain(name: str) -> Chain:
@@ -51,3 +51,53 @@ def test_what_is_remembered_is_bounded() -> None:
     beginnings.record([], chain("nothing"))
     assert beginnings.longest_match(block_hashes([0] * HASH_BLOCK_TOKENS)) is None
     assert beginnings.longest_match(block_hashes([1] * HASH_BLOCK_TOKENS)) == (chain("1"), HASH_BLOCK_TOKENS)
+
+
+A, B, C, D = Hop("a", 0, 2), Hop("b", 2, 4), Hop("c", 4, 6), Hop("d", 2, 4)
+
+
+def test_a_hops_salt_is_of_the_hops_before_it() -> None:
+    salts = PrefixLocations().salts(Chain((A, B, C)))
+    assert salts["a"] == b""
+    assert len(set(salts.values())) == 3
+    assert PrefixLocations().salts(Chain((A, B, C))) == salts
+    other = PrefixLocations().salts(Chain((A, D, C)))
+    assert other["d"] == salts["b"]
+    assert other["c"] != salts["c"]
+    longer = PrefixLocations().salts(Chain((Hop("a", 0, 3), Hop("b", 3, 4), C)))
+    assert longer["b"] != salts["b"]
+    assert longer["c"] != salts["c"]
+
+
+def test_what_was_cached_behind_a_lost_peer_is_found_no_more() -> None:
+    locations, text = PrefixLocations(), block_hashes(list(range(HASH_BLOCK_TOKENS)))
+    locations.record(text, Chain((A, B, C)))
+    before = locations.salts(Chain((A, B, C)))
+    locations.lost(["d"])
+    assert locations.salts(Chain((A, B, C))) == before
+    assert locations.longest_match(text) is not None
+    locations.lost(["b"])
+    assert locations.longest_match(text) is None
+    after = locations.salts(Chain((A, B, C)))
+    assert {peer for peer in after if after[peer] == before[peer]} == {"a", "b"}
+    locations.lost(["b"])
+    assert locations.salts(Chain((A, B, C)))["c"] not in (before["c"], after["c"])
+
+
+def test_peers_without_number_bring_no_old_salt_back() -> None:
+    locations, chain_ = PrefixLocations(), Chain((A, B, C))
+    seen = {locations.salts(chain_)["c"]}
+    for i in range(3 * MAX_LOST):
+        locations.lost(["b"] if i == 1 else [f"stranger {i}"])
+        seen.add(locations.salts(chain_)["c"])
+    assert len(locations._lost) <= MAX_LOST
+    assert len(seen) == 4  # the first, after the loss, and after each time that all were forgotten
+    assert locations.salts(chain_)["a"] == b""
+
+
+def test_hashes_of_one_text_under_different_salts_have_nothing_in_common() -> None:
+    text = block_hashes(list(range(4 * HASH_BLOCK_TOKENS)))
+    assert salted(text, b"") == text
+    assert not {*salted(text, b"1")} & {*text, *salted(text, b"2")}
+    assert salted(text, b"1") == salted(text, b"1")
+    assert salted(text[:2], b"1") == salted(text, b"1")[:2]

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import msgpack
-import psutil
 import pytest
+from child_processes import children
 
 from swarm.errors import ClockSkew, NetworkError, PeerUnreachable
 from swarm.net.dht import entries
@@ -45,7 +45,7 @@ async def swarm(size: int, clients: int = 0) -> AsyncIterator[list[Member]]:
             stack.push_async_callback(directory.close)
             members.append((transport, directory))
         yield members
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_three_nodes_and_a_client_see_the_same_records() -> None:

@@ -7,8 +7,8 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 
-import psutil
 import pytest
+from child_processes import children
 from transport_conformance import drain, echo
 
 from swarm.errors import AddressInUse, ConnectionLost, NetworkError, PeerUnreachable, UsageError
@@ -63,7 +63,7 @@ async def test_direct_addresses_first_and_the_daemon_otherwise() -> None:
             await caller.dial(listener.peer, listener.addresses)
         with pytest.raises(ConnectionLost):
             await drain(connection)
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_where_direct_connections_do_not_work_the_daemon_carries_on(
@@ -89,7 +89,7 @@ async def test_a_direct_port_that_is_taken_is_an_error() -> None:
         busy.listen()
         with pytest.raises(AddressInUse):
             await MultiTransport.start(Identity.generate(), direct_port=busy.getsockname()[1])
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_relays_that_do_not_answer_are_an_error() -> None:
@@ -102,7 +102,7 @@ async def test_relays_that_do_not_answer_are_an_error() -> None:
         HostOptions(relays=("/ip4/127.0.0.1/tcp/1",))
     async with running() as relay, running(HostOptions(relays=relay.addresses[:1])) as transport:
         assert f"{relay.addresses[0]}/p2p-circuit/p2p/{transport.peer}" in transport.addresses
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_a_link_migrates_to_a_direct_connection_when_one_is_possible() -> None:

@@ -76,6 +76,7 @@ class SessionManager:
                 self.network.demux,
                 self.limits,
                 generation.epoch,
+                self.prefix_locations.salts(chain),
             )
         except HopFailed as failed:
             self.router.block(failed.peer, failed.cause)
@@ -104,7 +105,8 @@ class SessionManager:
 
         -> the audit of its answer, if there is one: it closes the session.
         """
-        self.prefix_locations.record(block_hashes(generation.known), session.chain)
+        if session.prefix_salts == self.prefix_locations.salts(session.chain):  # or they cache it for nobody
+            self.prefix_locations.record(block_hashes(generation.known), session.chain)
         receipt = partial(self._receipt, generation) if self.network.sign else None
         prompt, auditor = len(generation.request.prompt), self.auditor
         if auditor is not None and auditor.wants(session, generation.known, prompt):
@@ -145,6 +147,7 @@ class SessionManager:
         except NoRoute:  # a slow chain is better than no answer
             plan, snapshot = await self.router.plan_repair(chain, lost, tokens, include_unresponsive=True)
         nodes = {n.peer: n for n in snapshot.nodes}
+        self.prefix_locations.lost([hop.peer for hop in chain.hops if hop not in plan.kept])
         await session.apply_repair(plan, nodes, generation.known, committed, generation.epoch)
 
     def chunks(self, chain: Chain, tokens: int) -> tuple[int, ...]:
@@ -158,6 +161,7 @@ class SessionManager:
     def block_failed(self, session: InferenceSession) -> None:
         """Route around all hops of the session that have failed."""
         session.drain_failures()
+        self.prefix_locations.lost(session.failed_hops.keys())
         for peer, cause in session.failed_hops.items():
             self.router.block(peer, cause)
 

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from swarm.net.base.tasks import end_all
+
 _T = TypeVar("_T")
 
 
@@ -27,13 +29,4 @@ async def wait_with_watchdog(
                 checking.result()
         return task.result()
     finally:
-        await _end(*(one for one in (task, checking) if one is not None))
-
-
-async def _end(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # a failure that came along with the one being raised
+        await end_all([one for one in (task, checking) if one is not None])

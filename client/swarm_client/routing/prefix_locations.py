@@ -1,20 +1,27 @@
-"""Which chain has which text prefix in its hops' prefix caches, for prefix-aware routing.
+"""Which chain has which text prefix in its hops' prefix caches, for prefix-aware routing, and the salts of the hashes
+by which each hop finds it.
 
 This is all that a client stores about prefixes: the block hashes of its latest texts and the chain that each ran on, in
 memory. The keys and values are the nodes' (`swarm_node` prefix cache), which evict them without notice: a match from
 here is a hint, and `OpenSession.block_hashes` finds out how much is really cached. `SessionManager` records a text when
 its session is opened and closed, and routes the next text with the same prefix to that chain where that pays.
+
+The keys and values of a hop were computed from what the hops before it sent, and any of those may have lied. So the
+block hashes for a hop are salted by the hops before it: without the liar nobody finds what was computed from its rows.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from swarm.block_hash import HASH_BLOCK_TOKENS
-from swarm.types import Chain
+from swarm.types import Chain, PeerId
 
 MAX_TEXTS = 32  # latest texts whose prefixes are remembered
+MAX_LOST = 1024  # peers
+SALT_BYTES = 16
 
 
 class PrefixLocations:
@@ -22,6 +29,9 @@ class PrefixLocations:
 
     def __init__(self) -> None:
         self._texts: OrderedDict[bytes, tuple[tuple[bytes, ...], Chain]] = OrderedDict()  # by their last hash
+        self._losses = 0  # so far
+        self._lost: dict[PeerId, int] = {}  # the number of each peer's latest loss
+        self._forgotten = 0  # the latest loss that is in no entry of `_lost`
 
     def record(self, hashes: Sequence[bytes], chain: Chain) -> None:
         """The hops of `chain` have cached this text, or soon will."""
@@ -40,6 +50,29 @@ class PrefixLocations:
             if shared > furthest:
                 best, furthest = chain, shared
         return (best, furthest * HASH_BLOCK_TOKENS) if best is not None else None
+
+    def salts(self, chain: Chain) -> Mapping[PeerId, bytes]:
+        """For each hop's block hashes: of the hops before it, and how often they were lost. Empty for the first one."""
+        salts: dict[PeerId, bytes] = {}
+        salt = b""
+        for hop in chain.hops:
+            salts[hop.peer] = salt
+            fields = (hop.peer, hop.start, hop.end, self._lost.get(hop.peer, self._forgotten))
+            salt = hashlib.blake2b(repr(fields).encode(), digest_size=SALT_BYTES, key=salt).digest()
+        return salts
+
+    def lost(self, peers: Collection[PeerId]) -> None:
+        """A chain went on without them: what hops behind them have cached is found by no later session.
+
+        A session that was repaired goes on under the hashes it was opened with, though others send it rows now.
+        """
+        self._losses += 1
+        self._lost.update(dict.fromkeys(peers, self._losses))
+        if len(self._lost) > MAX_LOST:
+            self._lost.clear()
+            self._forgotten = self._losses
+        for text in [text for text, (_, chain) in self._texts.items() if set(chain.peers).intersection(peers)]:
+            del self._texts[text]
 
 
 def _shared_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:

@@ -98,16 +98,20 @@ class HopLinks:
     async def close(
         self,
         peers: Collection[PeerId],
-        retain_prefix: Sequence[bytes] = (),
+        retain_prefix: Mapping[PeerId, Sequence[bytes]] = {},
         receipts: Mapping[PeerId, WorkReceipt] = {},
     ) -> None:
-        """End the session at `peers`, best effort. `retain_prefix`: block hashes of the text whose KV to cache.
-        `receipts`: for those that have worked for it."""
+        """End the session at `peers`, best effort. `retain_prefix`: for those that may cache the text's KV, its
+        block hashes. `receipts`: for those that have worked for it."""
         leaving = [self._connections.pop(peer) for peer in peers if peer in self._connections]
-        message = CloseSession(self.session, list(retain_prefix[:MAX_BLOCK_HASHES]))
+        messages = {
+            peer: CloseSession(self.session, list(retain_prefix.get(peer, ())[:MAX_BLOCK_HASHES])) for peer in peers
+        }
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await asyncio.gather(*(_send_best_effort(link, receipts.get(link.peer), message) for link in leaving))
+                await asyncio.gather(
+                    *(_send_best_effort(link, receipts.get(link.peer), messages[link.peer]) for link in leaving)
+                )
 
     async def await_with_pings(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Await `work`; whenever it has taken the ping timeout more, ping all hops.

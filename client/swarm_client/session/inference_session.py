@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from swarm.audit_messages import AuditQuery, AuditReport
-from swarm.block_hash import block_hashes
+from swarm.block_hash import block_hashes, salted
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, ProtocolError
 from swarm.kv_token import fetch_token, hop_key
@@ -30,6 +30,7 @@ from swarm.messages import (
     Step,
     StepResult,
 )
+from swarm.net.base.tasks import run_all
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.planner.generation.state_machine import SendStep
 from swarm.planner.routing.repair import Repair
@@ -43,6 +44,7 @@ from swarm_client.session.session_messages import (
     SessionSpec,
     kv_sources,
     leading_replacements,
+    leading_unchanged,
     open_message,
     remote_error,
 )
@@ -68,6 +70,9 @@ class InferenceSession:
     _inbox: asyncio.Queue[ReceivedMessage]
     block_hashes: Sequence[bytes] = ()  # of the text so far, which hops look up in their prefix caches
     epoch: int = 0  # of the last repair: older replies are stale
+    prefix_salts: Mapping[PeerId, bytes] = field(
+        default_factory=dict
+    )  # of hops all whose rows came from those they were opened behind
     cached_tokens: int = 0  # tokens that all hops found in their prefix caches when the session was opened
     last_ready_chain: Chain = field(default_factory=lambda: Chain(()))
     _secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)  # of the hops' keys, see `kv_token`
@@ -94,14 +99,18 @@ class InferenceSession:
         demux: SessionDemux,
         limits: Limits,
         epoch: int = 0,
+        prefix_salts: Mapping[PeerId, bytes] = {},
     ) -> InferenceSession:
-        """Dial every hop, open the session on all of them at once and wait until all are ready. Raises HopFailed."""
+        """Dial every hop, open the session on all of them at once and wait until all are ready. Raises HopFailed.
+
+        `prefix_salts`: of each hop's block hashes (`PrefixLocations.salts`); a hop without one uses no prefix cache.
+        """
         session = os.urandom(16)
         hashes = block_hashes(history[:-1])  # the last token is sent anyway: the next is sampled after it
         if spec.sampling.prompt_logprobs is not None:
             hashes = []  # cached rows have no logits
         inbox = demux.register(session)
-        self = cls(session, chain, spec, pool, demux, limits, inbox, hashes[:MAX_BLOCK_HASHES], epoch)
+        self = cls(session, chain, spec, pool, demux, limits, inbox, hashes[:MAX_BLOCK_HASHES], epoch, prefix_salts)
         try:
             held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
             self.cached_tokens = min(held.values())
@@ -194,7 +203,9 @@ class InferenceSession:
         """
         self._demux.forget(self.id)
         receipts = {hop.peer: receipt(self.id, hop) for hop in self.last_ready_chain.hops} if receipt else {}
-        await self._links.close(self._links.peers, block_hashes(tokens), receipts)
+        hashes = block_hashes(tokens)[:MAX_BLOCK_HASHES]
+        retained = {peer: salted(hashes, salt) for peer, salt in self.prefix_salts.items()}
+        await self._links.close(self._links.peers, retained, receipts)
 
     # Repair ----------------------------------------------------------------------------------------------------------
 
@@ -228,6 +239,8 @@ class InferenceSession:
         needed = {hop.peer for hop in kept} | {source.peer for source in sources.values()}
         await self._links.close([p for p in self._links.peers if p not in needed])
         self.chain, self.epoch = repair.chain, epoch
+        unchanged = leading_unchanged(self.last_ready_chain.hops, hops, kept)
+        self.prefix_salts = {peer: salt for peer, salt in self.prefix_salts.items() if peer in unchanged}
         fresh: dict[Hop, int] = {}
         for i, hop in enumerate(hops):
             if hop not in kept:
@@ -282,19 +295,14 @@ class InferenceSession:
         waiting = {hop.peer for hop in hops}
         try:
             async with asyncio.timeout(self._limits.open_timeout_s):
-                async with asyncio.TaskGroup() as group:
-                    for hop, silent_until in hops.items():
-                        source = (sources or {}).get(hop.peer)
-                        group.create_task(self._open_hop(hop, silent_until, nodes, history, source))
+                await run_all(
+                    self._open_hop(hop, silent_until, nodes, history, (sources or {}).get(hop.peer))
+                    for hop, silent_until in hops.items()
+                )
                 return await self._all_open(waiting)
         except TimeoutError:
             late = next(hop.peer for hop in hops if hop.peer in waiting)
             raise self.mark_failed(late, ConnectionLost(f"node {late} did not open the session in time")) from None
-        except ExceptionGroup as group_error:
-            failures, others = group_error.split(HopFailed)
-            if failures is None or others is not None:
-                raise
-            raise failures.exceptions[0] from None
 
     async def _open_hop(
         self,
@@ -306,8 +314,10 @@ class InferenceSession:
     ) -> None:
         before, after = self._neighbours(self.chain.hops.index(hop))
         message = open_message(self.id, self.spec, hop, before, after, history, source, hop_key(self._secret, hop.peer))
+        salt = self.prefix_salts.get(hop.peer)
+        hashes = salted(self.block_hashes, salt) if salt is not None else []
         message = msgspec.structs.replace(
-            message, epoch=self.epoch, replay_silent_until=silent_until, block_hashes=list(self.block_hashes)
+            message, epoch=self.epoch, replay_silent_until=silent_until, block_hashes=hashes
         )
         timeout_s = self._limits.next_hop_dial_timeout_s if self.epoch else self._limits.dial_timeout_s
         await self._links.dial(hop.peer, nodes[hop.peer].addresses, timeout_s)

@@ -56,6 +56,12 @@ def leading_replacements(hops: Sequence[Hop], kept: Collection[Hop]) -> list[Pee
     return [hop.peer for hop in itertools.takewhile(lambda hop: hop not in kept, hops)]
 
 
+def leading_unchanged(old: Sequence[Hop], hops: Sequence[Hop], kept: Collection[Hop]) -> set[PeerId]:
+    """The peers that both chains begin with: what they hold was computed without any hop that was replaced."""
+    both = itertools.takewhile(lambda pair: pair[0] == pair[1] and pair[1] in kept, zip(old, hops, strict=False))
+    return {hop.peer for _, hop in both}
+
+
 def open_message(
     session: bytes,
     spec: SessionSpec,

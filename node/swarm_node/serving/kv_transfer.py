@@ -15,7 +15,7 @@ from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import InvalidRequest, NetworkError, PeerUnreachable, ProtocolError, SwarmError
 from swarm.messages import MAX_KV_BLOCKS, KvBlocks, KvFetch, SessionFailed
-from swarm.net.base.tasks import TaskSet
+from swarm.net.base.tasks import TaskSet, run_all
 from swarm.types import KvSource, PeerId
 from swarm_node.serving.hop_dialer import HopDialer
 from swarm_node.serving.policy import SessionPolicy
@@ -88,9 +88,7 @@ class KvTransfer:
                 link = await self._dialer.get(session.client.peer, source.peer)
                 served_span.engine.import_blocks(session.key, source.tokens)
                 await self._fetch_all(link, session, served_span, source)
-        except (TimeoutError, NetworkError, InvalidRequest, ExceptionGroup) as error:
-            if isinstance(error, ExceptionGroup) and error.split(NetworkError)[1] is not None:
-                raise
+        except (TimeoutError, NetworkError, InvalidRequest) as error:
             logger.info("session %s: no KV transfer from %s: %s", session.id.hex(), source.peer, error)
             served_span.engine.rollback(session.key, 0)
             return False
@@ -101,7 +99,7 @@ class KvTransfer:
     async def _fetch_all(
         self, link: PeerChannel, session: HopSession, served_span: ServedSpan, source: KvSource
     ) -> None:
-        """Raises NetworkError, or several as a group."""
+        """Raises NetworkError."""
         tokens = source.tokens
         write = served_span.engine.writer(session.key, tokens)
         in_flight = asyncio.Semaphore(self._policy.kv_requests_in_flight)
@@ -113,9 +111,7 @@ class KvTransfer:
                     raise PeerUnreachable(f"{link.peer} sent {len(memoryview(body))} bytes for {count} blocks")
                 await served_span.executor.run_exclusive(partial(write, layer, block, bytes(body)))
 
-        async with asyncio.TaskGroup() as group:
-            for layer, block, count in self._chunks(session, served_span, tokens):
-                group.create_task(fetch(layer, block, count))
+        await run_all(fetch(*chunk) for chunk in self._chunks(session, served_span, tokens))
 
     async def _request(self, link: PeerChannel, fetch: KvFetch) -> Buffer:
         key = fetch.session, fetch.layer, fetch.first_block

@@ -1,4 +1,4 @@
-"""Tasks that belong to an object rather than to a block of code.
+"""Tasks that belong to an object rather than to a block of code, and some that run at once and end together.
 
 Owns their end: `close` cancels and awaits every task of the set. An `asyncio.TaskGroup` does this for a block; a
 transport or a pool lives longer than any block, and one peer's failed task must not cancel the others. Knows nothing of
@@ -8,7 +8,7 @@ what the tasks do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -59,3 +59,39 @@ class TaskSet:
             task.get_loop().call_exception_handler(
                 {"message": f"{task.get_name()} failed", "exception": error, "task": task}
             )
+
+
+async def run_all(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Run all at once. Raises the first failure itself, and then the others have been cancelled.
+
+    An `asyncio.TaskGroup` counts the cancellation by which it wakes its own task after a failure, and on Python 3.11
+    and 3.12 never takes that back: an `asyncio.timeout` around it then ends in CancelledError. And it prefers a
+    child's failure to a cancellation from outside, which would be lost wherever the failure is handled.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    failed: list[asyncio.Task[_T]] = []
+    try:
+        if tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task for task in tasks if task in done and (task.cancelled() or task.exception() is not None)]
+    finally:
+        await end_all(tasks)
+    return [task.result() for task in failed or tasks]
+
+
+async def end_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel them and wait until all have ended, however often the caller is cancelled meanwhile. Their failures have
+    been noticed."""
+    for task in tasks:
+        task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while rest := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(rest)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+    if cancelled is not None:
+        raise cancelled
