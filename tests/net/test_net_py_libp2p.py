@@ -208,11 +208,11 @@ async def test_malformed_calls() -> None:
     async with running() as listener, running("go") as member:
         directory = await DhtDirectory.start(listener)
         await member.control.connect(listener.peer, listener.addresses)
-        call = pb.CallUnaryRequest(peer=b"", proto="DHTProtocol.rpc_find", data=b"\xff" * 50)
+        call = pb.CallUnaryRequest(peer=b"", proto="CheckedDHTProtocol.rpc_find", data=b"\xff" * 50)
         refused = pb.PersistentConnectionRequest(callId=b"1", callUnary=call).SerializeToString()
         for name in ("rpc_ping", "rpc_store", "rpc_find"):
             for junk in (b"\xff" * 100, bytes(5000), refused):
-                stream = await member.control.open_stream(listener.peer, f"DHTProtocol.{name}")
+                stream = await member.control.open_stream(listener.peer, f"CheckedDHTProtocol.{name}")
                 await stream.write_delimited(junk)
                 if junk == refused:
                     answer = pb.PersistentConnectionRequest.FromString(await stream.preamble())
@@ -221,7 +221,7 @@ async def test_malformed_calls() -> None:
                     with pytest.raises(ConnectionLost):
                         await stream.preamble()
                 stream.abort()
-        huge = await member.control.open_stream(listener.peer, "DHTProtocol.rpc_find")
+        huge = await member.control.open_stream(listener.peer, "CheckedDHTProtocol.rpc_find")
         huge._write(varint(64 << 20))
         with pytest.raises(ConnectionLost):
             await huge.preamble()
