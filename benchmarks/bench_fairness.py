@@ -23,8 +23,8 @@ sys.path += [str(TESTS), str(TESTS / "e2e"), str(TESTS / "kernels")]
 import torch  # noqa: E402
 from flood_swarm import PREFILLS, SMALL, TOKENS, TREES, Attacker, Flood, Honest, costly_swarm, honest_rate  # noqa: E402
 from memory_swarm import cut  # noqa: E402
-from tiny_models import ModelTensors, tiny_model  # type: ignore[import-untyped]  # noqa: E402
-from virtual_clock import run  # type: ignore[import-untyped]  # noqa: E402
+from tiny_models import ModelTensors, tiny_model  # noqa: E402
+from virtual_clock import run  # noqa: E402
 
 
 async def flooded(source: Any, flood: Flood | None, identities: int, seconds: float) -> Honest:
@@ -44,7 +44,7 @@ def attacker(swarm: Any, number: int, flood: Flood, sessions: int) -> Attacker:
 async def company(source: Any, clients: int, seconds: float, prompt: Sequence[int]) -> float:
     async with costly_swarm(source, cut(24, 8, 16)) as swarm:
         done = await asyncio.gather(*(honest_rate(swarm, seconds, i, prompt) for i in range(clients)))
-        return sum(honest.rate for honest in done)
+        return float(sum(honest.rate for honest in done))
 
 
 def main() -> None:
