@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -13,11 +14,12 @@ from swarm.net.base.frame_stream import FramedStream, varint
 from swarm.net.base.handshake import NONCE, PROOF, accept_handshake, dial_handshake
 
 INSTRUMENT = ("swarm.net.base.frame_stream", "swarm.net.base.handshake")
-_loop = asyncio.new_event_loop()
+_runner = asyncio.Runner()  # one for all runs: a loop takes longer to make than a handshake
+atexit.register(_runner.close)
 
 
 def run(data: bytes) -> None:
-    _loop.run_until_complete(_both(data))
+    _runner.run(_both(data))
 
 
 async def _both(data: bytes) -> None:
