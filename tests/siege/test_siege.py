@@ -23,7 +23,7 @@ MOST_DESCRIPTORS = 1024
 
 def _networks() -> bool:
     try:
-        command = ["unshare", "--user", "--map-root-user", "--net", "ip", "link", "add", "b", "type", "bridge"]
+        command = ["unshare", "--user", "--map-root-user", "--net", "ip", "link", "add", "siege0", "type", "bridge"]
         return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
