@@ -3,8 +3,8 @@
 A record without a proof is as good as any while there is room; where there are too many, those with one go first
 (`swarm.record_admission`). Owns what a proof is, its bytes, and where a node keeps its own.
 
-What it costs: about 4 runs of Equihash(108, 5), each 1 s of one 2020s server core and 60 MB; some 20 s on a phone, in a
-process of the lowest priority. So 1,000 identities cost an attacker about an hour of one core and 10,000 half a day,
+What it costs: about 4 runs of Equihash(108, 5), each 1 s of one 2020s server core and 90 MB; an estimated 20 s on a
+phone, at the lowest priority. So 1,000 identities cost an attacker about an hour of one core and 10,000 half a day,
 again every month: enough that nobody makes them in passing, no barrier to somebody who rents machines. A GPU is faster
 still: the working set of some 20 MB fits its cache or its memory's bandwidth; how much faster was not measured, and two
 orders of magnitude must be expected, as of GPU miners of this family. Which is why a proof is one order of several, and
@@ -55,7 +55,7 @@ def epoch_of(now: float, policy: ProofPolicy = POLICY) -> int:
 
 
 def find_proof(peer: PeerId, epoch: int, policy: ProofPolicy = POLICY) -> bytes:
-    """Takes seconds and 60 MB; see above."""
+    """Takes seconds and about 90 MB; see above."""
     equihash = Equihash(policy.word_bits)
     for nonce in itertools.count():
         head = epoch.to_bytes(_EPOCH_BYTES, "big") + nonce.to_bytes(_NONCE_BYTES, "big")
