@@ -61,9 +61,9 @@ def transformers_model(source: Any) -> Any:
 class ModelTensors:
     """A ModelSource over a transformers model in memory."""
 
-    def __init__(self, model: Any) -> None:
-        hf = model.config.to_dict()
-        self.config: ModelConfig = model_config(hf)
+    def __init__(self, model: Any, stored: dict[str, Any] | None = None) -> None:
+        """`stored`: its config.json, by default every key of its config."""
+        self.config: ModelConfig = model_config(model.config.to_dict() if stored is None else stored)
         self._tensors: dict[str, torch.Tensor] = dict(model.state_dict())
         self.read: list[str] = []
         self.name, self.path, self.weight_hash = "tiny", Path(), "0" * 32

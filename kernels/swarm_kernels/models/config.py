@@ -43,10 +43,13 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
     sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    beyond_fast_path: str = ""  # the config's field, if any, with which `LlamaSpan` does not compute
     hf: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_fast_path(self) -> bool:
         """Whether `LlamaSpan` covers this model exactly; else `HfSpan` runs it."""
         full_window = self.sliding_window is None or self.sliding_window >= self.context_length
-        return self.model_type in FAST_PATH_ARCHITECTURES and self.hidden_act in ("silu", "swish") and full_window
+        if self.model_type not in FAST_PATH_ARCHITECTURES or self.beyond_fast_path:
+            return False
+        return self.hidden_act in ("silu", "swish") and full_window

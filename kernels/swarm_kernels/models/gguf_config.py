@@ -36,10 +36,13 @@ def gguf_model_config(header: GgufHeader, rope_factors: tuple[float, ...], where
     rotated = header.integer(f"{arch}.rope.dimension_count")
     if not hf["head_dim"]:
         raise CorruptModel(f"{where}: the metadata says that an attention head has no dimensions")
-    if rotated is not None and rotated != hf["head_dim"]:
-        hf["rope_parameters"]["partial_rotary_factor"] = rotated / hf["head_dim"]
     config = model_config(hf, where=where)
-    return replace(config, o_bias="blk.0.attn_output.bias" in header.tensors)
+    config = replace(config, o_bias="blk.0.attn_output.bias" in header.tensors)
+    if rotated in (None, config.head_dim):
+        return config
+    if not 0 < rotated < config.head_dim:
+        raise CorruptModel(f"{where}: {rotated} of the {config.head_dim} dimensions of a head cannot be rotated")
+    return replace(config, rope=replace(config.rope, dim=rotated))
 
 
 def _hf_config(header: GgufHeader, arch: str, where: str) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from swarm.errors import CorruptModel, UnsupportedModel
-from swarm_kernels.models.config import ModelConfig, RopeConfig
+from swarm_kernels.models.config import FAST_PATH_ARCHITECTURES, ModelConfig, RopeConfig
+from swarm_kernels.models.field_check import HARMLESS_FIELDS, LLAMA_FIELDS, beyond_llama_span, unknown_arithmetic
 
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
@@ -83,6 +84,7 @@ def model_config(
         qk_norm=kind == "qwen3",
         sliding_window=_sliding_window(read),
         eos_token_ids=_eos_ids(where, hf.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+        beyond_fast_path=beyond_llama_span(hf) if kind in FAST_PATH_ARCHITECTURES else "",
         hf=dict(hf),
     )
 
@@ -100,7 +102,7 @@ class _Reader:
         self._defaults = _CLASS_DEFAULTS.get(kind, {})
 
     def get(self, key: str) -> Any:
-        for name in (key, *_ALIASES.get(key, ())):
+        for name in (key, *(() if self._defaults else _ALIASES.get(key, ()))):
             if self._hf.get(name) is not None:
                 return self._hf[name]
         return None if key in self._hf else self._defaults.get(key)
@@ -154,11 +156,21 @@ def _check_supported(hf: Mapping[str, Any], where: str) -> None:
         raise UnsupportedModel(f"{where}: this is a multimodal model; only text decoders are served")
     if hf.get("is_encoder_decoder") is True:
         raise UnsupportedModel(f"{where}: this is an encoder-decoder model; only decoders are served")
+    if hf.get("model_type") in FAST_PATH_ARCHITECTURES:
+        check_fields(hf, LLAMA_FIELDS | HARMLESS_FIELDS, where)
+
+
+def check_fields(hf: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raises UnsupportedModel for a field that changes the arithmetic elsewhere and is not `known` to this type."""
+    if unknown := unknown_arithmetic(hf, known):
+        raise UnsupportedModel(
+            f"{where}: {unknown} is {_brief(hf[unknown])}, with which models of type {hf.get('model_type')} do not compute"
+        )
 
 
 def _rope(read: _Reader, head_dim: int, context: int) -> RopeConfig:
     """Both formats: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
-    given = read.get("rope_parameters") or read.get("rope_scaling") or {}
+    given = read.get("rope_scaling") or read.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise CorruptModel(f"{read.where}: the rope parameters are not a table")
     scaling = dict(given)
@@ -188,7 +200,7 @@ def _sliding_window(read: _Reader) -> int | None:
             raise CorruptModel(f"{read.where}: max_window_layers is {_brief(windowed_from)}, not a whole number")
         if windowed_from >= read.size("num_hidden_layers"):
             return None
-    return read.size("sliding_window")
+    return read.size("sliding_window") if read.get("sliding_window") != 0 else None  # 0: how Qwen2-MoE says "none"
 
 
 def _eos_ids(where: str, *given: Any) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ __all__ = [
     "Linear",
     "apply_rope",
     "attend",
+    "attend_exactly",
     "commit_tree_slots",
     "decoder_layer",
     "decoder_layers",
@@ -67,6 +68,28 @@ def attend(
     if not backend.checks_slots:
         check_plan(plan, blocks)
     return backend.attend(q, k, v, k_blocks, v_blocks, plan, scale, sliding_window, softcap)
+
+
+def attend_exactly(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    plan: AttentionMetadata,
+    scale: float,
+    softcap: float | None = None,
+    oldest: torch.Tensor | None = None,
+    tree_positions: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `ReferenceBackend.attend_exactly`, the only implementation: masks and sinks that no compiled backend knows.
+    Raises KernelError."""
+    blocks, _, _, _ = check_rows(q, k, v, k_blocks, v_blocks, plan)
+    check_plan(plan, blocks)
+    return REFERENCE.attend_exactly(
+        q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest, tree_positions, sinks
+    )
 
 
 def commit_tree_slots(

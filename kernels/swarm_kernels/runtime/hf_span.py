@@ -10,14 +10,13 @@ logit caps) stays transformers' code. Only code that ships with transformers run
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 
 from swarm.errors import InvalidRequest, OutOfMemory, UnsupportedModel
 from swarm.types import LayerSpan
@@ -26,65 +25,12 @@ from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
+from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
 from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 
-ATTENTION = "swarm"
-"""Our name in transformers' attention interface."""
-
-_IGNORED = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions",
-                      "output_hidden_states", "position_embeddings", "return_dict", "logits_to_keep"})  # fmt: skip
-"""Arguments of the interface that AttentionMetadata implies; any other that is set would change the result."""
-
 _PROBE_ERRORS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, NotImplementedError)
 """Raised by models that need more than hidden states and positions."""
-
-
-@dataclass(slots=True)
-class _BatchContext:
-    """Context of the attention calls while a batch runs."""
-
-    metadata: AttentionMetadata
-    cache: KVCacheManager | None  # None while probing: record shapes, compute nothing
-    first_layer: int
-    probed: list[tuple[int, int, int]] = field(default_factory=list)  # (layer of the span, key heads, head size)
-
-
-_running: ContextVar[_BatchContext] = ContextVar("swarm_running")
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: `query [1, H, n, D]`, `key`, `value` `[1, G, n, D]` -> `[1, n, H, D]`."""
-    unknown = [name for name, given in others.items() if name not in _IGNORED and given is not None]
-    if attention_mask is not None or unknown:
-        raise UnsupportedModel(f"its attention needs {', '.join(unknown) or 'an attention mask'}")
-    batch = _running.get()
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    key_dim, value_dim = q.shape[-1], v.shape[-1]
-    if value_dim < key_dim:  # smaller values than keys (multi-head latent attention): the cache holds both at one size
-        v = torch.nn.functional.pad(v, (0, key_dim - value_dim))
-    layer = int(module.layer_idx) - batch.first_layer  # type: ignore[arg-type]
-    if batch.cache is None:
-        batch.probed.append((layer, k.shape[1], key_dim))
-        return q[None, ..., :value_dim], None
-    scale = key_dim**-0.5 if scaling is None else scaling
-    attended = dispatch.attend(
-        q, k, v, batch.cache.k[layer], batch.cache.v[layer], batch.metadata, scale, sliding_window, softcap
-    )
-    return attended[None, ..., :value_dim], None
-
-
-AttentionInterface.register(ATTENTION, _attention)
 
 
 class _StopForward(Exception):
@@ -155,9 +101,15 @@ class HfSpan:
         self.edge_bytes = _nbytes(model.causal_lm) - sum(_nbytes(layer) for layer in model.layers)
         self._tap_state = _TapState()
         first_layer = model.layers[layers.start]
+        self._layers = model.layers
         for index, layer in enumerate(model.layers):
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
-        self._kv_heads, self._head_dim = self._probe(first_layer)
+        self._tree_positions: weakref.WeakKeyDictionary[KVCacheManager, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._find_out_tuples(first_layer)
+        probed = self.probe(layers.start, layers.end)
+        self.kv_shape = KvShape(len(layers), probed[0].kv_heads, probed[0].head_dim, dtype)
+        self.visibility = tuple(layer.visibility for layer in probed)
+        self._attention_modules = [layer.module for layer in probed]
 
     @classmethod
     def load(
@@ -175,13 +127,10 @@ class HfSpan:
 
     @property
     def kv_bytes_per_token_per_layer(self) -> int:
-        return self._kv_shape().bytes_per_token_per_layer
-
-    def _kv_shape(self) -> KvShape:
-        return KvShape(len(self.layers), self._kv_heads, self._head_dim, self.dtype)
+        return self.kv_shape.bytes_per_token_per_layer
 
     def new_cache(self, max_tokens: int) -> KVCacheManager:
-        return KVCacheManager(self._kv_shape(), max_tokens, self.device)
+        return KVCacheManager(self.kv_shape, max_tokens, self.device)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -207,8 +156,54 @@ class HfSpan:
             for k_blocks, v_blocks in zip(cache.k[part], cache.v[part], strict=True):
                 dispatch.commit_tree_slots(k_blocks, v_blocks, metadata.copy_from, metadata.copy_to)
             return hidden
-        with _running_as(_BatchContext(metadata, cache, self.layers.start)):
-            return self._forward_layers(hidden, metadata.positions, first, last)
+        return self.run_layers(hidden, metadata, cache, first, last, self.visibility)
+
+    def run_layers(
+        self,
+        hidden: torch.Tensor,
+        metadata: AttentionMetadata,
+        cache: KVCacheManager,
+        start: int,
+        end: int,
+        visibility: tuple[Visibility, ...],
+    ) -> torch.Tensor:
+        """`forward` of at least one row, with the `visibility` of each layer of the span."""
+        trees = self._positions_of_trees(metadata, cache, visibility)
+        with running_as(BatchContext(metadata, self.layers.start, cache, visibility, trees)):
+            return self._forward_layers(hidden, metadata.positions, start, end)
+
+    def run_eager(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Layers `[start, end)` without a cache, one sequence, by the attention that `configs` name. What the model
+        computes before its layers is computed from random embeddings."""
+        embeddings = torch.randn(1, hidden.shape[0], self._embedding_size, dtype=self.dtype, device=self.device)
+        return self._forward_layers(hidden, positions, start, end, embeddings)
+
+    def layer(self, index: int) -> torch.nn.Module:
+        """transformers' layer `index` of the model."""
+        layer: torch.nn.Module = self._layers[index].layer
+        return layer
+
+    def attention_module(self, index: int) -> torch.nn.Module:
+        """The module of layer `index` that calls the attention."""
+        return self._attention_modules[index - self.layers.start]
+
+    def configs(self) -> list[Any]:
+        """transformers' configs that the model's modules read, each once."""
+        found = {id(module.config): module.config for module in self._model.modules() if hasattr(module, "config")}
+        return list(found.values())
+
+    def _positions_of_trees(
+        self, metadata: AttentionMetadata, cache: KVCacheManager, visibility: tuple[Visibility, ...]
+    ) -> torch.Tensor | None:
+        """Positions by flat slot, of the tree slots in use. None where every row sees every key before it."""
+        if all(layer == Visibility() for layer in visibility):
+            return None
+        known = self._tree_positions.get(cache)
+        if known is None:
+            known = torch.zeros(cache.capacity_tokens, dtype=torch.int64, device=self.device)
+            self._tree_positions[cache] = known
+        known[metadata.slot_mapping] = metadata.positions
+        return known
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -221,9 +216,11 @@ class HfSpan:
         logits: torch.Tensor = output.logits
         return logits[0].float()
 
-    def _forward_layers(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """Run layers `[start, end)` by transformers' own forward."""
-        inputs = hidden[None] if start == 0 else self._placeholder(hidden.shape[0])
+    def _forward_layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int, unused: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run layers `[start, end)` by transformers' own forward. `unused`: embeddings to hand to later layers."""
+        inputs = hidden[None] if start == 0 else self._placeholder(hidden.shape[0]) if unused is None else unused
         with self._tapped(start, end, hidden):
             try:
                 self._decoder(inputs_embeds=inputs, position_ids=positions[None], use_cache=False)
@@ -245,29 +242,36 @@ class HfSpan:
         finally:
             state.hidden = None
 
-    def _probe(self, first_layer: torch.nn.Module) -> tuple[int, int]:
-        """Run one row through every layer of the span and record its attention calls. -> (key heads, head size)."""
+    def _find_out_tuples(self, first_layer: torch.nn.Module) -> None:
+        """Run one row through a layer of this span in place of layer 0: whether this model's layers return tuples."""
+        self._tap_state.probe = first_layer
+        self._probe(0, 1)
+        self._tap_state.probe = None
+
+    def probe(self, start: int, end: int) -> list[ProbedLayer]:
+        """Run one row through layers `[start, end)` and record their attention calls, one a layer. Raises
+        UnsupportedModel."""
+        probed = self._probe(start, end)
+        shapes = {(layer.kv_heads, layer.head_dim) for layer in probed}
+        first = start - self.layers.start
+        if [layer.layer for layer in probed] != list(range(first, first + end - start)) or len(shapes) != 1:
+            raise self._unsupported("not every layer attends once, with keys of the same shape")
+        return probed
+
+    def _probe(self, start: int, end: int) -> list[ProbedLayer]:
         metadata = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])
-        batch = _BatchContext(metadata, None, self.layers.start)
+        batch = BatchContext(metadata, self.layers.start, context=self.config.context_length)
         row = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         position = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
-            with torch.inference_mode(), _running_as(batch):
-                self._tap_state.probe = first_layer
-                self._forward_layers(row, position, 0, 1)
-                self._tap_state.probe = None
-                batch.probed.clear()
-                self._forward_layers(row, position, self.layers.start, self.layers.end)
-                if self.is_last:
+            with torch.inference_mode(), running_as(batch):
+                self._forward_layers(row, position, start, end)
+                if end == self.config.num_layers and self.is_last:
                     self.logits(row)
         except _PROBE_ERRORS as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise self._unsupported(reason) from None
-        layers = [layer for layer, _, _ in batch.probed]
-        shapes = {(heads, size) for _, heads, size in batch.probed}
-        if layers != list(range(len(self.layers))) or len(shapes) != 1:
-            raise self._unsupported("not every layer attends once, with keys of the same shape")
-        return shapes.pop()
+        return batch.probed
 
     def _unsupported(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"models of type {self.config.model_type} cannot be served in slices: {reason}")
@@ -285,12 +289,3 @@ def _limited_to_trained_context(config: ModelConfig) -> ModelConfig:
 
 def _nbytes(module: torch.nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
-
-
-@contextmanager
-def _running_as(batch: _BatchContext) -> Iterator[None]:
-    token = _running.set(batch)
-    try:
-        yield
-    finally:
-        _running.reset(token)

@@ -6,6 +6,7 @@ Owns the mapping of tensors to parameters, transformers' renamings and fusions (
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from transformers.utils import logging as transformers_logging
 from swarm.errors import CorruptModel, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.hf_config import check_fields
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.span import Progress
 
-_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
@@ -43,6 +45,7 @@ def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype) -> MetaM
     kind = config.model_type
     try:
         hf = AutoConfig.for_model(**{**config.hf, "model_type": kind})
+        check_fields(config.hf, _fields(hf), "config.json")
         _check_layer_kinds(kind, hf)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -60,10 +63,20 @@ def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype) -> MetaM
     return MetaModel(model.requires_grad_(False), decoder, layers, model.get_input_embeddings())
 
 
+def _fields(hf: Any) -> set[str]:
+    """What a config class reads: its fields and their other names."""
+    return {field.name for field in dataclasses.fields(hf)} | set(getattr(hf, "attribute_map", None) or {})
+
+
 def _check_layer_kinds(kind: str, hf: Any) -> None:
     others = sorted(set(getattr(hf, "layer_types", None) or ()) - _LAYER_KINDS)
     if others:
         raise UnsupportedModel(f"models of type {kind} have layers of kind {', '.join(others)}, which swarm cannot run")
+    if getattr(hf, "hidden_size_per_layer_input", 0):
+        raise UnsupportedModel(
+            f"models of type {kind} embed every token once more in each layer (hidden_size_per_layer_input), "
+            "which a node without the tokens cannot do"
+        )
     if getattr(hf, "use_bidirectional_attention", False) or getattr(hf, "is_encoder_decoder", False):
         raise UnsupportedModel(f"this model of type {kind} is not causal; only causal decoders are served")
 

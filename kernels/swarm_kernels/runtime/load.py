@@ -28,7 +28,8 @@ def load_span(
     `dtype`: of the weights, one of `device.DTYPES`; int8 and int4 for `LlamaSpan` only. Each layer is read,
     converted and packed before the next, so memory never holds the weights twice. `like`: a span of the same model,
     dtype and device, whose weights are reused for layers that both hold (`LlamaSpan` only). Raises
-    CorruptModel, UnsupportedModel, OutOfMemory, UsageError.
+    CorruptModel, UnsupportedModel (transformers' layers are checked against transformers once loaded, see `hf_check`),
+    OutOfMemory, UsageError.
     """
     if layers.end > source.config.num_layers:
         raise UsageError(f"layers {layers} were requested, but the model has {source.config.num_layers}")
@@ -37,8 +38,11 @@ def load_span(
         shared = like if isinstance(like, LlamaSpan) else None
         span: Span = LlamaSpan.load(source, layers, dtype, torch.device(device), report, shared)
     else:
-        from swarm_kernels.runtime.hf_span import HfSpan  # imports transformers, which takes seconds
+        from swarm_kernels.runtime.hf_check import check_layers  # imports transformers, which takes seconds
+        from swarm_kernels.runtime.hf_span import HfSpan
 
-        span = HfSpan.load(source, layers, dtype, torch.device(device), report)
+        general = HfSpan.load(source, layers, dtype, torch.device(device), report)
+        check_layers(general)
+        span = general
     release_free_memory()  # reading and packing leave up to half of a span's size behind
     return span

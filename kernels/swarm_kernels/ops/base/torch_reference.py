@@ -16,6 +16,7 @@ from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerSt
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 
 LOG2_E = 1.44269504088896
+_TREE = torch.iinfo(torch.int64).max  # position of a tree slot where none is known: after every row
 
 
 class ReferenceBackend(AttentionBackend):
@@ -42,17 +43,43 @@ class ReferenceBackend(AttentionBackend):
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
+        oldest = None if sliding_window is None else plan.positions - (sliding_window - 1)
+        return self.attend_exactly(q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest)
+
+    def attend_exactly(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
+        plan: AttentionMetadata,
+        scale: float,
+        softcap: float | None = None,
+        oldest: torch.Tensor | None = None,
+        tree_positions: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`attend`, where row i sees no key before position `oldest[i]` (`[n]` int64).
+
+        `tree_positions` `[flat slots]` int64: the positions of tree slots, without which `oldest` cuts committed keys
+        only. `sinks [H]`: a score per query head that takes part in the softmax and has no value.
+        """
         self.commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
         append(k, v, k_blocks, v_blocks, plan.slot_mapping)
         out = torch.empty_like(q)
         for group in _groups(plan):
             visible = group.visible
-            if sliding_window is not None:
-                visible = visible & (group.position > plan.positions[group.rows, None] - sliding_window)
+            if oldest is not None:
+                position = group.position
+                if tree_positions is not None:
+                    known = tree_positions.view(-1, BLOCK_SIZE)[group.blocks].flatten()
+                    position = torch.where(position == _TREE, known, position)
+                visible = visible & (position >= oldest[group.rows, None])
             keys = _key_slots(k_blocks)[group.blocks].flatten(0, 1).to(q.dtype)  # [keys, G, D]
             values = _value_slots(v_blocks)[group.blocks].flatten(0, 1).to(q.dtype)
             rounding = torch.bfloat16 if k_blocks.dtype == torch.bfloat16 else torch.float32
-            out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding)
+            out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding, sinks)
         return out
 
     def commit_tree_slots(
@@ -196,7 +223,7 @@ def _group(plan: AttentionMetadata, rows: torch.Tensor, sequence: int, max_conte
         sparse = (plan.tree_mask[rows][:, slots // 64] >> (slots % 64) & 1).bool()
     else:
         sparse = dense[:, :0]
-    unbounded = torch.full_like(slots, torch.iinfo(torch.int64).max)
+    unbounded = torch.full_like(slots, _TREE)
     return _SequenceRows(
         rows=rows,
         blocks=torch.cat((plan.block_tables[sequence, :used], tree_blocks)).long(),
@@ -213,6 +240,7 @@ def _softmax_sum(
     scale: float,
     softcap: float | None,
     rounding: torch.dtype,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`q [r, H, D]`, `keys`, `values` `[keys, G, D]`, `visible [r, keys]` -> `[r, H, D]`; zeros if no key is visible.
 
@@ -229,7 +257,10 @@ def _softmax_sum(
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     peaks = scores.amax(-1, keepdim=True).ceil() if len(keys) else scores.new_zeros((*scores.shape[:-1], 1))
     weights = torch.exp2(scores - peaks).masked_fill(~visible[:, None, None], 0.0).to(rounding).float()
-    weights = weights / weights.sum(-1, keepdim=True).masked_fill(~visible.any(1)[:, None, None, None], 1.0)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp2(sinks.float().view(1, groups, -1, 1) * LOG2_E - peaks)
+    weights = weights / total.masked_fill(~visible.any(1)[:, None, None, None], 1.0)
     seen = visible.any(0)[:, None, None]  # a masked slot may hold infinities left by another sequence
     mixed = torch.einsum("rgjk,kgd->rgjd", weights, values.float().masked_fill(~seen, 0.0))
     return mixed.reshape(rows, heads, dim).to(q.dtype)

@@ -1,0 +1,207 @@
+"""transformers' attention interface on our paged attention: which keys a layer's rows see, and the call itself.
+
+Owns the masks. transformers says by its mask functions, not by the arguments of the attention call, what the eager and
+sdpa implementations mask; so that is where a layer's `Visibility` comes from. It is found once, while a span is
+probed: our mask function hands the layers a `_ProbedMask`, which comes back in the attention call. Once batches run,
+the mask is None. `hf_span` runs the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from swarm.errors import UnsupportedModel
+from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.kvcache.cache import KVCacheManager
+from swarm_kernels.ops import dispatch
+
+ATTENTION = "swarm"
+"""Our name in transformers' attention interface."""
+
+_IGNORED = frozenset({
+    "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "position_embeddings", "return_dict", "logits_to_keep", "sliding_window",
+})  # fmt: skip
+"""Arguments of the interface that AttentionMetadata or the mask implies; any other that is set would change the
+result."""
+
+_UNKNOWN_MASK = "its attention mask is neither causal, a sliding window nor chunks"
+_SAMPLES = 64
+_PROBED_CONTEXT = 1 << 17  # positions at which a mask is looked at, at most: windows and chunks are smaller
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """The committed and tree keys a row at position p sees, its own included.
+
+    At most one is given: `window`: those at distance < window; `chunk`: those of p's chunk, p // chunk."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def oldest(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """The first position each row sees, `[n]` as `positions`; None: all."""
+        if self.window is not None:
+            return positions - (self.window - 1)
+        return None if self.chunk is None else positions - positions % self.chunk
+
+
+@dataclass(slots=True)
+class ProbedLayer:
+    """What one attention call of a probe showed."""
+
+    layer: int  # of the span
+    kv_heads: int
+    head_dim: int
+    visibility: Visibility
+    module: torch.nn.Module
+
+
+@dataclass(slots=True)
+class BatchContext:
+    """Context of the attention calls while a batch runs."""
+
+    metadata: AttentionMetadata
+    first_layer: int
+    cache: KVCacheManager | None = None  # None while probing: record shapes, compute nothing
+    visibility: tuple[Visibility, ...] = ()  # by layer of the span
+    tree_positions: torch.Tensor | None = None  # [flat slots] int64, positions of the tree slots in use
+    context: int = _PROBED_CONTEXT  # while probing: the model's context length
+    probed: list[ProbedLayer] = field(default_factory=list)
+
+
+_running: ContextVar[BatchContext] = ContextVar("swarm_running")
+
+
+@contextmanager
+def running_as(batch: BatchContext) -> Iterator[None]:
+    """Attention calls within belong to `batch`."""
+    token = _running.set(batch)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class _ProbedMask:
+    """Stands for a mask that is not simply causal, on its way through transformers' layers."""
+
+    visibility: Visibility | None
+    reason: str = ""  # why there is no visibility; models also make masks that none of their layers uses
+
+
+def _mask(*, mask_function: Callable[..., Any], **_: Any) -> _ProbedMask | None:
+    """transformers' mask interface."""
+    batch = _running.get(None)
+    if batch is None or batch.cache is not None:
+        return None
+    try:
+        visibility = visibility_of(mask_function, batch.context)
+    except UnsupportedModel as error:
+        return _ProbedMask(None, str(error))
+    return None if visibility == Visibility() else _ProbedMask(visibility)
+
+
+def visibility_of(mask_function: Callable[..., Any], context: int) -> Visibility:
+    """A mask function of transformers, by what it answers at many positions below `context`. Raises UnsupportedModel
+    unless it is causal, causal with a window, or causal within chunks."""
+    last = max(min(context, _PROBED_CONTEXT) - 1, 3)
+    oldest = _oldest_seen(mask_function, last)
+    found = Visibility()
+    if oldest > 0:
+        moves = _oldest_seen(mask_function, last - 1) != oldest or oldest == last
+        before = _oldest_seen(mask_function, oldest - 1)
+        found = Visibility(window=last - oldest + 1) if moves else Visibility(chunk=oldest - before)
+    samples = {*range(0, last, max(last // _SAMPLES, 1)), oldest, last - oldest, last - 1, last}
+    for position in sorted(samples):
+        expected = found.oldest(torch.tensor(position))
+        if _oldest_seen(mask_function, position) != (0 if expected is None else max(0, int(expected))):
+            raise UnsupportedModel(_UNKNOWN_MASK)
+    return found
+
+
+def _oldest_seen(mask_function: Callable[..., Any], position: int) -> int:
+    """The first key that a row at `position` sees. Raises UnsupportedModel unless it sees all from there up to itself,
+    and none after itself."""
+    keys = torch.arange(position + 3)
+    zero = torch.zeros_like(keys)
+    try:
+        seen = torch.as_tensor(mask_function(zero, zero, zero + position, keys)).expand(position + 3).bool()
+    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+        raise UnsupportedModel(f"its attention mask cannot be read: {type(error).__name__}") from None
+    count = int(seen.sum())
+    if not count or not seen[position + 1 - count : position + 1].all():
+        raise UnsupportedModel(_UNKNOWN_MASK)
+    return position + 1 - count
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: _ProbedMask | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: `query [1, H, n, D]`, `key`, `value` `[1, G, n, D]` -> `[1, n, H, D]`.
+
+    `s_aux [H]`: sinks, one more score per head with no value (gpt-oss)."""
+    unknown = [name for name, given in others.items() if name not in _IGNORED and given is not None]
+    if isinstance(attention_mask, torch.Tensor):
+        unknown.append("an attention mask of its own")
+    if unknown:
+        raise UnsupportedModel(f"its attention needs {', '.join(unknown)}")
+    batch = _running.get()
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    if value_dim < key_dim:  # smaller values than keys (multi-head latent attention): the cache holds both at one size
+        v = torch.nn.functional.pad(v, (0, key_dim - value_dim))
+    layer = int(module.layer_idx) - batch.first_layer  # type: ignore[arg-type]
+    if batch.cache is None:
+        visibility = Visibility() if attention_mask is None else attention_mask.visibility
+        if visibility is None:
+            raise UnsupportedModel(attention_mask.reason)  # type: ignore[union-attr]
+        batch.probed.append(ProbedLayer(layer, k.shape[1], key_dim, visibility, module))
+        return q[None, ..., :value_dim], None
+    scale = key_dim**-0.5 if scaling is None else float(scaling)
+    attended = _attend(q, k, v, batch, layer, scale, softcap, s_aux)
+    return attended[None, ..., :value_dim], None
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: BatchContext,
+    layer: int,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """By the fast kernels where these know the layer's mask, else by the reference."""
+    cache, plan, visibility = batch.cache, batch.metadata, batch.visibility[layer]
+    assert cache is not None
+    k_blocks, v_blocks = cache.k[layer], cache.v[layer]
+    oldest = visibility.oldest(plan.positions)
+    cuts_tree = oldest is not None and bool((oldest > plan.context_lens).any())
+    cuts_chunks = visibility.chunk is not None and bool((oldest > 0).any())  # type: ignore[operator]
+    if sinks is None and not cuts_tree and not cuts_chunks:
+        return dispatch.attend(q, k, v, k_blocks, v_blocks, plan, scale, visibility.window, softcap)
+    return dispatch.attend_exactly(
+        q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest, batch.tree_positions, sinks
+    )
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _mask)

@@ -1,0 +1,195 @@
+"""The check at load: the layers of an `HfSpan` against transformers' own eager attention and masks.
+
+Owns what is compared: of each kind of layer in the span, on its loaded weights, a prompt in two pieces with another
+session between its rows, a tree of two branches, and a few rows far into the context. For the check, windows and
+chunks shrink to a few tokens, so that some rows lie beyond them. transformers gets other embeddings than we do, so that
+a layer that looks at more than hidden states and positions is found too.
+
+Two things are compared: what comes out of the attention, row by row; and what comes out of the layer, of which the
+median row counts, as a router may choose otherwise where two experts are as good as equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from swarm.errors import UnsupportedModel
+from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
+from swarm_kernels.runtime.hf_attention import Visibility
+from swarm_kernels.runtime.hf_span import HfSpan
+
+_SHRUNK = 6  # tokens of a window or chunk while checking
+_PROMPT, _PIECE, _OTHER, _FAR = 14, 9, 4, 4  # rows
+_TREE_PARENTS, _TREE_SLOTS, _BRANCHES = (-1, -1, 0, 2), (0, 1, 2, 3), ((0, 2, 3), (1,))
+_TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+
+
+@dataclass(slots=True)
+class _Outputs:
+    """Rows `[n, width]` each."""
+
+    attention: torch.Tensor
+    layer: torch.Tensor
+
+
+@torch.inference_mode()
+def check_layers(span: HfSpan) -> None:
+    """Raises UnsupportedModel, naming the layer, if a kind of layer in `span` computes something else than in
+    transformers. Reads the weights of one layer of each kind a few times; 0.1 to 1 s for the largest."""
+    for layer in _one_of_each_kind(span):
+        _check_near(span, layer)
+        _check_far(span, layer)
+
+
+def _one_of_each_kind(span: HfSpan) -> list[int]:
+    seen: dict[Any, int] = {}
+    for layer, visibility in zip(span.layers, span.visibility, strict=True):
+        parts: list[Any] = [visibility]
+        for name, module in span.layer(layer).named_modules():
+            scalars = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))}
+            scalars.pop("layer_idx", None)
+            parts.append((name, type(module), tuple(sorted(scalars.items()))))
+        parts += [(name, parameter.shape) for name, parameter in span.layer(layer).named_parameters()]
+        seen.setdefault(tuple(parts), layer)
+    return list(seen.values())
+
+
+def _check_near(span: HfSpan, layer: int) -> None:
+    """A prompt, another session among its rows, and a tree; beyond windows and chunks, which are a few tokens here."""
+    rows = _rows(span, _PROMPT + len(_TREE_SLOTS) + _OTHER)
+    prompt, tree, other = rows[:_PROMPT], rows[_PROMPT : _PROMPT + len(_TREE_SLOTS)], rows[-_OTHER:]
+    with _small_windows(span):
+        visibility = list(span.visibility)
+        visibility[layer - span.layers.start] = span.probe(layer, layer + 1)[0].visibility
+        cache = KVCacheManager(span.kv_shape, 256, span.device)
+        cache.open(b"a", 64)
+        cache.open(b"b", 64)
+
+        def run(hidden: torch.Tensor, *requests: StepRequest) -> _Outputs:
+            return _ours(span, layer, hidden, cache.schedule(requests), cache, visibility)
+
+        first = run(prompt[:_PIECE], StepRequest(b"a", 0, _PIECE))
+        second = run(
+            torch.cat((other, prompt[_PIECE:])),
+            StepRequest(b"b", 0, _OTHER),
+            StepRequest(b"a", _PIECE, _PROMPT - _PIECE),
+        )
+        leaves = run(tree, StepRequest(b"a", _PROMPT, 0, _TREE_PARENTS, _TREE_SLOTS))
+        expected_other = _theirs(span, layer, other, 0)
+        for branch in _BRANCHES:
+            expected = _theirs(span, layer, torch.cat((prompt, tree[list(branch)])), 0)
+            ours = [
+                torch.cat((getattr(first, part), getattr(second, part)[_OTHER:], getattr(leaves, part)[list(branch)]))
+                for part in ("attention", "layer")
+            ]
+            _compare(span, layer, _Outputs(*ours), expected)
+        _compare(span, layer, _Outputs(second.attention[:_OTHER], second.layer[:_OTHER]), expected_other)
+
+
+def _check_far(span: HfSpan, layer: int) -> None:
+    """A few rows, whose positions begin in the middle of the context."""
+    start = span.config.context_length // 2
+    rows = _rows(span, _FAR)
+    cache = KVCacheManager(span.kv_shape, 64, span.device)
+    cache.open(b"a", 32)
+    metadata = cache.schedule([StepRequest(b"a", 0, _FAR)])
+    metadata = replace(metadata, positions=metadata.positions + start)
+    ours = _ours(span, layer, rows, metadata, cache, [Visibility()] * len(span.layers))
+    _compare(span, layer, ours, _theirs(span, layer, rows, start))
+
+
+def _rows(span: HfSpan, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randn(count, span.config.hidden_size, generator=generator)
+    return rows.to(device=span.device, dtype=span.dtype)
+
+
+def _ours(
+    span: HfSpan,
+    layer: int,
+    hidden: torch.Tensor,
+    metadata: AttentionMetadata,
+    cache: KVCacheManager,
+    visibility: list[Visibility],
+) -> _Outputs:
+    with _attention_outputs(span, layer) as captured:
+        out = span.run_layers(hidden, metadata, cache, layer, layer + 1, tuple(visibility))
+    return _Outputs(captured[0], out)
+
+
+def _theirs(span: HfSpan, layer: int, hidden: torch.Tensor, start: int) -> _Outputs:
+    positions = torch.arange(start, start + hidden.shape[0], device=span.device)
+    with _eager(span), _attention_outputs(span, layer) as captured:
+        out = span.run_eager(hidden, positions, layer, layer + 1)
+    return _Outputs(captured[0], out)
+
+
+def _compare(span: HfSpan, layer: int, ours: _Outputs, theirs: _Outputs) -> None:
+    limit = _TOLERANCE[span.dtype]
+    attention = _distances(ours.attention, theirs.attention).max().item()
+    whole = _distances(ours.layer, theirs.layer).median().item()
+    if not (attention <= limit and whole <= limit):
+        raise UnsupportedModel(
+            f"layer {layer} of this model of type {span.config.model_type} would not compute here what it does in "
+            f"transformers: its attention differs by {attention:.2g}, its output by {whole:.2g}"
+        )
+
+
+def _distances(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Of each row, relative to its norm or the mean norm, whichever is larger, `[n]`."""
+    norms = theirs.float().norm(dim=-1)
+    return (ours.float() - theirs.float()).norm(dim=-1) / torch.maximum(norms, norms.mean()).clamp_min(1e-30)
+
+
+@contextmanager
+def _attention_outputs(span: HfSpan, layer: int) -> Iterator[list[torch.Tensor]]:
+    """What the attention module of `layer` returns while this is open, `[n, ...]` flattened to two dimensions."""
+    captured: list[torch.Tensor] = []
+
+    def hook(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        rows = output[0] if isinstance(output, tuple) else output
+        captured.append(rows[0].flatten(1) if rows.dim() > 2 else rows)
+
+    handle = span.attention_module(layer).register_forward_hook(hook)
+    try:
+        yield captured
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _eager(span: HfSpan) -> Iterator[None]:
+    """transformers' own attention and masks within."""
+    configs = span.configs()
+    before = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
+
+
+@contextmanager
+def _small_windows(span: HfSpan) -> Iterator[None]:
+    """Windows and chunks of `_SHRUNK` tokens within, so that few rows reach beyond them."""
+    changed = []
+    try:
+        for config in span.configs():
+            for name in _WINDOWS:
+                size = getattr(config, name, None)
+                if isinstance(size, int) and size > _SHRUNK:
+                    changed.append((config, name, size))
+                    setattr(config, name, _SHRUNK)
+        yield
+    finally:
+        for config, name, size in changed:
+            setattr(config, name, size)
