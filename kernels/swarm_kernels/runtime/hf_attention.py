@@ -27,12 +27,15 @@ ATTENTION = "swarm"
 
 _IGNORED = frozenset({
     "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
-    "position_embeddings", "return_dict", "logits_to_keep", "sliding_window",
+    "position_embeddings", "return_dict", "logits_to_keep", "sliding_window", "indices",
 })  # fmt: skip
 """Arguments of the interface that AttentionMetadata or the mask implies; any other that is set would change the
 result."""
 
 _UNKNOWN_MASK = "its attention mask is neither causal, a sliding window nor chunks"
+INDEXED = "indexed_attention"
+"""Layers that attend to the `index_topk` keys that an indexer chooses: to all of them in a text of at most as many."""
+
 _SAMPLES = 64
 _PROBED_CONTEXT = 1 << 17  # positions at which a mask is looked at, at most: windows and chunks are smaller
 
@@ -58,6 +61,7 @@ class ProbedLayer:
     """What one attention call of a probe showed."""
 
     layer: int  # of the span
+    heads: int
     kv_heads: int
     head_dim: int
     visibility: Visibility
@@ -73,6 +77,7 @@ class BatchContext:
     cache: KVCacheManager | None = None  # None while probing: record shapes, compute nothing
     visibility: tuple[Visibility, ...] = ()  # by layer of the span
     tree_positions: torch.Tensor | None = None  # [flat slots] int64, positions of the tree slots in use
+    indexer_mask: torch.Tensor | None = None  # what indexers add to their scores, whose choice is not looked at
     context: int = _PROBED_CONTEXT  # while probing: the model's context length
     probed: list[ProbedLayer] = field(default_factory=list)
 
@@ -98,9 +103,14 @@ class _ProbedMask:
     reason: str = ""  # why there is no visibility; models also make masks that none of their layers uses
 
 
-def _mask(*, mask_function: Callable[..., Any], **_: Any) -> _ProbedMask | None:
+def _mask(
+    *, mask_function: Callable[..., Any], config: Any, q_length: int, dtype: torch.dtype, device: Any, **_: Any
+) -> _ProbedMask | torch.Tensor | None:
     """transformers' mask interface."""
     batch = _running.get(None)
+    if batch is not None and INDEXED in (getattr(config, "layer_types", None) or ()):
+        batch.indexer_mask = torch.zeros(1, 1, q_length, q_length, dtype=dtype, device=device)
+        return batch.indexer_mask
     if batch is None or batch.cache is not None:
         return None
     try:
@@ -148,7 +158,7 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: _ProbedMask | None,
+    attention_mask: _ProbedMask | torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -158,25 +168,41 @@ def _attention(
 
     `s_aux [H]`: sinks, one more score per head with no value (gpt-oss)."""
     unknown = [name for name, given in others.items() if name not in _IGNORED and given is not None]
-    if isinstance(attention_mask, torch.Tensor):
+    batch = _running.get()
+    if isinstance(attention_mask, torch.Tensor) and attention_mask is not batch.indexer_mask:
         unknown.append("an attention mask of its own")
     if unknown:
         raise UnsupportedModel(f"its attention needs {', '.join(unknown)}")
-    batch = _running.get()
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     key_dim, value_dim = q.shape[-1], v.shape[-1]
     if value_dim < key_dim:  # smaller values than keys (multi-head latent attention): the cache holds both at one size
         v = torch.nn.functional.pad(v, (0, key_dim - value_dim))
     layer = int(module.layer_idx) - batch.first_layer  # type: ignore[arg-type]
-    if batch.cache is None:
-        visibility = Visibility() if attention_mask is None else attention_mask.visibility
-        if visibility is None:
-            raise UnsupportedModel(attention_mask.reason)  # type: ignore[union-attr]
-        batch.probed.append(ProbedLayer(layer, k.shape[1], key_dim, visibility, module))
-        return q[None, ..., :value_dim], None
     scale = key_dim**-0.5 if scaling is None else float(scaling)
+    if batch.cache is None:
+        visibility: Visibility | None = Visibility()
+        if isinstance(attention_mask, _ProbedMask):
+            visibility = attention_mask.visibility
+            if visibility is None:
+                raise UnsupportedModel(attention_mask.reason)
+        batch.probed.append(ProbedLayer(layer, q.shape[1], k.shape[1], key_dim, visibility, module))
+        return q[None, ..., :value_dim], None
+    q, k, v = _in_shape_of(batch.cache, q, k, v)
     attended = _attend(q, k, v, batch, layer, scale, softcap, s_aux)
     return attended[None, ..., :value_dim], None
+
+
+def _in_shape_of(
+    cache: KVCacheManager, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Layers may differ in their key heads and head sizes; the cache has room for the most and the largest. Heads are
+    repeated within their group of query heads, dimensions padded with zeros: neither changes the result."""
+    heads, dim = cache.shape.kv_heads, cache.shape.head_dim
+    if k.shape[1] != heads:
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    if q.shape[-1] != dim:
+        q, k, v = (torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in (q, k, v))
+    return q, k, v
 
 
 def _attend(

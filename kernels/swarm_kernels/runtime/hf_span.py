@@ -10,6 +10,7 @@ logit caps) stays transformers' code. Only code that ships with transformers run
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,8 +49,8 @@ class _TapState:
     start: int = 0
     end: int = 0
     hidden: torch.Tensor | None = None  # injected before layer `start`
-    tuples: bool = False  # whether this model's layers return tuples
-    probe: torch.nn.Module | None = None  # runs in place of layer 0, to find out `tuples`
+    indexed: bool = False  # layers hand on which keys their indexer chose: all of them, see `_limited_context`
+    parts: int = 0  # of the tuples that this model's layers return; 0: no tuples
 
 
 class _LayerTap(torch.nn.Module):
@@ -64,14 +65,17 @@ class _LayerTap(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         state = self.state
         if state.start <= self.index < state.end:
-            output = (state.probe or self.layer)(hidden, *args, **kwargs)
+            output = self.layer(hidden, *args, **kwargs)
             if self.index == state.end - 1:
-                state.tuples = isinstance(output, tuple)
-                raise _StopForward(output[0] if state.tuples else output)
+                state.parts = len(output) if isinstance(output, tuple) else 0
+                raise _StopForward(output[0] if state.parts else output)
             return output
         if self.index == state.start - 1 and state.hidden is not None:
             hidden = state.hidden
-        return (hidden,) if state.tuples else hidden
+        if not state.parts:
+            return hidden
+        rest = _all_keys(hidden.shape[1], hidden.device) if state.parts > 1 and state.indexed else None
+        return (hidden, *(rest,) * (state.parts - 1))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -99,15 +103,14 @@ class HfSpan:
         self._embedding_size = int(next(model.embedding.parameters()).shape[-1])
         self.layer_bytes = max(_nbytes(model.layers[index]) for index in layers)
         self.edge_bytes = _nbytes(model.causal_lm) - sum(_nbytes(layer) for layer in model.layers)
-        self._tap_state = _TapState()
-        first_layer = model.layers[layers.start]
+        self._tap_state = _TapState(indexed="index_topk" in config.hf)
         self._layers = model.layers
         for index, layer in enumerate(model.layers):
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
         self._tree_positions: weakref.WeakKeyDictionary[KVCacheManager, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._find_out_tuples(first_layer)
+        self._find_out_parts()
         probed = self.probe(layers.start, layers.end)
-        self.kv_shape = KvShape(len(layers), probed[0].kv_heads, probed[0].head_dim, dtype)
+        self.kv_shape = self._shape_of_all(probed)
         self.visibility = tuple(layer.visibility for layer in probed)
         self._attention_modules = [layer.module for layer in probed]
 
@@ -123,7 +126,7 @@ class HfSpan:
             load_weights(model, source, layers, device, progress)
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
-        return cls(_limited_to_trained_context(source.config), layers, dtype, device, model)
+        return cls(_limited_context(source.config), layers, dtype, device, model)
 
     @property
     def kv_bytes_per_token_per_layer(self) -> int:
@@ -242,21 +245,32 @@ class HfSpan:
         finally:
             state.hidden = None
 
-    def _find_out_tuples(self, first_layer: torch.nn.Module) -> None:
-        """Run one row through a layer of this span in place of layer 0: whether this model's layers return tuples."""
-        self._tap_state.probe = first_layer
-        self._probe(0, 1)
-        self._tap_state.probe = None
+    def _find_out_parts(self) -> None:
+        """Run one row through the first layer of the span: what this model's layers return."""
+        for guess in (0, 1, 2):
+            self._tap_state.parts = guess  # what comes out of the layer corrects it
+            try:
+                self._probe(self.layers.start, self.layers.start + 1)
+                return
+            except UnsupportedModel:
+                if guess == 2:
+                    raise
 
     def probe(self, start: int, end: int) -> list[ProbedLayer]:
         """Run one row through layers `[start, end)` and record their attention calls, one a layer. Raises
         UnsupportedModel."""
         probed = self._probe(start, end)
-        shapes = {(layer.kv_heads, layer.head_dim) for layer in probed}
         first = start - self.layers.start
-        if [layer.layer for layer in probed] != list(range(first, first + end - start)) or len(shapes) != 1:
-            raise self._unsupported("not every layer attends once, with keys of the same shape")
+        if [layer.layer for layer in probed] != list(range(first, first + end - start)):
+            raise self._unsupported("not every layer attends once through transformers' attention interface")
         return probed
+
+    def _shape_of_all(self, probed: list[ProbedLayer]) -> KvShape:
+        """The keys and values of one token in any layer fit into it."""
+        heads = math.lcm(*{layer.kv_heads for layer in probed})
+        if any(layer.heads % heads for layer in probed):
+            raise self._unsupported("the key heads of its layers have no common multiple among its query heads")
+        return KvShape(len(probed), heads, max(layer.head_dim for layer in probed), self.dtype)
 
     def _probe(self, start: int, end: int) -> list[ProbedLayer]:
         metadata = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])
@@ -277,14 +291,24 @@ class HfSpan:
         return UnsupportedModel(f"models of type {self.config.model_type} cannot be served in slices: {reason}")
 
 
-def _limited_to_trained_context(config: ModelConfig) -> ModelConfig:
-    """LongRoPE switches all frequencies once a sequence outgrows the trained context, so a row would depend on its
-    batch: such a model is served up to the trained context only."""
+def _limited_context(config: ModelConfig) -> ModelConfig:
+    """The context up to which a row does not depend on its batch, nor a layer on more than keys and values.
+
+    LongRoPE changes all frequencies once a sequence outgrows the trained context. An indexer chooses among the keys of
+    a text longer than `index_topk`, by keys of its own that are not cached."""
+    limits = [config.context_length]
     scaling = config.rope.scaling or {}
     trained = scaling.get("original_max_position_embeddings")
-    if scaling.get("rope_type") != "longrope" or not isinstance(trained, int):
-        return config
-    return replace(config, context_length=min(config.context_length, trained))
+    if scaling.get("rope_type") == "longrope" and isinstance(trained, int):
+        limits.append(trained)
+    if isinstance(config.hf.get("index_topk"), int):
+        limits.append(config.hf["index_topk"])
+    return replace(config, context_length=min(limits))
+
+
+def _all_keys(rows: int, device: torch.device) -> torch.Tensor:
+    """`[1, rows, rows]`: every row chooses every key of its batch."""
+    return torch.arange(rows, dtype=torch.int32, device=device).expand(1, rows, rows)
 
 
 def _nbytes(module: torch.nn.Module) -> int:

@@ -21,9 +21,10 @@ from swarm.types import LayerSpan
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import check_fields
 from swarm_kernels.models.source import ModelSource
+from swarm_kernels.runtime.hf_attention import INDEXED
 from swarm_kernels.runtime.span import Progress
 
-_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", INDEXED})
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 

@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("deepseek_v32", {}),
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4_moe", {}),
-    "glm_moe_dsa": ("glm_moe_dsa", {}),
+    "glm_moe_dsa": ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 2}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
     "gemma3n": ("gemma3n_text", {}),

@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 12,
     "index_n_heads": 2,
     "index_head_dim": 16,
-    "index_topk": 16,
+    "index_topk": 192,
     "sliding_window": 24,
     "attention_chunk_size": 24,
     "linear_key_head_dim": 8,
@@ -108,6 +108,10 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "gemma3_text": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0, "global_head_dim": 24,
+        "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1,
+    },
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0, "laurel_rank": 8,
         "activation_sparsity_pattern": [0.0] * 4,
