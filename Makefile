@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 WORKERS ?= auto
 SIDE_BY_SIDE := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: setup test test-fast check demo chat serve chaos siege bench bench-speculation bench-accuracy bench-prefill bench-outline bench-gateway bench-grammar bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers bench-gateway-view fuzz soak clean lock
+.PHONY: setup test test-fast check demo chat serve chaos siege bench bench-speculation bench-accuracy bench-prefill bench-outline bench-gateway bench-grammar bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers bench-gateway-view models fuzz soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.ops.cpu.build
@@ -96,6 +96,9 @@ bench-papers: setup ## the papers' comparisons in the simulator; tables and plot
 
 bench-gateway-view: setup ## what watching a swarm of 1,000 nodes costs a gateway
 	$(BIN)/python benchmarks/bench_gateway_view.py
+
+models: setup ## tiny random models of every family: served or refused, and token-equal to transformers; the table in docs/models.md
+	PYTHONPATH=tests/kernels $(BIN)/python benchmarks/bench_models.py --write docs/models.md
 
 fuzz: setup ## everything that decodes what strangers send, coverage-guided where atheris is installed (MINUTES=10)
 	$(BIN)/python tests/fuzz/fuzz.py --minutes $(or $(MINUTES),10)

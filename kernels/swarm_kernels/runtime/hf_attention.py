@@ -127,9 +127,10 @@ def visibility_of(mask_function: Callable[..., Any], context: int) -> Visibility
     oldest = _oldest_seen(mask_function, last)
     found = Visibility()
     if oldest > 0:
-        moves = _oldest_seen(mask_function, last - 1) != oldest or oldest == last
+        of_previous = _oldest_seen(mask_function, last - 1)
+        is_window = of_previous == last - 1 if oldest == last else of_previous < oldest
         before = _oldest_seen(mask_function, oldest - 1)
-        found = Visibility(window=last - oldest + 1) if moves else Visibility(chunk=oldest - before)
+        found = Visibility(window=last - oldest + 1) if is_window else Visibility(chunk=oldest - before)
     samples = {*range(0, last, max(last // _SAMPLES, 1)), oldest, last - oldest, last - 1, last}
     for position in sorted(samples):
         expected = found.oldest(torch.tensor(position))

@@ -5,8 +5,9 @@ session between its rows, a tree of two branches, and a few rows far into the co
 chunks shrink to a few tokens, so that some rows lie beyond them. transformers gets other embeddings than we do, so that
 a layer that looks at more than hidden states and positions is found too.
 
-Two things are compared: what comes out of the attention, row by row; and what comes out of the layer, of which the
-median row counts, as a router may choose otherwise where two experts are as good as equal.
+Two things are compared, row by row: what comes out of the attention, and what comes out of the layer. In a mixture of
+experts single rows of the latter may differ by more, as a router may choose otherwise where two experts are as good as
+equal, but not the median row.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _SHRUNK = 6  # tokens of a window or chunk while checking
 _PROMPT, _PIECE, _OTHER, _FAR = 14, 9, 4, 4  # rows
 _TREE_PARENTS, _TREE_SLOTS, _BRANCHES = (-1, -1, 0, 2), (0, 1, 2, 3), ((0, 2, 3), (1,))
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_REROUTED = 0.5  # of a row's norm, if one of its experts is another
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 
 
@@ -134,8 +136,10 @@ def _theirs(span: HfSpan, layer: int, hidden: torch.Tensor, start: int) -> _Outp
 def _compare(span: HfSpan, layer: int, ours: _Outputs, theirs: _Outputs) -> None:
     limit = _TOLERANCE[span.dtype]
     attention = _distances(ours.attention, theirs.attention).max().item()
-    whole = _distances(ours.layer, theirs.layer).median().item()
-    if not (attention <= limit and whole <= limit):
+    rows = _distances(ours.layer, theirs.layer)
+    routed = any("expert" in name for name, _ in span.layer(layer).named_modules())
+    whole = rows.max().item()
+    if not (attention <= limit and rows.median().item() <= limit and whole <= (_REROUTED if routed else limit)):
         raise UnsupportedModel(
             f"layer {layer} of this model of type {span.config.model_type} would not compute here what it does in "
             f"transformers: its attention differs by {attention:.2g}, its output by {whole:.2g}"

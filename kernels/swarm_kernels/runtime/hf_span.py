@@ -27,8 +27,12 @@ from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
+from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
+
+_COUNT_TOKENS = frozenset({"llama4_text"})
+"""Types whose layers take positions from the length of the cache (Llama 4: the temperature of layers without RoPE)."""
 
 _PROBE_ERRORS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, NotImplementedError)
 """Raised by models that need more than hidden states and positions."""
@@ -179,7 +183,7 @@ class HfSpan:
         """Layers `[start, end)` without a cache, one sequence, by the attention that `configs` name. What the model
         computes before its layers is computed from random embeddings."""
         embeddings = torch.randn(1, hidden.shape[0], self._embedding_size, dtype=self.dtype, device=self.device)
-        return self._forward_layers(hidden, positions, start, end, embeddings)
+        return self._forward_layers(hidden, positions, start, end, embeddings, PositionsAsCache(int(positions[0])))
 
     def layer(self, index: int) -> torch.nn.Module:
         """transformers' layer `index` of the model."""
@@ -220,13 +224,23 @@ class HfSpan:
         return logits[0].float()
 
     def _forward_layers(
-        self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int, unused: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        start: int,
+        end: int,
+        unused: torch.Tensor | None = None,
+        lengths: PositionsAsCache | None = None,
     ) -> torch.Tensor:
         """Run layers `[start, end)` by transformers' own forward. `unused`: embeddings to hand to later layers."""
+        if lengths is None and self.config.model_type in _COUNT_TOKENS:
+            lengths = of_rows(positions)
         inputs = hidden[None] if start == 0 else self._placeholder(hidden.shape[0]) if unused is None else unused
         with self._tapped(start, end, hidden):
             try:
-                self._decoder(inputs_embeds=inputs, position_ids=positions[None], use_cache=False)
+                self._decoder(
+                    inputs_embeds=inputs, position_ids=positions[None], past_key_values=lengths, use_cache=False
+                )
             except _StopForward as finished:
                 return finished.hidden[0]
         raise self._unsupported("transformers does not run its layers one after another")
