@@ -36,12 +36,16 @@ _ROPE_FIELDS: Mapping[str, frozenset[str]] = {
 """Rope types that `rope.RopeTable` computes, and their parameters."""
 
 _ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
-    "alibi": (), "use_alibi": (), "attention_multiplier": (), "attn_logit_softcapping": (), "attn_temperature_tuning": (),
-    "clip_qkv": (), "embedding_multiplier": (1,), "embedding_scale": (1,), "final_logit_softcapping": (),
-    "logit_scale": (1,), "logits_scaling": (1,), "lm_head_multiplier": (1,), "num_experts": (1,), "num_local_experts": (1,),
-    "n_routed_experts": (1,), "moe_num_experts": (1,), "no_rope_layers": (), "no_rope_layer_interval": (), "parallel_attn": (), "qk_layernorm": (),
-    "query_pre_attn_scalar": (), "residual_multiplier": (1,), "rope_interleaved": (), "scale_depth": (), "scale_emb": (1,),
-    "use_mup": (), "use_qk_norm": (), "use_parallel_residual": (), "use_residual_scaling": (),
+    **dict.fromkeys((
+        "alibi", "use_alibi", "attention_multiplier", "attn_logit_softcapping", "attn_temperature_tuning", "clip_qkv",
+        "final_logit_softcapping", "no_rope_layers", "no_rope_layer_interval", "parallel_attn", "qk_layernorm",
+        "query_pre_attn_scalar", "rope_interleaved", "scale_depth", "use_mup", "use_qk_norm", "use_parallel_residual",
+        "use_residual_scaling",
+    ), ()),
+    **dict.fromkeys((
+        "embedding_multiplier", "embedding_scale", "logit_scale", "logits_scaling", "lm_head_multiplier", "num_experts",
+        "num_local_experts", "n_routed_experts", "moe_num_experts", "residual_multiplier", "scale_emb",
+    ), (1,)),
 }  # fmt: skip
 """Fields by which some decoders compute, with the values beside None, False, 0 and empty ones that change nothing."""
 

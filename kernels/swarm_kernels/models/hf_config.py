@@ -164,7 +164,8 @@ def check_fields(hf: Mapping[str, Any], known: Collection[str], where: str) -> N
     """Raises UnsupportedModel for a field that changes the arithmetic elsewhere and is not `known` to this type."""
     if unknown := unknown_arithmetic(hf, known):
         raise UnsupportedModel(
-            f"{where}: {unknown} is {_brief(hf[unknown])}, with which models of type {hf.get('model_type')} do not compute"
+            f"{where}: {unknown} is {_brief(hf[unknown])}, with which models of type {hf.get('model_type')} "
+            "do not compute"
         )
 
 

@@ -87,9 +87,7 @@ def attend_exactly(
     Raises KernelError."""
     blocks, _, _, _ = check_rows(q, k, v, k_blocks, v_blocks, plan)
     check_plan(plan, blocks)
-    return REFERENCE.attend_exactly(
-        q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest, tree_positions, sinks
-    )
+    return REFERENCE.attend_exactly(q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest, tree_positions, sinks)
 
 
 def commit_tree_slots(

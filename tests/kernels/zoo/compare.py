@@ -81,7 +81,9 @@ class Chain:
             self.edges.append(hidden)
         return self.spans[-1].logits(hidden)
 
-    def greedy(self, prompt: Sequence[int], count: int, disturb: Callable[[Chain, int], None] | None = None) -> list[int]:
+    def greedy(
+        self, prompt: Sequence[int], count: int, disturb: Callable[[Chain, int], None] | None = None
+    ) -> list[int]:
         """`count` tokens after a prompt in three chunks. `disturb` is called before each token with its number."""
         done = 0
         for size in (len(prompt) - 17, 16, 1):
@@ -103,7 +105,9 @@ class Chain:
         self.caches[hop] = self.spans[hop].new_cache(256)
         self.caches[hop].open(b"a", 240)
         inputs = torch.cat(self.sent[hop])
-        self.spans[hop].forward(inputs, self.caches[hop].schedule([StepRequest(b"a", 0, len(inputs))]), self.caches[hop])
+        self.spans[hop].forward(
+            inputs, self.caches[hop].schedule([StepRequest(b"a", 0, len(inputs))]), self.caches[hop]
+        )
 
     def transfer(self, hop: int) -> None:
         """Hand a hop's keys and values over to another cache."""

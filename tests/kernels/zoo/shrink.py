@@ -141,7 +141,7 @@ def tiny_config(kind: str, **changes: Any) -> PretrainedConfig:
             return AutoConfig.for_model(kind, **sizes)
         sizes = _without_aliases(sizes, getattr(cls, "attribute_map", {}))
         return AutoConfig.for_model(kind, **{**sizes, **_BY_TYPE.get(kind, {}), **changes})
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a config class rejects sizes in whatever way it likes
         raise NotTiny(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from None
 
 

@@ -11,7 +11,7 @@ _KEPT = ("inv_freq", "embed_scale", "position_ids", "embed_positions", "causal_m
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> Any:
-    """A transformers model in fp32 with eager attention. Weights are large enough that attention and positions matter."""
+    """A transformers model in fp32 with eager attention. Attention and positions matter to it."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
