@@ -15,7 +15,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 from swarm.errors import NetworkError, ProtocolError
@@ -94,6 +94,11 @@ class RecordReader:
         self._silent: dict[PeerId, float] = {}  # peer -> until when it is not asked
         self._late_read: asyncio.Task[NetworkError | None] | None = None
         self.has_been_heard = False  # a peer has answered, and so has been told our own record
+
+    @property
+    def bootstrap_peers(self) -> Collection[PeerId]:
+        """The peers that this program was started with."""
+        return self._bootstrap.keys()
 
     async def snapshot(self) -> Snapshot:
         """The swarm as it is known now. Raises NetworkError if the directory fails and nobody else knows any node."""
