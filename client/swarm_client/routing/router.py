@@ -8,10 +8,11 @@ believed of nodes `planner.trust`'s, pings are `PeerContacts`'s, and `SessionMan
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.address_blocks import claimed_block
@@ -122,18 +123,23 @@ class ChainRouter:
         try:
             chosen = self._choose(self._answering(snapshot), min_free_tokens, self._blocked(snapshot))
         except NoRoute as error:
+            snapshot = await self.snapshot(fresh=True)
+            await self._reach(snapshot, min_free_tokens)
             await self._reinstate(snapshot)
             banned = self._blocked(snapshot, and_slow=False)
-            try:
-                chosen = self._choose(self._answering(snapshot), min_free_tokens, banned)
-            except NoRoute:
-                try:
-                    chosen = self._choose(self._plausible(snapshot), min_free_tokens, banned)
-                except NoRoute:
-                    raise self._explain_no_route(snapshot, error) from None
+            chosen = self._first_choice(snapshot, min_free_tokens, banned, error)
         if chosen.tried is not None:
             self._trials[chosen.tried] = asyncio.get_running_loop().time()
         return chosen.chain, snapshot
+
+    def _first_choice(
+        self, snapshot: Snapshot, min_free_tokens: int, banned: Collection[PeerId], why_not: NoRoute
+    ) -> TrustedChain:
+        """A chain of nodes that answer, else with some that answered once, else with some that never did."""
+        for seen in self._ever_wider(snapshot):
+            with contextlib.suppress(NoRoute):
+                return self._choose(seen, min_free_tokens, banned)
+        raise self._explain_no_route(snapshot, why_not) from None
 
     async def _recent(self) -> Snapshot:
         """A new snapshot, or the last one if reading takes longer than an answer should wait for it."""
@@ -170,10 +176,13 @@ class ChainRouter:
         known = {node.peer for node in answering(self._fitting(snapshot), self._contacts.all, self._proven)}
         return replace(snapshot, nodes=tuple(n for n in snapshot.nodes if n.peer in known or n.peer in also))
 
-    def _plausible(self, snapshot: Snapshot, also: Collection[PeerId] = ()) -> Snapshot:
-        """Those that answer, `also`, and some of the others: they may be there, and only slow to answer."""
-        more = {node.peer for node in doubtful(self._fitting(snapshot), self._contacts.all)}
-        return self._answering(snapshot, more.union(also))
+    def _ever_wider(self, snapshot: Snapshot, also: Collection[PeerId] = ()) -> Iterator[Snapshot]:
+        """Those that answer, and `also`; then with those that once did; then with some that never did: they may be
+        there, and only slow to answer."""
+        yield self._answering(snapshot, also)
+        for strangers in (False, True):
+            more = doubtful(self._fitting(snapshot), self._contacts.all, self._proven, strangers=strangers)
+            yield self._answering(snapshot, {node.peer for node in more}.union(also))
 
     @property
     def _proven(self) -> frozenset[PeerId]:
@@ -222,9 +231,9 @@ class ChainRouter:
     ) -> tuple[Repair, Snapshot]:
         """Which nodes replace the hops of `lost` in `chain`. Raises NoRoute, and NetworkError without any snapshot.
 
-        Replacements are not blocked and not in `avoid`: a peer that merely forgot the session may well get its hop
-        back, a straggler only if there is no other, and with `include_unresponsive` one that failed a while ago and
-        answers now.
+        Replacements answer, are not blocked and not in `avoid`: a peer that merely forgot the session may well get its
+        hop back. With `include_unresponsive` others are looked for: strangers that answer, stragglers, those that
+        failed a while ago and answer now, and last some that do not.
         """
         snapshot = await self.snapshot(fresh=True, stale_after_s=self._policy.stale_snapshot_wait_s)
         left = replace(chain, hops=tuple(hop for hop in chain.hops if hop.peer not in lost))
@@ -232,15 +241,19 @@ class ChainRouter:
         try:
             return self._repaired(self._answering(snapshot, left.peers), left, min_free_tokens, blocked), snapshot
         except NoRoute:
-            pass
+            if not include_unresponsive:
+                raise
         await self._reach(snapshot, min_free_tokens, {*avoid, *lost})
-        if include_unresponsive:
-            await self._reinstate(snapshot)
+        await self._reinstate(snapshot)
         blocked = self._blocked(snapshot, and_slow=False).union(avoid)
-        try:
-            return self._repaired(self._answering(snapshot, left.peers), left, min_free_tokens, blocked), snapshot
-        except NoRoute:
-            return self._repaired(self._plausible(snapshot, left.peers), left, min_free_tokens, blocked), snapshot
+        why: NoRoute | None = None
+        for seen in self._ever_wider(snapshot, left.peers):
+            try:
+                return self._repaired(seen, left, min_free_tokens, blocked), snapshot
+            except NoRoute as error:
+                why = error
+        assert why is not None
+        raise why
 
     def _repaired(self, seen: Snapshot, left: Chain, min_free_tokens: int, banned: Collection[PeerId]) -> Repair:
         """Raises NoRoute."""

@@ -86,13 +86,24 @@ def answering(
 
 
 def doubtful(
-    nodes: Iterable[NodeProfile], contacts: Mapping[PeerId, Contact], policy: ShortlistPolicy = POLICY
+    nodes: Iterable[NodeProfile],
+    contacts: Mapping[PeerId, Contact],
+    proven: Collection[PeerId],
+    *,
+    strangers: bool,
+    policy: ShortlistPolicy = POLICY,
 ) -> list[NodeProfile]:
-    """Whom to build on when those that answer do not suffice: a bounded number of the others, those that missed the
-    fewest pings first. They may be there, and only slow to answer."""
+    """Whom to build on when those that answer do not suffice: those that have served or answered once; with
+    `strangers` also a bounded number that never did, but may only be slow to answer: the least silent first."""
     others = [node for node in nodes if not contacts.get(node.peer, NEVER).answers(policy)]
-    turns = sorted(_blocks_in_turn(others), key=lambda node: contacts.get(node.peer, NEVER).misses)
-    return turns[: policy.max_unproven]
+    met = [node for node in others if node.peer in proven or contacts.get(node.peer, NEVER).answered]
+    if not strangers:
+        return met
+    unmet = {node.peer: node for node in others}
+    for node in met:
+        del unmet[node.peer]
+    turns = sorted(_blocks_in_turn(unmet.values()), key=lambda node: contacts.get(node.peer, NEVER).misses)
+    return met + turns[: policy.max_unproven]
 
 
 def covers(nodes: Iterable[NodeProfile], num_layers: int, min_free_tokens: int = 0) -> bool:
