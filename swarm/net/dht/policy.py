@@ -15,7 +15,7 @@ class EntryStorePolicy:
     max_keys_of_peer: int = 8  # a node publishes one model, or a few
     slack: float = 1.125  # over a bound by so much before it is enforced, so that one choice is for many entries
     ordered_from: int = 64  # entries under a key from which their order in a reply matters
-    reorder_s: float = 1.0
+    reorder_s: float = 2.0  # ... and for how long such a reply is sent as it is
     sweep_s: float = 5.0  # between two searches for what has expired
 
 
@@ -33,8 +33,8 @@ class SignatureBudgetPolicy:
 
     known_burst: int = 1024  # of peers whose entries we hold: all of a large swarm at once ...
     known_per_s: float = 128.0  # ... and then a swarm of 1,000 every 8 s, of 80 as often as they publish
-    new_burst: int = 1024  # a fresh reader sees a large swarm at once ...
-    new_per_s: float = 32.0  # ... and joiners soon
+    new_burst: int = 256  # a fresh reader sees enough of a large swarm at once ...
+    new_per_s: float = 16.0  # ... and all of it, and joiners, soon
     urgent_s: float = 5.0  # with less than half of the burst left, only entries that expire so soon are renewed
     store_burst: int = 8  # stores of one peer
     store_per_s: float = 4.0  # a node stores when something changed, every 0.2 s at most, and sheds what is more

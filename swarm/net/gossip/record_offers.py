@@ -27,10 +27,10 @@ class RecordIntakePolicy:
     """What verifying costs against how fresh the records are. A verification takes about 0.15 ms of a core."""
 
     per_s: float = 100.0  # 2% of a core; 150 nodes that publish every 1.5 s are as fresh as can be, 1,000 every 10 s
-    newcomers_per_s: float = 20.0  # of these, peers that are not known yet
+    newcomers_per_s: float = 16.0  # of these, peers that are not known yet
     urgent_share: float = 0.5  # of a read's verifications, kept for known peers whose records are about to expire
     newcomer_share: float = 0.25  # of a read's verifications, kept for newcomers even if all known peers have news
-    burst: int = 512  # at the start, when all are newcomers: enough for a chain through any swarm
+    burst: int = 256  # at the start, when all are newcomers: enough for a chain through any swarm
     max_waiting: int = 1024  # passed on by peers; and newcomers of the directory
 
 
