@@ -35,6 +35,8 @@ class SignatureBudgetPolicy:
     known_per_s: float = 128.0  # ... and then a swarm of 1,000 every 8 s, of 80 as often as they publish
     new_burst: int = 256  # a fresh reader sees enough of a large swarm at once ...
     new_per_s: float = 16.0  # ... and all of it, and joiners, soon
+    fresh_s: float = 10.0  # for so long a reader is fresh; later, new entries in bulk are a flood and no first look ...
+    settled_burst: int = 32  # ... of which so many are looked at at once
     urgent_s: float = 5.0  # with less than half of the burst left, only entries that expire so soon are renewed
     store_burst: int = 8  # stores of one peer
     store_per_s: float = 4.0  # a node stores when something changed, every 0.2 s at most, and sheds what is more
@@ -62,8 +64,8 @@ class DhtPolicy:
     replicas: int = 5  # of each record: churn that it survives against traffic
     beam_size: int = 8  # peers that a lookup visits: the replicas, and a few for those that have left
     num_workers: int = 8  # of those at once
-    read_bytes_per_s: float = 512 << 10  # of entries that lookups of one reader bring: fresh maps against the cost ...
-    read_bytes_burst: float = 8 << 20  # ... of the first one, in a large swarm ...
+    read_bytes_per_s: float = 256 << 10  # of entries that lookups of one reader bring: fresh maps against the cost ...
+    read_bytes_burst: float = 2 << 20  # ... of the first one, in a large swarm ...
     narrow_peers: int = 2  # ... and while that is used up, so many are asked, for half as much again
     patience_s: float = 1.5  # after which a lookup with some replies does without the others: black holes cost no more
     wait_timeout_s: float = 3.0  # for one call

@@ -18,6 +18,7 @@ class VerificationBudget:
     def __init__(self, clock: Callable[[], float], policy: SignatureBudgetPolicy = SignatureBudgetPolicy()) -> None:
         self._clock = clock
         self._policy = policy
+        self._fresh_until = clock() + policy.fresh_s
         self._known = TokenBucket(policy.known_per_s, policy.known_burst)
         self._new = TokenBucket(policy.new_per_s, policy.new_burst)
         self._stores = KeyedBuckets(policy.store_per_s, policy.store_burst)
@@ -31,7 +32,10 @@ class VerificationBudget:
 
     def take_new(self) -> bool:
         """Whether to check an entry of a peer of which we hold none."""
-        return self._new.take(1.0, self._clock())
+        now = self._clock()
+        if now > self._fresh_until:
+            self._new.burst = min(self._new.burst, self._policy.settled_burst)
+        return self._new.take(1.0, now)
 
     def take_store(self, peer: PeerId) -> bool:
         """Whether to check one more entry that `peer` wants us to store."""

@@ -31,6 +31,8 @@ class RecordIntakePolicy:
     urgent_share: float = 0.5  # of a read's verifications, kept for known peers whose records are about to expire
     newcomer_share: float = 0.25  # of a read's verifications, kept for newcomers even if all known peers have news
     burst: int = 256  # at the start, when all are newcomers: enough for a chain through any swarm
+    fresh_s: float = 10.0  # for so long from the first look it is the start; later, newcomers in bulk are a flood ...
+    settled_burst: int = 32  # ... of which so many are verified at once
     max_waiting: int = 1024  # passed on by peers; and newcomers of the directory
 
 
@@ -54,6 +56,7 @@ class RecordOffers:
         self._all = TokenBucket(policy.per_s, policy.burst)
         self._newcomers = TokenBucket(policy.newcomers_per_s, policy.burst)
         self._directory: list[OfferedRecord] = []
+        self._fresh_until: float | None = None
         self._told: dict[tuple[PeerId, PeerId], OfferedRecord] = {}
 
     def __len__(self) -> int:
@@ -74,6 +77,10 @@ class RecordOffers:
     def take(self, now: float, rank: Callable[[PeerId], tuple[bool, int] | None]) -> list[OfferedRecord]:
         """What to look at now, best first. `rank` of a known peer: whether its record is about to expire, and its
         place, the least first; None of others."""
+        if self._fresh_until is None:
+            self._fresh_until = now + self._policy.fresh_s
+        elif now > self._fresh_until:
+            self._newcomers.burst = min(self._newcomers.burst, self._policy.settled_burst)
         offers = [*self._told.values(), *self._directory]
         self._told, self._directory = {}, []
         ranked: list[tuple[int, bool, int]] = []

@@ -128,14 +128,17 @@ def to_try(
     waiting = {n.peer: n for n in nodes if contacts.get(n.peer, NEVER).may_be_tried(now, policy)}
     if not waiting:
         return []
-    tired = _silent_blocks(contacts.values(), policy)
-    by_source = _by_source(nodes, waiting, contacts, sources)
-    turns = _in_turn([list(_blocks_in_turn(of, tired)) for of in by_source])
-    order = list(dict.fromkeys(node.peer for node in turns))
     held = {layer for n in nodes if n.span and contacts.get(n.peer, NEVER).answers(policy) for layer in n.span}
-    adding = {peer for peer in order if not held.issuperset(waiting[peer].span or ())}
-    order.sort(key=lambda peer: peer not in adding)  # stable
-    return [waiting[peer] for peer in order[:count]]
+    adding = {peer: node for peer, node in waiting.items() if not held.issuperset(node.span or ())}
+    tired = _silent_blocks(contacts.values(), policy)
+    chosen: dict[PeerId, NodeProfile] = {}
+    for some in (adding, waiting):
+        by_source = _by_source(nodes, some, contacts, sources)
+        for node in _in_turn([list(_blocks_in_turn(of, tired)) for of in by_source]):
+            if len(chosen) == count:
+                break
+            chosen[node.peer] = node
+    return list(chosen.values())
 
 
 def _by_source(
@@ -154,9 +157,11 @@ def _by_source(
     for peer in waiting:
         teller, serial = sources.told.get(peer, (FOUND, 0))
         tellers.setdefault(teller, []).append((serial, peer))
-    lists = {teller: [waiting[peer] for _, peer in sorted(of)] for teller, of in sorted(tellers.items())}
+    asked = Counter(sources.told[peer][0] for peer in contacts if peer in sources.told)
+    lists = {teller: [waiting[peer] for _, peer in sorted(of)] for teller, of in tellers.items()}
     found = lists.pop(FOUND, [])
-    return [chosen, list({node.peer: node for node in vouched}.values()), list(_in_turn(list(lists.values()))), found]
+    told = _in_turn([lists[teller] for teller in sorted(lists, key=lambda teller: (asked[teller], teller))])
+    return [chosen, list({node.peer: node for node in vouched}.values()), list(told), found]
 
 
 def _silent_blocks(contacts: Iterable[Contact], policy: ShortlistPolicy) -> frozenset[str]:
