@@ -1,6 +1,10 @@
 """Emulated machines: an address of its own for each, and a fixed share of a core for all that runs on it (a cgroup with
 a CPU quota).
 
+A quota lets a group that was idle run at full speed for some milliseconds, until the kernel's next tick: as long as a
+decoding step takes, so that an idle machine would be quicker than a busy one by half. So on each one core does all, and
+a program of the lowest priority uses what is left.
+
 Owns the groups and the shares. Knows no swarm. Where cgroups cannot be written (`cpu_groups` gives none), machines
 share all cores as the operating system likes, so that work for one slows the others too.
 """
@@ -8,19 +12,22 @@ share all cores as the operating system likes, so that work for one slows the ot
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from process_swarm import Place
+from process_swarm import Place, _die_with_parent
 from siege_streets import Streets
 
 # Five nodes, an attacker and an honest client, who is not limited, fit two cores also when all are busy.
-NODE_CORES = 0.22
+NODE_CORES = 0.225
 ATTACKER_CORES = 0.25
 
-PERIOD_US = 10_000  # short: a machine that has used its share waits milliseconds, not a tenth of a second
+PERIOD_US = 4_500  # short: a machine that has used its share waits milliseconds, not a tenth of a second
 WEIGHT = 32  # of a default group: what else this computer does takes little of the machines' shares
 REMOVE_WITHIN_S = 5.0
 
@@ -51,6 +58,11 @@ class CpuGroup:
     def enter(self) -> tuple[str, ...]:
         """The command that brings another one, and all its children, here."""
         return "sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self._folder / "cgroup.procs")
+
+    def fill(self, core: int) -> subprocess.Popen[bytes]:
+        """Use what is left of its share, on that core."""
+        command = (*self.enter, "taskset", "-c", str(core), "chrt", "--idle", "0", "sh", "-c", "while :; do :; done")
+        return subprocess.Popen(command, preexec_fn=_die_with_parent)
 
     def join(self) -> None:
         """Bring this process here; its threads and those it starts, too."""
@@ -103,18 +115,26 @@ class Machines:
         self._streets = streets
         self._attacker: CpuGroup | None = None
         self._nodes = groups[:nodes]
+        self._cores = sorted(os.sched_getaffinity(0))
         for group in self._nodes:
             group.limit(NODE_CORES)
+        self.fillers = [group.fill(self._core(number)) for number, group in enumerate(self._nodes)]
         if groups:
             self._attacker, ours = groups[nodes:]
             ours.join()
 
     def node(self, number: int) -> Place:
-        return _in_group(self._streets.place(number), self._nodes[number] if self._nodes else None)
+        place = self._streets.place(number)
+        if not self._nodes:
+            return place
+        return _in_group(place, self._nodes[number], "taskset", "-c", str(self._core(number)))
 
     @property
     def attacker(self) -> Place:
-        return _in_group(self._streets.attacker, self._attacker)
+        return _in_group(self._streets.attacker, self._attacker) if self._attacker else self._streets.attacker
+
+    def _core(self, number: int) -> int:
+        return self._cores[number % len(self._cores)]
 
     def limit_attacker(self, limited: bool) -> None:
         """What prepares an attack is not limited."""
@@ -124,9 +144,23 @@ class Machines:
 
 @contextlib.contextmanager
 def machines(nodes: int) -> Iterator[Machines]:
-    with Streets(nodes) as streets, cpu_groups(nodes + 2) as groups:
-        yield Machines(streets, groups, nodes)
+    """Waits until no other siege runs on this computer: two would not fit its cores."""
+    with _alone(), Streets(nodes) as streets, cpu_groups(nodes + 2) as groups:
+        made = Machines(streets, groups, nodes)
+        try:
+            yield made
+        finally:
+            for filler in made.fillers:
+                filler.kill()
+                filler.wait()
 
 
-def _in_group(place: Place, group: CpuGroup | None) -> Place:
-    return place if group is None else Place(place.address, (*group.enter, *place.enter))
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    with open(Path(tempfile.gettempdir()) / "swarm-siege.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _in_group(place: Place, group: CpuGroup, *how: str) -> Place:
+    return Place(place.address, (*group.enter, *how, *place.enter))
