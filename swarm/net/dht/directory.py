@@ -1,6 +1,6 @@
 """The live records of who serves what, kept in hivemind's DHT, whose node runs in our own event loop.
 
-Owns publishing, withdrawing and reading the records of a model: one key a model, one entry a peer, so that one lookup
+Owns publishing and reading the records of a model: one key a model, one entry a peer, so that one lookup
 finds them all. No replica set decides who is seen: a record goes to the peers nearest to its key and to the
 longest-known ones (`lookup`), both are asked, and whoever has read an entry serves it to others until it expires.
 Knows neither the contents of the records nor whether they are true.
@@ -195,13 +195,6 @@ class DhtDirectory:
             raise NetworkError(f"a record of {len(record)} bytes is over the limit of {MAX_RECORD}")
         latest = self._expiry(model) + EXPIRY_STEP_S
         await self._store(record, model, max(min(expires_at, time.time() + MAX_LIFETIME_S), latest))
-
-    async def withdraw(self, model: str) -> None:
-        """Readers see us gone at once: an empty record replaces our last one until that would have expired."""
-        expiry = self._expiry(model)
-        self._published.pop(model, None)
-        if expiry > time.time():
-            await self._store(b"", model, expiry + EXPIRY_STEP_S)
 
     async def read(self, model: str) -> dict[PeerId, bytes]:
         """By peer, those first that are most worth a look: the longest known, the proven, and a share of the rest."""
