@@ -13,11 +13,13 @@ import torch
 
 from swarm.errors import CorruptModel, UnsupportedModel
 from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.gguf_config import gguf_model_config
-from swarm_kernels.models.gguf_dequant import dequantize, dequantized_itemsize
+from swarm_kernels.models.gguf_dequant import dequantize, dequantized_itemsize, native_format
 from swarm_kernels.models.gguf_header import GgufHeader, GgufTensor
 from swarm_kernels.models.source import ModelFile, fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
 
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -81,12 +83,25 @@ class GgufSource:
 
     def tensor(self, hf_name: str) -> torch.Tensor:
         tensor = self._find(hf_name)
+        return dequantize(self._stored(tensor), tensor.ggml_type, tensor.shape)
+
+    def _stored(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
+        """Its bytes, in Hugging Face's order of rows."""
         stored = self.file.read(tensor.offset, tensor.nbytes)
         if self.config.model_type == "llama" and ".attn_q." in tensor.name:
             stored = _unpermute(stored, tensor.shape[0], self.config.num_heads)
         elif self.config.model_type == "llama" and ".attn_k." in tensor.name:
             stored = _unpermute(stored, tensor.shape[0], self.config.num_kv_heads)
-        return dequantize(stored, tensor.ggml_type, tensor.shape)
+        return stored
+
+    def native(self, hf_name: str) -> torch.dtype:
+        return native_format(self._find(hf_name).ggml_type)
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        tensor = self._find(hf_name)
+        if tensor.dtype not in GGUF_FOUR_BITS:
+            return None
+        return four_bits_from_gguf(self._stored(tensor), tensor.ggml_type, tensor.shape)
 
     def close(self) -> None:
         self.file.close()

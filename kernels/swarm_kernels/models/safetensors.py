@@ -21,7 +21,7 @@ from msgspec import Meta
 from swarm.errors import UNDECODABLE, CorruptModel, ModelNotFound, UnsupportedModel
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
-from swarm_kernels.models.source import ModelFile, fingerprint
+from swarm_kernels.models.source import ModelFile, NotQuantized, fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
 
 _DTYPES = {
@@ -73,7 +73,7 @@ class StoredTensor:
     nbytes: int
 
 
-class SafetensorsSource:
+class SafetensorsSource(NotQuantized):
     """A ModelSource. Opening reads only the headers and the first 4 KiB of each tensor."""
 
     def __init__(self, folder: Path, name: str | None = None) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from swarm.errors import CorruptModel, ModelNotFound
 from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
 
 HASHED_BYTES = 4096
 """Bytes of each tensor that enter the fingerprint: enough to distinguish fine-tunes, and quick to read."""
@@ -68,9 +69,30 @@ class ModelSource(Protocol):
         """Bytes `tensor(hf_name)` takes in memory."""
         ...
 
+    def native(self, hf_name: str) -> torch.dtype:
+        """Of bf16, int8 and int4, the smallest that holds a matrix about as well as it is stored."""
+        ...
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        """A matrix whose `native` is int4 as it is stored, without another rounding; None where it must be rounded.
+
+        Raises CorruptModel.
+        """
+        ...
+
     def close(self) -> None:
         """Close the files; tensors already returned stay valid."""
         ...
+
+
+class NotQuantized:
+    """The part of a ModelSource whose tensors are all stored as plain floats."""
+
+    def native(self, hf_name: str) -> torch.dtype:
+        return torch.bfloat16
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        return None
 
 
 class ModelFile:

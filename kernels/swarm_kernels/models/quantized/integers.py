@@ -6,12 +6,19 @@ Each function does its library's operations in its library's order and precision
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
 from swarm.errors import CorruptModel
+from swarm_kernels.models.four_bits import four_bits_from_groups
 from swarm_kernels.models.quantized.packed_tensor import PackedTensor, Parts, Table
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
+
+Unpacked = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, int]
+"""Numbers `[out, in]` and zero points `[out, groups]`, uint8, scales `[out, groups]`, the zero point without any."""
+Numbers = Callable[[Parts], Unpacked]
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight numbers of an int32 stand in it (AutoAWQ's GEMM version)
 
@@ -32,8 +39,8 @@ def gptq(table: Table, module: str, bits: int, group: int, plus_one: bool) -> Pa
     if f"{module}.g_idx" in table.stored:
         parts["group"] = f"{module}.g_idx"
         table.expect(parts["group"], (inputs,))
-    unpack = partial(_unpack_gptq, bits=bits, group=group, plus_one=plus_one)
-    return PackedTensor((outputs, inputs), table.floating(parts["scale"]), parts, unpack)
+    numbers = partial(_gptq_numbers, bits=bits, plus_one=plus_one)
+    return _packed((outputs, inputs), table.floating(parts["scale"]), parts, numbers, bits, group)
 
 
 def awq(table: Table, module: str, group: int) -> PackedTensor:
@@ -46,7 +53,7 @@ def awq(table: Table, module: str, group: int) -> PackedTensor:
     if f"{module}.qzeros" in table.stored:
         parts["zeros"] = f"{module}.qzeros"
         table.expect(parts["zeros"], (groups, packed_out))
-    return PackedTensor((outputs, inputs), table.floating(parts["scale"]), parts, partial(_unpack_awq, group=group))
+    return _packed((outputs, inputs), table.floating(parts["scale"]), parts, _awq_numbers, 4, group)
 
 
 def compressed_int(table: Table, module: str, bits: int, group: int, shape: tuple[int, int]) -> PackedTensor:
@@ -68,8 +75,8 @@ def compressed_int(table: Table, module: str, bits: int, group: int, shape: tupl
     if f"{module}.weight_g_idx" in table.stored:
         parts["group"] = f"{module}.weight_g_idx"
         table.expect(parts["group"], (inputs,))
-    unpack = partial(_unpack_compressed, bits=bits, group=group, inputs=inputs)
-    return PackedTensor(shape, table.floating(parts["scale"]), parts, unpack)
+    numbers = partial(_compressed_numbers, bits=bits, inputs=inputs)
+    return _packed(shape, table.floating(parts["scale"]), parts, numbers, bits, group)
 
 
 def plain_int8(table: Table, module: str, scale: str, per: float = 1.0) -> PackedTensor:
@@ -95,39 +102,51 @@ def _groups(inputs: int, group: int) -> int:
     return -(-inputs // group)
 
 
-def _unpack_gptq(parts: Parts, bits: int, group: int, plus_one: bool) -> torch.Tensor:
-    quants = unpack_words(parts["quants"].T, bits)  # [out, in]
-    outputs, inputs = quants.shape
-    zeros = unpack_words(parts["zeros"], bits)[:, :outputs].T  # [out, groups]
-    if plus_one:
-        zeros = (zeros + 1) & (2**bits - 1)
-    scale = parts["scale"].T
-    group_of = _group_of(inputs, group, scale.shape[1], parts.get("group"))
-    return (quants.to(scale.dtype) - zeros[:, group_of].to(scale.dtype)).mul_(scale[:, group_of])
+def _packed(
+    shape: tuple[int, int], dtype: torch.dtype, parts: Mapping[str, str], numbers: Numbers, bits: int, group: int
+) -> PackedTensor:
+    unpack = partial(_unpack, numbers=numbers, group=group)
+    by_groups = bits == 4 and "group" not in parts
+    return PackedTensor(
+        shape, dtype, parts, unpack, partial(_four_bits, numbers=numbers, group=group) if by_groups else None
+    )
 
 
-def _unpack_awq(parts: Parts, group: int) -> torch.Tensor:
-    scale, zeros = parts["scale"].T, parts.get("zeros")
-    quants = _awq_numbers(parts["quants"]).T  # [out, in]
-    group_of = _group_of(quants.shape[1], group, scale.shape[1], None)
-    zero = 8 if zeros is None else _awq_numbers(zeros).T[:, group_of].to(scale.dtype)
+def _unpack(parts: Parts, numbers: Numbers, group: int) -> torch.Tensor:
+    quants, zeros, scale, middle = numbers(parts)
+    group_of = _group_of(quants.shape[1], group, scale.shape[1], parts.get("group"))
+    zero = middle if zeros is None else zeros[:, group_of].to(scale.dtype)
     return (quants.to(scale.dtype) - zero).mul_(scale[:, group_of])
 
 
-def _awq_numbers(words: torch.Tensor) -> torch.Tensor:
+def _four_bits(parts: Parts, numbers: Numbers, group: int) -> FourBitWeights | None:
+    quants, zeros, scale, _ = numbers(parts)
+    return four_bits_from_groups(quants, scale, zeros, group)
+
+
+def _gptq_numbers(parts: Parts, bits: int, plus_one: bool) -> Unpacked:
+    quants = unpack_words(parts["quants"].T, bits)
+    zeros = unpack_words(parts["zeros"], bits)[:, : quants.shape[0]].T
+    if plus_one:
+        zeros = (zeros + 1) & (2**bits - 1)
+    return quants, zeros, parts["scale"].T, 0
+
+
+def _awq_numbers(parts: Parts) -> Unpacked:
+    zeros = parts.get("zeros")
+    return _in_order(parts["quants"]).T, None if zeros is None else _in_order(zeros).T, parts["scale"].T, 8
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
     numbers = unpack_words(words, 4)
     return numbers.view(*words.shape, 8)[..., list(_AWQ_ORDER)].flatten(-2)
 
 
-def _unpack_compressed(parts: Parts, bits: int, group: int, inputs: int) -> torch.Tensor:
-    scale, zeros = parts["scale"], parts.get("zeros")
-    quants = unpack_words(parts["quants"], bits)[:, :inputs]
-    group_of = _group_of(inputs, group, scale.shape[1], parts.get("group"))
-    if zeros is None:
-        zero = torch.tensor(2 ** (bits - 1), dtype=scale.dtype)
-    else:
-        zero = unpack_words(zeros.T, bits).T[: quants.shape[0]][:, group_of].to(scale.dtype)
-    return (quants.to(scale.dtype) - zero).mul_(scale[:, group_of])
+def _compressed_numbers(parts: Parts, bits: int, inputs: int) -> Unpacked:
+    quants, zeros = unpack_words(parts["quants"], bits)[:, :inputs], parts.get("zeros")
+    if zeros is not None:
+        zeros = unpack_words(zeros.T, bits).T[: quants.shape[0]]
+    return quants, zeros, parts["scale"], 2 ** (bits - 1)
 
 
 def _unpack_int8(parts: Parts, per: float) -> torch.Tensor:

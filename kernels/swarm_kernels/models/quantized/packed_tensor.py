@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from swarm.errors import CorruptModel
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
 
 Parts = Mapping[str, torch.Tensor]
 """Role ("weight", "scale", ...) -> the stored tensor."""
@@ -28,12 +29,17 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """`parts`: role -> stored name. `dtype`: of what `unpack` returns, `[*shape]`."""
+    """`parts`: role -> stored name. `dtype`: of what `unpack` returns, `[*shape]`.
+
+    `four_bits`: the same weights for our 4-bit kernels, of formats that have such groups; None where these parts do
+    not fit.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: Mapping[str, str]
     unpack: Callable[[Parts], torch.Tensor]
+    four_bits: Callable[[Parts], FourBitWeights | None] | None = None
 
 
 class Table:
