@@ -60,21 +60,23 @@ def gptq(inputs: int, outputs: int, bits: int, group: int, plus_one: bool, order
 def awq(inputs: int, outputs: int, group: int, seed: int) -> Gptq:
     """What AutoAWQ stores: eight outputs a word, in its own order."""
     rng = torch.Generator().manual_seed(seed)
-    groups, order = math.ceil(inputs / group), (0, 2, 4, 6, 1, 3, 5, 7)
+    groups = math.ceil(inputs / group)
     quants = torch.randint(0, 16, (inputs, outputs), generator=rng)
     zeros = torch.randint(0, 16, (groups, outputs), generator=rng)
     scale = (torch.rand((groups, outputs), generator=rng) * 0.1 + 0.01).half()
     of = torch.arange(inputs) // group
 
-    def pack(numbers: torch.Tensor) -> torch.Tensor:
-        words = torch.zeros((numbers.shape[0], outputs // 8), dtype=torch.int64)
-        for column in range(outputs // 8):
-            for place, index in enumerate(order):
-                words[:, column] |= numbers[:, column * 8 + index] << (4 * place)
-        return _as_int32(words)
-
     weight = ((quants - zeros[of]).half() * scale[of]).T.contiguous()
-    return Gptq({"m.qweight": pack(quants), "m.qzeros": pack(zeros), "m.scales": scale}, weight)
+    return Gptq({"m.qweight": _awq_words(quants), "m.qzeros": _awq_words(zeros), "m.scales": scale}, weight)
+
+
+def _awq_words(numbers: torch.Tensor) -> torch.Tensor:
+    """`[n, outputs]` -> `[n, outputs / 8]` int32, in AutoAWQ's order."""
+    words = torch.zeros((numbers.shape[0], numbers.shape[1] // 8), dtype=torch.int64)
+    for column in range(words.shape[1]):
+        for place, index in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            words[:, column] |= numbers[:, column * 8 + index] << (4 * place)
+    return _as_int32(words)
 
 
 def _pack_rows(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -88,3 +90,32 @@ def _pack_rows(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _as_int32(words: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def pack_gptq(module: str, weight: torch.Tensor, group: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """`[out, in]` as GPTQ stores it -> its tensors, and what they stand for in fp32."""
+    numbers, zeros, scale, dequantized = _quantized(weight, group)
+    tensors = {
+        "qweight": _pack_rows(numbers.T, 4),
+        "qzeros": _pack_rows((zeros - 1), 4).T.contiguous(),
+        "scales": scale,
+    }
+    return {f"{module}.{name}": tensor for name, tensor in tensors.items()}, dequantized
+
+
+def pack_awq(module: str, weight: torch.Tensor, group: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As `pack_gptq`, as AWQ stores it."""
+    numbers, zeros, scale, dequantized = _quantized(weight, group)
+    tensors = {"qweight": _awq_words(numbers.T), "qzeros": _awq_words(zeros.T), "scales": scale}
+    return {f"{module}.{name}": tensor for name, tensor in tensors.items()}, dequantized
+
+
+def _quantized(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> numbers [out, in], zero points [out, groups], scales [groups, out] fp16, and their product in fp32."""
+    groups = weight.unflatten(1, (-1, group))
+    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    scale = ((high - low) / 15).half()
+    zeros = (-low / scale).round().clamp_(1, 15).long()
+    numbers = ((groups / scale[..., None]).round() + zeros[..., None]).clamp_(0, 15).long()
+    dequantized = ((numbers - zeros[..., None]).half() * scale[..., None]).flatten(1)
+    return numbers.flatten(1), zeros, scale.T.contiguous(), dequantized.float()

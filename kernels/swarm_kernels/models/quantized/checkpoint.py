@@ -44,7 +44,7 @@ def unpacked_table(
 ) -> dict[str, PackedTensor]:
     """The weights that are stored in parts, by plain name ("model.layers.0.mlp.up_proj.weight").
 
-    `read` reads a stored tensor; it is asked for a few tiny ones only. Raises CorruptModel, UnsupportedModel.
+    `read` reads one of `small_tensors`. Raises CorruptModel, UnsupportedModel.
     """
     table = Table(stored, where)
     match scheme:
@@ -63,13 +63,20 @@ def unpacked_table(
                 table, ".qweight", lambda module: integers.awq(table, module, group or _inputs(table, module, 1))
             )
         case CompressedScheme():
-            packed = _each(table, ".weight_packed", lambda module: _compressed_packed(table, scheme, module, read))
+            packed = _each(table, ".weight_packed", lambda module: _compressed_packed(table, scheme, module))
             return packed | _each(table, ".weight", lambda module: _compressed_plain(table, scheme, module))
         case Mxfp4Scheme():
             names = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
             return {name: floats.mxfp4_experts(table, name) for name in names}
         case BitsAndBytesScheme():
             return _each(table, ".weight", lambda module: _bitsandbytes(table, module, read))
+
+
+def small_tensors(stored: Mapping[str, Stored]) -> list[str]:
+    """Those that `unpacked_table` may read, of at most 4 KiB each."""
+    return [
+        name for name, tensor in stored.items() if name.endswith(_NF4_STATE) and math.prod(tensor.shape) <= _MAX_STATE
+    ]
 
 
 def parts_of(scheme: Scheme, stored: Mapping[str, Stored], packed: Mapping[str, PackedTensor]) -> frozenset[str]:
@@ -106,16 +113,12 @@ def _fp8(table: Table, module: str, block: tuple[int, int] | None) -> PackedTens
     raise CorruptModel(f"{table.where} has no scales for '{module[:120]}.weight'; fetch the model again")
 
 
-def _compressed_packed(table: Table, scheme: CompressedScheme, module: str, read: ReadTensor) -> PackedTensor:
+def _compressed_packed(table: Table, scheme: CompressedScheme, module: str) -> PackedTensor:
     if scheme.floating:
         if scheme.bits != 4:
             raise UnsupportedModel(f"{table.where}: '{module[:120]}' has packed floats of {scheme.bits} bits")
         return floats.fp4(table, module, scheme.group or 16)
-    table.expect(f"{module}.weight_shape", (2,))
-    outputs, inputs = (int(size) for size in read(f"{module}.weight_shape"))
-    if not (0 < outputs < 1 << 32 and 0 < inputs < 1 << 32):
-        raise CorruptModel(f"{table.where}: the shape of '{module[:120]}' is not possible; fetch the model again")
-    return integers.compressed_int(table, module, scheme.bits, scheme.group or inputs, (outputs, inputs))
+    return integers.compressed_int(table, module, scheme.bits, scheme.group)
 
 
 def _compressed_plain(table: Table, scheme: CompressedScheme, module: str) -> PackedTensor | None:

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from swarm.errors import CorruptModel
+from swarm.errors import CorruptModel, UnsupportedModel
 from swarm_kernels.models.four_bits import four_bits_from_groups
 from swarm_kernels.models.quantized.packed_tensor import PackedTensor, Parts, Table
 from swarm_kernels.ops.base.int4_linear import FourBitWeights
@@ -56,27 +56,30 @@ def awq(table: Table, module: str, group: int) -> PackedTensor:
     return _packed((outputs, inputs), table.floating(parts["scale"]), parts, _awq_numbers, 4, group)
 
 
-def compressed_int(table: Table, module: str, bits: int, group: int, shape: tuple[int, int]) -> PackedTensor:
+def compressed_int(table: Table, module: str, bits: int, group: int | None) -> PackedTensor:
     """`weight_packed` [out, in * bits / 32] int32, `weight_scale` [out, groups or 1], for asymmetric ones
     `weight_zero_point` [out * bits / 32, groups] int32, and `weight_g_idx` [in] ("pack-quantized" of
     https://github.com/vllm-project/compressed-tensors).
 
-    `group`: inputs that share a scale. `shape`: [out, in], which is stored beside it.
+    `group`: inputs that share a scale, None for all. Widths are multiples of what a word holds; `weight_shape`, which
+    would say another, is compared when the weight is read.
     """
-    outputs, inputs = shape
     each = 32 // bits
     parts = {"quants": f"{module}.weight_packed", "scale": f"{module}.weight_scale"}
-    table.expect(parts["quants"], (outputs, -(-inputs // each)))
-    groups = _groups(inputs, group)
+    outputs, words = table.shape(parts["quants"], 2)
+    inputs = words * each
+    groups = _groups(inputs, group or inputs)
     table.expect(parts["scale"], (outputs, groups))
-    if f"{module}.weight_zero_point" in table.stored:
-        parts["zeros"] = f"{module}.weight_zero_point"
-        table.expect(parts["zeros"], (-(-outputs // each), groups))
-    if f"{module}.weight_g_idx" in table.stored:
-        parts["group"] = f"{module}.weight_g_idx"
-        table.expect(parts["group"], (inputs,))
-    numbers = partial(_compressed_numbers, bits=bits, inputs=inputs)
-    return _packed(shape, table.floating(parts["scale"]), parts, numbers, bits, group)
+    for role, name, shape in (
+        ("zeros", f"{module}.weight_zero_point", (-(-outputs // each), groups)),
+        ("group", f"{module}.weight_g_idx", (inputs,)),
+        ("shape", f"{module}.weight_shape", (2,)),
+    ):
+        if name in table.stored:
+            parts[role] = name
+            table.expect(name, shape)
+    numbers = partial(_compressed_numbers, bits=bits)
+    return _packed((outputs, inputs), table.floating(parts["scale"]), parts, numbers, bits, group or inputs)
 
 
 def plain_int8(table: Table, module: str, scale: str, per: float = 1.0) -> PackedTensor:
@@ -142,8 +145,12 @@ def _in_order(words: torch.Tensor) -> torch.Tensor:
     return numbers.view(*words.shape, 8)[..., list(_AWQ_ORDER)].flatten(-2)
 
 
-def _compressed_numbers(parts: Parts, bits: int, inputs: int) -> Unpacked:
-    quants, zeros = unpack_words(parts["quants"], bits)[:, :inputs], parts.get("zeros")
+def _compressed_numbers(parts: Parts, bits: int) -> Unpacked:
+    quants, zeros = unpack_words(parts["quants"], bits), parts.get("zeros")
+    if "shape" in parts and parts["shape"].tolist() != list(quants.shape):
+        raise UnsupportedModel(
+            f"a packed weight has {parts['shape'].tolist()} rows and columns; only whole words are read"
+        )
     if zeros is not None:
         zeros = unpack_words(zeros.T, bits).T[: quants.shape[0]]
     return quants, zeros, parts["scale"], 2 ** (bits - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,6 +41,11 @@ class PackedTensor:
     parts: Mapping[str, str]
     unpack: Callable[[Parts], torch.Tensor]
     four_bits: Callable[[Parts], FourBitWeights | None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of what `unpack` returns."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Table:
