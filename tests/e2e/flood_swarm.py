@@ -50,16 +50,15 @@ class CostedDevice:
 class CostedCompute:
     """A batch, whole or in slices; each part adds its time to what the device owes."""
 
-    def __init__(self, inner: Any, device: CostedDevice, batch_ms: float) -> None:
+    def __init__(self, inner: Any, device: CostedDevice, batch_ms: float, layers: int) -> None:
         self._inner = inner
         self._device = device
         self._left_ms = batch_ms
-        self.slices = getattr(inner, "slices", 1)
-        self._slice_ms = batch_ms / self.slices
+        self._layer_ms = batch_ms / layers
 
-    def run_slice(self) -> Any:
-        self._owe(self._slice_ms)
-        return self._inner.run_slice()
+    def run_layers(self, count: int) -> Any:
+        self._owe(min(self._left_ms, count * self._layer_ms))
+        return self._inner.run_layers(count)
 
     def __call__(self) -> Any:
         self._owe(self._left_ms)
@@ -95,7 +94,7 @@ def make_costly(swarm: MemorySwarm) -> None:
         executor._scheduler._work = work_model()
 
         def prepare(steps: Sequence[ScheduledStep], device: Any = device, original: Any = original) -> Any:
-            return CostedCompute(original(steps), device, batch_ms(steps))
+            return CostedCompute(original(steps), device, batch_ms(steps), len(steps[0].span))
 
         node.engine.prepare = prepare  # type: ignore[method-assign]
 

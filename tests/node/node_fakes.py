@@ -109,7 +109,7 @@ class ToyEngine:
     def finished(self, works: Sequence[ScheduledStep]) -> None:
         """Nothing was held back."""
 
-    def layers_at_once(self, part: LayerSpan) -> int:
+    def min_layers(self, part: LayerSpan) -> int:
         return len(part)
 
     def _compute(self, work: ScheduledStep) -> StepOutput:

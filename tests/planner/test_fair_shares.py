@@ -187,6 +187,30 @@ def test_one_step_more_rides_along_but_a_flood_does_not() -> None:
     assert queue.take() == [big]
 
 
+def test_batches_are_short_while_somebody_who_got_less_may_come() -> None:
+    queue: BatchScheduler[Row] = BatchScheduler(512, POLICY, work=WorkModel(CostCurve((1, 8, 64), (0.5, 1.0, 8.0))))
+    attacker, honest = Share("x", "x"), Share("h", "h")
+
+    def flood() -> int:
+        for _ in range(8):
+            queue.push(Row(attacker, 8))
+        return sum(step.rows for step in queue.take(1.0))
+
+    assert flood() == 64, "it is alone"
+    queue.push(Row(honest))
+    queue.completed(queue.take(0.9), 0.01, 0.9)
+    rows = flood()
+    assert queue._work.layer_ms(rows) <= POLICY.slice_ms < queue._work.layer_ms(rows + 8)
+
+
+def test_a_long_batch_is_sliced_for_whoever_comes() -> None:
+    queue = scheduler(4096)
+    queue.push(Row(Share("x", "x"), 2048))
+    batch = queue.take(0.0)
+    assert queue.batch_ms(batch) > POLICY.long_batch_ms
+    assert queue.layers_at_once(batch, 0.0) < len(SPAN)
+
+
 def test_a_batch_is_overtaken_by_a_share_that_got_less_and_not_by_its_own() -> None:
     queue = scheduler()
     attacker, honest = Share("x", "x"), Share("h", "h")
@@ -204,16 +228,23 @@ def test_a_batch_is_overtaken_by_a_share_that_got_less_and_not_by_its_own() -> N
     assert queue.overtakes(running, 0.0)
 
 
-def test_pieces_are_small_in_company_only() -> None:
+def test_pieces_are_small_in_company_of_those_further_behind_only() -> None:
     queue = scheduler()
     attacker, honest = Share("x", "x"), Share("h", "h")
     assert queue.rows_at_once(attacker, 0, 2, 0.0) is None
     queue.push(Row(honest))
     queue.completed(queue.take(), 0.01, 0.0)
+    for _ in range(3):
+        queue.push(Row(attacker, 64))
+        running = queue.take(0.5)
     rows = queue.rows_at_once(attacker, 0, 2, 0.5)
     assert rows is not None
     assert WORK.layer_ms(rows) * 2 <= POLICY.slice_ms < WORK.layer_ms(rows + 1) * 2
+    assert 1 <= queue.layers_at_once(running, 0.5) <= max(1.0, POLICY.slice_ms / WORK.layer_ms(64))
     assert queue.rows_at_once(honest, 0, 2, 0.5) is None
+    queue.push(Row(honest))
+    mine = queue.take(0.5)
+    assert queue.layers_at_once(mine, 0.5) == len(SPAN), "nobody could overtake it"
     assert queue.rows_at_once(attacker, 0, 2, POLICY.active_session_s) is None
     assert (queue.rows_at_once(attacker, 10_000, 2, 0.5) or 0) < rows, "a long context costs more"
     assert WorkModel(CostCurve((1,), (0.0,))).rows_within(1.0) == MAX_ROWS

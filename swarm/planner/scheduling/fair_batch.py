@@ -37,14 +37,20 @@ class BatchPlan(Generic[S]):
     """Ask `allows` of a step, and `add` it if it is taken; after `admit_riders`, of those that were refused."""
 
     def __init__(
-        self, waiting: Collection[Share], shares: FairShares, work: WorkModel, policy: SchedulingPolicy
+        self,
+        waiting: Collection[Share],
+        shares: FairShares,
+        work: WorkModel,
+        policy: SchedulingPolicy,
+        shared: bool = False,
     ) -> None:
-        """`waiting`: the shares with a step that waits."""
+        """`waiting`: the shares with a step that waits. `shared`: others may come soon, and find a short batch."""
         self.contended = len(waiting) > 1
         self._work = work
         self._policy = policy
         self._rows = self._row_context = 0
         self._most_ms = math.inf  # of a layer, once riders are admitted
+        self._longest_ms = max(policy.slice_ms, policy.batch_gain * work.layer_ms(1)) if shared else math.inf
         self._blocks: dict[Hashable, float] = {}  # virtual ms that each may still take
         self._members: dict[Share, float] = {}
         self._taken: set[Hashable] = set()  # blocks and shares with a step in the batch
@@ -67,10 +73,12 @@ class BatchPlan(Generic[S]):
         self._members = {share: members[share.block] + window - member for share, (_, member) in tags.items()}
 
     def allows(self, step: S) -> bool:
-        if not self.contended:
-            return True
         if self._most_ms < math.inf:
             return self._layer_ms(step) <= self._most_ms
+        if self._rows and self._layer_ms(step) > self._longest_ms:
+            return False
+        if not self.contended:
+            return True
         share, block = step.share, step.share.block
         ms = self._work.layer_ms(step.rows, step.context) * len(step.span) / share.weight
         of_block, of_member = self._blocks.get(block, -1.0), self._members.get(share, -1.0)
