@@ -32,6 +32,9 @@ class PositionsAsCache:
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return keys, values
 
+    def update_indexer(self, keys: torch.Tensor, *_: Any) -> torch.Tensor:
+        return keys
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"its layers ask the cache for {name}")
 

@@ -183,7 +183,11 @@ class HfSpan:
         """Layers `[start, end)` without a cache, one sequence, by the attention that `configs` name. What the model
         computes before its layers is computed from random embeddings."""
         embeddings = torch.randn(1, hidden.shape[0], self._embedding_size, dtype=self.dtype, device=self.device)
-        return self._forward_layers(hidden, positions, start, end, embeddings, PositionsAsCache(int(positions[0])))
+        lengths = PositionsAsCache(int(positions[0]))
+        try:
+            return self._forward_layers(hidden, positions, start, end, embeddings, lengths)
+        except _PROBE_ERRORS as error:
+            raise self._unsupported(_reason(error)) from None
 
     def layer(self, index: int) -> torch.nn.Module:
         """transformers' layer `index` of the model."""
@@ -297,8 +301,7 @@ class HfSpan:
                 if end == self.config.num_layers and self.is_last:
                     self.logits(row)
         except _PROBE_ERRORS as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise self._unsupported(reason) from None
+            raise self._unsupported(_reason(error)) from None
         return batch.probed
 
     def _unsupported(self, reason: str) -> UnsupportedModel:
@@ -318,6 +321,10 @@ def _limited_context(config: ModelConfig) -> ModelConfig:
     if isinstance(config.hf.get("index_topk"), int):
         limits.append(config.hf["index_topk"])
     return replace(config, context_length=min(limits))
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _all_keys(rows: int, device: torch.device) -> torch.Tensor:
