@@ -54,6 +54,8 @@ def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype) -> MetaM
             ).eval()
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if reason == repr(attention):  # it looks its attention up among its own
+            reason = "its attention does not go through transformers' attention interface"
         raise UnsupportedModel(f"transformers cannot build a decoder of type {kind}: {reason}") from None
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     layers = next(
