@@ -32,7 +32,7 @@ class Row:
     prefill: bool = False
     dropped: bool = False
     span: LayerSpan = SPAN
-    session_key: int = field(default_factory=lambda: next(KEYS))
+    session_key: int | str = field(default_factory=lambda: next(KEYS))
 
 
 def scheduler(budget: int = 512) -> BatchScheduler[Row]:
@@ -185,6 +185,32 @@ def test_one_step_more_rides_along_but_a_flood_does_not() -> None:
         queue.push(step)
     assert queue.take() == [mine, small]
     assert queue.take() == [big]
+
+
+def test_nobody_waits_for_sessions_that_only_rode_along() -> None:
+    """A flood of single tokens rides along with an honest step; the next one does not wait for the flood."""
+    queue = scheduler()
+    attacker, honest = Share("x", "x"), Share("h", "h")
+    for _ in range(5):
+        queue.push(Row(attacker, 64))
+        queue.take()
+    mine, theirs = (Row(honest, session_key="mine"), Row(attacker, session_key="theirs"))
+    for step in (mine, theirs):
+        queue.push(step)
+    batch = queue.take()
+    assert batch == [mine, theirs]
+    queue.completed(batch, 0.01, 0.0)
+    queue.push(mine)
+    assert queue.wait_s() == 0.0
+    queue.push(Row(attacker, session_key="another"))  # whoever else of them waits
+    assert queue.wait_s() == 0.0
+    queue.take()
+    for step in (mine, other := Row(Share("h", "equal"), session_key="equal")):
+        queue.push(step)
+    queue.completed(queue.take(), 0.01, 0.1)
+    queue.push(mine)
+    assert queue.wait_s() > 0.0  # for an equal, with whom it shares the weights that are read
+    assert other.share.block == mine.share.block
 
 
 def test_a_batch_is_overtaken_by_a_share_that_got_less_and_not_by_its_own() -> None:
