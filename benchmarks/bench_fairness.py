@@ -41,7 +41,7 @@ from virtual_clock import run  # noqa: E402
 from swarm_node.sharing.shares import SharePlaces  # noqa: E402
 
 Places = Callable[[], SharePlaces]
-PUBLIC, LOCAL = "8.8.8.8", ""
+PUBLIC, LOCAL, RELAYED = "8.8.8.8", "192.168.1.7", ""  # the honest client is relayed
 
 
 async def flooded(source: Any, places: Places, flood: Flood | None, hosts: Sequence[str], seconds: float) -> Honest:
@@ -69,6 +69,7 @@ def floods(source: Any, identities: int, seconds: float) -> None:
         ("1", [PUBLIC]),
         (f"{identities} of one public block", [PUBLIC] * identities),
         (f"{identities} of one local address", [LOCAL] * identities),
+        (f"{identities} relayed like the honest one", [RELAYED] * identities),
     ):
         for flood in (TREES, PREFILLS, SMALL, TOKENS):
             cells = []

@@ -15,6 +15,7 @@ from swarm.planner.scheduling.batch_scheduler import BatchScheduler
 from swarm.planner.scheduling.fair_shares import FairShares, Share
 from swarm.planner.scheduling.policy import SchedulingPolicy
 from swarm.planner.scheduling.work_model import MAX_ROWS, WorkModel
+from swarm.planner.trust.contribution import ContributionPolicy
 from swarm.types import CostCurve, LayerSpan
 
 POLICY = SchedulingPolicy()
@@ -89,6 +90,20 @@ def test_a_weight_of_two_gets_twice_the_work() -> None:
     light, heavy = Share("a", "a"), Share("b", "b", weight=2.0)
     got = backlogged({light: [4], heavy: [4]}, 4.0)
     assert got[heavy] / got[light] == pytest.approx(2.0, rel=0.1)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    weights=st.lists(st.floats(1.0, ContributionPolicy().max_weight), min_size=1, max_size=5),
+    rows=st.integers(1, 64),
+    seed=st.integers(0, 9),
+)
+def test_helpers_starve_nobody(weights: list[float], rows: int, seed: int) -> None:
+    """Beside any number of the best-thanked, a client without thanks has a quarter of an equal part."""
+    helpers = {Share(i, i, weight): [rows] for i, weight in enumerate(weights)}
+    got = backlogged({**helpers, Share("me", "me"): [1, 8]}, 4.0, seed)
+    equal = sum(got.values()) / len(got)
+    assert got[Share("me", "me")] >= equal / ContributionPolicy().max_weight - BOUND_MS
 
 
 def test_the_owner_goes_first_and_costs_the_others_no_place() -> None:
