@@ -174,6 +174,11 @@ def state_dir() -> Path:
     return Path(home) / "state" if home else _dirs.user_state_path
 
 
+def peer_memory_dir() -> Path:
+    """What this user's clients have seen of peers, one file a model."""
+    return state_dir() / "peers"
+
+
 def local_swarm_file() -> Path:
     """The addresses of `swarm-node local`, while it runs."""
     return state_dir() / "local.json"

@@ -305,10 +305,11 @@ class ChainRouter:
 
     def served(self, watch: ChainWatch, failed: Collection[PeerId]) -> None:
         """A chain is done with: its hops but the `failed` ones have served well, if any step came back."""
-        for peer in watch.chain.peers:
+        for hop in watch.chain.hops:
+            peer = hop.peer
             self._trials.pop(peer, None)
             if watch.rows and peer not in failed:
-                self.memory.served(peer, watch.rows, self._wall_clock(), self._block_of(peer))
+                self.memory.served(peer, watch.rows, self._wall_clock(), self._block_of(peer), len(hop.span))
                 self._contacts.served(peer)
 
     def _block_of(self, peer: PeerId) -> str:

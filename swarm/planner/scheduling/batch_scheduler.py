@@ -16,10 +16,11 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from swarm.planner.scheduling.batch_wait import BatchWait
-from swarm.planner.scheduling.fair_batch import BatchPlan
+from swarm.planner.scheduling.fair_batch import BatchPlan, may_join
 from swarm.planner.scheduling.fair_shares import FairShares, Share
 from swarm.planner.scheduling.policy import DEFAULT_POLICY, SchedulingPolicy
 from swarm.planner.scheduling.work_model import WorkModel
@@ -107,7 +108,7 @@ class BatchScheduler(Generic[S]):
 
     def wait_s(self) -> float:
         """How long the next batch should wait for co-scheduled sessions, from now."""
-        return self._wait.seconds(self._waiting)
+        return self._wait.seconds(self._waiting, partial(may_join, self._waiting_shares, self._shares, self._policy))
 
     def take(self, now_s: float = math.inf) -> list[S]:
         """Remove and return the next batch; empty when nothing waits. `now_s`: as in `completed`; without it only
@@ -202,7 +203,8 @@ class BatchScheduler(Generic[S]):
             if now_s - self._active[oldest] < self._policy.active_session_s:
                 break
             del self._active[oldest]
-        return self._wait.completed([step.session_key for step in steps if not step.prefill], took_s, now_s)
+        decoded = {step.session_key: step.share for step in steps if not step.prefill}
+        return self._wait.completed(decoded, took_s, now_s)
 
     def forget(self, session_key: Hashable) -> None:
         """This session is closed."""
