@@ -350,7 +350,7 @@ class SwarmClient:
         audits = self.config.audits
         rate = {"off": 0.0, "wait": 1.0}.get(audits, 0.0 if self.config.secret else AUDITS.rate)
         shape = source.config.num_layers, source.config.hidden_size, source.config.context_length
-        return Auditor(router, network, self.config.limits, *shape, rate)
+        return Auditor(router, network, self.config.limits, *shape, rate, prefix_locations=self._prefix_locations)
 
     def _speculation(self, generation: GenerationState, options: GenerationOptions) -> ClientSpeculation | None:
         if not options.speculates:

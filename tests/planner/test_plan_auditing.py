@@ -14,7 +14,6 @@ from swarm.planner.auditing.verdict import (
     Comparison,
     HopReport,
     blame,
-    chance_of,
     compare,
     deviation,
     inconsistency,
@@ -111,12 +110,62 @@ def test_chains_with_other_borders_are_compared_where_they_meet() -> None:
     assert compared(a, joined)[0].peers == ("a0", "a2")
 
 
-@pytest.mark.parametrize(("wrong", "far"), [(0, False), (6, False), (39, True)])
-def test_tokens_are_far_only_when_chance_cannot_explain_them(wrong: int, far: bool) -> None:
-    tokens = [token + 500 if i < wrong else token for i, token in enumerate(TEXT[1:])]
-    last = compared(chain("a", tokens=tokens), chain("b"))[-1]
+def tails(tokens: Sequence[int], margins: Sequence[float], name: str = "b") -> list[HopReport]:
+    """A replay whose tail samples `tokens` after the text's rows, and finds the text's own to miss by `margins`."""
+    replayed = chain(name, tokens=tokens)
+    return [*replayed[:2], replace(replayed[2], margins=dict(enumerate(margins)))]
+
+
+SAMPLED = len(TEXT) - 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "margin", "far"),
+    [(0, 0.0, False), (20, 0.02, False), (2, 9.0, False), (6, 9.0, True), (39, 0.1, True)],
+)
+def test_tokens_are_far_when_their_margins_are_larger_than_honest_ones(wrong: int, margin: float, far: bool) -> None:
+    """Many tokens that only just were not sampled prove nothing; some that could not be do."""
+    own = [token + 500 if i < wrong else token for i, token in enumerate(TEXT[1:])]
+    last = compared(chain("a"), tails(own, [margin] * wrong + [0.0] * (SAMPLED - wrong)))[-1]
     assert (last.agreement is Agreement.FAR) == far
-    assert last.distance == pytest.approx(wrong / 39 if wrong else 0.0)
+    assert last.distance == pytest.approx(wrong * min(margin, POLICY.max_margin) / SAMPLED)
+
+
+def test_tokens_that_differ_without_margins_prove_nothing() -> None:
+    assert (
+        compared(chain("a"), chain("b", tokens=[token + 500 for token in TEXT[1:]]))[-1].agreement is Agreement.UNKNOWN
+    )
+
+
+def test_a_tail_that_did_not_sample_answers_for_nothing() -> None:
+    """As in a session that was opened in the middle of an answer: others had sampled what came before."""
+    half = SAMPLED // 2
+    resumed = chain("a")
+    digests = UNKNOWN * half + resumed[2].outputs[half * DIGEST_BYTES :]
+    resumed[2] = replace(resumed[2], outputs=digests)
+    other = tails([token + 500 for token in TEXT[1:]], [9.0] * half + [0.0] * (SAMPLED - half))
+    assert compared(resumed, other)[-1].agreement is Agreement.NEAR
+
+
+@pytest.mark.parametrize("liar", ["a", "b"])
+def test_the_third_decides_about_tokens_too(liar: str) -> None:
+    """An invented answer is disowned by both replays; a replay that calls an honest one invented, by the third."""
+    invented, honest = [9.0] * SAMPLED, [0.0] * SAMPLED
+    others = [token + 500 for token in TEXT[1:]]
+    a = chain("a")
+    b = tails(others, invented, "b")
+    c = tails(others, invented, "c") if liar == "a" else tails(TEXT[1:], honest, "c")
+    found = deviation(compared(a, b))
+    assert found is not None
+    assert blame(found, compared(a, c), compared(b, c)) == (f"{liar}4",)
+
+
+@pytest.mark.parametrize("same_samples", [True, False])
+def test_a_replay_that_understates_margins_is_found_by_another(same_samples: bool) -> None:
+    others = [token + 500 for token in TEXT[1:]]
+    b = tails(others, [9.0] * SAMPLED, "b")
+    c = tails(others if same_samples else TEXT[1:], [0.0] * SAMPLED, "c")
+    assert compared(b, c)[-1].agreement is Agreement.FAR
 
 
 def test_rows_that_neither_draws_prove_nothing() -> None:
@@ -175,14 +224,10 @@ def test_hostile_reports_of_any_length_raise_nothing() -> None:
                 rng.randbytes(DIGEST_BYTES * rng.randrange(4)),
                 rng.randbytes(rng.randrange(70)),
                 {rng.randrange(50): b"1.0"},
+                margins={rng.randrange(60): rng.choice([0.0, 65.5, 1e4])},
             )
             for start, end in EDGES
         ]
         compared(reports, chain("b"))
         compared(chain("b"), reports)
         inconsistency(reports, TEXT)
-
-
-def test_the_chance_of_a_binomial_variable() -> None:
-    assert chance_of(0, 10, 0.3) == pytest.approx(1.0)
-    assert chance_of(2, 2, 0.5) == pytest.approx(0.25)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -28,6 +29,7 @@ from swarm_client.auditing.replay import replay
 from swarm_client.auditing.reports import Evidence, SignedReport, hop_report, signed_report
 from swarm_client.auditing.result import AuditResult
 from swarm_client.network.connection import ClientNetwork
+from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
 from swarm_client.session.hop_links import HopFailed
 from swarm_client.session.inference_session import InferenceSession
@@ -82,6 +84,8 @@ class Auditor:
     rate: float
     policy: AuditPolicy = POLICY
     draw: Callable[[], float] = random.SystemRandom().random
+    prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)
+    _convicted: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)  # -> when, loop time
     _trials: OrderedDict[PeerId, int] = field(
         default_factory=OrderedDict
     )  # audits of hops; the most once one has passed
@@ -89,6 +93,10 @@ class Auditor:
 
     async def close(self) -> None:
         await self._tasks.close()
+
+    def convicted(self, peers: Collection[PeerId], since: float) -> PeerId | None:
+        """One of `peers` that failed an audit after `since` (loop time): an answer that it takes part in is spoiled."""
+        return next((peer for peer in peers if self._convicted.get(peer, -math.inf) > since), None)
 
     def wants(self, session: InferenceSession, text: Sequence[int], prompt: int) -> bool:
         """Whether to audit this answer. Only sessions that are whole can be."""
@@ -143,7 +151,14 @@ class Auditor:
         drawn = range(min(self.policy.sink_tokens, len(text) - 2), len(text) - 1)
         positions = {drawn[int(self.draw() * len(drawn))] for _ in range(self.policy.rows)}
         sampling = replace(spec.sampling, logprobs=None, prompt_logprobs=None)
-        spec = replace(spec, max_tokens=len(text), num_medusa_candidates=0, sampling=sampling)
+        spec = replace(
+            spec,
+            max_tokens=len(text),
+            num_medusa_candidates=0,
+            sampling=sampling,
+            prompt_tokens=prompt,
+            claimed=text[prompt:],
+        )
         return _Answer(text, prompt, spec, tuple(sorted(positions)), drafted)
 
     async def _examine(self, audited: _Run, answer: _Answer) -> AuditResult:
@@ -199,6 +214,11 @@ class Auditor:
             self.router.block(peer, AuditFailed(why))
             self.router.audited(peer, passed=False)
             self._trials.pop(peer, None)
+            self._convicted[peer] = asyncio.get_running_loop().time()
+            self._convicted.move_to_end(peer)
+            if len(self._convicted) > REMEMBERED:
+                self._convicted.popitem(last=False)
+        self.prefix_locations.lost(liars)  # what hops behind them cached came from their rows
         return AuditResult(liars=liars, position=position, reason=why, evidence=evidence)
 
     def _compare(self, one: _Run, other: _Run, answer: _Answer, *, drafted: bool = False) -> list[Comparison]:
@@ -224,7 +244,13 @@ class Auditor:
         )
         try:
             await replay(session, answer.text, answer.prompt)
-            return await self._report(session, answer)
+            run = await self._report(session, answer)
+            tail = run.signed[-1]
+            if not (tail.message.margins or answer.spec.sampling.needs_history):
+                raise session.mark_failed(
+                    tail.peer, ProtocolError("it does not say how likely the answer's tokens are")
+                )
+            return run
         finally:
             await session.close()
 

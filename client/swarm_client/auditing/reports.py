@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from swarm.audit_messages import AuditReport, signed_part
+from swarm.audit_messages import MARGIN_BYTES, AuditReport, margins_from_wire, signed_part
 from swarm.errors import ProtocolError
 from swarm.net.security import identity
 from swarm.planner.auditing.verdict import HopReport
@@ -65,10 +65,11 @@ def hop_report(report: SignedReport, row_bytes: int) -> HopReport:
     """`row_bytes`: of a hidden state on the wire. Raises ProtocolError."""
     message, body = report.message, report.body
     known = (message.tokens - message.first) * DIGEST_BYTES
-    rows = len(message.positions) * row_bytes
-    if known < 0 or len(body) != 2 * known + rows:
+    rows = 2 * known + len(message.positions) * row_bytes
+    margins = known // DIGEST_BYTES * MARGIN_BYTES if message.margins else 0
+    if known < 0 or len(body) != rows + margins:
         raise ProtocolError(f"{report.peer} reports {message.tokens} tokens in {len(body)} bytes")
-    at = range(2 * known, len(body), row_bytes)
+    at = range(2 * known, rows, row_bytes)
     return HopReport(
         report.peer,
         message.start,
@@ -78,4 +79,5 @@ def hop_report(report: SignedReport, row_bytes: int) -> HopReport:
         body[known : 2 * known],
         {position: body[i : i + row_bytes] for position, i in zip(message.positions, at, strict=True)},
         message.arithmetic,
+        {message.first + i: m for i, m in enumerate(margins_from_wire(body[rows:])) if m is not None},
     )

@@ -23,11 +23,12 @@ class AuditPolicy:
     max_distance: float = 0.035
     """Relative distance of two honest machines' rows, as the median over the rows drawn. Honest kinds of machines stay
     below, and computing in fewer bits above."""
-    token_mismatch: float = 0.3
-    """Of sampled tokens, at most, may differ on average between honest machines of unlike arithmetic, at any sampling
-    options ..."""
-    false_alarm: float = 1e-9
-    """... and more than that condemn only if they are so unlikely to come by chance."""
+    max_margin: float = 0.5
+    """Logits that one token's margin counts for at most, whatever it is: a single token condemns nobody."""
+    margin_a_token: float = 0.01
+    """Of the margins of an answer's tokens: honest machines' mean stays below, and another temperature's above ..."""
+    margin_slack: float = 2.0
+    """... and so many logits more, for chance."""
     timeout_s: float = 120.0
     """For a replay, which nobody waits for."""
 

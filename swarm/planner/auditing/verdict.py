@@ -25,7 +25,9 @@ Distance = Callable[[bytes, bytes], float]
 
 @dataclass(frozen=True, slots=True)
 class HopReport:
-    """`audit_messages.AuditReport` of one hop, with a body of the right length. `rows`: output rows by position."""
+    """`audit_messages.AuditReport` of one hop, with a body of the right length. `rows`: output rows by position;
+    `margins`, of a replay's tail: by how much the logits after a position would have to be others for the audited
+    text's next token to be the sample."""
 
     peer: PeerId
     start: int
@@ -35,6 +37,7 @@ class HopReport:
     outputs: bytes
     rows: Mapping[int, bytes] = field(default_factory=dict)
     arithmetic: str = ""
+    margins: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -64,7 +67,7 @@ DEVIATIONS = (Agreement.INEXACT, Agreement.FAR)
 class Comparison:
     """Of layers `[start, end)` between two chains whose inputs there agree. `position`: the first that differs.
 
-    `distance`: median over the rows compared; of the tail, the part of the tokens that differ."""
+    `distance`: median over the rows compared; of the tail, the mean margin of the tokens."""
 
     start: int
     end: int
@@ -118,14 +121,15 @@ def compare(
         a, b = ours[-1], theirs[-1]
         at = _first_difference(a, a.outputs, b, b.outputs)
         apart = 0.0
-        if at is None:
+        if end == num_layers and (at is not None or (a.margins and b.margins)):
+            agreement, apart = _token_agreement(a, b, policy, exact=at is None)
+        elif at is None:
             known = any(
                 a.digest(a.outputs, p) != UNKNOWN != b.digest(b.outputs, p) for p in range(min(a.tokens, b.tokens))
             )
             agreement = Agreement.EXACT if known else Agreement.UNKNOWN
         else:
-            measure = _token_agreement if end == num_layers else _row_agreement
-            agreement, apart = measure(a, b, distance, policy)
+            agreement, apart = _row_agreement(a, b, distance, policy)
             if agreement is Agreement.NEAR and same_arithmetic and same_input and not drafted:
                 agreement = Agreement.INEXACT
         peers, other_peers = tuple(r.peer for r in ours), tuple(r.peer for r in theirs)
@@ -187,16 +191,24 @@ def _row_agreement(a: HopReport, b: HopReport, distance: Distance, policy: Audit
     return (Agreement.NEAR if apart <= policy.max_distance else Agreement.FAR), apart
 
 
-def _token_agreement(a: HopReport, b: HopReport, _: Distance, policy: AuditPolicy) -> tuple[Agreement, float]:
-    """By the sampled tokens that differ: too many to be chance."""
-    pairs = [
-        (a.digest(a.outputs, p), b.digest(b.outputs, p)) for p in range(max(a.first, b.first), min(a.tokens, b.tokens))
+def _token_agreement(a: HopReport, b: HopReport, policy: AuditPolicy, *, exact: bool) -> tuple[Agreement, float]:
+    """By how far two tails are apart about the audited tokens: one that sampled them, and has no margins, is at 0.
+
+    `exact`: their own samples are the same. Positions at which one of them did not sample do not count.
+    """
+    apart = [
+        min(policy.max_margin, abs(a.margins.get(p, 0.0) - b.margins.get(p, 0.0)))
+        for p in sorted(a.margins.keys() | b.margins.keys())
+        if a.digest(a.outputs, p) != UNKNOWN != b.digest(b.outputs, p)
     ]
-    known = [one != other for one, other in pairs if UNKNOWN not in (one, other)]
-    chance = chance_of(sum(known), len(known), policy.token_mismatch)
-    return (Agreement.FAR if chance < policy.false_alarm else Agreement.NEAR), sum(known) / len(known)
+    if not apart:
+        return Agreement.UNKNOWN, 0.0
+    total = math.fsum(apart)
+    if total > too_far(len(apart), policy):
+        return Agreement.FAR, total / len(apart)
+    return (Agreement.EXACT if exact and not total else Agreement.NEAR), total / len(apart)
 
 
-def chance_of(hits: int, tries: int, rate: float) -> float:
-    """That a binomial variable is `hits` or more."""
-    return math.fsum(math.comb(tries, k) * rate**k * (1 - rate) ** (tries - k) for k in range(hits, tries + 1))
+def too_far(tokens: int, policy: AuditPolicy) -> float:
+    """What the margins of so many tokens add up to at most, between honest machines: in logits."""
+    return policy.margin_slack + policy.margin_a_token * tokens
