@@ -2,10 +2,10 @@
 
     nice python benchmarks/bench_audit_costs.py [--isa NAME] [--tokens 400]
 
-What a replay costs, as a part of an answer's own work, is measured with SmolLM2 on one core: a prefill of `--tokens`, of
-which half are prompt, in the chunks that replays use and with the logits of the answer; and decoding the same answer
-after its prompt. In turn, the median of the rounds. A node that serves many sessions at once decodes in batches, where a
-token is cheaper, so that is measured for eight too. The rest is arithmetic on `AuditPolicy`.
+What a replay costs, as a part of an answer's own work, is measured with SmolLM2 on one core: a prefill of `--tokens`,
+of which half are prompt, in the chunks that replays use and with the logits of the answer; and decoding the same answer
+after its prompt. In turn, the median of the rounds. A node that serves many sessions at once decodes in batches, where
+a token is cheaper, so that is measured for eight too. The rest is arithmetic on `AuditPolicy`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from audit_rows import (
     INNER,
     OPTIONS,
     REPLAY,
+    SEEDS,
     Claims,
     Flags,
     Folder,
@@ -54,25 +56,29 @@ NONE = len(INNER) + 1  # the edge that is far, where none is; len(INNER) stands 
 
 @dataclass(frozen=True)
 class Sessions:
-    """Positions `[sessions, rows]` and `[sessions, tokens]`, and by which option and seed each one samples."""
+    """Positions `[sessions, rows]` and `[sessions, tokens]`, none twice, and the sample of each: one option a session,
+    and as many seeds as have the tokens."""
 
     rows: Places
     tokens: Places
-    option: Places
+    sample: Places  # [sessions, tokens]
 
     @classmethod
     def draw(cls, rng: np.random.Generator, count: int, tokens: int, margins: Numbers) -> Sessions:
-        options, answer = margins.shape
-        return cls(
-            rng.integers(answer, size=(count, min(tokens, POLICY.rows))),
-            rng.integers(answer, size=(count, tokens)),
-            rng.integers(options, size=count),
-        )
+        draws, answer = margins.shape
+        rows = rng.permuted(np.tile(np.arange(answer), (count, 1)), axis=1)[:, : min(tokens, POLICY.rows)]
+        of_seeds = rng.permuted(np.tile(np.arange(answer * len(SEEDS)), (count, 1)), axis=1)[:, :tokens]
+        option = rng.integers(draws // len(SEEDS), size=count) * len(SEEDS)
+        return cls(rows, of_seeds % answer, option[:, None] + of_seeds // answer)
+
+    def total(self, margins: Numbers) -> Numbers:
+        """Of the tokens' margins, as they count."""
+        return cast(Numbers, np.minimum(margins[self.sample, self.tokens], POLICY.max_margin).sum(axis=1))
 
     def first_far(self, rows: Mapping[int, Numbers], margins: Numbers) -> Places:
         """The first edge at which two machines of unlike arithmetic are far apart, `[sessions]`."""
         far = [np.median(rows[edge][self.rows], axis=1) > POLICY.max_distance for edge in INNER]
-        far.append(margins[self.option[:, None], self.tokens].sum(axis=1) > too_far(self.tokens.shape[1], POLICY))
+        far.append(self.total(margins) > too_far(self.tokens.shape[1], POLICY))
         flags = np.stack([*far, np.ones_like(far[0])], axis=1)
         return cast(Places, flags.argmax(axis=1))
 
@@ -97,14 +103,13 @@ def spread(found: Sequence[TextNumbers], audited: Sequence[str], replays: Sequen
         margins = np.concatenate([text.margins[a, b].ravel() for text in found])
         nearest, budget = 0.0, 0.0
         for text in found:
-            sessions = Sessions.draw(rng, 1000, SESSION, text.margins[a, b])
+            sessions = Sessions.draw(rng, 300, SESSION, text.margins[a, b])
             nearest = max(nearest, *(float(np.median(v[sessions.rows], 1).max()) for v in text.rows[a, b].values()))
-            total = text.margins[a, b][sessions.option[:, None], sessions.tokens].sum(axis=1)
-            budget = max(budget, float(total.max()) / too_far(SESSION, POLICY))
+            budget = max(budget, float(sessions.total(text.margins[a, b]).max()) / too_far(SESSION, POLICY))
         if rows.max() or margins.max():
             yield (
                 f"{a} | {b} | {np.median(rows):.4f} | {rows.max():.4f} | {nearest:.4f} | {(margins > 0).mean():.3f} | "
-                f"{margins.mean():.5f} | {margins.max():.2f} | {budget:.2f}"
+                f"{np.minimum(margins, POLICY.max_margin).mean():.5f} | {budget:.2f}"
             )
 
 
@@ -131,14 +136,33 @@ def accusations(
             yield f"  disputes of {pair[0]} with {pair[1]}: {disputed_here} of {total // len(worst)}"
 
 
-def same_arithmetic(found: Sequence[TextNumbers], audited: Sequence[str]) -> Iterator[str]:
-    """Where bits are compared: a machine's answers, but for drafted ones, against its own replay."""
-    for a in audited:
-        machine, _, way = a.partition(", ")
-        if not MACHINES[machine].named or way not in ("decoded", "batched"):
-            continue
-        rows = [text.differ[a, machine] for text in found]
-        yield f"{a} | {sum(map(len, rows))} | {int(np.concatenate(rows).sum())}"
+def same_arithmetic(folder: Folder, machines: Sequence[str]) -> Iterator[str]:
+    """Where bits are compared: a machine's answers, alone and in company, against its own replay."""
+    for machine in machines:
+        if MACHINES[machine].named:
+            replays = folder.recorded(machine, REPLAY)
+            for way in ("decoded", "batched"):
+                pairs = list(zip(folder.recorded(machine, way), replays, strict=True))
+                rows = sum(len(one.rows[edge]) for one, _ in pairs for edge in one.rows)
+                wrong = sum(
+                    int((one.rows[e] != other.rows[e]).any(dim=1).sum()) for one, other in pairs for e in one.rows
+                )
+                yield f"{machine}, {way} | {rows} | {wrong}"
+
+
+def honest(folder: Folder, replays: Sequence[str], ways: Sequence[tuple[str, str]]) -> list[TextNumbers]:
+    """Of each text; kept in the folder, for it takes minutes."""
+    path = folder.path / f"numbers-{folder.part}.pickle"
+    if path.exists():
+        return cast(list[TextNumbers], pickle.loads(path.read_bytes()))
+    found: list[TextNumbers] = []
+    audited = [folder.recorded(name, way) for name, way in ways]
+    for texts in zip(*audited, *(folder.recorded(name, REPLAY) for name in replays), strict=True):
+        found.append(numbers(texts[: len(ways)], texts[len(ways) :], drawn(OPTIONS), honest_claims))
+        for one in texts:
+            one.forget()
+    path.write_bytes(pickle.dumps(found))
+    return found
 
 
 def detection(found: Sequence[TextNumbers], name: str, audited: str, replays: Sequence[str], least: int) -> str:
@@ -204,20 +228,14 @@ def bench(path: Path, part: str, least: int) -> None:
     recorded = [(name, way) for name in replays for way in WAYS if (path / f"{name}-{way}-{part}.pt").exists()]
     more = {name for name, way in recorded if way != REPLAY}
     ways = [(name, way) for name, way in recorded if (way != REPLAY) == (name in more)]
-    found: list[TextNumbers] = []
-    audited = [folder.recorded(name, way) for name, way in ways]
-    for texts in zip(*audited, *(folder.recorded(name, REPLAY) for name in replays), strict=True):
-        ours, others = texts[: len(ways)], texts[len(ways) :]
-        found.append(numbers(ours, others, drawn(OPTIONS), honest_claims))
-        for one in texts:
-            one.forget()
+    ways = [(name, way) for name, way in ways if way != "batched" or not MACHINES[name].named]  # see same_arithmetic
+    print(table("same arithmetic | rows | that differ", list(same_arithmetic(folder, replays))), flush=True)
+    found = honest(folder, replays, ways)
     names = [name if way == REPLAY else f"{name}, {way}" for name, way in ways]
     header = (
-        "audited | replay | median row | largest row | largest median | tokens that differ | mean margin | largest | "
-        "part of the limit"
+        "audited | replay | median row | largest | largest median | tokens that differ | mean margin | part of limit"
     )
     print(f"{part}: {len(found)} texts\n" + table(header, list(spread(found, names, replays))), flush=True)
-    print(table("same arithmetic | rows | that differ", list(same_arithmetic(found, names))), flush=True)
     print("\n".join(accusations(found, names, replays, least)), flush=True)
     print("accused, of cheats: bit for bit / by two others / by the least able two", flush=True)
     print(table("tokens audited | " + " | ".join(map(str, TOKENS)), list(cheats(folder, replays, least // 10))))

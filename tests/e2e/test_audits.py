@@ -13,6 +13,7 @@ from recovery_swarm import TOKENS, assert_clean, model, prompt, swarm_of, truth
 from tiny_models import ModelTensors, hf_greedy
 from virtual_clock import virtual_time
 
+from swarm.planner.auditing.policy import POLICY
 from swarm.types import ModelId, PeerId
 from swarm_client import SwarmClient
 from swarm_client.auditing.result import AuditResult
@@ -49,6 +50,15 @@ def make_liar(swarm: MemorySwarm, peer: PeerId, tamper: Tamper, kind: type[Lying
     engine = swarm.engines[peer]
     engine._span = (kind or LyingSpan)(engine._span, tamper)  # type: ignore[assignment]
     engine._tail_sampler._span = engine._span
+
+
+class Framer(LyingSpan):
+    """Spoils the rows that no audit compares, so that its successor's differ: those of the attention sinks."""
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        hidden: torch.Tensor = self._span.forward(*args)
+        sinks = (args[1].positions < POLICY.sink_tokens)[:, None]
+        return torch.where(sinks, self._tamper(hidden), hidden)
 
 
 class LyingTail(LyingSpan):
@@ -121,6 +131,35 @@ async def test_a_hop_that_computes_something_else_is_named_and_left(
         _, again = await audited(client)
         assert liar not in again.checked
         assert again.liars == again.disputed == ()
+
+
+@pytest.mark.parametrize("arithmetic", ["", "same"])
+@pytest.mark.parametrize("victim", [0, 1])
+@virtual_time
+async def test_a_hop_that_spoils_what_is_not_compared_does_not_frame_the_next_one(victim: int, arithmetic: str) -> None:
+    async with swarm_of(3) as swarm, swarm.client(audits="wait", decoding="sequential") as client:
+        sign_all(swarm, arithmetic)
+        first = await client.generate(prompt(), max_new_tokens=TOKENS)
+        framer = first.chain.peers[victim]
+        make_liar(swarm, framer, lambda hidden: hidden + 9.0, Framer)
+        _, audit = await audited(client)
+        assert audit.liars == ((framer,) if arithmetic else ())
+        assert framer in (*audit.liars, *audit.disputed) or not arithmetic
+
+
+@virtual_time
+async def test_a_liar_in_an_answer_with_drafts_is_found_by_its_own_replay() -> None:
+    """Rows of drafts have other bits than a replay's, so the chain itself replays its answer."""
+    async with swarm_of(3) as swarm, swarm.client(audits="wait", decoding="pipelined-tree") as client:
+        sign_all(swarm)
+        liar = (await client.generate(prompt(), max_new_tokens=TOKENS)).chain.peers[1]
+        make_liar(swarm, liar, noisy)
+        stream = client.stream(prompt(), max_new_tokens=TOKENS)
+        await stream.read()
+        assert stream.speculation is not None
+        audit = await stream.audited()
+        assert audit is not None
+        assert audit.liars == (liar,)
 
 
 @pytest.mark.parametrize("tamper", [at_another_temperature, invented])

@@ -1,7 +1,8 @@
 """Which hop of which chain computed something else: compares what the hops of several chains report of one text.
 
 Pure: reports come in as bytes, and how far two rows are apart is handed in. Three replicas are needed to say who is
-wrong: two that disagree are a dispute, and no one is blamed.
+wrong: two that disagree are a dispute, and no one is blamed. Nor is a hop whose contradictor had other inputs, bit by
+bit: the rows that are compared by distance are a sample, and a hop before it may have spoiled the others.
 
 Machines of the same arithmetic must agree bit for bit. Others may differ within the spread that honest machines were
 measured to have, and differences within it are never held against anybody.
@@ -130,8 +131,9 @@ def compare(
             agreement = Agreement.EXACT if known else Agreement.UNKNOWN
         else:
             agreement, apart = _row_agreement(a, b, distance, policy)
-            if agreement is Agreement.NEAR and same_arithmetic and same_input and not drafted:
-                agreement = Agreement.INEXACT
+        promised = same_arithmetic and same_input and not drafted
+        if at is not None and promised and agreement in (Agreement.NEAR, Agreement.UNKNOWN):
+            agreement = Agreement.INEXACT
         peers, other_peers = tuple(r.peer for r in ours), tuple(r.peer for r in theirs)
         found.append(Comparison(start, end, peers, other_peers, agreement, at or 0, apart))
         if agreement is Agreement.FAR:
@@ -140,29 +142,46 @@ def compare(
     return found
 
 
-def deviation(comparisons: Sequence[Comparison]) -> Comparison | None:
-    """The one to look into: the first that is far, else the first where bits should have agreed."""
-    for kind in (Agreement.FAR, Agreement.INEXACT):
-        found = next((c for c in comparisons if c.agreement is kind), None)
-        if found is not None:
-            return found
-    return None
+def deviations(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Those to look into: the first that is far, then the first where bits should have agreed."""
+    first = (next((c for c in comparisons if c.agreement is kind), None) for kind in (Agreement.FAR, Agreement.INEXACT))
+    return [found for found in first if found is not None]
 
 
-def blame(found: Comparison, with_ours: Sequence[Comparison], with_theirs: Sequence[Comparison]) -> tuple[PeerId, ...]:
-    """Who deviates, by a third chain: `with_ours`, `with_theirs` compare it (second) with the two chains of `found`.
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A third chain (second in `comparisons`) against one of the two of a dispute. `same_inputs`: of the layers that
+    are disputed, see `same_inputs`."""
 
-    () unless the third agrees with exactly one of them, in the same layers and by the same measure.
+    comparisons: Sequence[Comparison]
+    same_inputs: bool
+
+
+def blame(found: Comparison, with_ours: Contradiction, with_theirs: Contradiction) -> tuple[PeerId, ...]:
+    """Who deviates, by a third chain, in the dispute `found`.
+
+    () unless the third agrees with exactly one of the two, in the same layers and by the same measure, and contradicts
+    the other one on the same inputs.
     """
-    ours, theirs = (_at(part, found.end) for part in (with_ours, with_theirs))
+    ours, theirs = (_at(part.comparisons, found.end) for part in (with_ours, with_theirs))
     if ours is None or theirs is None:
         return ()
     good = (Agreement.EXACT,) if found.agreement is Agreement.INEXACT else (Agreement.EXACT, Agreement.NEAR)
-    if ours in DEVIATIONS and theirs in good:
+    if ours in DEVIATIONS and theirs in good and with_ours.same_inputs:
         return found.peers
-    if theirs in DEVIATIONS and ours in good:
+    if theirs in DEVIATIONS and ours in good and with_theirs.same_inputs:
         return found.other_peers
     return ()
+
+
+def same_inputs(reports: Reports, others: Reports, start: int) -> bool:
+    """Whether in both chains a hop begins at layer `start`, and both got all the same rows, bit by bit."""
+    a, b = (next((r for r in chain if r.start == start), None) for chain in (reports, others))
+    if a is None or b is None or a.first or b.first:
+        return False
+    known = min(len(a.inputs), len(b.inputs))
+    rows = range(0, known, DIGEST_BYTES)
+    return a.inputs[:known] == b.inputs[:known] and all(a.inputs[at : at + DIGEST_BYTES] != UNKNOWN for at in rows)
 
 
 def _at(comparisons: Sequence[Comparison], end: int) -> Agreement | None:
