@@ -30,8 +30,6 @@ INNER = EDGES[:-1]  # edges whose rows are compared; of the last one the tokens 
 OPTIONS = (
     Sampling(temperature=0.8, top_p=0.95),
     Sampling(temperature=1.0),
-    Sampling(temperature=1.2, top_k=50),
-    Sampling(),
 )
 SEEDS = (1, 2, 3)
 REPLAY = "prefilled"
@@ -121,11 +119,14 @@ class Folder:
     path: Path
     part: str
     source: ModelSource
+    texts_each: int
     _tails: dict[str, Span] = field(default_factory=dict)
 
     @property
     def texts(self) -> list[Text]:
-        return [(list(tokens), prompt) for tokens, prompt in load(self.path / f"texts-{self.part}.pt")]
+        return [
+            (list(tokens), prompt) for tokens, prompt in load(self.path / f"texts-{self.part}.pt")[: self.texts_each]
+        ]
 
     def tail(self, machine: str) -> Span:
         if machine not in self._tails:
@@ -136,13 +137,13 @@ class Folder:
         found = load(self.path / f"{machine}-{way}-{self.part}.pt")
         name = machine if way == REPLAY else f"{machine}, {way}"
         tail, isa = self.tail(machine), MACHINES[machine].isa
-        return [Recorded(name, rows, tail, isa, prompt) for rows, (_, prompt) in zip(found, self.texts, strict=True)]
+        return [Recorded(name, rows, tail, isa, prompt) for rows, (_, prompt) in zip(found, self.texts, strict=False)]
 
     def cheats(self, machine: str) -> dict[str, list[Recorded]]:
         found: Mapping[str, list[Rows]] = load(self.path / f"cheats-{self.part}.pt")
         tail, isa = self.tail(machine), MACHINES[machine].isa
         return {
-            name: [Recorded(name, rows, tail, isa, p) for rows, (_, p) in zip(runs, self.texts, strict=True)]
+            name: [Recorded(name, rows, tail, isa, p) for rows, (_, p) in zip(runs, self.texts, strict=False)]
             for name, runs in found.items()
         }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import pickle
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ class Sessions:
 
 def outcome(found: TextNumbers, a: str, b: str, c: str, sessions: Sessions) -> tuple[Flags, Flags, Flags]:
     """-> whether `a` and its replay `b` dispute; `a` is accused, with the third `c`; `b` is."""
-    of_a, of_b = found.margins[a, b], found.margins[a, c]
+    of_a, of_b = (np.minimum(found.margins[a, replay], POLICY.max_margin) for replay in (b, c))
     at = sessions.first_far(found.rows[a, b], of_a)
     ours = sessions.first_far(found.rows[a, c], of_b)
     theirs = sessions.first_far(found.rows[b, c], np.abs(of_a - of_b))
@@ -150,17 +151,36 @@ def same_arithmetic(folder: Folder, machines: Sequence[str]) -> Iterator[str]:
                 yield f"{machine}, {way} | {rows} | {wrong}"
 
 
+def distinct(folder: Folder, machines: Sequence[str]) -> list[str]:
+    """Without those that compute the same bits as one before them: to audits they are one."""
+    found: dict[str, list[Recorded]] = {}
+    for machine in machines:
+        runs = folder.recorded(machine, REPLAY)
+        like = next((name for name, others in found.items() if all(map(equal, runs, others))), None)
+        if like is None:
+            found[machine] = runs
+        else:
+            print(f"{machine} computes the same bits as {like}")
+    return list(found)
+
+
+def equal(one: Recorded, other: Recorded) -> bool:
+    return all(bool((rows == other.rows[edge]).all()) for edge, rows in one.rows.items())
+
+
 def honest(folder: Folder, replays: Sequence[str], ways: Sequence[tuple[str, str]]) -> list[TextNumbers]:
     """Of each text; kept in the folder, for it takes minutes."""
     path = folder.path / f"numbers-{folder.part}.pickle"
     if path.exists():
         return cast(list[TextNumbers], pickle.loads(path.read_bytes()))
     found: list[TextNumbers] = []
-    audited = [folder.recorded(name, way) for name, way in ways]
-    for texts in zip(*audited, *(folder.recorded(name, REPLAY) for name in replays), strict=True):
-        found.append(numbers(texts[: len(ways)], texts[len(ways) :], drawn(OPTIONS), honest_claims))
-        for one in texts:
-            one.forget()
+    runs = {(name, way): folder.recorded(name, way) for name, way in {*ways, *((name, REPLAY) for name in replays)}}
+    for text in range(len(folder.texts)):
+        ours = [runs[way][text] for way in ways]
+        found.append(numbers(ours, [runs[name, REPLAY][text] for name in replays], drawn(OPTIONS), honest_claims))
+        for recorded in runs.values():
+            recorded[text].forget()
+        print(f"text {text + 1}", file=sys.stderr, flush=True)
     path.write_bytes(pickle.dumps(found))
     return found
 
@@ -214,22 +234,36 @@ def cheats(folder: Folder, replays: Sequence[str], least: int) -> Iterator[str]:
         ]
         yield detection(found, name, name, replays, least)
     honest = folder.recorded(WRITER, "decoded")
-    for declared in OPTIONS[:2]:
+    for declared in OPTIONS[:1]:
         mine = drawn([declared])
         for name, claims in token_cheats(declared):
             found = [numbers([one], others, mine, claims) for one, others in zip(honest, by_text, strict=True)]
             yield detection(found, name, honest[0].name, replays, least)
 
 
-def bench(path: Path, part: str, least: int) -> None:
+def _decoded(path: Path, name: str, part: str) -> bool:
+    return (path / f"{name}-decoded-{part}.pt").exists()
+
+
+def bench(path: Path, part: str, least: int, texts: int, only: str) -> None:
     cpu_library.set_threads(1)
-    folder = Folder(path, part, cast(ModelSource, DitheredSource(open_model("smollm2-135m"))))
-    replays = [name for name in MACHINES if (path / f"{name}-{REPLAY}-{part}.pt").exists()]
-    recorded = [(name, way) for name in replays for way in WAYS if (path / f"{name}-{way}-{part}.pt").exists()]
-    more = {name for name, way in recorded if way != REPLAY}
-    ways = [(name, way) for name, way in recorded if (way != REPLAY) == (name in more)]
-    ways = [(name, way) for name, way in ways if way != "batched" or not MACHINES[name].named]  # see same_arithmetic
-    print(table("same arithmetic | rows | that differ", list(same_arithmetic(folder, replays))), flush=True)
+    folder = Folder(path, part, cast(ModelSource, DitheredSource(open_model("smollm2-135m"))), texts)
+    machines = [name for name in MACHINES if (path / f"{name}-{REPLAY}-{part}.pt").exists()]
+    replays = distinct(folder, machines)
+    # of our kernels a replay has the bits of decoding (`same_arithmetic`), and stands for it
+    ways = [
+        (name, way)
+        for name in replays
+        for way in WAYS
+        if (path / f"{name}-{way}-{part}.pt").exists()
+        and (way in (REPLAY, "drafted") if MACHINES[name].named else way != REPLAY or not _decoded(path, name, part))
+    ]
+    print(table("same arithmetic | rows | that differ", list(same_arithmetic(folder, machines))), flush=True)
+    if only != "honest":
+        print("accused, of cheats: bit for bit / by two others / by the least able two", flush=True)
+        print(table("tokens audited | " + " | ".join(map(str, TOKENS)), list(cheats(folder, replays, least // 10))))
+    if only == "cheats":
+        return
     found = honest(folder, replays, ways)
     names = [name if way == REPLAY else f"{name}, {way}" for name, way in ways]
     header = (
@@ -237,8 +271,6 @@ def bench(path: Path, part: str, least: int) -> None:
     )
     print(f"{part}: {len(found)} texts\n" + table(header, list(spread(found, names, replays))), flush=True)
     print("\n".join(accusations(found, names, replays, least)), flush=True)
-    print("accused, of cheats: bit for bit / by two others / by the least able two", flush=True)
-    print(table("tokens audited | " + " | ".join(map(str, TOKENS)), list(cheats(folder, replays, least // 10))))
 
 
 def main() -> None:
@@ -246,9 +278,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--part", default="reporting", choices=("calibration", "reporting"))
     parser.add_argument("--sessions", type=int, default=100_000)
+    parser.add_argument("--texts", type=int, default=10)
+    parser.add_argument("--only", choices=("honest", "cheats", "both"), default="both")
     options = parser.parse_args()
     started = time.monotonic()
-    bench(options.folder, options.part, options.sessions)
+    bench(options.folder, options.part, options.sessions, options.texts, options.only)
     print(f"{time.monotonic() - started:.0f} s")
 
 

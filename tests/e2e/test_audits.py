@@ -238,9 +238,10 @@ async def test_two_that_disagree_are_a_dispute_and_nobody_is_left() -> None:
         assert len(audit.disputed) == 2
 
 
+@pytest.mark.parametrize("audits", ["auto", "wait"])
 @virtual_time
-async def test_without_replicas_nothing_is_audited_and_nothing_stays_open() -> None:
-    async with swarm_of(1) as swarm, swarm.client(audits="wait") as client:
+async def test_without_replicas_nothing_is_audited_and_nothing_stays_open(audits: Any) -> None:
+    async with swarm_of(1) as swarm, swarm.client(audits=audits) as client:
         answer = await client.generate(prompt(), max_new_tokens=TOKENS)
         assert list(answer.token_ids) == truth()
         _, audit = await audited(client)

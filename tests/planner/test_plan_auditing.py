@@ -167,7 +167,7 @@ def test_the_third_decides_about_tokens_too(liar: str) -> None:
     others = [token + 500 for token in TEXT[1:]]
     a = chain("a")
     b = tails(others, invented, "b")
-    c = tails(others, invented, "c") if liar == "a" else tails(TEXT[1:], honest, "c")
+    c = tails(others, [3.0] * SAMPLED, "c") if liar == "a" else tails(TEXT[1:], honest, "c")
     found = deviation(compared(a, b))
     assert found is not None
     assert blamed(found, a, b, c) == (f"{liar}4",)

@@ -216,7 +216,7 @@ def _token_agreement(a: HopReport, b: HopReport, policy: AuditPolicy, *, exact: 
     `exact`: their own samples are the same. Positions at which one of them did not sample do not count.
     """
     apart = [
-        min(policy.max_margin, abs(a.margins.get(p, 0.0) - b.margins.get(p, 0.0)))
+        abs(min(policy.max_margin, a.margins.get(p, 0.0)) - min(policy.max_margin, b.margins.get(p, 0.0)))
         for p in sorted(a.margins.keys() | b.margins.keys())
         if a.digest(a.outputs, p) != UNKNOWN != b.digest(b.outputs, p)
     ]
