@@ -125,7 +125,7 @@ class ClientConfig:
     remember_peers: bool = True  # keep what was seen of nodes in a small file, for the next time
     # Other nodes compute some answers again: "auto", in open swarms, in the background; "wait": every answer, and
     # `generate` and `chat` return it once it is confirmed, or was redone
-    audits: Audits = "off"
+    audits: Audits = "auto"
     limits: Limits = field(default_factory=Limits)
 
 

@@ -119,7 +119,8 @@ class SessionRunner:
         served_span.computed(session.key, session.committed)
         self.counters.steps += 1
         self.counters.layer_tokens += step.rows * len(session.span)
-        self.audits.record(session, step, arrival.body, outcome.output.body, outcome.output.tokens)
+        output = outcome.output
+        self.audits.record(session, step, arrival.body, output.body, output.tokens, output.margins)
         if not session.tail:
             self.logs.append(session.key, step, outcome.output.body)
         if not session.is_replay(step):
