@@ -237,6 +237,7 @@ def test_pieces_are_small_in_company_of_those_further_behind_only() -> None:
     for _ in range(3):
         queue.push(Row(attacker, 64))
         running = queue.take(0.5)
+    queue.completed(running, 0.01, 0.4)
     rows = queue.rows_at_once(attacker, 0, 2, 0.5)
     assert rows is not None
     assert WORK.layer_ms(rows) * 2 <= POLICY.slice_ms < WORK.layer_ms(rows + 1) * 2
