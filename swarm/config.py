@@ -74,7 +74,7 @@ class NodeConfig:
     gpu: Annotated[int, Meta(ge=0)] | None = None  # None: the CPU
     layers: str | None = None  # "START:END"; None: automatic placement
     max_memory: Size | None = None  # bytes; None: most of what is free
-    dtype: str = "bf16"
+    dtype: str = "bf16"  # or "auto": the format of the model's files
     medusa_heads: Path | None = None  # Medusa heads, run by the tail
     name: str = ""
     region: str = ""

@@ -12,6 +12,7 @@
         DrafterFailed                 a drafter cannot be used, raised or stalled; generation goes on without it
       ResourceError                 this machine cannot do it
         OutOfMemory                   too little memory for one layer, or no KV pages left
+        DiskFull                      too little room on the disk for a model's files
         DeviceUnavailable             the requested GPU is not there
         AddressInUse                  the port to listen on is taken
         ActivationLogEvicted          a hop no longer has the outputs that are to be replayed
@@ -100,6 +101,10 @@ class ResourceError(SwarmError):
 
 class OutOfMemory(ResourceError):
     code = "out_of_memory"
+
+
+class DiskFull(ResourceError):
+    code = "disk_full"
 
 
 class DeviceUnavailable(ResourceError):

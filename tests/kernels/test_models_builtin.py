@@ -95,8 +95,8 @@ def test_nodes_that_start_together_fetch_it_once(pip: FakePip) -> None:
 def test_the_stamp_saves_hashing_until_the_file_changes(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
     path = ensure("tiny")
     hashed: list[Path] = []
-    genuine = builtin._sha256
-    monkeypatch.setattr(builtin, "_sha256", lambda file: hashed.append(file) or genuine(file))
+    genuine = builtin.sha256_of
+    monkeypatch.setattr(builtin, "sha256_of", lambda file: hashed.append(file) or genuine(file))
     ensure("tiny")
     assert hashed == []
     os.utime(path, ns=(1, 1))

@@ -69,6 +69,9 @@ class Events:
     def loading(self, share: float) -> None:
         assert 0 <= share <= 1
 
+    def fetching(self, done: int, total: int) -> None:
+        assert 0 <= done <= total
+
     def __enter__(self) -> Events:
         return self
 

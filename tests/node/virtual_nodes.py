@@ -75,6 +75,9 @@ class RecordedEvents:
     def loading(self, share: float) -> None:
         assert 0 <= share <= 1
 
+    def fetching(self, done: int, total: int) -> None:
+        assert 0 <= done <= total
+
     def __enter__(self) -> RecordedEvents:
         return self
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 from toy_swarm import node, snapshot
 
+from swarm.address_blocks import claimed_block
 from swarm.errors import NoRoute
 from swarm.planner.routing.route import RouteTable
 from swarm.planner.trust import evidence as of
 from swarm.planner.trust.belief import Strangers, believe, believed_snapshot, shunned_s, strangers_of_late
-from swarm.planner.trust.evidence import UNKNOWN, FailureKind, PeerEvidence, address_block
+from swarm.planner.trust.evidence import UNKNOWN, FailureKind, PeerEvidence
 from swarm.planner.trust.measurement import hop_times, overdue_hop
 from swarm.planner.trust.policy import POLICY
 from swarm.planner.trust.trial import Trial, choose_chain, repair_chain
@@ -137,9 +138,9 @@ def test_a_thousand_identities_of_one_block_get_the_share_of_one() -> None:
 def test_a_block_answers_for_its_members_and_a_lan_has_none() -> None:
     strangers = Strangers(10, 10, 1.0, {"45.66.0.0/16": (0, 8), "60.1.0.0/16": (5, 0)})
     assert strangers.p_fail("45.66.0.0/16") > 0.75 > 0.5 > strangers.p_fail("60.1.0.0/16")
-    assert address_block(("/ip4/192.168.1.4/tcp/1", "/ip4/45.66.7.8/udp/1")) == "45.66.0.0/16"
-    assert address_block(("/ip4/127.0.0.1/tcp/1", "/memory/x", "/ip4/999.1.1.1/tcp/1", "")) == ""
-    assert address_block(("/ip6/2606:4700::1/tcp/1",)) == "2606:4700::/32"
+    assert claimed_block(("/ip4/192.168.1.4/tcp/1", "/ip4/45.66.7.8/udp/1")) == "45.66.0.0/16"
+    assert claimed_block(("/ip4/127.0.0.1/tcp/1", "/memory/x", "/ip4/999.1.1.1/tcp/1", "")) == ""
+    assert claimed_block(("/ip6/2606:4700::1/tcp/1",)) == "2606:4700::/32"
 
 
 def test_repairs_take_proven_nodes_first() -> None:

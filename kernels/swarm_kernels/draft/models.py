@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -21,7 +21,7 @@ from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
 from swarm_kernels.draft.session import DraftCandidates
 from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.models.source import ModelSource
+from swarm_kernels.models.source import FetchProgress, ModelSource, NotQuantized
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
 from swarm_kernels.runtime.load import load_span
@@ -202,7 +202,7 @@ def _pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[DraftCandidates]:
     return [[(token, min(0.0, p)) for token, p in zip(*row, strict=True) if p > -math.inf] for row in rows]
 
 
-class _DraftSource:
+class _DraftSource(NotQuantized):
     """A ModelSource of the target's first layers and the draft's own.
 
     Its config has one layer more than there are, so that a span of them all is not the last one and loads neither norm
@@ -234,8 +234,17 @@ class _DraftSource:
     def nbytes(self, hf_name: str) -> int:
         return self.tensor(hf_name).nbytes
 
+    def missing_bytes(self, names: Iterable[str]) -> int:
+        return self._target.missing_bytes(self._of_target(names))
+
+    def fetch(self, names: Iterable[str], progress: FetchProgress | None = None) -> None:
+        self._target.fetch(self._of_target(names), progress)
+
     def close(self) -> None:
         """Does nothing: the caller owns the target."""
+
+    def _of_target(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name == EMBEDDING or self._is_base(name)]
 
     def _is_base(self, name: str) -> bool:
         parts = name.split(".")

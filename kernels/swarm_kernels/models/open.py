@@ -6,29 +6,33 @@ and GGUF are ever read; no pickle is loaded and no code from a model is run.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 from pathlib import Path
 
-from swarm.errors import CorruptModel, ModelNotFound, UsageError
+from swarm.errors import CorruptModel, ModelError, ModelNotFound, UnsupportedModel, UsageError
 from swarm_kernels.models import builtin
 from swarm_kernels.models.gguf import GgufSource
-from swarm_kernels.models.safetensors import INDEX, SafetensorsSource
+from swarm_kernels.models.gguf_parts import unsplit_name
+from swarm_kernels.models.hub.cache import RepoCache
+from swarm_kernels.models.hub.listing import REPO, Listing
+from swarm_kernels.models.hub.policy import POLICY
+from swarm_kernels.models.hub.repo import HubRepo
+from swarm_kernels.models.hub.stamps import sha256_of
+from swarm_kernels.models.hub_source import HubSource
+from swarm_kernels.models.safetensors import INDEX, PICKLES, SafetensorsSource
 from swarm_kernels.models.source import ModelSource
 
 __all__ = ["ModelSource", "open_model"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+_SMALL_FILES = (".json", ".jinja")  # config, index, tokenizer and chat template
 
 
 def open_model(spec: str, cache_dir: Path | None = None, *, expected_sha256: str | None = None) -> ModelSource:
-    """Open a model by folder, `.gguf` file, hub id ("org/name") or built-in name ("smollm2-135m").
+    """Open a model by folder, `.gguf` file, hub id ("org/name", "org/name@revision") or built-in name.
 
-    `cache_dir`: where downloads are cached, by default the swarm's or Hugging Face's folder. `expected_sha256`: hash
-    of the one weight file, hex. Raises ModelNotFound, CorruptModel, UnsupportedModel, and
-    UsageError when a hash is given for weights in several files.
+    A GGUF model in several parts is opened by any of them. `cache_dir`: where downloads are cached, by default the
+    swarm's or Hugging Face's folder. `expected_sha256`: hash of the one weight file, hex. Raises ModelNotFound,
+    CorruptModel, UnsupportedModel, DiskFull, and UsageError when a hash is given for weights in several files.
     """
     if spec in builtin.MODELS:
         return GgufSource(_checked(builtin.ensure(spec, cache_dir), expected_sha256), spec)
@@ -37,8 +41,9 @@ def open_model(spec: str, cache_dir: Path | None = None, *, expected_sha256: str
         return _open_file(path, expected_sha256)
     if spec and os.path.isdir(path):
         return _open_folder(path, None, expected_sha256)
-    if _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
-        return _open_folder(_fetch_from_hub(spec, cache_dir), spec, expected_sha256)
+    repo, _, revision = spec.partition("@")
+    if REPO.fullmatch(repo) and ".." not in repo and path.suffix != ".gguf":
+        return _open_hub(repo, revision or None, cache_dir, expected_sha256)
     if path.suffix == ".gguf" or "/" in spec or "\\" in spec:
         raise ModelNotFound(f"there is no model at {spec[:200]}")
     raise ModelNotFound(
@@ -56,7 +61,7 @@ def _open_file(path: Path, expected_sha256: str | None) -> ModelSource:
 def _open_folder(folder: Path, name: str | None, expected_sha256: str | None) -> ModelSource:
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs and not any(folder.glob("*.safetensors")):
-        if len(ggufs) > 1:
+        if len({unsplit_name(path) for path in ggufs}) > 1:
             raise ModelNotFound(f"{folder} holds {len(ggufs)} GGUF files; name one of them, for instance {ggufs[0]}")
         return GgufSource(_checked(ggufs[0], expected_sha256), name)
     if expected_sha256 is not None:
@@ -71,34 +76,45 @@ def _checked(path: Path, expected_sha256: str | None) -> Path:
     """`path`, after its hash was checked."""
     if expected_sha256 is None:
         return path
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if unsplit_name(path) != path.stem:
+        raise UsageError(f"a SHA-256 can be checked for a model in one file only, and {path} is a part of one")
+    found = sha256_of(path)
     if found != expected_sha256.strip().lower():
         raise CorruptModel(f"{path} has the SHA-256 {found}, not the expected {expected_sha256}; fetch it again")
     return path
 
 
-def _fetch_from_hub(repo: str, cache_dir: Path | None) -> Path:
-    """The snapshot's folder, downloaded unless the cache has it. Never fetches pickle files or code."""
-    import huggingface_hub  # imported here: half a second, and most nodes open a file
-    from huggingface_hub import errors
+def _open_hub(repo: str, revision: str | None, cache_dir: Path | None, expected_sha256: str | None) -> ModelSource:
+    """A model on the hub: its small files are fetched now, its weights when they are needed."""
+    hub = HubRepo.open(repo, revision, cache_dir)
+    weights = hub.listing.with_suffix(".safetensors")
+    if not weights:
+        raise _not_readable(hub.listing)
+    if expected_sha256 is not None:
+        if len(weights) != 1:
+            raise UsageError(f"a SHA-256 can be checked for a model in one file only, and {repo} is not that")
+        stated = hub.listing.find(weights[0]).content_hash
+        if stated != expected_sha256.strip().lower():
+            raise CorruptModel(f"{weights[0]} of {repo} has the SHA-256 {stated}, not the expected {expected_sha256}")
+    small = [file for file in hub.listing.files.values() if file.name.endswith(_SMALL_FILES)]
+    small = [file for file in small if file.size <= POLICY.max_json_bytes][: POLICY.max_json_files]
+    hub.fetch(file.name for file in small)
+    return HubSource(hub)
 
-    failures: tuple[type[Exception], ...] = (OSError, ValueError, errors.HTTPError, errors.LocalEntryNotFoundError)  # type: ignore[attr-defined]
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repo, cache_dir=cache_dir, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], library_name="swarm"
-            )
+
+def open_cached(repo: str, cache_dir: Path | None = None) -> HubSource | None:
+    """A model on a hub as far as it is known here, without asking the hub; None if that is too little. Raises
+    ModelError."""
+    hub = HubRepo.cached(RepoCache.of(repo, cache_dir))
+    return HubSource(hub) if hub is not None and (hub.folder / "config.json").is_file() else None
+
+
+def _not_readable(listing: Listing) -> ModelError:
+    if listing.with_suffix(".gguf"):
+        return ModelNotFound(f"{listing.repo} has GGUF files only; fetch one of them and give its path")
+    if any(name.endswith(PICKLES) for name in listing.files):
+        return UnsupportedModel(
+            f"{listing.repo} has only pickle files (*.bin, *.pt), which are never loaded because they can run any "
+            "code; use another repository, with safetensors files"
         )
-    except errors.GatedRepoError:
-        raise ModelNotFound(
-            f"the model {repo} is gated; accept its licence on huggingface.co and run 'hf auth login'"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelNotFound(f"Hugging Face has no model {repo}, or it is private; check its name") from None
-    except failures as error:
-        reason = type(error).__name__
-        raise ModelNotFound(
-            f"the model {repo} is neither in the local cache nor can it be fetched from huggingface.co ({reason}); "
-            "check the network, or give a folder or a .gguf file"
-        ) from None
+    return ModelNotFound(f"{listing.repo} has no *.safetensors file")

@@ -10,30 +10,38 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, CorruptModel, ModelNotFound, UnsupportedModel
+from swarm_kernels.device.device import INT4
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
-from swarm_kernels.models.source import ModelFile, fingerprint
+from swarm_kernels.models.quantized.checkpoint import parts_of, small_tensors, unpacked_table
+from swarm_kernels.models.quantized.packed_tensor import PackedTensor
+from swarm_kernels.models.quantized.schemes import scheme_of
+from swarm_kernels.models.source import LocalFiles, ModelFile, WeightFile, fingerprint, fingerprint_sample
 from swarm_kernels.models.tensor_shapes import check_shapes
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-_SIZES = {**{name: dtype.itemsize for name, dtype in _DTYPES.items()}, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-_SIZES |= {"U16": 2, "U32": 4, "U64": 8}
-_MAX_HEADER = 1 << 24  # bytes, of some 100,000 tensors; one file of the largest models has a hundredth of it
+_SIZES = {**{name: dtype.itemsize for name, dtype in _DTYPES.items()}, "U16": 2, "U32": 4, "U64": 8}
+MAX_HEADER = 1 << 24  # bytes, of some 100,000 tensors; one file of the largest models has a hundredth of it
 _MAX_JSON = 1 << 22  # bytes of a file that is read whole: each may become 25 in memory
 _MAX_INDEX = 1 << 26  # of one that holds nothing but names; those of a trillion parameters have 20 MB
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_SHARDS = 4096  # each is an open file
 _Count = Annotated[int, Meta(ge=0, lt=1 << 50)]
 INDEX = "model.safetensors.index.json"
@@ -66,44 +74,50 @@ _decode_index = msgspec.json.Decoder(_Index).decode
 class StoredTensor:
     """Location of one tensor."""
 
-    file: ModelFile
+    file: WeightFile
     shape: tuple[int, ...]
     dtype: str
     offset: int  # from the file's start
     nbytes: int
 
 
-class SafetensorsSource:
-    """A ModelSource. Opening reads only the headers and the first 4 KiB of each tensor."""
+class SafetensorsSource(LocalFiles):
+    """A ModelSource. Opening reads only the headers and the first 4 KiB of some tensors.
+
+    Weights of a quantized checkpoint have their plain names and are unpacked when they are read.
+    """
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         """Raises ModelNotFound, CorruptModel, UnsupportedModel."""
         self.path = folder
         self.name = name or folder.resolve().name
-        self.files: list[ModelFile] = []
+        self.files: list[WeightFile] = []
         try:
             self._tensors = self._read_tables()
+            config = read_json(folder / "config.json")
+            self._weights = self._unpacked(config.get("quantization_config"))
             self.config: ModelConfig = model_config(
-                read_json(folder / "config.json"),
+                config,
                 read_json(folder / "generation_config.json", required=False),
                 has_head=self.has("lm_head.weight"),
                 where=str(folder / "config.json"),
             )
-            check_shapes(self.config, self._tensors, str(folder))
+            check_shapes(self.config, self._weights, str(folder))
+            self._before_starts(fingerprint_sample(self._tensors))
             self.weight_hash = fingerprint(
                 self.config,
                 [(name, t.shape, t.dtype, t.nbytes) for name, t in self._tensors.items()],
-                lambda name, length: self._tensors[name].file.read(self._tensors[name].offset, length),
+                self._start,
             )
         except BaseException:
             self.close()
             raise
 
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._tensors))
+        return tuple(sorted(self._weights))
 
     def has(self, hf_name: str) -> bool:
-        return hf_name in self._tensors
+        return hf_name in self._weights
 
     def shape(self, hf_name: str) -> tuple[int, ...]:
         return self._find(hf_name).shape
@@ -112,15 +126,61 @@ class SafetensorsSource:
         return self._find(hf_name).nbytes
 
     def tensor(self, hf_name: str) -> torch.Tensor:
-        return read_tensor(self._find(hf_name), hf_name)
+        found = self._find(hf_name)
+        if isinstance(found, PackedTensor):
+            return found.unpack(self._parts(found))
+        return read_tensor(found, hf_name)
+
+    def native(self, hf_name: str) -> torch.dtype:
+        found = self._find(hf_name)
+        if not isinstance(found, PackedTensor):
+            return torch.bfloat16
+        return torch.int8 if found.four_bits is None else INT4
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        found = self._find(hf_name)
+        if not isinstance(found, PackedTensor) or found.four_bits is None:
+            return None
+        return found.four_bits(self._parts(found))
+
+    def stored(self, hf_name: str) -> list[StoredTensor]:
+        """Where a tensor lies: in several places if it is packed. Raises CorruptModel."""
+        found = self._find(hf_name)
+        return [self._tensors[part] for part in found.parts.values()] if isinstance(found, PackedTensor) else [found]
 
     def close(self) -> None:
         for file in self.files:
             file.close()
 
-    def _find(self, hf_name: str) -> StoredTensor:
+    def _before_starts(self, names: Sequence[str]) -> None:
+        """Called with the tensors whose `_start` is asked for next."""
+
+    def _start(self, name: str, length: int) -> npt.NDArray[np.uint8]:
+        """The first bytes of a tensor."""
+        return self._tensors[name].file.read(self._tensors[name].offset, length)
+
+    def _unpacked(self, quantization: Any) -> dict[str, StoredTensor | PackedTensor]:
+        """The weights by their plain names. `quantization`: the config's `quantization_config`, if it has one."""
+        where = str(self.path)
+        if not isinstance(quantization, dict):
+            return dict(self._tensors)
+        scheme = scheme_of(quantization, str(self.path / "config.json"))
+        self._before_starts(small_tensors(self._tensors))
+        packed = unpacked_table(scheme, self._tensors, self._small, where)
+        hidden = parts_of(scheme, self._tensors, packed)
+        return {name: tensor for name, tensor in self._tensors.items() if name not in hidden} | packed
+
+    def _small(self, name: str) -> torch.Tensor:
+        """One of `small_tensors`."""
+        stored = self._tensors[name]
+        return torch.from_numpy(self._start(name, stored.nbytes).copy()).view(_DTYPES[stored.dtype])
+
+    def _parts(self, packed: PackedTensor) -> dict[str, torch.Tensor]:
+        return {role: read_tensor(self._tensors[part], part) for role, part in packed.parts.items()}
+
+    def _find(self, hf_name: str) -> StoredTensor | PackedTensor:
         try:
-            return self._tensors[hf_name]
+            return self._weights[hf_name]
         except KeyError:
             raise CorruptModel(f"{self.path} has no tensor '{hf_name}'") from None
 
@@ -134,7 +194,9 @@ class SafetensorsSource:
             raise CorruptModel(f"{index} has no weight_map; fetch it again") from None
         if len(set(weight_map.values())) > _MAX_SHARDS:
             raise CorruptModel(f"{index} names more than {_MAX_SHARDS} shards; fetch it again")
-        shards = {shard: self._open(self._shard(index, shard)) for shard in sorted(set(weight_map.values()))}
+        names = sorted(set(weight_map.values()))
+        self._before_headers(names)
+        shards = {shard: self._open(self._shard(index, shard)) for shard in names}
         tensors = {}
         for name, shard in weight_map.items():
             if name not in shards[shard]:
@@ -144,14 +206,21 @@ class SafetensorsSource:
             tensors[name] = shards[shard][name]
         return tensors
 
+    def _before_headers(self, shards: Sequence[str]) -> None:
+        """Called with the files that `_open` is called with next."""
+
+    def _safetensors(self) -> list[Path]:
+        """The model's weight files."""
+        return sorted(self.path.glob("*.safetensors"))
+
     def _single_file(self) -> Path:
+        found = self._safetensors()
         usual = self.path / "model.safetensors"
-        found = [usual] if usual.is_file() else sorted(self.path.glob("*.safetensors"))
-        if len(found) == 1:
-            return found[0]
+        if usual in found or len(found) == 1:
+            return usual if usual in found else found[0]
         if found:
             raise ModelNotFound(f"{self.path} has {len(found)} safetensors files but no {INDEX} to join them; fetch it")
-        if any(entry.suffix in _PICKLES for entry in self.path.iterdir()):
+        if any(entry.suffix in PICKLES for entry in self.path.iterdir()):
             raise UnsupportedModel(
                 f"{self.path} has only pickle files (*.bin, *.pt), which are never loaded because they can run any "
                 "code; use the model's safetensors files or a GGUF file"
@@ -161,15 +230,17 @@ class SafetensorsSource:
     def _shard(self, index: Path, shard: str) -> Path:
         if not shard.endswith(".safetensors") or Path(shard).name != shard:
             raise CorruptModel(f"{index} names {shard[:80]!r}, which is no safetensors file beside it")
-        path = self.path / shard
-        if not path.is_file():
-            raise ModelNotFound(f"the shard {shard} is missing from {self.path}; fetch the model again")
-        return path
+        return self.path / shard
 
     def _open(self, path: Path) -> dict[str, StoredTensor]:
-        file = ModelFile(path)
+        file = self._file(path)
         self.files.append(file)
         return read_header(file)
+
+    def _file(self, path: Path) -> WeightFile:
+        if not path.is_file():
+            raise ModelNotFound(f"the shard {path.name} is missing from {self.path}; fetch the model again")
+        return ModelFile(path)
 
 
 def read_json(path: Path, *, required: bool = True, limit: int | None = None) -> dict[str, Any]:
@@ -203,7 +274,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     return data
 
 
-def read_metadata(file: ModelFile) -> dict[str, str]:
+def read_metadata(file: WeightFile) -> dict[str, str]:
     """The texts that a file's writer put beside its tensors. Raises CorruptModel."""
     try:
         return _decode_described(_header_json(file)).metadata
@@ -211,7 +282,7 @@ def read_metadata(file: ModelFile) -> dict[str, str]:
         raise CorruptModel(f"the header of {file.path} is malformed ({error!s:.200}); fetch it again") from None
 
 
-def read_header(file: ModelFile) -> dict[str, StoredTensor]:
+def read_header(file: WeightFile) -> dict[str, StoredTensor]:
     """The tensor table: 8 bytes of length, JSON, then the data without holes. Raises CorruptModel, UnsupportedModel."""
     data = _header_json(file)
     length = len(data)
@@ -241,14 +312,14 @@ def read_tensor(stored: StoredTensor, name: str) -> torch.Tensor:
     return data.view(_DTYPES[stored.dtype]).reshape(stored.shape)
 
 
-def _header_json(file: ModelFile) -> bytes:
+def _header_json(file: WeightFile) -> bytes:
     length = int(struct.unpack("<Q", file.read(0, 8).tobytes())[0])
-    if length > min(_MAX_HEADER, file.size - 8):
+    if length > min(MAX_HEADER, file.size - 8):
         raise CorruptModel(f"{file.path} is truncated or not a safetensors file; fetch it again")
     return file.read(8, length).tobytes()
 
 
-def _entry(file: ModelFile, name: str, value: _Entry, data_start: int) -> StoredTensor:
+def _entry(file: WeightFile, name: str, value: _Entry, data_start: int) -> StoredTensor:
     malformed = CorruptModel(f"{file.path}: the entry of {name[:80]!r} is malformed; fetch it again")
     shape, span = value.shape, value.data_offsets
     if isinstance(shape, str) or isinstance(span, str) or len(span) != 2 or not name.isprintable():

@@ -7,8 +7,10 @@ exchange hidden states.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -21,10 +23,17 @@ import torch
 
 from swarm.errors import CorruptModel, ModelNotFound
 from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
 
 HASHED_BYTES = 4096
-"""Bytes of each tensor that enter the fingerprint: enough to distinguish fine-tunes, and quick to read."""
+"""Bytes of each sampled tensor that enter the fingerprint."""
+HASHED_TENSORS = 64
+"""Tensors whose bytes enter the fingerprint: as many small requests where the model lies on a hub."""
 
+FetchProgress = Callable[[int, int], None]
+"""Called with the bytes that are here and those that are needed; from other threads, one call at a time."""
+
+_NUMBER = re.compile(r"\d+")
 _NOT_COMPUTATION = frozenset(
     {
         "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range",
@@ -68,9 +77,68 @@ class ModelSource(Protocol):
         """Bytes `tensor(hf_name)` takes in memory."""
         ...
 
+    def native(self, hf_name: str) -> torch.dtype:
+        """Of bf16, int8 and int4, the smallest that holds a matrix about as well as it is stored."""
+        ...
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        """A matrix whose `native` is int4 as it is stored, without another rounding; None where it must be rounded.
+
+        Raises CorruptModel.
+        """
+        ...
+
+    def missing_bytes(self, names: Iterable[str]) -> int:
+        """What `fetch` would transfer to have these tensors on this machine; 0 for a local model."""
+        ...
+
+    def fetch(self, names: Iterable[str], progress: FetchProgress | None = None) -> None:
+        """Have these tensors on this machine before they are read; does nothing for those that are.
+
+        What is read without it is fetched then. An exception of `progress` ends it; what has come is kept. Raises
+        ModelNotFound, CorruptModel, DiskFull.
+        """
+        ...
+
     def close(self) -> None:
         """Close the files; tensors already returned stay valid."""
         ...
+
+
+class NotQuantized:
+    """The part of a ModelSource whose tensors are all stored as plain floats."""
+
+    def native(self, hf_name: str) -> torch.dtype:
+        return torch.bfloat16
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        return None
+
+
+class LocalFiles:
+    """The part of a ModelSource whose tensors are all on this machine."""
+
+    def missing_bytes(self, names: Iterable[str]) -> int:
+        return 0
+
+    def fetch(self, names: Iterable[str], progress: FetchProgress | None = None) -> None:
+        """There is nothing to fetch."""
+
+
+class WeightFile(Protocol):
+    """Bounded reads of one file, wherever it lies."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        """`length` bytes from `offset`, `[length]` uint8. Raises CorruptModel when the file ends before."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class ModelFile:
@@ -119,20 +187,54 @@ def fingerprint(
     table: Iterable[tuple[str, tuple[int, ...], str, int]],
     read_start: Callable[[str, int], npt.NDArray[np.uint8]],
 ) -> str:
-    """Hash of the canonical config, the tensor table and each tensor's first bytes; 32 hex digits.
+    """Hash of the canonical config, the tensor table and the first bytes of a sample of tensors; 32 hex digits.
 
     `table`: (name, shape, stored dtype, stored bytes) of each tensor; `read_start(name, n)` its first n stored bytes.
-    Files, shards, paths and tokenizer settings are left out: they do not change what a layer computes. Raises
+    Files, shards, paths and tokenizer settings are left out: they do not change what a layer computes.
+
+    Equal fingerprints prove that config, names, shapes and number formats are equal, and that the sampled bytes are:
+    at most `HASHED_TENSORS` tensors, some of every kind and spread over the layers. So it tells a model from one
+    that was trained on, or into which an adapter was merged, when that changed all layers; not from one where only a
+    few tensors differ. It is no proof of the weights: whoever serves a model may compute with others. Raises
     CorruptModel.
     """
     try:
         digest = hashlib.sha256(json.dumps(_canonical(config), sort_keys=True, default=str).encode())
     except RecursionError:
         raise CorruptModel("the model's config.json is nested too deep; fetch the model again") from None
+    sizes = {}
     for name, shape, dtype, size in sorted(table):
         digest.update(json.dumps([name, list(shape), dtype]).encode())
-        digest.update(read_start(name, min(size, HASHED_BYTES)).data)
+        sizes[name] = size
+    for name in fingerprint_sample(sizes):
+        digest.update(read_start(name, min(sizes[name], HASHED_BYTES)).data)
     return digest.hexdigest()[:32]
+
+
+def fingerprint_sample(names: Iterable[str]) -> list[str]:
+    """The tensors whose bytes enter the fingerprint, a function of all names: the kinds of tensors (a name without its
+    numbers) take turns, and each gives one of the layer that has given the fewest, ties by a hash of the name."""
+    kinds: dict[str, list[tuple[bytes, str]]] = {}
+    for name in names:
+        kinds.setdefault(_NUMBER.sub("*", name), []).append((hashlib.sha256(name.encode()).digest(), name))
+    pools = [heapq.nsmallest(HASHED_TENSORS, kinds[kind]) for kind in sorted(kinds)][:HASHED_TENSORS]
+    given: dict[str, int] = {}
+    sample: list[str] = []
+    while pools and len(sample) < HASHED_TENSORS:
+        for pool in pools[: HASHED_TENSORS - len(sample)]:
+            chosen = min(pool, key=lambda entry: (given.get(_first_number(entry[1]), 0), entry[0]))
+            pool.remove(chosen)
+            layer = _first_number(chosen[1])
+            given[layer] = given.get(layer, 0) + 1
+            sample.append(chosen[1])
+        pools = [pool for pool in pools if pool]
+    return sample
+
+
+def _first_number(name: str) -> str:
+    """The layer, in most names."""
+    match = _NUMBER.search(name)
+    return match[0] if match else ""
 
 
 def _canonical(config: ModelConfig) -> dict[str, Any]:

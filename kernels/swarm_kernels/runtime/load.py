@@ -1,6 +1,6 @@
 """Loads a span of a model: a `LlamaSpan` where it covers the model exactly, else an `HfSpan` on transformers' layers.
 
-Owns that choice only.
+Owns that choice, and that the span's weights are on this machine before they are read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import torch
 from swarm.errors import UsageError
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import release_free_memory
-from swarm_kernels.models.source import ModelSource
+from swarm_kernels.models.layers import tensors_of_span
+from swarm_kernels.models.source import FetchProgress, ModelSource
 from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.span import Progress, Span
 
@@ -22,16 +23,19 @@ def load_span(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     like: Span | None = None,
+    fetching: FetchProgress | None = None,
 ) -> Span:
     """Read the tensors of `layers` (and the embedding, norm and head where the span has an end of the model).
 
     `dtype`: of the weights, one of `device.DTYPES`; int8 and int4 for `LlamaSpan` only. Each layer is read,
     converted and packed before the next, so memory never holds the weights twice. `like`: a span of the same model,
-    dtype and device, whose weights are reused for layers that both hold (`LlamaSpan` only). Raises
-    CorruptModel, UnsupportedModel, OutOfMemory, UsageError.
+    dtype and device, whose weights are reused for layers that both hold (`LlamaSpan` only). `fetching`: told of the
+    bytes of weights that come from a hub first, if any have to. Raises ModelNotFound, CorruptModel, UnsupportedModel,
+    OutOfMemory, DiskFull, UsageError.
     """
     if layers.end > source.config.num_layers:
         raise UsageError(f"layers {layers} were requested, but the model has {source.config.num_layers}")
+    source.fetch(tensors_of_span(source, layers), fetching)
     report = progress or (lambda fraction: None)
     if source.config.has_fast_path:
         shared = like if isinstance(like, LlamaSpan) else None

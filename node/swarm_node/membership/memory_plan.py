@@ -6,7 +6,6 @@ Owns the arithmetic of the size of a span. Reads only the names and shapes of a 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +13,12 @@ import torch
 from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import bytes_per_weight, state_dtype
+from swarm_kernels.models.layers import HEAD, has_tied_head, is_embedding, layer_of
 from swarm_kernels.models.source import ModelSource
 from swarm_node.membership.policy import MemoryPolicy
 
 POLICY = MemoryPolicy()
 MIB = 1 << 20
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
-_HEAD = "lm_head.weight"
-_INPUT = re.compile(r"embed_tokens|embed_in|wte|wpe|embeddings?\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +37,18 @@ class ModelMemory:
     def of(cls, source: ModelSource, dtype: torch.dtype) -> ModelMemory:
         """Of weights in `dtype`, one of `swarm_kernels.device.device.DTYPES`."""
         config = source.config
-        tied = config.tie_word_embeddings or not source.has(_HEAD)
+        tied = has_tied_head(source)
         layer_bytes, edge_bytes = bytes_per_weight(dtype)
         layers = [0] * config.num_layers
         embedding = head = 0
         for name in source.names():
-            if tied and name == _HEAD:  # some files hold an unused copy
+            if tied and name == HEAD:  # some files hold an unused copy
                 continue
             count = math.prod(source.shape(name))
-            match = _LAYER.search(name)
-            if match and int(match[1]) < len(layers):
-                layers[int(match[1])] += math.ceil(count * layer_bytes)
-            elif _INPUT.search(name):
+            layer = layer_of(name, len(layers))
+            if layer is not None:
+                layers[layer] += math.ceil(count * layer_bytes)
+            elif is_embedding(name):
                 embedding += math.ceil(count * edge_bytes)
             else:
                 head += math.ceil(count * edge_bytes)

@@ -24,8 +24,10 @@ import swarm
 from swarm.types import CostCurve, LayerSpan
 from swarm_kernels.calibration import hetero_cores
 from swarm_kernels.calibration.cost_curve import DEFAULT_WIDTHS, choose_threads, measure_cost
+from swarm_kernels.calibration.random_weights import RandomWeights
 from swarm_kernels.device.core_groups import find_core_groups
 from swarm_kernels.device.device import physical_cores, state_dtype
+from swarm_kernels.models.layers import tensors_of_span
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.triton import selector
@@ -85,7 +87,8 @@ def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, thre
     begun = time.perf_counter()
     num_layers = source.config.num_layers
     start = 1 if num_layers > POLICY.probe_layers + 1 else 0  # inner layers bring neither embedding nor head
-    probe = load_span(source, LayerSpan(start, min(start + POLICY.probe_layers, num_layers)), dtype, device)
+    layers = LayerSpan(start, min(start + POLICY.probe_layers, num_layers))
+    probe = load_span(_at_hand(source, layers), layers, dtype, device)
     _set_threads(threads or physical_cores(), source)
     chosen = threads or (choose_threads(probe, budget_s=POLICY.threads_budget_s) if device.type == "cpu" else 1)
     groups = hetero_cores.choose_division(probe, chosen, POLICY.core_split_budget_s).groups if threads is None else None
@@ -94,6 +97,14 @@ def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, thre
     cost = measure_cost(probe, budget_s=POLICY.cost_budget_s)
     logger.info("calibrated in %.1f s: %d threads, %.3f ms a layer", time.perf_counter() - begun, chosen, cost.ms_at(1))
     return Calibration(chosen, cost, slow_permille)
+
+
+def _at_hand(source: ModelSource, layers: LayerSpan) -> ModelSource:
+    """Weights to time these layers with: their own, unless they would have to be fetched for that."""
+    names = list(tensors_of_span(source, layers))
+    if source.missing_bytes(names) and RandomWeights.can_stand_for(source, names):
+        return RandomWeights(source)
+    return source
 
 
 def _is_idle() -> bool:

@@ -22,6 +22,7 @@ from swarm.types import LayerSpan, NodeState
 from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.source import FetchProgress
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_node.membership.hardware import Hardware, memory_for
@@ -73,8 +74,10 @@ class SpanManager:
         limits: Limits,
         on_progress: Callable[[float], None],
         policy: MembershipPolicy = MembershipPolicy(),
+        on_fetched: FetchProgress = lambda done, total: None,
     ) -> None:
-        """`on_progress(fraction)`: of the weights read so far; called from another thread."""
+        """`on_progress(fraction)`: of the weights read so far; `on_fetched`: of those that have to come from a hub
+        first. Both are called from other threads."""
         self.engine: SpanEngine | None = None
         self.lifecycle = Lifecycle()
         self.moves = 0
@@ -83,6 +86,7 @@ class SpanManager:
         self._server = server
         self._limits = limits
         self._on_progress = on_progress
+        self._on_fetched = on_fetched
         self._policy = policy
         self._layer_time = LayerTimeEstimator(hardware.calibration.cost)
         self._device = ThreadDevice()
@@ -187,7 +191,7 @@ class SpanManager:
         return memory.kv_tokens(self._hardware.budget, span, most)
 
     async def _load(self, span: LayerSpan, kv_tokens: int, beside: SpanEngine | None = None) -> SpanEngine:
-        """Read weights in a thread of their own, which stops early when this is cancelled."""
+        """Fetch and read weights in a thread of their own, which stops early when this is cancelled."""
         hardware = self._hardware
         abandoned = threading.Event()
 
@@ -196,10 +200,15 @@ class SpanManager:
                 raise LoadCancelled
             self._on_progress(fraction)
 
+        def fetched(done: int, total: int) -> None:
+            if abandoned.is_set():
+                raise LoadCancelled
+            self._on_fetched(done, total)
+
         def load() -> SpanEngine:
             with memory_for(f"layers {span}"):
                 like = beside.loaded if beside is not None else None
-                loaded = load_span(hardware.source, span, hardware.dtype, hardware.device, progress, like)
+                loaded = load_span(hardware.source, span, hardware.dtype, hardware.device, progress, like, fetched)
                 verify_layer(loaded, hardware.source)
                 path = hardware.medusa_heads if span.end == hardware.num_layers else None
                 heads = MedusaHeads.of(path, loaded, hardware.source) if path is not None else None

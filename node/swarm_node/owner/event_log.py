@@ -6,6 +6,7 @@ Owns their format: sentences and a progress bar for people, JSON lines for progr
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,19 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+FETCHING_EVENT_S = 2.0  # between two lines of JSON on what has been fetched
 
 
 class EventReporter(Protocol):
@@ -23,6 +36,10 @@ class EventReporter(Protocol):
 
     def loading(self, fraction: float) -> None:
         """Fraction of the weights read so far, 0 to 1. May be called from another thread."""
+        ...
+
+    def fetching(self, done: int, total: int) -> None:
+        """Bytes of weights that are here, and that this node needs, while some come from a hub. As `loading`."""
         ...
 
     def __enter__(self) -> EventReporter: ...
@@ -40,6 +57,7 @@ class JsonEventReporter:
         self._stream = stream or sys.stdout
         self._clock = clock
         self._loaded = 0.0
+        self._fetched_at = -math.inf
 
     def event(self, name: str, sentence: str, **fields: Any) -> None:
         seconds = round(self._clock() - self._since, 3)
@@ -51,6 +69,12 @@ class JsonEventReporter:
         if fraction >= self._loaded + 0.1 or fraction >= 1.0 > self._loaded:
             self._loaded = fraction
             self.event("loading", f"{fraction:.0%} of the weights", fraction=round(fraction, 3))
+
+    def fetching(self, done: int, total: int) -> None:
+        now = self._clock()
+        if done >= total or now >= self._fetched_at + FETCHING_EVENT_S:
+            self._fetched_at = now
+            self.event("fetching", f"{done / 1e9:.2f} of {total / 1e9:.2f} GB fetched", bytes=done, total=total)
 
     def __enter__(self) -> JsonEventReporter:
         return self
@@ -73,15 +97,23 @@ class HumanEventReporter:
         self._console.print(sentence, markup=False)
 
     def loading(self, fraction: float) -> None:
+        columns = (TextColumn("loading weights"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+        self._show(columns, fraction, 1.0)
+
+    def fetching(self, done: int, total: int) -> None:
+        columns = (TextColumn("fetching weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._show((*columns, TimeRemainingColumn()), done, total)
+
+    def _show(self, columns: tuple[ProgressColumn, ...], done: float, total: float) -> None:
+        """A bar, if there is a terminal; it goes when all is done."""
         if not self._console.is_terminal:
             return
         if self._progress is None:
-            columns = (TextColumn("loading weights"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
             self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
-            self._task = self._progress.add_task("loading", total=1.0)
+            self._task = self._progress.add_task("", total=total)
             self._progress.start()
-        self._progress.update(self._task, completed=fraction)
-        if fraction >= 1.0:
+        self._progress.update(self._task, completed=done)
+        if done >= total:
             self._stop()
 
     def __enter__(self) -> HumanEventReporter:

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from swarm.planner.trust.evidence import UNKNOWN, FailureKind, PeerEvidence, address_block
+from swarm.address_blocks import claimed_block
+from swarm.planner.trust.evidence import UNKNOWN, FailureKind, PeerEvidence
 from swarm.planner.trust.policy import POLICY, TrustPolicy
 from swarm.types import CostCurve, NodeProfile, PeerId, Snapshot
 
@@ -164,7 +165,7 @@ def _believe_one(
     """`limit`: no stranger is quicker, and why."""
     claim = advertised_layer_ms(node)
     measured_ms = measured_layer_ms(claim, evidence, strangers.usual_ratio, policy)
-    block = evidence.block or address_block(node.addresses)
+    block = evidence.block or claimed_block(node.addresses)
     if is_proven(evidence, policy):
         p_fail = evidence.failures / (evidence.failures + evidence.sessions + policy.prior_sessions)
         return PeerBelief(node.peer, block, evidence, True, claim, measured_ms, measured_ms, p_fail, False, False)

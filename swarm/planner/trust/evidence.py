@@ -7,9 +7,6 @@ files: times are handed in, as seconds since the epoch, for the evidence outlive
 from __future__ import annotations
 
 import enum
-import functools
-import ipaddress
-import re
 from typing import Annotated
 
 import msgspec
@@ -91,26 +88,3 @@ def audited(evidence: PeerEvidence, passed: bool, now: float) -> PeerEvidence:
     if passed:
         return msgspec.structs.replace(evidence, audits_passed=evidence.audits_passed + 1)
     return msgspec.structs.replace(evidence, audits_failed=evidence.audits_failed + 1, failed_at=now)
-
-
-_IP = re.compile(r"^/ip(4|6)/([0-9a-fA-F.:]{2,45})/")
-_PREFIX = {4: 16, 6: 32}  # bits that one owner gets cheaply at most
-
-
-@functools.lru_cache(maxsize=8192)
-def address_block(addresses: tuple[str, ...]) -> str:
-    """The block of the first public IP address among multiaddrs, such as "203.0.0.0/16"; "" if there is none.
-
-    Machines of one home or LAN have private addresses and share no block, so that nobody answers for a neighbour.
-    """
-    for address in addresses:
-        match = _IP.match(address)
-        if match is None or "/p2p-circuit" in address:  # the address of a relay
-            continue
-        try:
-            ip = ipaddress.ip_address(match[2])
-        except ValueError:
-            continue
-        if ip.is_global:
-            return str(ipaddress.ip_network(f"{ip}/{_PREFIX[ip.version]}", strict=False))
-    return ""

@@ -16,6 +16,7 @@ from swarm.errors import ModelError
 from swarm_kernels.models.gguf import _hf_names
 from swarm_kernels.models.gguf_config import gguf_model_config
 from swarm_kernels.models.gguf_header import GgufHeader
+from swarm_kernels.models.gguf_parts import LocatedTensor
 from swarm_kernels.models.source import fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
 from swarm_kernels.tokenizer.gguf import read_gguf_tokenizer
@@ -34,7 +35,7 @@ def run(data: bytes) -> None:
     try:
         factors = header.numbers("rope_freqs")[:64]
         config = gguf_model_config(header, factors, "a file")
-        tensors = _hf_names(header)
+        tensors = _hf_names({name: LocatedTensor(file, tensor) for name, tensor in header.tensors.items()})
         check_shapes(config, tensors, "a file")
         fingerprint(config, [], file.read)  # type: ignore[arg-type]  # no tensor is read
     except ModelError:

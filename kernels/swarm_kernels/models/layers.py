@@ -1,0 +1,63 @@
+"""Which tensors of a model belong to which of its layers, told from their names.
+
+Owns the patterns of the names, of Hugging Face's models. What a tensor is for is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Protocol
+
+from swarm.types import LayerSpan
+from swarm_kernels.models.config import ModelConfig
+
+HEAD = "lm_head.weight"
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
+_INPUT = re.compile(r"embed_tokens|embed_in|wte|wpe|embeddings?\.")
+_FINAL = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output|score)\.")
+
+
+class HasTensors(Protocol):
+    """The part of a ModelSource that is looked at here."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def names(self) -> tuple[str, ...]: ...
+
+    def has(self, hf_name: str) -> bool: ...
+
+
+def layer_of(name: str, num_layers: int) -> int | None:
+    """The layer of a tensor; None outside all layers."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match and int(match[1]) < num_layers else None
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a tensor outside all layers is part of the input embedding."""
+    return bool(_INPUT.search(name))
+
+
+def has_tied_head(source: HasTensors) -> bool:
+    """Whether the head's weights are the embedding's. Some files hold an unused copy."""
+    return source.config.tie_word_embeddings or not source.has(HEAD)
+
+
+def tensors_of_span(source: HasTensors, layers: LayerSpan) -> Iterable[str]:
+    """The tensors that a span of these layers reads."""
+    config = source.config
+    first, last, tied = layers.start == 0, layers.end == config.num_layers, has_tied_head(source)
+    for name in source.names():
+        layer = layer_of(name, config.num_layers)
+        if layer is not None:
+            needed = layer in layers
+        elif name == HEAD and tied:
+            needed = False
+        elif is_embedding(name):
+            needed = first or (last and tied)
+        else:  # transformers' layers read all norms; ours those of their own end
+            needed = last or (not config.has_fast_path and not _FINAL.search(name))
+        if needed:
+            yield name
