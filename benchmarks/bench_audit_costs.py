@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
 
 from audit_machines import EDGES, MACHINES
 from audit_recording import SAMPLED, ChainOfHops, Rows, prefilled
@@ -26,7 +25,6 @@ from swarm.planner.auditing.policy import POLICY
 from swarm.row_digest import DIGEST_BYTES, row_digests, token_digests
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.open import open_model
-from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops.cpu import cpu_library
 from swarm_kernels.runtime.span import Span
 
@@ -46,7 +44,7 @@ def measure(isa: str, tokens: int, rounds: int, sessions: int) -> tuple[float, f
     """Seconds of decoding an answer and of replaying its text, of so many sessions in one batch. The prompt's prefill
     is half of a replay's, and not in the first."""
     cpu_library.set_threads(1)
-    hops = replace(MACHINES["avx2"], isa=isa).spans(cast(ModelSource, open_model("smollm2-135m")))
+    hops = replace(MACHINES["avx2"], isa=isa).spans(open_model("smollm2-135m"))
     prompt = tokens // 2
     text = [100 + i * 7 % 40000 for i in range(tokens)]
     decodes, replays = [], []

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -209,12 +210,16 @@ def honest_claims(one: Recorded) -> Sampled:
     return one.sampled(drawn(OPTIONS))
 
 
+def _sampled(options: Sequence[Sampling], one: Recorded) -> Sampled:
+    return one.sampled(options)
+
+
 def token_cheats(declared: Sampling) -> Iterator[tuple[str, Claims]]:
     """What a tail may say that it sampled."""
     options = drawn([declared])
     for temperature in (0.0, declared.temperature - 0.2, declared.temperature + 0.2):
         changed = [replace(option, temperature=temperature) for option in options]
-        yield f"temperature {temperature:g} for {declared.temperature:g}", lambda one, c=changed: one.sampled(c)
+        yield f"temperature {temperature:g} for {declared.temperature:g}", partial(_sampled, changed)
     other = [replace(option, seed=option.seed + 100) for option in options]
     yield f"another seed, temperature {declared.temperature:g}", lambda one: one.sampled(other)
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops.cpu import cpu_library
 from swarm_kernels.runtime.span import Span
-from swarm_kernels.tokenizer.tokenizer import load_tokenizer
+from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
 
 SETS = {"calibration": CALIBRATION, "reporting": REPORTING}
 WRITER = "avx512bf16"
@@ -100,6 +101,10 @@ def cheats(source: ModelSource, hops: Sequence[Span], texts: Sequence[Text]) -> 
     }
 
 
+def texts_of(hops: Sequence[Span], tokenizer: ChatTokenizer, questions: Sequence[str]) -> list[Text]:
+    return [write_text(hops, tokenizer, question) for question in questions]
+
+
 def record(folder: Path, name: str, ways: Sequence[str]) -> None:
     """These ways of one kind of machine, or the cheats."""
     cpu_library.set_threads(1)
@@ -107,14 +112,12 @@ def record(folder: Path, name: str, ways: Sequence[str]) -> None:
     source = cast(ModelSource, DitheredSource(model))
     hops = MACHINES[WRITER if name == CHEATS else name].spans(source)
     for part, questions in SETS.items():
-        texts = kept(
-            folder / f"texts-{part}.pt", lambda q=questions: [write_text(hops, load_tokenizer(model), x) for x in q]
-        )
+        texts = kept(folder / f"texts-{part}.pt", partial(texts_of, hops, load_tokenizer(model), questions))
         if name == CHEATS:
-            kept(folder / f"{CHEATS}-{part}.pt", lambda t=texts: cheats(source, hops, t))
+            kept(folder / f"{CHEATS}-{part}.pt", partial(cheats, source, hops, texts))
             continue
         for way in ways:
-            kept(folder / f"{name}-{way}-{part}.pt", lambda t=texts, r=WAYS[way]: r(hops, t))
+            kept(folder / f"{name}-{way}-{part}.pt", partial(WAYS[way], hops, texts))
 
 
 def main() -> None:
@@ -126,7 +129,8 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.here:
-        record(options.folder, *options.machine, options.ways)
+        for name in options.machine:
+            record(options.folder, name, options.ways)
         return
     for name in options.machine or [*MACHINES, CHEATS]:
         environment = MACHINES[name].environment if name in MACHINES else {}

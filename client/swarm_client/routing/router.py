@@ -285,9 +285,10 @@ class ChainRouter:
         """`chain` with others, not in `avoid`, in place of all of `hops`. Raises NoRoute, and NetworkError without any
         snapshot."""
         snapshot = await self.snapshot()
-        table = self._table(snapshot, self._beliefs(snapshot), min_free_tokens)
+        seen = self._answering(snapshot, chain.peers)
+        table = self._table(seen, self._beliefs(seen), min_free_tokens)
         banned = self._blocked(snapshot).union(avoid)
-        return repair(table, chain, set(hops), client_ms=self._client_ms(), banned=banned).chain
+        return repair(table, chain, set(hops), client_ms=self._contacts.client_ms, banned=banned).chain
 
     def block(self, peer: PeerId, cause: NetworkError) -> None:
         """Route around a node for as long as `cause` suggests (`PeerBlocklist`)."""
