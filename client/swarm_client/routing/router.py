@@ -261,25 +261,34 @@ class ChainRouter:
         table = self._table(seen, beliefs, min_free_tokens)
         return repair_chain(table, left, beliefs, client_ms=self._contacts.client_ms, banned=banned)
 
-    async def route_around(
-        self, chain: Chain, hops: Sequence[PeerId], avoid: Collection[PeerId], min_free_tokens: int
-    ) -> tuple[Chain, Snapshot]:
-        """A chain without any peer of `chain` and `avoid`; else `chain` with others in place of one of `hops`, which
-        are tried in turn. Raises NoRoute, and NetworkError without any snapshot."""
+    async def route_around(self, chain: Chain, hops: Sequence[PeerId], min_free_tokens: int) -> Chain:
+        """A chain without any peer of `chain`; else `chain` with others in place of one of `hops`, which are tried in
+        turn. Raises NoRoute, and NetworkError without any snapshot."""
         snapshot = await self.snapshot()
         seen = self._answering(snapshot, chain.peers)
         table = self._table(seen, self._beliefs(seen), min_free_tokens)
-        blocked = self._blocked(snapshot).union(avoid)
+        blocked = self._blocked(snapshot)
         try:
-            return table.route(client_ms=self._contacts.client_ms, banned=blocked.union(chain.peers)), snapshot
+            return table.route(client_ms=self._contacts.client_ms, banned=blocked.union(chain.peers))
         except NoRoute as error:
             why = error
         for peer in hops:
             try:
-                return repair(table, chain, {peer}, client_ms=self._contacts.client_ms, banned=blocked).chain, snapshot
+                return repair(table, chain, {peer}, client_ms=self._contacts.client_ms, banned=blocked).chain
             except NoRoute as error:
                 why = error
         raise why
+
+    async def replace_hops(
+        self, chain: Chain, hops: Collection[PeerId], avoid: Collection[PeerId], min_free_tokens: int
+    ) -> Chain:
+        """`chain` with others, not in `avoid`, in place of all of `hops`. Raises NoRoute, and NetworkError without any
+        snapshot."""
+        snapshot = await self.snapshot()
+        seen = self._answering(snapshot, chain.peers)
+        table = self._table(seen, self._beliefs(seen), min_free_tokens)
+        banned = self._blocked(snapshot).union(avoid)
+        return repair(table, chain, set(hops), client_ms=self._contacts.client_ms, banned=banned).chain
 
     def block(self, peer: PeerId, cause: NetworkError) -> None:
         """Route around a node for as long as `cause` suggests (`PeerBlocklist`)."""
@@ -305,10 +314,11 @@ class ChainRouter:
 
     def served(self, watch: ChainWatch, failed: Collection[PeerId]) -> None:
         """A chain is done with: its hops but the `failed` ones have served well, if any step came back."""
-        for peer in watch.chain.peers:
+        for hop in watch.chain.hops:
+            peer = hop.peer
             self._trials.pop(peer, None)
             if watch.rows and peer not in failed:
-                self.memory.served(peer, watch.rows, self._wall_clock(), self._block_of(peer))
+                self.memory.served(peer, watch.rows, self._wall_clock(), self._block_of(peer), len(hop.span))
                 self._contacts.served(peer)
 
     def _block_of(self, peer: PeerId) -> str:

@@ -37,7 +37,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The result of a step: hidden rows as raw bytes, or on the tail the sampled tokens, their Medusa candidates and
-    the log-probabilities (`messages.StepResult`)."""
+    the log-probabilities (`messages.StepResult`). `margins`: of the claimed tokens, one for each sampled one, if there
+    are any (`OpenSession.claimed`)."""
 
     body: Buffer = b""
     tokens: tuple[int, ...] = ()
@@ -46,6 +47,7 @@ class StepOutput:
     medusa_neg_logprob_centinats: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    margins: tuple[float | None, ...] = ()
 
 
 Compute = Callable[[], Sequence[StepOutput | SwarmError]]

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from swarm.errors import ContextOverflow, SwarmError, UnsupportedRequest
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import Grammar, LayerSpan, PeerId
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.draft.medusa import MedusaHeads
@@ -88,10 +89,10 @@ class SpanEngine:
     def capacity_tokens(self) -> int:
         return self.cache.capacity_tokens
 
-    async def compile_grammar(self, grammar: Grammar, peer: PeerId) -> GrammarState:
+    async def compile_grammar(self, grammar: Grammar, share: Share) -> GrammarState:
         if self._grammars is None:
             raise UnsupportedRequest("this node cannot use grammars")
-        return await self._grammars.compile(grammar, peer)
+        return await self._grammars.compile(grammar, share)
 
     async def grammar_masks(self, state: GrammarState, tokens: StepTokens, peer: PeerId) -> Sequence[TokenMask | None]:
         if self._grammars is None:

@@ -16,10 +16,11 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from swarm.planner.scheduling.batch_wait import BatchWait
-from swarm.planner.scheduling.fair_batch import BatchPlan
+from swarm.planner.scheduling.fair_batch import BatchPlan, may_join
 from swarm.planner.scheduling.fair_shares import FairShares, Share
 from swarm.planner.scheduling.policy import DEFAULT_POLICY, SchedulingPolicy
 from swarm.planner.scheduling.work_model import WorkModel
@@ -107,7 +108,7 @@ class BatchScheduler(Generic[S]):
 
     def wait_s(self) -> float:
         """How long the next batch should wait for co-scheduled sessions, from now."""
-        return self._wait.seconds(self._waiting)
+        return self._wait.seconds(self._waiting, partial(may_join, self._waiting_shares, self._shares, self._policy))
 
     def take(self, now_s: float = math.inf) -> list[S]:
         """Remove and return the next batch; empty when nothing waits. `now_s`: as in `completed`; without it only
@@ -158,9 +159,10 @@ class BatchScheduler(Generic[S]):
     def rows_at_once(self, share: Share, context: int, layers: int, now_s: float) -> int | None:
         """The most rows of a step that should run in one piece; None: all of them. `layers`: that run at once, at
         least."""
-        if not self._may_be_overtaken(share, 0.0, now_s):
+        ahead_ms = self._ahead_ms(share, 0.0, now_s)
+        if ahead_ms == math.inf:
             return None
-        return self._work.rows_within(self._policy.slice_ms / layers, context, self._policy)
+        return self._work.rows_within(max(self._policy.slice_ms, ahead_ms) / layers, context, self._policy)
 
     def layers_at_once(self, batch: Sequence[S], now_s: float) -> int:
         """How many layers of a batch should run before others are looked for, at least 1."""
@@ -168,10 +170,10 @@ class BatchScheduler(Generic[S]):
         charged: dict[Share, float] = {}
         for step in batch:
             charged[step.share] = charged.get(step.share, 0.0) + self.step_ms(step)
-        if all(self._may_be_overtaken(share, share_ms, now_s) for share, share_ms in charged.items()):
-            at_once_ms = policy.slice_ms
-        else:
-            at_once_ms = policy.long_slice_ms if ms > policy.long_batch_ms else math.inf
+        at_once_ms = max(self._ahead_ms(share, share_ms, now_s) for share, share_ms in charged.items())
+        at_once_ms = max(policy.slice_ms, at_once_ms)
+        if ms > policy.long_batch_ms:
+            at_once_ms = min(at_once_ms, policy.long_slice_ms)
         return layers if ms <= at_once_ms else max(1, int(layers * at_once_ms / ms))
 
     def step_ms(self, step: S) -> float:
@@ -202,7 +204,8 @@ class BatchScheduler(Generic[S]):
             if now_s - self._active[oldest] < self._policy.active_session_s:
                 break
             del self._active[oldest]
-        return self._wait.completed([step.session_key for step in steps if not step.prefill], took_s, now_s)
+        decoded = {step.session_key: step.share for step in steps if not step.prefill}
+        return self._wait.completed(decoded, took_s, now_s)
 
     def forget(self, session_key: Hashable) -> None:
         """This session is closed."""
@@ -228,16 +231,16 @@ class BatchScheduler(Generic[S]):
         known = next(iter(self._waiting_shares), None)
         return known is not None and next(self._others(known, now_s), None) is not None
 
-    def _may_be_overtaken(self, share: Share, charged_ms: float, now_s: float) -> bool:
-        """Whether work of `share`, charged already, would be overtaken by some share if that had a step now."""
-        if share.first:
-            return False
-        for other in self._others(share, now_s):
+    def _ahead_ms(self, share: Share, charged_ms: float, now_s: float) -> float:
+        """How much `share`, charged for what it runs already, may use before another share could overtake it if that
+        had a step now. Not above 0: at once. Infinite: nobody could."""
+        least = math.inf
+        for other in self._others(share, now_s) if not share.first else ():
             level = share.block == other.block
-            mine = self._shares.tag(share)[level] - charged_ms / share.weight
-            if other.first or self._shares.tag_on_join(other)[level] < mine:
-                return True
-        return False
+            mine = self._shares.tag_on_join(share)[level] - charged_ms / share.weight
+            theirs = self._shares.tag_on_join(other)[level]
+            least = min(least, 0.0 if other.first else (theirs - mine) * share.weight)
+        return least
 
     def _furthest_behind_first(self) -> None:
         if len(self._waiting_shares) > 1:

@@ -107,3 +107,17 @@ class BatchPlan(Generic[S]):
         if step is not None:
             rows, row_context = rows + step.rows, row_context + step.rows * step.context
         return self._work.layer_ms(rows, row_context / max(1, rows))
+
+
+def may_join(waiting: Collection[Share], shares: FairShares, policy: SchedulingPolicy, share: Share) -> bool:
+    """Whether a step of `share`, if it came now, would have a place in the next batch beside those of `waiting`."""
+    if not waiting:
+        return True
+    if any(other.first for other in waiting):
+        return share.first
+    tags = [(other.block, shares.tag(other)) for other in waiting]
+    block, member = shares.tag(share)
+    if block > min(tag[0] for _, tag in tags) + policy.share_window_ms:
+        return False
+    beside = [tag[1] for of, tag in tags if of == share.block]
+    return not beside or member <= min(beside) + policy.share_window_ms

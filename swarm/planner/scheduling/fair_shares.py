@@ -28,7 +28,7 @@ class Share:
 
     block: Hashable = ""
     member: Hashable = ""
-    weight: float = 1.0
+    weight: float = field(default=1.0, compare=False)  # it may be another in the next session
     first: bool = False
 
 

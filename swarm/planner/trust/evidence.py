@@ -32,7 +32,7 @@ class FailureKind(enum.StrEnum):
 class PeerEvidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`block`: the block of public addresses that its record named, "" for none. `strikes`: failures since the last
     session that ended well. `ratio`: measured over advertised time of a layer, 0 if never measured; `quickest_ms`: the
-    least time of a layer ever measured, 0 likewise."""
+    least time of a layer ever measured, 0 likewise. `layer_rows`: `rows`, each times the layers it went through."""
 
     block: Annotated[str, Meta(max_length=64)] = ""
     first_at: Moment = 0.0
@@ -47,9 +47,21 @@ class PeerEvidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     failure: FailureKind | None = None
     audits_passed: Count = 0
     audits_failed: Count = 0
+    layer_rows: Quantity = 0.0
 
 
 UNKNOWN = PeerEvidence()
+MAX_PEERS = 4096  # of one file
+
+
+class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a client keeps of all peers across its runs; its bounds are those of memory, too."""
+
+    version: Annotated[int, Meta(ge=1, le=1)]
+    peers: Annotated[dict[Annotated[str, Meta(min_length=1, max_length=128)], PeerEvidence], Meta(max_length=MAX_PEERS)]
+
+
+MAX_FILE = 2 << 20  # bytes of one, in MessagePack
 
 
 def met(evidence: PeerEvidence, now: float, block: str = "") -> PeerEvidence:
@@ -70,10 +82,14 @@ def measured(
     return msgspec.structs.replace(evidence, ratio=smoothed, quickest_ms=min(quickest, 1e12))
 
 
-def finished(evidence: PeerEvidence, rows: float) -> PeerEvidence:
-    """A session at the peer ended well, after so many rows."""
+def finished(evidence: PeerEvidence, rows: float, layers: int = 1) -> PeerEvidence:
+    """A session at the peer ended well, after so many rows, each through `layers` layers."""
     return msgspec.structs.replace(
-        evidence, sessions=evidence.sessions + 1, rows=min(evidence.rows + rows, 1e12), strikes=0
+        evidence,
+        sessions=evidence.sessions + 1,
+        rows=min(evidence.rows + rows, 1e12),
+        layer_rows=min(evidence.layer_rows + rows * layers, 1e12),
+        strikes=0,
     )
 
 
