@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="a document whose table is replaced by this run's")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     lines, wrong = [], 0
     for line, bad in _all_types(options.types) if options.all else _families(thorough=not options.quick):

@@ -181,11 +181,11 @@ def _attention(
     layer = int(module.layer_idx) - batch.first_layer  # type: ignore[arg-type]
     scale = key_dim**-0.5 if scaling is None else float(scaling)
     if batch.cache is None:
-        visibility: Visibility | None = Visibility()
+        visibility = Visibility()
         if isinstance(attention_mask, _ProbedMask):
-            visibility = attention_mask.visibility
-            if visibility is None:
+            if attention_mask.visibility is None:
                 raise UnsupportedModel(attention_mask.reason)
+            visibility = attention_mask.visibility
         batch.probed.append(ProbedLayer(layer, q.shape[1], k.shape[1], key_dim, visibility, module))
         return q[None, ..., :value_dim], None
     q, k, v = _in_shape_of(batch.cache, q, k, v)
@@ -222,7 +222,7 @@ def _attend(
     k_blocks, v_blocks = cache.k[layer], cache.v[layer]
     oldest = visibility.oldest(plan.positions)
     cuts_tree = oldest is not None and bool((oldest > plan.context_lens).any())
-    cuts_chunks = visibility.chunk is not None and bool((oldest > 0).any())  # type: ignore[operator]
+    cuts_chunks = visibility.chunk is not None and oldest is not None and bool((oldest > 0).any())
     if sinks is None and not cuts_tree and not cuts_chunks:
         return dispatch.attend(q, k, v, k_blocks, v_blocks, plan, scale, visibility.window, softcap)
     return dispatch.attend_exactly(

@@ -149,7 +149,8 @@ def _compare(span: HfSpan, layer: int, ours: _Outputs, theirs: _Outputs) -> None
 def _distances(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """Of each row, relative to its norm or the mean norm, whichever is larger, `[n]`."""
     norms = theirs.float().norm(dim=-1)
-    return (ours.float() - theirs.float()).norm(dim=-1) / torch.maximum(norms, norms.mean()).clamp_min(1e-30)
+    distances: torch.Tensor = (ours.float() - theirs.float()).norm(dim=-1)
+    return distances / torch.maximum(norms, norms.mean()).clamp_min(1e-30)
 
 
 @contextmanager

@@ -191,7 +191,8 @@ class HfSpan:
 
     def layer(self, index: int) -> torch.nn.Module:
         """transformers' layer `index` of the model."""
-        layer: torch.nn.Module = self._layers[index].layer
+        layer = self._layers[index].layer
+        assert isinstance(layer, torch.nn.Module)
         return layer
 
     def attention_module(self, index: int) -> torch.nn.Module:
