@@ -60,7 +60,7 @@ class LlamaSpan:
         """See `load.load_span`."""
         config = source.config
         quantized = not dtype.is_floating_point
-        stored = torch.float32 if quantized else dtype
+        stored = None if quantized else dtype  # they are quantized from what the file has: no wider copy
         edge_pack = (
             dispatch.quantize_linear if quantized else dispatch.pack_linear
         )  # 8 bits even for int4: rounding of the head costs the most quality
@@ -214,11 +214,12 @@ class _Reader:
     """Shape-checked reads of one model, in the dtype and on the device of a span."""
 
     source: ModelSource
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: of matrices, what the model's files have
     device: torch.device
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        return self._read(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
+        tensor = self._read(name, (rows, columns))
+        return tensor.to(device=self.device, dtype=self.dtype or tensor.dtype)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """Norm weights, in fp32: they are small, and the kernels compute norms in fp32."""
@@ -228,13 +229,24 @@ class _Reader:
         self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The projections `names` stacked by output: weight `[sum(rows), columns]`, bias `[sum(rows)]` or None."""
-        parts = [self.matrix(name, count, columns) for name, count in zip(names, rows, strict=True)]
+        dtype = self.dtype or torch.float32
         biases = [
-            self._read(name.removesuffix("weight") + "bias", (count,)).to(device=self.device, dtype=self.dtype)
+            self._read(name.removesuffix("weight") + "bias", (count,)).to(device=self.device, dtype=dtype)
             for name, count in zip(names, rows, strict=True)
             if bias
         ]
-        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+        weight = self.matrix(names[0], rows[0], columns)
+        if len(names) > 1:  # one part at a time beside the whole
+            first, weight = weight, weight.new_empty(sum(rows), columns)
+            weight[: rows[0]] = first
+            del first
+            for index, name in enumerate(names[1:], start=1):
+                start = sum(rows[:index])
+                part = self.matrix(name, rows[index], columns)
+                if part.dtype != weight.dtype:
+                    weight = weight.to(torch.promote_types(weight.dtype, part.dtype))
+                weight[start : start + rows[index]] = part
+                del part
         return weight, torch.cat(biases) if biases else None
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
