@@ -50,14 +50,13 @@ def write_model(folder: Path, shards: int) -> None:
     hidden, inner, vocab = 1536, 4096, 32000
     kv = hidden // 24 * 6
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    parts: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,), "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden), "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
     for layer in range(12):
-        for name, shape in (
-            ("input_layernorm", (hidden,)), ("self_attn.q_proj", (hidden, hidden)), ("self_attn.k_proj", (kv, hidden)),
-            ("self_attn.v_proj", (kv, hidden)), ("self_attn.o_proj", (hidden, hidden)),
-            ("post_attention_layernorm", (hidden,)), ("mlp.gate_proj", (inner, hidden)),
-            ("mlp.up_proj", (inner, hidden)), ("mlp.down_proj", (hidden, inner)),
-        ):  # fmt: skip
-            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
     sizes = {name: 2 * torch.Size(shape).numel() for name, shape in shapes.items()}
     limit = sum(sizes.values()) / shards
@@ -84,6 +83,7 @@ def load_once(layers: str, dtype: str, calibrated: bool) -> dict[str, Any]:
     from swarm_kernels.models.hub_source import HubSource
     from swarm_kernels.models.layers import tensors_of_span
     from swarm_kernels.models.open import open_model
+    from swarm_kernels.runtime.llama_span import LlamaSpan
     from swarm_kernels.runtime.load import load_span
     from swarm_node.membership.profiler import calibrate
 
@@ -111,7 +111,8 @@ def load_once(layers: str, dtype: str, calibrated: bool) -> dict[str, Any]:
         verify_layer(span, source)
         times["check"] = time.perf_counter() - since
         checked = _peak_rss()
-        weights = span.edge_bytes + sum(_nbytes(layer) for layer in span.weights)  # type: ignore[attr-defined]
+        assert isinstance(span, LlamaSpan)
+        weights = span.edge_bytes + sum(_nbytes(layer) for layer in span.weights)
         return {
             "times": times,
             "weights": weights,
@@ -127,7 +128,7 @@ def load_once(layers: str, dtype: str, calibrated: bool) -> dict[str, Any]:
 
 def _nbytes(layer: Any) -> int:
     norms = (layer.attn_norm, layer.mlp_norm)
-    return sum(part.nbytes for part in (*norms, layer.qkv, layer.o, layer.gate_up, layer.down))
+    return sum(int(part.nbytes) for part in (*norms, layer.qkv, layer.o, layer.gate_up, layer.down))
 
 
 def _peak_rss() -> int:
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true")
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(load_once(*args.child, args.calibrate)))
+        print(json.dumps(load_once(args.child[0], args.child[1], args.calibrate)))
         return
     with tempfile.TemporaryDirectory(prefix="bench-load-") as temporary:
         folder = Path(temporary) / "model"
