@@ -1,146 +1,133 @@
-"""Rows at the edges of SmolLM2, and the tokens sampled from them, as many kinds of machine and of cheat compute them.
+"""Rows at the edges of three hops, as a machine computes them in the ways that an answer or a replay may come about.
 
-Owns what is recorded; `bench_audits` draws conclusions. Three hops; the cheats happen in the middle one, whose input is
-the honest one, or in the sampling.
+Owns the ways: token by token, as one prefill, in a batch with other answers, as drafts; and the cheats, which happen in
+the middle hop, whose input is the honest one. `bench_audits` draws conclusions.
 """
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
+from audit_machines import EDGES
 
-from swarm.types import LayerSpan, Sampling
+from swarm.types import Sampling
 from swarm_kernels.batch import AttentionMetadata
-from swarm_kernels.device.device import DTYPES
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
-from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.models.source import ModelSource
-from swarm_kernels.ops import dispatch
-from swarm_kernels.runtime.hf_span import HfSpan
-from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 from swarm_kernels.sampling.sampler import RowContext, sample_rows
 from swarm_kernels.tokenizer.tokenizer import ChatTokenizer
 
-EDGES = (10, 20, 30)
 SAMPLING = Sampling(temperature=0.8, top_p=0.95, seed=1)
-GREEDY = Sampling(seed=1)
 ANSWER = 96  # tokens
-
-
-@dataclass(frozen=True)
-class Recording:
-    """Of one text: `rows[edge] [answer, hidden]` in the wire's dtype, of the answer's positions, and the tokens that
-    follow them, `sampled` and `greedy` `[answer]`."""
-
-    rows: dict[int, torch.Tensor]
-    sampled: torch.Tensor
-    greedy: torch.Tensor
-
-
-class DitheredSource:
-    """A ModelSource whose matrices have lost the grid of the file's 4-bit format, as if they had never been quantized:
-    noise of half a step is added, seeded by the tensor's name. Otherwise int4 would be free of errors here."""
-
-    def __init__(self, source: ModelSource) -> None:
-        self._source = source
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._source, name)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._source.config
-
-    def tensor(self, name: str) -> torch.Tensor:
-        tensor = self._source.tensor(name)
-        if tensor.ndim != 2 or "layers" not in name:
-            return tensor
-        blocks = tensor.float().reshape(-1, 32)
-        step = (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / 15
-        noise = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(hash_of(name))) - 0.5
-        return (blocks + step * noise).reshape(tensor.shape)
-
-
-def hash_of(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-
-
-def spans(source: ModelSource, dtype: str, *, isa: str = "best", transformers: bool = False) -> list[Span]:
-    """The three hops of one kind of machine. `transformers`: its layers, whose residual stream is in `dtype` too, as on
-    a GPU."""
-    dispatch.select_isa(isa)
-    parts = [LayerSpan(a, b) for a, b in zip((0, *EDGES), EDGES, strict=False)]
-    if transformers:
-        return [HfSpan.load(source, part, DTYPES[dtype], torch.device("cpu"), lambda fraction: None) for part in parts]
-    return [load_span(source, part, DTYPES[dtype]) for part in parts]
-
-
-def forward(span: Span, rows: torch.Tensor, start: int | None = None, end: int | None = None) -> torch.Tensor:
-    """`rows [n, hidden]` as one prefill -> the span's output, in the dtype of the wire."""
-    count = len(rows)
-    cache = span.new_cache(count)
-    cache.open(b"text", count)
-    return span.forward(rows, cache.schedule([StepRequest(b"text", 0, count)]), cache, start, end).to(span.dtype)
-
+PREFILL, SAMPLED = 256, 64  # rows of a step, as in a replay
 
 Text = tuple[list[int], int]
 """Tokens, and how many of them are the prompt."""
 
-Tamper = Callable[[int, torch.Tensor], torch.Tensor]
-"""(edge, honest output rows) -> what is sent instead."""
+Rows = dict[int, torch.Tensor]
+"""Edge -> `[answer, hidden]` in the dtype of the wire: the rows after which the answer's tokens are sampled."""
 
 
-def record(
-    hops: Sequence[Span],
-    tokens: Sequence[int],
-    prompt: int,
-    sampling: Sampling = SAMPLING,
-    tamper: Tamper | None = None,
-) -> Recording:
-    """Teacher-forced on `tokens`, of which the first `prompt` are the prompt."""
+class ChainOfHops:
+    """All three hops with one cache each."""
+
+    def __init__(self, hops: Sequence[Span], room: int) -> None:
+        self.hops = hops
+        self.caches = [span.new_cache(room) for span in hops]
+
+    def open(self, session: bytes, tokens: int) -> None:
+        for cache in self.caches:
+            cache.open(session, tokens)
+
+    def step(self, ids: Sequence[int], requests: Sequence[StepRequest]) -> Rows:
+        """The rows of one batch at each edge."""
+        hidden, rows = self.hops[0].embed(ids), {}
+        for edge, span, cache in zip(EDGES, self.hops, self.caches, strict=True):
+            hidden = span.forward(hidden, cache.schedule(list(requests)), cache).to(span.dtype)
+            rows[edge] = hidden
+        return rows
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    return {edge: torch.cat([rows[edge] for rows in parts]) for edge in EDGES}
+
+
+def prefilled(hops: Sequence[Span], text: Text) -> Rows:
+    """As a replay computes it."""
+    tokens, prompt = text
+    chain, parts, at = ChainOfHops(hops, len(tokens)), [], 0
+    chain.open(b"text", len(tokens))
+    while at < len(tokens) - 1:
+        end = min(at + PREFILL, prompt - 1) if at < prompt - 1 else min(at + SAMPLED, len(tokens) - 1)
+        parts.append(chain.step(tokens[at:end], [StepRequest(b"text", at, end - at)]))
+        at = end
+    return {edge: rows[prompt - 1 :].clone() for edge, rows in _joined(parts).items()}
+
+
+def decoded(hops: Sequence[Span], text: Text) -> Rows:
+    """The prompt as one prefill, then token by token."""
+    tokens, prompt = text
+    chain = ChainOfHops(hops, len(tokens))
+    chain.open(b"text", len(tokens))
+    chain.step(tokens[: prompt - 1], [StepRequest(b"text", 0, prompt - 1)])
+    steps = range(prompt - 1, len(tokens) - 1)
+    return _joined([chain.step(tokens[at : at + 1], [StepRequest(b"text", at, 1)]) for at in steps])
+
+
+def batched(hops: Sequence[Span], texts: Sequence[Text]) -> list[Rows]:
+    """All texts at once: prompts in chunks of unlike lengths, answers token by token in one batch."""
+    chain = ChainOfHops(hops, sum(len(tokens) + 16 for tokens, _ in texts))
+    for number, (tokens, prompt) in enumerate(texts):
+        chain.open(bytes([number]), len(tokens))
+        for at in range(0, prompt - 1, 5 + number):
+            end = min(at + 5 + number, prompt - 1)
+            chain.step(tokens[at:end], [StepRequest(bytes([number]), at, end - at)])
+    parts: list[list[Rows]] = [[] for _ in texts]
+    for i in range(ANSWER):
+        places = [prompt - 1 + i for _, prompt in texts]
+        ids = [tokens[at] for (tokens, _), at in zip(texts, places, strict=True)]
+        rows = chain.step(ids, [StepRequest(bytes([number]), at, 1) for number, at in enumerate(places)])
+        for number, part in enumerate(parts):
+            part.append({edge: values[number : number + 1].clone() for edge, values in rows.items()})
+    return [_joined(part) for part in parts]
+
+
+def drafted(hops: Sequence[Span], text: Text, drafts: int = 8) -> Rows:
+    """The answer in steps of `drafts` + 1 tokens that come as drafts, all accepted."""
+    tokens, prompt = text
+    chain = ChainOfHops(hops, len(tokens) + 64)  # tree slots share the reservation
+    chain.open(b"text", len(tokens) + 64)
+    chain.step(tokens[: prompt - 1], [StepRequest(b"text", 0, prompt - 1)])
+    at, held, parts = prompt - 1, 0, []
+    while at < len(tokens) - 1:
+        ids = tokens[at : min(at + 1 + drafts, len(tokens) - 1)]
+        slots = tuple(range(len(ids) - 1))
+        parents = tuple(slot - 1 for slot in slots)
+        parts.append(chain.step(ids, [StepRequest(b"text", at - held, 1, parents, slots, tuple(range(held)))]))
+        at, held = at + len(ids), len(slots)
+    return _joined(parts)
+
+
+Tamper = Callable[[torch.Tensor], torch.Tensor]
+"""Honest output rows of the middle hop -> what it sends instead."""
+
+
+def tampered(hops: Sequence[Span], text: Text, tamper: Tamper) -> Rows:
+    """As one prefill, which on our kernels has the bits of decoding."""
+    tokens, prompt = text
     hidden, rows = hops[0].embed(tokens[:-1]), {}
     for edge, span in zip(EDGES, hops, strict=True):
-        hidden = forward(span, hidden)
-        hidden = tamper(edge, hidden) if tamper is not None else hidden
+        cache = span.new_cache(len(hidden))
+        cache.open(b"text", len(hidden))
+        hidden = span.forward(hidden, cache.schedule([StepRequest(b"text", 0, len(hidden))]), cache).to(span.dtype)
+        hidden = tamper(hidden) if edge == EDGES[1] else hidden
         rows[edge] = hidden[prompt - 1 :].clone()
-    return sampled(hops[-1], rows, prompt, sampling)
+    return rows
 
 
-def sampled(tail: Span, rows: dict[int, torch.Tensor], prompt: int, sampling: Sampling = SAMPLING) -> Recording:
-    """What the tail samples from its last rows."""
-    last = rows[EDGES[-1]]
-    logits = tail.logits(last)
-    contexts = [RowContext(sampling, prompt + i) for i in range(len(last))]
-    plain = [RowContext(replace(GREEDY), prompt + i) for i in range(len(last))]
-    return Recording(rows, torch.tensor(sample_rows(logits, contexts)), torch.tensor(sample_rows(logits, plain)))
-
-
-def write_texts(
-    hops: Sequence[Span], tokenizer: ChatTokenizer, questions: Sequence[str]
-) -> list[tuple[list[int], int]]:
-    """Answers as the honest swarm samples them -> (tokens, length of the prompt) of each."""
-    texts = []
-    for question in questions:
-        tokens = list(tokenizer.apply_chat_template([{"role": "user", "content": question}]))
-        prompt, caches = len(tokens), []
-        for span in hops:
-            caches.append(span.new_cache(prompt + ANSWER))
-            caches[-1].open(b"text", prompt + ANSWER)
-        held = 0
-        while len(tokens) < prompt + ANSWER:
-            hidden = hops[0].embed(tokens[held:])
-            for span, cache in zip(hops, caches, strict=True):
-                request = StepRequest(b"text", held, len(tokens) - held)
-                hidden = span.forward(hidden, cache.schedule([request]), cache).to(span.dtype)
-            held = len(tokens)
-            tokens += sample_rows(hops[-1].logits(hidden[-1:]), [RowContext(SAMPLING, held)])
-        texts.append((tokens, prompt))
-    return texts
+def unchanged(rows: torch.Tensor) -> torch.Tensor:
+    return rows
 
 
 class SkippingSpan:
@@ -160,55 +147,14 @@ class SkippingSpan:
         return self._span.forward(hidden, metadata, cache, end, layers.end)
 
 
-def record_drafted(hops: Sequence[Span], tokens: Sequence[int], prompt: int, drafts: int = 8) -> Recording:
-    """As `record`, with the answer in steps of `drafts` + 1 tokens that come as drafts, all accepted."""
-    room = len(tokens) + 64  # tree slots share the reservation
-    caches = [span.new_cache(room) for span in hops]
-    for cache in caches:
-        cache.open(b"text", room)
-    parts: dict[int, list[torch.Tensor]] = {edge: [] for edge in EDGES}
-
-    def step(ids: Sequence[int], request: StepRequest) -> None:
-        hidden = hops[0].embed(ids)
-        for edge, span, cache in zip(EDGES, hops, caches, strict=True):
-            hidden = span.forward(hidden, cache.schedule([request]), cache).to(span.dtype)
-            parts[edge].append(hidden)
-
-    step(tokens[: prompt - 1], StepRequest(b"text", 0, prompt - 1))
-    at, held = prompt - 1, 0
-    while at < len(tokens) - 1:
-        ids = tokens[at : min(at + 1 + drafts, len(tokens) - 1)]
-        slots = tuple(range(len(ids) - 1))
-        step(ids, StepRequest(b"text", at - held, 1, tuple(slot - 1 for slot in slots), slots, tuple(range(held))))
-        at, held = at + len(ids), len(slots)
-    return sampled(hops[-1], {edge: torch.cat(rows)[prompt - 1 :] for edge, rows in parts.items()}, prompt)
-
-
-def prefill_time(hops: Sequence[Span], text: Text) -> float:
-    """Seconds a token of one prefill without logits."""
-    tokens, _ = text
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        hidden = hops[0].embed(tokens)
-        for span in hops:
-            hidden = forward(span, hidden)
-        times.append(time.perf_counter() - started)
-    return min(times) / len(tokens)
-
-
-def decode_time(hops: Sequence[Span], text: Text) -> float:
-    """Seconds a token of decoding it one by one, logits included."""
-    tokens, _ = text
-    caches = [span.new_cache(len(tokens)) for span in hops]
-    for cache in caches:
-        cache.open(b"text", len(tokens))
-    times = []
-    for at, token in enumerate(tokens):
-        started = time.perf_counter()
-        hidden = hops[0].embed([token])
-        for span, cache in zip(hops, caches, strict=True):
-            hidden = span.forward(hidden, cache.schedule([StepRequest(b"text", at, 1)]), cache).to(span.dtype)
-        hops[-1].logits(hidden)
-        times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
+def write_text(hops: Sequence[Span], tokenizer: ChatTokenizer, question: str) -> Text:
+    """An answer as the honest swarm samples it."""
+    tokens = list(tokenizer.apply_chat_template([{"role": "user", "content": question}]))
+    prompt, held = len(tokens), 0
+    chain = ChainOfHops(hops, prompt + ANSWER)
+    chain.open(b"text", prompt + ANSWER)
+    while len(tokens) < prompt + ANSWER:
+        rows = chain.step(tokens[held:], [StepRequest(b"text", held, len(tokens) - held)])
+        held = len(tokens)
+        tokens += sample_rows(hops[-1].logits(rows[EDGES[-1]][-1:]), [RowContext(SAMPLING, held)])
+    return tokens, prompt

@@ -1,243 +1,293 @@
 """Audits on recorded rows of SmolLM2: which cheats are found after how many tokens, and who is accused by mistake.
 
-    nice python benchmarks/bench_audits.py [--texts 4] [--sessions 100000]
+    nice python benchmarks/record_audit_rows.py FOLDER
+    nice python benchmarks/bench_audits.py FOLDER [--part reporting] [--sessions 100000]
 
-Honest machines of unlike arithmetic and cheats in the middle one of three hops, or in the sampling, are recorded once;
-sessions are then drawn from the rows. The threshold's margin is reported on one set of questions, and the rates on
-another one. The verdict is that of `swarm.planner.auditing`. Costs in time are of one prefill and of decoding the same
-text on one machine, in turn.
+A session is a text, an audited machine, a replay and a third, all drawn; its rows and tokens are drawn from what was
+recorded. The rules are those of `swarm.planner.auditing.verdict`, on arrays. Thresholds may be set by what `--part
+calibration` shows; figures are those of `--part reporting`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import pickle
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from audit_prompts import CALIBRATION, REPORTING
-from audit_recording import (
-    EDGES,
-    SAMPLING,
-    DitheredSource,
-    Recording,
-    SkippingSpan,
-    Text,
-    decode_time,
-    prefill_time,
-    record,
-    record_drafted,
-    sampled,
-    spans,
-    write_texts,
+from audit_machines import MACHINES, DitheredSource
+from audit_rows import (
+    INNER,
+    OPTIONS,
+    REPLAY,
+    SEEDS,
+    Claims,
+    Flags,
+    Folder,
+    Numbers,
+    Recorded,
+    Sampled,
+    TextNumbers,
+    drawn,
+    numbers,
 )
 from kernel_timing import table
+from record_audit_rows import WAYS, WRITER
 
 from swarm.planner.auditing.policy import POLICY
-from swarm.planner.auditing.verdict import chance_of
-from swarm.row_digest import row_digests
-from swarm_kernels.audit.row_distance import row_distance
+from swarm.planner.auditing.verdict import too_far
+from swarm.types import Sampling
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
-from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.cpu import cpu_library
-from swarm_kernels.runtime.hidden_codec import to_wire
-from swarm_kernels.runtime.span import Span
-from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 
-TOKENS = (1, 2, 4, 8, 12, 24, 50, 100, 200)
-MACHINES = {
-    "AVX2": ("best", False),
-    "portable": ("generic", False),
-    "torch": ("reference", False),
-    "transformers": ("best", True),
-}
-"""Instruction set, and whether transformers' layers run."""
-
-Numbers = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
-Runs = dict[str, list[Recording]]
-"""What runs -> its recording of each text."""
-
-
-def honest(source: ModelSource, texts: Sequence[Text]) -> Runs:
-    """Every kind of machine, and AVX2 with the answer computed as drafts."""
-    runs: Runs = {}
-    for name, (isa, transformers) in MACHINES.items():
-        hops = spans(source, "bf16", isa=isa, transformers=transformers)
-        runs[name] = [record(hops, *text) for text in texts]
-        if name == "AVX2":
-            runs["AVX2, drafted"] = [record_drafted(hops, *text) for text in texts]
-    dispatch.select_isa("best")
-    return runs
-
-
-def cheats(source: ModelSource, texts: Sequence[Text]) -> Runs:
-    """All on AVX2."""
-    first, middle, last = hops = spans(source, "bf16")
-    generator = torch.Generator().manual_seed(1)
-
-    def noise(edge: int, rows: torch.Tensor) -> torch.Tensor:
-        factor = 1 + 0.01 * torch.randn(rows.shape, generator=generator)
-        return (rows.float() * factor).to(rows.dtype) if edge == EDGES[1] else rows
-
-    def old(edge: int, rows: torch.Tensor) -> torch.Tensor:
-        return rows.roll(7, dims=0) if edge == EDGES[1] else rows
-
-    def of(middle: object) -> list[Span]:
-        return [first, cast(Span, middle), last]
-
-    runs = {
-        "int8 for bf16": [record(of(spans(source, "int8")[1]), *text) for text in texts],
-        "int4 for bf16": [record(of(spans(source, "int4")[1]), *text) for text in texts],
-        "one layer skipped": [record(of(SkippingSpan(middle, 14, 15)), *text) for text in texts],
-        "half of its layers": [record(of(SkippingSpan(middle, 12, 17)), *text) for text in texts],
-        "noise of 1%": [record(hops, *text, tamper=noise) for text in texts],
-        "activations of other rows": [record(hops, *text, tamper=old) for text in texts],
-    }
-    plain = [record(hops, *text) for text in texts]
-    for temperature in (0.0, 0.6, 1.0):
-        other = replace(SAMPLING, temperature=temperature)
-        runs[f"temperature {temperature:g} for 0.8"] = [
-            sampled(last, run.rows, text[1], other) for run, text in zip(plain, texts, strict=True)
-        ]
-    vocabulary = source.config.vocab_size
-    runs["invented tokens"] = [
-        replace(run, sampled=torch.randint(vocabulary, run.sampled.shape, generator=generator)) for run in plain
-    ]
-    return runs
+Places = npt.NDArray[np.int64]
+TOKENS = (1, 4, 12, 50, 200)
+VOCABULARY = 49152
+SESSION = 200  # tokens of an honest one
+NONE = len(INNER) + 1  # the edge that is far, where none is; len(INNER) stands for the tokens
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two recordings of one text, row by row at each edge but the last: distances and whether the digests differ; and
-    which sampled tokens differ."""
+class Sessions:
+    """Positions `[sessions, rows]` and `[sessions, tokens]`, none twice, and the sample of each: one option a session,
+    and as many seeds as have the tokens."""
 
-    distances: dict[int, Numbers]
-    differ: dict[int, Flags]
-    tokens: Flags
+    rows: Places
+    tokens: Places
+    sample: Places  # [sessions, tokens]
 
     @classmethod
-    def of(cls, one: Recording, other: Recording) -> Pair:
-        distances: dict[int, Numbers] = {}
-        differ: dict[int, Flags] = {}
-        for edge in EDGES[:-1]:
-            a, b = one.rows[edge], other.rows[edge]
-            distances[edge] = np.array([row_distance(x, y) for x, y in zip(a, b, strict=True)])
-            ours, theirs = (row_digests(to_wire(rows, rows.dtype), len(rows)) for rows in (a, b))
-            differ[edge] = np.array([x != y for x, y in zip(ours, theirs, strict=True)])
-        return cls(distances, differ, (one.sampled != other.sampled).numpy())
+    def draw(cls, rng: np.random.Generator, count: int, tokens: int, margins: Numbers) -> Sessions:
+        draws, answer = margins.shape
+        rows = rng.permuted(np.tile(np.arange(answer), (count, 1)), axis=1)[:, : min(tokens, POLICY.rows)]
+        of_seeds = rng.permuted(np.tile(np.arange(answer * len(SEEDS)), (count, 1)), axis=1)[:, :tokens]
+        option = rng.integers(draws // len(SEEDS), size=count) * len(SEEDS)
+        return cls(rows, of_seeds % answer, option[:, None] + of_seeds // answer)
+
+    def total(self, margins: Numbers) -> Numbers:
+        """Of the tokens' margins, as they count."""
+        return cast(Numbers, np.minimum(margins[self.sample, self.tokens], POLICY.max_margin).sum(axis=1))
+
+    def first_far(self, rows: Mapping[int, Numbers], margins: Numbers) -> Places:
+        """The first edge at which two machines of unlike arithmetic are far apart, `[sessions]`."""
+        far = [np.median(rows[edge][self.rows], axis=1) > POLICY.max_distance for edge in INNER]
+        far.append(self.total(margins) > too_far(self.tokens.shape[1], POLICY))
+        flags = np.stack([*far, np.ones_like(far[0])], axis=1)
+        return cast(Places, flags.argmax(axis=1))
 
 
-def far(pair: Pair, rng: np.random.Generator, sessions: int, count: int) -> Flags:
-    """Whether each of so many sessions of which `count` tokens are audited is found far, `[sessions]`: by the median
-    over as many rows as are drawn, or by the tokens."""
-    rows = min(count, POLICY.rows)
-    found = np.zeros(sessions, dtype=bool)
-    for values in pair.distances.values():
-        apart: Flags = np.median(values[rng.integers(len(values), size=(sessions, rows))], axis=1) > POLICY.max_distance
-        found = np.logical_or(found, apart)
-    wrong = pair.tokens[rng.integers(len(pair.tokens), size=(sessions, count))].sum(axis=1)
-    chance = np.array([chance_of(k, count, POLICY.token_mismatch) for k in range(count + 1)])
-    by_tokens: Flags = chance[wrong] < POLICY.false_alarm
-    return found | by_tokens
+def outcome(found: TextNumbers, a: str, b: str, c: str, sessions: Sessions) -> tuple[Flags, Flags, Flags]:
+    """-> whether `a` and its replay `b` dispute; `a` is accused, with the third `c`; `b` is."""
+    of_a, of_b = (np.minimum(found.margins[a, replay], POLICY.max_margin) for replay in (b, c))
+    at = sessions.first_far(found.rows[a, b], of_a)
+    ours = sessions.first_far(found.rows[a, c], of_b)
+    theirs = sessions.first_far(found.rows[b, c], np.abs(of_a - of_b))
+    disputed = at < NONE
+    return disputed, disputed & (ours == at) & (theirs > at), disputed & (theirs == at) & (ours > at)
 
 
-def exact(pair: Pair, rng: np.random.Generator, sessions: int, count: int) -> Flags:
-    """Whether any digest or token differs, between machines that should agree bit for bit."""
-    different: Flags = np.logical_or.reduce([*pair.differ.values(), pair.tokens])
-    drawn: Flags = different[rng.integers(len(different), size=(sessions, count))]
-    found: Flags = np.logical_or.reduce(drawn, axis=1)
+def spread(found: Sequence[TextNumbers], audited: Sequence[str], replays: Sequence[str]) -> Iterator[str]:
+    """Of honest pairs: rows that differ little, tokens that do, and the nearest that sessions come to the limits."""
+    rng = np.random.default_rng(1)
+    for a, b in itertools.product(audited, replays):
+        if a == b:  # one recording
+            continue
+        rows = np.concatenate([values for text in found for values in text.rows[a, b].values()])
+        margins = np.concatenate([text.margins[a, b].ravel() for text in found])
+        nearest, budget = 0.0, 0.0
+        for text in found:
+            sessions = Sessions.draw(rng, 300, SESSION, text.margins[a, b])
+            nearest = max(nearest, *(float(np.median(v[sessions.rows], 1).max()) for v in text.rows[a, b].values()))
+            budget = max(budget, float(sessions.total(text.margins[a, b]).max()) / too_far(SESSION, POLICY))
+        if rows.max() or margins.max():
+            yield (
+                f"{a} | {b} | {np.median(rows):.4f} | {rows.max():.4f} | {nearest:.4f} | {(margins > 0).mean():.3f} | "
+                f"{np.minimum(margins, POLICY.max_margin).mean():.5f} | {budget:.2f}"
+            )
+
+
+def accusations(
+    found: Sequence[TextNumbers], audited: Sequence[str], replays: Sequence[str], least: int
+) -> Iterator[str]:
+    """Honest sessions over all triples of machines and all texts."""
+    rng = np.random.default_rng(2)
+    triples = list(itertools.product(audited, replays, replays))
+    count = -(-least // (len(triples) * len(found)))
+    total = disputes = accused = 0
+    worst: dict[tuple[str, str], int] = {}
+    for text, (a, b, c) in itertools.product(found, triples):
+        if a in (b, c):  # one recording
+            continue
+        sessions = Sessions.draw(rng, count, SESSION, text.margins[a, b])
+        disputed, ours, theirs = outcome(text, a, b, c, sessions)
+        total, disputes = total + count, disputes + int(disputed.sum())
+        accused += int((ours | theirs).sum())
+        worst[a, b] = worst.get((a, b), 0) + int(disputed.sum())
+    yield f"{total} honest sessions of {SESSION} tokens: {disputes} disputes, {accused} accusations"
+    for pair, disputed_here in sorted(worst.items(), key=lambda item: -item[1])[:5]:
+        if disputed_here:
+            yield f"  disputes of {pair[0]} with {pair[1]}: {disputed_here} of {total // len(worst)}"
+
+
+def same_arithmetic(folder: Folder, machines: Sequence[str]) -> Iterator[str]:
+    """Where bits are compared: a machine's answers, alone and in company, against its own replay."""
+    for machine in machines:
+        if MACHINES[machine].named:
+            replays = folder.recorded(machine, REPLAY)
+            for way in ("decoded", "batched"):
+                pairs = list(zip(folder.recorded(machine, way), replays, strict=True))
+                rows = sum(len(one.rows[edge]) for one, _ in pairs for edge in one.rows)
+                wrong = sum(
+                    int((one.rows[e] != other.rows[e]).any(dim=1).sum()) for one, other in pairs for e in one.rows
+                )
+                yield f"{machine}, {way} | {rows} | {wrong}"
+
+
+def distinct(folder: Folder, machines: Sequence[str]) -> list[str]:
+    """Without those that compute the same bits as one before them: to audits they are one."""
+    found: dict[str, list[Recorded]] = {}
+    for machine in machines:
+        runs = folder.recorded(machine, REPLAY)
+        like = next((name for name, others in found.items() if all(map(equal, runs, others))), None)
+        if like is None:
+            found[machine] = runs
+        else:
+            print(f"{machine} computes the same bits as {like}")
+    return list(found)
+
+
+def equal(one: Recorded, other: Recorded) -> bool:
+    return all(bool((rows == other.rows[edge]).all()) for edge, rows in one.rows.items())
+
+
+def honest(folder: Folder, replays: Sequence[str], ways: Sequence[tuple[str, str]]) -> list[TextNumbers]:
+    """Of each text; kept in the folder, for it takes minutes."""
+    path = folder.path / f"numbers-{folder.part}.pickle"
+    if path.exists():
+        return cast(list[TextNumbers], pickle.loads(path.read_bytes()))
+    found: list[TextNumbers] = []
+    runs = {(name, way): folder.recorded(name, way) for name, way in {*ways, *((name, REPLAY) for name in replays)}}
+    for text in range(len(folder.texts)):
+        ours = [runs[way][text] for way in ways]
+        found.append(numbers(ours, [runs[name, REPLAY][text] for name in replays], drawn(OPTIONS), honest_claims))
+        for recorded in runs.values():
+            recorded[text].forget()
+        print(f"text {text + 1}", file=sys.stderr, flush=True)
+    path.write_bytes(pickle.dumps(found))
     return found
 
 
-Test = Callable[[Pair, np.random.Generator, int, int], Flags]
+def detection(found: Sequence[TextNumbers], name: str, audited: str, replays: Sequence[str], least: int) -> str:
+    """Parts of the sessions in which a cheat is accused: bit for bit by a machine of its own arithmetic; by two others,
+    on average over all pairs of them, and by the least able pair."""
+    rng = np.random.default_rng(3)
+    pairs = list(itertools.permutations(replays, 2))
+    count = max(20, -(-least // (len(pairs) * len(found))))
+    cells = []
+    for tokens in TOKENS:
+        bits, rates = [], np.zeros((len(found), len(pairs)))
+        for i, text in enumerate(found):
+            differ = text.differ[audited, WRITER]
+            bits.append(differ[rng.integers(differ.size, size=(1000, tokens))].any(axis=1).mean())
+            for j, (b, c) in enumerate(pairs):
+                sessions = Sessions.draw(rng, count, tokens, text.margins[audited, b])
+                rates[i, j] = outcome(text, audited, b, c, sessions)[1].mean()
+        by_pair = rates.mean(axis=0)
+        cells.append(f"{np.mean(bits):.3f} / {by_pair.mean():.3f} / {by_pair.min():.3f}")
+    return " | ".join((name, *cells))
 
 
-def rate(pairs: Sequence[Pair], test: Test, rng: np.random.Generator, sessions: int, count: int) -> float:
-    """Sessions are spread evenly over the texts."""
-    return float(np.mean([test(pair, rng, max(1, sessions // len(pairs)), count).mean() for pair in pairs]))
+def honest_claims(one: Recorded) -> Sampled:
+    return one.sampled(drawn(OPTIONS))
 
 
-def pairs_of(one: Sequence[Recording], other: Sequence[Recording]) -> list[Pair]:
-    return [Pair.of(a, b) for a, b in zip(one, other, strict=True)]
+def _sampled(options: Sequence[Sampling], one: Recorded) -> Sampled:
+    return one.sampled(options)
 
 
-def detection(runs: Runs, auditor: Sequence[Recording], test: Test, sessions: int) -> Iterator[str]:
-    rng = np.random.default_rng(0)
-    for name, recordings in runs.items():
-        pairs = pairs_of(recordings, auditor)
-        rates = [rate(pairs, test, rng, sessions, count) for count in TOKENS]
-        yield " | ".join((name, *(f"{value:.4f}" for value in rates)))
+def token_cheats(declared: Sampling) -> Iterator[tuple[str, Claims]]:
+    """What a tail may say that it sampled."""
+    options = drawn([declared])
+    for temperature in (0.0, declared.temperature - 0.2, declared.temperature + 0.2):
+        changed = [replace(option, temperature=temperature) for option in options]
+        yield f"temperature {temperature:g} for {declared.temperature:g}", partial(_sampled, changed)
+    other = [replace(option, seed=option.seed + 100) for option in options]
+    yield f"another seed, temperature {declared.temperature:g}", lambda one: one.sampled(other)
+
+    def invented(one: Recorded) -> Sampled:
+        return np.random.default_rng(one.prompt).integers(VOCABULARY, size=one.sampled(options).shape)
+
+    yield "invented tokens", invented
 
 
-def spread(runs: Runs) -> Iterator[str]:
-    """Of honest pairs: median and largest distance of a row, largest median of a session's rows, part of tokens."""
-    rng = np.random.default_rng(1)
-    for one, other in itertools.combinations(runs, 2):
-        pairs = pairs_of(runs[one], runs[other])
-        rows = np.concatenate([values for pair in pairs for values in pair.distances.values()])
-        drawn = [
-            np.median(values[rng.integers(len(values), size=(10000, POLICY.rows))], axis=1).max()
-            for pair in pairs
-            for values in pair.distances.values()
+def cheats(folder: Folder, replays: Sequence[str], least: int) -> Iterator[str]:
+    by_text = list(zip(*(folder.recorded(name, REPLAY) for name in replays), strict=True))
+    options = drawn(OPTIONS[:1])
+    for name, runs in folder.cheats(WRITER).items():
+        found = [
+            numbers([one], others, options, lambda o: o.sampled(options))
+            for one, others in zip(runs, by_text, strict=True)
         ]
-        tokens = np.concatenate([pair.tokens for pair in pairs]).mean()
-        yield f"{one}, {other} | {np.median(rows):.4f} | {rows.max():.4f} | {max(drawn):.4f} | {tokens:.3f}"
+        yield detection(found, name, name, replays, least)
+    honest = folder.recorded(WRITER, "decoded")
+    for declared in OPTIONS[:1]:
+        mine = drawn([declared])
+        for name, claims in token_cheats(declared):
+            found = [numbers([one], others, mine, claims) for one, others in zip(honest, by_text, strict=True)]
+            yield detection(found, name, honest[0].name, replays, least)
 
 
-def accusations(runs: Runs, sessions: int) -> tuple[int, int, int]:
-    """-> honest sessions, and of them those found far, over all ordered pairs, and those whose bits differ although
-    their arithmetic is the same."""
-    rng, found, inexact, total = np.random.default_rng(2), 0, 0, 0
-    kinds = list(itertools.product(runs, repeat=2))
-    for one, other in kinds:
-        pairs = pairs_of(runs[one], runs[other])
-        for pair in pairs:
-            count = max(1, sessions // (len(kinds) * len(pairs)) + 1)
-            total += count
-            found += int(far(pair, rng, count, 200).sum())
-            inexact += int(exact(pair, rng, count, 200).sum()) if one == other else 0
-    return total, found, inexact
+def _decoded(path: Path, name: str, part: str) -> bool:
+    return (path / f"{name}-decoded-{part}.pt").exists()
 
 
-def bench(texts_each: int, sessions: int) -> None:
+def bench(path: Path, part: str, least: int, texts: int, only: str) -> None:
     cpu_library.set_threads(1)
-    model = open_model("smollm2-135m")
-    source, tokenizer = cast(ModelSource, DitheredSource(model)), load_tokenizer(model)
-    hops = spans(source, "bf16")
-    calibration, reporting = (
-        write_texts(hops, tokenizer, questions[:texts_each]) for questions in (CALIBRATION, REPORTING)
+    folder = Folder(path, part, cast(ModelSource, DitheredSource(open_model("smollm2-135m"))), texts)
+    machines = [name for name in MACHINES if (path / f"{name}-{REPLAY}-{part}.pt").exists()]
+    replays = distinct(folder, machines)
+    # of our kernels a replay has the bits of decoding (`same_arithmetic`), and stands for it
+    ways = [
+        (name, way)
+        for name in replays
+        for way in WAYS
+        if (path / f"{name}-{way}-{part}.pt").exists()
+        and (way in (REPLAY, "drafted") if MACHINES[name].named else way != REPLAY or not _decoded(path, name, part))
+    ]
+    print(table("same arithmetic | rows | that differ", list(same_arithmetic(folder, machines))), flush=True)
+    if only != "honest":
+        print("accused, of cheats: bit for bit / by two others / by the least able two", flush=True)
+        print(table("tokens audited | " + " | ".join(map(str, TOKENS)), list(cheats(folder, replays, least // 10))))
+    if only == "cheats":
+        return
+    found = honest(folder, replays, ways)
+    names = [name if way == REPLAY else f"{name}, {way}" for name, way in ways]
+    header = (
+        "audited | replay | median row | largest | largest median | tokens that differ | mean margin | part of limit"
     )
-    header = "machines | median row | largest row | largest median | tokens that differ"
-    print("calibration\n" + table(header, list(spread(honest(source, calibration)))), flush=True)
-    runs = honest(source, reporting)
-    print("reporting\n" + table(header, list(spread(runs))), flush=True)
-    total, found, inexact = accusations(runs, sessions)
-    print(f"{total} honest sessions: {found} found far, {inexact} inexact", flush=True)
-    tampered = cheats(source, reporting)
-    tokens = "tokens audited | " + " | ".join(map(str, TOKENS))
-    for name, test, auditor in (
-        ("an auditor of the same arithmetic", exact, "AVX2"),
-        *((f"auditor: {machine}", far, machine) for machine in MACHINES),
-    ):
-        print(name + "\n" + table(tokens, list(detection(tampered, runs[auditor], test, sessions // 10))), flush=True)
-    decoded, prefilled = decode_time(hops, reporting[0]), prefill_time(hops, reporting[0])
-    print(f"decoding a token {decoded * 1e3:.2f} ms, in a prefill {prefilled * 1e3:.2f} ms: {prefilled / decoded:.3f}")
+    print(f"{part}: {len(found)} texts\n" + table(header, list(spread(found, names, replays))), flush=True)
+    print("\n".join(accusations(found, names, replays, least)), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=4, help="questions of each set")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--part", default="reporting", choices=("calibration", "reporting"))
     parser.add_argument("--sessions", type=int, default=100_000)
+    parser.add_argument("--texts", type=int, default=10)
+    parser.add_argument("--only", choices=("honest", "cheats", "both"), default="both")
     options = parser.parse_args()
     started = time.monotonic()
-    bench(options.texts, options.sessions)
+    bench(options.folder, options.part, options.sessions, options.texts, options.only)
     print(f"{time.monotonic() - started:.0f} s")
 
 

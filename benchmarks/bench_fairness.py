@@ -2,9 +2,10 @@
 
     python benchmarks/bench_fairness.py [--seconds 10]
 
-Three nodes of eight layers whose batches take the time of a cost curve; everything else is the real program. To compare
-with another version, put its folders first in PYTHONPATH. The first table: one honest client's tokens/s, beside
-attackers of one identity, or of many of one address block. The second: tokens/s of equal clients, all together.
+Three nodes of eight layers whose batches take the time of a cost curve; everything else is the real program. Each row
+is measured twice in this run: with one queue for everybody, first come, first served, and with the shares that nodes
+have. The first table: one honest client's tokens/s beside attackers of one identity, or of many of one address block.
+The second: tokens/s of equal clients, all together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -21,53 +22,85 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path += [str(TESTS), str(TESTS / "e2e"), str(TESTS / "kernels")]
 
 import torch  # noqa: E402
-from flood_swarm import PREFILLS, SMALL, TOKENS, TREES, Attacker, Flood, Honest, costly_swarm, honest_rate  # noqa: E402
+from flood_swarm import (  # noqa: E402
+    PREFILLS,
+    SMALL,
+    TOKENS,
+    TREES,
+    Attacker,
+    Flood,
+    Honest,
+    OneQueue,
+    costly_swarm,
+    honest_rate,
+)
 from memory_swarm import cut  # noqa: E402
 from tiny_models import ModelTensors, tiny_model  # noqa: E402
 from virtual_clock import run  # noqa: E402
 
+from swarm_node.sharing.shares import SharePlaces  # noqa: E402
 
-async def flooded(source: Any, flood: Flood | None, identities: int, seconds: float) -> Honest:
-    async with costly_swarm(source, cut(24, 8, 16)) as swarm, AsyncExitStack() as stack:
-        for number in range(identities if flood else 0):
-            sessions = 4 if identities == 1 else 1
+Places = Callable[[], SharePlaces]
+PUBLIC, LOCAL, RELAYED = "8.8.8.8", "192.168.1.7", ""  # the honest client is relayed
+
+
+async def flooded(source: Any, places: Places, flood: Flood | None, hosts: Sequence[str], seconds: float) -> Honest:
+    """`hosts`: of the identities of the attacker."""
+    async with costly_swarm(source, cut(24, 8, 16), places) as swarm, AsyncExitStack() as stack:
+        for number, host in enumerate(hosts):
+            sessions = 4 if len(hosts) == 1 else 1
             assert flood is not None  # or there would be no attackers
-            await stack.enter_async_context(attacker(swarm, number, flood, sessions).run())
+            await stack.enter_async_context(Attacker(swarm, number, flood, sessions, host).run())
         await asyncio.sleep(1.0)
         return await honest_rate(swarm, seconds)
 
 
-def attacker(swarm: Any, number: int, flood: Flood, sessions: int) -> Attacker:
-    return Attacker(swarm, number, flood, sessions, "" if not hasattr(swarm.network, "hosts") else "8.8.8.8")
-
-
-async def company(source: Any, clients: int, seconds: float, prompt: Sequence[int]) -> float:
-    async with costly_swarm(source, cut(24, 8, 16)) as swarm:
+async def company(source: Any, places: Places, clients: int, seconds: float, prompt: Sequence[int]) -> float:
+    async with costly_swarm(source, cut(24, 8, 16), places) as swarm:
         done = await asyncio.gather(*(honest_rate(swarm, seconds, i, prompt) for i in range(clients)))
         return float(sum(honest.rate for honest in done))
+
+
+def floods(source: Any, identities: int, seconds: float) -> None:
+    alone = run(flooded(source, SharePlaces, None, (), seconds))
+    print(f"One honest client alone: {alone.rate:.1f} tokens/s.\n")
+    print("| flood | identities | one queue | shares |\n|---|---|---|---|")
+    for name, hosts in (
+        ("1", [PUBLIC]),
+        (f"{identities} of one public block", [PUBLIC] * identities),
+        (f"{identities} of one local address", [LOCAL] * identities),
+        (f"{identities} relayed like the honest one", [RELAYED] * identities),
+    ):
+        for flood in (TREES, PREFILLS, SMALL, TOKENS):
+            cells = []
+            for places in (OneQueue, SharePlaces):
+                got = run(flooded(source, places, flood, hosts, seconds))
+                if not set(got.answers or ()) <= set(alone.answers or ()):
+                    raise SystemExit("the tokens depend on the company")
+                cells.append(f"{got.rate:.1f} ({got.rate / alone.rate:.0%})")
+            print(f"| {flood.name} | {name} | {' | '.join(cells)} |", flush=True)
+
+
+def equals(source: Any, seconds: float) -> None:
+    print("\n| equal clients | prompt | one queue | shares |\n|---|---|---|---|")
+    for clients in (2, 6):
+        for length in (3, 200):
+            prompt = [3 + i % 100 for i in range(length)]
+            queue, shares = (run(company(source, p, clients, seconds, prompt)) for p in (OneQueue, SharePlaces))
+            print(f"| {clients} | {length} tokens | {queue:.1f} | {shares:.1f} ({shares / queue:.0%}) |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="of virtual time, each")
     parser.add_argument("--identities", type=int, default=16)
+    parser.add_argument("--equals", action="store_true", help="only the table of equal clients")
     args = parser.parse_args()
     torch.set_num_threads(1)
     source = ModelTensors(tiny_model("llama", num_hidden_layers=24, max_position_embeddings=1024))
-    alone = run(flooded(source, None, 0, args.seconds))
-    print(f"| flood | identities | tokens/s | of {alone.rate:.1f} undisturbed |\n|---|---|---|---|")
-    for flood in (TREES, PREFILLS, SMALL, TOKENS):
-        for identities in (1, args.identities):
-            got = run(flooded(source, flood, identities, args.seconds))
-            if set(got.answers or ()) != set(alone.answers or ()):
-                raise SystemExit("the tokens depend on the company")
-            print(f"| {flood.name} | {identities} | {got.rate:.1f} | {got.rate / alone.rate:.0%} |", flush=True)
-    print("\n| equal clients | prompt | tokens/s, all together |\n|---|---|---|")
-    for clients in (2, 6):
-        for length in (3, 200):
-            prompt = [3 + i % 100 for i in range(length)]
-            rate = run(company(source, clients, args.seconds, prompt))
-            print(f"| {clients} | {length} tokens | {rate:.1f} |", flush=True)
+    if not args.equals:
+        floods(source, args.identities, args.seconds)
+    equals(source, args.seconds)
 
 
 if __name__ == "__main__":

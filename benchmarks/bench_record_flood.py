@@ -54,9 +54,6 @@ class _FloodedDirectory:
     async def publish(self, record: bytes, model: str, expires_at: float) -> None:
         raise NotImplementedError
 
-    async def withdraw(self, model: str) -> None:
-        raise NotImplementedError
-
 
 def record_of(identity: Identity, at: float) -> bytes:
     address = f"/ip4/203.0.113.7/tcp/4001/p2p/{identity.peer}"

@@ -1,11 +1,12 @@
 """The block of addresses that one host or one customer of a network gets, so that its identities can be counted as one.
 
-Owns the sizes of those blocks. Knows no connections: who passes an address has seen it, not read it in a record, where
-anybody may claim any address.
+Owns the sizes of those blocks: small ones for addresses that were seen, which one must have to be seen there; large
+ones for those that a record claims, which cost nothing. Knows no connections.
 """
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ UNKNOWN_BLOCK = ""
 
 _PUBLIC_IPV4_BITS = 24
 _PUBLIC_IPV6_BITS = 48  # what a site gets; a home often gets /56
+_CLAIMED_BITS = {4: 16, 6: 32}  # what one network has, mostly
 
 
 def block_of_ip(ip: str) -> str:
@@ -26,16 +28,40 @@ def block_of_ip(ip: str) -> str:
     An address that is not public (loopback, a LAN, a provider's NAT) stands for itself: the machines of one LAN are
     neighbors, not one owner.
     """
-    try:
-        address = ipaddress.ip_address(ip.partition("%")[0])
-    except ValueError:
+    address = _parsed(ip)
+    if address is None:
         return UNKNOWN_BLOCK
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
     if not address.is_global:
         return str(address)
     bits = _PUBLIC_IPV4_BITS if address.version == 4 else _PUBLIC_IPV6_BITS
     return str(ipaddress.ip_network((address, bits), strict=False))
+
+
+def _parsed(ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(ip.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
+
+
+@functools.lru_cache(maxsize=8192)
+def claimed_block(addresses: tuple[str, ...]) -> str:
+    """The block of the first public IP address among the multiaddrs of a record, such as "203.0.0.0/16"; UNKNOWN_BLOCK
+    if there is none.
+
+    Machines of one home or LAN have private addresses and share no block, so that nobody answers for a neighbor.
+    """
+    for multiaddr in addresses:
+        parts = multiaddr.split("/", 4)
+        if len(parts) < 5 or parts[1] not in ("ip4", "ip6") or "/p2p-circuit" in multiaddr:  # a relay's address
+            continue
+        address = _parsed(parts[2])
+        if address is not None and address.is_global:
+            return str(ipaddress.ip_network((address, _CLAIMED_BITS[address.version]), strict=False))
+    return UNKNOWN_BLOCK
 
 
 def is_local(block: str) -> bool:

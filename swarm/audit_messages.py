@@ -7,6 +7,7 @@ Owns these messages and what a report's signature covers. What follows from repo
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -16,6 +17,10 @@ from swarm.types import ModelId
 from swarm.wire_types import Count, Message, SessionId
 
 MAX_AUDITED_ROWS = 64  # of which a report has all bytes
+MAX_CLAIMED = 4096  # tokens of an answer whose margins a tail computes
+MARGIN_BYTES = 2  # little-endian, thousandths of a logit
+MAX_MARGIN = (1 << 16) - 2
+UNKNOWN_MARGIN = (1 << 16) - 1
 
 Positions = Annotated[list[Count], Meta(max_length=MAX_AUDITED_ROWS)]
 
@@ -39,6 +44,9 @@ class AuditReport(Message, frozen=True, tag="audit_report"):
     tail: of the token sampled after it), then the output rows at `positions`, which are those of the query that the
     sender still holds. `row_digest.UNKNOWN` stands for what it did not see or did not sample. `arithmetic`: names what
     computes here; two machines of the same one get the same bits, "" promises nothing. `signature`: of `signed_part`.
+
+    `margins`: the body ends with two bytes for each row (`margins_to_wire`): by how much the logits after it would have
+    to be others for the token of `OpenSession.claimed` to be the sample.
     """
 
     max_header: ClassVar[int] = 1024
@@ -51,6 +59,20 @@ class AuditReport(Message, frozen=True, tag="audit_report"):
     positions: Positions = []
     arithmetic: Annotated[str, Meta(max_length=64)] = ""
     signature: Annotated[bytes, Meta(max_length=64)] = b""
+    margins: bool = False
+
+
+def margins_to_wire(margins: Iterable[float | None]) -> bytes:
+    """In logits; None for one that is not known."""
+    return b"".join(
+        (UNKNOWN_MARGIN if m is None else min(MAX_MARGIN, round(m * 1000))).to_bytes(MARGIN_BYTES, "little")
+        for m in margins
+    )
+
+
+def margins_from_wire(body: bytes) -> list[float | None]:
+    found = (int.from_bytes(body[at : at + MARGIN_BYTES], "little") for at in range(0, len(body), MARGIN_BYTES))
+    return [None if margin == UNKNOWN_MARGIN else margin / 1000 for margin in found]
 
 
 def signed_part(report: AuditReport, body: bytes | bytearray | memoryview, model: ModelId) -> bytes:

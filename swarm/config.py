@@ -74,7 +74,7 @@ class NodeConfig:
     gpu: Annotated[int, Meta(ge=0)] | None = None  # None: the CPU
     layers: str | None = None  # "START:END"; None: automatic placement
     max_memory: Size | None = None  # bytes; None: most of what is free
-    dtype: str = "bf16"
+    dtype: str = "bf16"  # or "auto": the format of the model's files
     medusa_heads: Path | None = None  # Medusa heads, run by the tail
     name: str = ""
     region: str = ""
@@ -125,7 +125,7 @@ class ClientConfig:
     remember_peers: bool = True  # keep what was seen of nodes in a small file, for the next time
     # Other nodes compute some answers again: "auto", in open swarms, in the background; "wait": every answer, and
     # `generate` and `chat` return it once it is confirmed, or was redone
-    audits: Audits = "off"
+    audits: Audits = "auto"
     limits: Limits = field(default_factory=Limits)
 
 
@@ -172,6 +172,11 @@ def state_dir() -> Path:
     """Where identities, calibrations and the address of the local swarm are kept."""
     home = os.environ.get("SWARM_HOME")
     return Path(home) / "state" if home else _dirs.user_state_path
+
+
+def peer_memory_dir() -> Path:
+    """What this user's clients have seen of peers, one file a model."""
+    return state_dir() / "peers"
 
 
 def local_swarm_file() -> Path:

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from swarm.audit_messages import AuditQuery, AuditReport
+from swarm.audit_messages import MAX_CLAIMED, AuditQuery, AuditReport
 from swarm.block_hash import HASH_BYTES
 from swarm.gossip_messages import Records, RecordsQuery
 from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
@@ -118,6 +118,8 @@ class OpenSession(Message, frozen=True, tag="open"):
 
     `num_medusa_candidates`: candidates of each of its Medusa heads, if any, that the tail sends with every token.
 
+    `claimed`: of an audit's replay, for the tail: the tokens after the first `prompt_tokens`, as others sampled them.
+
     `kv_source`: a node that has left this session, with the same layers, and still holds its first `kv_source_tokens`
     tokens. The hop fetches them from there if it can, by `kv_source_token`; `SessionOpened.cached_tokens` is the
     outcome. `kv_key`: of this hop, for the tokens of those who may fetch from it once it has left (`kv_token`).
@@ -147,6 +149,7 @@ class OpenSession(Message, frozen=True, tag="open"):
     kv_source_tokens: Count = 0
     kv_source_token: KvToken = b""
     kv_key: KvKey = b""
+    claimed: Annotated[list[TokenId], Meta(max_length=MAX_CLAIMED)] = []
 
 
 class SessionOpened(Message, frozen=True, tag="opened"):

@@ -8,6 +8,7 @@ the DHT (`net.dht.directory`), keys (`sign` and `verify` are passed in) or the t
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections import Counter
@@ -29,8 +30,10 @@ MAX_LIFETIME_S = 60.0  # between publication and expiry
 MAX_CLOCK_SKEW_S = 3.0  # how far ahead of ours a peer's clock may be
 MAX_PROOF = 96  # bytes
 MAX_LAYERS = 4096
+MAX_OWNERS = 4  # clients of its owner that a record marks
 MAX_LINKS = 24
 MAX_ADDRESS = 192  # characters; a relayed address has two peer ids
+_TAG_BYTES = 16
 _CONTEXT = b"swarm node record 1\0"  # domain separation: the signature is valid for nothing else
 
 PeerText = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -38,6 +41,7 @@ Name = Annotated[str, Meta(max_length=64)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e7)]
 Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
+OwnerTag = Annotated[bytes, Meta(min_length=_TAG_BYTES, max_length=_TAG_BYTES)]
 
 
 class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
@@ -71,6 +75,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_
     pinned: bool = False
     left: bool = False  # it has left the swarm: a goodbye, which older records must not undo
     proof: Annotated[bytes, Meta(max_length=MAX_PROOF)] = b""  # of work (`net.security.proof_of_work`)
+    owners: Annotated[tuple[OwnerTag, ...], Meta(max_length=MAX_OWNERS)] = ()  # marks of its owner's clients
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -106,6 +111,12 @@ _decode_claim = msgspec.msgpack.Decoder(_Claim).decode
 _decode_proof = msgspec.msgpack.Decoder(_Proof).decode
 
 
+def owner_tag(node: PeerId, client: PeerId) -> bytes:
+    """The mark that `client` belongs to the owner of `node`: known to whom the client meets, and to nobody else. It
+    differs from node to node, so that marks alone link nothing."""
+    return hashlib.blake2b(f"{node} {client}".encode(), digest_size=_TAG_BYTES, person=b"swarm owner 1").digest()
+
+
 def key(model: str) -> str:
     """The DHT key under which a model's nodes publish, each under its own peer id."""
     return f"swarm/{model}/nodes"
@@ -115,7 +126,7 @@ def encode(profile: NodeProfile, model: str, num_layers: int, lifetime_s: float,
     """-> (record bytes, when it expires: `published_at + lifetime_s`).
 
     A record over MAX_RECORD drops what is optional: first the links beyond the nearest, then the τ of single layers
-    (their mean is sent), then addresses. Raises ProtocolError if it is still too long.
+    (their mean is sent), then addresses, then the owner's marks. Raises ProtocolError if it is still too long.
     """
     lifetime_s = min(lifetime_s, MAX_LIFETIME_S)
     record = _from_profile(profile, model, num_layers, lifetime_s)
@@ -230,6 +241,7 @@ def to_profile(record: NodeRecord) -> NodeProfile:
         version=record.version,
         pinned=record.pinned,
         identity_proof=record.proof,
+        owners=record.owners,
         published_at=record.at,
     )
 
@@ -263,6 +275,7 @@ def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s:
         version=profile.version,
         pinned=profile.pinned,
         proof=profile.identity_proof,
+        owners=profile.owners[:MAX_OWNERS],
     )
 
 
@@ -279,6 +292,8 @@ def _drop_optional_fields(record: NodeRecord) -> NodeRecord:
         changes = {"layer_us": (round(sum(record.layer_us) / len(record.layer_us)),)}
     elif len(record.addrs) > 1:
         changes = {"addrs": record.addrs[:1]}
+    elif record.owners:
+        changes = {"owners": ()}
     else:
         raise ProtocolError(f"the record of {record.peer} does not fit into {MAX_RECORD} bytes")
     return msgspec.structs.replace(record, **changes)

@@ -121,6 +121,7 @@ class NodeProfile:
     version: str = ""
     pinned: bool = False  # manual placement (`--layers`): rebalancing leaves it alone
     identity_proof: bytes = b""  # of work for its peer id, if it has one (`net.security.proof_of_work`)
+    owners: tuple[bytes, ...] = ()  # marks of its owner's clients (`records.owner_tag`)
     published_at: float = 0.0  # its clock, seconds since the epoch
 
     @property

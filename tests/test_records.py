@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from swarm import records
 from swarm.errors import ProtocolError
 from swarm.net.security.identity import Identity, verify
-from swarm.records import MAX_LIFETIME_S, MAX_RECORD, InvalidRecord
+from swarm.records import MAX_LIFETIME_S, MAX_OWNERS, MAX_RECORD, InvalidRecord, owner_tag
 from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState
 
 NOW = 1_700_000_000.0
@@ -78,6 +78,7 @@ def reason(data: bytes, peer: str = ALICE.peer, now: float = NOW) -> str:
         {"layer_ms": ()},
         {"cost": UNMEASURED},
         {"addresses": (), "link_ms": {}, "network_coordinate": (), "region": "", "name": ""},
+        {"owners": tuple(owner_tag(ALICE.peer, f"client {i}") for i in range(MAX_OWNERS))},
     ],
 )
 def test_profiles_round_trip(changes: dict[str, Any]) -> None:
@@ -95,6 +96,7 @@ def test_a_large_record_drops_optional_fields_until_it_fits() -> None:
         span=LayerSpan(0, 120),
         layer_ms=tuple(1.0 + i / 7 for i in range(120)),
         link_ms={peer: float(i) for i, peer in enumerate(peers)},
+        owners=tuple(owner_tag(ALICE.peer, f"client {i}") for i in range(2 * MAX_OWNERS)),
         addresses=tuple(f"/ip4/10.0.0.{i}/udp/4001/quic-v1/p2p/{ALICE.peer}" for i in range(8)),
         cost=CostCurve(tuple(range(1, 17)), tuple(float(i) for i in range(16))),
     )
@@ -109,6 +111,13 @@ def test_a_large_record_drops_optional_fields_until_it_fits() -> None:
 def test_a_record_that_cannot_fit_is_an_error() -> None:
     with pytest.raises(ProtocolError):
         records.encode(profile(weight_hash="x" * 5000, layer_ms=(), link_ms={}), MODEL, 30, 12.0, ALICE.sign)
+
+
+def test_owners_are_marked_for_those_who_know_them_and_bounded() -> None:
+    assert owner_tag(ALICE.peer, "me") != owner_tag(BOB.peer, "me"), "marks of several nodes link nothing"
+    assert len(records.decode(record(owners=(b"t" * 16,) * 9), ALICE.peer, MODEL, NOW, verify).owners) == MAX_OWNERS
+    for owners in ([b"t" * 15], [b"t" * 17], [b"t" * 16] * (MAX_OWNERS + 1), ["t" * 16], [7], b"t" * 16):
+        assert reason(forged(owners=owners)) == "malformed"
 
 
 def test_lifetimes_are_capped_by_the_writer_too() -> None:

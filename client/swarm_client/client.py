@@ -38,6 +38,7 @@ from swarm_client.api.options import (
 )
 from swarm_client.api.results import GenerationResult, GenerationStream
 from swarm_client.auditing.auditor import Auditor
+from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.audited_answer import read_audited
 from swarm_client.generation.generation_loop import GenerationLoop
@@ -248,6 +249,10 @@ class SwarmClient:
             return decoder.stream(messages, checked, decoder.route(messages, checked))
         return self._stream(self.chat_prompt(messages, tools=tools, template_options=template_options), checked)
 
+    def audit_findings(self) -> list[AuditResult]:
+        """What audits have found since this was last called: hops that lied, and disputes; at most the latest few."""
+        return _entered(self._auditor).take_findings()
+
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationKeywords]) -> GenerationResult:
         """`stream`, read to its end."""
         return await read_audited(self.stream(prompt, **options), wait=self.config.audits == "wait")
@@ -350,7 +355,7 @@ class SwarmClient:
         audits = self.config.audits
         rate = {"off": 0.0, "wait": 1.0}.get(audits, 0.0 if self.config.secret else AUDITS.rate)
         shape = source.config.num_layers, source.config.hidden_size, source.config.context_length
-        return Auditor(router, network, self.config.limits, *shape, rate)
+        return Auditor(router, network, self.config.limits, *shape, rate, prefix_locations=self._prefix_locations)
 
     def _speculation(self, generation: GenerationState, options: GenerationOptions) -> ClientSpeculation | None:
         if not options.speculates:

@@ -19,15 +19,13 @@ from swarm.errors import ConnectionLost, NetworkError, NodeLeaving, SwarmError, 
 from swarm.messages import AnyMessage
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.pool.migratable_link import MigratableLink
-from swarm.net.security.identity import verify
 from swarm.net.transports.rate_limit import RateLimitedTransport, UploadBucket
 from swarm.planner.rebalancing.policy import RebalancePolicy
 from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.planner.schemas import placement_request_json
-from swarm.receipt_messages import WorkReceipt
-from swarm.receipts import check_receipt
 from swarm.types import ModelId, NodeState
 from swarm_kernels.audit.arithmetic import arithmetic
+from swarm_node.membership.accounts import Accounts
 from swarm_node.membership.acquaintances import Acquaintances
 from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.hardware import Hardware, measure
@@ -44,14 +42,11 @@ from swarm_node.network.invite import how_to_join, make_invite
 from swarm_node.owner import control_socket, prometheus
 from swarm_node.owner.active_hours import ActiveHours
 from swarm_node.owner.availability import OWNER, Availability
-from swarm_node.owner.contributions import ContributionLedger, ledger_file, owner_peer
 from swarm_node.owner.event_log import EventReporter
 from swarm_node.owner.machine_usage import OtherCpuUsage, own_pids
 from swarm_node.serving.drain import drain_sessions, wait_for_takeover
 from swarm_node.serving.policy import DrainPolicy
-from swarm_node.serving.session import HopSession
 from swarm_node.serving.session_server import SessionServer
-from swarm_node.sharing.shares import SharePlaces
 from swarm_node.stopping import Stopped, first_of_group, unless_stopped
 
 
@@ -134,7 +129,7 @@ class Node:
             transport, self._on_frame, self._on_lost, limits, uses=lambda peer: self._server.uses(peer)
         )
         self._addresses = AddressBook(lambda: self._view.snapshot())
-        self._ledger = ContributionLedger(ledger_file(config, transport.peer))
+        self._accounts = Accounts(config, transport.peer, lambda: self._view.snapshot(), network.wall_clock)
         self._server = self._session_server(arithmetic(source.config, hardware.device))
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading, on_fetched=reporter.fetching)
         self._acquaintances = Acquaintances(transport.peer)
@@ -148,7 +143,7 @@ class Node:
             self._server,
             self._rtt_monitor,
             upload,
-            self._ledger,
+            self._accounts,
         )
         self._records = SwarmRecords(network, self._pool, config, source.name, hardware.num_layers)
         self._view = SwarmView(self._records.reader.snapshot, self._status.now)
@@ -174,15 +169,14 @@ class Node:
 
     def _session_server(self, arithmetic: str) -> SessionServer:
         """`arithmetic`: what reports of audits call it."""
-        owners = {owner_peer(entry) for entry in self._config.owner}
         server = SessionServer(
             self._served,
             self._pool,
             self._config.limits,
             on_load=lambda: self._publisher.changed(),
             addresses_of=self._addresses.of,
-            places=SharePlaces(is_owner=owners.__contains__),
-            on_receipt=self._on_receipt,
+            places=self._accounts.places,
+            on_receipt=self._accounts.on_receipt,
             sign=self._network.sign,
         )
         server.audits.arithmetic = arithmetic
@@ -209,13 +203,13 @@ class Node:
                     for task in background:
                         task.cancel()
                     self._status.update_ledger()
-                    await asyncio.to_thread(self._ledger.save)
+                    await asyncio.to_thread(self._accounts.ledger.save)
                     await self._withdraw()
 
     def _start_watchers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         tasks = [
             group.create_task(self._watch_network(), name="network watch"),
-            group.create_task(self._ledger.run(self._status.update_ledger), name="ledger"),
+            group.create_task(self._accounts.run(self._status.update_ledger), name="accounts"),
         ]
         if self._schedule is not None:
             self._availability.check_hours(self._schedule, datetime.now())
@@ -379,12 +373,6 @@ class Node:
         raise ConnectionLost(
             "the network is gone: the p2p daemon died again and again, or could not be started; start the node again"
         )
-
-    def _on_receipt(self, session: HopSession, message: WorkReceipt) -> None:
-        """Raises ProtocolError."""
-        client = session.client.peer
-        receipt = check_receipt(message, self._pool.peer, client, session.committed, len(session.span), verify)
-        self._ledger.acknowledge(client, receipt, self._network.wall_clock())
 
     async def _on_frame(self, link: MigratableLink, message: AnyMessage, body: memoryview) -> None:
         if not self._records.on_frame(link, message, body):

@@ -81,14 +81,17 @@ def summary(
 def outcomes(sessions: Sequence[SimSession], end_ms: float) -> dict[str, Any]:
     """Of the requests that have ended: how many with right tokens. Throughput: right answers' tokens over all time.
 
-    A request still running at the end counts as neither, unless it has taken longer than all but 1% of the others.
+    A request still running at the end counts as neither, unless it is stuck: it has taken longer than all but 1% of the
+    others did, in all and for each token.
     """
     done = [s for s in sessions if s.phase is SimPhase.DONE]
     right = [s for s in done if s.wrong_from is None]
     failed = [s for s in sessions if s.phase is SimPhase.FAILED]
-    times = sorted(s.done_ms - s.request.at for s in done if s.done_ms is not None)
-    patience = times[math.ceil(0.99 * len(times)) - 1] if times else 0.0
-    stuck = sum(1 for s in sessions if s.live and end_ms - s.request.at > patience)
+    took = [(s.done_ms - s.request.at, max(1, s.produced)) for s in done if s.done_ms is not None]
+    patience = _quantile([ms for ms, _ in took], 0.99)
+    patience_a_token = _quantile([ms / tokens for ms, tokens in took], 0.99)
+    running = [(end_ms - s.request.at, max(1, s.produced)) for s in sessions if s.live]
+    stuck = sum(1 for ms, tokens in running if ms > patience and ms / tokens > patience_a_token)
     ended = len(done) + len(failed) + stuck
     return {
         "ended": ended,
@@ -121,6 +124,11 @@ def _nodes(nodes: Sequence[SimNode], end_ms: float) -> dict[str, Any]:
             "kv_peak": _rounded(usage.most_kv / node.kv_room) if node.kv_room > 0 else 0.0,
         }
     return shares
+
+
+def _quantile(values: Sequence[float], of: float) -> float:
+    """Nearest rank; 0 without values."""
+    return sorted(values)[math.ceil(of * len(values)) - 1] if values else 0.0
 
 
 def _rounded(value: float) -> float:

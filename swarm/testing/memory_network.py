@@ -250,9 +250,6 @@ class MemoryDirectory:
     async def publish(self, record: bytes, model: str, expires_at: float) -> None:
         self._network.store(self._peer, model, record, expires_at)
 
-    async def withdraw(self, model: str) -> None:
-        self._network.store(self._peer, model, b"", 0.0)
-
     async def read(self, model: str) -> dict[PeerId, bytes]:
         return self._network.load(self._peer, model)
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from swarm.errors import ConnectionLost, NetworkError, NodeBusy, ProtocolError, RemoteError
-from swarm.planner.trust.evidence import UNKNOWN, FailureKind
+from swarm.planner.trust.evidence import MAX_FILE, MAX_PEERS, UNKNOWN, FailureKind
 from swarm_client.trust.failures import HopStalled, ReportedLost, StragglerEvicted, failure_kind
-from swarm_client.trust.peer_memory import MAX_FILE, MAX_PEERS, PeerMemory
+from swarm_client.trust.peer_memory import PeerMemory
 
 
 @pytest.mark.parametrize(

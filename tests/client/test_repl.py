@@ -17,6 +17,7 @@ from swarm.planner.generation.state_machine import FinishReason
 from swarm.types import Chain, Hop
 from swarm_client.api.outline_report import OutlineReport, PointReport
 from swarm_client.api.results import GenerationResult, TextChunk
+from swarm_client.auditing.result import AuditResult
 from swarm_client.cli.conversation import Conversation
 from swarm_client.cli.repl import ChatRepl, Quit
 
@@ -56,6 +57,11 @@ class ScriptedClient:
         self.outline: OutlineReport | None = None
         self.options: dict[str, Any] = {}
         self.error: Exception | None = None
+        self.findings: list[AuditResult] = []
+
+    def audit_findings(self) -> list[AuditResult]:
+        found, self.findings = self.findings, []
+        return found
 
     def chat_stream(self, messages: list[Mapping[str, str]], **options: Any) -> ScriptedStream:
         self.options = options
@@ -80,6 +86,19 @@ async def test_an_answer_is_streamed_and_remembered(chat: SimpleNamespace) -> No
     assert "aaaaaa[0:3] -> bbbbbb[3:5]" in chat.out.getvalue()
     await chat.chat.handle("again")
     assert [m["content"] for m in chat.client.asked[1]] == ["hi", "Hello there", "again"]
+
+
+async def test_what_audits_found_is_said_once(chat: SimpleNamespace) -> None:
+    chat.client.findings = [
+        AuditResult(liars=("peer-bbbbbb",), reason="two other nodes contradict it"),
+        AuditResult(disputed=("peer-cccccc", "peer-dddddd")),
+    ]
+    await chat.chat.handle("hi")
+    shown = " ".join(chat.out.getvalue().split())
+    assert "node peer-bbbbbb failed the audit of an earlier answer (two other nodes contradict it)" in shown
+    assert "which of peer-cccccc and peer-dddddd is right" in shown
+    await chat.chat.handle("again")
+    assert " ".join(chat.out.getvalue().split()).count("failed the audit") == 1
 
 
 async def test_system_reset_save_and_load(chat: SimpleNamespace, tmp_path: Path) -> None:

@@ -18,9 +18,12 @@ from swarm.messages import AnyMessage, OpenSession, Step, StepResult
 from swarm.net.base.transport import Connection
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.security.identity import Identity
+from swarm.planner.scheduling.fair_shares import Share
+from swarm.planner.scheduling.work_model import WorkModel
 from swarm.testing.memory_network import LinkModel
 from swarm.types import CostCurve, LayerSpan, ModelId, PeerId
 from swarm_node.serving.executor import ScheduledStep
+from swarm_node.sharing.shares import SharePlaces
 
 # ms a layer for a batch of so many rows: a core reads the weights, then computes (the shape of a small model on a CPU)
 CURVE = CostCurve((1, 4, 16, 64, 256), (1.25, 1.6, 3.2, 9.0, 34.0))
@@ -50,16 +53,15 @@ class CostedDevice:
 class CostedCompute:
     """A batch, whole or in slices; each part adds its time to what the device owes."""
 
-    def __init__(self, inner: Any, device: CostedDevice, batch_ms: float) -> None:
+    def __init__(self, inner: Any, device: CostedDevice, batch_ms: float, layers: int) -> None:
         self._inner = inner
         self._device = device
         self._left_ms = batch_ms
-        self.slices = getattr(inner, "slices", 1)
-        self._slice_ms = batch_ms / self.slices
+        self._layer_ms = batch_ms / layers
 
-    def run_slice(self) -> Any:
-        self._owe(self._slice_ms)
-        return self._inner.run_slice()
+    def run_layers(self, count: int) -> Any:
+        self._owe(min(self._left_ms, count * self._layer_ms))
+        return self._inner.run_layers(count)
 
     def __call__(self) -> Any:
         self._owe(self._left_ms)
@@ -70,15 +72,6 @@ class CostedCompute:
         self._device.owed_ms += ms
 
 
-def work_model() -> Any:
-    """What nodes estimate by; None in a version that estimates nothing."""
-    try:
-        from swarm.planner.scheduling.work_model import WorkModel
-    except ImportError:
-        return None
-    return WorkModel(CURVE, CONTEXT_TOKENS)
-
-
 def batch_ms(steps: Sequence[ScheduledStep]) -> float:
     rows = sum(step.rows for step in steps)
     row_context = sum(step.rows * step.arrival.step.committed_before for step in steps)
@@ -86,16 +79,24 @@ def batch_ms(steps: Sequence[ScheduledStep]) -> float:
     return (CURVE.ms_at(rows) + per_row * row_context / CONTEXT_TOKENS) * len(steps[0].span)
 
 
-def make_costly(swarm: MemorySwarm) -> None:
+class OneQueue(SharePlaces):
+    """Everybody's work goes on one account, so that nothing is shared: first come, first served."""
+
+    def of(self, peer: PeerId, remote: str) -> Share:
+        return Share()
+
+
+def make_costly(swarm: MemorySwarm, places: Callable[[], SharePlaces]) -> None:
     """Let the batches of all nodes take their time."""
     for node in swarm.nodes.values():
+        node.service._admission._places = places()
         device, original = CostedDevice(), node.engine.prepare
         executor: Any = next(iter(node.service.served_spans)).executor
         executor._device = device
-        executor._scheduler._work = work_model()
+        executor._scheduler._work = WorkModel(CURVE, CONTEXT_TOKENS)
 
         def prepare(steps: Sequence[ScheduledStep], device: Any = device, original: Any = original) -> Any:
-            return CostedCompute(original(steps), device, batch_ms(steps))
+            return CostedCompute(original(steps), device, batch_ms(steps), len(steps[0].span))
 
         node.engine.prepare = prepare  # type: ignore[method-assign]
 
@@ -185,11 +186,13 @@ class Attacker:
 
 
 @asynccontextmanager
-async def costly_swarm(source: Any, spans: Sequence[LayerSpan], delay_s: float = 0.001) -> AsyncIterator[MemorySwarm]:
+async def costly_swarm(
+    source: Any, spans: Sequence[LayerSpan], places: Callable[[], SharePlaces] = SharePlaces, delay_s: float = 0.001
+) -> AsyncIterator[MemorySwarm]:
     async with memory_swarm(source, (), LinkModel(delay_s=delay_s)) as swarm:
         for span in spans:
             await swarm.add_node(span, kv_tokens=KV_TOKENS)
-        make_costly(swarm)
+        make_costly(swarm, places)
         yield swarm
 
 

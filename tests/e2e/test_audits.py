@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from memory_swarm import MemorySwarm
 from recovery_swarm import TOKENS, assert_clean, model, prompt, swarm_of, truth
-from tiny_models import ModelTensors
+from tiny_models import ModelTensors, hf_greedy
 from virtual_clock import virtual_time
 
+from swarm.planner.auditing.policy import POLICY
 from swarm.types import ModelId, PeerId
 from swarm_client import SwarmClient
 from swarm_client.auditing.result import AuditResult
@@ -44,10 +46,37 @@ class LyingSpan:
         return self._span.logits(hidden)
 
 
-def make_liar(swarm: MemorySwarm, peer: PeerId, tamper: Tamper) -> None:
+def make_liar(swarm: MemorySwarm, peer: PeerId, tamper: Tamper, kind: type[LyingSpan] | None = None) -> None:
     engine = swarm.engines[peer]
-    engine._span = LyingSpan(engine._span, tamper)  # type: ignore[assignment]
+    engine._span = (kind or LyingSpan)(engine._span, tamper)  # type: ignore[assignment]
     engine._tail_sampler._span = engine._span
+
+
+class Framer(LyingSpan):
+    """Spoils the rows that no audit compares, so that its successor's differ: those of the attention sinks."""
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        hidden: torch.Tensor = self._span.forward(*args)
+        sinks = (args[1].positions < POLICY.sink_tokens)[:, None]
+        return torch.where(sinks, self._tamper(hidden), hidden)
+
+
+class LyingTail(LyingSpan):
+    """Its rows are right, and what it samples from them is not."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._tamper(self._span.logits(hidden))
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self._span.forward(*args)  # type: ignore[no-any-return]
+
+
+def at_another_temperature(logits: torch.Tensor) -> torch.Tensor:
+    return logits * 8
+
+
+def invented(logits: torch.Tensor) -> torch.Tensor:
+    return torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)) * 8
 
 
 def sign_all(swarm: MemorySwarm, arithmetic: str = "same") -> None:
@@ -104,6 +133,86 @@ async def test_a_hop_that_computes_something_else_is_named_and_left(
         assert again.liars == again.disputed == ()
 
 
+@pytest.mark.parametrize("arithmetic", ["", "same"])
+@pytest.mark.parametrize("victim", [0, 1])
+@virtual_time
+async def test_a_hop_that_spoils_what_is_not_compared_does_not_frame_the_next_one(victim: int, arithmetic: str) -> None:
+    async with swarm_of(3) as swarm, swarm.client(audits="wait", decoding="sequential") as client:
+        sign_all(swarm, arithmetic)
+        first = await client.generate(prompt(), max_new_tokens=TOKENS)
+        framer = first.chain.peers[victim]
+        make_liar(swarm, framer, lambda hidden: hidden + 9.0, Framer)
+        _, audit = await audited(client)
+        assert audit.liars == ((framer,) if arithmetic else ())
+        assert framer in (*audit.liars, *audit.disputed) or not arithmetic
+
+
+@virtual_time
+async def test_a_liar_in_an_answer_with_drafts_is_found_by_its_own_replay() -> None:
+    """Rows of drafts have other bits than a replay's, so the chain itself replays its answer."""
+    async with swarm_of(3) as swarm, swarm.client(audits="wait", decoding="pipelined-tree") as client:
+        sign_all(swarm)
+        liar = (await client.generate(prompt(), max_new_tokens=TOKENS)).chain.peers[1]
+        make_liar(swarm, liar, noisy)
+        stream = client.stream(prompt(), max_new_tokens=TOKENS)
+        await stream.read()
+        assert stream.speculation is not None
+        audit = await stream.audited()
+        assert audit is not None
+        assert audit.liars == (liar,)
+
+
+@pytest.mark.parametrize("tamper", [at_another_temperature, invented])
+@virtual_time
+async def test_a_tail_that_samples_otherwise_is_found_by_machines_of_unlike_arithmetic(tamper: Tamper) -> None:
+    async with swarm_of(3) as swarm, swarm.client(audits="wait", decoding="sequential") as client:
+        sign_all(swarm, "")
+        stream = client.stream(prompt(), max_new_tokens=TOKENS, temperature=1.5, seed=3)
+        await stream.read()
+        assert stream.chain is not None
+        liar = stream.chain.peers[-1]
+        make_liar(swarm, liar, tamper, LyingTail)
+        _, audit = await audited(client, temperature=1.5, seed=3)
+        assert audit.liars == (liar,)
+
+
+@pytest.mark.parametrize("audits", ["auto", "wait"])
+@virtual_time
+async def test_an_answer_that_a_liar_takes_part_in_when_it_is_found_out_starts_anew(audits: Any) -> None:
+    """The audit of one answer convicts a hop in the middle of another one: nothing computed from its rows is kept."""
+    async with swarm_of(3) as swarm, swarm.client(audits=audits, decoding="sequential") as client:
+        client._auditor.draw = lambda: 0.0  # type: ignore[union-attr]
+        sign_all(swarm)
+        liar = (await client.generate(prompt(), max_new_tokens=TOKENS)).chain.peers[1]
+        make_liar(swarm, liar, noisy)
+        short = client.stream(prompt(), max_new_tokens=9)
+        long = asyncio.create_task(client.generate(prompt(seed=9), max_new_tokens=40))
+        await short.read()
+        audit = await short.audited()
+        assert audit is not None
+        assert audit.liars == (liar,)
+        assert not long.done()
+        answer = await long
+        assert list(answer.token_ids) == hf_greedy(model(), prompt(seed=9), 40)
+        assert liar not in answer.chain.peers
+        assert any("failed an audit of another answer" in repair for repair in answer.repairs)
+        await assert_clean(swarm)
+
+
+@virtual_time
+async def test_a_conviction_forgets_what_was_cached_behind_the_liar() -> None:
+    async with swarm_of(3) as swarm, swarm.client(audits="wait", decoding="sequential") as client:
+        sign_all(swarm)
+        first = await client.generate(prompt(), max_new_tokens=TOKENS)
+        salts = client._prefix_locations.salts(first.chain)
+        make_liar(swarm, first.chain.peers[1], noisy)
+        _, audit = await audited(client)
+        assert audit.liars == (first.chain.peers[1],)
+        after = client._prefix_locations.salts(first.chain)
+        changed = [after[peer] != salts[peer] for peer in first.chain.peers]
+        assert changed == [False, False, True]  # of the hop behind it
+
+
 @virtual_time
 async def test_chat_and_generate_redo_the_answer_without_the_liar() -> None:
     async with swarm_of(3) as swarm, swarm.client(audits="wait", decoding="sequential") as client:
@@ -129,9 +238,10 @@ async def test_two_that_disagree_are_a_dispute_and_nobody_is_left() -> None:
         assert len(audit.disputed) == 2
 
 
+@pytest.mark.parametrize("audits", ["auto", "wait"])
 @virtual_time
-async def test_without_replicas_nothing_is_audited_and_nothing_stays_open() -> None:
-    async with swarm_of(1) as swarm, swarm.client(audits="wait") as client:
+async def test_without_replicas_nothing_is_audited_and_nothing_stays_open(audits: Any) -> None:
+    async with swarm_of(1) as swarm, swarm.client(audits=audits) as client:
         answer = await client.generate(prompt(), max_new_tokens=TOKENS)
         assert list(answer.token_ids) == truth()
         _, audit = await audited(client)

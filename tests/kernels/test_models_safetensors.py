@@ -250,7 +250,6 @@ def test_values_that_cannot_be_are_corrupt(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"quantization_config": {"quant_method": "gptq"}},
         {"hidden_size": None, "text_config": {"hidden_size": 64}},
         {"is_encoder_decoder": True},
     ],

@@ -14,7 +14,7 @@ from swarm.types import LayerSpan
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
-from swarm_kernels.models.source import LocalFiles
+from swarm_kernels.models.source import LocalFiles, NotQuantized
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 
@@ -59,7 +59,7 @@ def transformers_model(source: Any) -> Any:
     return model.eval()
 
 
-class ModelTensors(LocalFiles):
+class ModelTensors(LocalFiles, NotQuantized):
     """A ModelSource over a transformers model in memory."""
 
     def __init__(self, model: Any) -> None:

@@ -35,9 +35,6 @@ class Swallowed:
     async def publish(self, record: bytes, model: str, expires_at: float) -> None:
         return None
 
-    async def withdraw(self, model: str) -> None:
-        return None
-
     async def read(self, model: str) -> dict[PeerId, bytes]:
         if self.broken:
             raise NetworkError("the directory does not answer")

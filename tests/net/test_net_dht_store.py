@@ -179,10 +179,10 @@ async def test_a_reply_of_forgeries_costs_one_check(monkeypatch: pytest.MonkeyPa
     honest = Identity.from_seed(bytes(32))
     good = entries.sign(honest, KEY, b"record", clock.now + 20)
     forged = [Entry(Identity.from_seed(bytes([i]) * 32).peer, bytes(100), clock.now + 30) for i in range(1, 50)]
-    before = budget._new.tokens
+    before = budget._new.available(clock.now)
     assert await take_in(KEY, [("liar", forged), ("replica", [good])], store, budget, clock.now) == ["liar"]
     assert held(store) == {honest.peer}
-    assert before - budget._new.tokens == 2
+    assert before - budget._new.available(clock.now) == 2
     assert await take_in(OTHER, [("moved", [good])], store, budget, clock.now) == ["moved"]
 
 

@@ -60,12 +60,8 @@ async def test_three_nodes_and_a_client_see_the_same_records() -> None:
         for round_ in range(3):  # a refresh replaces, even one with the same expiry
             await directory.publish(b"again %d" % round_, "m", soon)
             assert (await other.read("m"))[transport.peer] == b"again %d" % round_
-        await directory.withdraw("m")
-        await directory.withdraw("m")
-        assert transport.peer not in await client.read("m")
-        assert len(await client.read("m")) == 2
-        await directory.publish(b"back", "m", soon)
-        assert (await client.read("m"))[transport.peer] == b"back"
+        assert (await client.read("m"))[transport.peer] == b"again 2"
+        assert len(await client.read("m")) == 3
         assert await client.read("another model") == {}
 
 
@@ -203,7 +199,7 @@ async def test_a_dead_daemon_is_an_error_and_not_an_empty_swarm(monkeypatch: pyt
         await directory.publish(b"x", "m", time.time() + 10)
         os.kill(transport.daemon_pid, signal.SIGKILL)
         await transport.failed.wait()
-        for doomed in (directory.read("m"), directory.publish(b"x", "m", time.time() + 10), directory.withdraw("m")):
+        for doomed in (directory.read("m"), directory.publish(b"x", "m", time.time() + 10)):
             with pytest.raises(NetworkError):
                 await doomed
 
@@ -328,5 +324,3 @@ async def test_the_records_of_a_private_swarm() -> None:
             entry = entries.sign(outsider.identity, key_id.to_bytes(), planted, soon)
             assert await open_one._node.protocol.call_store(two._node.peer_id, [(key_id, entry)]) == [True]
             assert set(await two.read("m")) == {member.peer}
-        await one.withdraw("m")
-        assert await two.read("m") == {}

@@ -189,6 +189,6 @@ async def test_directory() -> None:
     assert await b.read("m") == {"a": b"one", "b": b"two"}
     await asyncio.sleep(15)
     assert await a.read("m") == {"b": b"two"}
-    await b.withdraw("m")
+    await asyncio.sleep(10)
     assert await a.read("m") == {}
     assert await a.read("unknown") == {}

@@ -15,6 +15,7 @@ from swarm.errors import InvalidRequest, NetworkError, OutOfMemory, UnsupportedR
 from swarm.messages import AnyMessage, CloseSession, OpenSession, SessionOpened, Step, StepResult, WireSampling
 from swarm.net.base.transport import Connection
 from swarm.net.pool.connection_pool import ConnectionPool
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import Grammar, LayerSpan, ModelId, PeerId, Sampling
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
@@ -49,7 +50,7 @@ class ToyEngine:
     def capacity_tokens(self) -> int:
         return self.capacity
 
-    async def compile_grammar(self, grammar: Grammar, peer: PeerId) -> GrammarState:
+    async def compile_grammar(self, grammar: Grammar, share: Share) -> GrammarState:
         raise UnsupportedRequest("a toy has no tokenizer")
 
     async def grammar_masks(self, state: GrammarState, tokens: StepTokens, peer: PeerId) -> Sequence[TokenMask | None]:
@@ -109,7 +110,7 @@ class ToyEngine:
     def finished(self, works: Sequence[ScheduledStep]) -> None:
         """Nothing was held back."""
 
-    def layers_at_once(self, part: LayerSpan) -> int:
+    def min_layers(self, part: LayerSpan) -> int:
         return len(part)
 
     def _compute(self, work: ScheduledStep) -> StepOutput:

@@ -15,11 +15,13 @@ from memory_swarm import cut, memory_swarm
 from test_grammar_identity import GRAMMARS, ascii_tokenizer
 from tiny_models import ModelTensors, tiny_model
 
+from swarm.errors import InvalidRequest, NodeBusy
 from swarm.messages import Step
-from swarm.types import Sampling
+from swarm.planner.scheduling.fair_shares import Share
+from swarm.types import Grammar, GrammarKind, Sampling
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_node.serving import tail_sampler
-from swarm_node.serving.grammars import TailGrammars
+from swarm_node.serving.grammars import GrammarPolicy, TailGrammars
 from swarm_node.serving.session import InboundStep
 from swarm_node.serving.token_history import StepTokens, TokenHistory
 
@@ -50,7 +52,7 @@ async def test_a_peer_has_one_thread_however_many_sessions_it_opens_and_closes()
     assert await asyncio.to_thread(hostile.entered.acquire, timeout=5)
     try:
         tasks[0].cancel()  # its session ends; the thread cannot
-        state = await asyncio.wait_for(grammars.compile(GRAMMAR, "honest"), 10)
+        state = await asyncio.wait_for(grammars.compile(GRAMMAR, Share("home", "honest")), 10)
         assert (await asyncio.wait_for(grammars.masks(state, paths(5), "honest"), 10))[0] is not None
         assert not hostile.entered.acquire(blocking=False)
     finally:
@@ -58,6 +60,34 @@ async def test_a_peer_has_one_thread_however_many_sessions_it_opens_and_closes()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
     assert results[1:] == [[None]] * 5
+
+
+async def test_new_grammars_of_one_block_are_few_and_others_have_a_budget_of_their_own() -> None:
+    policy = GrammarPolicy(compile_share=1e-6, compile_burst_s=1e-6, max_wait_s=1.0)
+    grammars = TailGrammars(ascii_tokenizer, 128, policy)
+    assert await grammars.compile(GRAMMAR, Share("x", "first"))
+    for member in ("first", "second"):
+        with pytest.raises(NodeBusy, match="time"):
+            await grammars.compile(Grammar(GrammarKind.REGEX, f"[ab]+{member}"), Share("x", member))
+    assert await grammars.compile(GRAMMAR, Share("home", "honest"))
+    assert await grammars.compile(GRAMMAR, Share("owner", "owner", first=True))
+    assert await grammars.compile(GRAMMAR, Share("owner", "owner", first=True))
+
+
+async def test_what_a_block_s_grammars_hold_is_bounded_and_given_back() -> None:
+    policy = GrammarPolicy(block_bytes=2000, total_bytes=3000, grammar_bytes=800, bytes_per_character=1)
+    grammars = TailGrammars(ascii_tokenizer, 128, policy)
+    simple = Grammar(GrammarKind.REGEX, "[ab]+")
+    held = [await grammars.compile(simple, Share("x", i)) for i in range(2)]
+    with pytest.raises(NodeBusy, match="where you are"):
+        await grammars.compile(simple, Share("x", "another"))
+    other = await grammars.compile(simple, Share("home", "honest"))
+    with pytest.raises(NodeBusy, match="all clients"):
+        await grammars.compile(simple, Share("third", "honest"))
+    with pytest.raises(InvalidRequest):
+        await grammars.compile(Grammar(GrammarKind.REGEX, "["), Share("owner", "owner", first=True))
+    del held
+    assert await grammars.compile(simple, Share("x", "another")) is not other
 
 
 async def test_others_generate_while_a_mask_takes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,20 @@ async def test_many_peers_are_pinged_in_turn() -> None:
     snapshot = Snapshot("toy", 8, tuple(node(name, 4, 8) for name in names))
     await links.measure(snapshot, MINE)
     assert len(pings.asked) == POLICY.pings_per_round
-    for _ in range(2):
+    for _ in range(4):  # half of the pings are for those that have answered
         await links.measure(snapshot, MINE)
     assert set(links.link_ms) == set(names)
+
+
+async def test_invented_next_hops_take_no_turn_of_those_that_answer() -> None:
+    pings = Pings()
+    links = RttMonitor(pings, "me")
+    honest = (node("far", 4, 8), node("near", 4, 8))
+    await links.measure(Snapshot("toy", 8, honest), MINE)
+    invented = tuple(node(f"i{number:03d}", 4, 8) for number in range(500))
+    pings.asked.clear()
+    for _ in range(5):
+        await links.measure(Snapshot("toy", 8, (*honest, *invented)), MINE)
+    assert pings.asked.count("far") == pings.asked.count("near") == 5
+    assert len(pings.asked) <= 5 * (POLICY.pings_per_round + POLICY.strangers_per_round)
+    assert set(links.link_ms) == {"far", "near"}

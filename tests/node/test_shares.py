@@ -40,9 +40,9 @@ def test_neighbors_are_a_share_each_but_not_a_thousand(host: str) -> None:
 
 
 def test_relayed_peers_are_one_block_and_owners_go_first() -> None:
-    places = SharePlaces(weight=lambda peer: 2.0, is_owner=lambda peer: peer == "me")
+    places = SharePlaces(weight=lambda peer: 1.5, is_owner=lambda peer: peer == "me")
     assert places.of("a", "").block == places.of("b", "").block
-    assert places.of("a", "").weight == 2.0
+    assert places.of("a", "").weight == 1.5
     assert places.of("me", "").first
 
 

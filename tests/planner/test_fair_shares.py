@@ -15,6 +15,7 @@ from swarm.planner.scheduling.batch_scheduler import BatchScheduler
 from swarm.planner.scheduling.fair_shares import FairShares, Share
 from swarm.planner.scheduling.policy import SchedulingPolicy
 from swarm.planner.scheduling.work_model import MAX_ROWS, WorkModel
+from swarm.planner.trust.contribution import ContributionPolicy
 from swarm.types import CostCurve, LayerSpan
 
 POLICY = SchedulingPolicy()
@@ -32,7 +33,7 @@ class Row:
     prefill: bool = False
     dropped: bool = False
     span: LayerSpan = SPAN
-    session_key: int = field(default_factory=lambda: next(KEYS))
+    session_key: int | str = field(default_factory=lambda: next(KEYS))
 
 
 def scheduler(budget: int = 512) -> BatchScheduler[Row]:
@@ -89,6 +90,20 @@ def test_a_weight_of_two_gets_twice_the_work() -> None:
     light, heavy = Share("a", "a"), Share("b", "b", weight=2.0)
     got = backlogged({light: [4], heavy: [4]}, 4.0)
     assert got[heavy] / got[light] == pytest.approx(2.0, rel=0.1)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    weights=st.lists(st.floats(1.0, ContributionPolicy().max_weight), min_size=1, max_size=5),
+    rows=st.integers(1, 64),
+    seed=st.integers(0, 9),
+)
+def test_helpers_starve_nobody(weights: list[float], rows: int, seed: int) -> None:
+    """Beside any number of the best-thanked, a client without thanks has a quarter of an equal part."""
+    helpers = {Share(i, i, weight): [rows] for i, weight in enumerate(weights)}
+    got = backlogged({**helpers, Share("me", "me"): [1, 8]}, 4.0, seed)
+    equal = sum(got.values()) / len(got)
+    assert got[Share("me", "me")] >= equal / ContributionPolicy().max_weight - BOUND_MS
 
 
 def test_the_owner_goes_first_and_costs_the_others_no_place() -> None:
@@ -187,6 +202,56 @@ def test_one_step_more_rides_along_but_a_flood_does_not() -> None:
     assert queue.take() == [big]
 
 
+def test_batches_are_short_while_somebody_who_got_less_may_come() -> None:
+    queue: BatchScheduler[Row] = BatchScheduler(512, POLICY, work=WorkModel(CostCurve((1, 8, 64), (0.5, 1.0, 8.0))))
+    attacker, honest = Share("x", "x"), Share("h", "h")
+
+    def flood() -> int:
+        for _ in range(8):
+            queue.push(Row(attacker, 8))
+        return sum(step.rows for step in queue.take(1.0))
+
+    assert flood() == 64, "it is alone"
+    queue.push(Row(honest))
+    queue.completed(queue.take(0.9), 0.01, 0.9)
+    rows = flood()
+    assert queue._work.layer_ms(rows) <= POLICY.slice_ms < queue._work.layer_ms(rows + 8)
+
+
+def test_a_long_batch_is_sliced_for_whoever_comes() -> None:
+    queue = scheduler(4096)
+    queue.push(Row(Share("x", "x"), 2048))
+    batch = queue.take(0.0)
+    assert queue.batch_ms(batch) > POLICY.long_batch_ms
+    assert queue.layers_at_once(batch, 0.0) < len(SPAN)
+
+
+def test_nobody_waits_for_sessions_that_only_rode_along() -> None:
+    """A flood of single tokens rides along with an honest step; the next one does not wait for the flood."""
+    queue = scheduler()
+    attacker, honest = Share("x", "x"), Share("h", "h")
+    for _ in range(5):
+        queue.push(Row(attacker, 64))
+        queue.take(0.0)
+    mine, theirs = (Row(honest, session_key="mine"), Row(attacker, session_key="theirs"))
+    for step in (mine, theirs):
+        queue.push(step)
+    batch = queue.take(0.0)
+    assert batch == [mine, theirs]
+    queue.completed(batch, 0.01, 0.0)
+    queue.push(mine)
+    assert queue.wait_s() == 0.0
+    queue.push(Row(attacker, session_key="another"))  # whoever else of them waits
+    assert queue.wait_s() == 0.0
+    queue.take(0.0)
+    for step in (mine, other := Row(Share("h", "equal"), session_key="equal")):
+        queue.push(step)
+    queue.completed(queue.take(0.0), 0.01, 0.1)
+    queue.push(mine)
+    assert queue.wait_s() > 0.0  # for an equal, with whom it shares the weights that are read
+    assert other.share.block == mine.share.block
+
+
 def test_a_batch_is_overtaken_by_a_share_that_got_less_and_not_by_its_own() -> None:
     queue = scheduler()
     attacker, honest = Share("x", "x"), Share("h", "h")
@@ -204,16 +269,24 @@ def test_a_batch_is_overtaken_by_a_share_that_got_less_and_not_by_its_own() -> N
     assert queue.overtakes(running, 0.0)
 
 
-def test_pieces_are_small_in_company_only() -> None:
+def test_pieces_are_small_in_company_of_those_further_behind_only() -> None:
     queue = scheduler()
     attacker, honest = Share("x", "x"), Share("h", "h")
     assert queue.rows_at_once(attacker, 0, 2, 0.0) is None
     queue.push(Row(honest))
     queue.completed(queue.take(), 0.01, 0.0)
+    for _ in range(3):
+        queue.push(Row(attacker, 64))
+        running = queue.take(0.5)
+    queue.completed(running, 0.01, 0.4)
     rows = queue.rows_at_once(attacker, 0, 2, 0.5)
     assert rows is not None
     assert WORK.layer_ms(rows) * 2 <= POLICY.slice_ms < WORK.layer_ms(rows + 1) * 2
-    assert queue.rows_at_once(honest, 0, 2, 0.5) is None
+    assert 1 <= queue.layers_at_once(running, 0.5) <= max(1.0, POLICY.slice_ms / WORK.layer_ms(64))
+    assert (queue.rows_at_once(honest, 0, 2, 0.5) or 0) > rows, "it is behind"
+    queue.push(Row(honest))
+    mine = queue.take(0.5)
+    assert queue.layers_at_once(mine, 0.5) == len(SPAN), "nobody could overtake it"
     assert queue.rows_at_once(attacker, 0, 2, POLICY.active_session_s) is None
     assert (queue.rows_at_once(attacker, 10_000, 2, 0.5) or 0) < rows, "a long context costs more"
     assert WorkModel(CostCurve((1,), (0.0,))).rows_within(1.0) == MAX_ROWS

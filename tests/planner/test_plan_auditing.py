@@ -12,12 +12,13 @@ from swarm.planner.auditing.policy import POLICY
 from swarm.planner.auditing.verdict import (
     Agreement,
     Comparison,
+    Contradiction,
     HopReport,
     blame,
-    chance_of,
     compare,
-    deviation,
+    deviations,
     inconsistency,
+    same_inputs,
 )
 from swarm.row_digest import DIGEST_BYTES, UNKNOWN, digest, token_digests
 
@@ -52,6 +53,16 @@ def chain(
 
 def compared(a: list[HopReport], b: list[HopReport], *, drafted: bool = False) -> list[Comparison]:
     return compare(a, b, LAYERS, distance, POLICY, drafted=drafted)
+
+
+def deviation(comparisons: Sequence[Comparison]) -> Comparison | None:
+    return next(iter(deviations(comparisons)), None)
+
+
+def blamed(
+    found: Comparison, a: list[HopReport], b: list[HopReport], third: list[HopReport], *, exact: bool = True
+) -> tuple[str, ...]:
+    return blame(found, Contradiction(compared(a, third), exact), Contradiction(compared(b, third), exact))
 
 
 def test_equal_bits_are_exact_at_every_edge() -> None:
@@ -90,7 +101,8 @@ def test_the_third_decides_between_two(hop: int, liar: str) -> None:
     found = deviation(compared(a, b))
     assert found is not None
     assert found.agreement is Agreement.FAR
-    assert blame(found, compared(a, c), compared(b, c)) == (f"{liar}{EDGES[hop][0]}",)
+    assert blamed(found, a, b, c) == (f"{liar}{EDGES[hop][0]}",)
+    assert blamed(found, a, b, c, exact=False) == ()  # a hop before it may have spoiled its inputs
 
 
 def test_nobody_is_blamed_when_the_third_agrees_with_both_or_with_none() -> None:
@@ -99,8 +111,8 @@ def test_nobody_is_blamed_when_the_third_agrees_with_both_or_with_none() -> None
     found = deviation(compared(a, b))
     assert found is not None
     for third in (chain("c", (0.75 * far, 0, 0)), chain("c", (9 * far, 0, 0))):
-        assert blame(found, compared(a, third), compared(b, third)) == ()
-    assert blame(found, [], []) == ()
+        assert blamed(found, a, b, third) == ()
+    assert blame(found, Contradiction([], True), Contradiction([], True)) == ()
 
 
 def test_chains_with_other_borders_are_compared_where_they_meet() -> None:
@@ -111,12 +123,62 @@ def test_chains_with_other_borders_are_compared_where_they_meet() -> None:
     assert compared(a, joined)[0].peers == ("a0", "a2")
 
 
-@pytest.mark.parametrize(("wrong", "far"), [(0, False), (6, False), (39, True)])
-def test_tokens_are_far_only_when_chance_cannot_explain_them(wrong: int, far: bool) -> None:
-    tokens = [token + 500 if i < wrong else token for i, token in enumerate(TEXT[1:])]
-    last = compared(chain("a", tokens=tokens), chain("b"))[-1]
+def tails(tokens: Sequence[int], margins: Sequence[float], name: str = "b") -> list[HopReport]:
+    """A replay whose tail samples `tokens` after the text's rows, and finds the text's own to miss by `margins`."""
+    replayed = chain(name, tokens=tokens)
+    return [*replayed[:2], replace(replayed[2], margins=dict(enumerate(margins)))]
+
+
+SAMPLED = len(TEXT) - 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "margin", "far"),
+    [(0, 0.0, False), (20, 0.02, False), (2, 9.0, False), (12, 9.0, True), (39, 0.1, True)],
+)
+def test_tokens_are_far_when_their_margins_are_larger_than_honest_ones(wrong: int, margin: float, far: bool) -> None:
+    """Many tokens that only just were not sampled prove nothing; some that could not be do."""
+    own = [token + 500 if i < wrong else token for i, token in enumerate(TEXT[1:])]
+    last = compared(chain("a"), tails(own, [margin] * wrong + [0.0] * (SAMPLED - wrong)))[-1]
     assert (last.agreement is Agreement.FAR) == far
-    assert last.distance == pytest.approx(wrong / 39 if wrong else 0.0)
+    assert last.distance == pytest.approx(wrong * min(margin, POLICY.max_margin) / SAMPLED)
+
+
+def test_tokens_that_differ_without_margins_prove_nothing() -> None:
+    assert (
+        compared(chain("a"), chain("b", tokens=[token + 500 for token in TEXT[1:]]))[-1].agreement is Agreement.UNKNOWN
+    )
+
+
+def test_a_tail_that_did_not_sample_answers_for_nothing() -> None:
+    """As in a session that was opened in the middle of an answer: others had sampled what came before."""
+    half = SAMPLED // 2
+    resumed = chain("a")
+    digests = UNKNOWN * half + resumed[2].outputs[half * DIGEST_BYTES :]
+    resumed[2] = replace(resumed[2], outputs=digests)
+    other = tails([token + 500 for token in TEXT[1:]], [9.0] * half + [0.0] * (SAMPLED - half))
+    assert compared(resumed, other)[-1].agreement is Agreement.NEAR
+
+
+@pytest.mark.parametrize("liar", ["a", "b"])
+def test_the_third_decides_about_tokens_too(liar: str) -> None:
+    """An invented answer is disowned by both replays; a replay that calls an honest one invented, by the third."""
+    invented, honest = [9.0] * SAMPLED, [0.0] * SAMPLED
+    others = [token + 500 for token in TEXT[1:]]
+    a = chain("a")
+    b = tails(others, invented, "b")
+    c = tails(others, [3.0] * SAMPLED, "c") if liar == "a" else tails(TEXT[1:], honest, "c")
+    found = deviation(compared(a, b))
+    assert found is not None
+    assert blamed(found, a, b, c) == (f"{liar}4",)
+
+
+@pytest.mark.parametrize("same_samples", [True, False])
+def test_a_replay_that_understates_margins_is_found_by_another(same_samples: bool) -> None:
+    others = [token + 500 for token in TEXT[1:]]
+    b = tails(others, [9.0] * SAMPLED, "b")
+    c = tails(others if same_samples else TEXT[1:], [0.0] * SAMPLED, "c")
+    assert compared(b, c)[-1].agreement is Agreement.FAR
 
 
 def test_rows_that_neither_draws_prove_nothing() -> None:
@@ -163,6 +225,19 @@ def test_a_hop_beside_the_client_that_contradicts_it_stands_alone() -> None:
     assert (last.peers, last.position) == (("a4",), 19)
 
 
+def test_inputs_are_the_same_only_if_all_of_them_are_known_and_equal() -> None:
+    a, b = chain("a"), chain("b", (0, 0.001, 0))
+    assert same_inputs(a, b, 0)
+    assert same_inputs(a, b, 2)
+    assert not same_inputs(a, b, 4)  # what the hop before it sent differs a little
+    assert not same_inputs(a, b, 3)  # no hop begins there
+    assert not same_inputs([replace(r, first=1) for r in a], b, 2)  # the first came from a prefix cache
+    unknown = replace(a[1], inputs=UNKNOWN + a[1].inputs[DIGEST_BYTES:])
+    assert not same_inputs([a[0], unknown, a[2]], [a[0], unknown, a[2]], 2)
+    last = replace(a[1], inputs=a[1].inputs[:-1] + b"x")
+    assert not same_inputs([a[0], last, a[2]], b, 2)
+
+
 def test_hostile_reports_of_any_length_raise_nothing() -> None:
     rng = random.Random(1)
     for _ in range(300):
@@ -175,14 +250,11 @@ def test_hostile_reports_of_any_length_raise_nothing() -> None:
                 rng.randbytes(DIGEST_BYTES * rng.randrange(4)),
                 rng.randbytes(rng.randrange(70)),
                 {rng.randrange(50): b"1.0"},
+                margins={rng.randrange(60): rng.choice([0.0, 65.5, 1e4])},
             )
             for start, end in EDGES
         ]
         compared(reports, chain("b"))
         compared(chain("b"), reports)
         inconsistency(reports, TEXT)
-
-
-def test_the_chance_of_a_binomial_variable() -> None:
-    assert chance_of(0, 10, 0.3) == pytest.approx(1.0)
-    assert chance_of(2, 2, 0.5) == pytest.approx(0.25)
+        same_inputs(reports, chain("b"), 2)

@@ -9,11 +9,19 @@ from dataclasses import replace
 import pytest
 from toy_swarm import node, snapshot
 
+from swarm.address_blocks import claimed_block
 from swarm.errors import NoRoute
 from swarm.planner.routing.route import RouteTable
 from swarm.planner.trust import evidence as of
-from swarm.planner.trust.belief import Strangers, believe, believed_snapshot, shunned_s, strangers_of_late
-from swarm.planner.trust.evidence import UNKNOWN, FailureKind, PeerEvidence, address_block
+from swarm.planner.trust.belief import (
+    Strangers,
+    audits_whole_answer,
+    believe,
+    believed_snapshot,
+    shunned_s,
+    strangers_of_late,
+)
+from swarm.planner.trust.evidence import UNKNOWN, FailureKind, PeerEvidence
 from swarm.planner.trust.measurement import hop_times, overdue_hop
 from swarm.planner.trust.policy import POLICY
 from swarm.planner.trust.trial import Trial, choose_chain, repair_chain
@@ -83,6 +91,25 @@ def test_disappointed_clients_take_no_strangers_word() -> None:
     assert believe(seen, twice, NOW + 2 * POLICY.memory_s)["b"].layer_ms == 0.01  # long ago
 
 
+def test_a_quick_claim_wins_nothing_once_strangers_have_disappointed_though_quick_peers_are_proven() -> None:
+    """Else whoever lies goes before every honest slow machine, wherever no proven one is left."""
+    honest = dict.fromkeys("efghij", 10.0)
+    spans = [node(peer, 10, (10, 20), ms=honest.get(peer, 0.1)) for peer in "defghij"]
+    seen = snapshot(20, [node("a", 10, (0, 10)), *spans])
+    trusted = believe(seen, {"a": good()}, NOW)
+    assert (trusted["d"].layer_ms, trusted["e"].layer_ms) == (1.0, 10.0)
+    wary = believe(seen, {"a": good(), "x": bad(), "y": bad()}, NOW)
+    assert wary["d"].layer_ms == wary["e"].layer_ms == 10.0
+    assert wary["a"].layer_ms == 1.0  # the proven are believed as before
+    assert "most claims" in wary["d"].reason
+
+
+def test_whole_answers_of_strangers_are_audited_and_samples_of_the_proven() -> None:
+    assert audits_whole_answer(UNKNOWN)
+    assert audits_whole_answer(bad())
+    assert not audits_whole_answer(good())
+
+
 def test_failures_are_remembered_longer_each_time_and_a_good_session_ends_it() -> None:
     times = [shunned_s(bad(FailureKind.SILENT, strikes)) for strikes in (1, 2, 3)]
     assert times == [POLICY.shun_s, 2 * POLICY.shun_s, 4 * POLICY.shun_s]
@@ -137,9 +164,9 @@ def test_a_thousand_identities_of_one_block_get_the_share_of_one() -> None:
 def test_a_block_answers_for_its_members_and_a_lan_has_none() -> None:
     strangers = Strangers(10, 10, 1.0, {"45.66.0.0/16": (0, 8), "60.1.0.0/16": (5, 0)})
     assert strangers.p_fail("45.66.0.0/16") > 0.75 > 0.5 > strangers.p_fail("60.1.0.0/16")
-    assert address_block(("/ip4/192.168.1.4/tcp/1", "/ip4/45.66.7.8/udp/1")) == "45.66.0.0/16"
-    assert address_block(("/ip4/127.0.0.1/tcp/1", "/memory/x", "/ip4/999.1.1.1/tcp/1", "")) == ""
-    assert address_block(("/ip6/2606:4700::1/tcp/1",)) == "2606:4700::/32"
+    assert claimed_block(("/ip4/192.168.1.4/tcp/1", "/ip4/45.66.7.8/udp/1")) == "45.66.0.0/16"
+    assert claimed_block(("/ip4/127.0.0.1/tcp/1", "/memory/x", "/ip4/999.1.1.1/tcp/1", "")) == ""
+    assert claimed_block(("/ip6/2606:4700::1/tcp/1",)) == "2606:4700::/32"
 
 
 def test_repairs_take_proven_nodes_first() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from hostile import HostileChain, HostileClient, Siege, session_id
+from hostile import HostileChain, HostileClient, Siege, Victim, session_id
 
 from swarm.errors import NetworkError
-from swarm.messages import MAX_HISTORY, CloseSession, WireSampling
+from swarm.messages import MAX_HISTORY, CloseSession, SessionFailed, SessionOpened, WireSampling
+from swarm.net.transports.tls import TlsTransport
 from swarm.types import MAX_LOGIT_BIAS, Grammar, GrammarKind
 
 SESSIONS = 8
@@ -63,17 +64,21 @@ small_prefills = _chains(_small_prefill)
 
 
 async def grammars(siege: Siege) -> Callable[[], Awaitable[None]]:
-    """Schemas that take about a second to compile, each another one, from several identities."""
+    """Large schemas and regular expressions, each another one, from several identities."""
     tails = [node for node in siege.target.nodes if node.end == siege.target.num_layers]
     transports = [await siege.transport() for _ in range(4)]
+    await _first_grammar(siege, tails, transports[0])
 
     def schema() -> str:
-        words = [f"{siege.rng.random():.12f}{'x' * siege.rng.randrange(40)}" for _ in range(600)]
-        return json.dumps({"type": "object", "properties": {w: {"enum": words[:40]} for w in words[:200]}})
+        words = [f"{siege.rng.random():.12f}{'x' * siege.rng.randrange(20)}" for _ in range(50)]
+        schema = {"type": "object", "properties": {word: {"enum": words[:40]} for word in words}}
+        return json.dumps(schema, separators=(",", ":"))
 
-    prepared = [schema()[: 1 << 16] for _ in range(8)]
+    def expression() -> str:
+        return "|".join("".join(siege.rng.choices("abcdefgh.", k=100)) for _ in range(600))
 
-    pattern = "|".join(["[a-z]{1,60}x[0-9]{1,90}"] * 8)
+    makers = ((GrammarKind.JSON_SCHEMA, schema), (GrammarKind.REGEX, expression))
+    prepared = [Grammar(kind, make()) for _ in range(100) for kind, make in makers]
 
     async def one(number: int) -> None:
         while siege.running:
@@ -82,9 +87,7 @@ async def grammars(siege: Siege) -> Callable[[], Awaitable[None]]:
                 tail = tails[number % len(tails)]
                 stream = await siege.link(tail, transports[number])
                 while siege.running:
-                    grammar = Grammar(GrammarKind.REGEX, f"({pattern}){{1,{siege.rng.randrange(50, 90)}}}")
-                    if siege.rng.random() < 0.5:
-                        grammar = Grammar(GrammarKind.JSON_SCHEMA, siege.rng.choice(prepared))
+                    grammar = siege.rng.choice(prepared)
                     held.append(session_id())
                     await stream.send(siege.open_message(tail, held[-1], sampling=WireSampling(grammar=grammar)))
                     siege.counts["grammars"] += 1
@@ -93,6 +96,18 @@ async def grammars(siege: Siege) -> Callable[[], Awaitable[None]]:
                         await stream.send(CloseSession(held.pop(0)))
 
     return lambda: siege.all_of(one(number) for number in range(4))
+
+
+async def _first_grammar(siege: Siege, tails: Sequence[Victim], transport: TlsTransport) -> None:
+    """Each tail loads the model's tokenizer with its first grammar, once in its life: before the attack."""
+    for tail in tails:
+        sampling = WireSampling(grammar=Grammar(GrammarKind.REGEX, "[ab]+"))
+        stream = await siege.link(tail, transport, read=False)
+        await stream.send(siege.open_message(tail, session_id(), sampling=sampling))
+        async with asyncio.timeout(60.0):
+            while not isinstance((await stream.receive())[0], SessionOpened | SessionFailed):
+                """Pings, perhaps."""
+        await stream.close()
 
 
 async def oversize_sampling(siege: Siege) -> Callable[[], Awaitable[None]]:

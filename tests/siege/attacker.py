@@ -1,10 +1,10 @@
 """The hostile process: prepares one attack, says so, and carries it out when told to.
 
-    python tests/siege/attacker.py NAME < target.json      (started by process_siege.py)
+    python tests/siege/attacker.py NAME [--low-weight] < target.json      (started by process_siege.py)
 
 Reads the target (one line of JSON), prints `{"event": "ready"}`, reads how many seconds to attack (one line), attacks,
 prints `{"event": "done", "counts": {...}}`. With `burn` in place of a name it only keeps its core busy until it is
-killed.
+killed. `--low-weight`: there is no share of a core for it alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def confine() -> None:
                 os.sched_setaffinity(thread.id, {max(os.sched_getaffinity(0))})
 
 
-async def attack(name: str) -> None:
+async def attack(name: str, low_weight: bool) -> None:
     from attacks import ATTACKS
     from hostile import Siege, Target
 
@@ -44,7 +44,7 @@ async def attack(name: str) -> None:
         run = await ATTACKS[name].prepare(siege)
         _tell(event="ready")
         seconds = float(await loop.run_in_executor(None, sys.stdin.readline))
-        if ATTACKS[name].confined:
+        if low_weight and ATTACKS[name].confined:
             confine()
         siege.run_until = time.monotonic() + seconds
         try:
@@ -62,11 +62,13 @@ def _tell(**event: object) -> None:
 
 
 def main() -> None:
-    if sys.argv[1] == "burn":
+    name, low_weight = sys.argv[1], "--low-weight" in sys.argv
+    if name != "burn":
+        return asyncio.run(attack(name, low_weight))
+    if low_weight:
         confine()
-        while True:
-            pass
-    asyncio.run(attack(sys.argv[1]))
+    while True:
+        pass
 
 
 if __name__ == "__main__":

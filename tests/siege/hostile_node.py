@@ -49,9 +49,6 @@ class LyingDirectory:
         if self._go.is_set():
             await self._directory.publish(boasting(record, self._sign), model, expires_at)
 
-    async def withdraw(self, model: str) -> None:
-        await self._directory.withdraw(model)
-
     async def read(self, model: str) -> dict[PeerId, bytes]:
         return await self._directory.read(model)
 

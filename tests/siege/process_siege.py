@@ -1,13 +1,14 @@
 """One hostile process against a swarm of five real nodes, attack by attack: what became of an honest client's answers.
 
-    python tests/siege/process_siege.py [--attack NAME ...] [--seconds 7] [--json FILE] [--strict]       (make siege)
+    python tests/siege/process_siege.py [--attack NAME ...] [--seconds 12] [--json FILE] [--strict]       (make siege)
 
-Every machine has an address of its own (`siege_streets`). The attacker has one core at a low weight; in the quiet
-window before each attack a program that only burns takes its place, so that the ratio of tokens/s shows what the
-protocol gave away. Then nobody attacks for a while, with the burner again: how soon is everything as before?
+Every machine has an address (`siege_streets`) and a processor (`siege_machines`) of its own: a fixed share of a core,
+the attacker's too. In the quiet window before each attack a program that only burns takes its place, so that the ratio
+of tokens/s shows what the protocol gave away. Then nobody attacks for a while, with the burner again: how soon is
+everything as before? Nodes have their proof of work before they start.
 
-On a machine that others use too, Linux divides the processor among sessions (autogroup), whatever the nice values: give
-this one more, or compare only figures of one run, with the row `none` as their noise.
+Where cgroups cannot be written the attacker has one core at a low weight instead, and all nodes share the cores: what
+one has to do slows the others. It is said in the output.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ import msgspec
 from attacks import ATTACKS, Attack
 from hostile import Target, Victim
 from process_chaos import private_home
-from process_swarm import Place, ProcessSwarm, _die_with_parent
+from process_swarm import ProcessSwarm, _die_with_parent
 from siege_honest import HonestClient, fresh_client, watch_map
+from siege_machines import Machines, machines
 from siege_report import BOUNDS, report
-from siege_streets import Streets, enter_own_network
+from siege_streets import enter_own_network
 from siege_watch import NodeWatch, alive
 
 from swarm.errors import SwarmError
+from swarm.net.security.identity import Identity
+from swarm.net.security.proof_of_work import OwnProof, ProofPolicy
 from swarm.types import LayerSpan
 from swarm_client import SwarmClient
 
@@ -78,13 +82,13 @@ class Grounds:
     """The swarm, the honest client and the readers that one attack after the other is tried on."""
 
     def __init__(
-        self, home: Path, swarm: ProcessSwarm, honest: HonestClient, reader: SwarmClient, place: Place
+        self, home: Path, swarm: ProcessSwarm, honest: HonestClient, reader: SwarmClient, where: Machines
     ) -> None:
         self._home = home
         self.swarm = swarm
         self.honest = honest
         self._reader = reader
-        self._place = place
+        self._machines = where
         self._watch = NodeWatch(swarm.nodes)
 
     async def besiege(self, name: str, attack: Attack, seconds: float, quiet_s: float) -> Siege:
@@ -166,7 +170,7 @@ class Grounds:
             config.hidden_size,
             config.vocab_size,
             nodes,
-            self._place.address,
+            self._machines.attacker.address,
         )
 
     async def healed(self) -> bool:
@@ -189,9 +193,10 @@ class Grounds:
     async def _attacker(self, name: str) -> AsyncIterator[AttackerProcess]:
         """Prepared, and waiting for how long it is to attack."""
         target = await self.target()
+        self._machines.limit_attacker(False)
         with (self._home / f"attacker-{name}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *_command(self._place, name),
+                *self._command(name),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -205,6 +210,7 @@ class Grounds:
             async with asyncio.timeout(PREPARE_TIMEOUT_S):
                 if await attacker.event("ready") is None:
                     raise RuntimeError(f"the attacker broke while it prepared; see {self._home}/attacker-{name}.log")
+            self._machines.limit_attacker(True)
             yield attacker
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -214,12 +220,17 @@ class Grounds:
     @contextlib.asynccontextmanager
     async def _burner(self) -> AsyncIterator[None]:
         """A program in the attacker's place that only takes its share of the processor."""
-        process = await asyncio.create_subprocess_exec(*_command(self._place, "burn"), preexec_fn=_die_with_parent)
+        process = await asyncio.create_subprocess_exec(*self._command("burn"), preexec_fn=_die_with_parent)
         try:
             yield
         finally:
             process.kill()
             await process.wait()
+
+    def _command(self, name: str) -> list[str]:
+        program = [sys.executable, str(Path(__file__).with_name("attacker.py")), name]
+        weight = [] if self._machines.own_processors else ["--low-weight"]
+        return [*self._machines.attacker.enter, *program, *weight]
 
 
 _HELLO = [{"role": "user", "content": "Hello"}]
@@ -245,19 +256,28 @@ class AttackerProcess:
         return None
 
 
-def _command(place: Place, name: str) -> list[str]:
-    return [*place.enter, sys.executable, str(Path(__file__).with_name("attacker.py")), name]
+async def prove(home: Path) -> None:
+    """Make the nodes' identities and proofs of work, which otherwise take a core during the first attacks."""
+    for number in range(len(SPANS)):
+        path = home / f"node{number}.key"
+        proof = OwnProof(Identity.load_or_create(path).peer, path, ProofPolicy(start_after_s=0.0))
+        proof.load()
+        if not proof.current:
+            making = asyncio.create_task(proof.run())
+            await proof.found.wait()
+            making.cancel()
 
 
 @contextlib.asynccontextmanager
-async def grounds(home: Path, streets: Streets) -> AsyncIterator[Grounds]:
+async def grounds(home: Path, where: Machines) -> AsyncIterator[Grounds]:
     flags = ("--no-discovery",)
+    await prove(home)
     async with (
-        ProcessSwarm(home, SPANS, replicas=1, places=streets.place, more_flags=flags) as swarm,
+        ProcessSwarm(home, SPANS, replicas=1, places=where.node, more_flags=flags) as swarm,
         SwarmClient(peers=swarm.addresses) as client,
         SwarmClient(peers=swarm.addresses[-1:]) as reader,
     ):
-        found = Grounds(home, swarm, HonestClient(client), reader, streets.attacker)
+        found = Grounds(home, swarm, HonestClient(client), reader, where)
         if not await found.healed():
             raise RuntimeError("the swarm did not start well")
         await found.honest.learn()
@@ -267,9 +287,11 @@ async def grounds(home: Path, streets: Streets) -> AsyncIterator[Grounds]:
 async def run(home: Path, names: Sequence[str], seconds: float, quiet_s: float) -> list[Siege]:
     results: list[Siege] = []
     waiting = list(names)
-    with Streets(len(SPANS)) as streets:
+    with machines(len(SPANS)) as where:
+        if not where.own_processors:
+            print("no cgroups can be written: the nodes share the processor, and slow each other", flush=True)
         while waiting:
-            async with grounds(home, streets) as on:
+            async with grounds(home, where) as on:
                 while waiting:
                     name = waiting.pop(0)
                     try:
@@ -288,8 +310,8 @@ async def run(home: Path, names: Sequence[str], seconds: float, quiet_s: float) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--attack", choices=ATTACKS, action="append", help="may be repeated [all]")
-    parser.add_argument("--seconds", type=float, default=7.0, help="that each attack lasts [7]")
-    parser.add_argument("--quiet", type=float, default=6.0, help="seconds of the quiet window before each [6]")
+    parser.add_argument("--seconds", type=float, default=12.0, help="that each attack lasts [12]")
+    parser.add_argument("--quiet", type=float, default=12.0, help="seconds of the quiet window before each [12]")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a bound is missed")
     parser.add_argument("--list", action="store_true", help="only say which attacks there are")

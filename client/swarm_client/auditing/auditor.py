@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,13 +22,23 @@ from swarm.config import Limits
 from swarm.errors import NetworkError, NoRoute, ProtocolError
 from swarm.net.base.tasks import TaskSet
 from swarm.planner.auditing.policy import POLICY, AuditPolicy
-from swarm.planner.auditing.verdict import Comparison, HopReport, blame, compare, deviation, inconsistency
+from swarm.planner.auditing.verdict import (
+    Comparison,
+    Contradiction,
+    HopReport,
+    blame,
+    compare,
+    deviations,
+    inconsistency,
+    same_inputs,
+)
 from swarm.receipt_messages import WorkReceipt
 from swarm.types import Chain, Hop, ModelId, PeerId
 from swarm_client.auditing.replay import replay
 from swarm_client.auditing.reports import Evidence, SignedReport, hop_report, signed_report
 from swarm_client.auditing.result import AuditResult
 from swarm_client.network.connection import ClientNetwork
+from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
 from swarm_client.session.hop_links import HopFailed
 from swarm_client.session.inference_session import InferenceSession
@@ -38,6 +49,7 @@ from swarm_kernels.device.device import parse_dtype, state_dtype
 
 logger = logging.getLogger(__name__)
 
+KEPT_FINDINGS = 16
 REMEMBERED = 4096  # hops, by how many audits they have had
 
 
@@ -67,6 +79,7 @@ class _Run:
     chain: Chain
     signed: tuple[SignedReport, ...]
     reports: list[HopReport]
+    replayed: bool = False
 
 
 @dataclass(slots=True)
@@ -82,20 +95,36 @@ class Auditor:
     rate: float
     policy: AuditPolicy = POLICY
     draw: Callable[[], float] = random.SystemRandom().random
-    _trials: OrderedDict[PeerId, int] = field(
-        default_factory=OrderedDict
-    )  # audits of hops; the most once one has passed
+    prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)
+    _findings: deque[AuditResult] = field(default_factory=lambda: deque(maxlen=KEPT_FINDINGS))
+    _convicted: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)  # -> when, loop time
+    _trials: OrderedDict[PeerId, int] = field(default_factory=OrderedDict)  # audits of hops
     _tasks: TaskSet = field(default_factory=lambda: TaskSet("audits"))
 
     async def close(self) -> None:
         await self._tasks.close()
 
+    def convicted(self, peers: Collection[PeerId], since: float) -> PeerId | None:
+        """One of `peers` that failed an audit after `since` (loop time): an answer that it takes part in is spoiled."""
+        return next((peer for peer in peers if self._convicted.get(peer, -math.inf) > since), None)
+
+    def take_findings(self) -> list[AuditResult]:
+        """Those that nobody has taken yet."""
+        found = list(self._findings)
+        self._findings.clear()
+        return found
+
     def wants(self, session: InferenceSession, text: Sequence[int], prompt: int) -> bool:
         """Whether to audit this answer. Only sessions that are whole can be."""
         if not self.rate or session.failed_hops or len(text) - prompt < self.policy.min_answer:
             return False
-        new = any(self._trials.get(peer, 0) < self.policy.max_trials for peer in session.chain.peers)
-        return new or self.draw() < self.rate
+        return any(self._is_new(peer) for peer in session.chain.peers) or self.draw() < self.rate
+
+    def _is_new(self, peer: PeerId) -> bool:
+        """No audit has confirmed it yet, in this run or an earlier one, and not too many have tried."""
+        if self.router.memory.of(peer).audits_passed:
+            return False
+        return self._trials.get(peer, 0) < self.policy.max_trials
 
     def start(
         self,
@@ -131,7 +160,10 @@ class Auditor:
                     audited = await self._report(session, answer)
                 finally:
                     await close()
-                return await self._examine(audited, answer)
+                found = await self._examine(audited, answer)
+                if found.liars or found.disputed:
+                    self._findings.append(found)
+                return found
         except HopFailed as failed:  # also one that will not report
             self.router.block(failed.peer, failed.cause)
             return AuditResult(reason=f"{failed.peer}: {failed}")
@@ -143,7 +175,14 @@ class Auditor:
         drawn = range(min(self.policy.sink_tokens, len(text) - 2), len(text) - 1)
         positions = {drawn[int(self.draw() * len(drawn))] for _ in range(self.policy.rows)}
         sampling = replace(spec.sampling, logprobs=None, prompt_logprobs=None)
-        spec = replace(spec, max_tokens=len(text), num_medusa_candidates=0, sampling=sampling)
+        spec = replace(
+            spec,
+            max_tokens=len(text),
+            num_medusa_candidates=0,
+            sampling=sampling,
+            prompt_tokens=prompt,
+            claimed=text[prompt:],
+        )
         return _Answer(text, prompt, spec, tuple(sorted(positions)), drafted)
 
     async def _examine(self, audited: _Run, answer: _Answer) -> AuditResult:
@@ -154,36 +193,58 @@ class Auditor:
             if len(wrong.peers) > 1:  # one of them lies, and nobody else has seen this edge
                 return AuditResult(disputed=wrong.peers, position=wrong.position, evidence=evidence)
             return self._leave(wrong.peers, "it denies what it was sent, or has sent", wrong.position, evidence)
-        other = await self._replay(audited.chain, (), answer)
-        comparisons = self._compare(audited, other, answer, drafted=answer.drafted)
-        found = deviation(comparisons)
-        if found is None:
+        around = await self.router.route_around(
+            audited.chain, sorted(audited.chain.peers, key=lambda _: self.draw()), answer.spec.max_tokens
+        )
+        other = await self._replay(around, answer)
+        comparisons = self._compare(audited, other, answer)
+        disputes = deviations(comparisons)
+        if not disputes:
             return self._confirm(audited, other, comparisons)
-        apart = f"{found.agreement.value}, {found.distance:.3f} apart"
-        logger.warning("audit: %s and %s do not agree (%s)", found.peers, found.other_peers, apart)
-        runs, guilty = [audited, other], tuple[PeerId, ...]()
+        runs = [audited, other]
+        for found in disputes:
+            apart = f"{found.agreement.value}, {found.distance:.3f} apart"
+            logger.warning("audit: %s and %s do not agree (%s)", found.peers, found.other_peers, apart)
+            guilty = await self._decide(found, runs, answer)
+            if len(guilty) == 1:
+                evidence = Evidence(answer.model, answer.text, tuple(run.signed for run in runs))
+                return self._leave(guilty, f"two other nodes contradict it ({apart})", found.position, evidence)
+        disputed = tuple(sorted({*disputes[0].peers, *disputes[0].other_peers}))
+        evidence = Evidence(answer.model, answer.text, tuple(run.signed for run in runs))
+        return AuditResult(disputed=disputed, position=disputes[0].position, evidence=evidence)
+
+    async def _decide(self, found: Comparison, runs: list[_Run], answer: _Answer) -> tuple[PeerId, ...]:
+        """Who is wrong in a dispute of the first two of `runs`, to which the further ones are added; () if nobody
+        decides.
+
+        The third chain is the audited one with others in place of those that are disputed, so that these get the same
+        inputs. They do not if the rows before them came as drafts, or depend on how they are batched: then the audited
+        chain itself computes the text once more, and is held to that.
+        """
+        audited, other = runs[:2]
+        avoid = set(other.chain.peers).difference(audited.chain.peers)
         try:
-            third = await self._replay(audited.chain, found.peers, answer, other.chain.peers)
-            guilty = blame(
-                found,
-                self._compare(audited, third, answer, drafted=answer.drafted),
-                self._compare(other, third, answer),
-            )
+            changed = await self.router.replace_hops(audited.chain, found.peers, avoid, answer.spec.max_tokens)
+            third = await self._replay(changed, answer)
             runs.append(third)
+            ours = audited
+            if not same_inputs(ours.reports, third.reports, found.start):
+                ours = await self._replay(audited.chain, answer)
+                runs.append(ours)
         except (NetworkError, NoRoute) as error:
             logger.info("no third replica decides: %s", error)
-        evidence = Evidence(answer.model, answer.text, tuple(run.signed for run in runs))
-        if len(guilty) != 1:
-            disputed = tuple(sorted({*found.peers, *found.other_peers}))
-            return AuditResult(disputed=disputed, position=found.position, evidence=evidence)
-        return self._leave(guilty, f"two other nodes contradict it ({apart})", found.position, evidence)
+            return ()
+        with_ours, with_theirs = (
+            Contradiction(self._compare(one, third, answer), same_inputs(one.reports, third.reports, found.start))
+            for one in (ours, other)
+        )
+        return blame(found, with_ours, with_theirs)
 
     def _confirm(self, audited: _Run, other: _Run, comparisons: Sequence[Comparison]) -> AuditResult:
         """Hops that are in both chains have confirmed nothing."""
         replayed = set(other.chain.peers)
         checked = sorted({peer for found in comparisons for peer in found.peers} - replayed)
         for peer in checked:
-            self._note(peer, self.policy.max_trials)
             self.router.audited(peer, passed=True)
         return AuditResult(checked=tuple(checked))
 
@@ -199,32 +260,39 @@ class Auditor:
             self.router.block(peer, AuditFailed(why))
             self.router.audited(peer, passed=False)
             self._trials.pop(peer, None)
+            self._convicted[peer] = asyncio.get_running_loop().time()
+            self._convicted.move_to_end(peer)
+            if len(self._convicted) > REMEMBERED:
+                self._convicted.popitem(last=False)
+        self.prefix_locations.lost(liars)  # what hops behind them cached came from their rows
         return AuditResult(liars=liars, position=position, reason=why, evidence=evidence)
 
-    def _compare(self, one: _Run, other: _Run, answer: _Answer, *, drafted: bool = False) -> list[Comparison]:
+    def _compare(self, one: _Run, other: _Run, answer: _Answer) -> list[Comparison]:
         dtype = state_dtype(parse_dtype(answer.spec.dtype))
 
         def distance(a: bytes, b: bytes) -> float:
             return wire_distance(a, b, dtype)
 
+        drafted = answer.drafted and not (one.replayed and other.replayed)
         return compare(one.reports, other.reports, self.num_layers, distance, self.policy, drafted=drafted)
 
-    async def _replay(
-        self, chain: Chain, replaced: Sequence[PeerId], answer: _Answer, avoid: Collection[PeerId] = ()
-    ) -> _Run:
-        """Compute the answer along a chain without the peers of `chain`, or else without one of them, of `replaced` if
-        given. Raises NoRoute, NetworkError."""
-        hops = list(replaced) or sorted(chain.peers, key=lambda _: self.draw())
-        other, snapshot = await self.router.route_around(chain, hops, avoid, answer.spec.max_tokens)
-        nodes = {node.peer: node for node in snapshot.nodes}
+    async def _replay(self, chain: Chain, answer: _Answer) -> _Run:
+        """Compute the answer along a chain. Raises NetworkError."""
+        nodes = {node.peer: node for node in (await self.router.snapshot()).nodes}
         network = self.network
         prompt = answer.text[: answer.prompt]
         session = await InferenceSession.open(
-            other, nodes, answer.spec, prompt, network.pool, network.demux, self.limits
+            chain, nodes, answer.spec, prompt, network.pool, network.demux, self.limits
         )
         try:
             await replay(session, answer.text, answer.prompt)
-            return await self._report(session, answer)
+            run = replace(await self._report(session, answer), replayed=True)
+            tail = run.signed[-1]
+            if not (tail.message.margins or answer.spec.sampling.needs_history):
+                raise session.mark_failed(
+                    tail.peer, ProtocolError("it does not say how likely the answer's tokens are")
+                )
+            return run
         finally:
             await session.close()
 
@@ -236,7 +304,7 @@ class Auditor:
         for hop, reply in zip(session.chain.hops, await session.audit(answer.positions), strict=True):
             try:
                 signed.append(signed_report(hop, reply, answer.positions))
-                reports.append(hop_report(signed[-1], row_bytes))
+                reports.append(hop_report(signed[-1], row_bytes, answer.text))
             except ProtocolError as error:
                 raise session.mark_failed(hop.peer, error) from None
         return _Run(session.chain, tuple(signed), reports)

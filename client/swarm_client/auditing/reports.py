@@ -5,14 +5,14 @@ Owns the check of a report's form and signature. Draws no conclusion.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from swarm.audit_messages import AuditReport, signed_part
+from swarm.audit_messages import MARGIN_BYTES, AuditReport, margins_from_wire, signed_part
 from swarm.errors import ProtocolError
 from swarm.net.security import identity
 from swarm.planner.auditing.verdict import HopReport
-from swarm.row_digest import DIGEST_BYTES
+from swarm.row_digest import DIGEST_BYTES, token_digests
 from swarm.types import Hop, ModelId, PeerId
 from swarm_client.network.session_demux import ReceivedMessage
 
@@ -47,7 +47,7 @@ class Evidence:
 
     def reports(self, chain: int, row_bytes: int) -> list[HopReport]:
         """Of all hops of one of the chains. Raises ProtocolError."""
-        return [hop_report(report, row_bytes) for report in self.chains[chain]]
+        return [hop_report(report, row_bytes, self.tokens) for report in self.chains[chain]]
 
 
 def signed_report(hop: Hop, reply: ReceivedMessage, positions: Collection[int]) -> SignedReport:
@@ -61,14 +61,21 @@ def signed_report(hop: Hop, reply: ReceivedMessage, positions: Collection[int]) 
     return SignedReport(hop.peer, message, bytes(reply.body))
 
 
-def hop_report(report: SignedReport, row_bytes: int) -> HopReport:
-    """`row_bytes`: of a hidden state on the wire. Raises ProtocolError."""
+def hop_report(report: SignedReport, row_bytes: int, text: Sequence[int]) -> HopReport:
+    """`row_bytes`: of a hidden state on the wire. `text`: the audited one; a tail that samples its next token too finds
+    a margin of 0, whatever it says. Raises ProtocolError."""
     message, body = report.message, report.body
     known = (message.tokens - message.first) * DIGEST_BYTES
-    rows = len(message.positions) * row_bytes
-    if known < 0 or len(body) != 2 * known + rows:
+    rows = 2 * known + len(message.positions) * row_bytes
+    margins = known // DIGEST_BYTES * MARGIN_BYTES if message.margins else 0
+    if known < 0 or len(body) != rows + margins:
         raise ProtocolError(f"{report.peer} reports {message.tokens} tokens in {len(body)} bytes")
-    at = range(2 * known, len(body), row_bytes)
+    at = range(2 * known, rows, row_bytes)
+    following, outputs = token_digests(text[message.first + 1 : message.tokens + 1]), body[known : 2 * known]
+    margins_of = {message.first + i: m for i, m in enumerate(margins_from_wire(body[rows:])) if m is not None}
+    own = (outputs[i : i + DIGEST_BYTES] for i in range(0, known, DIGEST_BYTES))
+    agreed = [message.first + i for i, pair in enumerate(zip(own, following, strict=False)) if pair[0] == pair[1]]
+    margins_of |= {position: 0.0 for position in agreed if position in margins_of}
     return HopReport(
         report.peer,
         message.start,
@@ -78,4 +85,5 @@ def hop_report(report: SignedReport, row_bytes: int) -> HopReport:
         body[known : 2 * known],
         {position: body[i : i + row_bytes] for position, i in zip(message.positions, at, strict=True)},
         message.arithmetic,
+        margins_of,
     )

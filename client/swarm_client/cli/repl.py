@@ -31,6 +31,8 @@ from swarm_client.api.outline_report import OutlineReport
 from swarm_client.api.results import GenerationResult, GenerationStream
 from swarm_client.cli.conversation import Conversation
 from swarm_client.client import SwarmClient
+from swarm_client.generation.audited_answer import MAX_REDONE
+from swarm_client.generation.text_stream import TextStream
 
 REFRESH_HZ = 12
 
@@ -100,18 +102,19 @@ class ChatRepl:
     async def _answer(self, text: str) -> None:
         options = {**self.options, "decoding": self.decoding} if self.decoding else self.options
         stream = self.client.chat_stream(self.conversation.messages(text), **options)
-        stopped = False
-        async with stream:
-            try:
-                await self._show(stream)
-            except asyncio.CancelledError:
-                stopped = True
-                _uncancel()
+        stopped = await self._read(stream)
+        for _ in range(MAX_REDONE):
+            again = None if stopped else await self._redone(stream)
+            if again is None:
+                break
+            stream = again
+            stopped = await self._read(stream)
         self.last = answer = stream.result
         self.answers.append(answer)
         self.conversation.add(text, answer.text)
         for repair in answer.repairs:
             self.console.print(f"[yellow]lost {repair}; went on along another chain[/yellow]", highlight=False)
+        self._show_findings()
         if answer.outline is not None:
             self.console.print(str(answer.outline), style="dim", highlight=False, markup=False, soft_wrap=True)
         self.console.print(
@@ -121,6 +124,40 @@ class ChatRepl:
             highlight=False,
             soft_wrap=True,
         )
+
+    async def _read(self, stream: GenerationStream) -> bool:
+        """-> whether it was stopped."""
+        async with stream:
+            try:
+                await self._show(stream)
+            except asyncio.CancelledError:
+                _uncancel()
+                return True
+        return False
+
+    async def _redone(self, stream: GenerationStream) -> GenerationStream | None:
+        """The answer again if a hop of it was found to lie, by its own audit where it waits for that."""
+        if not isinstance(stream, TextStream):
+            return None
+        audit = await stream.audited() if self.client.config.audits == "wait" else None
+        again = stream.redone(audit)
+        if again is not None:
+            self.console.print(
+                "[yellow]a node of this answer failed an audit; it is left, and here it is again:[/yellow]"
+            )
+        return again
+
+    def _show_findings(self) -> None:
+        """What audits of earlier answers have found."""
+        for found in self.client.audit_findings():
+            said = [
+                (f"node {peer} failed the audit of an earlier answer ({found.reason}): do not trust that one", "red")
+                for peer in found.liars
+            ]
+            if found.disputed:
+                said.append((f"an audit could not decide which of {' and '.join(found.disputed)} is right", "dim"))
+            for line, style in said:
+                self.console.print(line, style=style, highlight=False, markup=False)
 
     async def _show(self, stream: GenerationStream) -> None:
         """Stream as markdown on a terminal, as plain text into a pipe."""

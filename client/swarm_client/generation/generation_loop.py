@@ -7,6 +7,8 @@ replacement. Who does what:
 - a straggler: StragglerDetector (health/) suspects a hop from measured times, `SessionManager.should_replace`
   decides whether a chain without it is worth the repair, and `_evict_straggler` here evicts it, as if it had failed.
 - a stall: every hop answers pings and no step progresses; `_on_late_result` here evicts the hop that holds the step.
+- a hop fails the audit of another answer: `_next_event` leaves it. What others computed from its rows is worth nothing,
+  so that the chain is not repaired: a new session computes the text anew, and `spoiled_from` says since which token.
 - the repair: ChainRouter chooses the replacements, InferenceSession performs it, and without one the loop opens a new
   session on another chain (`_repair_or_open`) or waits for the swarm to change (`_connect`).
 """
@@ -45,7 +47,7 @@ from swarm_client.session.inference_session import InferenceSession
 from swarm_client.speculation.controller import ClientSpeculation
 from swarm_client.speculation.drafters.medusa import medusa_candidates
 from swarm_client.trust.chain_watch import ChainWatch
-from swarm_client.trust.failures import HopStalled, StragglerEvicted
+from swarm_client.trust.failures import AuditFailed, HopStalled, StragglerEvicted
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class GenerationLoop:
     cached_tokens: int = 0  # tokens that the hops had in their prefix caches when the last session was opened
     repairs: list[str] = field(default_factory=list)
     audit: asyncio.Task[AuditResult] | None = None  # of the answer, once it is complete
+    spoiled_from: int | None = None  # the first token of the answer that came from a chain with a hop that lied
+    _chain_since: tuple[float, int] = (0.0, 0)  # loop time, and how many tokens the answer had, when it was opened
     _session: InferenceSession | None = None
     _last_result_at: float = 0.0  # loop time of the last result, or since when the chain is ready
     _outage_started: float | None = None  # loop time from which the repair timeout counts, see _on_hop_lost
@@ -179,6 +183,9 @@ class GenerationLoop:
     async def _next_event(self) -> Event:
         session = self._session
         assert session is not None
+        liar = self.sessions.convicted(session, self._chain_since[0])
+        if liar is not None:
+            return self._spoiled(liar)
         limit_s = self.limits.step_timeout_s + self._prefill_slack_s
         try:
             async with asyncio.timeout(limit_s):
@@ -208,6 +215,12 @@ class GenerationLoop:
             tuple(result.logprobs),
             tuple(result.prompt_logprobs),
         )
+
+    def _spoiled(self, liar: HopFailed) -> HopLost:
+        came = len(self.generation.generated) - self._chain_since[1]
+        if came and self.spoiled_from is None:
+            self.spoiled_from = self._chain_since[1]
+        return HopLost(liar.peer, f"{liar.cause}; {came} tokens of this answer came by way of it")
 
     async def _evict_straggler(
         self, session: InferenceSession, suspicion: StragglerSuspicion | None
@@ -305,7 +318,8 @@ class GenerationLoop:
     async def _repair_or_open(self, committed: int) -> ChainReady | HopLost:
         """Raises NoRoute, and HopFailed when a hop of a new chain refused."""
         broken = self._session
-        if broken is not None:
+        lied = broken is not None and any(isinstance(why, AuditFailed) for why in broken.failed_hops.values())
+        if broken is not None and not lied:
             try:
                 await self.sessions.repair(broken, self.generation, committed)
                 return self._ready(broken, committed)
@@ -317,6 +331,7 @@ class GenerationLoop:
         if broken is not None:
             await broken.close()
         self.cached_tokens = session.cached_tokens
+        self._chain_since = _now(), len(self.generation.generated)
         return self._ready(session, session.cached_tokens)
 
     def _ready(self, session: InferenceSession, held: int) -> ChainReady:

@@ -32,7 +32,7 @@ from swarm_client.session.hop_links import HopFailed
 from swarm_client.session.inference_session import InferenceSession
 from swarm_client.session.session_messages import SessionSpec
 from swarm_client.trust.chain_watch import ChainWatch
-from swarm_client.trust.failures import StragglerEvicted
+from swarm_client.trust.failures import AuditFailed, StragglerEvicted
 
 MIN_SPEEDUP = 1.25  # predicted, before a working hop is evicted: higher means fewer repairs and slower chains
 
@@ -134,6 +134,13 @@ class SessionManager:
         ):
             return quickest
         return cached
+
+    def convicted(self, session: InferenceSession, since: float) -> HopFailed | None:
+        """Mark a hop of the session as failed that has failed an audit after `since` (loop time). -> that failure."""
+        peer = self.auditor.convicted(session.chain.peers, since) if self.auditor is not None else None
+        if peer is None:
+            return None
+        return session.mark_failed(peer, AuditFailed("it failed an audit of another answer"))
 
     async def repair(self, session: InferenceSession, generation: GenerationState, committed: int) -> None:
         """Replace the session's failed hops. Hops evicted as stragglers come back only if nobody else has their layers.

@@ -155,11 +155,13 @@ class TextStream(GenerationStream):
         task = self._loop.audit
         return await asyncio.shield(task) if task is not None else None
 
-    def redone(self, audit: AuditResult) -> TextStream | None:
-        """The answer again, from the last token that an audit left standing; None if it need not, or cannot, be."""
-        if not audit.liars or self._redo is None:
-            return None
-        return self._redo(self._tokens[: max(0, audit.position + 1 - len(self._loop.generation.request.prompt))])
+    def redone(self, audit: AuditResult | None) -> TextStream | None:
+        """The answer again, from the last token that audits, of it or of another answer while it was written, left
+        standing; None if it need not, or cannot, be."""
+        standing = [self._loop.spoiled_from] if self._loop.spoiled_from is not None else []
+        if audit is not None and audit.liars:
+            standing.append(max(0, audit.position + 1 - len(self._loop.generation.request.prompt)))
+        return self._redo(self._tokens[: min(standing)]) if standing and self._redo is not None else None
 
     @property
     def speculation(self) -> dict[str, Any] | None:

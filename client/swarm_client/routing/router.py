@@ -1,18 +1,21 @@
 """Routing by one client: decides which nodes a chain consists of, on a fresh Snapshot of the swarm.
 
-Owns the snapshot's age, the round-trip times that this client measured and its blocklist. It plans and opens nothing:
-the search is `planner.routing`'s, what is believed of nodes `planner.trust`'s, and `SessionManager` opens the chains.
+Owns the snapshot's age, the blocklist, and the set of nodes that a chain is searched among: those that answer, and only
+where these do not suffice some that merely claim. Plans and opens nothing: the search is `planner.routing`'s, what is
+believed of nodes `planner.trust`'s, pings are `PeerContacts`'s, and `SessionManager` opens the chains.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from swarm.address_blocks import claimed_block
 from swarm.errors import NetworkError, NoRoute, WrongModel
 from swarm.net.base.tasks import TaskSet
 from swarm.net.gossip.record_reader import RecordReader
@@ -21,11 +24,13 @@ from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.routing.load_spreading import spread_load
 from swarm.planner.routing.repair import Repair, repair
 from swarm.planner.routing.route import DEFAULT_LINK_MS, RouteTable, explain_snapshot, snapshot_rho
-from swarm.planner.trust.belief import PeerBelief, believe, believed_snapshot, strangers_of_late
-from swarm.planner.trust.evidence import UNKNOWN, address_block
+from swarm.planner.trust.belief import PeerBelief, believe, believed_snapshot, is_proven, strangers_of_late
+from swarm.planner.trust.evidence import UNKNOWN
+from swarm.planner.trust.shortlist import Sources, answering, covers, doubtful
 from swarm.planner.trust.trial import Trial, TrustedChain, choose_chain, repair_chain
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
 from swarm_client.routing.blocklist import PeerBlocklist
+from swarm_client.routing.contacts import PeerContacts
 from swarm_client.trust.chain_watch import ChainWatch, StepTimes
 from swarm_client.trust.peer_memory import PeerMemory
 
@@ -36,9 +41,9 @@ class RouterPolicy:
 
     max_snapshot_age_s: float = 1.0  # an older one is read again before a chain is chosen
     stale_snapshot_wait_s: float = 0.3  # how long a repair waits for a fresh one before it uses the old one
-    link_age_s: float = 30.0  # how long a measured round trip is used
-    ping_timeout_s: float = 0.6  # a node that is slower to answer counts as unmeasured
-    max_pinged: int = 32  # nodes pinged before one choice
+    route_wait_s: float = 0.05  # ... and a new answer, which goes by one that is at most ...
+    stale_snapshot_age_s: float = 6.0  # ... so old: half a record's life
+    max_reinstated: int = 32  # lost nodes pinged when there is no chain without them
     trial_s: float = 120.0  # after so long without an outcome another stranger may be tried
 
 
@@ -69,16 +74,17 @@ class ChainRouter:
         self._weight_hash = weight_hash
         self._wall_clock = wall_clock
         self._snapshot: Snapshot | None = None
-        self._links: dict[PeerId, tuple[float, float]] = {}  # peer -> (when measured, one-way ms)
+        self._contacts = PeerContacts(pool, self._sources)
         self._blocklist = PeerBlocklist()
         self._tasks = TaskSet("router")
         self._reading: asyncio.Task[NetworkError | None] | None = None
 
     async def close(self) -> None:
+        await self._contacts.close()
         await self._tasks.close()
 
-    async def snapshot(self, *, fresh: bool = False, allow_stale: bool = False) -> Snapshot:
-        """At most a second old, or a new one if `fresh`; with `allow_stale` the last one, if a new one takes too long.
+    async def snapshot(self, *, fresh: bool = False, stale_after_s: float | None = None) -> Snapshot:
+        """At most a second old, or a new one if `fresh`; the last one if a new one takes longer than `stale_after_s`.
 
         Raises NetworkError.
         """
@@ -89,15 +95,15 @@ class ChainRouter:
         if self._reading is None or self._reading.done():
             self._reading = self._tasks.start(self._read(), "snapshot")
         reading = self._reading
-        use_stale = allow_stale and known is not None
-        await asyncio.wait({reading}, timeout=self._policy.stale_snapshot_wait_s if use_stale else None)
+        use_stale = stale_after_s is not None and known is not None
+        await asyncio.wait({reading}, timeout=stale_after_s if use_stale else None)
         if not use_stale and (error := reading.result()) is not None:
             raise error
         assert self._snapshot is not None  # it has just been read, or was there before
         return self._snapshot
 
     async def _read(self) -> NetworkError | None:
-        """Read a new snapshot. -> why there is none; not raised, for `allow_stale` callers may not wait for it."""
+        """Read a new snapshot. -> why there is none; not raised, for nobody may be waiting for it."""
         try:
             self._snapshot = await self._reader.snapshot()
         except NetworkError as error:
@@ -110,48 +116,107 @@ class ChainRouter:
         Nodes with less KV space than `min_free_tokens` and blocked nodes are left out. One that was only slow, or that
         failed a while ago and answers now, is reinstated when there is no other route.
         """
-        snapshot = await self.snapshot()
+        snapshot = await self._recent()
         if self._blocked(snapshot):
-            snapshot = await self.snapshot(fresh=True)
-        blocked = self._blocked(snapshot)
-        await self._measure([n for n in snapshot.serving() if n.peer not in blocked])
-        beliefs = self._beliefs(snapshot)
-        table = self._table(snapshot, beliefs, min_free_tokens)
+            snapshot = await self.snapshot(fresh=True, stale_after_s=self._policy.route_wait_s)
+        await self._reach(snapshot, min_free_tokens)
         try:
-            chosen = self._choose(table, beliefs, blocked)
+            chosen = self._choose(self._answering(snapshot), min_free_tokens, self._blocked(snapshot))
         except NoRoute as error:
+            snapshot = await self.snapshot(fresh=True)
+            await self._reach(snapshot, min_free_tokens)
             await self._reinstate(snapshot)
-            try:
-                chosen = self._choose(table, beliefs, self._blocked(snapshot, and_slow=False))
-            except NoRoute:
-                raise self._explain_no_route(snapshot, error) from None
+            banned = self._blocked(snapshot, and_slow=False)
+            chosen = self._first_choice(snapshot, min_free_tokens, banned, error)
         if chosen.tried is not None:
             self._trials[chosen.tried] = asyncio.get_running_loop().time()
         return chosen.chain, snapshot
 
-    def _choose(
-        self, table: RouteTable, beliefs: Mapping[PeerId, PeerBelief], banned: Collection[PeerId]
+    def _first_choice(
+        self, snapshot: Snapshot, min_free_tokens: int, banned: Collection[PeerId], why_not: NoRoute
     ) -> TrustedChain:
-        """Raises NoRoute."""
+        """A chain of nodes that answer, else with some that answered once, else with some that never did."""
+        for seen in self._ever_wider(snapshot):
+            with contextlib.suppress(NoRoute):
+                return self._choose(seen, min_free_tokens, banned)
+        raise self._explain_no_route(snapshot, why_not) from None
+
+    async def _recent(self) -> Snapshot:
+        """A new snapshot, or the last one if reading takes longer than an answer should wait for it."""
+        known, policy = self._snapshot, self._policy
+        usable = known is not None and self._wall_clock() - known.observed_at <= policy.stale_snapshot_age_s
+        return await self.snapshot(stale_after_s=policy.route_wait_s if usable else None)
+
+    async def _reach(self, snapshot: Snapshot, min_free_tokens: int, avoid: Collection[PeerId] = ()) -> None:
+        """Find a whole chain of nodes that answer, if there is none yet, and meet a few strangers beside it."""
+        blocked = self._blocked(snapshot).union(avoid)
+        usable = [node for node in self._fitting(snapshot) if node.peer not in blocked]
+        shunned = self._shunned([node for node in usable if node.peer in self.memory.known], snapshot)
+
+        def suffice() -> bool:
+            found = (node for node in answering(usable, self._contacts.all, self._proven) if node.peer not in shunned)
+            return covers(found, snapshot.num_layers, min_free_tokens)
+
+        await self._contacts.reach(usable, suffice)
+
+    def _shunned(self, nodes: Sequence[NodeProfile], snapshot: Snapshot) -> frozenset[PeerId]:
+        beliefs = self._beliefs(replace(snapshot, nodes=tuple(nodes)))
+        return frozenset(peer for peer, belief in beliefs.items() if belief.shunned)
+
+    def _fitting(self, snapshot: Snapshot) -> list[NodeProfile]:
+        """The nodes that serve what this client uses."""
+        return [
+            node
+            for node in snapshot.serving()
+            if node.weight_hash == self._weight_hash and self._dtype in (None, node.dtype)
+        ]
+
+    def _answering(self, snapshot: Snapshot, also: Collection[PeerId] = ()) -> Snapshot:
+        """`snapshot` with those nodes only that answer, and `also`."""
+        known = {node.peer for node in answering(self._fitting(snapshot), self._contacts.all, self._proven)}
+        return replace(snapshot, nodes=tuple(n for n in snapshot.nodes if n.peer in known or n.peer in also))
+
+    def _ever_wider(self, snapshot: Snapshot, also: Collection[PeerId] = ()) -> Iterator[Snapshot]:
+        """Those that answer, and `also`; then with those that once did; then with some that never did: they may be
+        there, and only slow to answer."""
+        yield self._answering(snapshot, also)
+        for strangers in (False, True):
+            more = doubtful(self._fitting(snapshot), self._contacts.all, self._proven, strangers=strangers)
+            yield self._answering(snapshot, {node.peer for node in more}.union(also))
+
+    @property
+    def _proven(self) -> frozenset[PeerId]:
+        return frozenset(peer for peer, evidence in self.memory.known.items() if is_proven(evidence))
+
+    def _sources(self) -> Sources:
+        served = (peer for peer, evidence in self.memory.known.items() if evidence.sessions)
+        chosen = {*self._reader.bootstrap_peers, *self._pool.dialled, *served}
+        return Sources(chosen, self._reader.book.introducers())
+
+    def _choose(self, seen: Snapshot, min_free_tokens: int, banned: Collection[PeerId]) -> TrustedChain:
+        """The chain to take among the nodes of `seen`. Raises NoRoute."""
+        beliefs = self._beliefs(seen)
+        table = self._table(seen, beliefs, min_free_tokens)
         begun_after = asyncio.get_running_loop().time() - self._policy.trial_s
         self._trials = {peer: at for peer, at in self._trials.items() if at > begun_after}
         strangers = strangers_of_late(self.memory.known, self._wall_clock())
         trial = Trial(strangers, len(self._trials), self._draw(), self._draw())
-        return choose_chain(table, beliefs, trial, client_ms=self._client_ms(), banned=banned)
+        return choose_chain(table, beliefs, trial, client_ms=self._contacts.client_ms, banned=banned)
 
     def reprice(self, chain: Chain, min_free_tokens: int = 0) -> Chain | None:
         """`chain` at its present cost, by the last snapshot; None if one of its hops would not take a session."""
         assert self._snapshot is not None  # the quickest chain was routed on one
-        beliefs = self._beliefs(self._snapshot)
-        table = self._table(self._snapshot, beliefs, min_free_tokens)
-        blocked = self._blocked(self._snapshot) | {p for p, belief in beliefs.items() if belief.shunned}
+        seen = self._answering(self._snapshot, chain.peers)
+        beliefs = self._beliefs(seen)
+        table = self._table(seen, beliefs, min_free_tokens)
+        blocked = self._blocked(seen) | {p for p, belief in beliefs.items() if belief.shunned}
         spans = {node.peer: node.span for group in table.groups.values() for node in group if node.peer not in blocked}
         for hop in chain.hops:
             span = spans.get(hop.peer)
             if span is None or hop.start < span.start or span.end < hop.end:
                 return None
         try:
-            return repair(table, chain, (), client_ms=self._client_ms(), banned=blocked).chain
+            return repair(table, chain, (), client_ms=self._contacts.client_ms, banned=blocked).chain
         except NoRoute:  # its hops no longer match: one has other weights or another dtype since
             return None
 
@@ -166,41 +231,64 @@ class ChainRouter:
     ) -> tuple[Repair, Snapshot]:
         """Which nodes replace the hops of `lost` in `chain`. Raises NoRoute, and NetworkError without any snapshot.
 
-        Replacements are not blocked and not in `avoid`: a peer that merely forgot the session may well get its hop
-        back, a straggler only if there is no other, and with `include_unresponsive` one that failed a while ago and
-        answers now.
+        Replacements answer, are not blocked and not in `avoid`: a peer that merely forgot the session may well get its
+        hop back. With `include_unresponsive` others are looked for: strangers that answer, stragglers, those that
+        failed a while ago and answer now, and last some that do not.
         """
-        snapshot = await self.snapshot(fresh=True, allow_stale=True)
-        beliefs = self._beliefs(snapshot)
-        table = self._table(snapshot, beliefs, min_free_tokens)
+        snapshot = await self.snapshot(fresh=True, stale_after_s=self._policy.stale_snapshot_wait_s)
         left = replace(chain, hops=tuple(hop for hop in chain.hops if hop.peer not in lost))
         blocked = self._blocked(snapshot).union(avoid)
         try:
-            return repair_chain(table, left, beliefs, client_ms=self._client_ms(), banned=blocked), snapshot
+            return self._repaired(self._answering(snapshot, left.peers), left, min_free_tokens, blocked), snapshot
         except NoRoute:
-            if include_unresponsive:
-                await self._reinstate(snapshot)
-            blocked = self._blocked(snapshot, and_slow=False).union(avoid)
-            return repair_chain(table, left, beliefs, client_ms=self._client_ms(), banned=blocked), snapshot
+            if not include_unresponsive:
+                raise
+        await self._reach(snapshot, min_free_tokens, {*avoid, *lost})
+        await self._reinstate(snapshot)
+        blocked = self._blocked(snapshot, and_slow=False).union(avoid)
+        why: NoRoute | None = None
+        for seen in self._ever_wider(snapshot, left.peers):
+            try:
+                return self._repaired(seen, left, min_free_tokens, blocked), snapshot
+            except NoRoute as error:
+                why = error
+        assert why is not None
+        raise why
 
-    async def route_around(
-        self, chain: Chain, hops: Sequence[PeerId], avoid: Collection[PeerId], min_free_tokens: int
-    ) -> tuple[Chain, Snapshot]:
-        """A chain without any peer of `chain` and `avoid`; else `chain` with others in place of one of `hops`, which
-        are tried in turn. Raises NoRoute, and NetworkError without any snapshot."""
+    def _repaired(self, seen: Snapshot, left: Chain, min_free_tokens: int, banned: Collection[PeerId]) -> Repair:
+        """Raises NoRoute."""
+        beliefs = self._beliefs(seen)
+        table = self._table(seen, beliefs, min_free_tokens)
+        return repair_chain(table, left, beliefs, client_ms=self._contacts.client_ms, banned=banned)
+
+    async def route_around(self, chain: Chain, hops: Sequence[PeerId], min_free_tokens: int) -> Chain:
+        """A chain without any peer of `chain`; else `chain` with others in place of one of `hops`, which are tried in
+        turn. Raises NoRoute, and NetworkError without any snapshot."""
         snapshot = await self.snapshot()
-        table = self._table(snapshot, self._beliefs(snapshot), min_free_tokens)
-        blocked = self._blocked(snapshot).union(avoid)
+        seen = self._answering(snapshot, chain.peers)
+        table = self._table(seen, self._beliefs(seen), min_free_tokens)
+        blocked = self._blocked(snapshot)
         try:
-            return table.route(client_ms=self._client_ms(), banned=blocked.union(chain.peers)), snapshot
+            return table.route(client_ms=self._contacts.client_ms, banned=blocked.union(chain.peers))
         except NoRoute as error:
             why = error
         for peer in hops:
             try:
-                return repair(table, chain, {peer}, client_ms=self._client_ms(), banned=blocked).chain, snapshot
+                return repair(table, chain, {peer}, client_ms=self._contacts.client_ms, banned=blocked).chain
             except NoRoute as error:
                 why = error
         raise why
+
+    async def replace_hops(
+        self, chain: Chain, hops: Collection[PeerId], avoid: Collection[PeerId], min_free_tokens: int
+    ) -> Chain:
+        """`chain` with others, not in `avoid`, in place of all of `hops`. Raises NoRoute, and NetworkError without any
+        snapshot."""
+        snapshot = await self.snapshot()
+        seen = self._answering(snapshot, chain.peers)
+        table = self._table(seen, self._beliefs(seen), min_free_tokens)
+        banned = self._blocked(snapshot).union(avoid)
+        return repair(table, chain, set(hops), client_ms=self._contacts.client_ms, banned=banned).chain
 
     def block(self, peer: PeerId, cause: NetworkError) -> None:
         """Route around a node for as long as `cause` suggests (`PeerBlocklist`)."""
@@ -216,7 +304,8 @@ class ChainRouter:
         """For the steps along `chain`, to be handed back to `took` and `served`."""
         assert self._snapshot is not None  # the chain was routed on one
         strangers = strangers_of_late(self.memory.known, self._wall_clock())
-        return ChainWatch(chain, self.costs(chain), self._beliefs(self._snapshot), strangers.wary())
+        seen = replace(self._snapshot, nodes=tuple(n for n in self._snapshot.nodes if n.peer in chain.peers))
+        return ChainWatch(chain, self.costs(chain), self._beliefs(seen), strangers.wary())
 
     def took(self, times: StepTimes) -> None:
         """Remember how long a step took at each hop."""
@@ -225,14 +314,16 @@ class ChainRouter:
 
     def served(self, watch: ChainWatch, failed: Collection[PeerId]) -> None:
         """A chain is done with: its hops but the `failed` ones have served well, if any step came back."""
-        for peer in watch.chain.peers:
+        for hop in watch.chain.hops:
+            peer = hop.peer
             self._trials.pop(peer, None)
             if watch.rows and peer not in failed:
-                self.memory.served(peer, watch.rows, self._wall_clock(), self._block_of(peer))
+                self.memory.served(peer, watch.rows, self._wall_clock(), self._block_of(peer), len(hop.span))
+                self._contacts.served(peer)
 
     def _block_of(self, peer: PeerId) -> str:
         node = self._snapshot.node(peer) if self._snapshot is not None else None
-        return address_block(node.addresses) if node is not None else ""
+        return claimed_block(node.addresses) if node is not None else ""
 
     def _beliefs(self, snapshot: Snapshot) -> dict[PeerId, PeerBelief]:
         return believe(snapshot, self.memory.known, self._wall_clock())
@@ -242,11 +333,10 @@ class ChainRouter:
 
     async def _reinstate(self, snapshot: Snapshot) -> None:
         """Unblock nodes that failed a while ago and answer pings: their new records take longer to reach us."""
-        lost = self._blocklist.lost(snapshot.nodes, self._wall_clock())[: self._policy.max_pinged]
-        now = asyncio.get_running_loop().time()
-        await asyncio.gather(*(self._ping(node, now) for node in lost))
+        lost = self._blocklist.lost(snapshot.nodes, self._wall_clock())[: self._policy.max_reinstated]
+        await self._contacts.ask(lost)
         for node in lost:
-            if node.peer in self._links:
+            if node.peer in self._contacts.client_ms:
                 self._blocklist.unblock(node.peer)
 
     def _table(self, snapshot: Snapshot, beliefs: Mapping[PeerId, PeerBelief], min_free_tokens: int) -> RouteTable:
@@ -266,7 +356,7 @@ class ChainRouter:
 
         def link_ms(a: PeerId, b: PeerId) -> float:
             if not a or not b:
-                return self._client_ms().get(a or b, DEFAULT_LINK_MS)
+                return self._contacts.client_ms.get(a or b, DEFAULT_LINK_MS)
             return float(rho[index[a], index[b]])
 
         return ChainCosts.of(chain, replace(self._snapshot, nodes=tuple(nodes)), link_ms)
@@ -275,9 +365,11 @@ class ChainRouter:
         """Why this chain, in plain words."""
         if self._snapshot is None or any(self._snapshot.node(p) is None for p in chain.peers):
             return f"{chain}; a node of it has left the swarm since"
-        beliefs = self._beliefs(self._snapshot)
+        seen = self._answering(self._snapshot, chain.peers)
+        beliefs = self._beliefs(seen)
         told = [f"{p[-6:]}: {b.reason}" for p in chain.peers if (b := beliefs.get(p)) and b.evidence != UNKNOWN]
-        return "\n".join((explain_snapshot(chain, self._snapshot, self._client_ms()), *told))
+        among = f"searched among {len(seen.nodes)} nodes that answer, of {len(self._snapshot.nodes)} that are announced"
+        return "\n".join((explain_snapshot(chain, seen, self._contacts.client_ms), among, *told))
 
     def _explain_no_route(self, snapshot: Snapshot, error: NoRoute) -> NoRoute | WrongModel:
         """What is really missing: any nodes, nodes with our weights, nodes of our dtype, or layers."""
@@ -296,28 +388,6 @@ class ChainRouter:
             served = ", ".join(sorted({n.dtype for n in same}))
             return NoRoute(f"no node serves '{self._model}' in {self._dtype}; there is {served}", error.missing)
         return error
-
-    def _client_ms(self) -> dict[PeerId, float]:
-        return {peer: ms for peer, (_, ms) in self._links.items()}
-
-    async def _measure(self, nodes: list[NodeProfile]) -> None:
-        """Ping the nodes whose round trip is unknown or old, all at once. A node that fails stays unmeasured."""
-        now = asyncio.get_running_loop().time()
-        age_s = self._policy.link_age_s
-        stale = [n for n in nodes if now - self._links.get(n.peer, (-age_s, 0.0))[0] >= age_s]
-        async with asyncio.TaskGroup() as group:
-            for node in stale[: self._policy.max_pinged]:
-                group.create_task(self._ping(node, now))
-
-    async def _ping(self, node: NodeProfile, now: float) -> None:
-        self._links.pop(node.peer, None)
-        try:
-            async with asyncio.timeout(self._policy.ping_timeout_s):
-                await self._pool.rtt(node.peer, node.addresses)  # the first one also pays for the dial
-                rtt = await self._pool.rtt(node.peer, node.addresses)
-        except (TimeoutError, NetworkError):
-            return  # routing assumes the default; opening the session will fail if the node is gone
-        self._links[node.peer] = (now, rtt / 2.0)
 
 
 def _unknown(hop: Hop) -> NodeProfile:

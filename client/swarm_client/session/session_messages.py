@@ -29,6 +29,7 @@ class SessionSpec:
     sampling: Sampling
     num_medusa_candidates: int = 0  # of each of the tail's heads
     prompt_tokens: int = 0
+    claimed: tuple[int, ...] = ()  # of a replay: the tokens after the prompt, as others sampled them
 
 
 def kv_sources(
@@ -89,7 +90,8 @@ def open_message(
         sampling=WireSampling.of(spec.sampling) if tail else None,
         num_medusa_candidates=spec.num_medusa_candidates if tail else 0,
         history=list(history) if tail_needs_history else [],
-        prompt_tokens=spec.prompt_tokens if tail_needs_history else 0,
+        prompt_tokens=spec.prompt_tokens if tail_needs_history or (tail and spec.claimed) else 0,
+        claimed=list(spec.claimed) if tail else [],
         kv_source=source.peer if source else "",
         kv_source_tokens=source.tokens if source else 0,
         kv_source_token=source.token if source else b"",

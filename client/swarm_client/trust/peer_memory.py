@@ -14,35 +14,34 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
-from swarm.config import state_dir
+from swarm.config import peer_memory_dir
 from swarm.errors import UNDECODABLE, NetworkError
-from swarm.planner.trust.evidence import UNKNOWN, PeerEvidence, audited, failed, finished, measured, met
+from swarm.planner.trust.evidence import (
+    MAX_FILE,
+    MAX_PEERS,
+    UNKNOWN,
+    PeerEvidence,
+    PeerFile,
+    audited,
+    failed,
+    finished,
+    measured,
+    met,
+)
 from swarm.types import PeerId
 from swarm_client.trust.failures import failure_kind
 
 logger = logging.getLogger(__name__)
 
-MAX_PEERS = 4096  # remembered; those met longest ago are forgotten first, cheats last
-MAX_FILE = 2 << 20  # bytes
-
-PeerText = Annotated[str, Meta(min_length=1, max_length=128)]
-
-
-class _PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: Annotated[int, Meta(ge=1, le=1)]
-    peers: Annotated[dict[PeerText, PeerEvidence], Meta(max_length=MAX_PEERS)]
-
-
-_decode = msgspec.msgpack.Decoder(_PeerFile).decode
+_decode = msgspec.msgpack.Decoder(PeerFile).decode
 
 
 class PeerMemory:
-    """`file`: None to remember for this run only."""
+    """`file`: None to remember for this run only. Of more than MAX_PEERS those met longest ago are forgotten first,
+    cheats last."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
@@ -64,9 +63,9 @@ class PeerMemory:
         self._causes[peer] = cause
         self._keep(peer, failed(met(self.of(peer), wall, block), kind, wall))
 
-    def served(self, peer: PeerId, rows: int, wall: float, block: str = "") -> None:
-        """A session ended at a peer that had computed `rows` of it."""
-        self._keep(peer, finished(met(self.of(peer), wall, block), float(rows)))
+    def served(self, peer: PeerId, rows: int, wall: float, block: str = "", layers: int = 1) -> None:
+        """A session ended at a peer that had computed `rows` of it, each through `layers` layers."""
+        self._keep(peer, finished(met(self.of(peer), wall, block), float(rows), layers))
 
     def took(self, peer: PeerId, advertised_ms: float, measured_ms: float, wall: float) -> None:
         """A layer took so long for a step for which the peer's record claims `advertised_ms`."""
@@ -91,7 +90,7 @@ class PeerMemory:
         """Best effort: a client that cannot write its file works without."""
         if self._file is None or not self._known:
             return
-        data = msgspec.msgpack.encode(_PeerFile(1, dict(self._known)))
+        data = msgspec.msgpack.encode(PeerFile(1, dict(self._known)))
         try:
             await asyncio.to_thread(_replace, self._file, data)
         except OSError as error:
@@ -101,7 +100,7 @@ class PeerMemory:
 def memory_file(model: str, weight_hash: str) -> Path:
     """Times of different models are not compared, so each has a file."""
     name = hashlib.blake2b(f"{model} {weight_hash}".encode(), digest_size=12).hexdigest()
-    return state_dir() / "peers" / f"{name}.seen"
+    return peer_memory_dir() / f"{name}.seen"
 
 
 def _load(file: Path) -> dict[PeerId, PeerEvidence]:

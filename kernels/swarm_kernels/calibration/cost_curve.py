@@ -17,11 +17,10 @@ from swarm_kernels.device.device import INT4, physical_cores
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape, StepRequest
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base import int4_linear
-from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.ops.base.torch_reference import decoder_layer
 from swarm_kernels.runtime.llama_span import LlamaSpan, load_layer
 from swarm_kernels.runtime.span import Span
+from swarm_kernels.runtime.weight_reader import exact_packs_of
 
 DEFAULT_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 256)
 _SESSION = b"calibration"
@@ -126,9 +125,8 @@ def verify_layer(span: Span, source: ModelSource) -> None:
     if not isinstance(span, LlamaSpan):
         return
     layer = span.layers.start
-    is_int4 = span.weight_dtype == INT4  # compared with rounded weights: the rounding error depends on the model
-    pack = int4_linear.rounded_linear if is_int4 else plain_linear
-    reference = load_layer(source, layer, torch.float32, torch.device("cpu"), pack)
+    # int4 is compared with rounded weights: the rounding error depends on the model
+    reference = load_layer(source, layer, exact_packs_of(span.weight_dtype))
     config = span.config
     cache = span.new_cache(64)
     reference_cache = KVCacheManager(KvShape(1, config.num_kv_heads, config.head_dim, torch.float32), 64)

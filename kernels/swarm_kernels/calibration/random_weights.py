@@ -65,6 +65,12 @@ class RandomWeights(LocalFiles):
         dtype = _DTYPES.get(_itemsize(self._model, hf_name), torch.float32)
         return self._values.to(dtype).repeat(-(-count // _PATTERN))[:count].view(shape)
 
+    def native(self, hf_name: str) -> torch.dtype:
+        return self._model.native(hf_name)
+
+    def four_bits(self, hf_name: str) -> None:
+        """They are rounded."""
+
     def close(self) -> None:
         """Does nothing: the caller owns the model."""
 

@@ -21,7 +21,7 @@ from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
 from swarm_kernels.draft.session import DraftCandidates
 from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.models.source import FetchProgress, ModelSource
+from swarm_kernels.models.source import FetchProgress, ModelSource, NotQuantized
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
 from swarm_kernels.runtime.load import load_span
@@ -202,7 +202,7 @@ def _pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[DraftCandidates]:
     return [[(token, min(0.0, p)) for token, p in zip(*row, strict=True) if p > -math.inf] for row in rows]
 
 
-class _DraftSource:
+class _DraftSource(NotQuantized):
     """A ModelSource of the target's first layers and the draft's own.
 
     Its config has one layer more than there are, so that a span of them all is not the last one and loads neither norm

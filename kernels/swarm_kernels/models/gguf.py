@@ -16,11 +16,13 @@ import torch
 
 from swarm.errors import CorruptModel
 from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.gguf_config import gguf_model_config
-from swarm_kernels.models.gguf_dequant import dequantize, dequantized_itemsize
+from swarm_kernels.models.gguf_dequant import dequantize, dequantized_itemsize, native_format
 from swarm_kernels.models.gguf_parts import GgufParts, LocatedTensor, unsplit_name
 from swarm_kernels.models.source import LocalFiles, ModelFile, fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
 
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -86,13 +88,26 @@ class GgufSource(LocalFiles):
 
     def tensor(self, hf_name: str) -> torch.Tensor:
         found = self._find(hf_name)
+        return dequantize(self._stored(found), found.entry.ggml_type, found.entry.shape)
+
+    def _stored(self, found: LocatedTensor) -> npt.NDArray[np.uint8]:
+        """Its bytes, in Hugging Face's order of rows."""
         tensor = found.entry
         stored = found.file.read(tensor.offset, tensor.nbytes)
         if self.config.model_type == "llama" and ".attn_q." in tensor.name:
             stored = _unpermute(stored, tensor.shape[0], self.config.num_heads)
         elif self.config.model_type == "llama" and ".attn_k." in tensor.name:
             stored = _unpermute(stored, tensor.shape[0], self.config.num_kv_heads)
-        return dequantize(stored, tensor.ggml_type, tensor.shape)
+        return stored
+
+    def native(self, hf_name: str) -> torch.dtype:
+        return native_format(self._find(hf_name).entry.ggml_type)
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        found = self._find(hf_name)
+        if found.entry.dtype not in GGUF_FOUR_BITS:
+            return None
+        return four_bits_from_gguf(self._stored(found), found.entry.ggml_type, found.entry.shape)
 
     def close(self) -> None:
         self._parts.close()

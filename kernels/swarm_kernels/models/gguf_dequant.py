@@ -14,10 +14,14 @@ import numpy.typing as npt
 import torch
 
 from swarm.errors import UnsupportedModel
+from swarm_kernels.device.device import INT4
 from swarm_kernels.models.gguf_header import QUANT_BLOCKS
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types stored as plain values, not blocks."""
+
+_INT4_HOLDS = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q3_K", "Q2_K", "TQ1_0", "TQ2_0"})
+"""Groups of equal steps. The others of 4 bits and fewer have unequal ones."""
 
 _CHUNK_VALUES = 32000
 """Dequantized at a time: fits the CPU cache, and is just below the 32768 values from which torch uses several threads.
@@ -50,6 +54,14 @@ def dequantized_itemsize(ggml_type: int) -> int:
     return PLAIN.get(QUANT_BLOCKS[ggml_type][0], torch.float32).itemsize
 
 
+def native_format(ggml_type: int) -> torch.dtype:
+    """Of bf16, int8 and int4, the smallest that holds values about as well as this type does."""
+    name = QUANT_BLOCKS[ggml_type][0]
+    if name in PLAIN:
+        return torch.bfloat16
+    return INT4 if name in _INT4_HOLDS else torch.int8
+
+
 def _by_gguf_py(stored: npt.NDArray[np.uint8], ggml_type: int) -> torch.Tensor:
     from gguf import GGMLQuantizationType  # 60 to 100 ms to import, and rarely needed
     from gguf.quants import dequantize as gguf_dequantize
@@ -61,12 +73,12 @@ def _by_gguf_py(stored: npt.NDArray[np.uint8], ggml_type: int) -> torch.Tensor:
         raise UnsupportedModel(f"{kind} tensors cannot be dequantized here; use a Q4_K_M or Q8_0 file") from None
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The fp16 number at byte `at` of each block, `[n, 1]` fp32."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: torch.Tensor, groups: int) -> torch.Tensor:
+def nibbles(packed: torch.Tensor, groups: int) -> torch.Tensor:
     """`[n, bytes]` -> `[n, groups, 2, bytes / groups]`: of each group of bytes the low halves, then the high halves."""
     packed = packed.reshape(packed.shape[0], groups, -1)
     out = torch.empty((packed.shape[0], groups, 2, packed.shape[2]), dtype=torch.uint8)
@@ -76,19 +88,19 @@ def _nibbles(packed: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    signed = _nibbles(blocks[:, 2:], 1).view(torch.int8).reshape(-1, 32) - 8
-    return _half(blocks, 0) * signed
+    signed = nibbles(blocks[:, 2:], 1).view(torch.int8).reshape(-1, 32) - 8
+    return half(blocks, 0) * signed
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return (_half(blocks, 0) * _nibbles(blocks[:, 4:], 1).reshape(-1, 32)).add_(_half(blocks, 2))
+    return (half(blocks, 0) * nibbles(blocks[:, 4:], 1).reshape(-1, 32)).add_(half(blocks, 2))
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * blocks[:, 2:].view(torch.int8)
+    return half(blocks, 0) * blocks[:, 2:].view(torch.int8)
 
 
-def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The eight 6-bit scales and minima that Q4_K and Q5_K pack into 12 bytes, each `[n, 8]`."""
     first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = torch.cat([first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)], dim=1)
@@ -98,29 +110,29 @@ def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 def _scaled_groups(blocks: torch.Tensor, quants: torch.Tensor) -> torch.Tensor:
     """`quants [n, 8, 32]` times each group's scale, less its minimum."""
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
-    d = (_half(blocks, 0) * scales).unsqueeze(-1)
-    m = (_half(blocks, 2) * minima).unsqueeze(-1)
+    scales, minima = scales_and_minima(blocks[:, 4:16])
+    d = (half(blocks, 0) * scales).unsqueeze(-1)
+    m = (half(blocks, 2) * minima).unsqueeze(-1)
     return (d * quants).sub_(m)
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _scaled_groups(blocks, _nibbles(blocks[:, 16:], 4).reshape(-1, 8, 32))
+    return _scaled_groups(blocks, nibbles(blocks[:, 16:], 4).reshape(-1, 8, 32))
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = _nibbles(blocks[:, 48:], 4).reshape(-1, 8, 32)
+    low = nibbles(blocks[:, 48:], 4).reshape(-1, 8, 32)
     shifts = torch.arange(8, dtype=torch.uint8).reshape(1, 8, 1)
     high = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1
     return _scaled_groups(blocks, low | (high << 4))
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = _nibbles(blocks[:, :128], 2).reshape(-1, 8, 32)
+    low = nibbles(blocks[:, :128], 2).reshape(-1, 8, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).reshape(1, 1, 4, 1)
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)
     quants = (low | (high << 4)).view(torch.int8) - 32
-    d = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    d = half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
     return d.unsqueeze(-1) * quants.reshape(-1, 16, 16)
 
 

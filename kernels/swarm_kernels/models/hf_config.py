@@ -83,7 +83,7 @@ def model_config(
         qk_norm=kind == "qwen3",
         sliding_window=_sliding_window(read),
         eos_token_ids=_eos_ids(where, hf.get("eos_token_id"), (generation or {}).get("eos_token_id")),
-        hf=dict(hf),
+        hf={key: value for key, value in hf.items() if key != "quantization_config"},  # the source unpacks weights
     )
 
 
@@ -147,9 +147,6 @@ def _brief(value: Any) -> str:
 
 
 def _check_supported(hf: Mapping[str, Any], where: str) -> None:
-    if isinstance(hf.get("quantization_config"), Mapping):
-        method = _brief(hf["quantization_config"].get("quant_method", "an unknown method"))
-        raise UnsupportedModel(f"{where}: the weights are quantized with {method}; use the original or a GGUF file")
     if isinstance(hf.get("text_config"), Mapping) and "hidden_size" not in hf:
         raise UnsupportedModel(f"{where}: this is a multimodal model; only text decoders are served")
     if hf.get("is_encoder_decoder") is True:

@@ -85,7 +85,7 @@ class HubSource(SafetensorsSource):
 
     def shards(self, names: Iterable[str]) -> set[str]:
         """The files that hold these tensors. Raises CorruptModel."""
-        return {self._find(name).file.path.name for name in names}
+        return {stored.file.path.name for name in names for stored in self.stored(name)}
 
     def _safetensors(self) -> list[Path]:
         return [self.path / name for name in self.repo.listing.with_suffix(".safetensors")]

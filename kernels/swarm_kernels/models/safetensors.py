@@ -22,17 +22,22 @@ import torch
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, CorruptModel, ModelNotFound, UnsupportedModel
+from swarm_kernels.device.device import INT4
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
+from swarm_kernels.models.quantized.checkpoint import parts_of, small_tensors, unpacked_table
+from swarm_kernels.models.quantized.packed_tensor import PackedTensor
+from swarm_kernels.models.quantized.schemes import scheme_of
 from swarm_kernels.models.source import LocalFiles, ModelFile, WeightFile, fingerprint, fingerprint_sample
 from swarm_kernels.models.tensor_shapes import check_shapes
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-_SIZES = {**{name: dtype.itemsize for name, dtype in _DTYPES.items()}, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-_SIZES |= {"U16": 2, "U32": 4, "U64": 8}
+_SIZES = {**{name: dtype.itemsize for name, dtype in _DTYPES.items()}, "U16": 2, "U32": 4, "U64": 8}
 MAX_HEADER = 1 << 24  # bytes, of some 100,000 tensors; one file of the largest models has a hundredth of it
 _MAX_JSON = 1 << 22  # bytes of a file that is read whole: each may become 25 in memory
 _MAX_INDEX = 1 << 26  # of one that holds nothing but names; those of a trillion parameters have 20 MB
@@ -77,7 +82,10 @@ class StoredTensor:
 
 
 class SafetensorsSource(LocalFiles):
-    """A ModelSource. Opening reads only the headers and the first 4 KiB of some tensors."""
+    """A ModelSource. Opening reads only the headers and the first 4 KiB of some tensors.
+
+    Weights of a quantized checkpoint have their plain names and are unpacked when they are read.
+    """
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         """Raises ModelNotFound, CorruptModel, UnsupportedModel."""
@@ -86,13 +94,15 @@ class SafetensorsSource(LocalFiles):
         self.files: list[WeightFile] = []
         try:
             self._tensors = self._read_tables()
+            config = read_json(folder / "config.json")
+            self._weights = self._unpacked(config.get("quantization_config"))
             self.config: ModelConfig = model_config(
-                read_json(folder / "config.json"),
+                config,
                 read_json(folder / "generation_config.json", required=False),
                 has_head=self.has("lm_head.weight"),
                 where=str(folder / "config.json"),
             )
-            check_shapes(self.config, self._tensors, str(folder))
+            check_shapes(self.config, self._weights, str(folder))
             self._before_starts(fingerprint_sample(self._tensors))
             self.weight_hash = fingerprint(
                 self.config,
@@ -104,10 +114,10 @@ class SafetensorsSource(LocalFiles):
             raise
 
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._tensors))
+        return tuple(sorted(self._weights))
 
     def has(self, hf_name: str) -> bool:
-        return hf_name in self._tensors
+        return hf_name in self._weights
 
     def shape(self, hf_name: str) -> tuple[int, ...]:
         return self._find(hf_name).shape
@@ -116,7 +126,27 @@ class SafetensorsSource(LocalFiles):
         return self._find(hf_name).nbytes
 
     def tensor(self, hf_name: str) -> torch.Tensor:
-        return read_tensor(self._find(hf_name), hf_name)
+        found = self._find(hf_name)
+        if isinstance(found, PackedTensor):
+            return found.unpack(self._parts(found))
+        return read_tensor(found, hf_name)
+
+    def native(self, hf_name: str) -> torch.dtype:
+        found = self._find(hf_name)
+        if not isinstance(found, PackedTensor):
+            return torch.bfloat16
+        return torch.int8 if found.four_bits is None else INT4
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        found = self._find(hf_name)
+        if not isinstance(found, PackedTensor) or found.four_bits is None:
+            return None
+        return found.four_bits(self._parts(found))
+
+    def stored(self, hf_name: str) -> list[StoredTensor]:
+        """Where a tensor lies: in several places if it is packed. Raises CorruptModel."""
+        found = self._find(hf_name)
+        return [self._tensors[part] for part in found.parts.values()] if isinstance(found, PackedTensor) else [found]
 
     def close(self) -> None:
         for file in self.files:
@@ -129,9 +159,28 @@ class SafetensorsSource(LocalFiles):
         """The first bytes of a tensor."""
         return self._tensors[name].file.read(self._tensors[name].offset, length)
 
-    def _find(self, hf_name: str) -> StoredTensor:
+    def _unpacked(self, quantization: Any) -> dict[str, StoredTensor | PackedTensor]:
+        """The weights by their plain names. `quantization`: the config's `quantization_config`, if it has one."""
+        where = str(self.path)
+        if not isinstance(quantization, dict):
+            return dict(self._tensors)
+        scheme = scheme_of(quantization, str(self.path / "config.json"))
+        self._before_starts(small_tensors(self._tensors))
+        packed = unpacked_table(scheme, self._tensors, self._small, where)
+        hidden = parts_of(scheme, self._tensors, packed)
+        return {name: tensor for name, tensor in self._tensors.items() if name not in hidden} | packed
+
+    def _small(self, name: str) -> torch.Tensor:
+        """One of `small_tensors`."""
+        stored = self._tensors[name]
+        return torch.from_numpy(self._start(name, stored.nbytes).copy()).view(_DTYPES[stored.dtype])
+
+    def _parts(self, packed: PackedTensor) -> dict[str, torch.Tensor]:
+        return {role: read_tensor(self._tensors[part], part) for role, part in packed.parts.items()}
+
+    def _find(self, hf_name: str) -> StoredTensor | PackedTensor:
         try:
-            return self._tensors[hf_name]
+            return self._weights[hf_name]
         except KeyError:
             raise CorruptModel(f"{self.path} has no tensor '{hf_name}'") from None
 

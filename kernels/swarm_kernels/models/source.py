@@ -23,6 +23,7 @@ import torch
 
 from swarm.errors import CorruptModel, ModelNotFound
 from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
 
 HASHED_BYTES = 4096
 """Bytes of each sampled tensor that enter the fingerprint."""
@@ -76,6 +77,17 @@ class ModelSource(Protocol):
         """Bytes `tensor(hf_name)` takes in memory."""
         ...
 
+    def native(self, hf_name: str) -> torch.dtype:
+        """Of bf16, int8 and int4, the smallest that holds a matrix about as well as it is stored."""
+        ...
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        """A matrix whose `native` is int4 as it is stored, without another rounding; None where it must be rounded.
+
+        Raises CorruptModel.
+        """
+        ...
+
     def missing_bytes(self, names: Iterable[str]) -> int:
         """What `fetch` would transfer to have these tensors on this machine; 0 for a local model."""
         ...
@@ -91,6 +103,16 @@ class ModelSource(Protocol):
     def close(self) -> None:
         """Close the files; tensors already returned stay valid."""
         ...
+
+
+class NotQuantized:
+    """The part of a ModelSource whose tensors are all stored as plain floats."""
+
+    def native(self, hf_name: str) -> torch.dtype:
+        return torch.bfloat16
+
+    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+        return None
 
 
 class LocalFiles:

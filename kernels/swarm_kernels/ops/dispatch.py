@@ -14,6 +14,7 @@ from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
+from swarm_kernels.ops.base.int4_linear import FourBitWeights
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
 from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
 from swarm_kernels.ops.base.validate import check_cache, check_plan, check_rows, check_slots, check_step
@@ -153,6 +154,13 @@ def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits
     if weight.device.type == "cpu" and cpu_library.library() is not None:
         return (cpu_linear.quantize_linear4 if bits == 4 else cpu_linear.quantize_linear)(weight, bias)
     return (int4_linear.quantize_linear if bits == 4 else int8_linear.quantize_linear)(weight, bias)
+
+
+def pack_four_bits(weights: FourBitWeights, bias: torch.Tensor | None, in_features: int) -> Linear:
+    """A linear layer of weights that are in 4 bits already, `bias [N]`. As `quantize_linear`, without rounding."""
+    if weights.numbers.device.type == "cpu" and cpu_library.library() is not None:
+        return cpu_linear.pack_four_bits(weights, bias, in_features)
+    return int4_linear.Int4Linear(weights, None if bias is None else bias.float(), in_features)
 
 
 def _check_shapes(weight: torch.Tensor, bias: torch.Tensor | None) -> None:

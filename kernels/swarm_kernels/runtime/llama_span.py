@@ -5,16 +5,15 @@ Owns which tensors make up such a layer. The arithmetic is in `ops`, file format
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from swarm.errors import CorruptModel, InvalidRequest, OutOfMemory
+from swarm.errors import InvalidRequest, OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.batch import AttentionMetadata
-from swarm_kernels.device.device import INT4, activation_dtype, state_dtype
+from swarm_kernels.device.device import activation_dtype, state_dtype
 from swarm_kernels.device.transfer import to_device
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
 from swarm_kernels.models.config import ModelConfig
@@ -24,13 +23,11 @@ from swarm_kernels.ops.base import int8_linear
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.runtime.rope import RopeTable
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
+from swarm_kernels.runtime.weight_reader import Packs, WeightReader, packs_of
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-
-Pack = Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear]
-"""Prepares a linear layer from its weight and bias."""
 
 
 @dataclass(slots=True)
@@ -61,11 +58,9 @@ class LlamaSpan:
         config = source.config
         quantized = not dtype.is_floating_point
         stored = None if quantized else dtype  # they are quantized from what the file has: no wider copy
-        edge_pack = (
-            dispatch.quantize_linear if quantized else dispatch.pack_linear
-        )  # 8 bits even for int4: rounding of the head costs the most quality
-        pack = partial(dispatch.quantize_linear, bits=4) if dtype == INT4 else edge_pack
-        reader = _Reader(source, stored, device)
+        packs = packs_of(dtype)
+        edge_pack = packs.plain  # 8 bits even for int4: rounding of the head costs the most quality
+        reader = WeightReader(source, stored, device)
         is_first, is_last = layers.start == 0, layers.end == config.num_layers
         steps = len(layers) + is_first + is_last
         embedding = norm = head = None
@@ -82,12 +77,12 @@ class LlamaSpan:
                 embedding = pack_embedding(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
                 head = embedding if shared_head else None
             for layer in layers:
-                weights.append(shared.get(layer) or _load_layer(reader, config, layer, pack))
+                weights.append(shared.get(layer) or _load_layer(reader, config, layer, packs))
                 progress((len(weights) + is_first) / steps)
             if is_last and not same_edges:
                 norm = reader.vector(FINAL_NORM, config.hidden_size)
                 name = EMBEDDING if _tied(source) else HEAD
-                head = head or edge_pack(reader.matrix(name, config.vocab_size, config.hidden_size))
+                head = head or edge_pack(reader.matrix(name, config.vocab_size, config.hidden_size), None)
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
         progress(1.0)
@@ -173,14 +168,12 @@ def _tied(source: ModelSource) -> bool:
     return source.config.tie_word_embeddings or not source.has(HEAD)
 
 
-def load_layer(
-    source: ModelSource, layer: int, dtype: torch.dtype, device: torch.device, pack: Pack
-) -> dispatch.LayerWeights:
-    """The weights of one layer, its linear layers prepared by `pack`. Raises CorruptModel."""
-    return _load_layer(_Reader(source, dtype, device), source.config, layer, pack)
+def load_layer(source: ModelSource, layer: int, packs: Packs) -> dispatch.LayerWeights:
+    """The weights of one layer in fp32 on the CPU, its linear layers prepared by `packs`. Raises CorruptModel."""
+    return _load_layer(WeightReader(source, torch.float32, torch.device("cpu")), source.config, layer, packs)
 
 
-def _load_layer(reader: _Reader, config: ModelConfig, layer: int, pack: Pack) -> dispatch.LayerWeights:
+def _load_layer(reader: WeightReader, config: ModelConfig, layer: int, packs: Packs) -> dispatch.LayerWeights:
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, dim = config.hidden_size, config.head_dim
@@ -188,7 +181,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, layer: int, pack: Pack) ->
     intermediate = config.intermediate_size
 
     def linear(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> dispatch.Linear:
-        return pack(*reader.stacked(names, rows, columns, bias))
+        return reader.linear(names, rows, columns, bias, packs)
 
     return dispatch.LayerWeights(
         attn_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
@@ -207,53 +200,6 @@ def _load_layer(reader: _Reader, config: ModelConfig, layer: int, pack: Pack) ->
         q_norm=reader.vector(f"{attention}.q_norm.weight", dim) if config.qk_norm else None,
         k_norm=reader.vector(f"{attention}.k_norm.weight", dim) if config.qk_norm else None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Shape-checked reads of one model, in the dtype and on the device of a span."""
-
-    source: ModelSource
-    dtype: torch.dtype | None  # None: of matrices, what the model's files have
-    device: torch.device
-
-    def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        tensor = self._read(name, (rows, columns))
-        return tensor.to(device=self.device, dtype=self.dtype or tensor.dtype)
-
-    def vector(self, name: str, size: int) -> torch.Tensor:
-        """Norm weights, in fp32: they are small, and the kernels compute norms in fp32."""
-        return self._read(name, (size,)).to(device=self.device, dtype=torch.float32)
-
-    def stacked(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The projections `names` stacked by output: weight `[sum(rows), columns]`, bias `[sum(rows)]` or None."""
-        dtype = self.dtype or torch.float32
-        biases = [
-            self._read(name.removesuffix("weight") + "bias", (count,)).to(device=self.device, dtype=dtype)
-            for name, count in zip(names, rows, strict=True)
-            if bias
-        ]
-        weight = self.matrix(names[0], rows[0], columns)
-        if len(names) > 1:  # one part at a time beside the whole
-            first, weight = weight, weight.new_empty(sum(rows), columns)
-            weight[: rows[0]] = first
-            del first
-            for index, name in enumerate(names[1:], start=1):
-                start = sum(rows[:index])
-                part = self.matrix(name, rows[index], columns)
-                if part.dtype != weight.dtype:
-                    weight = weight.to(torch.promote_types(weight.dtype, part.dtype))
-                weight[start : start + rows[index]] = part
-                del part
-        return weight, torch.cat(biases) if biases else None
-
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self.source.tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise CorruptModel(f"tensor {name} has shape {tuple(tensor.shape)}, its config needs {shape}")
-        return tensor
 
 
 def _layer_nbytes(weights: dispatch.LayerWeights) -> int:

@@ -37,6 +37,7 @@ TokenMask = npt.NDArray[np.bool_]
 """`[vocab]`: whether each token is allowed."""
 
 MAX_CACHED = 16  # compiled grammars; a tool's schema comes with every request of a conversation
+MAX_CACHED_CHARACTERS = 1 << 17  # ... of all their sources: up to 80 bytes of memory each
 MAX_MULTIPLE_OF = 10_000  # llguidance makes a state a remainder: 29 ms for 12,345, 15 s and 0.9 GB for 1,234,567
 MAX_MASKS_S = 2.0  # for the rows of one step; a schema's take 64 times 0.1 ms, and other grammars wait meanwhile
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -73,9 +74,8 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> GrammarState:
         """A state of its own for one session. Raises InvalidRequest for a grammar that is malformed, contradicts itself
         or costs too much, UnsupportedRequest if the tokenizer cannot be used."""
+        tokenizer = self.prepare()
         with self._lock:
-            tokenizer = self._ll_tokenizer or self._make_tokenizer()
-            self._ll_tokenizer = tokenizer
             matcher = self._compiled.get(grammar)
             if matcher is not None:
                 self._compiled.move_to_end(grammar)
@@ -84,9 +84,20 @@ class GrammarCompiler:
             _raise_error(matcher)
             with self._lock:
                 self._compiled[grammar] = matcher
-                if len(self._compiled) > MAX_CACHED:
-                    self._compiled.popitem(last=False)
+                self._forget_old()
         return GrammarState(tokenizer, matcher.deep_copy(), self._vocab_size)
+
+    def prepare(self) -> LLTokenizer:
+        """Load what all grammars need, which takes a while and some 40 MB. Raises UnsupportedRequest."""
+        with self._lock:
+            if self._ll_tokenizer is None:
+                self._ll_tokenizer = self._make_tokenizer()
+            return self._ll_tokenizer
+
+    def _forget_old(self) -> None:
+        characters = sum(len(grammar.source) for grammar in self._compiled)
+        while self._compiled and (len(self._compiled) > MAX_CACHED or characters > MAX_CACHED_CHARACTERS):
+            characters -= len(self._compiled.popitem(last=False)[0].source)
 
     def _make_tokenizer(self) -> LLTokenizer:
         eos = [token for token in self._tokenizer.eos_token_ids if token < self._vocab_size]

@@ -78,12 +78,16 @@ def _sample(scores: Scores, best: int, row: RowContext) -> int:
             raise ModelError("the model's output is not finite after the penalties; they are too extreme for it")
     if sampling.temperature == 0 or sampling.top_k == 1:
         return best
-    return _sample_filtered(scores, sampling, uniform(sampling.seed, row.position), scores[best])
+    kept, weights = filtered(scores, sampling, scores[best])
+    index = _invert(weights, uniform(sampling.seed, row.position))
+    return index if kept is None else int(kept[index])
 
 
-def _sample_filtered(scores: Scores, sampling: Sampling, point: float, best: np.float32) -> int:
-    """Invert the cumulative distribution of the filtered tokens at `point` in [0, 1)."""
-    kept: npt.NDArray[np.int64] | None = None  # ids, ascending; None: all
+def filtered(scores: Scores, sampling: Sampling, best: np.float32) -> tuple[npt.NDArray[np.int64] | None, Scores]:
+    """The ids, ascending, that top-k, top-p and min-p leave (None: all), and their weights: of the likeliest token 1.
+
+    `best`: the largest of `scores [vocab]`."""
+    kept: npt.NDArray[np.int64] | None = None
     if 0 < sampling.top_k < len(scores):
         kept = np.flatnonzero(
             scores >= kth_largest(scores, sampling.top_k)
@@ -99,8 +103,7 @@ def _sample_filtered(scores: Scores, sampling: Sampling, point: float, best: np.
         likely = np.flatnonzero(weights >= np.float32(sampling.min_p))  # of the likeliest token's weight, which is 1
         kept = likely if kept is None else kept[likely]
         weights = weights[likely]
-    index = _invert(weights, point)
-    return index if kept is None else int(kept[index])
+    return kept, weights
 
 
 def _nucleus(weights: Scores, top_p: float) -> npt.NDArray[np.int64]:

@@ -8,18 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from swarm.audit_messages import MARGIN_BYTES, margins_to_wire
 from swarm.messages import Step
 from swarm.row_digest import DIGEST_BYTES, UNKNOWN
 
 
 @dataclass(slots=True)
 class RowDigests:
-    """Of the committed rows from position `first` on. `tree`: slot -> (input, output) of a row that may yet be."""
+    """Of the committed rows from position `first` on. `tree`: slot -> (input, output) of a row that may yet be.
+
+    `margins`: of the claimed tokens after these rows, on the tail of a replay (`audit_messages.AuditReport`)."""
 
     first: int = 0
     inputs: bytearray = field(default_factory=bytearray)
     outputs: bytearray = field(default_factory=bytearray)
     tree: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    margins: bytearray = field(default_factory=bytearray)
 
     @property
     def tokens(self) -> int:
@@ -30,7 +34,7 @@ class RowDigests:
         """Drop the committed rows from position `length` on, and the tree."""
         self.tree.clear()
         kept = max(0, length - self.first) * DIGEST_BYTES
-        del self.inputs[kept:], self.outputs[kept:]
+        del self.inputs[kept:], self.outputs[kept:], self.margins[kept // DIGEST_BYTES * MARGIN_BYTES :]
         self.first = min(self.first, length)
 
 
@@ -61,8 +65,15 @@ class AuditLog:
         """Idempotent."""
         self._sessions.pop(key, None)
 
-    def append(self, key: int, step: Step, inputs: Sequence[bytes], outputs: Sequence[bytes]) -> None:
-        """Record the digests of the rows of `step`, as this hop ran it."""
+    def append(
+        self,
+        key: int,
+        step: Step,
+        inputs: Sequence[bytes],
+        outputs: Sequence[bytes],
+        margins: Sequence[float | None] = (),
+    ) -> None:
+        """Record the digests of the rows of `step`, as this hop ran it; `margins`: after its last rows."""
         log = self._sessions.get(key)
         if log is None:
             return
@@ -72,6 +83,10 @@ class AuditLog:
             log.outputs += after
         if step.causal_rows:  # causal rows end every branch that is not committed by now
             log.tree.clear()
+        if margins or log.margins:  # drafts have none
+            unknown: list[float | None] = [None] * (len(log.outputs) // DIGEST_BYTES - len(log.margins) // MARGIN_BYTES)
+            of_rows = [*[None] * (step.rows - len(margins)), *margins]
+            log.margins += margins_to_wire([*unknown, *of_rows[: step.causal_rows]])
         log.inputs += b"".join(inputs[: step.causal_rows])
         log.outputs += b"".join(outputs[: step.causal_rows])
         rows = zip(inputs[step.causal_rows :], outputs[step.causal_rows :], strict=True)

@@ -59,14 +59,23 @@ class AuditReplies:
     digests: AuditLog = field(default_factory=AuditLog)
     _queries: Counter[int] = field(default_factory=Counter)
 
-    def record(self, session: AuditedSession, step: Step, body: Buffer, output: Buffer, tokens: Sequence[int]) -> None:
-        """What `step`, as this hop ran it, brought, and became: `output`, or on the tail the sampled `tokens`."""
+    def record(
+        self,
+        session: AuditedSession,
+        step: Step,
+        body: Buffer,
+        output: Buffer,
+        tokens: Sequence[int],
+        margins: Sequence[float | None] = (),
+    ) -> None:
+        """What `step`, as this hop ran it, brought, and became: `output`, or on the tail the sampled `tokens`, and the
+        `margins` of those that were claimed."""
         inputs = token_digests(step.tokens) if session.first else row_digests(body, step.rows)
         if session.tail:
             outputs = [UNKNOWN] * (step.rows - len(tokens)) + token_digests(tokens)
         else:
             outputs = row_digests(output, step.rows)
-        self.digests.append(session.key, step, inputs, outputs)
+        self.digests.append(session.key, step, inputs, outputs, margins)
 
     def close(self, key: int) -> None:
         """Idempotent."""
@@ -81,9 +90,16 @@ class AuditReplies:
         log = self.digests.get(session.key)
         rows = self.rows.rows(session.key, query.positions)
         message = AuditReport(
-            session.id, session.span.start, session.span.end, log.first, log.tokens, list(rows), self.arithmetic
+            session.id,
+            session.span.start,
+            session.span.end,
+            log.first,
+            log.tokens,
+            list(rows),
+            self.arithmetic,
+            margins=bool(log.margins),
         )
-        body = b"".join((log.inputs, log.outputs, *rows.values()))
+        body = b"".join((log.inputs, log.outputs, *rows.values(), log.margins))
         if self.sign is not None:
             message = msgspec.structs.replace(message, signature=self.sign(signed_part(message, body, model)))
         return message, body

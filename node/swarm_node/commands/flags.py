@@ -28,7 +28,12 @@ Peers = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", envvar="SWARM_JSON", show_envvar=False, help="JSON lines instead of sentences.")
 ]
-Dtype = Annotated[str | None, typer.Option(help=f"bf16, int8, int4, fp16 or fp32; a chain has one. [{DEFAULTS.dtype}]")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help=f"bf16, int8, int4, fp16, fp32, or auto: that of the model's files; a chain has one. [{DEFAULTS.dtype}]"
+    ),
+]
 MaxMemory = Annotated[
     str | None, typer.Option(metavar="BYTES", help="For weights, keys and values, as in 6GB. [most of what is free]")
 ]

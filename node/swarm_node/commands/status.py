@@ -74,6 +74,7 @@ def table_of(here: Sequence[NodeMetrics]) -> Table:
         "tokens",
         "sent",
         "given in all",
+        "owner's, helpers'",
         "paused because",
     ):
         table.add_column(column)
@@ -86,7 +87,9 @@ def table_of(here: Sequence[NodeMetrics]) -> Table:
             f"{node.open_sessions}/{node.max_sessions}",
             str(node.tokens),
             f"{node.sent_bytes / 1e6:.1f} MB",
-            f"{node.given_layer_tokens / 1e6:.2f} M layer-tokens in {node.given_compute_s / 3600:.2f} h",
+            f"{node.given_layer_tokens / 1e6:.2f} M layer-tokens, {node.given_compute_s / 3600:.2f} h, "
+            f"{node.given_bytes / 1e6:.1f} MB",
+            f"{node.owner_sessions}, {node.favored_sessions} of {node.contributors} helpers",
             "; ".join(node.paused) or "-",
         )
     return table

@@ -17,6 +17,7 @@ import torch
 from swarm.config import NodeConfig, state_dir
 from swarm.errors import OutOfMemory
 from swarm_kernels.device.device import available_memory, choose_device, parse_dtype
+from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
@@ -46,9 +47,10 @@ class Hardware:
 def measure(config: NodeConfig) -> Hardware:
     """Open the model and find out what this machine can do with it. Raises SwarmError."""
     device = choose_device(config.gpu)
-    dtype = parse_dtype(config.dtype)
+    given = None if config.dtype == "auto" else parse_dtype(config.dtype)
     source = open_model(config.model)
     try:
+        dtype = given or native_dtype(source)
         memory = ModelMemory.of(source, dtype)
         budget = config.max_memory or int(POLICY.free_fraction * available_memory(device) * config.model_fraction)
         if config.layers:  # a wrong flag is reported before this node publishes anything

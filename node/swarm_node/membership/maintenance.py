@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from swarm.errors import ClockSkew, NetworkError, OutOfMemory
 from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
+from swarm.planner.trust.doubts import Doubts
 from swarm.types import PeerId, Snapshot
 from swarm_node.membership.acquaintances import Acquaintances
 from swarm_node.membership.policy import MembershipPolicy
@@ -56,17 +57,18 @@ class MaintenanceLoop:
             await asyncio.sleep(self._policy.tick_s)
             try:
                 snapshot = await self._snapshot()
-                await self._rebootstrap_vanished(snapshot, loop.time())
+                self._acquaintances.saw((node.peer for node in snapshot.nodes), loop.time())
+                doubts = self._acquaintances.doubts(loop.time())
+                await self._rebootstrap_vanished(doubts.believed(snapshot), loop.time())
             except NetworkError as error:
                 logger.info("cannot read the directory: %s", error)
                 continue
-            self._acquaintances.saw((node.peer for node in snapshot.nodes), loop.time())
             await self._check_clock(loop.time())
             if self._is_serving():
-                await self._rebalance(snapshot, loop.time())
+                await self._rebalance(snapshot, doubts, loop.time())
 
-    async def _rebalance(self, snapshot: Snapshot, now: float) -> None:
-        decision = self._rebalancer.observe(snapshot, now, self._acquaintances.doubts(now))
+    async def _rebalance(self, snapshot: Snapshot, doubts: Doubts, now: float) -> None:
+        decision = self._rebalancer.observe(snapshot, now, doubts)
         if decision.move is None:
             logger.debug("keeps its layers: %s", decision.reason)
             return

@@ -43,6 +43,7 @@ class RttMonitor:
         self._ms: dict[PeerId, Ewma] = {}
         self._misses: dict[PeerId, int] = {}
         self._round = 0
+        self._pinged: dict[PeerId, int] = {}  # in which round each was pinged last
 
     @property
     def link_ms(self) -> dict[PeerId, float]:
@@ -60,20 +61,28 @@ class RttMonitor:
             await asyncio.sleep(self._policy.interval_s)
 
     async def measure(self, snapshot: Snapshot, span: LayerSpan) -> None:
-        """Ping some of the possible next hops; all of them in turn, round by round."""
+        """Ping some of the possible next hops, all of them in turn, round by round: those that have answered, and of
+        the others half as many at least, so that invented ones take nobody's turn."""
         peers = possible_next_hops(snapshot, self._own, span)
         for gone in self._ms.keys() - {p.peer for p in peers}:
             self._forget(gone)
         count = self._policy.pings_per_round
-        turn = self._round * count % max(1, len(peers))
         self._round += 1
-        chosen = (peers[turn:] + peers[:turn])[:count]
+        met = self._longest_ago([node for node in peers if node.peer in self._ms])
+        unmet = self._longest_ago([node for node in peers if node.peer not in self._ms])
+        chosen = [*met[: count // 2], *unmet, *met[count // 2 :]][:count]
+        self._pinged = {node.peer: self._pinged[node.peer] for node in peers if node.peer in self._pinged}
+        self._pinged |= {node.peer: self._round for node in chosen}
         others = self._strangers(snapshot, {node.peer for node in peers})
         async with asyncio.TaskGroup() as group:
             for node in chosen:
                 group.create_task(self._ping(node))
             for node in others:
                 group.create_task(self._meet(node))
+
+    def _longest_ago(self, nodes: list[NodeProfile]) -> list[NodeProfile]:
+        """Those that were pinged longest ago first."""
+        return sorted(nodes, key=lambda node: (self._pinged.get(node.peer, 0), node.peer))
 
     def _strangers(self, snapshot: Snapshot, next_hops: Collection[PeerId]) -> list[NodeProfile]:
         nodes = {node.peer: node for node in snapshot.serving() if node.peer not in next_hops}

@@ -15,12 +15,12 @@ import swarm
 from swarm.config import NodeConfig
 from swarm.net.transports.rate_limit import UploadBucket
 from swarm.types import NodeProfile, NodeState
+from swarm_node.membership.accounts import Accounts
 from swarm_node.membership.hardware import Hardware
 from swarm_node.membership.rtt_monitor import RttMonitor
 from swarm_node.membership.span_manager import SpanManager
 from swarm_node.network.connection import NodeNetwork
 from swarm_node.owner.availability import Availability
-from swarm_node.owner.contributions import ContributionLedger
 from swarm_node.owner.node_metrics import NodeMetrics
 from swarm_node.serving.session_server import SessionServer
 
@@ -35,7 +35,7 @@ class NodeStatus:
     server: SessionServer
     rtt_monitor: RttMonitor
     upload: UploadBucket
-    ledger: ContributionLedger = field(default_factory=ContributionLedger)
+    accounts: Accounts
     since: float = field(default_factory=time.monotonic)
     _counted: tuple[int, float, int] = (0, 0.0, 0)  # layer tokens, seconds, bytes that the ledger has
 
@@ -65,6 +65,7 @@ class NodeStatus:
             version=swarm.__version__,
             pinned=bool(self.config.layers),
             identity_proof=self.network.identity_proof(),
+            owners=self.accounts.owner_tags,
             published_at=now,
         )
 
@@ -98,11 +99,12 @@ class NodeStatus:
         """Count what was done since the last call."""
         now = (self.server.counters.layer_tokens, self.spans.compute_s, self.upload.sent)
         before, self._counted = self._counted, now
-        self.ledger.served(now[0] - before[0], now[1] - before[1], now[2] - before[2])
+        self.accounts.ledger.served(now[0] - before[0], now[1] - before[1], now[2] - before[2])
 
     def metrics(self) -> NodeMetrics:
         self.update_ledger()
-        profile, counters, given = self.now(), self.server.counters, self.ledger.given
+        profile, counters, given = self.now(), self.server.counters, self.accounts.ledger.given
+        shares = [session.share for session in self.server.live()]
         return NodeMetrics(
             pid=os.getpid(),
             name=profile.name,
@@ -137,4 +139,7 @@ class NodeStatus:
             given_bytes=given.sent_bytes,
             acknowledged_layer_tokens=given.acknowledged,
             acknowledging_clients=len(given.clients),
+            owner_sessions=sum(share.first for share in shares),
+            favored_sessions=sum(share.weight > 1.0 for share in shares),
+            contributors=len(self.accounts.contributors),
         )

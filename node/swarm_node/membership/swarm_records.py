@@ -24,7 +24,8 @@ from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.security.identity import verify
 from swarm_node.network.connection import NodeNetwork
 
-_PATIENT = GossipPolicy(directory_patience_s=3.0)  # a choice of layers must not miss another node's claim
+_PATIENT = GossipPolicy(directory_patience_s=3.0, first_without_directory=False)
+"""A choice of layers must not miss another node's claim."""
 
 _GOODBYE_S = 0.5
 

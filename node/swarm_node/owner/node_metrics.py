@@ -45,3 +45,7 @@ class NodeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     given_bytes: int = 0
     acknowledged_layer_tokens: int = 0  # of which clients have signed receipts
     acknowledging_clients: int = 0
+    # Who is served how, now:
+    owner_sessions: int = 0  # before all others
+    favored_sessions: int = 0  # with a weight above 1, since their nodes have worked for clients of this machine
+    contributors: int = 0  # such nodes, by what this machine's clients have measured

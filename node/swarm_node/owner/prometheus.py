@@ -28,6 +28,9 @@ GAUGES = {
     "kv_free_tokens": "Of these, not reserved.",
     "up_s": "Seconds since the start.",
     "tasks": "Tasks of the event loop.",
+    "owner_sessions": "Sessions open now of the owner's clients, which are served before all others.",
+    "favored_sessions": "Sessions open now of clients whose nodes have worked for clients of this machine.",
+    "contributors": "Such nodes.",
 }
 COUNTERS = {
     "sessions": "Sessions taken in.",

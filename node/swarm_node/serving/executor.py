@@ -37,7 +37,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The result of a step: hidden rows as raw bytes, or on the tail the sampled tokens, their Medusa candidates and
-    the log-probabilities (`messages.StepResult`)."""
+    the log-probabilities (`messages.StepResult`). `margins`: of the claimed tokens, one for each sampled one, if there
+    are any (`OpenSession.claimed`)."""
 
     body: Buffer = b""
     tokens: tuple[int, ...] = ()
@@ -46,6 +47,7 @@ class StepOutput:
     medusa_neg_logprob_centinats: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    margins: tuple[float | None, ...] = ()
 
 
 Compute = Callable[[], Sequence[StepOutput | SwarmError]]
@@ -56,11 +58,8 @@ Compute = Callable[[], Sequence[StepOutput | SwarmError]]
 class SlicedCompute(Protocol):
     """A planned batch that can run in parts. Others may run in between; none of them touches its KV blocks."""
 
-    @property
-    def slices(self) -> int: ...
-
-    def run_slice(self) -> Sequence[StepOutput | SwarmError] | None:
-        """The next of `slices` parts. -> None, but for the last one."""
+    def run_layers(self, count: int) -> Sequence[StepOutput | SwarmError] | None:
+        """The next `count` of its layers. -> None, unless they were the last."""
         ...
 
     def __call__(self) -> Sequence[StepOutput | SwarmError]:
@@ -133,8 +132,8 @@ class StepEngine(Protocol):
         """The batch has run, or failed. Until now blocks of its sessions must not be given to others."""
         ...
 
-    def layers_at_once(self, part: LayerSpan) -> int:
-        """How many layers of `part` run in one go when its batches are sliced."""
+    def min_layers(self, part: LayerSpan) -> int:
+        """How many layers of `part` run in one go, at least, when its batches are sliced."""
         ...
 
 
@@ -148,14 +147,14 @@ class _Batch:
     steps: list[ScheduledStep]
     compute: Compute
     started: float
-    expected_ms: float
-    done: int = 0  # slices that have run
+    done: int = 0  # layers that have run
+    part: int = 0  # layers that run now
     compute_ms: float = 0.0
     final: bool = False
 
     @property
     def done_fraction(self) -> float:
-        return self.done / self.compute.slices if isinstance(self.compute, SlicedCompute) else 0.0
+        return self.done / len(self.steps[0].span)
 
 
 class Executor:
@@ -196,7 +195,7 @@ class Executor:
 
     def rows_at_once(self, session: HopSession, context: int) -> int | None:
         """The most rows that a step of this session should hand to `run` now; None: any number."""
-        layers = self._engine.layers_at_once(session.span)
+        layers = self._engine.min_layers(session.span)
         return self._scheduler.rows_at_once(session.share, context, layers, self._clock())
 
     async def run(self, session: HopSession, arrival: InboundStep) -> StepOutcome:
@@ -262,7 +261,7 @@ class Executor:
             _fail(batch, ResourceError(f"this batch could not be planned: {error}"))
             self._schedule()
             raise
-        self._under_way.append(_Batch(batch, compute, self._clock(), self._scheduler.batch_ms(batch)))
+        self._under_way.append(_Batch(batch, compute, self._clock()))
         self._run(self._under_way[-1])
 
     def _overtaken(self, batch: _Batch) -> bool:
@@ -284,23 +283,20 @@ class Executor:
             step = self._retry_singly.popleft()
             if not step.dropped:
                 return [step]
-        return self._scheduler.take()
+        return self._scheduler.take(self._clock())
 
     def _run(self, batch: _Batch) -> None:
         """Run its next slice, or all that is left of it."""
-        compute = batch.compute
-        if isinstance(compute, SlicedCompute) and self._sliced(batch) and batch.done + 1 < compute.slices:
-            part: Callable[[], Sequence[StepOutput | SwarmError] | None] = compute.run_slice
+        compute, span = batch.compute, batch.steps[0].span
+        if isinstance(compute, SlicedCompute) and not self._exclusive:
+            wanted = self._scheduler.layers_at_once(batch.steps, self._clock())
+            batch.part = max(wanted, self._engine.min_layers(span))
+            part: Callable[[], Sequence[StepOutput | SwarmError] | None] = partial(compute.run_layers, batch.part)
         else:
-            part, batch.final = compute, True
+            batch.part, part = len(span), compute
+        batch.final = batch.done + batch.part >= len(span)
         self._running = self._device.run(partial(_timed, part, self._clock))
         self._running.add_done_callback(partial(self._finish, batch))
-
-    def _sliced(self, batch: _Batch) -> bool:
-        if self._exclusive:
-            return False
-        shared = self._scheduler.contended(batch.steps[0].share, self._clock())
-        return batch.expected_ms > (self._policy.slice_ms if shared else self._policy.long_batch_ms)
 
     def _finish(self, batch: _Batch, running: asyncio.Future[_Timed]) -> None:
         self._running = None
@@ -315,7 +311,7 @@ class Executor:
             outputs, compute_ms = running.result()
             batch.compute_ms += compute_ms
             if outputs is None:
-                batch.done += 1
+                batch.done += batch.part
             else:
                 self._end(batch)
                 self._complete(batch, outputs)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.errors import NodeBusy, NoRoute, OutOfMemory
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import Grammar, LayerSpan, PeerId
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_node.serving.executor import Executor, StepEngine
@@ -34,8 +35,9 @@ class SpanEngineApi(StepEngine, Protocol):
         """The largest reservation that an engine without sessions can take."""
         ...
 
-    async def compile_grammar(self, grammar: Grammar, peer: PeerId) -> GrammarState:
-        """`peer`: whose turn it takes. Raises InvalidRequest, ModelError when the model's tokenizer cannot be read."""
+    async def compile_grammar(self, grammar: Grammar, share: Share) -> GrammarState:
+        """`share`: on whose account. Raises InvalidRequest, NodeBusy when it takes too much here, ModelError when the
+        model's tokenizer cannot be read."""
         ...
 
     async def grammar_masks(self, state: GrammarState, tokens: StepTokens, peer: PeerId) -> Sequence[TokenMask | None]:

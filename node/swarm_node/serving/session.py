@@ -94,6 +94,10 @@ class HopSession:
     history: TokenHistory | None = None  # of a tail whose sampling depends on it
     grammar: GrammarState | None = None  # of `sampling.grammar`, once it is compiled; for one thread at a time
     num_medusa_candidates: int = 0  # of each Medusa head, with every sampled token
+    claimed: Sequence[
+        int
+    ] = ()  # of an audit's replay: the tokens from position `claimed_from` on, as others sampled them
+    claimed_from: int = 0
     replay_silent_until: int = 0  # rows at positions before it are neither forwarded nor answered
     epoch: int = 0  # the newest that has arrived; older steps are dropped
     ran_epoch: int = 0  # of the last step that ran here
@@ -136,6 +140,8 @@ class HopSession:
             share=share,
             history=history,
             num_medusa_candidates=message.num_medusa_candidates,
+            claimed=() if sampling.needs_history else message.claimed,
+            claimed_from=message.prompt_tokens,
             replay_silent_until=message.replay_silent_until,
             epoch=message.epoch,
             ran_epoch=message.epoch,
@@ -160,6 +166,11 @@ class HopSession:
     def tail(self) -> bool:
         """Whether this hop samples the tokens."""
         return self.span.end == self.rows.num_layers
+
+    def claim(self, position: int) -> int | None:
+        """The token that others are said to have sampled for `position`."""
+        at = position - self.claimed_from
+        return self.claimed[at] if 0 <= at < len(self.claimed) else None
 
     def allows(self, sender: PeerId) -> bool:
         """Whether `sender` may send steps."""

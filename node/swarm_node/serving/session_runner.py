@@ -65,7 +65,7 @@ class SessionRunner:
         """Until the session is over, or its task cancelled. Raises SwarmError, TimeoutError when nothing comes."""
         if session.sampling.grammar is not None:
             grammar = session.sampling.grammar
-            session.grammar = await served_span.engine.compile_grammar(grammar, session.client.peer)
+            session.grammar = await served_span.engine.compile_grammar(grammar, session.share)
         await self._connect(session)
         if session.kv_source is not None and await self.kv_transfer.fetch(session, served_span, session.kv_source):
             self.logs.close(session.key)  # the source of the transfer had sent these outputs
@@ -119,7 +119,8 @@ class SessionRunner:
         served_span.computed(session.key, session.committed)
         self.counters.steps += 1
         self.counters.layer_tokens += step.rows * len(session.span)
-        self.audits.record(session, step, arrival.body, outcome.output.body, outcome.output.tokens)
+        output = outcome.output
+        self.audits.record(session, step, arrival.body, output.body, output.tokens, output.margins)
         if not session.tail:
             self.logs.append(session.key, step, outcome.output.body)
         if not session.is_replay(step):

@@ -92,7 +92,7 @@ class SessionServer:
         self._keys = itertools.count()
         shares = places or SharePlaces(clock=_loop_time)
         self._admission = AdmissionControl(
-            served, self.served_spans, self._quotas, shares, limits, self._live, self._fail, _loop_time
+            served, self.served_spans, self._quotas, shares, limits, self.live, self._fail, _loop_time
         )
         self._empty = asyncio.Event()
         self._empty.set()
@@ -167,12 +167,12 @@ class SessionServer:
 
         Their KV cache is kept for `SessionPolicy.detached_ttl_s`, or until their clients close them.
         """
-        evicted = [s for s in self._live() if (served_span is None or s.key in served_span.keys) and where(s.span)]
+        evicted = [s for s in self.live() if (served_span is None or s.key in served_span.keys) and where(s.span)]
         for session in evicted:
             self._detach(session, why)
         return len(evicted)
 
-    def _live(self) -> list[HopSession]:
+    def live(self) -> list[HopSession]:
         return [session for session in self._sessions.values() if not session.detached]
 
     # Frames ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from swarm.errors import ContextOverflow, SwarmError, UnsupportedRequest
-from swarm.planner.scheduling.policy import SchedulingPolicy
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import Grammar, LayerSpan, PeerId
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.draft.medusa import MedusaHeads
@@ -26,8 +26,6 @@ from swarm_node.serving.session import ActivationSpec
 from swarm_node.serving.tail_sampler import TailSampler
 from swarm_node.serving.token_history import StepTokens
 
-MAX_SLICES = SchedulingPolicy().max_slices
-
 
 class SpanBatch:
     """See `executor.SlicedCompute`: a few layers at a time. Called in the compute thread."""
@@ -37,12 +35,10 @@ class SpanBatch:
         self._steps = steps
         self._plan = plan
         self._left = steps[0].span  # one for all steps of a batch
-        self._layers = engine.layers_at_once(self._left)
         self._hidden: torch.Tensor | None = None  # [rows, hidden], after the layers that have run
-        self.slices = -(-len(self._left) // self._layers)
 
-    def run_slice(self) -> Sequence[StepOutput | SwarmError] | None:
-        return self._run(min(self._left.start + self._layers, self._left.end))
+    def run_layers(self, count: int) -> Sequence[StepOutput | SwarmError] | None:
+        return self._run(min(self._left.start + count, self._left.end))
 
     def __call__(self) -> Sequence[StepOutput | SwarmError]:
         outputs = self._run(self._left.end)
@@ -93,10 +89,10 @@ class SpanEngine:
     def capacity_tokens(self) -> int:
         return self.cache.capacity_tokens
 
-    async def compile_grammar(self, grammar: Grammar, peer: PeerId) -> GrammarState:
+    async def compile_grammar(self, grammar: Grammar, share: Share) -> GrammarState:
         if self._grammars is None:
             raise UnsupportedRequest("this node cannot use grammars")
-        return await self._grammars.compile(grammar, peer)
+        return await self._grammars.compile(grammar, share)
 
     async def grammar_masks(self, state: GrammarState, tokens: StepTokens, peer: PeerId) -> Sequence[TokenMask | None]:
         if self._grammars is None:
@@ -176,10 +172,8 @@ class SpanEngine:
         self._deferred.update({scheduled.session.key: [] for scheduled in steps})
         return SpanBatch(self, steps, plan)
 
-    def layers_at_once(self, part: LayerSpan) -> int:
-        if self._span.device.type != "cpu":
-            return len(part)  # a GPU's layers are captured as one graph, and take a millisecond
-        return min(len(part), -(-len(self._span.layers) // MAX_SLICES))
+    def min_layers(self, part: LayerSpan) -> int:
+        return 1 if self._span.device.type == "cpu" else len(part)  # a GPU's are captured as one graph, and take 1 ms
 
     def finished(self, steps: Sequence[ScheduledStep]) -> None:
         for scheduled in steps:

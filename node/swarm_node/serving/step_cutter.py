@@ -58,6 +58,7 @@ def join(pieces: Sequence[StepOutcome]) -> StepOutcome:
             tuple(value for output in outputs for value in output.medusa_neg_logprob_centinats),
             tuple(logprobs for output in outputs for logprobs in output.logprobs),
             tuple(logprobs for output in outputs for logprobs in output.prompt_logprobs),
+            tuple(margin for output in outputs for margin in output.margins),
         ),
         sum(piece.queue_ms for piece in pieces),
         sum(piece.compute_ms for piece in pieces),

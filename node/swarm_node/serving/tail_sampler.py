@@ -17,6 +17,7 @@ from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.span import Span
 from swarm_kernels.sampling.logprobs import token_logprobs
+from swarm_kernels.sampling.margin import token_margins
 from swarm_kernels.sampling.processors import penalizes
 from swarm_kernels.sampling.sampler import RowContext, sample_rows
 from swarm_node.serving.executor import ScheduledStep, StepOutput
@@ -123,12 +124,26 @@ def _sample_step(scheduled: ScheduledStep, logits: torch.Tensor, positions: Sequ
     """One step's `logits [m, vocab]` -> its tokens for `positions [m]`, or why it alone fails."""
     sampling = scheduled.session.sampling
     try:
-        tokens = sample_rows(logits, _contexts(scheduled, positions))
+        tokens = tuple(sample_rows(logits, _contexts(scheduled, positions)))
+        margins = _margins(scheduled, logits, positions)
         if sampling.logprobs is None:
-            return StepOutput(tokens=tuple(tokens))
-        return StepOutput(tokens=tuple(tokens), logprobs=tuple(token_logprobs(logits, tokens, sampling.logprobs)))
+            return StepOutput(tokens=tokens, margins=margins)
+        logprobs = tuple(token_logprobs(logits, tokens, sampling.logprobs))
+        return StepOutput(tokens=tokens, logprobs=logprobs, margins=margins)
     except (ModelError, InvalidRequest) as error:
         return error
+
+
+def _margins(scheduled: ScheduledStep, logits: torch.Tensor, positions: Sequence[int]) -> tuple[float | None, ...]:
+    """Of the tokens that are claimed for `positions [m]`, () if none are."""
+    session = scheduled.session
+    if not session.claimed:
+        return ()
+    claims = [(i, token) for i, position in enumerate(positions) if (token := session.claim(position)) is not None]
+    known = [i for i, _ in claims]
+    contexts = [RowContext(session.sampling, positions[i]) for i in known]
+    found = dict(zip(known, token_margins(logits[known], contexts, [token for _, token in claims]), strict=True))
+    return tuple(found.get(i) for i in range(len(positions)))
 
 
 def _contexts(scheduled: ScheduledStep, positions: Sequence[int]) -> Iterator[RowContext]:

@@ -4,7 +4,8 @@ One address block is one share while others wait, however many identities come f
 Peers of this machine or of the local network are a share each. Of every block, and of every local address, only the
 first few identities that use the node have a place of their own; all that come later share one, since identities
 cost nothing: a thousand new ones cannot crowd out the clients that were there before, a few people behind one NAT
-each have a place. Peers whose address is unknown, because a relay is between, are one block.
+each have a place. Peers whose address is unknown, because a relay is between, are one block: what a relay says of where
+they come from would be its word. Who has earned it is a share of its own anywhere (`planner.trust.contribution`).
 
 Owns who has which place. Knows neither sessions nor the device.
 """
@@ -28,6 +29,9 @@ class SharePolicy:
     """A place is kept for so long after its last session: clients that come back against places for newcomers."""
     max_blocks: int = 4096
     """Blocks that are remembered; memory."""
+    own_block_weight: float = 2.0
+    """A client that its nodes' work has brought so far is a share of its own, wherever it comes from: relays and NATs
+    with hostile company against the work that such a place costs."""
 
 
 class SharePlaces:
@@ -51,10 +55,11 @@ class SharePlaces:
         """`remote`: the IP address that the peer was seen at, "" if it is unknown."""
         if self._is_owner(peer):
             return Share("owner", peer, first=True)
-        block = block_of_ip(remote)
+        block, weight = block_of_ip(remote), self._weight(peer)
+        if weight >= self._policy.own_block_weight:
+            return Share((block, peer), peer, weight)
         if not self._has_place(block, peer):
             return Share(block)
-        weight = self._weight(peer)
         return Share((block, peer), peer, weight) if is_local(block) else Share(block, peer, weight)
 
     def _has_place(self, block: str, peer: PeerId) -> bool:

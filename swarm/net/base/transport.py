@@ -121,10 +121,6 @@ class Directory(Protocol):
         """Store our signed record under `swarm/<model>/nodes`, subkey our peer id. Raises NetworkError."""
         ...
 
-    async def withdraw(self, model: str) -> None:
-        """Replace our record by one that expires at once."""
-        ...
-
     async def read(self, model: str) -> dict[PeerId, bytes]:
         """All live records of a model: peer id -> record bytes, not yet validated. Raises NetworkError."""
         ...

@@ -1,6 +1,6 @@
 """The live records of who serves what, kept in hivemind's DHT, whose node runs in our own event loop.
 
-Owns publishing, withdrawing and reading the records of a model: one key a model, one entry a peer, so that one lookup
+Owns publishing and reading the records of a model: one key a model, one entry a peer, so that one lookup
 finds them all. No replica set decides who is seen: a record goes to the peers nearest to its key and to the
 longest-known ones (`lookup`), both are asked, and whoever has read an entry serves it to others until it expires.
 Knows neither the contents of the records nor whether they are true.
@@ -35,6 +35,7 @@ from swarm.net.security.proof_of_work import proof_bits
 from swarm.net.security.swarm_secret import SwarmSecret
 from swarm.net.transports.libp2p_streams import Libp2pTransport
 from swarm.records import MAX_LIFETIME_S, MAX_RECORD, key, proof_of
+from swarm.token_bucket import TokenBucket
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,10 @@ class DhtDirectory:
         self._client = client
         clock = asyncio.get_running_loop().time
         self._blocks = PeerBlocks(transport.control.connected, clock)
+        self._clock = clock
         self._budget = VerificationBudget(clock, policy.verification)
+        rate, burst = policy.read_bytes_per_s, policy.read_bytes_burst
+        self._read_bytes, self._narrow_bytes = TokenBucket(rate, burst), TokenBucket(rate / 2, burst / 2)
         facts = PeerFacts(self._blocks.of, _proof_bits)
         self._held = EntryStore(time.time, os.urandom(16), policy.store, PeerHistory(policy.history), facts)
         self._joined: tuple[Any, DHTNode] | None = None  # None while the host is down
@@ -192,13 +196,6 @@ class DhtDirectory:
         latest = self._expiry(model) + EXPIRY_STEP_S
         await self._store(record, model, max(min(expires_at, time.time() + MAX_LIFETIME_S), latest))
 
-    async def withdraw(self, model: str) -> None:
-        """Readers see us gone at once: an empty record replaces our last one until that would have expired."""
-        expiry = self._expiry(model)
-        self._published.pop(model, None)
-        if expiry > time.time():
-            await self._store(b"", model, expiry + EXPIRY_STEP_S)
-
     async def read(self, model: str) -> dict[PeerId, bytes]:
         """By peer, those first that are most worth a look: the longest known, the proven, and a share of the rest."""
         key_id = self._key_id(model)
@@ -212,10 +209,19 @@ class DhtDirectory:
         return records
 
     async def _take_in(self, key_id: DHTID) -> None:
-        """Ask the DHT for the entries of a key, check what is new, and hold it, for us and for others."""
-        node = self._node
+        """Ask the DHT for the entries of a key, check what is new, and hold it, for us and for others.
+
+        What replies bring is bounded on average: after a lookup that brought very much, as in a large swarm or under a
+        flood of entries, only a few peers are asked for a while, and then nobody.
+        """
+        node, now = self._node, self._clock()
         self._held.pin(key_id.to_bytes())
-        found = await Lookup(node, key_id, self._policy).run()
+        narrow = self._read_bytes.available(now) <= 0.0
+        allowance = self._narrow_bytes if narrow else self._read_bytes
+        if allowance.available(now) <= 0.0:
+            return
+        found = await Lookup(node, key_id, self._policy, narrow).run()
+        allowance.spend(found.entry_bytes, self._clock())
         for liar in await take_in(key_id.to_bytes(), found.replies, self._held, self._budget, time.time()):
             logger.debug("%s replied with entries that nobody signed", liar)
             node.blacklist.register_failure(liar)

@@ -40,6 +40,7 @@ class _Shelf:
 
     held: dict[PeerId, _Held] = field(default_factory=dict)
     sorted_at: float = float("-inf")
+    reply: tuple[bytes, float] | None = None  # as of the last sorting
 
 
 class EntryStore:
@@ -111,7 +112,9 @@ class EntryStore:
         shelf = self._shelves.get(key)
         if shelf is None:
             return None
-        if len(shelf.held) >= self._policy.ordered_from and now - shelf.sorted_at > self._policy.reorder_s:
+        if len(shelf.held) >= self._policy.ordered_from:
+            if now - shelf.sorted_at <= self._policy.reorder_s and shelf.reply and len(shelf.reply[0]) <= most:
+                return shelf.reply
             self._sort(shelf, now)
         packed: list[bytes] = []
         latest, size = 0.0, 0
@@ -122,7 +125,9 @@ class EntryStore:
                     break
                 packed.append(held.packed)
                 latest = max(latest, held.entry.expires_at)
-        return (b"".join(packed), latest) if packed else None
+        reply = (b"".join(packed), latest) if packed else None
+        shelf.reply = reply if most == MAX_REPLY else None
+        return reply
 
     def _sort(self, shelf: _Shelf, now: float) -> None:
         """Keep at most as many as may stay, the most worth keeping first."""
@@ -139,7 +144,7 @@ class EntryStore:
         chosen = [candidate.peer for candidate in admit(candidates, self._policy.max_entries, now, self._salt)]
         held = {peer: shelf.held[peer] for peer in chosen}
         self._forget(peer for peer in shelf.held if peer not in held)
-        shelf.held, shelf.sorted_at = held, now
+        shelf.held, shelf.sorted_at, shelf.reply = held, now, None
 
     def _sweep(self, now: float) -> None:
         self._swept_at = now

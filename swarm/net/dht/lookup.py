@@ -8,6 +8,7 @@ answer holds up a search for a bounded time. Checks no signature.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from swarm.net.dht.node_ids import dht_id
 from swarm.net.dht.policy import DhtPolicy
 from swarm.net.dht.protocol import CheckedDHTProtocol
 from swarm.net.libp2p._hivemind import DHTID, DHTNode, PeerID, traverse_dht
+
+_ENTRY_BYTES = 80  # of an entry besides its value
 
 
 @dataclass(slots=True)
@@ -26,11 +29,17 @@ class LookupResult:
     answered: list[PeerID] = field(default_factory=list)
     replies: list[tuple[PeerID, list[Entry]]] = field(default_factory=list)
 
+    @property
+    def entry_bytes(self) -> int:
+        """What all replies held, about."""
+        return sum(len(entry.value) + _ENTRY_BYTES for _, reply in self.replies for entry in reply)
+
 
 class Lookup:
-    """Used once: `await Lookup(node, key, policy).run()`."""
+    """Used once: `await Lookup(node, key, policy).run()`. `narrow`: ask a few of those that would be asked first."""
 
-    def __init__(self, node: DHTNode, key: DHTID, policy: DhtPolicy) -> None:
+    def __init__(self, node: DHTNode, key: DHTID, policy: DhtPolicy, narrow: bool = False) -> None:
+        self._narrow = narrow
         self._node = node
         self._protocol: CheckedDHTProtocol = node.protocol
         self._key = key
@@ -45,8 +54,14 @@ class Lookup:
         anchors = [peer for peer in table.anchors(self._key) if peer not in self._node.blacklist]
         async with asyncio.TaskGroup() as group:
             self._group = group
+            if self._narrow:
+                known = dict.fromkeys([*anchors, *self._nearest_known().values()])
+                anchors = random.sample(list(known), min(self._policy.narrow_peers, len(known)))
             asking: set[asyncio.Task[object]] = {group.create_task(self._ask_once(peer)) for peer in anchors}
-            asking.add(group.create_task(self._traverse()))
+            if not self._narrow:
+                asking.add(group.create_task(self._traverse()))
+            if not asking:
+                return LookupResult()
             _, late = await asyncio.wait(asking, timeout=self._policy.patience_s)
             while late and not self._entries:
                 _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
@@ -57,8 +72,7 @@ class Lookup:
         return LookupResult(anchors, answered, [(peer, self._entries[peer]) for peer in first])
 
     async def _traverse(self) -> None:
-        nearest = self._protocol.routing_table.get_nearest_neighbors(self._key, self._protocol.bucket_size)
-        self._peers.update(self._usable(dict(nearest)))
+        self._peers.update(self._nearest_known())
         if self._peers:
             await traverse_dht(
                 queries=[self._key],
@@ -69,6 +83,10 @@ class Lookup:
                 get_neighbors=self._neighbors,
                 visited_nodes={self._key: {self._node.node_id}},
             )
+
+    def _nearest_known(self) -> dict[DHTID, PeerID]:
+        nearest = self._protocol.routing_table.get_nearest_neighbors(self._key, self._protocol.bucket_size)
+        return self._usable(dict(nearest))
 
     async def _neighbors(
         self, node_id: DHTID, queries: Collection[DHTID]

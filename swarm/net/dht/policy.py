@@ -15,7 +15,7 @@ class EntryStorePolicy:
     max_keys_of_peer: int = 8  # a node publishes one model, or a few
     slack: float = 1.125  # over a bound by so much before it is enforced, so that one choice is for many entries
     ordered_from: int = 64  # entries under a key from which their order in a reply matters
-    reorder_s: float = 1.0
+    reorder_s: float = 2.0  # ... and for how long such a reply is sent as it is
     sweep_s: float = 5.0  # between two searches for what has expired
 
 
@@ -29,15 +29,19 @@ class HistoryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SignatureBudgetPolicy:
-    """Signatures checked, at 0.1 ms each: what 10,000 hostile entries may cost a reader."""
+    """Signatures checked, at 0.1 ms each: what 10,000 hostile entries may cost a reader; and bytes sent."""
 
     known_burst: int = 1024  # of peers whose entries we hold: all of a large swarm at once ...
     known_per_s: float = 128.0  # ... and then a swarm of 1,000 every 8 s, of 80 as often as they publish
-    new_burst: int = 1024  # a fresh reader sees a large swarm at once ...
-    new_per_s: float = 32.0  # ... and joiners soon
+    new_burst: int = 256  # a fresh reader sees enough of a large swarm at once ...
+    new_per_s: float = 16.0  # ... and all of it, and joiners, soon
+    fresh_s: float = 10.0  # for so long a reader is fresh; later, new entries in bulk are a flood and no first look ...
+    settled_burst: int = 32  # ... of which so many are looked at at once
     urgent_s: float = 5.0  # with less than half of the burst left, only entries that expire so soon are renewed
     store_burst: int = 8  # stores of one peer
     store_per_s: float = 4.0  # a node stores when something changed, every 0.2 s at most, and sheds what is more
+    reply_bytes_per_s: float = 1 << 20  # of entries to one peer; a large swarm's are 0.8 MB, to be had at once ...
+    reply_bytes_burst: float = 8 << 20  # ... and several times
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ class DhtPolicy:
     replicas: int = 5  # of each record: churn that it survives against traffic
     beam_size: int = 8  # peers that a lookup visits: the replicas, and a few for those that have left
     num_workers: int = 8  # of those at once
+    read_bytes_per_s: float = 256 << 10  # of entries that lookups of one reader bring: fresh maps against the cost ...
+    read_bytes_burst: float = 2 << 20  # ... of the first one, in a large swarm ...
+    narrow_peers: int = 2  # ... and while that is used up, so many are asked, for half as much again
     patience_s: float = 1.5  # after which a lookup with some replies does without the others: black holes cost no more
     wait_timeout_s: float = 3.0  # for one call
     call_timeout_s: float = 10.0  # for a lookup or a store

@@ -112,12 +112,13 @@ class CheckedDHTProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is unty
         return response
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        """Who asks for very much only hears who may know."""
         await self._meet(request.peer, context.remote_id)
-        asking = dht_id(context.remote_id)
+        asking, asker = dht_id(context.remote_id), context.remote_id.to_base58()
         response = dht_pb2.FindResponse(results=[], peer=self.node_info)
         for key in islice(request.keys, MAX_KEYS):
             held = self.parts.store.reply(key)
-            if held is None:
+            if held is None or not self.parts.budget.take_reply(asker, len(held[0])):
                 result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
             else:
                 result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=held[0], expiration_time=held[1])

@@ -18,6 +18,7 @@ class GossipPolicy:
     max_follow_ups: int = 4  # questions to one peer in a row while it has more
     first_wait_s: float = 1.0  # the first snapshot waits so long for an answer, beside the directory's ...
     first_grace_s: float = 0.2  # ... and so long for a second one
+    first_without_directory: bool = True  # a reader begins with what peers say, if that has a node for every layer
     directory_patience_s: float = 1.0  # with records in memory, a slow directory is waited for no longer
     rebootstrap_interval_s: float = 3.0  # between two attempts to rejoin a directory that knows nobody
     rebootstrap_peers: int = 16  # ... by the addresses of so many

@@ -109,6 +109,11 @@ class RecordBook:
         known = self._known.get(peer)
         return known.record if known is not None else None
 
+    def introducers(self) -> dict[PeerId, tuple[str, int]]:
+        """By peer: who told of it first (the DIRECTORY, or a peer; those that came by themselves count as one, as do
+        those from the file), and as its how-manieth."""
+        return {peer: (known.introducer, known.serial) for peer, known in self._known.items()}
+
     def has_live(self, now: float) -> bool:
         """Whether any node but the reader itself is in a snapshot taken now."""
         return any(k.record.until > now and not k.record.left and p != self.own for p, k in self._known.items())

@@ -26,11 +26,13 @@ DIRECTORY = ""
 class RecordIntakePolicy:
     """What verifying costs against how fresh the records are. A verification takes about 0.15 ms of a core."""
 
-    per_s: float = 150.0  # 3% of a core; 200 nodes that publish every 1.5 s are as fresh as can be, 1,000 every 7 s
-    newcomers_per_s: float = 40.0  # of these, peers that are not known yet
+    per_s: float = 100.0  # 2% of a core; 150 nodes that publish every 1.5 s are as fresh as can be, 1,000 every 10 s
+    newcomers_per_s: float = 16.0  # of these, peers that are not known yet
     urgent_share: float = 0.5  # of a read's verifications, kept for known peers whose records are about to expire
     newcomer_share: float = 0.25  # of a read's verifications, kept for newcomers even if all known peers have news
-    burst: int = 1000  # at the start, when all are newcomers
+    burst: int = 256  # at the start, when all are newcomers: enough for a chain through any swarm
+    fresh_s: float = 10.0  # for so long from the first look it is the start; later, newcomers in bulk are a flood ...
+    settled_burst: int = 32  # ... of which so many are verified at once
     max_waiting: int = 1024  # passed on by peers; and newcomers of the directory
 
 
@@ -54,6 +56,7 @@ class RecordOffers:
         self._all = TokenBucket(policy.per_s, policy.burst)
         self._newcomers = TokenBucket(policy.newcomers_per_s, policy.burst)
         self._directory: list[OfferedRecord] = []
+        self._fresh_until: float | None = None
         self._told: dict[tuple[PeerId, PeerId], OfferedRecord] = {}
 
     def __len__(self) -> int:
@@ -74,6 +77,10 @@ class RecordOffers:
     def take(self, now: float, rank: Callable[[PeerId], tuple[bool, int] | None]) -> list[OfferedRecord]:
         """What to look at now, best first. `rank` of a known peer: whether its record is about to expire, and its
         place, the least first; None of others."""
+        if self._fresh_until is None:
+            self._fresh_until = now + self._policy.fresh_s
+        elif now > self._fresh_until:
+            self._newcomers.burst = min(self._newcomers.burst, self._policy.settled_burst)
         offers = [*self._told.values(), *self._directory]
         self._told, self._directory = {}, []
         ranked: list[tuple[int, bool, int]] = []

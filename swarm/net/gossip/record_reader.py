@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, Protocol
 
 from swarm.errors import NetworkError, ProtocolError
 from swarm.gossip_messages import RecordsQuery, pack_listed
@@ -95,15 +96,18 @@ class RecordReader:
         self._late_read: asyncio.Task[NetworkError | None] | None = None
         self.has_been_heard = False  # a peer has answered, and so has been told our own record
 
+    @property
+    def bootstrap_peers(self) -> Collection[PeerId]:
+        """The peers that this program was started with."""
+        return self._bootstrap.keys()
+
     async def snapshot(self) -> Snapshot:
         """The swarm as it is known now. Raises NetworkError if the directory fails and nobody else knows any node."""
         first, self._begun = not self._begun, True
         if first and self._file is not None:
             await self._load(self._file)
         asked = self._ask_some()
-        failure = await self._read_directory()
-        if first:
-            await self._first_answers(asked)
+        failure = await self._read_directory(asked if first else None)
         await self._examine()
         snapshot = self.book.snapshot(self._wall_clock())
         if failure is not None and not snapshot.nodes:
@@ -132,11 +136,15 @@ class RecordReader:
 
     # The directory ---------------------------------------------------------------------------------------------------
 
-    async def _read_directory(self) -> NetworkError | None:
-        """-> why it could not be read. A slow one is read on in the background if records are in memory."""
+    async def _read_directory(self, asked: Sequence[asyncio.Task[None]] | None) -> NetworkError | None:
+        """-> why it could not be read. A slow one is read on in the background if records are in memory. `asked`: the
+        questions of the first round, whose answers are waited for beside it."""
         reading = self._late_read or self._tasks.start(self._read_now(), "read the directory")
-        patience_s = self._policy.directory_patience_s if self.book.has_live(self._wall_clock()) else None
-        await asyncio.wait({reading}, timeout=patience_s)
+        if asked is not None:
+            await self._first_answers(reading, asked)
+        else:
+            patience_s = self._policy.directory_patience_s if self.book.has_live(self._wall_clock()) else None
+            await asyncio.wait({reading}, timeout=patience_s)
         if not reading.done():
             self._late_read = reading
             return None
@@ -167,13 +175,26 @@ class RecordReader:
 
     # Peers -----------------------------------------------------------------------------------------------------------
 
-    async def _first_answers(self, asked: Sequence[asyncio.Task[None]]) -> None:
-        loop = asyncio.get_running_loop()
-        waiting, until = set(asked), loop.time() + self._policy.first_wait_s
-        while waiting and loop.time() < until:
-            _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+    async def _first_answers(
+        self, reading: asyncio.Task[NetworkError | None], asked: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Wait for the directory, and a while for peers. Where these name nodes for all layers, a slow directory is not
+        waited for."""
+        loop, policy = asyncio.get_running_loop(), self._policy
+        answers: set[asyncio.Task[None]] = set(asked)
+        until = loop.time() + policy.first_wait_s
+        patience_s = policy.directory_patience_s if self.book.has_live(self._wall_clock()) else math.inf
+        give_up = loop.time() + patience_s
+        while (not reading.done() and loop.time() < give_up) or (answers and loop.time() < until):
+            waiting: set[asyncio.Task[Any]] = {*answers} if reading.done() else {reading, *answers}
+            latest = until if reading.done() else give_up if loop.time() >= until else min(until, give_up)
+            timeout_s = None if latest == math.inf else latest - loop.time()
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            answers = {answer for answer in answers if not answer.done()}
             if self.has_been_heard:  # one may not know all, or not say so
-                until = min(until, loop.time() + self._policy.first_grace_s)
+                until = min(until, loop.time() + policy.first_grace_s)
+                if policy.first_without_directory and not self.book.snapshot(self._wall_clock()).missing():
+                    give_up = min(give_up, until)
 
     def _ask_some(self) -> list[asyncio.Task[None]]:
         """Begin a round of questions, if one is due."""

@@ -1,7 +1,8 @@
 """Which hop of which chain computed something else: compares what the hops of several chains report of one text.
 
 Pure: reports come in as bytes, and how far two rows are apart is handed in. Three replicas are needed to say who is
-wrong: two that disagree are a dispute, and no one is blamed.
+wrong: two that disagree are a dispute, and no one is blamed. Nor is a hop whose contradictor had other inputs, bit by
+bit: the rows that are compared by distance are a sample, and a hop before it may have spoiled the others.
 
 Machines of the same arithmetic must agree bit for bit. Others may differ within the spread that honest machines were
 measured to have, and differences within it are never held against anybody.
@@ -25,7 +26,9 @@ Distance = Callable[[bytes, bytes], float]
 
 @dataclass(frozen=True, slots=True)
 class HopReport:
-    """`audit_messages.AuditReport` of one hop, with a body of the right length. `rows`: output rows by position."""
+    """`audit_messages.AuditReport` of one hop, with a body of the right length. `rows`: output rows by position;
+    `margins`, of a replay's tail: by how much the logits after a position would have to be others for the audited
+    text's next token to be the sample."""
 
     peer: PeerId
     start: int
@@ -35,6 +38,7 @@ class HopReport:
     outputs: bytes
     rows: Mapping[int, bytes] = field(default_factory=dict)
     arithmetic: str = ""
+    margins: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -64,7 +68,7 @@ DEVIATIONS = (Agreement.INEXACT, Agreement.FAR)
 class Comparison:
     """Of layers `[start, end)` between two chains whose inputs there agree. `position`: the first that differs.
 
-    `distance`: median over the rows compared; of the tail, the part of the tokens that differ."""
+    `distance`: median over the rows compared; of the tail, the mean margin of the tokens."""
 
     start: int
     end: int
@@ -118,16 +122,18 @@ def compare(
         a, b = ours[-1], theirs[-1]
         at = _first_difference(a, a.outputs, b, b.outputs)
         apart = 0.0
-        if at is None:
+        if end == num_layers and (at is not None or (a.margins and b.margins)):
+            agreement, apart = _token_agreement(a, b, policy, exact=at is None)
+        elif at is None:
             known = any(
                 a.digest(a.outputs, p) != UNKNOWN != b.digest(b.outputs, p) for p in range(min(a.tokens, b.tokens))
             )
             agreement = Agreement.EXACT if known else Agreement.UNKNOWN
         else:
-            measure = _token_agreement if end == num_layers else _row_agreement
-            agreement, apart = measure(a, b, distance, policy)
-            if agreement is Agreement.NEAR and same_arithmetic and same_input and not drafted:
-                agreement = Agreement.INEXACT
+            agreement, apart = _row_agreement(a, b, distance, policy)
+        promised = same_arithmetic and same_input and not drafted
+        if at is not None and promised and agreement in (Agreement.NEAR, Agreement.UNKNOWN):
+            agreement = Agreement.INEXACT
         peers, other_peers = tuple(r.peer for r in ours), tuple(r.peer for r in theirs)
         found.append(Comparison(start, end, peers, other_peers, agreement, at or 0, apart))
         if agreement is Agreement.FAR:
@@ -136,29 +142,46 @@ def compare(
     return found
 
 
-def deviation(comparisons: Sequence[Comparison]) -> Comparison | None:
-    """The one to look into: the first that is far, else the first where bits should have agreed."""
-    for kind in (Agreement.FAR, Agreement.INEXACT):
-        found = next((c for c in comparisons if c.agreement is kind), None)
-        if found is not None:
-            return found
-    return None
+def deviations(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Those to look into: the first that is far, then the first where bits should have agreed."""
+    first = (next((c for c in comparisons if c.agreement is kind), None) for kind in (Agreement.FAR, Agreement.INEXACT))
+    return [found for found in first if found is not None]
 
 
-def blame(found: Comparison, with_ours: Sequence[Comparison], with_theirs: Sequence[Comparison]) -> tuple[PeerId, ...]:
-    """Who deviates, by a third chain: `with_ours`, `with_theirs` compare it (second) with the two chains of `found`.
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A third chain (second in `comparisons`) against one of the two of a dispute. `same_inputs`: of the layers that
+    are disputed, see `same_inputs`."""
 
-    () unless the third agrees with exactly one of them, in the same layers and by the same measure.
+    comparisons: Sequence[Comparison]
+    same_inputs: bool
+
+
+def blame(found: Comparison, with_ours: Contradiction, with_theirs: Contradiction) -> tuple[PeerId, ...]:
+    """Who deviates, by a third chain, in the dispute `found`.
+
+    () unless the third agrees with exactly one of the two, in the same layers and by the same measure, and contradicts
+    the other one on the same inputs.
     """
-    ours, theirs = (_at(part, found.end) for part in (with_ours, with_theirs))
+    ours, theirs = (_at(part.comparisons, found.end) for part in (with_ours, with_theirs))
     if ours is None or theirs is None:
         return ()
     good = (Agreement.EXACT,) if found.agreement is Agreement.INEXACT else (Agreement.EXACT, Agreement.NEAR)
-    if ours in DEVIATIONS and theirs in good:
+    if ours in DEVIATIONS and theirs in good and with_ours.same_inputs:
         return found.peers
-    if theirs in DEVIATIONS and ours in good:
+    if theirs in DEVIATIONS and ours in good and with_theirs.same_inputs:
         return found.other_peers
     return ()
+
+
+def same_inputs(reports: Reports, others: Reports, start: int) -> bool:
+    """Whether in both chains a hop begins at layer `start`, and both got all the same rows, bit by bit."""
+    a, b = (next((r for r in chain if r.start == start), None) for chain in (reports, others))
+    if a is None or b is None or a.first or b.first:
+        return False
+    known = min(len(a.inputs), len(b.inputs))
+    rows = range(0, known, DIGEST_BYTES)
+    return a.inputs[:known] == b.inputs[:known] and all(a.inputs[at : at + DIGEST_BYTES] != UNKNOWN for at in rows)
 
 
 def _at(comparisons: Sequence[Comparison], end: int) -> Agreement | None:
@@ -187,16 +210,24 @@ def _row_agreement(a: HopReport, b: HopReport, distance: Distance, policy: Audit
     return (Agreement.NEAR if apart <= policy.max_distance else Agreement.FAR), apart
 
 
-def _token_agreement(a: HopReport, b: HopReport, _: Distance, policy: AuditPolicy) -> tuple[Agreement, float]:
-    """By the sampled tokens that differ: too many to be chance."""
-    pairs = [
-        (a.digest(a.outputs, p), b.digest(b.outputs, p)) for p in range(max(a.first, b.first), min(a.tokens, b.tokens))
+def _token_agreement(a: HopReport, b: HopReport, policy: AuditPolicy, *, exact: bool) -> tuple[Agreement, float]:
+    """By how far two tails are apart about the audited tokens: one that sampled them, and has no margins, is at 0.
+
+    `exact`: their own samples are the same. Positions at which one of them did not sample do not count.
+    """
+    apart = [
+        abs(min(policy.max_margin, a.margins.get(p, 0.0)) - min(policy.max_margin, b.margins.get(p, 0.0)))
+        for p in sorted(a.margins.keys() | b.margins.keys())
+        if a.digest(a.outputs, p) != UNKNOWN != b.digest(b.outputs, p)
     ]
-    known = [one != other for one, other in pairs if UNKNOWN not in (one, other)]
-    chance = chance_of(sum(known), len(known), policy.token_mismatch)
-    return (Agreement.FAR if chance < policy.false_alarm else Agreement.NEAR), sum(known) / len(known)
+    if not apart:
+        return Agreement.UNKNOWN, 0.0
+    total = math.fsum(apart)
+    if total > too_far(len(apart), policy):
+        return Agreement.FAR, total / len(apart)
+    return (Agreement.EXACT if exact and not total else Agreement.NEAR), total / len(apart)
 
 
-def chance_of(hits: int, tries: int, rate: float) -> float:
-    """That a binomial variable is `hits` or more."""
-    return math.fsum(math.comb(tries, k) * rate**k * (1 - rate) ** (tries - k) for k in range(hits, tries + 1))
+def too_far(tokens: int, policy: AuditPolicy) -> float:
+    """What the margins of so many tokens add up to at most, between honest machines: in logits."""
+    return policy.margin_slack + policy.margin_a_token * tokens

@@ -4,8 +4,9 @@ Decoding goes before prefill, first come first served within each; a batch takes
 span until its token budget is full. A prefill that was passed over too often goes first, which prevents starvation.
 When steps of several shares wait, the batch is for those that are furthest behind (`fair_shares`), each with a bounded
 part of it; steps of others ride along where that hardly makes the batch longer. A batch under way can be overtaken by
-steps of a share that is further behind (`overtakes`), and the pieces that large steps are run in are small while
-others are active (`rows_at_once`; stall-free batching by chunks: Sarathi-Serve, OSDI '24).
+steps of a share that is further behind (`overtakes`). So while shares are active that could do so, what cannot be
+interrupted is short: some layers of a batch (`layers_at_once`), of few rows (`take`), and large steps run in pieces
+(`rows_at_once`; stall-free batching by chunks: Sarathi-Serve, OSDI '24). Whoever is furthest behind is not cut up.
 Pure bookkeeping without tensors, threads or clocks; times come with the calls.
 """
 
@@ -15,10 +16,11 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from swarm.planner.scheduling.batch_wait import BatchWait
-from swarm.planner.scheduling.fair_batch import BatchPlan
+from swarm.planner.scheduling.fair_batch import BatchPlan, may_join
 from swarm.planner.scheduling.fair_shares import FairShares, Share
 from swarm.planner.scheduling.policy import DEFAULT_POLICY, SchedulingPolicy
 from swarm.planner.scheduling.work_model import WorkModel
@@ -106,21 +108,23 @@ class BatchScheduler(Generic[S]):
 
     def wait_s(self) -> float:
         """How long the next batch should wait for co-scheduled sessions, from now."""
-        return self._wait.seconds(self._waiting)
+        return self._wait.seconds(self._waiting, partial(may_join, self._waiting_shares, self._shares, self._policy))
 
-    def take(self) -> list[S]:
-        """Remove and return the next batch; empty when nothing waits.
+    def take(self, now_s: float = math.inf) -> list[S]:
+        """Remove and return the next batch; empty when nothing waits. `now_s`: as in `completed`; without it only
+        shares count as active that have a step waiting.
 
         The first step is taken whatever its size, as a step is never split here.
         """
         self._remove_dropped()
         if not self:
             return []
+        self._furthest_behind_first()
         if self._prefill and self._prefill_skips >= self._policy.max_prefill_skips:
             order: tuple[deque[S], deque[S]] = (self._prefill, self._decode)
         else:
             order = (self._decode, self._prefill)
-        plan = BatchPlan[S](self._waiting_shares, self._shares, self._work, self._policy)
+        plan = BatchPlan[S](self._waiting_shares, self._shares, self._work, self._policy, self._is_shared(now_s))
         batch: list[S] = []
         left = self._budget
         for riders in (False, True):
@@ -152,18 +156,25 @@ class BatchScheduler(Generic[S]):
             for share, mine_ms in next_ms.items()
         )
 
-    def contended(self, share: Share, now_s: float) -> bool:
-        """Whether other shares than this have work here, or have had lately."""
-        oldest = now_s - self._policy.active_session_s
-        return any(other != share for other in self._waiting_shares) or any(
-            other != share and at > oldest for other, at in self._active.items()
-        )
-
     def rows_at_once(self, share: Share, context: int, layers: int, now_s: float) -> int | None:
-        """The most rows of a step that should run in one piece; None: all of them. `layers`: that run at once."""
-        if not self.contended(share, now_s):
+        """The most rows of a step that should run in one piece; None: all of them. `layers`: that run at once, at
+        least."""
+        ahead_ms = self._ahead_ms(share, 0.0, now_s)
+        if ahead_ms == math.inf:
             return None
-        return self._work.rows_within(self._policy.slice_ms / layers, context, self._policy)
+        return self._work.rows_within(max(self._policy.slice_ms, ahead_ms) / layers, context, self._policy)
+
+    def layers_at_once(self, batch: Sequence[S], now_s: float) -> int:
+        """How many layers of a batch should run before others are looked for, at least 1."""
+        layers, ms, policy = len(batch[0].span), self.batch_ms(batch), self._policy
+        charged: dict[Share, float] = {}
+        for step in batch:
+            charged[step.share] = charged.get(step.share, 0.0) + self.step_ms(step)
+        at_once_ms = max(self._ahead_ms(share, share_ms, now_s) for share, share_ms in charged.items())
+        at_once_ms = max(policy.slice_ms, at_once_ms)
+        if ms > policy.long_batch_ms:
+            at_once_ms = min(at_once_ms, policy.long_slice_ms)
+        return layers if ms <= at_once_ms else max(1, int(layers * at_once_ms / ms))
 
     def step_ms(self, step: S) -> float:
         """What a step would take alone."""
@@ -193,7 +204,8 @@ class BatchScheduler(Generic[S]):
             if now_s - self._active[oldest] < self._policy.active_session_s:
                 break
             del self._active[oldest]
-        return self._wait.completed([step.session_key for step in steps if not step.prefill], took_s, now_s)
+        decoded = {step.session_key: step.share for step in steps if not step.prefill}
+        return self._wait.completed(decoded, took_s, now_s)
 
     def forget(self, session_key: Hashable) -> None:
         """This session is closed."""
@@ -207,6 +219,36 @@ class BatchScheduler(Generic[S]):
         level = share.block == other.block  # of the two tags: blocks are compared first
         mine, theirs = self._shares.tag(share)[level], self._shares.tag(other)[level]
         return mine + next_ms / share.weight <= theirs - left_ms / other.weight
+
+    def _others(self, share: Share, now_s: float) -> Iterator[Share]:
+        """The shares besides this that have work here, or have had lately."""
+        oldest = now_s - self._policy.active_session_s
+        yield from (other for other in self._waiting_shares if other != share)
+        yield from (other for other, at in self._active.items() if other != share and at > oldest)
+
+    def _is_shared(self, now_s: float) -> bool:
+        """Whether several shares have work here, or have had lately."""
+        known = next(iter(self._waiting_shares), None)
+        return known is not None and next(self._others(known, now_s), None) is not None
+
+    def _ahead_ms(self, share: Share, charged_ms: float, now_s: float) -> float:
+        """How much `share`, charged for what it runs already, may use before another share could overtake it if that
+        had a step now. Not above 0: at once. Infinite: nobody could."""
+        least = math.inf
+        for other in self._others(share, now_s) if not share.first else ():
+            level = share.block == other.block
+            mine = self._shares.tag_on_join(share)[level] - charged_ms / share.weight
+            theirs = self._shares.tag_on_join(other)[level]
+            least = min(least, 0.0 if other.first else (theirs - mine) * share.weight)
+        return least
+
+    def _furthest_behind_first(self) -> None:
+        if len(self._waiting_shares) > 1:
+            tags = {share: (not share.first, *self._shares.tag(share)) for share in self._waiting_shares}
+            for queue in (self._decode, self._prefill):
+                ordered = sorted(queue, key=lambda step: tags[step.share])
+                queue.clear()
+                queue.extend(ordered)
 
     def _account(self, batch: Sequence[S]) -> None:
         """Charge for a batch and count what still waits."""

@@ -37,14 +37,20 @@ class BatchPlan(Generic[S]):
     """Ask `allows` of a step, and `add` it if it is taken; after `admit_riders`, of those that were refused."""
 
     def __init__(
-        self, waiting: Collection[Share], shares: FairShares, work: WorkModel, policy: SchedulingPolicy
+        self,
+        waiting: Collection[Share],
+        shares: FairShares,
+        work: WorkModel,
+        policy: SchedulingPolicy,
+        shared: bool = False,
     ) -> None:
-        """`waiting`: the shares with a step that waits."""
+        """`waiting`: the shares with a step that waits. `shared`: others may come soon, and find a short batch."""
         self.contended = len(waiting) > 1
         self._work = work
         self._policy = policy
         self._rows = self._row_context = 0
         self._most_ms = math.inf  # of a layer, once riders are admitted
+        self._longest_ms = max(policy.slice_ms, policy.batch_gain * work.layer_ms(1)) if shared else math.inf
         self._blocks: dict[Hashable, float] = {}  # virtual ms that each may still take
         self._members: dict[Share, float] = {}
         self._taken: set[Hashable] = set()  # blocks and shares with a step in the batch
@@ -67,10 +73,12 @@ class BatchPlan(Generic[S]):
         self._members = {share: members[share.block] + window - member for share, (_, member) in tags.items()}
 
     def allows(self, step: S) -> bool:
-        if not self.contended:
-            return True
         if self._most_ms < math.inf:
             return self._layer_ms(step) <= self._most_ms
+        if self._rows and self._layer_ms(step) > self._longest_ms:
+            return False
+        if not self.contended:
+            return True
         share, block = step.share, step.share.block
         ms = self._work.layer_ms(step.rows, step.context) * len(step.span) / share.weight
         of_block, of_member = self._blocks.get(block, -1.0), self._members.get(share, -1.0)
@@ -99,3 +107,17 @@ class BatchPlan(Generic[S]):
         if step is not None:
             rows, row_context = rows + step.rows, row_context + step.rows * step.context
         return self._work.layer_ms(rows, row_context / max(1, rows))
+
+
+def may_join(waiting: Collection[Share], shares: FairShares, policy: SchedulingPolicy, share: Share) -> bool:
+    """Whether a step of `share`, if it came now, would have a place in the next batch beside those of `waiting`."""
+    if not waiting:
+        return True
+    if any(other.first for other in waiting):
+        return share.first
+    tags = [(other.block, shares.tag(other)) for other in waiting]
+    block, member = shares.tag(share)
+    if block > min(tag[0] for _, tag in tags) + policy.share_window_ms:
+        return False
+    beside = [tag[1] for of, tag in tags if of == share.block]
+    return not beside or member <= min(beside) + policy.share_window_ms

@@ -28,7 +28,7 @@ class Share:
 
     block: Hashable = ""
     member: Hashable = ""
-    weight: float = 1.0
+    weight: float = field(default=1.0, compare=False)  # it may be another in the next session
     first: bool = False
 
 
@@ -71,6 +71,13 @@ class FairShares:
         level = self._members.get(share.block)
         member = level.finish.get(share.member, level.now) if level is not None else 0.0
         return self._blocks.finish.get(share.block, self._blocks.now), member
+
+    def tag_on_join(self, share: Share) -> Tag:
+        """The tag that the share has once a step of it waits."""
+        block = max(self._blocks.finish.get(share.block, 0.0), self._blocks.now - self._credit)
+        level = self._members.get(share.block)
+        member = max(level.finish.get(share.member, 0.0), level.now - self._credit) if level is not None else 0.0
+        return block, member
 
     def serve(self, share: Share) -> None:
         """The next work is this share's: the virtual time reaches its tag."""

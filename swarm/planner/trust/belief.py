@@ -2,7 +2,7 @@
 
     proven        it has computed enough rows for us, and no failure or failed audit came after
     layer times   proven: as advertised, but no quicker than it was measured; a stranger: no quicker than the median of
-                  the proven ones; without any, and once strangers have disappointed us, than most claims
+                  the proven ones, and once strangers have disappointed us, than most claims
     p(failure)    its own sessions; of a stranger those with all strangers, and with those of its address block
     shunned       after a failure, longer after each further one in a row; used only where nobody else is left
 
@@ -12,11 +12,12 @@ in. How chains are chosen by it is in `trial`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from swarm.planner.trust.evidence import UNKNOWN, FailureKind, PeerEvidence, address_block
+from swarm.address_blocks import claimed_block
+from swarm.planner.trust.evidence import UNKNOWN, FailureKind, PeerEvidence
 from swarm.planner.trust.policy import POLICY, TrustPolicy
 from swarm.types import CostCurve, NodeProfile, PeerId, Snapshot
 
@@ -112,10 +113,10 @@ def strangers_of_late(known: Mapping[PeerId, PeerEvidence], now: float, policy: 
     return Strangers(good, bad, usual_ratio, blocks)
 
 
-def audits_whole_answer(evidence: PeerEvidence, strangers: Strangers, policy: TrustPolicy = POLICY) -> bool:
-    """Whether a peer's part in an answer is audited to its end, and not only in samples: a stranger's, by a client that
-    strangers have disappointed. Proven peers soon do nearly all of the work, so this costs little."""
-    return strangers.wary(policy) and not is_proven(evidence, policy)
+def audits_whole_answer(evidence: PeerEvidence, policy: TrustPolicy = POLICY) -> bool:
+    """Whether a peer's part in an answer is audited to its end, and not only in samples: a stranger's. A sample rarely
+    meets a short answer. Proven peers soon do nearly all of the work, so this costs little."""
+    return not is_proven(evidence, policy)
 
 
 def shunned_s(evidence: PeerEvidence, policy: TrustPolicy = POLICY) -> float:
@@ -137,20 +138,31 @@ def believe(
     strangers = strangers_of_late(known, now, policy)
     claims = {node.peer: advertised_layer_ms(node) for node in serving}
     proven = [peer for peer in claims if is_proven(known.get(peer, UNKNOWN), policy)]
-    usual_ms, of_whom = 0.0, ""
+    limit = _limit(claims, proven, known, strangers, policy)
+    return {
+        node.peer: _believe_one(node, known.get(node.peer, UNKNOWN), now, strangers, limit, policy) for node in serving
+    }
+
+
+def _limit(
+    claims: Mapping[PeerId, float],
+    proven: Sequence[PeerId],
+    known: Mapping[PeerId, PeerEvidence],
+    strangers: Strangers,
+    policy: TrustPolicy,
+) -> tuple[float, str]:
+    """The least time of a layer that a stranger is believed to take, and why. Once strangers have disappointed, a quick
+    claim is no reason to prefer one stranger to another: those that lie would always be preferred."""
+    limit, reason = 0.0, ""
     if proven:
-        usual_ms = median(
-            measured_layer_ms(claims[peer], known[peer], strangers.usual_ratio, policy) for peer in proven
-        )
-        of_whom = "the median of those that are proven"
-    elif claims and strangers.wary(policy):
+        limit = median(measured_layer_ms(claims[peer], known[peer], strangers.usual_ratio, policy) for peer in proven)
+        reason = "the median of those that are proven"
+    if claims and strangers.wary(policy):
         ordered = sorted(claims.values())
         usual_ms = ordered[min(int(policy.wary_quantile * len(ordered)), len(ordered) - 1)]
-        of_whom = "most claims, for strangers have disappointed"
-    return {
-        node.peer: _believe_one(node, known.get(node.peer, UNKNOWN), now, strangers, (usual_ms, of_whom), policy)
-        for node in serving
-    }
+        if usual_ms > limit:
+            limit, reason = usual_ms, "most claims, for strangers have disappointed"
+    return limit, reason
 
 
 def _believe_one(
@@ -164,7 +176,7 @@ def _believe_one(
     """`limit`: no stranger is quicker, and why."""
     claim = advertised_layer_ms(node)
     measured_ms = measured_layer_ms(claim, evidence, strangers.usual_ratio, policy)
-    block = evidence.block or address_block(node.addresses)
+    block = evidence.block or claimed_block(node.addresses)
     if is_proven(evidence, policy):
         p_fail = evidence.failures / (evidence.failures + evidence.sessions + policy.prior_sessions)
         return PeerBelief(node.peer, block, evidence, True, claim, measured_ms, measured_ms, p_fail, False, False)

@@ -8,10 +8,10 @@ that answers nobody is silent to everybody, the views of honest nodes agree in t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from swarm.types import PeerId, Snapshot
+from swarm.types import NodeProfile, PeerId, Snapshot, coverage
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class DoubtPolicy:
 
     grace_s: float = 30.0  # from the first sight of a node until others may move on its account
     silent_pings: int = 4  # in a row without an answer, the first ones, after which a node counts as absent
+    few_strangers: int = 8  # while more have never answered, nobody moves on their account however old they are
+    max_strangers: int = 64  # that are counted, the longest known first: bounds what thousands of records cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +36,34 @@ class Acquaintance:
 
 @dataclass(frozen=True, slots=True)
 class Doubts:
-    """`silent`: count as absent. `new`: count, but nobody moves away on their account."""
+    """`silent`: count as absent. `new`: count, but nobody moves away on their account. `crowd`: strangers beyond those
+    that count; looked at only for layers that nobody else holds."""
 
     new: Collection[PeerId] = field(default=frozenset())
     silent: Collection[PeerId] = field(default=frozenset())
+    crowd: Collection[PeerId] = field(default=frozenset())
 
     def believed(self, snapshot: Snapshot) -> Snapshot:
-        if not self.silent:
+        if not self.silent and not self.crowd:
             return snapshot
-        return replace(snapshot, nodes=tuple(n for n in snapshot.nodes if n.peer not in self.silent))
+        nodes = [n for n in snapshot.nodes if n.peer not in self.silent and n.peer not in self.crowd]
+        lacking = set(missing_layers(nodes, snapshot.num_layers)) if self.crowd else set()
+        for node in snapshot.nodes:
+            if not lacking:
+                break
+            if (
+                node.peer in self.crowd
+                and node.peer not in self.silent
+                and node.span
+                and lacking.intersection(node.span)
+            ):
+                nodes.append(node)
+                lacking.difference_update(node.span)
+        return replace(snapshot, nodes=tuple(sorted(nodes, key=lambda node: node.peer)))
 
     def firm(self, snapshot: Snapshot) -> Snapshot:
         """Only the nodes that are worth a move."""
-        doubted = {*self.new, *self.silent}
+        doubted = {*self.new, *self.silent, *self.crowd}
         return replace(snapshot, nodes=tuple(n for n in snapshot.nodes if n.peer not in doubted))
 
 
@@ -64,4 +81,16 @@ def doubts(
         if one.condemned or (reached and not one.answered and one.missed >= policy.silent_pings)
     }
     new = {p for p, one in acquaintances.items() if now - one.first_seen < policy.grace_s and p not in silent}
-    return Doubts(frozenset(new - {me}), frozenset(silent - {me}))
+    unmet = [
+        (one.first_seen, p) for p, one in acquaintances.items() if not one.answered and p not in silent and p != me
+    ]
+    strangers = [peer for _, peer in sorted(unmet)] if reached else []
+    if len(strangers) > policy.few_strangers:
+        new.update(strangers)
+    crowd = frozenset(strangers[policy.max_strangers :])
+    return Doubts(frozenset(new - {me} - crowd), frozenset(silent - {me}), crowd)
+
+
+def missing_layers(nodes: Iterable[NodeProfile], num_layers: int) -> list[int]:
+    held = coverage((node.span for node in nodes if node.span), num_layers)
+    return [layer for layer, count in enumerate(held) if not count]

@@ -7,9 +7,6 @@ files: times are handed in, as seconds since the epoch, for the evidence outlive
 from __future__ import annotations
 
 import enum
-import functools
-import ipaddress
-import re
 from typing import Annotated
 
 import msgspec
@@ -35,7 +32,7 @@ class FailureKind(enum.StrEnum):
 class PeerEvidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`block`: the block of public addresses that its record named, "" for none. `strikes`: failures since the last
     session that ended well. `ratio`: measured over advertised time of a layer, 0 if never measured; `quickest_ms`: the
-    least time of a layer ever measured, 0 likewise."""
+    least time of a layer ever measured, 0 likewise. `layer_rows`: `rows`, each times the layers it went through."""
 
     block: Annotated[str, Meta(max_length=64)] = ""
     first_at: Moment = 0.0
@@ -50,9 +47,21 @@ class PeerEvidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     failure: FailureKind | None = None
     audits_passed: Count = 0
     audits_failed: Count = 0
+    layer_rows: Quantity = 0.0
 
 
 UNKNOWN = PeerEvidence()
+MAX_PEERS = 4096  # of one file
+
+
+class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a client keeps of all peers across its runs; its bounds are those of memory, too."""
+
+    version: Annotated[int, Meta(ge=1, le=1)]
+    peers: Annotated[dict[Annotated[str, Meta(min_length=1, max_length=128)], PeerEvidence], Meta(max_length=MAX_PEERS)]
+
+
+MAX_FILE = 2 << 20  # bytes of one, in MessagePack
 
 
 def met(evidence: PeerEvidence, now: float, block: str = "") -> PeerEvidence:
@@ -73,10 +82,14 @@ def measured(
     return msgspec.structs.replace(evidence, ratio=smoothed, quickest_ms=min(quickest, 1e12))
 
 
-def finished(evidence: PeerEvidence, rows: float) -> PeerEvidence:
-    """A session at the peer ended well, after so many rows."""
+def finished(evidence: PeerEvidence, rows: float, layers: int = 1) -> PeerEvidence:
+    """A session at the peer ended well, after so many rows, each through `layers` layers."""
     return msgspec.structs.replace(
-        evidence, sessions=evidence.sessions + 1, rows=min(evidence.rows + rows, 1e12), strikes=0
+        evidence,
+        sessions=evidence.sessions + 1,
+        rows=min(evidence.rows + rows, 1e12),
+        layer_rows=min(evidence.layer_rows + rows * layers, 1e12),
+        strikes=0,
     )
 
 
@@ -91,26 +104,3 @@ def audited(evidence: PeerEvidence, passed: bool, now: float) -> PeerEvidence:
     if passed:
         return msgspec.structs.replace(evidence, audits_passed=evidence.audits_passed + 1)
     return msgspec.structs.replace(evidence, audits_failed=evidence.audits_failed + 1, failed_at=now)
-
-
-_IP = re.compile(r"^/ip(4|6)/([0-9a-fA-F.:]{2,45})/")
-_PREFIX = {4: 16, 6: 32}  # bits that one owner gets cheaply at most
-
-
-@functools.lru_cache(maxsize=8192)
-def address_block(addresses: tuple[str, ...]) -> str:
-    """The block of the first public IP address among multiaddrs, such as "203.0.0.0/16"; "" if there is none.
-
-    Machines of one home or LAN have private addresses and share no block, so that nobody answers for a neighbour.
-    """
-    for address in addresses:
-        match = _IP.match(address)
-        if match is None or "/p2p-circuit" in address:  # the address of a relay
-            continue
-        try:
-            ip = ipaddress.ip_address(match[2])
-        except ValueError:
-            continue
-        if ip.is_global:
-            return str(ipaddress.ip_network(f"{ip}/{_PREFIX[ip.version]}", strict=False))
-    return ""

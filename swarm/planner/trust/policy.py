@@ -24,7 +24,7 @@ class TrustPolicy:
     stranger_failure: float = 0.02  # chance that a session fails at a stranger, before anything was seen
     prior_sessions: float = 4.0  # for how many sessions that chance counts against what was seen
     wary_after: int = 2  # strangers that disappointed, before the claims of all strangers are cut ...
-    wary_quantile: float = 0.75  # ... to this quantile of all claims, while nobody is proven: the rest looks alike
+    wary_quantile: float = 0.75  # ... to this quantile of all claims, if the proven are quicker: the rest looks alike
     wary_stall_s: float = 2.0  # ... and before a stranger without progress counts as stalled so soon
     disappointment: float = 8.0  # good strangers that make up for a bad one
     exploration: float = 0.02  # least share of answers that try a stranger where proven peers could do without

@@ -114,8 +114,7 @@ class TrustingPolicy(SwarmPolicy):
 
     def audited_whole(self, session: SimSession) -> Collection[PeerId]:
         watch, known = self._watches[session.number], self._of(session).known
-        now = session.request.at / 1e3
-        return [p for p in watch.peers if audits_whole_answer(known.get(p, UNKNOWN), strangers_of_late(known, now))]
+        return [peer for peer in watch.peers if audits_whole_answer(known.get(peer, UNKNOWN))]
 
     def failed(self, session: SimSession, peer: PeerId, kind: FailureKind, now: float) -> None:
         known = self._of(session).known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,11 +13,34 @@ import torch
 from swarm.errors import ModelError
 from swarm_kernels.draft.file import DraftMetadata
 from swarm_kernels.models.hf_config import model_config
+from swarm_kernels.models.quantized.checkpoint import unpacked_table
+from swarm_kernels.models.quantized.schemes import scheme_of
 from swarm_kernels.models.source import fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
 from swarm_kernels.runtime.rope import RopeTable
 
-INSTRUMENT = ("swarm_kernels.models.hf_config", "swarm_kernels.models.tensor_shapes", "swarm_kernels.runtime.rope")
+INSTRUMENT = (
+    "swarm_kernels.models.hf_config", "swarm_kernels.models.quantized.checkpoint",
+    "swarm_kernels.models.quantized.schemes", "swarm_kernels.models.tensor_shapes", "swarm_kernels.runtime.rope",
+)  # fmt: skip
+
+
+class _Entry(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+
+
+_STATE = torch.tensor(list(b'{"quant_type":"nf4","blocksize":64,"dtype":"float16","shape":[8,64]}'), dtype=torch.uint8)
+_TABLE = {
+    "a.qweight": _Entry((8, 16), "I32"), "a.qzeros": _Entry((2, 2), "I32"), "a.scales": _Entry((2, 16), "F16"),
+    "b.weight_packed": _Entry((16, 8), "I32"), "b.weight_scale": _Entry((16, 2), "BF16"),
+    "c.weight": _Entry((16, 64), "F8_E4M3"), "c.weight_scale_inv": _Entry((1, 1), "F32"),
+    "c.weight_scale": _Entry((), "F32"),
+    "d_blocks": _Entry((2, 4, 2, 16), "U8"), "d_scales": _Entry((2, 4, 2), "U8"), "e.weight": _Entry((256, 1), "U8"),
+    "e.weight.absmax": _Entry((8,), "F32"), "e.weight.quant_map": _Entry((16,), "F32"),
+    "e.weight.quant_state.bitsandbytes__nf4": _Entry((68,), "U8"),
+}  # fmt: skip
+"""Tensors of every format."""
 
 
 def run(data: bytes) -> None:
@@ -35,6 +58,12 @@ def run(data: bytes) -> None:
                 torch.arange(2), 80
             )
         check_shapes(config, {}, "a folder")
+    except ModelError:
+        pass
+    try:
+        quantization = parsed.get("quantization_config")
+        if isinstance(quantization, dict):
+            unpacked_table(scheme_of(quantization, "config.json"), _TABLE, lambda _name: _STATE, "a folder")
     except ModelError:
         return
 
@@ -54,4 +83,18 @@ def seeds() -> Iterator[bytes]:
         {"model_type": "gpt2", "n_embd": 8, "rope_scaling": {"type": "linear", "factor": 2}},
     ):  # fmt: skip
         yield msgspec.json.encode({**base, **changes})
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    for quantization in (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False},
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"0": {"weights": weights}},
+        },
+        {"quant_method": "mxfp4"},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    ):
+        yield msgspec.json.encode({**base, "quantization_config": quantization})
     yield msgspec.json.encode(DraftMetadata("m", "h", 1, 2))

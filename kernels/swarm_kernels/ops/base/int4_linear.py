@@ -110,5 +110,10 @@ def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> I
 
 def rounded_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """The layer with dequantized 4-bit weights and float activations: the exact result `Int4Linear` approximates."""
-    dequantized = quantize_weight(weight).embedding_rows(torch.arange(weight.shape[0], device=weight.device))
-    return plain_linear(dequantized[:, : weight.shape[1]], bias)
+    return dequantized_linear(quantize_weight(weight), bias, weight.shape[1])
+
+
+def dequantized_linear(weights: FourBitWeights, bias: torch.Tensor | None, in_features: int) -> Linear:
+    """As `rounded_linear`, of weights that are in 4 bits already."""
+    dequantized = weights.embedding_rows(torch.arange(len(weights.numbers), device=weights.numbers.device))
+    return plain_linear(dequantized[:, :in_features], bias)

@@ -78,9 +78,14 @@ def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLi
 
 def quantize_linear4(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     """See `ops.quantise_linear`; `weight` on the CPU."""
-    blocks = _int4_blocks(int4_linear.quantize_weight(weight))
+    return pack_four_bits(int4_linear.quantize_weight(weight), bias, weight.shape[1])
+
+
+def pack_four_bits(weights: int4_linear.FourBitWeights, bias: torch.Tensor | None, in_features: int) -> PackedLinear:
+    """See `dispatch.pack_four_bits`; `weights` on the CPU."""
+    blocks = _int4_blocks(weights)
     packed = _empty_huge(blocks.shape, torch.uint8).copy_(blocks)
-    return _describe(packed, None, _padded(bias), weight.shape, binding.INT4)
+    return _describe(packed, None, _padded(bias), torch.Size((len(weights.numbers), in_features)), binding.INT4)
 
 
 def _int4_blocks(weights: int4_linear.FourBitWeights) -> torch.Tensor:

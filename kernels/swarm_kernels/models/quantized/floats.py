@@ -1,0 +1,138 @@
+"""Weights of 8 and 4 bit floats with scales: fp8 by blocks, MXFP4, NVFP4, and bitsandbytes' NF4.
+
+Each function does its library's operations in its library's order and precision, so the values agree to the last bit.
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+
+from swarm_kernels.models.quantized.packed_tensor import FLOATING, PackedTensor, Parts, Table
+
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1
+_CHUNK_ROWS = 4096  # of values unpacked at a time, so that indices never take more than the result
+
+
+def fp8(table: Table, module: str, scale: str, block: tuple[int, int] | None) -> PackedTensor:
+    """`weight` [out, in] in E4M3 or E5M2, times a scale of each block, each output, or of all.
+
+    `block`: (outputs, inputs) that share a scale; the last of a row or column may be cut off. fp32 scales or powers of
+    two (E8M0). DeepSeek-V3 (arXiv 2412.19437, section 3.3) and Qwen call the scales `weight_scale_inv`.
+    """
+    outputs, inputs = table.shape(f"{module}.weight", 2)
+    allowed: list[tuple[int, ...]] = [(outputs, 1), (outputs,), (1,), (1, 1), ()]
+    if block is not None:
+        allowed.insert(0, (-(-outputs // block[0]), -(-inputs // block[1])))
+    shape = table.expect(scale, *allowed)
+    blocked = block if block is not None and shape == allowed[0] else None
+    dtype = FLOATING.get(table.stored[scale].dtype, torch.bfloat16)
+    parts = {"weight": f"{module}.weight", "scale": scale}
+    return PackedTensor((outputs, inputs), dtype, parts, partial(_unpack_fp8, block=blocked, dtype=dtype))
+
+
+def mxfp4_experts(table: Table, name: str) -> PackedTensor:
+    """`{name}_blocks` [experts, out, in / 32, 16] and `{name}_scales` [experts, out, in / 32] bytes -> `[experts, in,
+    out]` bf16 (gpt-oss; OCP Microscaling Formats 1.0)."""
+    experts, outputs, groups, half = table.shape(f"{name}_blocks", 4)
+    table.expect(f"{name}_scales", (experts, outputs, groups))
+    parts = {"values": f"{name}_blocks", "scale": f"{name}_scales"}
+    return PackedTensor((experts, groups * half * 2, outputs), torch.bfloat16, parts, _unpack_mxfp4_experts)
+
+
+def fp4(table: Table, module: str, group: int) -> PackedTensor:
+    """`weight_packed` [out, in / 2] bytes and `weight_scale` [out, in / group]: E8M0 (MXFP4, groups of 32), or E4M3
+    beside one `weight_global_scale` that divides them (NVFP4, groups of 16). As compressed-tensors stores them."""
+    outputs, half = table.shape(f"{module}.weight_packed", 2)
+    table.expect(f"{module}.weight_scale", (outputs, half * 2 // group))
+    parts = {"values": f"{module}.weight_packed", "scale": f"{module}.weight_scale"}
+    if f"{module}.weight_global_scale" in table.stored:
+        parts["all"] = f"{module}.weight_global_scale"
+        table.expect(parts["all"], (1,), ())
+    return PackedTensor((outputs, half * 2), torch.bfloat16, parts, partial(_unpack_fp4, group=group))
+
+
+def nf4(
+    module_parts: dict[str, str], shape: tuple[int, ...], dtype: torch.dtype, blocks: tuple[int, int, float]
+) -> PackedTensor:
+    """bitsandbytes' 4 bits (QLoRA, arXiv 2305.14314): `values` [n / 2, 1] bytes, the higher half first, that index
+    `code` [16]; `scale` of each block, itself 8 bits that index `nested_code` [256] where there is a `nested_scale`.
+
+    `blocks`: values that share a scale, scales that share a nested one, and what is added to those.
+    """
+    return PackedTensor(shape, dtype, module_parts, partial(_unpack_nf4, shape=shape, dtype=dtype, blocks=blocks))
+
+
+def _unpack_fp8(parts: Parts, block: tuple[int, int] | None, dtype: torch.dtype) -> torch.Tensor:
+    weight, scale = parts["weight"], parts["scale"]
+    if scale.dtype is torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    scale = scale.float()
+    out = torch.empty(weight.shape, dtype=dtype)
+    if block is None:
+        scale = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(1, 1)
+        for at in range(0, len(weight), _CHUNK_ROWS):
+            rows = slice(at, at + _CHUNK_ROWS)
+            out[rows] = weight[rows].float().mul_(scale[rows] if len(scale) > 1 else scale)
+        return out
+    rows_each, columns_each = block
+    for number, row in enumerate(scale):
+        rows = slice(number * rows_each, (number + 1) * rows_each)
+        out[rows] = weight[rows].float().mul_(row.repeat_interleave(columns_each)[: weight.shape[1]])
+    return out
+
+
+def _fp4_pairs(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[n, m]` bytes -> `[n, 2 m]`: the lower half of each byte first."""
+    table = torch.tensor(_FP4_VALUES, dtype=dtype)
+    pairs = torch.stack((values & 0xF, values >> 4), dim=-1).flatten(-2)
+    return table[pairs.int()]
+
+
+def _unpack_mxfp4_experts(parts: Parts) -> torch.Tensor:
+    blocks, scale = parts["values"], parts["scale"]
+    experts, outputs, groups, half = blocks.shape
+    out = torch.empty((experts, groups * half * 2, outputs), dtype=torch.bfloat16)
+    for expert in range(experts):
+        exponents = scale[expert].int() - 127
+        values = torch.ldexp(_fp4_pairs(blocks[expert], torch.bfloat16), exponents.unsqueeze(-1))
+        out[expert] = values.reshape(outputs, -1).T
+    return out
+
+
+def _unpack_fp4(parts: Parts, group: int) -> torch.Tensor:
+    values, scale = parts["values"], parts["scale"]
+    by_all = parts.get("all")
+    if scale.dtype is torch.uint8:  # E8M0
+        scale = torch.tensor(2.0, dtype=torch.bfloat16) ** (scale.int() - 127).to(torch.bfloat16)
+    scale = scale.to(torch.bfloat16)
+    if by_all is not None:
+        scale = scale / by_all
+    out = torch.empty((values.shape[0], values.shape[1] * 2), dtype=torch.bfloat16)
+    for at in range(0, len(values), _CHUNK_ROWS):
+        rows = slice(at, at + _CHUNK_ROWS)
+        numbers = _fp4_pairs(values[rows], torch.bfloat16).to(scale.dtype)
+        out[rows] = numbers.mul_(scale[rows].repeat_interleave(group, dim=1))
+    return out
+
+
+def _unpack_nf4(
+    parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, blocks: tuple[int, int, float]
+) -> torch.Tensor:
+    size, nested_size, offset = blocks
+    scale = parts["scale"].flatten()
+    if "nested_scale" in parts:
+        nested = parts["nested_scale"].flatten().repeat_interleave(nested_size)[: len(scale)]
+        scale = parts["nested_code"][scale.int()].mul_(nested).add_(offset)
+    values = parts["values"].flatten()
+    out = torch.empty(values.numel() * 2, dtype=dtype)
+    code, step = parts["code"].float(), size * _CHUNK_ROWS
+    for at in range(0, out.numel(), step):
+        some = values[at // 2 : (at + step) // 2]
+        numbers = code[torch.stack((some >> 4, some & 0xF), dim=-1).flatten().int()]
+        numbers.mul_(scale[at // size : (at + step) // size].repeat_interleave(size)[: numbers.numel()])
+        out[at : at + step] = numbers
+    return out[: math.prod(shape)].reshape(shape)
