@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 WORKERS ?= auto
 SIDE_BY_SIDE := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: setup test test-fast check demo chat serve chaos siege bench bench-speculation bench-accuracy bench-prefill bench-outline bench-gateway bench-grammar bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers bench-gateway-view models fuzz soak clean lock
+.PHONY: setup test test-fast check demo chat serve chaos siege bench bench-speculation bench-accuracy bench-prefill bench-outline bench-gateway bench-grammar bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers bench-gateway-view bench-load models fuzz soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.ops.cpu.build
@@ -93,6 +93,9 @@ bench-transports: setup ## round trips and throughput of each transport, and wha
 
 bench-papers: setup ## the papers' comparisons in the simulator; tables and plots into docs/
 	$(BIN)/python benchmarks/bench_papers.py
+
+bench-load: setup ## a span of a model on a hub: peak memory, bytes fetched against needed, seconds
+	PYTHONPATH=tests/kernels $(BIN)/python benchmarks/bench_load.py
 
 bench-gateway-view: setup ## what watching a swarm of 1,000 nodes costs a gateway
 	$(BIN)/python benchmarks/bench_gateway_view.py

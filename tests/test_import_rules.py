@@ -43,7 +43,7 @@ NODE_FOLDERS = {  # a folder of the node -> those below it
     "swarm_node.owner": (),
     "swarm_node.network": (),
     "swarm_node.membership": ("swarm_node.sharing", "swarm_node.serving", "swarm_node.owner", "swarm_node.network"),
-    "swarm_node.commands": ("swarm_node.owner", "swarm_node.network", "swarm_node.node"),
+    "swarm_node.commands": ("swarm_node.owner", "swarm_node.network", "swarm_node.membership", "swarm_node.node"),
 }
 NOT_IN_PLAN = (*HEAVY, "asyncio", "time", "random", "socket", "threading", "secrets", "datetime", "numpy.random")
 HIVEMIND_IMPORTER = "swarm.net.libp2p._hivemind"

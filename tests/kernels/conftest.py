@@ -1,4 +1,4 @@
-"""Which implementation of the kernels a test runs on."""
+"""Which implementation of the kernels a test runs on, and the hub of tests that need one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hub_parts import folder, hub, root
 
 from swarm.errors import KernelError
 from swarm_kernels.ops import dispatch
+
+__all__ = ["folder", "hub", "isa", "root"]
 
 
 @pytest.fixture(params=["avx512bf16", "avx512vnni", "avx512", "avx2", "generic"])

@@ -48,6 +48,7 @@ class FakeHub:
     slow_s: float = 0.0  # before each chunk
     sent: list[Sent] = field(default_factory=list)
     url: str = ""
+    hashes: dict[str, tuple[str, str]] = field(default_factory=dict)  # of files on the disk: SHA-256, git's
 
     def sent_of(self, name: str) -> int:
         """Bytes of a file that went out."""
@@ -57,17 +58,33 @@ class FakeHub:
         content = self.files[name]
         return content if isinstance(content, bytes) else content.read_bytes()
 
+    def size(self, name: str) -> int:
+        content = self.files[name]
+        return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+    def piece(self, name: str, start: int, end: int) -> bytes:
+        """What is sent of a file."""
+        content = self.served.get(name, self.files[name])
+        if isinstance(content, bytes):
+            return content[start:end]
+        with content.open("rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
+    def hashes_of(self, name: str) -> tuple[str, str]:
+        if name not in self.hashes or isinstance(self.files[name], bytes):
+            data = self.read(name)
+            git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+            self.hashes[name] = (hashlib.sha256(data).hexdigest(), git)
+        return self.hashes[name]
+
     def listing(self) -> dict[str, Any]:
         siblings = []
         for name in self.files:
-            data = self.read(name)
-            entry: dict[str, Any] = {
-                "rfilename": name,
-                "size": len(data),
-                "blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
-            }
+            sha256, git = self.hashes_of(name)
+            entry: dict[str, Any] = {"rfilename": name, "size": self.size(name), "blobId": git}
             if name.endswith(".safetensors"):
-                entry["lfs"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 134}
+                entry["lfs"] = {"size": self.size(name), "sha256": sha256, "pointerSize": 134}
             siblings.append(entry)
         return {"id": self.repo, "sha": self.commit, "siblings": siblings, **self.listed}
 
@@ -127,15 +144,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send_file(name)
 
     def _send_file(self, name: str) -> None:
-        data = self.fake.served.get(name)
-        data = self.fake.read(name) if data is None else data
+        size = len(self.fake.served[name]) if name in self.fake.served else self.fake.size(name)
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked is None or not self.fake.ranges:
-            return self._answer(200, data, {}, name)
-        start, end = int(asked[1]), min(int(asked[2]), len(data) - 1)
-        if start >= len(data):
+            return self._answer(200, self.fake.piece(name, 0, size), {}, name)
+        start, end = int(asked[1]), min(int(asked[2]), size - 1)
+        if start >= size:
             return self._answer(416, b"", {})
-        return self._answer(206, data[start : end + 1], {"Content-Range": f"bytes {start}-{end}/{len(data)}"}, name)
+        data = self.fake.piece(name, start, end + 1)
+        return self._answer(206, data, {"Content-Range": f"bytes {start}-{end}/{size}"}, name)
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str], name: str = "") -> None:
         cuts = self.fake.cuts.get(name)

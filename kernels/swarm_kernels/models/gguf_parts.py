@@ -71,6 +71,7 @@ class GgufParts:
         stated = headers[0].integer("split.tensors.count")
         if stated is not None and stated != len(self.tensors):
             raise CorruptModel(f"the parts of {named} hold {len(self.tensors)} tensors, not {stated}; fetch again")
+        headers[0].tensors = {name: tensor.entry for name, tensor in self.tensors.items()}  # the config asks for names
         return headers[0]
 
     def _add(self, path: Path) -> GgufHeader:

@@ -194,9 +194,9 @@ class SafetensorsSource(LocalFiles):
             raise CorruptModel(f"{index} has no weight_map; fetch it again") from None
         if len(set(weight_map.values())) > _MAX_SHARDS:
             raise CorruptModel(f"{index} names more than {_MAX_SHARDS} shards; fetch it again")
-        names = sorted(set(weight_map.values()))
-        self._before_headers(names)
-        shards = {shard: self._open(self._shard(index, shard)) for shard in names}
+        paths = {shard: self._shard(index, shard) for shard in sorted(set(weight_map.values()))}
+        self._before_headers(list(paths))
+        shards = {shard: self._open(path) for shard, path in paths.items()}
         tensors = {}
         for name, shard in weight_map.items():
             if name not in shards[shard]:

@@ -57,7 +57,7 @@ class LlamaSpan:
         """See `load.load_span`."""
         config = source.config
         quantized = not dtype.is_floating_point
-        stored = torch.float32 if quantized else dtype
+        stored = None if quantized else dtype  # they are quantized from what the file has: no wider copy
         packs = packs_of(dtype)
         edge_pack = packs.plain  # 8 bits even for int4: rounding of the head costs the most quality
         reader = WeightReader(source, stored, device)

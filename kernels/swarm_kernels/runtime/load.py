@@ -37,7 +37,12 @@ def load_span(
     if layers.end > source.config.num_layers:
         raise UsageError(f"layers {layers} were requested, but the model has {source.config.num_layers}")
     source.fetch(tensors_of_span(source, layers), fetching)
-    report = progress or (lambda fraction: None)
+
+    def report(fraction: float) -> None:
+        release_free_memory()  # what reading and packing a layer leaves behind adds up to half of a span otherwise
+        if progress is not None:
+            progress(fraction)
+
     if source.config.has_fast_path:
         shared = like if isinstance(like, LlamaSpan) else None
         span: Span = LlamaSpan.load(source, layers, dtype, torch.device(device), report, shared)
@@ -48,5 +53,5 @@ def load_span(
         general = HfSpan.load(source, layers, dtype, torch.device(device), report)
         check_layers(general)
         span = general
-    release_free_memory()  # reading and packing leave up to half of a span's size behind
+    release_free_memory()
     return span

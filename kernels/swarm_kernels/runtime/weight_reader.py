@@ -63,11 +63,12 @@ class WeightReader:
     """Shape-checked reads of one model, in the dtype and on the device of a span. All raise CorruptModel."""
 
     source: ModelSource
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: matrices as the model's files have them
     device: torch.device
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        return self._read(name, (rows, columns)).to(device=self.device, dtype=self.dtype)
+        tensor = self._read(name, (rows, columns))
+        return tensor.to(device=self.device, dtype=self.dtype or tensor.dtype)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """Norm weights, in fp32: they are small, and the kernels compute norms in fp32."""
@@ -84,15 +85,27 @@ class WeightReader:
                 return four.stored(stored, self._biases(names, rows) if bias else None, columns)
             if all(matrix_dtype(self.source, name, INT4) == INT4 for name in names):
                 pack = four.rounded
-        parts = [self.matrix(name, count, columns) for name, count in zip(names, rows, strict=True)]
-        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
-        del parts
-        return pack(weight, self._biases(names, rows) if bias else None)
+        return pack(self._stacked(names, rows, columns), self._biases(names, rows) if bias else None)
+
+    def _stacked(self, names: Sequence[str], rows: Sequence[int], columns: int) -> torch.Tensor:
+        """`[sum(rows), columns]`; beside it, memory holds one part at a time."""
+        part = self.matrix(names[0], rows[0], columns)
+        if len(names) == 1:
+            return part
+        stacked, end = part.new_empty(sum(rows), columns), rows[0]
+        stacked[:end] = part
+        for name, count in zip(names[1:], rows[1:], strict=True):
+            del part
+            part = self.matrix(name, count, columns)
+            stacked = stacked.to(torch.promote_types(stacked.dtype, part.dtype))  # no copy where they are alike
+            stacked[end : end + count] = part
+            end += count
+        return stacked
 
     def _biases(self, names: Sequence[str], rows: Sequence[int]) -> torch.Tensor:
         return torch.cat(
             [
-                self._read(name.removesuffix("weight") + "bias", (count,)).to(device=self.device, dtype=self.dtype)
+                self._read(name.removesuffix("weight") + "bias", (count,)).to(self.device, self.dtype or torch.float32)
                 for name, count in zip(names, rows, strict=True)
             ]
         )

@@ -16,7 +16,7 @@ import typer
 
 from swarm import old_names
 from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, env_value, load
-from swarm_node.commands import control_commands, flags, network_commands
+from swarm_node.commands import control_commands, flags, models_command, network_commands
 from swarm_node.commands.local_gateway import DEFAULT_PORT as GATEWAY_PORT
 from swarm_node.commands.runner import exit_on_error, run, start_log
 
@@ -160,6 +160,7 @@ def _swarm_asked_for(
 
 
 control_commands.add_to(app)
+models_command.add_to(app)
 network_commands.add_to(app)
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,7 +235,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         part.write_bytes(data)
         os.replace(part, path)

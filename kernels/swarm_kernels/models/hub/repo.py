@@ -40,9 +40,11 @@ class FetchStopped(Exception):
 class HubRepo:
     """Files of `listing`, kept in `cache`."""
 
-    def __init__(self, listing: Listing, cache: RepoCache) -> None:
+    def __init__(self, listing: Listing, cache: RepoCache, offline: bool = False) -> None:
+        """`offline`: never ask the hub for anything."""
         self.listing = listing
         self.cache = cache
+        self.offline = offline
         self.fetched_bytes = 0  # over the network, since this object was made
 
     @classmethod
@@ -72,7 +74,7 @@ class HubRepo:
     def cached(cls, cache: RepoCache, revision: str | None = None) -> HubRepo | None:
         """What is known of a repository without asking the hub."""
         listing = cache.kept_listing(revision) or cache.listing_of_snapshot(revision)
-        return cls(listing, cache) if listing is not None else None
+        return cls(listing, cache, offline=True) if listing is not None else None
 
     @property
     def folder(self) -> Path:
@@ -97,6 +99,7 @@ class HubRepo:
         files = [file for file in files if not self.cache.is_verified(commit, file)]
         if not files:
             return
+        self._check_online()
         meter = _Meter(sum(file.size for file in files), progress)
         with told(self.listing.repo, self.cache.folder):
             self.cache.prepare(commit)
@@ -114,9 +117,16 @@ class HubRepo:
                 self.fetched_bytes += len(data)
             return data
 
+        if not pieces:
+            return []
+        self._check_online()
         meter = _Meter(0, None)
         with told(self.listing.repo, self.cache.folder):
             return _all_of(read, pieces, POLICY.parallel_ranges, meter.stop)
+
+    def _check_online(self) -> None:
+        if self.offline:
+            raise ModelNotFound(f"not all of {self.listing.repo} that is needed is in {self.cache.folder}")
 
     def _check_room(self, files: Sequence[RemoteFile]) -> None:
         need = self.missing_bytes(file.name for file in files)

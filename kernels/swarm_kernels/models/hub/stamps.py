@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 from pathlib import Path
 
 
@@ -28,7 +29,7 @@ def stamp_matches(stamp: Path, target: Path, content_hash: str) -> bool:
 
 def write_stamp(stamp: Path, target: Path, content_hash: str) -> None:
     """After `target` was found to have `content_hash`. Raises OSError."""
-    part = stamp.with_name(f"{stamp.name}.{os.getpid()}.part")
+    part = stamp.with_name(f"{stamp.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         part.write_text(json.dumps(_facts(target, content_hash)), encoding="utf-8")
         os.replace(part, stamp)

@@ -20,6 +20,7 @@ ACTIVATION_GROUP_SIZE = 64
 MAX_INPUTS = 1 << 17
 """The int32 sum of products of a longer row could overflow."""
 
+_CHUNK = 1 << 18  # weights quantized at a time, so that temporaries stay in the CPU caches
 _LARGEST = 127.0
 _TINY = 1e-30  # a group with a smaller maximum is quantized to zeros
 
@@ -30,9 +31,16 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise KernelError(
             f"a linear layer of {weight.shape[1]} inputs cannot be quantized to 8 bits: {MAX_INPUTS} at most"
         )
-    wide = weight.float()
-    scale = wide.abs().amax(1) / _LARGEST
-    numbers = (wide / scale.clamp_min(_TINY)[:, None]).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
+    outputs, inputs = weight.shape
+    numbers = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(outputs, dtype=torch.float32, device=weight.device)
+    step = max(1, _CHUNK // max(1, inputs))
+    for start in range(0, outputs, step):
+        rows = slice(start, start + step)
+        wide = weight[rows].float()
+        scale[rows] = wide.abs().amax(1) / _LARGEST
+        scaled = wide.div(scale[rows].clamp_min(_TINY)[:, None]).round_().clamp_(-_LARGEST, _LARGEST)
+        numbers[rows] = scaled.to(torch.int8)
     return numbers, scale
 
 
