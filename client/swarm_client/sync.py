@@ -19,6 +19,7 @@ from swarm.errors import UsageError
 from swarm.types import Grammar, Snapshot
 from swarm_client.api.options import ChatMessage, GenerationKeywords
 from swarm_client.api.results import GenerationResult, GenerationStream, TextChunk
+from swarm_client.auditing.result import AuditResult
 from swarm_client.client import SwarmClient
 
 EXIT_TIMEOUT_S = 5.0  # an interpreter that ends waits no longer than this for the client to disconnect
@@ -146,6 +147,14 @@ class SyncSwarmClient:
 
     def snapshot(self) -> Snapshot:
         return self.run(self._client.snapshot())
+
+    def audit_findings(self) -> list[AuditResult]:
+        """See `SwarmClient.audit_findings`."""
+
+        async def findings() -> list[AuditResult]:
+            return self._client.audit_findings()
+
+        return self.run(findings())
 
     def check_grammar(self, grammar: Grammar) -> None:
         self.run(self._client.check_grammar(grammar))

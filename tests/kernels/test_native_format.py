@@ -15,8 +15,8 @@ from tiny_models import ModelTensors
 from swarm.types import LayerSpan
 from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.device.device import INT4
-from swarm_kernels.models.four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.gguf_dequant import dequantize
+from swarm_kernels.models.gguf_four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.gguf_header import QUANT_BLOCKS
 from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.open import open_model

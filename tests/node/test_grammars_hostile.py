@@ -120,7 +120,7 @@ def test_penalties_of_many_tree_rows_over_a_long_text_take_little_memory() -> No
     history = TokenHistory([3] * length, length, 2 * length, 16)
     step = Step(b"s" * 16, 0, 0, length - 1, 1, tokens=[3] * (rows + 1), parents=[-1] * rows, slots=list(range(rows)))
     arrival = InboundStep(step, b"", history.apply(step))
-    session = SimpleNamespace(sampling=Sampling(repetition_penalty=1.5))
+    session = SimpleNamespace(sampling=Sampling(repetition_penalty=1.5), claimed=())
     scheduled: Any = SimpleNamespace(session=session, arrival=arrival)
     tracemalloc.start()
     output = tail_sampler._sample_step(scheduled, torch.rand(rows + 1, 16), [length] * (rows + 1))

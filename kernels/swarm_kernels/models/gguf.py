@@ -16,9 +16,9 @@ import torch
 
 from swarm.errors import CorruptModel
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.models.four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.gguf_config import gguf_model_config
 from swarm_kernels.models.gguf_dequant import dequantize, dequantized_itemsize, native_format
+from swarm_kernels.models.gguf_four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.gguf_parts import GgufParts, LocatedTensor, unsplit_name
 from swarm_kernels.models.source import LocalFiles, ModelFile, fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes

@@ -14,6 +14,7 @@ from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import bytes_per_weight, state_dtype
 from swarm_kernels.models.layers import HEAD, has_tied_head, is_embedding, layer_of
+from swarm_kernels.models.native_format import matrix_dtype
 from swarm_kernels.models.source import ModelSource
 from swarm_node.membership.policy import MemoryPolicy
 
@@ -38,7 +39,7 @@ class ModelMemory:
         """Of weights in `dtype`, one of `swarm_kernels.device.device.DTYPES`."""
         config = source.config
         tied = has_tied_head(source)
-        layer_bytes, edge_bytes = bytes_per_weight(dtype)
+        edge_bytes = bytes_per_weight(dtype)[1]
         layers = [0] * config.num_layers
         embedding = head = 0
         for name in source.names():
@@ -47,7 +48,7 @@ class ModelMemory:
             count = math.prod(source.shape(name))
             layer = layer_of(name, len(layers))
             if layer is not None:
-                layers[layer] += math.ceil(count * layer_bytes)
+                layers[layer] += math.ceil(count * bytes_per_weight(matrix_dtype(source, name, dtype))[0])
             elif is_embedding(name):
                 embedding += math.ceil(count * edge_bytes)
             else:

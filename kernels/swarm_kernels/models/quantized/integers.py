@@ -12,14 +12,14 @@ from functools import partial
 import torch
 
 from swarm.errors import CorruptModel, UnsupportedModel
-from swarm_kernels.models.four_bits import four_bits_from_groups
 from swarm_kernels.models.quantized.packed_tensor import PackedTensor, Parts, Table
-from swarm_kernels.ops.base.int4_linear import FourBitWeights
+from swarm_kernels.ops.base.int4_linear import GROUP_SIZE, FourBitWeights, four_bit_weights
 
 Unpacked = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, int]
 """Numbers `[out, in]` and zero points `[out, groups]`, uint8, scales `[out, groups]`, the zero point without any."""
 Numbers = Callable[[Parts], Unpacked]
 
+_MOST_ROUNDED = 2.0**-11  # of a number that fp16 holds with all its bits
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight numbers of an int32 stand in it (AutoAWQ's GEMM version)
 
 
@@ -123,8 +123,17 @@ def _unpack(parts: Parts, numbers: Numbers, group: int) -> torch.Tensor:
 
 
 def _four_bits(parts: Parts, numbers: Numbers, group: int) -> FourBitWeights | None:
-    quants, zeros, scale, _ = numbers(parts)
-    return four_bits_from_groups(quants, scale, zeros, group)
+    """`scale * number + minimum` with both in fp16 for each 32 inputs; only the minimum is rounded. None where a group
+    is not made of whole groups of ours, or fp16 does not hold the scales."""
+    quants, zeros, scale, middle = numbers(parts)
+    if quants.shape[1] % group or group % GROUP_SIZE:
+        return None
+    wide = scale.float()
+    if not ((wide.half().float() - wide).abs() <= _MOST_ROUNDED * wide.abs()).all():
+        return None
+    minimum = wide * (-float(middle) if zeros is None else -zeros.float())
+    each = group // GROUP_SIZE
+    return four_bit_weights(quants, wide.repeat_interleave(each, dim=1), minimum.repeat_interleave(each, dim=1))
 
 
 def _gptq_numbers(parts: Parts, bits: int, plus_one: bool) -> Unpacked:

@@ -42,6 +42,16 @@ class FourBitWeights:
         return (groups * scale[..., None] + minimum[..., None]).flatten(1)
 
 
+def four_bit_weights(numbers: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> FourBitWeights | None:
+    """`numbers [N, K]` with K in whole groups; `scale` and `minimum`, `N * K / GROUP_SIZE` floats each, are rounded to
+    fp16. None if that does not hold them."""
+    outputs = len(numbers)
+    scales, minima = scale.half().reshape(outputs, -1), minimum.half().reshape(outputs, -1)
+    if not (scales.isfinite().all() and minima.isfinite().all()):
+        return None
+    return FourBitWeights(numbers.contiguous(), scales.contiguous(), minima.contiguous())
+
+
 def quantize_weight(weight: torch.Tensor) -> FourBitWeights:
     """`[N, K]` of any float dtype -> 4 bits. Raises KernelError for weights outside the fp16 range."""
     outputs, inputs = weight.shape
