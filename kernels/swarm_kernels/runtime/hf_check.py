@@ -44,7 +44,7 @@ class _Outputs:
 @torch.inference_mode()
 def check_layers(span: HfSpan) -> None:
     """Raises UnsupportedModel, naming the layer, if a kind of layer in `span` computes something else than in
-    transformers. Reads the weights of one layer of each kind a few times; 0.1 to 1 s for the largest."""
+    transformers. Reads the weights of one layer of each kind a few times."""
     for layer in _one_of_each_kind(span):
         _check_near(span, layer)
         _check_far(span, layer)
