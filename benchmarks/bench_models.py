@@ -1,6 +1,6 @@
 """Which models are served, and whether each gives transformers' tokens: one table, over tiny random models.
 
-    PYTHONPATH=tests/kernels python benchmarks/bench_models.py [--quick] [--all] [--write docs/models.md] [TYPE ...]
+    python benchmarks/bench_models.py [--quick] [--all] [--write docs/models.md] [TYPE ...]
 
 Every model of `zoo.families`: 64 greedy tokens over every cut of its four layers into 1, 2 and 3 spans, a tree and what
 grows on a committed path of it, a rollback, a hop lost and replayed, keys and values handed over to another cache, and
@@ -20,6 +20,9 @@ from pathlib import Path
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "kernels"))
+
 from zoo.compare import TOKENS, Verdict, compare
 from zoo.families import FAMILIES
 from zoo.shrink import NotTiny, tiny_config

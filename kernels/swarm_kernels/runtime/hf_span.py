@@ -222,6 +222,8 @@ class HfSpan:
         if not self.is_last:
             raise InvalidRequest(f"layers {self.layers} do not hold the head")
         rows = hidden.shape[0]
+        if not rows:  # transformers' masks need one
+            return torch.empty(0, self.config.vocab_size, device=self.device)
         positions = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
         with self._tapped(self.config.num_layers, self.config.num_layers, hidden):
             output = self._model(inputs_embeds=self._placeholder(rows), position_ids=positions, use_cache=False)
