@@ -130,7 +130,7 @@ class Node:
         )
         self._addresses = AddressBook(lambda: self._view.snapshot())
         self._accounts = Accounts(config, transport.peer, lambda: self._view.snapshot(), network.wall_clock)
-        self._server = self._session_server(arithmetic(source.config, hardware.device))
+        self._server = self._session_server(arithmetic(source.config, hardware.dtype, hardware.device))
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading, on_fetched=reporter.fetching)
         self._acquaintances = Acquaintances(transport.peer)
         self._rtt_monitor = RttMonitor(self._pool, transport.peer, acquaintances=self._acquaintances)

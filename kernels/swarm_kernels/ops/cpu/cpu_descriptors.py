@@ -26,10 +26,19 @@ _MAX_CACHE_DESCS = 512  # descriptors cached; all are dropped when full
 _caches: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], binding.CacheDesc]] = {}
 
 
+def supports_attention(head_dim: int, state: torch.dtype) -> bool:
+    """Whether attention is compiled for keys and values of this size and dtype: bf16 or fp32, a multiple of 16 up to
+    256."""
+    return state in _CACHE_DTYPES and head_dim % BLOCK == 0 and head_dim <= MAX_HEAD_DIM
+
+
+def supports_mlp(intermediate_size: int) -> bool:
+    return intermediate_size % BLOCK == 0
+
+
 def supports_cache(k_blocks: torch.Tensor) -> bool:
-    """Whether the compiled attention takes these blocks: CPU, bf16 or fp32, head size a multiple of 16 up to 256."""
-    dim = k_blocks.shape[2]
-    return k_blocks.is_cpu and k_blocks.dtype in _CACHE_DTYPES and dim % BLOCK == 0 and dim <= MAX_HEAD_DIM
+    """Whether the compiled attention takes these blocks."""
+    return k_blocks.is_cpu and supports_attention(k_blocks.shape[2], k_blocks.dtype)
 
 
 def describe_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> binding.CacheDesc:
@@ -50,7 +59,7 @@ def supports_layer(weights: LayerWeights, k_blocks: torch.Tensor) -> bool:
     """Whether the linears are packed and the MLP's inner width is a multiple of 16."""
     linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
     packed = all(isinstance(linear, PackedLinear) for linear in linears)
-    return packed and weights.down.in_features % BLOCK == 0 and supports_cache(k_blocks)
+    return packed and supports_mlp(weights.down.in_features) and supports_cache(k_blocks)
 
 
 class CpuLayerStack(LayerStack):
