@@ -17,10 +17,12 @@ from tiny_models import Chain, hf_logits
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm.errors import CorruptModel, UnsupportedModel
+from swarm.types import LayerSpan
 from swarm_kernels.device.device import INT4
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.open import open_model
+from swarm_kernels.runtime.load import load_span
 
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 PROMPT = [(7 * i * i + 3) % 96 for i in range(23)]
@@ -134,6 +136,15 @@ def test_a_missing_part_is_a_sentence(tmp_path: Path) -> None:
         (tmp_path / "m" / "config.json").write_text(json.dumps(settings), encoding="utf-8")
         with pytest.raises(error):
             open_model(str(tmp_path / "m"))
+
+
+def test_fp8_weights_whose_config_names_no_scales_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m", "fp8", tiny_model("llama"))
+    settings = json.loads((tmp_path / "m" / "config.json").read_text(encoding="utf-8"))
+    del settings["quantization_config"]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with closing(open_model(str(tmp_path / "m"))) as source, pytest.raises(UnsupportedModel, match="names no scales"):
+        load_span(source, LayerSpan(0, 1), torch.float32)
 
 
 def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:

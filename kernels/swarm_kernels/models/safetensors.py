@@ -129,6 +129,8 @@ class SafetensorsSource(LocalFiles):
         found = self._find(hf_name)
         if isinstance(found, PackedTensor):
             return found.unpack(self._parts(found))
+        if found.dtype.startswith("F8_"):  # with scales it would be packed; without them it means other numbers
+            raise UnsupportedModel(f"{self.path}: '{hf_name}' is {found.dtype} and the config names no scales")
         return read_tensor(found, hf_name)
 
     def native(self, hf_name: str) -> torch.dtype:
