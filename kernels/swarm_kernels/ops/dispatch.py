@@ -29,6 +29,7 @@ __all__ = [
     "apply_rope",
     "attend",
     "attend_exactly",
+    "attend_latent",
     "commit_tree_slots",
     "decoder_layer",
     "decoder_layers",
@@ -91,6 +92,28 @@ def attend_exactly(
     return REFERENCE.attend_exactly(q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest, tree_positions, sinks)
 
 
+def attend_latent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    plan: AttentionMetadata,
+    scale: float,
+    value_dim: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """See `AttentionBackend.attend_latent`. Raises KernelError."""
+    blocks, _, dim, _ = check_rows(q, k, v, k_blocks, v_blocks, plan, value_dim)
+    backend = _backend(q, dim)
+    if not backend.supports_latent(k_blocks, value_dim):
+        backend = REFERENCE
+    if not backend.checks_slots:
+        check_plan(plan, blocks)
+    return backend.attend_latent(q, k, v, k_blocks, v_blocks, plan, scale, value_dim, sliding_window, softcap)
+
+
 def commit_tree_slots(
     k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
 ) -> None:
@@ -98,7 +121,8 @@ def commit_tree_slots(
     blocks, _, dim, _ = check_cache(k_blocks, v_blocks)
     check_slots(copy_from, copy_to, blocks)
     backend = _backend(k_blocks, dim)
-    if not backend.supports_cache(k_blocks):
+    even = v_blocks.shape[3] == dim
+    if not (backend.supports_cache(k_blocks) if even else backend.supports_latent(k_blocks, dim)):
         backend = REFERENCE
     backend.commit_tree_slots(k_blocks, v_blocks, copy_from, copy_to)
 

@@ -67,20 +67,28 @@ class ReferenceBackend(AttentionBackend):
         """
         self.commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
         append(k, v, k_blocks, v_blocks, plan.slot_mapping)
-        out = torch.empty_like(q)
-        for group in _groups(plan):
-            visible = group.visible
-            if oldest is not None:
-                position = group.position
-                if tree_positions is not None:
-                    known = tree_positions.view(-1, BLOCK_SIZE)[group.blocks].flatten()
-                    position = torch.where(position == _TREE, known, position)
-                visible = visible & (position >= oldest[group.rows, None])
-            keys = _key_slots(k_blocks)[group.blocks].flatten(0, 1).to(q.dtype)  # [keys, G, D]
-            values = _value_slots(v_blocks)[group.blocks].flatten(0, 1).to(q.dtype)
-            rounding = torch.bfloat16 if k_blocks.dtype == torch.bfloat16 else torch.float32
-            out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding, sinks)
-        return out
+        return attend_written(q, k_blocks, v_blocks, plan, scale, softcap, oldest, tree_positions, sinks)
+    def supports_latent(self, k_blocks: torch.Tensor, value_dim: int) -> bool:
+        return True
+
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
+        plan: AttentionMetadata,
+        scale: float,
+        value_dim: int,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        oldest = None if sliding_window is None else plan.positions - (sliding_window - 1)
+        self.commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
+        append(k, v, k_blocks, v_blocks, plan.slot_mapping)
+        values = k_blocks[:, :, :value_dim].transpose(2, 3)
+        return attend_written(q, k_blocks, values, plan, scale, softcap, oldest)
 
     def commit_tree_slots(
         self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
@@ -160,6 +168,35 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     first, second = rotated.chunk(2, -1)
     rotated = rotated * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
     return torch.cat((rotated.to(x.dtype), x[..., rot:]), -1)
+
+
+def attend_written(
+    q: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    plan: AttentionMetadata,
+    scale: float,
+    softcap: float | None = None,
+    oldest: torch.Tensor | None = None,
+    tree_positions: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ReferenceBackend.attend_exactly` once the rows' keys and values are in the cache. Values may be of another size
+    than keys, which is that of the result, `[n, H, size]`."""
+    out = q.new_empty(*q.shape[:2], v_blocks.shape[3])
+    for group in _groups(plan):
+        visible = group.visible
+        if oldest is not None:
+            position = group.position
+            if tree_positions is not None:
+                known = tree_positions.view(-1, BLOCK_SIZE)[group.blocks].flatten()
+                position = torch.where(position == _TREE, known, position)
+            visible = visible & (position >= oldest[group.rows, None])
+        keys = _key_slots(k_blocks)[group.blocks].flatten(0, 1).to(q.dtype)  # [keys, G, D]
+        values = _value_slots(v_blocks)[group.blocks].flatten(0, 1).to(q.dtype)
+        rounding = torch.bfloat16 if k_blocks.dtype == torch.bfloat16 else torch.float32
+        out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding, sinks)
+    return out
 
 
 def append(
@@ -242,7 +279,8 @@ def _softmax_sum(
     rounding: torch.dtype,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`q [r, H, D]`, `keys`, `values` `[keys, G, D]`, `visible [r, keys]` -> `[r, H, D]`; zeros if no key is visible.
+    """`q [r, H, D]`, `keys [keys, G, D]`, `values [keys, G, E]`, `visible [r, keys]` -> `[r, H, E]`; zeros if no key is
+    visible.
 
     Scaled queries and attention weights are rounded to `rounding`, as the compiled kernels do; weights are relative to
     a power of two, so the rounding does not depend on the row maximum. Scores are in units of log2.
@@ -263,4 +301,4 @@ def _softmax_sum(
     weights = weights / total.masked_fill(~visible.any(1)[:, None, None, None], 1.0)
     seen = visible.any(0)[:, None, None]  # a masked slot may hold infinities left by another sequence
     mixed = torch.einsum("rgjk,kgd->rgjd", weights, values.float().masked_fill(~seen, 0.0))
-    return mixed.reshape(rows, heads, dim).to(q.dtype)
+    return mixed.reshape(rows, heads, values.shape[-1]).to(q.dtype)

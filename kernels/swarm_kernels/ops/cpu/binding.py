@@ -47,8 +47,9 @@ class CacheDesc(ctypes.Structure):
         ("blocks", c_int64),
         ("kv_heads", c_int64),
         ("dim", c_int64),
+        ("value_dim", c_int64),
         ("bf16", c_int32),
-        ("unused", c_int32),
+        ("latent", c_int32),
     ]
 
 

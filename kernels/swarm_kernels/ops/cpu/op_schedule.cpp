@@ -149,7 +149,7 @@ void Engine::layer(const SwarmLayer& layer, const SwarmCache& cache, const Swarm
 
   gemm(layer.qkv, hidden, rows, &attn_norm, LinearJob::STORE, qkv, ld);
   const float* k = qkv + layer.heads * dim;
-  const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, layer.heads};
+  const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, ld, layer.heads};
   const Rotation rotation{&layer, cos, sin, rot, qkv};
   append(cache, plan, heads, &rotation);
   attend(cache, plan, heads, layer.scale, 0, 0.0f, mixed);

@@ -40,10 +40,10 @@ class Engine {
   void linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y);
   void rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y);
   void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
-  // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * dim]. q is scaled in a copy.
+  // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * (size of a value)]. q is scaled in a copy.
   struct Heads {
     const float *q, *k, *v;
-    int64_t ldq, ldkv, heads;
+    int64_t ldq, ldk, ldv, heads;
   };
   // How to rotate the heads of `qkv` [rows, (heads + 2 kv_heads) dim] before they are used.
   struct Rotation {
