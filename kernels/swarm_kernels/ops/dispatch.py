@@ -14,11 +14,12 @@ from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
+from swarm_kernels.ops.base.head_linears import HeadLinears, PlainHeadLinears
 from swarm_kernels.ops.base.int4_linear import FourBitWeights
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
 from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
 from swarm_kernels.ops.base.validate import check_cache, check_plan, check_rows, check_slots, check_step
-from swarm_kernels.ops.cpu import cpu_library, cpu_linear
+from swarm_kernels.ops.cpu import cpu_head_linears, cpu_library, cpu_linear
 from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
 from swarm_kernels.ops.cpu.cpu_library import describe, isa, select_isa, set_threads
 from swarm_kernels.ops.triton import selector
@@ -35,6 +36,7 @@ __all__ = [
     "decoder_layers",
     "describe",
     "isa",
+    "pack_head_linears",
     "pack_linear",
     "quantize_linear",
     "rms_norm",
@@ -184,6 +186,17 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     if packable and cpu_library.library() is not None:
         return cpu_linear.pack_linear(weight, bias)
     return plain_linear(weight, bias)
+
+
+def pack_head_linears(weight: torch.Tensor) -> HeadLinears:
+    """A linear layer `[N, K]` of its own for each head: `weight [H, N, K]` of a float dtype on any device.
+
+    Packed and batch-invariant where the compiled kernels take it; else torch's, and the weight is not copied."""
+    if weight.dim() != 3:
+        raise KernelError(f"linear layers of heads have no shape {tuple(weight.shape)}")
+    if cpu_head_linears.supports(weight) and cpu_library.library() is not None:
+        return cpu_head_linears.pack(weight)
+    return PlainHeadLinears(weight)
 
 
 def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Linear:

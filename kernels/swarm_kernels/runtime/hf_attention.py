@@ -21,6 +21,7 @@ from swarm.errors import UnsupportedModel
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.ops import dispatch
+from swarm_kernels.runtime.hf_latent import AbsorbedWeights, absorbed_weights
 
 ATTENTION = "swarm"
 """Our name in transformers' attention interface."""
@@ -66,6 +67,7 @@ class ProbedLayer:
     head_dim: int
     visibility: Visibility
     module: torch.nn.Module
+    latent: bool = False  # keys hold the values: none are cached
 
 
 @dataclass(slots=True)
@@ -174,6 +176,9 @@ def _attention(
         unknown.append("an attention mask of its own")
     if unknown:
         raise UnsupportedModel(f"its attention needs {', '.join(unknown)}")
+    weights = absorbed_weights(module)
+    if weights is not None:
+        return _latent_attention(module, weights, query[0], key, batch, attention_mask, scaling, softcap, s_aux)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     key_dim, value_dim = q.shape[-1], v.shape[-1]
     if value_dim < key_dim:  # smaller values than keys (multi-head latent attention): the cache holds both at one size
@@ -181,16 +186,49 @@ def _attention(
     layer = int(module.layer_idx) - batch.first_layer  # type: ignore[arg-type]
     scale = key_dim**-0.5 if scaling is None else float(scaling)
     if batch.cache is None:
-        visibility = Visibility()
-        if isinstance(attention_mask, _ProbedMask):
-            if attention_mask.visibility is None:
-                raise UnsupportedModel(attention_mask.reason)
-            visibility = attention_mask.visibility
+        visibility = _probed_visibility(attention_mask)
         batch.probed.append(ProbedLayer(layer, q.shape[1], k.shape[1], key_dim, visibility, module))
         return q[None, ..., :value_dim], None
     q, k, v = _in_shape_of(batch.cache, q, k, v)
     attended = _attend(q, k, v, batch, layer, scale, softcap, s_aux)
     return attended[None, ..., :value_dim], None
+
+
+def _probed_visibility(attention_mask: _ProbedMask | torch.Tensor | None) -> Visibility:
+    if not isinstance(attention_mask, _ProbedMask):
+        return Visibility()
+    if attention_mask.visibility is None:
+        raise UnsupportedModel(attention_mask.reason)
+    return attention_mask.visibility
+
+
+def _latent_attention(
+    module: torch.nn.Module,
+    weights: AbsorbedWeights,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    batch: BatchContext,
+    attention_mask: _ProbedMask | torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, None]:
+    """`query [H, n, nope + rope]`, `key [1, 1, n, key_dim]` of `AbsorbedWeights` -> `[1, n, H, v_head_dim]`."""
+    heads, rows, query_dim = query.shape
+    layer = int(module.layer_idx) - batch.first_layer  # type: ignore[arg-type]
+    if batch.cache is None:
+        visibility = _probed_visibility(attention_mask)
+        if visibility != Visibility() or sinks is not None:
+            raise UnsupportedModel("its latent attention has windows, chunks or sinks")
+        batch.probed.append(ProbedLayer(layer, heads, 1, weights.key_dim, visibility, module, latent=True))
+        return query.new_zeros(1, rows, heads, weights.head_dim), None
+    cache, latents = batch.cache, key[0].transpose(0, 1)
+    scale = query_dim**-0.5 if scaling is None else float(scaling)
+    queries, blocks = weights.queries(query), (cache.k[layer], cache.v[layer])
+    attended = dispatch.attend_latent(
+        queries, latents, latents[..., :0], *blocks, batch.metadata, scale, weights.value_dim, softcap=softcap
+    )
+    return weights.outputs(attended, query.dtype)[None], None
 
 
 def _in_shape_of(

@@ -19,6 +19,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+
+from swarm_kernels.ops import dispatch
 
 ALIGNMENT = 16
 """Latent keys are padded with zeros to a multiple of it: what the compiled kernels take."""
@@ -27,7 +30,7 @@ _ATTRIBUTES = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk
 
 
 class AbsorbedWeights:
-    """What `kv_b_proj` of one attention module does, applied to queries and outputs. Takes no memory of its own."""
+    """What `kv_b_proj` of one attention module does, for queries and outputs."""
 
     def __init__(self, module: Any) -> None:
         """`module`: with loaded weights."""
@@ -37,38 +40,72 @@ class AbsorbedWeights:
         self.head_dim = int(module.v_head_dim)
         self.key_dim = _padded(self.rank + self.rope)
         self.value_dim = _padded(self.rank)  # more than the latent, where it is not aligned: cut off in `outputs`
-        weight = _weight(module.kv_b_proj, self.rank)
-        by_head = weight.view(-1, self.nope + self.head_dim, self.rank)
-        self._of_keys, self._of_values = by_head.split([self.nope, self.head_dim], 1)  # [H, nope, rank], [H, v, rank]
+        by_head = _weight(module.kv_b_proj).view(-1, self.nope + self.head_dim, self.rank)
+        keys, values = by_head.split([self.nope, self.head_dim], 1)
+        self._of_queries = dispatch.pack_head_linears(keys.transpose(1, 2))
+        self._of_outputs = dispatch.pack_head_linears(values)
+
+    @property
+    def nbytes(self) -> int:
+        return self._of_queries.nbytes + self._of_outputs.nbytes
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.rank, self.nope, self.rope, self.head_dim
 
     def keys(self, latent: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
         """`latent [1, 1, n, rank]`, `rotated [1, 1, n, rope]` -> `[1, 1, n, key_dim]`."""
-        return _pad(torch.cat((latent, rotated), -1), self.key_dim)
+        key = torch.cat((latent, rotated), -1)
+        return key if key.shape[-1] == self.key_dim else F.pad(key, (0, self.key_dim - key.shape[-1]))
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
-        """`[H, n, nope + rope]` -> `[n, H, key_dim]`, contiguous."""
-        heads, rows, _ = query.shape
-        absorbed = query.new_zeros(rows, heads, self.key_dim)
-        absorbed[..., : self.rank] = torch.bmm(query[..., : self.nope], self._of_keys).transpose(0, 1)
-        absorbed[..., self.rank : self.rank + self.rope] = query[..., self.nope :].transpose(0, 1)
+        """`[H, n, nope + rope]` -> `[n, H, key_dim]`, fp32 on a CPU."""
+        query = query.transpose(0, 1)
+        rows, heads, _ = query.shape
+        end = self.rank + self.rope
+        absorbed = query.new_empty(rows, heads, self.key_dim, dtype=torch.float32 if query.is_cpu else query.dtype)
+        self._of_queries(query[..., : self.nope], absorbed[..., : self.rank])
+        absorbed[..., self.rank : end] = query[..., self.nope :]
+        absorbed[..., end:] = 0
         return absorbed
 
-    def outputs(self, attended: torch.Tensor) -> torch.Tensor:
-        """`[n, H, value_dim]` -> `[n, H, v_head_dim]`."""
-        latents = attended[..., : self.rank].transpose(0, 1)
-        return torch.bmm(latents, self._of_values.transpose(1, 2)).transpose(0, 1)
+    def outputs(self, attended: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`[n, H, value_dim]` -> `[n, H, v_head_dim]` of `dtype`."""
+        out = torch.empty(*attended.shape[:2], self.head_dim, dtype=dtype, device=attended.device)
+        self._of_outputs(attended[..., : self.rank], out)
+        return out
+
+    def expansion(self) -> torch.Tensor:
+        """The weight of `kv_b_proj`, `[H * (nope + v_head_dim), rank]`."""
+        return torch.cat((self._of_queries.matrix().transpose(1, 2), self._of_outputs.matrix()), 1).flatten(0, 1)
+
+
+class _Expansion(torch.nn.Module):
+    """Stands for `kv_b_proj`, whose weights are the absorbed ones; only the check at load still expands."""
+
+    def __init__(self, weights: AbsorbedWeights) -> None:
+        super().__init__()
+        self._weights = weights
+
+    @property
+    def packed_bytes(self) -> int:
+        return self._weights.nbytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weights.expansion().to(x.dtype))
 
 
 def absorb(layers: Iterable[torch.nn.Module], attention: str) -> bool:
-    """Let the layers' attention modules hand latent keys to the attention that is registered as `attention`, if each of
-    them has one latent attention, all of one size. -> whether they do. With another attention they expand as before."""
+    """Let the layers' latent attention modules hand latent keys to the attention that is registered as `attention`; with
+    another one they expand as before. -> False, and nothing has changed, unless every layer has exactly one, and all
+    are of one size."""
     modules: list[Any] = []
     for layer in layers:
         found = [module for module in layer.modules() if all(hasattr(module, name) for name in _ATTRIBUTES)]
         if len(found) != 1:
             return False
         modules += found
-    if len({(m.kv_lora_rank, m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim) for m in modules}) != 1:
+    if len({tuple(getattr(module, name) for name in _ATTRIBUTES[2:]) for module in modules}) != 1:
         return False
     for module in modules:
         _attach(module, AbsorbedWeights(module), attention)
@@ -92,19 +129,18 @@ def _attach(module: Any, weights: AbsorbedWeights, attention: str) -> None:
 
     module.swarm_absorbed = weights
     module.expand_kv = expand_kv
+    module.kv_b_proj = _Expansion(weights)
 
 
-def _weight(linear: torch.nn.Module, inputs: int) -> torch.Tensor:
-    """`[outputs, inputs]` of a linear layer without bias. One that is packed or quantized gives it for unit vectors."""
-    weight = getattr(linear, "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dim() == 2:
-        return weight.detach()
-    raise TypeError(f"{type(linear).__name__} has no plain weight of {inputs} inputs")
+def _weight(linear: Any) -> torch.Tensor:
+    """`[outputs, inputs]` of a linear layer without bias, transformers' or one that packs it (`embedding_rows`)."""
+    packed = getattr(linear, "linear", None)
+    if packed is not None:
+        rows: torch.Tensor = packed.embedding_rows(torch.arange(packed.out_features))
+        return rows.to(torch.bfloat16)
+    weight: torch.Tensor = linear.weight.detach()
+    return weight
 
 
 def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _pad(x: torch.Tensor, size: int) -> torch.Tensor:
-    return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))

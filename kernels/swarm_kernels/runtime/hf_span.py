@@ -27,6 +27,7 @@ from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
+from swarm_kernels.runtime.hf_latent import absorb
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
@@ -112,6 +113,7 @@ class HfSpan:
         for index, layer in enumerate(model.layers):
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
         self._tree_positions: weakref.WeakKeyDictionary[KVCacheManager, torch.Tensor] = weakref.WeakKeyDictionary()
+        absorb((self.layer(index) for index in layers), ATTENTION)
         self._find_out_parts()
         probed = self.probe(layers.start, layers.end)
         self.kv_shape = self._shape_of_all(probed)
@@ -291,7 +293,8 @@ class HfSpan:
         heads = math.lcm(*{layer.kv_heads for layer in probed})
         if any(layer.heads % heads for layer in probed):
             raise self._unsupported("the key heads of its layers have no common multiple among its query heads")
-        return KvShape(len(probed), heads, max(layer.head_dim for layer in probed), self.dtype)
+        latent = any(layer.latent for layer in probed)  # then all are, see `absorb`
+        return KvShape(len(probed), heads, max(layer.head_dim for layer in probed), self.dtype, 0 if latent else -1)
 
     def _probe(self, start: int, end: int) -> list[ProbedLayer]:
         metadata = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])

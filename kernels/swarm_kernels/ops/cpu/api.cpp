@@ -158,6 +158,11 @@ int32_t swarm_linear(const SwarmLinear* weights, const float* x, int64_t rows, f
   return locked([&](Engine& engine) { engine.linear(*weights, x, rows, y); });
 }
 
+int32_t swarm_head_linears(const SwarmLinear* weights, int64_t heads, const float* x, int64_t x_head, int64_t x_row,
+                           int64_t rows, float* y, int64_t y_head, int64_t y_row) {
+  return locked([&](Engine& engine) { engine.head_linears(*weights, heads, {x, x_head, x_row}, rows, {y, y_head, y_row}); });
+}
+
 int32_t swarm_rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {
   return locked([&](Engine& engine) { engine.rms_norm(x, rows, in, weight, eps, y); });
 }

@@ -81,6 +81,10 @@ _SIGNATURES = {
     "swarm_advise_huge": (None, [c_void_p, c_int64]),
     "swarm_check_plan": (c_int32, [POINTER(PlanDesc), c_int64]),
     "swarm_linear": (c_int32, [POINTER(LinearDesc), c_void_p, c_int64, c_void_p]),
+    "swarm_head_linears": (
+        c_int32,
+        [POINTER(LinearDesc), c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    ),
     "swarm_rms_norm": (c_int32, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p]),
     "swarm_commit_tree_slots": (c_int32, [POINTER(CacheDesc), c_void_p, c_void_p, c_int64]),
     "swarm_attend": (

@@ -30,6 +30,13 @@ class Scratch {
   int64_t used_ = 0;
 };
 
+// Rows of heads: number i of head h of row r is at first[h * head_stride + r * row_stride + i].
+template <typename T>
+struct HeadRows {
+  T* first;
+  int64_t head_stride, row_stride;
+};
+
 class Engine {
  public:
   // Before each op: selects kernels and threads, and frees the scratch memory of the previous op.
@@ -38,6 +45,10 @@ class Engine {
   void set_core_groups(int threads, const CoreGroups& units);
 
   void linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y);
+  // Head h of x [rows, heads, in] by outputs [h, h + 1) * out / heads of the weights, fp32 or bf16 without bias, to head h
+  // of y; out / heads is a multiple of 16.
+  void head_linears(const SwarmLinear& weights, int64_t heads, const HeadRows<const float>& x, int64_t rows,
+                    const HeadRows<float>& y);
   void rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y);
   void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
   // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * (size of a value)]. q is scaled in a copy.
