@@ -13,7 +13,7 @@ from test_ops_attend import assert_near, random_batch
 from swarm.errors import KernelError
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base.torch_reference import REFERENCE
+from swarm_kernels.ops.base.torch_reference import REFERENCE, packed_bits, unpacked_bits
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,9 @@ def latent_case(
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     heads, groups, dim, _, stored = shape
-    q, k, v = (torch.randn(plan.rows, h, d, generator=generator) for h, d in ((heads, dim), (groups, dim), (groups, stored)))
+    q, k, v = (
+        torch.randn(plan.rows, h, d, generator=generator) for h, d in ((heads, dim), (groups, dim), (groups, stored))
+    )
     k_blocks = torch.randn(blocks, groups, dim, BLOCK_SIZE, generator=generator).to(dtype)
     return q, k, v, k_blocks, torch.randn(blocks, groups, BLOCK_SIZE, stored, generator=generator).to(dtype)
 
@@ -66,16 +68,36 @@ def test_it_is_attention_with_values_that_repeat_the_keys(isa: str, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (700, None), (None, 5.0)])
-def test_long_contexts_match_the_reference(
-    isa: str, dtype: torch.dtype, window: int | None, softcap: float | None
-) -> None:
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("chooses", [False, True])
+def test_long_contexts_match_the_reference(isa: str, dtype: torch.dtype, softcap: float | None, chooses: bool) -> None:
     generator = torch.Generator().manual_seed(11)
     parts = [Part(2300, tree=random_tree(70, generator)), Part(1024, line=33), Part(128, tree=star(3))]
     plan, blocks = make_plan(parts, generator)
     case = latent_case(plan, blocks, (16, 1, 80, 64, 0), dtype, 11)
-    expected = REFERENCE.attend_latent(*copied(case), plan, 0.125, 64, window, softcap)
-    assert_near(dispatch.attend_latent(*case, plan, 0.125, 64, window, softcap), expected, dtype)
+    chosen = packed_bits(torch.rand(plan.rows, 2304, generator=generator) < 0.1) if chooses else None
+    if chosen is not None:
+        chosen[:, 8:14] = 0  # a run of keys that nobody chooses
+    expected = REFERENCE.attend_latent(*copied(case), plan, 0.125, 64, softcap, chosen)
+    assert_near(dispatch.attend_latent(*case, plan, 0.125, 64, softcap, chosen), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_that_are_not_chosen_count_for_nothing(isa: str, dtype: torch.dtype) -> None:
+    """As if the context were without them."""
+    plan, blocks = make_plan([Part(100, line=1)], torch.Generator().manual_seed(9))
+    q, k, v, k_blocks, v_blocks = latent_case(plan, blocks, (6, 1, 48, 32, 0), dtype, 9)
+    mask = torch.zeros(1, 128, dtype=torch.bool)
+    mask[0, torch.tensor([3, 17, 64, 99, 100])] = True
+    chosen = packed_bits(mask)
+    assert torch.equal(unpacked_bits(chosen, 128), mask)
+    out = dispatch.attend_latent(q, k, v, k_blocks, v_blocks, plan, 0.2, 32, None, chosen)
+    slots = k_blocks.permute(0, 3, 1, 2)[plan.block_tables[0].long()].reshape(-1, 48)[:101][mask[0, :101]]
+    scores = (q[0] * 0.2) @ slots.float().T
+    expected = scores.softmax(-1) @ slots[:, :32].float()
+    torch.testing.assert_close(out[0], expected, rtol=2e-2, atol=2e-2)
+    with pytest.raises(KernelError, match="choose no keys"):
+        dispatch.attend_latent(q, k, v, k_blocks, v_blocks, plan, 0.2, 32, None, chosen[:, :1])
 
 
 def test_a_row_alone_is_the_row_among_others(isa: str) -> None:

@@ -103,17 +103,19 @@ def attend_latent(
     plan: AttentionMetadata,
     scale: float,
     value_dim: int,
-    sliding_window: int | None = None,
     softcap: float | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `AttentionBackend.attend_latent`. Raises KernelError."""
+    if chosen is not None and (len(chosen) != plan.rows or 64 * chosen.shape[1] < int(plan.context_lens.max())):
+        raise KernelError(f"{tuple(chosen.shape)} words choose no keys of {plan.rows} rows with these contexts")
     blocks, _, dim, _ = check_rows(q, k, v, k_blocks, v_blocks, plan, value_dim)
     backend = _backend(q, dim)
     if not backend.supports_latent(k_blocks, value_dim):
         backend = REFERENCE
     if not backend.checks_slots:
         check_plan(plan, blocks)
-    return backend.attend_latent(q, k, v, k_blocks, v_blocks, plan, scale, value_dim, sliding_window, softcap)
+    return backend.attend_latent(q, k, v, k_blocks, v_blocks, plan, scale, value_dim, softcap, chosen)
 
 
 def commit_tree_slots(

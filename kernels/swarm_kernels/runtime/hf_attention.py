@@ -35,7 +35,7 @@ result."""
 
 _UNKNOWN_MASK = "its attention mask is neither causal, a sliding window nor chunks"
 INDEXED = "indexed_attention"
-"""Layers that attend to the `index_topk` keys that an indexer chooses: to all of them in a text of at most as many."""
+"""Layers that attend to the `index_topk` keys that an indexer chooses (`hf_indexer`)."""
 
 _SAMPLES = 64
 _PROBED_CONTEXT = 1 << 17  # positions at which a mask is looked at, at most: windows and chunks are smaller
@@ -71,6 +71,15 @@ class ProbedLayer:
 
 
 @dataclass(slots=True)
+class Choice:
+    """What the indexer of a layer chose for the rows of a batch, see `hf_indexer`."""
+
+    keys: torch.Tensor  # [n, size], the rows' own index keys
+    committed: torch.Tensor | None  # [n, words], bits of the committed keys; None: all
+    metadata: AttentionMetadata  # its tree mask has the tree slots that were chosen
+
+
+@dataclass(slots=True)
 class BatchContext:
     """Context of the attention calls while a batch runs."""
 
@@ -79,12 +88,18 @@ class BatchContext:
     cache: KVCacheManager | None = None  # None while probing: record shapes, compute nothing
     visibility: tuple[Visibility, ...] = ()  # by layer of the span
     tree_positions: torch.Tensor | None = None  # [flat slots] int64, positions of the tree slots in use
-    indexer_mask: torch.Tensor | None = None  # what indexers add to their scores, whose choice is not looked at
+    indexer_mask: torch.Tensor | None = None  # what transformers' layers hand to their indexers
+    choice: Choice | None = None  # of the layer that runs, if its indexer chooses
     context: int = _PROBED_CONTEXT  # while probing: the model's context length
     probed: list[ProbedLayer] = field(default_factory=list)
 
 
 _running: ContextVar[BatchContext] = ContextVar("swarm_running")
+
+
+def running_batch() -> BatchContext | None:
+    """Of the attention calls that run in this context."""
+    return _running.get(None)
 
 
 @contextmanager
@@ -222,11 +237,19 @@ def _latent_attention(
             raise UnsupportedModel("its latent attention has windows, chunks or sinks")
         batch.probed.append(ProbedLayer(layer, heads, 1, weights.key_dim, visibility, module, latent=True))
         return query.new_zeros(1, rows, heads, weights.head_dim), None
-    cache, latents = batch.cache, key[0].transpose(0, 1)
-    scale = query_dim**-0.5 if scaling is None else float(scaling)
-    queries, blocks = weights.queries(query), (cache.k[layer], cache.v[layer])
+    latents = key[0].transpose(0, 1)
+    choice = batch.choice or Choice(latents[:, 0, :0], None, batch.metadata)
     attended = dispatch.attend_latent(
-        queries, latents, latents[..., :0], *blocks, batch.metadata, scale, weights.value_dim, softcap=softcap
+        weights.queries(query),
+        latents,
+        choice.keys[:, None],
+        batch.cache.k[layer],
+        batch.cache.v[layer],
+        choice.metadata,
+        query_dim**-0.5 if scaling is None else float(scaling),
+        weights.value_dim,
+        softcap,
+        choice.committed,
     )
     return weights.outputs(attended, query.dtype)[None], None
 

@@ -95,21 +95,21 @@ class _Expansion(torch.nn.Module):
         return F.linear(x, self._weights.expansion().to(x.dtype))
 
 
-def absorb(layers: Iterable[torch.nn.Module], attention: str) -> bool:
+def absorb(layers: Iterable[torch.nn.Module], attention: str) -> list[Any]:
     """Let the layers' latent attention modules hand latent keys to the attention that is registered as `attention`; with
-    another one they expand as before. -> False, and nothing has changed, unless every layer has exactly one, and all
-    are of one size."""
+    another one they expand as before. -> these modules; none, and nothing has changed, unless every layer has exactly
+    one, and all are of one size."""
     modules: list[Any] = []
     for layer in layers:
         found = [module for module in layer.modules() if all(hasattr(module, name) for name in _ATTRIBUTES)]
         if len(found) != 1:
-            return False
+            return []
         modules += found
     if len({tuple(getattr(module, name) for name in _ATTRIBUTES[2:]) for module in modules}) != 1:
-        return False
+        return []
     for module in modules:
         _attach(module, AbsorbedWeights(module), attention)
-    return True
+    return modules
 
 
 def absorbed_weights(module: torch.nn.Module) -> AbsorbedWeights | None:

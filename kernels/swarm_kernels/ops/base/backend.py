@@ -135,14 +135,16 @@ class AttentionBackend(ABC):
         plan: AttentionMetadata,
         scale: float,
         value_dim: int,
-        sliding_window: int | None = None,
         softcap: float | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`attend` where the value of a token is the first `value_dim` numbers of its key: `q [n, H, D]`, `k [n, G, D]`
         -> `[n, H, value_dim]` (multi-head latent attention, DeepSeek V2, section 2.1, with absorbed projections: G is
         1, D is 576 and `value_dim` 512 there).
 
-        `v [n, G, any]` and `v_blocks` are written and not read; usually of size 0. Only where `supports_latent`."""
+        `v [n, G, any]` and `v_blocks` are written and not read; usually of size 0. `chosen [n, words]` int64: row i
+        sees those of its committed keys alone whose bit is set (bit j of word w: key 64 * w + j); rows are as long as
+        the longest context needs. Only where `supports_latent`."""
         raise NotImplementedError
 
     @abstractmethod

@@ -37,19 +37,19 @@ struct Attention {
   const SwarmCache& cache;
   const SwarmPlan& plan;
   const Engine::Heads& in;
-  float scale, softcap;
+  const Engine::Scoring& scoring;
   float* out;
   std::vector<int64_t> first_key, end_key;  // [rows] visible range of committed keys
   std::vector<RowTile> tiles;
   int64_t queries_per_kv, value_dim, max_splits = 0;
 
   Attention(const KernelTable& table, const SwarmCache& cache, const SwarmPlan& plan, const Engine::Heads& in,
-            float scale, int64_t window, float softcap, float* out)
-      : table(table), cache(cache), plan(plan), in(in), scale(scale), softcap(softcap), out(out), first_key(plan.rows),
+            const Engine::Scoring& scoring, float* out)
+      : table(table), cache(cache), plan(plan), in(in), scoring(scoring), out(out), first_key(plan.rows),
         end_key(plan.context_lens, plan.context_lens + plan.rows), queries_per_kv(in.heads / cache.kv_heads),
         value_dim(cache.latent ? cache.latent : cache.value_dim) {
     for (int64_t r = 0; r < plan.rows; r++)
-      first_key[r] = window > 0 ? std::max<int64_t>(0, plan.positions[r] - window + 1) : 0;
+      first_key[r] = scoring.window > 0 ? std::max<int64_t>(0, plan.positions[r] - scoring.window + 1) : 0;
     const int64_t rows_per_tile = std::max<int64_t>(1, MAX_QUERY_ROWS / queries_per_kv);
     for (int64_t r = 0; r < plan.rows; r += tiles.back().rows) tiles.push_back(tile_at(r, rows_per_tile));
   }
@@ -85,7 +85,7 @@ struct Attention {
 
   void load_queries(const RowTile& tile, int64_t group, float* workspace, float* q) const {
     const int64_t m = tile.rows * queries_per_kv, dim = cache.dim, width = table.query_tile(m, cache.bf16 != 0);
-    const float factor = softcap == 0.0f ? scale * 1.44269504088896f : scale;  // the kernels use exp2
+    const float factor = scoring.scale * (scoring.softcap == 0.0f ? 1.44269504088896f : 1.0f);  // the kernels use exp2
     for (int64_t i = 0; i < m; i++) {
       const float* from =
           in.q + (tile.row + i / queries_per_kv) * in.ldq + (group * queries_per_kv + i % queries_per_kv) * dim;
@@ -105,11 +105,12 @@ struct Attention {
     const void* values = cache.latent ? cache.k : cache.v;  // else of the keys' size
     AttendJob job{q, m, table.query_tile(m, cache.bf16 != 0), queries_per_kv, cache.dim, value_dim,
                   static_cast<const char*>(cache.k) + bytes, static_cast<const char*>(values) + bytes, kv_block_size,
-                  cache.bf16 != 0, softcap, plan.block_tables + tile.sequence * plan.max_blocks, plan.max_blocks,
+                  cache.bf16 != 0, scoring.softcap, plan.block_tables + tile.sequence * plan.max_blocks, plan.max_blocks,
                   first_key.data() + tile.row, end_key.data() + tile.row, nullptr, plan.mask_words, plan.mask_words,
                   workspace};
     const int64_t dense = tile.first_split + split;
     if (dense < tile.dense_splits) {
+      if (scoring.chosen) job.mask = scoring.chosen + tile.row * scoring.chosen_words, job.mask_words = scoring.chosen_words;
       job.prefetch_end = first_step(alone ? dense + 1 : tile.dense_splits) * STEP_WORDS;
       table.attend(job, first_step(dense) * STEP_WORDS, first_step(dense + 1) * STEP_WORDS, state);
     } else {
@@ -188,9 +189,9 @@ void attend_by_split(const Attention& a, ThreadPool& pool, Scratch& scratch) {
 
 }  // namespace
 
-void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, float scale, int64_t window,
-                    float softcap, float* out) {
-  const Attention a(*table_, cache, plan, in, scale, window, softcap, out);
+void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Scoring& scoring,
+                    float* out) {
+  const Attention a(*table_, cache, plan, in, scoring, out);
   bool has_empty_tile = false;
   for (const RowTile& tile : a.tiles) has_empty_tile |= tile.splits == 0;
   const bool has_slow_group =

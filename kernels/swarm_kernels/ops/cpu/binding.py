@@ -100,6 +100,8 @@ _SIGNATURES = {
             c_int64,
             c_float,
             c_void_p,
+            c_int64,
+            c_void_p,
         ],
     ),
     "swarm_layers": (

@@ -65,7 +65,7 @@ class CpuBackend(AttentionBackend):
         softcap: float | None = None,
     ) -> torch.Tensor:
         cache = describe_cache(k_blocks, v_blocks)
-        return self._attend(q, k, v, cache, plan, scale, cache.dim, sliding_window, softcap)
+        return self._attend(q, k, v, cache, plan, scale, cache.dim, sliding_window, softcap, None)
 
     def attend_latent(
         self,
@@ -77,11 +77,11 @@ class CpuBackend(AttentionBackend):
         plan: AttentionMetadata,
         scale: float,
         value_dim: int,
-        sliding_window: int | None = None,
         softcap: float | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         cache = describe_cache(k_blocks, v_blocks, value_dim)
-        return self._attend(q, k, v, cache, plan, scale, value_dim, sliding_window, softcap)
+        return self._attend(q, k, v, cache, plan, scale, value_dim, None, softcap, chosen)
 
     def _attend(
         self,
@@ -94,7 +94,9 @@ class CpuBackend(AttentionBackend):
         value_dim: int,
         sliding_window: int | None,
         softcap: float | None,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
+        words = None if chosen is None else chosen.contiguous()
         queries, keys, values = _contiguous_fp32(q), _contiguous_fp32(k), _contiguous_fp32(v)
         out = queries.new_empty(*q.shape[:2], value_dim)
         status = self._library.swarm_attend(
@@ -107,6 +109,8 @@ class CpuBackend(AttentionBackend):
             scale,
             sliding_window or 0,
             softcap or 0.0,
+            None if words is None else words.data_ptr(),
+            0 if words is None else words.shape[1],
             out.data_ptr(),
         )
         if status:

@@ -64,8 +64,14 @@ class Engine {
     float* qkv;
   };
   void append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Rotation* rotation);
-  void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, float scale, int64_t window,
-              float softcap, float* out);
+  // window, softcap 0: none. chosen null: all committed keys; else bits of those that each row sees, see api.cpp.
+  struct Scoring {
+    float scale, softcap = 0.0f;
+    int64_t window = 0;
+    const uint64_t* chosen = nullptr;
+    int64_t chosen_words = 0;
+  };
+  void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Scoring& scoring, float* out);
   // hidden [rows, layer.o.out], in place
   void layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const float* cos,
              const float* sin, int64_t rot, float* hidden);
