@@ -28,7 +28,7 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
 from swarm_kernels.runtime.hf_indexer import choose_keys
-from swarm_kernels.runtime.hf_latent import absorb
+from swarm_kernels.runtime.hf_latent import absorb, latent_modules
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
@@ -115,7 +115,7 @@ class HfSpan:
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
         self._tree_positions: weakref.WeakKeyDictionary[KVCacheManager, torch.Tensor] = weakref.WeakKeyDictionary()
         latent = absorb((self.layer(index) for index in layers), ATTENTION)
-        self.index_dim = choose_keys(latent) if latent else 0
+        self.index_dim = choose_keys(latent, latent_modules(model.layers))
         self.config = _limited_context(config, chooses=self.index_dim > 0)
         self._find_out_parts()
         probed = self.probe(layers.start, layers.end)

@@ -281,8 +281,10 @@ def unpacked_bits(words: torch.Tensor, count: int) -> torch.Tensor:
 
 def packed_bits(visible: torch.Tensor) -> torch.Tensor:
     """`[r, count]` bool -> `[r, count / 64 rounded up]` int64, the inverse of `unpacked_bits`."""
-    padded = torch.nn.functional.pad(visible, (0, -visible.shape[1] % 64)).unflatten(1, (-1, 64)).long()
-    return (padded << torch.arange(64, device=visible.device)).sum(-1)
+    padded = F.pad(visible, (0, -visible.shape[1] % 64))
+    words = padded.view(len(visible), padded.shape[1] // 64, 64).long()
+    packed: torch.Tensor = (words << torch.arange(64, device=visible.device)).sum(-1)
+    return packed
 
 
 def _softmax_sum(

@@ -76,8 +76,8 @@ def check_rows(
 def check_layer(weights: LayerWeights, k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> None:
     """A layer's linears and norms fit each other, and the cache has its heads."""
     check_cache(k_blocks, v_blocks)
-    size = (weights.kv_heads, weights.head_dim)
-    if k_blocks.shape[1:3] != size or (*v_blocks.shape[1::2],) != size or weights.heads % weights.kv_heads:
+    heads = (weights.kv_heads, weights.head_dim)
+    if k_blocks.shape[1:3] != heads or (*v_blocks.shape[1::2],) != heads or weights.heads % weights.kv_heads:
         raise KernelError(f"blocks of shape {tuple(k_blocks.shape)} are not of this layer's heads")
     width, inner, dim = weights.o.out_features, weights.down.in_features, weights.head_dim
     attended, shared = weights.heads * dim, 2 * weights.kv_heads * dim

@@ -110,7 +110,8 @@ struct Attention {
                   workspace};
     const int64_t dense = tile.first_split + split;
     if (dense < tile.dense_splits) {
-      if (scoring.chosen) job.mask = scoring.chosen + tile.row * scoring.chosen_words, job.mask_words = scoring.chosen_words;
+      if (scoring.chosen) job.chosen = scoring.chosen + tile.row * scoring.chosen_words;
+      job.chosen_words = scoring.chosen_words;
       job.prefetch_end = first_step(alone ? dense + 1 : tile.dense_splits) * STEP_WORDS;
       table.attend(job, first_step(dense) * STEP_WORDS, first_step(dense + 1) * STEP_WORDS, state);
     } else {

@@ -42,10 +42,12 @@ struct AttendJob {
   const int32_t* block_table;
   int64_t block_table_len;
   const int64_t *first_key, *end_key;  // dense: batch row r sees keys [first_key[r], end_key[r])
-  const uint64_t* mask;         // sparse, or chosen: its bits start at mask + r * words; null: dense
+  const uint64_t* mask;         // sparse: its bits start at mask + r * words; null: dense
   int64_t mask_words;
   int64_t prefetch_end;  // mask word up to which the same thread continues: steps before it are prefetched
   float* workspace;  // attend_workspace(m, dim) of them
+  const uint64_t* chosen = nullptr;  // dense: if not null, bits of the keys that a row sees, as in mask
+  int64_t chosen_words = 0;
 };
 
 // Running softmax of query rows: maximum (of log2 of the weights), sum and weighted values.
