@@ -56,6 +56,12 @@ class StoredParameter:
             else None
         )
 
+    def whole(self, source: ModelSource) -> torch.Tensor:
+        """The whole parameter. Raises CorruptModel."""
+        if self.converter is None:
+            return source.tensor(self.names[0])
+        return self._convert({pattern: [source.tensor(name) for name in names] for pattern, names in self.parts.items()})
+
     def piece_names(self, index: int) -> list[str]:
         """Stored tensors of one piece, in the converter's order."""
         return [self.parts[pattern][index] for pattern in self.converter.source_patterns]
@@ -69,18 +75,18 @@ class StoredParameter:
 
     def piece(self, source: ModelSource, index: int) -> torch.Tensor:
         """One piece of the parameter, without the dimension by which they are stacked. Raises CorruptModel."""
-        found: dict[str, Any] = {pattern: [source.tensor(self.parts[pattern][index])] for pattern in self.parts}
-        patterns = {
-            "source_patterns": self.converter.source_patterns,
-            "target_patterns": self.converter.target_patterns,
-        }
+        return self._convert({pattern: [source.tensor(names[index])] for pattern, names in self.parts.items()})[0]
+
+    def _convert(self, tensors: dict[str, Any]) -> torch.Tensor:
+        patterns = {"source_patterns": self.converter.source_patterns, "target_patterns": self.converter.target_patterns}
         try:
             for operation in self.converter.operations:
-                found = operation.convert(found, **patterns)
+                tensors = operation.convert(tensors, **patterns)
         except (RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
-            raise CorruptModel(f"tensor {self.names[index]} does not fit the others: {type(error).__name__}") from None
-        tensor: torch.Tensor = next(iter(found.values()))
-        return tensor[0]
+            raise CorruptModel(f"{self.names[0]} and the tensors beside it do not fit: {type(error).__name__}") from None
+        converted = next(iter(tensors.values()))
+        tensor: torch.Tensor = converted[0] if isinstance(converted, list) else converted
+        return tensor
 
 
 def stored_parameters(causal_lm: Any, names: Iterable[str]) -> dict[str, StoredParameter]:

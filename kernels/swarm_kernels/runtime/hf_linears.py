@@ -34,20 +34,22 @@ def stays_wide(name: str, outputs: int) -> bool:
 class Format:
     """How a span holds its weights. `compute`: the dtype of transformers' parameters and activations, fp32 on a CPU
     where the weights are packed; `state`: of keys, values and hidden states between layers; `packs`: None where linear
-    layers stay transformers'."""
+    layers stay transformers', which experts do on a GPU and in fp16 only."""
 
     weights: torch.dtype
     compute: torch.dtype
     state: torch.dtype
     packs: Packs | None
+    expert_packs: Packs | None  # None where experts stay transformers'
 
     @classmethod
     def of(cls, weights: torch.dtype, device: torch.device) -> Format:
         """`weights`: one of `device.DTYPES`."""
         if weights.is_floating_point:
-            return cls(weights, weights, weights, None)
-        state = state_dtype(weights)
-        return cls(weights, activation_dtype(state, device), state, packs_of(weights))
+            compiled = device.type == "cpu" and weights in (torch.bfloat16, torch.float32)
+            return cls(weights, weights, weights, None, packs_of(weights) if compiled else None)
+        state, packs = state_dtype(weights), packs_of(weights)
+        return cls(weights, activation_dtype(state, device), state, packs, packs)
 
 
 class PackedModule(torch.nn.Module):

@@ -17,6 +17,8 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops.base import int8_linear
 from swarm_kernels.ops.base.layer_weights import Linear
 from swarm_kernels.runtime.hf_conversions import StoredParameter, layer_of, stored_parameters
+from swarm_kernels.runtime.hf_expert_reader import ExpertReader
+from swarm_kernels.runtime.hf_experts import attach, is_experts
 from swarm_kernels.runtime.hf_linears import (
     Format,
     PackedEmbedding,
@@ -27,7 +29,7 @@ from swarm_kernels.runtime.hf_linears import (
 )
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
-_MOST_UNPACKED = 0.25  # of a layer's weights, by count
+_MOST_UNPACKED = 0.25  # of a layer's bytes
 
 
 @dataclass(slots=True)
@@ -45,7 +47,8 @@ class Packer:
         self._model = causal_lm
         self._source = source
         self._form = form
-        self._reader = WeightReader(source, None, device)
+        stored = form.compute if form.packs is None else None  # they are quantized from what the files have
+        self._reader = WeightReader(source, stored, device)
 
     def pack_edges(self, embedding: torch.nn.Module, first: bool, last: bool) -> Packed:
         """The embedding and the head, if the span has the model's first and last layer, in 8 bits: rounding of the
@@ -88,6 +91,13 @@ class Packer:
                     replace_module(self._model, name, PackedModule(self._matrix(found.sole, module, self._form.packs)))
                     packed.parameters |= {f"{name}.weight", f"{name}.bias"}
                     packed.stored |= {found.sole, _bias(found.sole)}
+        if self._form.expert_packs is not None:
+            for name, module in self._model.get_submodule(prefix).named_modules():
+                if is_experts(module):
+                    reader = ExpertReader(self._reader, stored, f"{prefix}.{name}", module, self._form.expert_packs)
+                    attach(module, *reader.read())
+                    packed.parameters |= reader.parameters
+                    packed.stored |= {part for each in reader.parameters if each in stored for part in stored[each].names}
         return packed
 
     def pack_filled(self, prefix: str) -> None:
@@ -101,7 +111,7 @@ class Packer:
             weight = module.weight.T.contiguous() if isinstance(module, Conv1D) else module.weight
             replace_module(self._model, name, PackedModule(pack(weight, module.bias)))  # type: ignore[arg-type]
         layer = self._model.get_submodule(prefix)
-        plain = sum(parameter.nbytes for parameter in layer.parameters() if parameter.dim() > 1)
+        plain = sum(p.nbytes for p in layer.parameters() if p.dim() > 1 and p.device.type != "meta")
         if plain > _MOST_UNPACKED * weight_bytes(layer):
             raise UnsupportedModel(
                 f"models of type {self._model.config.model_type} are not served in 8 or 4 bits, because most of their "
@@ -113,7 +123,7 @@ class Packer:
         if not isinstance(module, Conv1D):
             return self._reader.linear([stored], [module.out_features], module.in_features, bias, packs)
         weight = self._reader.matrix(stored, module.nx, module.nf).T.contiguous()
-        pack = packs.plain if packs.four_bits is None else packs.four_bits.rounded
+        pack = packs.rounding(self._source, [stored])
         return pack(weight, self._reader.vector(_bias(stored), module.nf) if bias else None)
 
 

@@ -27,6 +27,7 @@ from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
+from swarm_kernels.runtime.hf_experts import EXPERTS
 from swarm_kernels.runtime.hf_linears import Format, weight_bytes
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
@@ -100,7 +101,7 @@ class HfSpan:
         self.config = config
         self.layers = layers
         self.weight_dtype, self.dtype = form.weights, form.state
-        self._compute = form.compute
+        self.compute_dtype = form.compute
         self.device = device
         self.is_first = layers.start == 0
         self.is_last = layers.end == config.num_layers
@@ -129,7 +130,7 @@ class HfSpan:
         """See `load.load_span`."""
         form = Format.of(dtype, device)
         try:
-            model = meta_model(source.config, ATTENTION, form.compute)
+            model = meta_model(source.config, ATTENTION, form.compute, EXPERTS if form.expert_packs else None)
             load_weights(model, source, layers, device, progress, form)
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
@@ -160,7 +161,7 @@ class HfSpan:
         end: int | None = None,
     ) -> torch.Tensor:
         first, last = check_layer_range(self.layers, start, end)
-        hidden = hidden.to(device=self.device, dtype=self._compute)
+        hidden = hidden.to(device=self.device, dtype=self.compute_dtype)
         if metadata.rows == 0:
             part = slice(first - self.layers.start, last - self.layers.start)
             for k_blocks, v_blocks in zip(cache.k[part], cache.v[part], strict=True):
@@ -185,7 +186,7 @@ class HfSpan:
     def run_eager(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """Layers `[start, end)` without a cache, one sequence, by the attention that `configs` name. What the model
         computes before its layers is computed from random embeddings."""
-        embeddings = torch.randn(1, hidden.shape[0], self._embedding_size, dtype=self._compute, device=self.device)
+        embeddings = torch.randn(1, hidden.shape[0], self._embedding_size, dtype=self.compute_dtype, device=self.device)
         lengths = PositionsAsCache(int(positions[0]))
         try:
             return self._forward_layers(hidden, positions, start, end, embeddings, lengths)
@@ -245,7 +246,7 @@ class HfSpan:
         """Run layers `[start, end)` by transformers' own forward. `unused`: embeddings to hand to later layers."""
         if lengths is None and self.config.model_type in _COUNT_TOKENS:
             lengths = of_rows(positions)
-        hidden = hidden.to(device=self.device, dtype=self._compute)
+        hidden = hidden.to(device=self.device, dtype=self.compute_dtype)
         inputs = hidden[None] if start == 0 else self._placeholder(hidden.shape[0]) if unused is None else unused
         with self._tapped(start, end, hidden):
             try:
@@ -258,13 +259,13 @@ class HfSpan:
 
     def _placeholder(self, rows: int) -> torch.Tensor:
         """Dummy embeddings of rows whose hidden states are injected later, `[1, rows, width]`."""
-        return torch.zeros(1, rows, self._embedding_size, dtype=self._compute, device=self.device)
+        return torch.zeros(1, rows, self._embedding_size, dtype=self.compute_dtype, device=self.device)
 
     @contextmanager
     def _tapped(self, start: int, end: int, hidden: torch.Tensor) -> Iterator[None]:
         state = self._tap_state
         state.start, state.end = start, end
-        state.hidden = hidden.to(device=self.device, dtype=self._compute)[None] if start else None
+        state.hidden = hidden.to(device=self.device, dtype=self.compute_dtype)[None] if start else None
         try:
             yield
         finally:
@@ -300,7 +301,7 @@ class HfSpan:
     def _probe(self, start: int, end: int) -> list[ProbedLayer]:
         metadata = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])
         batch = BatchContext(metadata, self.layers.start, context=self.config.context_length)
-        row = torch.zeros(1, self.config.hidden_size, dtype=self._compute, device=self.device)
+        row = torch.zeros(1, self.config.hidden_size, dtype=self.compute_dtype, device=self.device)
         position = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
             with torch.inference_mode(), running_as(batch):

@@ -39,8 +39,9 @@ class MetaModel:
     embedding: torch.nn.Module
 
 
-def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype) -> MetaModel:
-    """Build the model a config describes, without weights and with `attention` as its attention.
+def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype, experts: str | None = None) -> MetaModel:
+    """Build the model a config describes, without weights and with `attention` as its attention, `experts` as its
+    mixtures of experts.
 
     Raises UnsupportedModel if transformers has no such decoder, or its layers are neither full nor sliding-window
     attention."""
@@ -51,7 +52,7 @@ def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype) -> MetaM
         _check_layer_kinds(kind, hf)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                hf, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+                hf, dtype=dtype, attn_implementation=attention, experts_implementation=experts, trust_remote_code=False
             ).eval()
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
