@@ -60,7 +60,9 @@ class StoredParameter:
         """The whole parameter. Raises CorruptModel."""
         if self.converter is None:
             return source.tensor(self.names[0])
-        return self._convert({pattern: [source.tensor(name) for name in names] for pattern, names in self.parts.items()})
+        return self._convert(
+            {pattern: [source.tensor(name) for name in names] for pattern, names in self.parts.items()}
+        )
 
     def piece_names(self, index: int) -> list[str]:
         """Stored tensors of one piece, in the converter's order."""
@@ -78,12 +80,17 @@ class StoredParameter:
         return self._convert({pattern: [source.tensor(names[index])] for pattern, names in self.parts.items()})[0]
 
     def _convert(self, tensors: dict[str, Any]) -> torch.Tensor:
-        patterns = {"source_patterns": self.converter.source_patterns, "target_patterns": self.converter.target_patterns}
+        patterns = {
+            "source_patterns": self.converter.source_patterns,
+            "target_patterns": self.converter.target_patterns,
+        }
         try:
             for operation in self.converter.operations:
                 tensors = operation.convert(tensors, **patterns)
         except (RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
-            raise CorruptModel(f"{self.names[0]} and the tensors beside it do not fit: {type(error).__name__}") from None
+            raise CorruptModel(
+                f"{self.names[0]} and the tensors beside it do not fit: {type(error).__name__}"
+            ) from None
         converted = next(iter(tensors.values()))
         tensor: torch.Tensor = converted[0] if isinstance(converted, list) else converted
         return tensor

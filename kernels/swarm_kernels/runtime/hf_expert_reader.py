@@ -51,7 +51,9 @@ class ExpertReader:
             return [self._as_stored(found.piece_names(e), shapes, inputs, outputs, biases, e) for e in range(count)]
         whole = None if apart else found.whole(self._reader.source)
         if whole is not None and tuple(whole.shape) != (count, *sizes):
-            raise CorruptModel(f"tensor {found.names[0]} has shape {tuple(whole.shape)}, its config needs {(count, *sizes)}")
+            raise CorruptModel(
+                f"tensor {found.names[0]} has shape {tuple(whole.shape)}, its config needs {(count, *sizes)}"
+            )
         pack = self._packs.rounding(self._reader.source, found.names)
         linears = []
         for expert in range(count):
@@ -59,7 +61,9 @@ class ExpertReader:
             if self._module.is_transposed:
                 weight = weight.T
             if tuple(weight.shape) != (outputs, inputs):
-                raise CorruptModel(f"expert {expert} of {name} has shape {tuple(weight.shape)}, not {(outputs, inputs)}")
+                raise CorruptModel(
+                    f"expert {expert} of {name} has shape {tuple(weight.shape)}, not {(outputs, inputs)}"
+                )
             bias = None if biases is None else biases[expert]
             linears.append(self._packed(pack, weight, bias, interleaved))
         return linears

@@ -60,12 +60,15 @@ def gating_of(module: Any) -> Gating | None:
     size = 2 * max([2.0, *(limit for limit in limits if limit != float("inf"))])  # beyond the limits too
     x = torch.randn(_SAMPLES, _WIDTH * (2 if module.has_gate else 1), generator=torch.Generator().manual_seed(1)) * size
     wanted = _apply(module, x)
-    candidates = [Gating(GatingKind.SWIGLU, alpha, limit, shift) for alpha in alphas for limit in limits for shift in (0.0, 1.0)]
+    candidates = [
+        Gating(GatingKind.SWIGLU, alpha, limit, shift) for alpha in alphas for limit in limits for shift in (0.0, 1.0)
+    ]
     candidates += [Gating(GatingKind.GEGLU_TANH), Gating(GatingKind.RELU_SQUARED)]
     for gating in candidates:
-        if gating.has_gates == module.has_gate:
-            if (gating(x) - wanted).abs().max() <= _TOLERANCE * wanted.abs().max():
-                return gating
+        if gating.has_gates != module.has_gate:
+            continue
+        if (gating(x) - wanted).abs().max() <= _TOLERANCE * wanted.abs().max():
+            return gating
     return None
 
 
@@ -76,12 +79,9 @@ def _numbers(module: Any, *names: str) -> list[float]:
 
 def _apply(module: Any, x: torch.Tensor) -> torch.Tensor:
     """The module's gating of `[gates; values]`."""
-    if not module.has_gate:
-        gated: torch.Tensor = module.act_fn(x)
-        return gated
-    if not module.is_concatenated:
+    if module.has_gate and not module.is_concatenated:
         x = torch.stack(x.chunk(2, -1), -1).flatten(-2)
-    gated = module._apply_gate(x)
+    gated: torch.Tensor = (module._apply_gate if module.has_gate else module.act_fn)(x)
     return gated
 
 
@@ -97,7 +97,7 @@ def _experts(module: Any, hidden: torch.Tensor, index: torch.Tensor, scores: tor
 def _exact(module: Any, hidden: torch.Tensor, index: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     weights: ExpertWeights = module.swarm_experts
     outputs = torch.zeros(*index.shape, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-    for expert in index.unique().tolist():
+    for expert in sorted(set(index.flatten().tolist())):
         rows, places = (index == expert).nonzero(as_tuple=True)
         output = weights.second[expert](_apply(module, weights.first[expert](hidden[rows])))
         outputs[rows, places] = module.post_expert_norm(output) if module.has_post_expert_norm else output

@@ -97,7 +97,9 @@ class Packer:
                     reader = ExpertReader(self._reader, stored, f"{prefix}.{name}", module, self._form.expert_packs)
                     attach(module, *reader.read())
                     packed.parameters |= reader.parameters
-                    packed.stored |= {part for each in reader.parameters if each in stored for part in stored[each].names}
+                    packed.stored |= {
+                        part for each in reader.parameters if each in stored for part in stored[each].names
+                    }
         return packed
 
     def pack_filled(self, prefix: str) -> None:
