@@ -48,7 +48,7 @@ def convert(
     arch = gguf.MODEL_ARCH[ARCHITECTURES[kind]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _shared_parameters(writer, config)
-    _parameters(writer, kind, config)
+    _parameters(writer, kind, config, split_latents)
     if change:
         change(writer, gguf.MODEL_ARCH_NAMES[arch])
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"] + 1)
@@ -87,7 +87,7 @@ def _shared_parameters(writer: gguf.GGUFWriter, c: Config) -> None:
         writer.add_feed_forward_length(c["intermediate_size"])
     writer.add_head_count(c["num_attention_heads"])
     latent = "kv_lora_rank" in c
-    writer.add_head_count_kv(1 if latent else c["num_key_value_heads"])
+    writer.add_head_count_kv(1 if latent else c["num_key_value_heads"])  # and all of them in older files
     if c["model_type"] != "phi3":
         _rope_parameters(writer, c)
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
@@ -124,7 +124,7 @@ def _rope_parameters(writer: gguf.GGUFWriter, c: Config) -> None:
         writer.add_float32(f"{writer.arch}.rope.freq_base_swa", local)
 
 
-def _parameters(w: gguf.GGUFWriter, kind: str, c: Config) -> None:
+def _parameters(w: gguf.GGUFWriter, kind: str, c: Config, split_latents: bool) -> None:
     """What the classes of the converter add."""
     head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     rope = c["rope_parameters"]
@@ -173,7 +173,7 @@ def _parameters(w: gguf.GGUFWriter, kind: str, c: Config) -> None:
         w.add_expert_weights_norm(c["norm_topk_prob"])
         w.add_nextn_predict_layers(0)
     if kind.startswith("deepseek"):
-        _deepseek_parameters(w, kind, c)
+        _deepseek_parameters(w, kind, c, split_latents)
 
 
 def _phi3_parameters(w: gguf.GGUFWriter, c: Config) -> None:
@@ -190,15 +190,19 @@ def _phi3_parameters(w: gguf.GGUFWriter, c: Config) -> None:
         w.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
 
 
-def _deepseek_parameters(w: gguf.GGUFWriter, kind: str, c: Config) -> None:
+def _deepseek_parameters(w: gguf.GGUFWriter, kind: str, c: Config, split_latents: bool) -> None:
     w.add_leading_dense_block_count(c["first_k_dense_replace"])
     if c["q_lora_rank"] is not None:
         w.add_q_lora_rank(c["q_lora_rank"])
     w.add_kv_lora_rank(c["kv_lora_rank"])
-    w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
-    w.add_value_length(c["kv_lora_rank"])
-    w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
-    w.add_value_length_mla(c["v_head_dim"])
+    if split_latents:
+        w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+        w.add_value_length(c["kv_lora_rank"])
+        w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+        w.add_value_length_mla(c["v_head_dim"])
+    else:
+        w.add_key_length(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+        w.add_value_length(c["v_head_dim"])
     w.add_expert_feed_forward_length(c["moe_intermediate_size"])
     w.add_expert_shared_count(c["n_shared_experts"])
     w.add_expert_weights_scale(c["routed_scaling_factor"])
@@ -229,7 +233,10 @@ def _all_tensors(kind: str, c: Config, stored: dict[str, torch.Tensor], split_la
         if rope.get(f"{length}_factor"):
             yield f"rope_factors_{length}.weight", torch.tensor(rope[f"{length}_factor"])
     if rope.get("rope_type") == "llama3":
-        yield "rope_freqs.weight", _llama3_factors(rope, c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
+        yield (
+            "rope_freqs.weight",
+            _llama3_factors(rope, c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]),
+        )
 
 
 def _llama3_factors(rope: Config, dim: int) -> torch.Tensor:

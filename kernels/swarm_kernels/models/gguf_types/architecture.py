@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarm.errors import CorruptModel, UnsupportedModel
-from swarm_kernels.models.gguf_types.metadata import Metadata, Stored
+from swarm_kernels.models.gguf_types.metadata import GgufEntry, Metadata
 from swarm_kernels.models.gguf_types.rope import FREQS, LONG, SHORT
 from swarm_kernels.models.gguf_types.views import Build, View, whole
 
@@ -54,12 +54,12 @@ class Architecture:
     rules: tuple[Rule, ...]
     edges: Mapping[str, tuple[str, Build]]
 
-    def views(self, tensors: Mapping[str, Stored], config: Mapping[str, Any], where: str) -> dict[str, View]:
+    def views(self, tensors: Mapping[str, GgufEntry], config: Mapping[str, Any], where: str) -> dict[str, View]:
         """Hugging Face name -> view, of all tensors but those of layers beyond the last, which predict further tokens.
 
         Raises CorruptModel, UnsupportedModel."""
         views: dict[str, View] = {}
-        layers: dict[int, dict[str, Stored]] = {}
+        layers: dict[int, dict[str, GgufEntry]] = {}
         for name, tensor in tensors.items():
             if match := _LAYER.fullmatch(name):
                 layers.setdefault(int(match[1]), {})[match[2]] = tensor
@@ -78,7 +78,7 @@ class Architecture:
         return views
 
     def _layer(
-        self, layer: int, stored: dict[str, Stored], config: Mapping[str, Any], where: str
+        self, layer: int, stored: dict[str, GgufEntry], config: Mapping[str, Any], where: str
     ) -> Iterator[tuple[str, View]]:
         left = {suffix for suffix in stored if not _IGNORED.fullmatch(suffix)}
         for each in self.rules:

@@ -52,7 +52,9 @@ def latent_attention() -> list[Rule]:
     ]
 
 
-def experts(count: str, block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> list[Rule]:
+def experts(
+    count: str, block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> list[Rule]:
     """A router and its experts, `config[count]` of them, one matrix each."""
     gate, up, down = (f"{block}.experts.{{}}.{name}.weight" for name in names)
     return [

@@ -24,7 +24,7 @@ _HARMLESS = frozenset({
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-class Stored(Protocol):
+class GgufEntry(Protocol):
     """A tensor of the file's table."""
 
     @property
@@ -70,7 +70,7 @@ class Metadata:
         self,
         header: Header,
         arch: str,
-        tensors: Mapping[str, Stored],
+        tensors: Mapping[str, GgufEntry],
         factors: Mapping[str, tuple[float, ...]],
         where: str,
     ) -> None:

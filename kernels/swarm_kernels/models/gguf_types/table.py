@@ -24,10 +24,12 @@ _AFTER = [
     rule("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
 ]
 _SANDWICH = {
-    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-}  # fmt: skip
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA3 = _SANDWICH | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _GEMMA1 = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _W = ("w1", "w3", "w2")
 _GPT_OSS = [
@@ -59,12 +61,12 @@ _LLAMA4 = [
 _GRANITE_MOE = [
     *layers.INTERLEAVED_ATTENTION,
     *NORMS,
-    rule("ffn_gate_inp.weight", "block_sparse_moe.router.weight"),
+    rule("ffn_gate_inp.weight", "block_sparse_moe.router.layer.weight"),
     Rule(
-        ("ffn_gate_exps.weight", "ffn_up_exps.weight"), "block_sparse_moe.experts.gate_up_proj",
+        ("ffn_gate_exps.weight", "ffn_up_exps.weight"), "block_sparse_moe.input_linear.weight",
         gate_and_up("num_local_experts"),
     ),
-    rule("ffn_down_exps.weight", "block_sparse_moe.experts.down_proj"),
+    rule("ffn_down_exps.weight", "block_sparse_moe.output_linear.weight"),
     Rule(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), "shared_mlp.input_linear.weight", stacked_rows),
     rule("ffn_down_shexp.weight", "shared_mlp.output_linear.weight"),
 ]  # fmt: skip
@@ -124,7 +126,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(configs.qwen3, (*ATTENTION, *HEAD_NORMS, *NORMS, *MLP), EDGES),
     "gemma": Architecture(configs.gemma, (*ATTENTION, *MLP, *layers.gemma_norms(_GEMMA1)), GEMMA_EDGES),
     "gemma2": Architecture(configs.gemma2, (*ATTENTION, *MLP, *layers.gemma_norms(_SANDWICH)), GEMMA_EDGES),
-    "gemma3": Architecture(configs.gemma3, (*ATTENTION, *MLP, *layers.gemma_norms(_SANDWICH)), GEMMA_EDGES),
+    "gemma3": Architecture(configs.gemma3, (*ATTENTION, *MLP, *layers.gemma_norms(_GEMMA3)), GEMMA_EDGES),
     "phi3": Architecture(configs.phi3, tuple(_PHI3), EDGES),
     "glm4": Architecture(configs.glm4, tuple(_GLM4), EDGES),
     "olmo2": Architecture(configs.olmo2, (*ATTENTION, *HEAD_NORMS, *_AFTER, *MLP), EDGES),

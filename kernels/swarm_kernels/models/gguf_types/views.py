@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swarm.errors import CorruptModel
-from swarm_kernels.models.gguf_types.metadata import Stored
+from swarm_kernels.models.gguf_types.metadata import GgufEntry
 
 Parts = Iterator[torch.Tensor]
 """The slices of a view, each read when it is asked for."""
@@ -46,11 +46,11 @@ class View:
         return self.make is None
 
 
-Build = Callable[[Sequence[Stored], Mapping[str, Any], str], Iterator[tuple[str, View]]]
-"""Stored tensors, the config and the Hugging Face name -> names and views. Raises CorruptModel."""
+Build = Callable[[Sequence[GgufEntry], Mapping[str, Any], str], Iterator[tuple[str, View]]]
+"""GgufEntry tensors, the config and the Hugging Face name -> names and views. Raises CorruptModel."""
 
 
-def whole(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+def whole(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
     """As it is stored."""
     yield name, View(stored[0].shape, (_all_of(stored[0]),))
 
@@ -58,7 +58,7 @@ def whole(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Ite
 def interleaved_heads(field: str) -> Build:
     """Query or key rows, of `config[field]` heads: llama.cpp rotates neighboring values, `rotate_half` halves."""
 
-    def build(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+    def build(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
         heads, rows = config[field], stored[0].shape[0]
         if rows % (2 * heads):
             raise _misshapen(stored[0])
@@ -67,18 +67,18 @@ def interleaved_heads(field: str) -> Build:
     return build
 
 
-def shifted(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+def shifted(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
     """A norm whose weight Hugging Face stores less one."""
     yield name, View(stored[0].shape, (_all_of(stored[0]),), lambda parts: next(parts).float() - 1.0)
 
 
-def one_row(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+def one_row(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
     """A vector, or a matrix of one row, as a matrix of one row."""
     shape = (1, math.prod(stored[0].shape))
     yield name, View(shape, (_all_of(stored[0]),), lambda parts: next(parts).reshape(shape))
 
 
-def middle_dimension(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+def middle_dimension(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
     """`[channels, length]` as `[channels, 1, length]`."""
     channels, length = _dims(stored[0], 2)
     yield name, View((channels, 1, length), (_all_of(stored[0]),), lambda parts: next(parts).unsqueeze(1))
@@ -87,14 +87,14 @@ def middle_dimension(stored: Sequence[Stored], config: Mapping[str, Any], name: 
 def each_expert(field: str) -> Build:
     """`[experts, rows, columns]` -> a matrix for each, with "{}" in its name; `config[field]` of them."""
 
-    def build(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+    def build(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
         for index, part in enumerate(_experts(stored[0], config[field])):
             yield name.format(index), View(part.shape, (part,))
 
     return build
 
 
-def stacked_rows(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+def stacked_rows(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
     """Matrices under each other, `[sum of rows, columns]`."""
     columns = {_dims(tensor, 2)[1] for tensor in stored}
     if len(columns) != 1:
@@ -108,7 +108,7 @@ def gate_and_up(field: str, *, transposed: bool = False, alternating: bool = Fal
 
     `transposed`: as `[experts, hidden, 2 width]`. Filled expert by expert."""
 
-    def build(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+    def build(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
         count = config[field]
         gate, up = (_experts(tensor, count) for tensor in stored)
         if stored[0].shape != stored[1].shape:
@@ -134,7 +134,7 @@ def gate_and_up(field: str, *, transposed: bool = False, alternating: bool = Fal
     return build
 
 
-def alternating_biases(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+def alternating_biases(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
     """`[experts, width]` of gates and of ups -> `[experts, 2 width]` in turns."""
     experts, width = _dims(stored[0], 2)
     if stored[1].shape != stored[0].shape:
@@ -149,7 +149,7 @@ def alternating_biases(stored: Sequence[Stored], config: Mapping[str, Any], name
 def transposed_experts(field: str) -> Build:
     """`[experts, rows, columns]` as `[experts, columns, rows]`, expert by expert."""
 
-    def build(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+    def build(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
         parts = _experts(stored[0], config[field])
         shape = (len(parts), *reversed(parts[0].shape))
 
@@ -166,7 +166,7 @@ def transposed_experts(field: str) -> Build:
     return build
 
 
-def latent_key_values(stored: Sequence[Stored], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
+def latent_key_values(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
     """Keys `[heads, latent, nope]` and values `[heads, dim, latent]` of multi-head latent attention, as the rows of one
     matrix `[heads * (nope + dim), latent]`."""
     heads, latent, nope = _dims(stored[0], 3)
@@ -181,11 +181,11 @@ def latent_key_values(stored: Sequence[Stored], config: Mapping[str, Any], name:
     yield name, View(shape, tuple(map(_all_of, stored)), make)
 
 
-def _all_of(tensor: Stored, heads: int = 0) -> Slice:
+def _all_of(tensor: GgufEntry, heads: int = 0) -> Slice:
     return Slice(tensor.name, tensor.shape, 0, tensor.nbytes, heads)
 
 
-def _experts(tensor: Stored, count: int) -> list[Slice]:
+def _experts(tensor: GgufEntry, count: int) -> list[Slice]:
     experts, rows, columns = _dims(tensor, 3)
     if experts != count:
         raise CorruptModel(f"tensor '{tensor.name}' holds {experts} experts, but its metadata says {count}")
@@ -193,7 +193,7 @@ def _experts(tensor: Stored, count: int) -> list[Slice]:
     return [Slice(tensor.name, (rows, columns), index * each, each) for index in range(experts)]
 
 
-def _dims(tensor: Stored, count: int) -> tuple[int, ...]:
+def _dims(tensor: GgufEntry, count: int) -> tuple[int, ...]:
     if len(tensor.shape) != count:
         raise _misshapen(tensor)
     return tensor.shape
@@ -205,5 +205,5 @@ def _places(width: int, alternating: bool) -> tuple[slice, slice]:
     return slice(0, width), slice(width, None)
 
 
-def _misshapen(tensor: Stored) -> CorruptModel:
+def _misshapen(tensor: GgufEntry) -> CorruptModel:
     return CorruptModel(f"tensor '{tensor.name}' has the shape {list(tensor.shape)}, which does not fit the others")
