@@ -14,17 +14,20 @@ from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
+from swarm_kernels.ops.base.experts import Experts, Gating, PlainExperts, check_experts
 from swarm_kernels.ops.base.head_linears import HeadLinears, PlainHeadLinears
 from swarm_kernels.ops.base.int4_linear import FourBitWeights
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
 from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
 from swarm_kernels.ops.base.validate import check_cache, check_plan, check_rows, check_slots, check_step
-from swarm_kernels.ops.cpu import cpu_head_linears, cpu_library, cpu_linear
+from swarm_kernels.ops.cpu import cpu_experts, cpu_head_linears, cpu_library, cpu_linear
 from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
 from swarm_kernels.ops.cpu.cpu_library import describe, isa, select_isa, set_threads
 from swarm_kernels.ops.triton import selector
 
 __all__ = [
+    "Experts",
+    "Gating",
     "LayerWeights",
     "Linear",
     "apply_rope",
@@ -36,6 +39,7 @@ __all__ = [
     "decoder_layers",
     "describe",
     "isa",
+    "pack_experts",
     "pack_head_linears",
     "pack_linear",
     "quantize_linear",
@@ -221,6 +225,19 @@ def pack_four_bits(weights: FourBitWeights, bias: torch.Tensor | None, in_featur
     if weights.numbers.device.type == "cpu" and cpu_library.library() is not None:
         return cpu_linear.pack_four_bits(weights, bias, in_features)
     return int4_linear.Int4Linear(weights, None if bias is None else bias.float(), in_features)
+
+
+def pack_experts(first: Sequence[Linear], second: Sequence[Linear], gating: Gating) -> Experts:
+    """A mixture of experts of linear layers that the functions above prepared: `first[e]` hidden -> [gates; values],
+    `second[e]` back. On a GPU and without compiled kernels plain torch runs one expert after another. Raises
+    KernelError.
+    """
+    check_experts(first, second, gating)
+    ups = [linear for linear in first if isinstance(linear, cpu_linear.PackedLinear)]
+    downs = [linear for linear in second if isinstance(linear, cpu_linear.PackedLinear)]
+    if len(ups) == len(first) and len(downs) == len(second):
+        return cpu_experts.pack_experts(ups, downs, gating)
+    return PlainExperts(first, second, gating)
 
 
 def _check_shapes(weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -163,6 +163,12 @@ int32_t swarm_head_linears(const SwarmLinear* weights, int64_t heads, const floa
   return locked([&](Engine& engine) { engine.head_linears(*weights, heads, {x, x_head, x_row}, rows, {y, y_head, y_row}); });
 }
 
+int32_t swarm_experts(const SwarmExperts* experts, const float* x, const int64_t* index, const float* scores,
+                      int64_t rows, int64_t chosen, float* y) {
+  if (!all_within(index, rows * chosen, experts->experts)) return SWARM_BAD_EXPERT;
+  return locked([&](Engine& engine) { engine.experts(*experts, x, index, scores, rows, chosen, y); });
+}
+
 int32_t swarm_rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {
   return locked([&](Engine& engine) { engine.rms_norm(x, rows, in, weight, eps, y); });
 }

@@ -77,6 +77,7 @@ struct KernelTable {
   int64_t (*attend_workspace)(int64_t m, int64_t dim);
   void (*attend)(const AttendJob&, int64_t word_begin, int64_t word_end, const SoftmaxState&);
   void (*merge)(int64_t m, int64_t value_dim, const SoftmaxState& into, const SoftmaxState& part);
+  void (*gate_row)(const SwarmGating& how, const float* x, int64_t width, float* y);
 };
 
 }  // namespace swarm

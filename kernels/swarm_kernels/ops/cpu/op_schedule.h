@@ -50,6 +50,9 @@ class Engine {
   void head_linears(const SwarmLinear& weights, int64_t heads, const HeadRows<const float>& x, int64_t rows,
                     const HeadRows<float>& y);
   void rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y);
+  // x [rows, hidden] -> y likewise: of each row, the outputs of its `chosen` experts, index [rows, chosen], times scores.
+  void experts(const SwarmExperts& all, const float* x, const int64_t* index, const float* scores, int64_t rows,
+               int64_t chosen, float* y);
   void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
   // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * (size of a value)]. q is scaled in a copy.
   struct Heads {
@@ -88,6 +91,8 @@ class Engine {
                                  const Norm* norm);
   const char* packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                            const Norm* norm);
+  void some_experts(const SwarmExperts& all, const float* x, const int64_t* index, const float* scores, int64_t rows,
+                    int64_t chosen, float* y);
   void rotate(const Rotation& how, int64_t row, int64_t group);
 
   const KernelTable* table_ = nullptr;
