@@ -14,6 +14,7 @@ from zoo.weights import random_model
 
 from swarm.errors import UnsupportedModel
 from swarm.types import LayerSpan
+from swarm_kernels.device.device import DTYPES
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.runtime import hf_indexer, hf_span
 from swarm_kernels.runtime.hf_latent import AbsorbedWeights, absorb, absorbed_weights
@@ -49,7 +50,7 @@ def test_a_token_takes_one_latent_and_one_rotated_key(kind: str, dtype: torch.dt
     """In DeepSeek-V3's sizes 576 numbers. The check at load has compared both formats with transformers."""
     _, source = source_of(kind, **DEEPSEEK_V3)
     span = loaded(source, dtype)
-    assert span.kv_bytes_per_token_per_layer == 576 * dtype.itemsize
+    assert span.kv_bytes_per_token_per_layer == 576 * dtype.itemsize == source.config.kv_elements * dtype.itemsize
     cache = span.new_cache(64)
     assert cache.nbytes == 64 * 2 * 576 * dtype.itemsize
     assert len(cache.pool.read(1, [0, 1], 20)) == 32 * 576 * dtype.itemsize
@@ -102,6 +103,7 @@ def test_indexers_choose_as_in_transformers(kind: str) -> None:
 def test_index_keys_are_cached_and_lift_the_limit_of_the_context() -> None:
     _, choosing = source_of("deepseek_v32", **CHOOSING)
     span = loaded(choosing)
+    assert span.kv_bytes_per_token_per_layer == choosing.config.kv_elements * 4
     assert span.config.context_length == 256
     assert span.kv_shape.value_dim == 16
     _, sharing = source_of("glm_moe_dsa", **CHOOSING)  # its second layer takes over what the first chose
@@ -159,6 +161,27 @@ def test_absorbed_weights_are_those_of_the_model() -> None:
     assert weights.nbytes == expected.nbytes
 
 
+def test_received_garbage_stays_in_its_session() -> None:
+    """Blocks from a hostile peer: not a number, infinity, or the largest numbers there are."""
+    _, source = source_of("deepseek_v32", **CHOOSING)
+    span, words = loaded(source), text(60, 12, 256)
+    cache = span.new_cache(256)
+    for key in (b"a", b"b", b"c"):
+        cache.open(key, 70)
+    alone = run(span, cache, words, StepRequest(b"a", 0, 60))
+    size = 4 * cache.shape.bytes_per_block // len(span.layers)
+    for pattern in (b"\xff\xff\xff\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f"):
+        blocks = cache.import_blocks(b"b", 60)
+        for layer in span.layers:
+            cache.pool.write(layer, blocks, pattern * (size // 4))
+        again = run(span, cache, [*words, 5], StepRequest(b"c", 0, 60), StepRequest(b"b", 60, 1))
+        assert distance(again[:60], alone) <= TOLERANCE
+        cache.rollback(b"b", 0)
+        cache.rollback(b"c", 0)
+        assert distance(run(span, cache, words, StepRequest(b"c", 0, 60)), alone) <= TOLERANCE
+        cache.rollback(b"c", 0)
+
+
 @pytest.mark.parametrize("rows", [0, 1])
 def test_slots_are_committed_with_and_without_rows(rows: int) -> None:
     model, source = source_of("deepseek_v32", **CHOOSING)
@@ -171,3 +194,17 @@ def test_slots_are_committed_with_and_without_rows(rows: int) -> None:
     span.forward(span.embed([9] * rows), metadata, cache)
     after = run(span, cache, [11], StepRequest(b"a", 42 + rows, 1))
     assert distance(after[0], hf_logits(model, [*words, 6, 7, *[9] * rows, 11])[-1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
+def test_packed_weights_are_absorbed_as_they_are_rounded(kind: str, dtype: str) -> None:
+    """The check at load compares with transformers' expansion by the same weights. Keys and values stay bf16."""
+    _, source = source_of(kind, **DEEPSEEK_V3, **({"index_head_dim": 128} if kind == "deepseek_v32" else {}))
+    span = loaded(source, DTYPES[dtype])
+    weights = absorbed_weights(span.attention_module(0))
+    assert weights is not None
+    stored = source.tensor("model.layers.0.self_attn.kv_b_proj.weight")
+    rounded = weights.expansion().float()
+    assert 0 < distance(rounded, stored) < (0.02 if dtype == "int8" else 0.1)
+    assert span.kv_bytes_per_token_per_layer == 2 * (576 + span.index_dim)
