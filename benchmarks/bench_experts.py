@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,7 @@ def bench(shape: Shape, seconds: float) -> str:
             works[name] = _theirs(module, name, batches)
         check(module, ours["bf16"], batches[0])
         pairs = measure(seconds, works)
-        union = sum(len(index.unique()) for _, index, _ in batches) / BATCHES  # type: ignore[no-untyped-call]
+        union = sum(len(set(index.flatten().tolist())) for _, index, _ in batches) / BATCHES
         sums = {name: union * experts.nbytes / shape.experts / _SUMMED for name, experts in ours.items()}  # the bound
         best = min(THEIRS, key=pairs.median)
         times = " | ".join(f"{pairs.median(name):.2f}" for name in (*ours, *THEIRS))
@@ -112,14 +113,13 @@ def pack(shape: Shape, module: Any, dtype: torch.dtype, gating: Gating) -> Exper
     first, second = [], []
     for expert in range(shape.experts):
         up, down = module.gate_up_proj[expert], module.down_proj[expert]
-        biases = (module.gate_up_proj_bias[expert], module.down_proj_bias[expert]) if module.has_bias else (None, None)
+        up_bias = module.gate_up_proj_bias[expert] if module.has_bias else None
         if module.is_transposed:
             up, down = up.T, down.T
         if not module.is_concatenated:
-            up, bias = torch.cat((up[::2], up[1::2])), torch.cat((biases[0][::2], biases[0][1::2]))
-            biases = (bias, biases[1])
-        first.append(linear(up.contiguous(), biases[0]))
-        second.append(linear(down.contiguous(), biases[1]))
+            up, up_bias = (None if x is None else torch.cat((x[::2], x[1::2])) for x in (up, up_bias))
+        first.append(linear(up.contiguous(), up_bias))
+        second.append(linear(down.contiguous(), module.down_proj_bias[expert] if module.has_bias else None))
     return dispatch.pack_experts(first, second, gating)
 
 
@@ -136,12 +136,12 @@ def _batch(shape: Shape, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return torch.randn(rows, shape.hidden), index, torch.rand(rows, shape.chosen)
 
 
-def _wide(experts: Experts, batches: list[tuple[torch.Tensor, ...]]) -> Timed:
+def _wide(experts: Experts, batches: Sequence[tuple[torch.Tensor, ...]]) -> Timed:
     turn = iter(range(1 << 62))
     return wall(lambda: experts(*batches[next(turn) % BATCHES]))
 
 
-def _theirs(module: Any, name: str, batches: list[tuple[torch.Tensor, ...]]) -> Timed:
+def _theirs(module: Any, name: str, batches: Sequence[tuple[torch.Tensor, ...]]) -> Timed:
     halves = [(x.bfloat16(), index, scores.bfloat16()) for x, index, scores in batches]
     turn = iter(range(1 << 62))
 

@@ -193,16 +193,17 @@ def _eager(span: HfSpan) -> Iterator[None]:
 
 @contextmanager
 def _small_windows(span: HfSpan) -> Iterator[None]:
-    """Windows and chunks of `_SHRUNK` tokens within, so that few rows reach beyond them."""
-    changed = []
+    """Windows and chunks of `_SHRUNK` tokens within, so that few rows reach beyond them; indexers choose as few keys."""
+    changed: list[tuple[Any, str, int]] = []
+    indexers = [span.attention_module(layer).indexer for layer in span.layers if span.index_dim]
     try:
-        for config in span.configs():
-            for name in _WINDOWS:
-                size = getattr(config, name, None)
+        for owner, names in [(c, _WINDOWS) for c in span.configs()] + [(i, ("index_topk",)) for i in indexers]:
+            for name in names:
+                size = getattr(owner, name, None)
                 if isinstance(size, int) and size > _SHRUNK:
-                    changed.append((config, name, size))
-                    setattr(config, name, _SHRUNK)
+                    changed.append((owner, name, size))
+                    setattr(owner, name, _SHRUNK)
         yield
     finally:
-        for config, name, size in changed:
-            setattr(config, name, size)
+        for owner, name, size in changed:
+            setattr(owner, name, size)

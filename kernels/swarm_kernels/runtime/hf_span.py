@@ -28,6 +28,8 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
 from swarm_kernels.runtime.hf_experts import EXPERTS
+from swarm_kernels.runtime.hf_indexer import choose_keys
+from swarm_kernels.runtime.hf_latent import absorb
 from swarm_kernels.runtime.hf_linears import Format, weight_bytes
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
@@ -117,6 +119,9 @@ class HfSpan:
         for index, layer in enumerate(model.layers):
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
         self._tree_positions: weakref.WeakKeyDictionary[KVCacheManager, torch.Tensor] = weakref.WeakKeyDictionary()
+        latent = absorb((self.layer(index) for index in layers), ATTENTION)
+        self.index_dim = choose_keys(latent) if latent else 0
+        self.config = _limited_context(config, chooses=self.index_dim > 0)
         self._find_out_parts()
         probed = self.probe(layers.start, layers.end)
         self.kv_shape = self._shape_of_all(probed)
@@ -134,7 +139,7 @@ class HfSpan:
             load_weights(model, source, layers, device, progress, form)
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
-        return cls(_limited_context(source.config), layers, form, device, model)
+        return cls(source.config, layers, form, device, model)
 
     @property
     def kv_bytes_per_token_per_layer(self) -> int:
@@ -179,6 +184,10 @@ class HfSpan:
         visibility: tuple[Visibility, ...],
     ) -> torch.Tensor:
         """`forward` of at least one row, with the `visibility` of each layer of the span."""
+        if self.index_dim:  # indexers read the cache before the attention would move committed slots
+            for layer in range(start - self.layers.start, end - self.layers.start):
+                dispatch.commit_tree_slots(cache.k[layer], cache.v[layer], metadata.copy_from, metadata.copy_to)
+            metadata = replace(metadata, copy_from=metadata.copy_from[:0], copy_to=metadata.copy_to[:0])
         trees = self._positions_of_trees(metadata, cache, visibility)
         with running_as(BatchContext(metadata, self.layers.start, cache, visibility, trees)):
             return self._forward_layers(hidden, metadata.positions, start, end)
@@ -296,7 +305,9 @@ class HfSpan:
         heads = math.lcm(*{layer.kv_heads for layer in probed})
         if any(layer.heads % heads for layer in probed):
             raise self._unsupported("the key heads of its layers have no common multiple among its query heads")
-        return KvShape(len(probed), heads, max(layer.head_dim for layer in probed), self.dtype)
+        latent = any(layer.latent for layer in probed)  # then all are, see `absorb`
+        values = self.index_dim if latent else -1
+        return KvShape(len(probed), heads, max(layer.head_dim for layer in probed), self.dtype, values)
 
     def _probe(self, start: int, end: int) -> list[ProbedLayer]:
         metadata = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])
@@ -316,17 +327,17 @@ class HfSpan:
         return UnsupportedModel(f"models of type {self.config.model_type} cannot be served in slices: {reason}")
 
 
-def _limited_context(config: ModelConfig) -> ModelConfig:
-    """The context up to which a row does not depend on its batch, nor a layer on more than keys and values.
+def _limited_context(config: ModelConfig, *, chooses: bool) -> ModelConfig:
+    """The context up to which a row does not depend on its batch, nor a layer on more than what is cached.
 
     LongRoPE changes all frequencies once a sequence outgrows the trained context. An indexer chooses among the keys of
-    a text longer than `index_topk`, by keys of its own that are not cached."""
+    a text longer than `index_topk`, by keys of its own: are these cached (`chooses`), there is no limit."""
     limits = [config.context_length]
     scaling = config.rope.scaling or {}
     trained = scaling.get("original_max_position_embeddings")
     if scaling.get("rope_type") == "longrope" and isinstance(trained, int):
         limits.append(trained)
-    if isinstance(config.hf.get("index_topk"), int):
+    if isinstance(config.hf.get("index_topk"), int) and not chooses:
         limits.append(config.hf["index_topk"])
     return replace(config, context_length=min(limits))
 

@@ -60,11 +60,12 @@ struct SwarmExperts {
   SwarmGating gating;
 };
 
-// One layer's KV cache: keys [blocks][kv_heads][dim][KV_BLOCK], values [blocks][kv_heads][KV_BLOCK][dim].
+// One layer's KV cache: keys [blocks][kv_heads][dim][KV_BLOCK], values [blocks][kv_heads][KV_BLOCK][value_dim].
 struct SwarmCache {
   void *k, *v;
-  int64_t blocks, kv_heads, dim;
-  int32_t bf16, unused;
+  int64_t blocks, kv_heads, dim, value_dim;
+  int32_t bf16;
+  int32_t latent;  // if not 0, attention takes no values from v: they are the first `latent` numbers of the keys
 };
 
 // swarm_kernels.batch.AttentionMetadata, all arrays contiguous.

@@ -62,8 +62,9 @@ class CacheDesc(ctypes.Structure):
         ("blocks", c_int64),
         ("kv_heads", c_int64),
         ("dim", c_int64),
+        ("value_dim", c_int64),
         ("bf16", c_int32),
-        ("unused", c_int32),
+        ("latent", c_int32),
     ]
 
 
@@ -95,6 +96,10 @@ _SIGNATURES = {
     "swarm_advise_huge": (None, [c_void_p, c_int64]),
     "swarm_check_plan": (c_int32, [POINTER(PlanDesc), c_int64]),
     "swarm_linear": (c_int32, [POINTER(LinearDesc), c_void_p, c_int64, c_void_p]),
+    "swarm_head_linears": (
+        c_int32,
+        [POINTER(LinearDesc), c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    ),
     "swarm_experts": (
         c_int32,
         [POINTER(ExpertsDesc), c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
@@ -113,6 +118,8 @@ _SIGNATURES = {
             c_float,
             c_int64,
             c_float,
+            c_void_p,
+            c_int64,
             c_void_p,
         ],
     ),
