@@ -17,7 +17,7 @@ from swarm_kernels.models.field_check import HARMLESS_FIELDS, LLAMA_FIELDS, beyo
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "intermediate_size": ("n_inner", "ffn_dim"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len"),
     "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
