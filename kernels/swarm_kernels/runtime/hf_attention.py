@@ -128,6 +128,8 @@ def _mask(
     if batch is not None and INDEXED in (getattr(config, "layer_types", None) or ()):
         batch.indexer_mask = torch.zeros(1, 1, q_length, q_length, dtype=dtype, device=device)
         return batch.indexer_mask
+    if getattr(config, "model_type", "") == "mpt":  # casts it, without looking at it
+        return torch.zeros(1, 1, 1, 1, device=device)
     if batch is None or batch.cache is not None:
         return None
     try:
@@ -207,6 +209,25 @@ def _attention(
     q, k, v = _in_shape_of(batch.cache, q, k, v)
     attended = _attend(q, k, v, batch, layer, scale, softcap, s_aux)
     return attended[None, ..., :value_dim], None
+
+
+def attend_as_interface(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    visibility: Visibility = Visibility(),
+) -> torch.Tensor:
+    """Attention of a module that does not call transformers' interface: shapes as `_attention`'s."""
+    mask = None if visibility == Visibility() else _ProbedMask(visibility)
+    return _attention(module, query, key, value, mask, scale)[0]
+
+
+def row_positions(rows: int, device: torch.device) -> torch.Tensor:
+    """Of the rows of the running batch, `[rows]` int64; zeros while probing."""
+    batch = _running.get()
+    return batch.metadata.positions if batch.cache is not None else torch.zeros(rows, dtype=torch.int64, device=device)
 
 
 def _probed_visibility(attention_mask: _ProbedMask | torch.Tensor | None) -> Visibility:
