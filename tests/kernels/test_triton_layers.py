@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import NONE, Part, make_plan, random_blocks, random_tree, star
+from kernel_cases import NONE, Part, make_plan, random_blocks, random_tree, star, vary
 from test_ops_layer import Shape, random_layer, rotary
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 
@@ -46,12 +46,13 @@ def on_device(weights: dispatch.LayerWeights) -> dispatch.LayerWeights:
         assert isinstance(linear, PlainLinear)
         return PlainLinear(linear.weight.to(DEVICE), None if linear.bias is None else linear.bias.to(DEVICE))
 
-    linears = {name: moved(getattr(weights, name)) for name in ("qkv", "o", "gate_up", "down")}
-    norms = {
-        name: None if getattr(weights, name) is None else getattr(weights, name).to(DEVICE)
-        for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")
-    }
-    return replace(weights, **linears, **norms)
+    def there(vector: torch.Tensor | None) -> torch.Tensor | None:
+        return None if vector is None else vector.to(DEVICE)
+
+    a, mlp = weights.attention, weights.mlp
+    linears = {"qkv": moved(a.qkv), "o": moved(a.o), "gate_up": moved(mlp.gate_up), "down": moved(mlp.down)}
+    norms = {"q_norm": there(a.q_norm), "k_norm": there(a.k_norm)}
+    return vary(weights, **linears, **norms, attn_norm=there(weights.attn_norm), mlp_norm=there(weights.mlp_norm))
 
 
 def close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -160,10 +161,8 @@ def test_sizes_of_batches() -> None:
     several = size(*[Part(30, line=1)] * 5)
     assert several is not None
     assert (several.rows, several.tiling.tiles) == (8, 8)
-    assert (
-        Size.of(AttentionMetadata(*[NONE] * 4, NONE[None], NONE[None], NONE[None], NONE, NONE), heads, torch.float32, 8)
-        is None
-    )
+    empty = AttentionMetadata(*[NONE] * 4, NONE[None], NONE[None], NONE[None], NONE, NONE, NONE[None])
+    assert Size.of(empty, heads, torch.float32, 8) is None
 
 
 def test_stacks_are_checked_once_and_forgotten_with_their_caches() -> None:

@@ -11,7 +11,6 @@ logit caps) stays transformers' code. Only code that ships with transformers run
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -111,7 +110,6 @@ class HfSpan:
         self._layers = model.layers
         for index, layer in enumerate(model.layers):
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
-        self._tree_positions: weakref.WeakKeyDictionary[KVCacheManager, torch.Tensor] = weakref.WeakKeyDictionary()
         self._find_out_parts()
         probed = self.probe(layers.start, layers.end)
         self.kv_shape = self._shape_of_all(probed)
@@ -175,8 +173,7 @@ class HfSpan:
         visibility: tuple[Visibility, ...],
     ) -> torch.Tensor:
         """`forward` of at least one row, with the `visibility` of each layer of the span."""
-        trees = self._positions_of_trees(metadata, cache, visibility)
-        with running_as(BatchContext(metadata, self.layers.start, cache, visibility, trees)):
+        with running_as(BatchContext(metadata, self.layers.start, cache, visibility)):
             return self._forward_layers(hidden, metadata.positions, start, end)
 
     def run_eager(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -203,19 +200,6 @@ class HfSpan:
         """transformers' configs that the model's modules read, each once."""
         found = {id(module.config): module.config for module in self._model.modules() if hasattr(module, "config")}
         return list(found.values())
-
-    def _positions_of_trees(
-        self, metadata: AttentionMetadata, cache: KVCacheManager, visibility: tuple[Visibility, ...]
-    ) -> torch.Tensor | None:
-        """Positions by flat slot, of the tree slots in use. None where every row sees every key before it."""
-        if all(layer == Visibility() for layer in visibility):
-            return None
-        known = self._tree_positions.get(cache)
-        if known is None:
-            known = torch.zeros(cache.capacity_tokens, dtype=torch.int64, device=self.device)
-            self._tree_positions[cache] = known
-        known[metadata.slot_mapping] = metadata.positions
-        return known
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -107,7 +107,7 @@ class LlamaSpan:
 
     @property
     def layer_bytes(self) -> int:
-        return max(_layer_nbytes(weights) for weights in self.weights)
+        return max(weights.nbytes for weights in self.weights)
 
     @property
     def edge_bytes(self) -> int:
@@ -183,26 +183,26 @@ def _load_layer(reader: WeightReader, config: ModelConfig, layer: int, packs: Pa
     def linear(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> dispatch.Linear:
         return reader.linear(names, rows, columns, bias, packs)
 
-    return dispatch.LayerWeights(
-        attn_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
+    attention_weights = dispatch.Attention(
         qkv=linear([f"{attention}.{name}_proj.weight" for name in "qkv"], (q, kv, kv), hidden, config.qkv_bias),
         o=linear([f"{attention}.o_proj.weight"], (hidden,), q, config.o_bias),
-        mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=linear(
-            [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (intermediate, intermediate), hidden, config.mlp_bias
-        ),
-        down=linear([f"{mlp}.down_proj.weight"], (hidden,), intermediate, config.mlp_bias),
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=dim,
-        eps=config.rms_norm_eps,
         scale=dim**-0.5,
         q_norm=reader.vector(f"{attention}.q_norm.weight", dim) if config.qk_norm else None,
         k_norm=reader.vector(f"{attention}.k_norm.weight", dim) if config.qk_norm else None,
     )
-
-
-def _layer_nbytes(weights: dispatch.LayerWeights) -> int:
-    norms = (weights.attn_norm, weights.mlp_norm, weights.q_norm, weights.k_norm)
-    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
-    return sum(norm.nbytes for norm in norms if norm is not None) + sum(linear.nbytes for linear in linears)
+    mlp_weights = dispatch.GatedMlp(
+        gate_up=linear(
+            [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (intermediate, intermediate), hidden, config.mlp_bias
+        ),
+        down=linear([f"{mlp}.down_proj.weight"], (hidden,), intermediate, config.mlp_bias),
+    )
+    return dispatch.LayerWeights(
+        attention_weights,
+        mlp_weights,
+        attn_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
+        mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+        eps=config.rms_norm_eps,
+    )

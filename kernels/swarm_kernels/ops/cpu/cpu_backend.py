@@ -15,6 +15,7 @@ from swarm_kernels.ops.cpu import cpu_library
 from swarm_kernels.ops.cpu.cpu_descriptors import (
     CpuLayerStack,
     describe_cache,
+    describe_scoring,
     prepared_plan,
     supports_cache,
     supports_layer,
@@ -58,10 +59,13 @@ class CpuBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         queries, keys, values = _contiguous_fp32(q), _contiguous_fp32(k), _contiguous_fp32(v)
         out = torch.empty_like(queries)
         cache = describe_cache(k_blocks, v_blocks)
+        sinks = None if sinks is None else _contiguous_fp32(sinks)
         status = self._library.swarm_attend(
             queries.data_ptr(),
             keys.data_ptr(),
@@ -69,9 +73,7 @@ class CpuBackend(AttentionBackend):
             q.shape[1],
             cache,
             prepared_plan(self._library, plan, cache.blocks),
-            scale,
-            sliding_window or 0,
-            softcap or 0.0,
+            describe_scoring(scale, sliding_window, softcap, chunk, sinks),
             out.data_ptr(),
         )
         if status:

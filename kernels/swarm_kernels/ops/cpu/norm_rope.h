@@ -23,6 +23,14 @@ inline void scale_row(const float* x, int64_t in, float scale, const float* norm
   for (int64_t k = 0; k < in; k++) y[k] = x[k] * scale * norm[k];
 }
 
+// `norm` may be null.
+inline void add_row(const float* x, int64_t in, float scale, const float* norm, float* y) {
+  if (norm)
+    for (int64_t k = 0; k < in; k++) y[k] += x[k] * scale * norm[k];
+  else
+    for (int64_t k = 0; k < in; k++) y[k] += x[k] * scale;
+}
+
 // x [4 rows][4 columns], rows ldx apart -> its transpose in y, rows ldy apart.
 SWARM_INLINE void transpose4(const float* x, int64_t ldx, float* y, int64_t ldy) {
   Quad a = load4(x), b = load4(x + ldx), c = load4(x + 2 * ldx), d = load4(x + 3 * ldx);

@@ -13,7 +13,7 @@ import triton
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache
-from swarm_kernels.ops.base.layer_weights import LayerWeights
+from swarm_kernels.ops.base.layer_weights import Activation, LayerWeights
 from swarm_kernels.ops.triton import cache_kernels, row_kernels
 from swarm_kernels.ops.triton.attention import (
     AttentionShape,
@@ -33,13 +33,27 @@ _ACT_BLOCK = 1024
 
 
 def attention_shape(weights: LayerWeights) -> AttentionShape:
-    return AttentionShape(weights.heads, weights.kv_heads, weights.head_dim)
+    a = weights.attention
+    return AttentionShape(a.heads, a.kv_heads, a.head_dim)
 
 
 def supports_stack(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
     """Whether the kernels support every layer with activations and KV blocks of `dtype`, all of one attention shape."""
     alike = len({attention_shape(w) for w in layers}) <= 1  # one tiling serves all layers
-    return alike and all(supports(attention_shape(w), dtype) and w.o.out_features <= MAX_WIDTH for w in layers)
+    return alike and all(_is_plain(w) and supports(attention_shape(w), dtype) and w.width <= MAX_WIDTH for w in layers)
+
+
+def _is_plain(w: LayerWeights) -> bool:
+    """Whether the layer is Llama's or Qwen's: norms before its parts alone, SiLU, and no variant of attention."""
+    a = w.attention
+    return (
+        (w.attn_norm is not None and w.mlp_norm is not None and w.attn_post_norm is None and w.mlp_post_norm is None)
+        and w.mlp.activation is Activation.SILU
+        and w.residual_scale == 1
+        and (a.window is None and a.chunk is None and a.softcap is None and a.sinks is None)
+        and a.rope == 0
+        and not a.norm_is_whole
+    )
 
 
 def decoder_layers(
@@ -58,15 +72,17 @@ def decoder_layers(
     rows = hidden.shape[0]
     delta: torch.Tensor | None = None  # the previous layer's MLP output, not yet added to the residual stream
     for w, (k_blocks, v_blocks) in zip(layers, caches, strict=True):
+        assert w.attn_norm is not None  # `_is_plain`
+        assert w.mlp_norm is not None
         if delta is None:
             normed = rms_norm(hidden, w.attn_norm, w.eps)
         else:
             hidden, normed = add_rms_norm(hidden, delta, w.attn_norm, w.eps)
         commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
-        q = norm_rope_and_cache(w.qkv(normed), w, cos, sin, k_blocks, v_blocks, plan.slot_mapping)
-        mixed = attend_cached(q, k_blocks, v_blocks, plan, tiles, w.scale, None, None)
-        hidden, normed = add_rms_norm(hidden, w.o(mixed.view(rows, -1)), w.mlp_norm, w.eps)
-        delta = w.down(silu_times(w.gate_up(normed)))
+        q = norm_rope_and_cache(w.attention.qkv(normed), w, cos, sin, k_blocks, v_blocks, plan.slot_mapping)
+        mixed = attend_cached(q, k_blocks, v_blocks, plan, tiles, w.attention.scale, None, None)
+        hidden, normed = add_rms_norm(hidden, w.attention.o(mixed.view(rows, -1)), w.mlp_norm, w.eps)
+        delta = w.mlp.down(silu_times(w.mlp.gate_up(normed)))
     return hidden if delta is None else hidden + delta
 
 
@@ -83,16 +99,16 @@ def norm_rope_and_cache(
 
     Keys and values go to their rows' slots; rows with a negative slot are skipped.
     """
-    w, rows = weights, packed.shape[0]
+    w, rows = weights.attention, packed.shape[0]
     stride, keys = packed.shape[1], w.heads * w.head_dim
     q = packed.new_empty(rows, w.heads, w.head_dim)
     cache_kernels.norm_rope_and_cache[(rows, w.heads + 2 * w.kv_heads)](
         packed, packed[:, keys:], packed[:, keys + w.kv_heads * w.head_dim :], q, k_blocks, v_blocks,
         slot_mapping, cos, sin,
         cos if w.q_norm is None else w.q_norm, cos if w.k_norm is None else w.k_norm,
-        stride, stride, stride, cos.shape[1], w.eps,
-        HEADS=w.heads, KV_HEADS=w.kv_heads, D=w.head_dim, BLOCK_D=attention_shape(w).block_d, BLOCK_SIZE=BLOCK_SIZE,
-        ROPE=True, NORM_Q=w.q_norm is not None, NORM_K=w.k_norm is not None, num_warps=1,
+        stride, stride, stride, cos.shape[1], weights.eps,
+        HEADS=w.heads, KV_HEADS=w.kv_heads, D=w.head_dim, BLOCK_D=attention_shape(weights).block_d,
+        BLOCK_SIZE=BLOCK_SIZE, ROPE=True, NORM_Q=w.q_norm is not None, NORM_K=w.k_norm is not None, num_warps=1,
     )  # fmt: skip
     return q
 

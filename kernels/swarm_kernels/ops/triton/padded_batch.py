@@ -77,6 +77,7 @@ class PaddedBatch:
         if self.size.words:
             words = source.tree_mask.shape[1]
             _corner(ours.tree_block_tables, source.tree_block_tables)
+            _corner(ours.tree_positions, source.tree_positions)
             ours.tree_mask[:rows, :words].copy_(source.tree_mask)
             ours.tree_mask[:rows, words:].zero_()
         if copies:
@@ -116,4 +117,5 @@ def _blank_plan(size: Size, device: torch.device) -> AttentionMetadata:
         tree_mask=filled(0, torch.int64, size.rows, size.words),
         copy_from=filled(_SKIP, torch.int64, size.copies),
         copy_to=filled(0, torch.int64, size.copies),
+        tree_positions=filled(0, torch.int32, size.rows, size.words * 64),
     )
