@@ -84,7 +84,7 @@ def test_without_compiled_kernels_the_bits_are_the_same(dtype: torch.dtype) -> N
 def linears(span: Span) -> list[dispatch.Linear]:
     assert isinstance(span, LlamaSpan)
     assert span.head is not None
-    return [span.weights[0].qkv, span.weights[0].gate_up, span.head]
+    return [span.weights[0].attention.qkv, span.weights[0].mlp.gate_up, span.head]
 
 
 @pytest.mark.parametrize("dtype", [INT4, torch.int8, torch.bfloat16, torch.float32])
@@ -102,4 +102,4 @@ def test_a_tied_embedding_is_held_once(dtype: torch.dtype) -> None:
 @BITS
 def test_other_models_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedModel, match="8 or 4 bits"):
-        load_span(ModelTensors(tiny_model("olmo2")), LayerSpan(0, 2), dtype)
+        load_span(ModelTensors(tiny_model("olmo")), LayerSpan(0, 2), dtype)

@@ -28,6 +28,7 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
+from swarm_kernels.runtime.rope import limited_context
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 
 _COUNT_TOKENS = frozenset({"llama4_text"})
@@ -298,16 +299,10 @@ class HfSpan:
 def _limited_context(config: ModelConfig) -> ModelConfig:
     """The context up to which a row does not depend on its batch, nor a layer on more than keys and values.
 
-    LongRoPE changes all frequencies once a sequence outgrows the trained context. An indexer chooses among the keys of
-    a text longer than `index_topk`, by keys of its own that are not cached."""
-    limits = [config.context_length]
-    scaling = config.rope.scaling or {}
-    trained = scaling.get("original_max_position_embeddings")
-    if scaling.get("rope_type") == "longrope" and isinstance(trained, int):
-        limits.append(trained)
-    if isinstance(config.hf.get("index_topk"), int):
-        limits.append(config.hf["index_topk"])
-    return replace(config, context_length=min(limits))
+    An indexer chooses among the keys of a text longer than `index_topk`, by keys of its own that are not cached."""
+    config = limited_context(config)
+    indexed = config.hf.get("index_topk")
+    return replace(config, context_length=min(config.context_length, indexed)) if isinstance(indexed, int) else config
 
 
 def _reason(error: Exception) -> str:
