@@ -24,7 +24,7 @@ void Engine::attention(const SwarmLayer& layer, const SwarmCache& cache, const S
   const Norm norm{layer.attn_norm, layer.eps};
   gemm(layer.qkv, hidden, rows, layer.attn_norm ? &norm : nullptr, LinearJob::STORE, qkv, ld);
   const float* k = qkv + layer.heads * dim;
-  const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, layer.heads};
+  const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, ld, layer.heads};
   const int64_t offset = layer.rope > 0 ? layer.rope * rows * tables.rot : 0;
   const RotaryTables table{tables.cos + offset, tables.sin + offset, layer.rope < 0 ? 0 : tables.rot};
   const Rotation rotation{&layer, table, qkv};
