@@ -81,6 +81,19 @@ def test_a_latent_cache_is_estimated_as_it_is(kind: str, dtype: str) -> None:
     assert span.kv_bytes_per_token_per_layer == DTYPES[dtype].itemsize * (64 + (128 if kind == "deepseek_v32" else 0))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(("kind", "shape"), [("mixtral", {"num_local_experts": 4}), ("gemma2", {"head_dim": 32})])
+def test_the_estimate_holds_for_experts_and_other_layers_of_transformers(
+    kind: str, shape: dict[str, int], dtype: str
+) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "vocab_size": 1600}
+    source = ModelTensors(tiny_model(kind, **sizes, **shape))
+    w, span = ModelMemory.of(source, DTYPES[dtype]), load_span(source, LayerSpan(0, 2), DTYPES[dtype])
+    assert w.kv_token == span.kv_bytes_per_token_per_layer
+    assert w.layer == pytest.approx(span.layer_bytes, rel=0.05)
+    assert w.embedding == pytest.approx(span.edge_bytes, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])

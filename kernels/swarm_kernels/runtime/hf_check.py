@@ -25,6 +25,7 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.runtime.hf_attention import Visibility
 from swarm_kernels.runtime.hf_experts import EXACT, EXPERTS
+from swarm_kernels.runtime.hf_legacy_attention import COUNT_FROM_ZERO, REFERENCE
 from swarm_kernels.runtime.hf_span import HfSpan
 
 _SHRUNK = 6  # tokens of a window or chunk while checking
@@ -99,7 +100,7 @@ def _check_near(span: HfSpan, layer: int) -> None:
 
 def _check_far(span: HfSpan, layer: int) -> None:
     """A few rows, whose positions begin in the middle of the context."""
-    start = span.config.context_length // 2
+    start = 0 if span.config.model_type in COUNT_FROM_ZERO else span.config.context_length // 2
     rows = _rows(span, _FAR)
     cache = _cache(span, 64)
     cache.open(b"a", 32)
@@ -185,7 +186,7 @@ def _eager(span: HfSpan) -> Iterator[None]:
     before = [(config._attn_implementation_internal, config._experts_implementation_internal) for config in configs]
     try:
         for config, (_, experts) in zip(configs, before, strict=True):
-            config._attn_implementation_internal = "eager"
+            config._attn_implementation_internal = REFERENCE.get(span.config.model_type, "eager")
             config._experts_implementation_internal = EXACT if experts == EXPERTS else experts
         yield
     finally:
