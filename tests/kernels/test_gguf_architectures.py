@@ -21,6 +21,7 @@ from zoo.shrink import tiny_config
 from zoo.weights import random_model
 
 from swarm.errors import CorruptModel, ModelError, UnsupportedModel
+from swarm.types import LayerSpan
 from swarm_kernels.device.device import INT4
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.gguf import GgufSource
@@ -28,6 +29,8 @@ from swarm_kernels.models.gguf_four_bits import four_bits_from_gguf
 from swarm_kernels.models.gguf_types import architecture
 from swarm_kernels.models.gguf_types.table import ARCHITECTURES as READ
 from swarm_kernels.models.open import open_model
+from swarm_kernels.ops import dispatch
+from swarm_kernels.runtime.load import load_span
 
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 _HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -195,6 +198,28 @@ def test_quantized_mixtures_compute_with_what_is_stored(name: str, tmp_path: Pat
     with closing(open_model(str(tmp_path / "plain.gguf"))) as unpacked:
         theirs = Pieces(unpacked).chain((2,)).run(StepRequest(b"a", 0, len(words)), words)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "deepseek v3", "phi3, window", "glm4"])
+def test_four_bits_are_taken_over_as_they_are(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of `Q4_0` reach the kernels without another rounding, experts among them."""
+    rounded = []
+    round_weights = dispatch.quantize_linear
+
+    def recording(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Any:
+        rounded.append((bits, tuple(weight.shape)))
+        return round_weights(weight, bias, bits=bits)
+
+    monkeypatch.setattr(dispatch, "quantize_linear", recording)
+    kind, changes = CASES[name]
+    wide = {"moe_intermediate_size": 32, "intermediate_size": 64, "q_lora_rank": 32, "v_head_dim": 16}
+    config = tiny_config(kind, **changes)
+    changes = changes | {key: size for key, size in wide.items() if hasattr(config, key)}
+    model = random_model(tiny_config(kind, **changes))
+    path = convert(model, tmp_path / "m.gguf", Quant.Q4_0, split_latents=False)  # newer files hold the keys transposed
+    with closing(open_model(str(path))) as source:
+        load_span(source, LayerSpan(1, 3), INT4)
+    assert [shape for bits, shape in rounded if bits == 4] == []
 
 
 def added(key: str, value: float) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.errors import OutOfMemory
+from swarm.errors import InvalidRequest, OutOfMemory
 from swarm_kernels.batch import BLOCK_SIZE
 
 
@@ -95,7 +95,11 @@ class BlockPool:
         return b"".join(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in (k, v))
 
     def write(self, layer: int, block_ids: Sequence[int], body: bytes | bytearray | memoryview) -> None:
-        """`body`: keys of all `block_ids`, then their values, as `read` returns them."""
+        """`body`: keys of all `block_ids`, then their values, as `read` returns them. Raises InvalidRequest for a body
+        of another size, which a node with another layout of the cache may send."""
+        size = len(block_ids) * BLOCK_SIZE * self.shape.bytes_per_token_per_layer
+        if len(body) != size:
+            raise InvalidRequest(f"{len(body)} bytes are not {len(block_ids)} blocks of {size} bytes in all")
         index = torch.tensor(block_ids, dtype=torch.long, device=self.k[layer].device)
         both = torch.frombuffer(bytearray(body), dtype=self.shape.dtype).to(index.device)
         keys, values = both.tensor_split([len(block_ids) * self.k[layer][0].numel()])

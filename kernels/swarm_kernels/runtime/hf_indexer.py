@@ -51,15 +51,18 @@ class _SessionKeys:
         return self._blocks[self._of_session, 0].flatten(0, 1)[None].to(keys.dtype)
 
 
-def choose_keys(attention_modules: Sequence[Any]) -> int:
-    """Let the indexers of these modules choose among all keys of a session. -> the size of an index key, which the cache
-    has to hold; 0, and nothing has changed, unless every module has an indexer of the same size."""
-    indexers = [getattr(module, "indexer", None) for module in attention_modules]
+def choose_keys(attention_modules: Sequence[Any], of_model: Sequence[Any]) -> int:
+    """Let the indexers of a span's attention modules choose among all keys of a session. -> the size of an index key,
+    which the cache has to hold; 0, and nothing has changed, unless every module `of_model` has an indexer, all of the
+    same size: a layer that takes over the choice of another one (GLM-5.2) may be the first of a span."""
+    if not attention_modules:
+        return 0
+    indexers = [getattr(module, "indexer", None) for module in of_model]
     sizes = {(getattr(i, "head_dim", None), getattr(i, "index_topk", None)) for i in indexers}
     if len(sizes) != 1 or not all(isinstance(size, int) for size in next(iter(sizes))):
         return 0
-    for module, indexer in zip(attention_modules, indexers, strict=True):
-        _wrap(indexer, int(module.layer_idx))
+    for module in attention_modules:
+        _wrap(module.indexer, int(module.layer_idx))
     return int(next(iter(sizes))[0] or 0)
 
 

@@ -41,9 +41,8 @@ class AbsorbedWeights:
         self.key_dim = _padded(self.rank + self.rope)
         self.value_dim = _padded(self.rank)  # more than the latent, where it is not aligned: cut off in `outputs`
         by_head = _weight(module.kv_b_proj).view(-1, self.nope + self.head_dim, self.rank)
-        keys, values = by_head.split([self.nope, self.head_dim], 1)
-        self._of_queries = dispatch.pack_head_linears(keys.transpose(1, 2))
-        self._of_outputs = dispatch.pack_head_linears(values)
+        self._of_queries = dispatch.pack_head_linears(by_head[:, : self.nope].transpose(1, 2))
+        self._of_outputs = dispatch.pack_head_linears(by_head[:, self.nope :])
 
     @property
     def nbytes(self) -> int:
@@ -96,12 +95,12 @@ class _Expansion(torch.nn.Module):
 
 
 def absorb(layers: Iterable[torch.nn.Module], attention: str) -> list[Any]:
-    """Let the layers' latent attention modules hand latent keys to the attention that is registered as `attention`; with
+    """Let the layers' latent attention modules hand latent keys to the attention registered as `attention`; with
     another one they expand as before. -> these modules; none, and nothing has changed, unless every layer has exactly
     one, and all are of one size."""
     modules: list[Any] = []
     for layer in layers:
-        found = [module for module in layer.modules() if all(hasattr(module, name) for name in _ATTRIBUTES)]
+        found = latent_modules(layer)
         if len(found) != 1:
             return []
         modules += found
@@ -110,6 +109,11 @@ def absorb(layers: Iterable[torch.nn.Module], attention: str) -> list[Any]:
     for module in modules:
         _attach(module, AbsorbedWeights(module), attention)
     return modules
+
+
+def latent_modules(layer: torch.nn.Module) -> list[Any]:
+    """transformers' latent attention modules in a layer or model."""
+    return [module for module in layer.modules() if all(hasattr(module, name) for name in _ATTRIBUTES)]
 
 
 def absorbed_weights(module: torch.nn.Module) -> AbsorbedWeights | None:

@@ -22,6 +22,7 @@ from swarm_kernels.models.hf_config import check_fields
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.hf_attention import INDEXED
 from swarm_kernels.runtime.hf_conversions import layer_of
+from swarm_kernels.runtime.hf_legacy_attention import LEGACY, adapt
 from swarm_kernels.runtime.hf_linears import Format
 from swarm_kernels.runtime.hf_packing import Packer
 from swarm_kernels.runtime.span import Progress
@@ -51,9 +52,18 @@ def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype, experts:
         check_fields(config.hf, _fields(hf), "config.json")
         _check_layer_kinds(kind, hf)
         with torch.device("meta"):
+            legacy = kind in LEGACY  # their classes look the attention up among their own
             model = AutoModelForCausalLM.from_config(
-                hf, dtype=dtype, attn_implementation=attention, experts_implementation=experts, trust_remote_code=False
+                hf,
+                dtype=dtype,
+                attn_implementation="eager" if legacy else attention,
+                experts_implementation=experts,
+                trust_remote_code=False,
             ).eval()
+        if legacy:
+            hf = model.config
+            hf._attn_implementation_internal = attention
+            adapt(model, hf)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if reason == repr(attention):  # it looks its attention up among its own

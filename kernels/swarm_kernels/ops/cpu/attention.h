@@ -144,6 +144,7 @@ SWARM_INLINE KeyMask visible(const AttendJob& job, int64_t row, int64_t word) {
     const int64_t from = job.first_key[row] - word * CHUNK, to = job.end_key[row] - word * CHUNK;
     const uint64_t below = to >= CHUNK ? ~0ull : to <= 0 ? 0 : (1ull << to) - 1;
     mask.words[w] = from >= CHUNK ? 0 : from <= 0 ? below : below & (~0ull << from);
+    if (job.chosen) mask.words[w] &= word < job.chosen_words ? job.chosen[row * job.chosen_words + word] : 0;
   }
   return mask;
 }

@@ -24,7 +24,8 @@ struct LinearJob {
   const float *scale, *bias;  // or null
   SwarmFormat format;
   int64_t out;  // of the weights; with GATE_UP the result has out / 2 columns
-  Epilogue epilogue;  // y = v; y += v; y = silu(gate) * up
+  Epilogue epilogue;  // y = v; y += v; y = activation(gate) * up
+  SwarmActivation activation;  // with GATE_UP
   float* y;
   int64_t ldy;
 };
@@ -42,10 +43,12 @@ struct AttendJob {
   const int32_t* block_table;
   int64_t block_table_len;
   const int64_t *first_key, *end_key;  // dense: batch row r sees keys [first_key[r], end_key[r])
-  const uint64_t* mask;         // sparse, or chosen: its bits start at mask + r * words; null: dense
+  const uint64_t* mask;         // sparse: its bits start at mask + r * words; null: dense
   int64_t mask_words;
   int64_t prefetch_end;  // mask word up to which the same thread continues: steps before it are prefetched
   float* workspace;  // attend_workspace(m, dim) of them
+  const uint64_t* chosen = nullptr;  // dense: if not null, bits of the keys that a row sees, as in mask
+  int64_t chosen_words = 0;
 };
 
 // Running softmax of query rows: maximum (of log2 of the weights), sum and weighted values.
@@ -68,6 +71,7 @@ struct KernelTable {
   void (*linear)(const LinearJob&, int64_t tile_begin, int64_t tile_end, int64_t block_begin, int64_t block_end);
   float (*inverse_rms)(const float* x, int64_t in, float eps);
   void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);
+  void (*add_row)(const float* x, int64_t in, float scale, const float* norm, float* y);  // y += x * scale * norm
   void (*rope)(float* head, int64_t rot, const float* cos, const float* sin);
   void (*write_kv)(const float* k, const float* v, int64_t dim, int64_t value_dim, int64_t offset, bool bf16,
                    void* k_block, void* v_block);
