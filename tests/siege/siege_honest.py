@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+
+from siege_speed import Interval, Window, ratio_range, tokens_per_s
 
 from swarm.errors import NetworkError, SwarmError
 from swarm.types import PeerId
@@ -40,6 +42,8 @@ class HonestClient:
     truth: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tokens: list[float] = field(default_factory=list)  # when each came
     answers: list[Ended] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
+    _since: float = 0.0  # the last token, or when it began to ask
 
     async def learn(self) -> None:
         for question in QUESTIONS:
@@ -49,6 +53,7 @@ class HonestClient:
     async def ask_on(self) -> None:
         """Until cancelled."""
         number = 0
+        self._since = time.monotonic()
         while True:
             await self._ask(QUESTIONS[number % len(QUESTIONS)])
             number += 1
@@ -56,21 +61,37 @@ class HonestClient:
                 await asyncio.sleep(0.2)
 
     async def _ask(self, question: str) -> None:
-        begun = time.monotonic()
+        begun, first = time.monotonic(), True
         stream = self.client.chat_stream(_messages(question), max_new_tokens=TOKENS, decoding="sequential")
         try:
             async with asyncio.timeout(GIVE_UP_S), stream:
                 async for piece in stream:
-                    self.tokens += [time.monotonic()] * len(piece.token_ids)
+                    if piece.token_ids:
+                        self._came(len(piece.token_ids), first)
+                        first = False
             result = stream.result
             right = result.token_ids == self.truth[question]
             self.answers.append(Ended(begun, time.monotonic(), right, repairs=len(result.repairs)))
         except (SwarmError, TimeoutError) as error:
             words = f"{type(error).__name__}: {error}"
+            self._came(0, first)
             self.answers.append(Ended(begun, time.monotonic(), right=True, error=words))
 
+    def _came(self, tokens: int, first: bool) -> None:
+        now = time.monotonic()
+        self.tokens += [now] * tokens
+        self.intervals.append(Interval(self._since, now, first, len(self.answers), tokens))
+        self._since = now
+
+    def speed(self, windows: Sequence[Window]) -> float:
+        """Tokens a second. Call it when the answers that ran in the windows have ended."""
+        return tokens_per_s(self.intervals, windows, TOKENS)
+
+    def ratio_range(self, quiet: Sequence[Window], attacked: Sequence[Window]) -> tuple[float, float]:
+        return ratio_range(self.intervals, quiet, attacked, TOKENS)
+
     def rate(self, begin: float, end: float) -> float:
-        """Tokens a second."""
+        """Tokens a second that came in one window."""
         return sum(begin <= at < end for at in self.tokens) / (end - begin)
 
     def recovered_after(self, begin: float, rate: float, window_s: float = 2.0) -> float | None:
