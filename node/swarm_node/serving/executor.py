@@ -193,18 +193,18 @@ class Executor:
     def waiting_rows(self) -> int:
         return self._scheduler.rows
 
-    def rows_at_once(self, session: HopSession, context: int) -> int | None:
-        """The most rows that a step of this session should hand to `run` now; None: any number."""
-        layers = self._engine.min_layers(session.span)
-        return self._scheduler.rows_at_once(session.share, context, layers, self._clock())
+    def rows_at_once(self, session: HopSession, rows: int, context: int) -> int | None:
+        """The most rows that a step of `rows` of this session should hand to `run` now; None: any number."""
+        layers, of_layers = self._engine.min_layers(session.span), len(session.span)
+        return self._scheduler.rows_at_once(session.share, rows, context, layers, of_layers, self._clock())
 
     async def run(self, session: HopSession, arrival: InboundStep) -> StepOutcome:
         """Compute one step. Raises SwarmError. Cancelling it forgets the step, or its result if it runs already."""
         done: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
-        self._scheduler.push(ScheduledStep(session, arrival, done, self._clock()))
-        if self._start_soon is not None and not self._scheduler.wait_s():
-            self._start_soon.cancel()  # all expected steps are here
-            self._start_soon = None
+        now = self._clock()
+        self._scheduler.push(ScheduledStep(session, arrival, done, now), now)
+        if not self._scheduler.wait_s():  # all expected steps are here
+            self._start_later(None)
         self._schedule()
         return await done
 
@@ -212,6 +212,7 @@ class Executor:
         """Run something else on the device, in its turn among the batches and not between the slices of one."""
         self._exclusive += 1
         try:
+            self._schedule()  # it may idle
             while any(not batch.final for batch in self._under_way):
                 self._batch_ended.clear()
                 await self._batch_ended.wait()
@@ -238,11 +239,24 @@ class Executor:
         if self._under_way:
             self._start()
         elif self._start_soon is None:
-            self._start_soon = asyncio.get_running_loop().call_later(self._scheduler.wait_s(), self._start)
+            self._start_later(self._scheduler.wait_s())
+
+    def _start_later(self, delay_s: float | None) -> None:
+        """None: not at all."""
+        if self._start_soon is not None:
+            self._start_soon.cancel()
+        self._start_soon = None if delay_s is None else asyncio.get_running_loop().call_later(delay_s, self._start)
 
     def _start(self) -> None:
-        self._start_soon = None
-        batch = self._next_batch() if not self._under_way or self._overtaken(self._under_way[-1]) else []
+        self._start_later(None)
+        if self._closed:
+            return
+        top = self._under_way[-1] if self._under_way else None
+        takes_another = top is None or self._overtaken(top)
+        if hold_s := self._hold_s(None if takes_another else top):
+            self._start_later(hold_s)
+            return
+        batch = self._next_batch() if takes_another else []
         if not batch:
             if self._under_way:
                 self._run(self._under_way[-1])
@@ -263,6 +277,16 @@ class Executor:
             raise
         self._under_way.append(_Batch(batch, compute, self._clock()))
         self._run(self._under_way[-1])
+
+    def _hold_s(self, batch: _Batch | None) -> float:
+        """How long to wait for somebody further behind rather than go on with `batch`, or take another."""
+        if self._exclusive or self._retry_singly:
+            return 0.0
+        if batch is None:
+            return self._scheduler.hold_s((), 0.0, self._scheduler.shortest_ms, self._clock())
+        span = batch.steps[0].span
+        part_ms = self._scheduler.batch_ms(batch.steps) * self._engine.min_layers(span) / len(span)
+        return self._scheduler.hold_s(batch.steps, batch.done_fraction, part_ms, self._clock())
 
     def _overtaken(self, batch: _Batch) -> bool:
         """Whether waiting steps run before the next slice of `batch`."""

@@ -4,7 +4,8 @@ Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM '96), hierarchical as th
 among the clients of one block. What is shared is work, the time that steps take, and not the number of steps (as
 tokens are in the Virtual Token Counter of Sheng et al., OSDI '24). A share that has not waited for a while may lag
 behind the virtual time by `share_credit_ms` at most (borrowed virtual time: Duda and Cheriton, SOSP '99), so that a
-client whose steps come one after the other is served as soon as each comes, unless it uses more than its share.
+client whose steps come one after the other is served as soon as each comes, unless it uses more than its share. What
+the step takes itself comes off that credit: nobody waits for a burst of long ones.
 
 Owns the virtual times. Knows neither steps nor peers, and no clock: a share that waits while no other does gets
 everything, since nothing is ever held back from the only one.
@@ -61,10 +62,11 @@ class FairShares:
         """Shares that are remembered."""
         return sum(len(level.finish) for level in self._members.values())
 
-    def join(self, share: Share) -> None:
-        """A step of the share waits, and none did before."""
-        self._blocks.join(share.block, self._credit)
-        self._members.setdefault(share.block, _Level()).join(share.member, self._credit)
+    def join(self, share: Share, work_ms: float = 0.0) -> None:
+        """A step of the share waits, which takes so long, and none did before."""
+        credit = self._credit_of(work_ms)
+        self._blocks.join(share.block, credit)
+        self._members.setdefault(share.block, _Level()).join(share.member, credit)
 
     def tag(self, share: Share) -> Tag:
         """Of a share that has joined; of one that was forgotten, as if it joined without credit."""
@@ -72,11 +74,12 @@ class FairShares:
         member = level.finish.get(share.member, level.now) if level is not None else 0.0
         return self._blocks.finish.get(share.block, self._blocks.now), member
 
-    def tag_on_join(self, share: Share) -> Tag:
-        """The tag that the share has once a step of it waits."""
-        block = max(self._blocks.finish.get(share.block, 0.0), self._blocks.now - self._credit)
+    def tag_on_join(self, share: Share, work_ms: float = 0.0) -> Tag:
+        """The tag that the share has once a step of it waits, which takes so long."""
+        credit = self._credit_of(work_ms)
+        block = max(self._blocks.finish.get(share.block, 0.0), self._blocks.now - credit)
         level = self._members.get(share.block)
-        member = max(level.finish.get(share.member, 0.0), level.now - self._credit) if level is not None else 0.0
+        member = max(level.finish.get(share.member, 0.0), level.now - credit) if level is not None else 0.0
         return block, member
 
     def serve(self, share: Share) -> None:
@@ -93,6 +96,9 @@ class FairShares:
             return
         level.finish[share.member] += work_ms / share.weight
         self._blocks.finish[share.block] += work_ms / share.weight
+
+    def _credit_of(self, work_ms: float) -> float:
+        return max(0.0, self._credit - work_ms)
 
     def trim(self, busy: Iterable[Share] = ()) -> None:
         """Bound what is remembered. `busy`: the shares whose steps wait."""
