@@ -272,23 +272,23 @@ def test_a_batch_is_overtaken_by_a_share_that_got_less_and_not_by_its_own() -> N
 def test_pieces_are_small_in_company_of_those_further_behind_only() -> None:
     queue = scheduler()
     attacker, honest = Share("x", "x"), Share("h", "h")
-    assert queue.rows_at_once(attacker, 64, 0, 2, 10, 0.0) is None
+    assert queue.rows_at_once(attacker, 64, 0, (2, 10), 0.0) is None
     queue.push(Row(honest))
     queue.completed(queue.take(), 0.01, 0.0)
     for _ in range(3):
         queue.push(Row(attacker, 64))
         running = queue.take(0.5)
     queue.completed(running, 0.01, 0.4)
-    rows = queue.rows_at_once(attacker, 64, 0, 2, 10, 0.5)
+    rows = queue.rows_at_once(attacker, 64, 0, (2, 10), 0.5)
     assert rows is not None
     assert WORK.layer_ms(rows) * 2 <= POLICY.slice_ms < WORK.layer_ms(rows + 1) * 2
     assert 1 <= queue.layers_at_once(running, 0.5) <= max(1.0, POLICY.slice_ms / WORK.layer_ms(64))
-    assert (queue.rows_at_once(honest, 64, 0, 2, 10, 0.5) or 0) > rows, "it is behind"
+    assert (queue.rows_at_once(honest, 64, 0, (2, 10), 0.5) or 0) > rows, "it is behind"
     queue.push(Row(honest))
     mine = queue.take(0.5)
     assert queue.layers_at_once(mine, 0.5) == len(SPAN), "nobody could overtake it"
-    assert queue.rows_at_once(attacker, 64, 0, 2, 10, POLICY.active_session_s) is None
-    assert (queue.rows_at_once(attacker, 64, 10_000, 2, 10, 0.5) or 0) < rows, "a long context costs more"
+    assert queue.rows_at_once(attacker, 64, 0, (2, 10), POLICY.active_session_s) is None
+    assert (queue.rows_at_once(attacker, 64, 10_000, (2, 10), 0.5) or 0) < rows, "a long context costs more"
     assert WorkModel(CostCurve((1,), (0.0,))).rows_within(1.0) == MAX_ROWS
     assert WORK.rows_within(0.0) == POLICY.min_piece_rows
 

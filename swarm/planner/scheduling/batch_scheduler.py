@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -167,15 +168,22 @@ class BatchScheduler(Generic[S]):
             for share, mine_ms in next_ms.items()
         )
 
-    def rows_at_once(self, share: Share, rows: int, context: int, layers: int, of_layers: int, now_s: float) -> int | None:
+    def overtaken_after(self, batch: Sequence[S]) -> float:
+        """After how many of its layers a batch is overtaken by the steps that wait now; infinite: not at all."""
+        layers = len(batch[0].span)
+        if not self or not self.overtakes(batch, 1.0):
+            return math.inf
+        return bisect_left(range(layers), True, key=lambda done: self.overtakes(batch, done / layers))
+
+    def rows_at_once(self, share: Share, rows: int, context: int, layers: tuple[int, int], now_s: float) -> int | None:
         """The most rows of a step of `rows` that should run in one piece; None: all of them. `layers`: that run at
-        once, at least, `of_layers` in all."""
-        step_ms = self._work.layer_ms(rows, context) * of_layers
+        once, at least, and in all."""
+        step_ms = self._work.layer_ms(rows, context) * layers[1]
         ahead_ms = self._ahead_ms(share, 0.0, now_s, step_ms)
         if ahead_ms == math.inf:
             return None
-        at_once_ms = min(max(self._policy.slice_ms, ahead_ms), self._policy.long_slice_ms * layers)
-        return self._work.rows_within(at_once_ms / layers, context, self._policy)
+        at_once_ms = min(max(self._policy.slice_ms, ahead_ms), self._policy.long_slice_ms * layers[0])
+        return self._work.rows_within(at_once_ms / layers[0], context, self._policy)
 
     def layers_at_once(self, batch: Sequence[S], now_s: float) -> int:
         """How many layers of a batch should run before others are looked for, at least 1."""
@@ -186,8 +194,7 @@ class BatchScheduler(Generic[S]):
             charged[step.share] = charged.get(step.share, 0.0) + self.step_ms(step)
         at_once_ms = max(self._ahead_ms(share, share_ms, now_s) for share, share_ms in charged.items())
         at_once_ms = max(policy.slice_ms, at_once_ms)
-        if ms > policy.long_batch_ms:
-            at_once_ms = min(at_once_ms, policy.long_slice_ms)
+        at_once_ms = min(at_once_ms, policy.long_slice_ms)
         return layers if ms <= at_once_ms else max(1, int(layers * at_once_ms / ms))
 
     def hold_s(self, batch: Sequence[S], done: float, part_ms: float, now_s: float) -> float:
@@ -292,8 +299,8 @@ class BatchScheduler(Generic[S]):
         return known is not None and next(self._others(known, now_s), None) is not None
 
     def _ahead_ms(self, share: Share, charged_ms: float, now_s: float, step_ms: float = 0.0) -> float:
-        """`step_ms`: what its step takes that does not wait yet. -> how much `share`, charged for what it runs already, may use before another share could overtake it if that
-        had a step now. Not above 0: at once. Infinite: nobody could."""
+        """How much `share`, charged for what it runs already, may use before another share could overtake it if that
+        had a step now. Not above 0: at once. Infinite: nobody could. `step_ms`: of its step, if none waits yet."""
         least = math.inf
         for other in self._others(share, now_s) if not share.first else ():
             level = share.block == other.block
