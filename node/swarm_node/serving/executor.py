@@ -174,10 +174,10 @@ class Executor:
     async def run(self, session: HopSession, arrival: InboundStep) -> StepOutcome:
         """Compute one step. Raises SwarmError. Cancelling it forgets the step, or its result if it runs already."""
         done: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
-        now = self._clock()
-        self._scheduler.push(ScheduledStep(session, arrival, done, now), now)
-        if not self._scheduler.wait_s():  # all expected steps are here
-            self._start_later(None)
+        self._scheduler.push(ScheduledStep(session, arrival, done, self._clock()))
+        if self._start_soon is not None and not self._scheduler.wait_s():
+            self._start_soon.cancel()  # all expected steps are here
+            self._start_soon = None
         if self._running is not None:
             top = self._under_way[-1]
             top.stop_at = min(top.stop_at, self._stop_at(top))
@@ -188,7 +188,6 @@ class Executor:
         """Run something else on the device, in its turn among the batches and not between the slices of one."""
         self._exclusive += 1
         try:
-            self._schedule()  # it may idle
             while any(not batch.final for batch in self._under_way):
                 self._batch_ended.clear()
                 await self._batch_ended.wait()
@@ -215,24 +214,11 @@ class Executor:
         if self._under_way:
             self._start()
         elif self._start_soon is None:
-            self._start_later(self._scheduler.wait_s())
-
-    def _start_later(self, delay_s: float | None) -> None:
-        """None: not at all."""
-        if self._start_soon is not None:
-            self._start_soon.cancel()
-        self._start_soon = None if delay_s is None else asyncio.get_running_loop().call_later(delay_s, self._start)
+            self._start_soon = asyncio.get_running_loop().call_later(self._scheduler.wait_s(), self._start)
 
     def _start(self) -> None:
-        self._start_later(None)
-        if self._closed:
-            return
-        top = self._under_way[-1] if self._under_way else None
-        takes_another = top is None or self._overtaken(top)
-        if hold_s := self._hold_s(None if takes_another else top):
-            self._start_later(hold_s)
-            return
-        batch = self._next_batch() if takes_another else []
+        self._start_soon = None
+        batch = self._next_batch() if not self._under_way or self._overtaken(self._under_way[-1]) else []
         if not batch:
             if self._under_way:
                 self._run(self._under_way[-1])
@@ -253,16 +239,6 @@ class Executor:
             raise
         self._under_way.append(_Batch(batch, compute, len(batch[0].span), self._clock()))
         self._run(self._under_way[-1])
-
-    def _hold_s(self, batch: _Batch | None) -> float:
-        """How long to wait for somebody further behind rather than go on with `batch`, or take another."""
-        if self._exclusive or self._retry_singly:
-            return 0.0
-        if batch is None:
-            return self._scheduler.hold_s((), 0.0, self._scheduler.shortest_ms, self._clock())
-        span = batch.steps[0].span
-        part_ms = self._scheduler.batch_ms(batch.steps) * self._engine.min_layers(span) / len(span)
-        return self._scheduler.hold_s(batch.steps, batch.done_fraction, part_ms, self._clock())
 
     def _overtaken(self, batch: _Batch) -> bool:
         """Whether waiting steps run before the next slice of `batch`."""

@@ -7,8 +7,6 @@ part of it; steps of others ride along where that hardly makes the batch longer.
 steps of a share that is further behind (`overtakes`). So while shares are active that could do so, what cannot be
 interrupted is short: some layers of a batch (`layers_at_once`), of few rows (`take`), and large steps run in pieces
 (`rows_at_once`; stall-free batching by chunks: Sarathi-Serve, OSDI '24). Whoever is furthest behind is not cut up.
-Where even one layer would keep somebody further behind waiting, whose next step is due, the device idles until it comes
-(`hold_s`, `anticipation`); that share is charged for the time.
 Pure bookkeeping without tensors, threads or clocks; times come with the calls.
 """
 
@@ -18,11 +16,10 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from swarm.planner.scheduling.anticipation import Anticipation, ExpectedStep
 from swarm.planner.scheduling.batch_wait import BatchWait
 from swarm.planner.scheduling.fair_batch import BatchPlan, may_join
 from swarm.planner.scheduling.fair_shares import FairShares, Share
@@ -90,8 +87,6 @@ class BatchScheduler(Generic[S]):
         self._waiting_shares: Counter[Share] = Counter()  # steps in a queue
         self._active: dict[Share, float] = {}  # share -> when a batch of its was completed last; oldest first
         self._wait = BatchWait(policy)
-        self._anticipation = Anticipation(policy)
-        self._held: tuple[Share, float] | None = None  # for whom the device idles, and since when
 
     def __len__(self) -> int:
         return len(self._decode) + len(self._prefill)
@@ -105,12 +100,7 @@ class BatchScheduler(Generic[S]):
         """Rows queued."""
         return sum(step.rows for step in self)
 
-    def push(self, step: S, now_s: float | None = None) -> None:
-        """Without `now_s` nothing is learned of when its session's steps come."""
-        if step.prefill or now_s is None:
-            self._anticipation.forget(step.session_key)
-        else:
-            self._anticipation.arrived(step.session_key, now_s)
+    def push(self, step: S) -> None:
         (self._prefill if step.prefill else self._decode).append(step)
         self._waiting.add(step.session_key)
         if not self._waiting_shares[step.share]:
@@ -127,7 +117,6 @@ class BatchScheduler(Generic[S]):
 
         The first step is taken whatever its size, as a step is never split here.
         """
-        self._end_hold(now_s)
         self._remove_dropped()
         if not self:
             return []
@@ -187,7 +176,6 @@ class BatchScheduler(Generic[S]):
 
     def layers_at_once(self, batch: Sequence[S], now_s: float) -> int:
         """How many layers of a batch should run before others are looked for, at least 1."""
-        self._end_hold(now_s)
         layers, ms, policy = len(batch[0].span), self.batch_ms(batch), self._policy
         charged: dict[Share, float] = {}
         for step in batch:
@@ -196,29 +184,6 @@ class BatchScheduler(Generic[S]):
         at_once_ms = max(policy.slice_ms, at_once_ms)
         at_once_ms = min(at_once_ms, policy.long_slice_ms)
         return layers if ms <= at_once_ms else max(1, int(layers * at_once_ms / ms))
-
-    def hold_s(self, batch: Sequence[S], done: float, part_ms: float, now_s: float) -> float:
-        """How long to idle, from now, rather than run the next part of `batch`, which takes `part_ms`, and of which the
-        part `done` has run; of an empty batch: rather than take one. 0: there is no reason to."""
-        left: dict[Share, float] = {}
-        for step in batch:
-            left[step.share] = left.get(step.share, 0.0) + (1.0 - done) * self.step_ms(step)
-        if not batch and self._waiting_shares:
-            left[min(self._waiting_shares, key=lambda share: (not share.first, *self._shares.tag(share)))] = 0.0
-        if any(share.first for share in left):
-            return 0.0
-        awaited = [one for one in self._anticipation.expected(now_s, part_ms) if self._goes_before(one, left)]
-        if not awaited:
-            return 0.0
-        longest = max(awaited, key=lambda one: one.until_s)
-        if self._held is None:
-            self._held = longest.share, now_s
-        return longest.until_s - now_s
-
-    @property
-    def shortest_ms(self) -> float:
-        """What runs in one go, at most, of a batch that others may overtake."""
-        return max(self._policy.slice_ms, self._policy.batch_gain * self._work.layer_ms(1))
 
     def step_ms(self, step: S) -> float:
         """What a step would take alone."""
@@ -249,34 +214,11 @@ class BatchScheduler(Generic[S]):
                 break
             del self._active[oldest]
         decoded = {step.session_key: step.share for step in steps if not step.prefill}
-        for step in steps:
-            if not step.prefill:
-                self._anticipation.completed(step.session_key, step.share, self.step_ms(step), now_s)
         return self._wait.completed(decoded, took_s, now_s)
 
     def forget(self, session_key: Hashable) -> None:
         """This session is closed."""
         self._wait.forget(session_key)
-        self._anticipation.forget(session_key)
-
-    def _goes_before(self, expected: ExpectedStep, left: Mapping[Share, float]) -> bool:
-        """Whether the step, if it came now, would go before the others, of whose charge so much has yet to run."""
-        share = expected.share
-        if share.first or share in left:
-            return share not in left
-        next_ms = expected.work_ms / share.weight
-        for other, left_ms in left.items():
-            level = share.block == other.block
-            mine, theirs = self._shares.tag_on_join(share, next_ms)[level], self._shares.tag(other)[level]
-            if mine + next_ms > theirs - left_ms / other.weight:
-                return False
-        return bool(left)
-
-    def _end_hold(self, now_s: float) -> None:
-        """Charge the share for which the device has idled."""
-        held, self._held = self._held, None
-        if held is not None and not held[0].first and now_s < math.inf:
-            self._shares.charge(held[0], max(0.0, now_s - held[1]) * 1e3)
 
     def _behind(self, share: Share, next_ms: float, other: Share, left_ms: float) -> bool:
         """Whether `share`, with `next_ms` more, has got less than `other`, which has yet to run `left_ms` of its

@@ -25,10 +25,6 @@ class SchedulingPolicy:
     long_batch_ms: float = 100.0  # batches beyond it are sliced even without company, for whoever comes meanwhile
     long_slice_ms: float = 16.0  # ... in parts of this
     min_piece_rows: int = 8  # no step is cut into fewer rows: the weights are read once for all of them
-    min_pauses: int = 3  # between steps of a share, before its next step is anticipated
-    max_pauses: int = 9  # remembered: follows a chain's pace against noise
-    late_deviations: float = 3.0  # how late an anticipated step may be before the device goes on without it
-    least_late: float = 0.25  # ... at least, of what would run meanwhile
     max_under_way: int = 4  # batches begun and overtaken; each holds its hidden states
     max_idle_shares: int = 1024  # remembered without a step waiting; memory
 
