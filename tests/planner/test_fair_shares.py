@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ def test_the_owner_goes_first_and_costs_the_others_no_place() -> None:
     queue = scheduler()
     owner, a, b = Share("o", "o", first=True), Share("a", "a"), Share("b", "b")
     mine = [Row(owner, 64) for _ in range(3)]
-    others = [Row(a, 64), Row(b, 64)]
+    others = [Row(a, 48), Row(b, 48)]
     for step in (*others, *mine):
         queue.push(step)
     assert queue.take() == mine
@@ -307,3 +308,36 @@ def test_what_is_remembered_is_bounded_and_the_waiting_are_not_forgotten() -> No
     assert len(shares) <= 41
     assert shares.tag(waiting)[0] == 7.0
     shares.charge(Share("unknown", 1), 5.0)  # forgotten meanwhile
+
+
+def test_after_how_many_layers_a_batch_is_overtaken() -> None:
+    queue = scheduler()
+    attacker, honest = Share("x", "x"), Share("h", "h")
+    for _ in range(6):
+        queue.push(Row(attacker, 64))
+        running = queue.take()
+    assert queue.overtaken_after(running) == math.inf, "nobody waits"
+    queue.push(Row(attacker, 1))
+    assert queue.overtaken_after(running) == math.inf, "one does not overtake oneself"
+    queue.push(Row(honest))
+    after = queue.overtaken_after(running)
+    assert after == next(done for done in range(len(SPAN) + 1) if queue.overtakes(running, done / len(SPAN)))
+    queue.push(Row(Share("o", "o", first=True)))
+    assert queue.overtaken_after(running) == 0
+
+
+def test_who_was_behind_waits_for_no_longer_than_a_short_step_of_a_newcomer() -> None:
+    """Somebody comes to a device that another has used alone: credit is for steps that fit in it."""
+    for rows in (1, 64, 512):
+        queue = scheduler()
+        regular, newcomer = Share("r", "r"), Share("n", "n")
+        for _ in range(100):
+            queue.push(Row(regular))
+            queue.take()
+        queue.push(Row(newcomer, rows))
+        long = queue.take()
+        queue.push(Row(regular))
+        waits_ms = min(queue.overtaken_after(long) / len(SPAN), 1.0) * queue.batch_ms(long)
+        assert waits_ms <= POLICY.share_credit_ms + WORK.layer_ms(1) * len(SPAN)
+        if queue.batch_ms(long) > POLICY.share_credit_ms:
+            assert waits_ms <= 2 * WORK.layer_ms(1) * len(SPAN) + WORK.layer_ms(rows), "it has no credit"

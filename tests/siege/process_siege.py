@@ -34,9 +34,9 @@ from attacks import ATTACKS, Attack
 from hostile import Target, Victim
 from process_chaos import private_home
 from process_swarm import ProcessSwarm, _die_with_parent
-from siege_honest import HonestClient, fresh_client, watch_map
+from siege_honest import HonestClient, Look, fresh_client, watch_map
 from siege_machines import Machines, machines
-from siege_report import BOUNDS, report
+from siege_report import BOUNDS, NODES, report
 from siege_speed import Window
 from siege_streets import enter_own_network
 from siege_watch import NodeWatch, alive
@@ -120,7 +120,7 @@ class Grounds:
     ) -> None:
         rounds = 1 if attack.on_map else ROUNDS
         quiet_s, seconds = (of_all / rounds for of_all in times_s)
-        seen: list[tuple[float, int]] = []
+        looks: list[Look] = []
         quiet: list[Window] = []
         attacked: list[Window] = []
         async with self._attacker(name) as attacker:
@@ -131,7 +131,7 @@ class Grounds:
                 if attack.on_map:
                     peers = {node.peer for node in self.swarm.nodes}
                     for client in (self.honest.client, self._reader):
-                        tasks.append(group.create_task(watch_map(client, peers, seen)))
+                        tasks.append(group.create_task(watch_map(client, peers, looks)))
                 attacker.write(f"{seconds}\n")
                 if attack.on_map:
                     fresh = group.create_task(self._fresh_client(seconds * 0.6))
@@ -146,15 +146,13 @@ class Grounds:
             while time.monotonic() - ended < RECOVERY_S and result.back_after_s is None:
                 await asyncio.sleep(0.5)
                 result.back_after_s = self.honest.recovered_after(ended, least)
-        self._judge(result, quiet, attacked, seen)
+        self._judge(result, quiet, attacked, looks)
 
     async def _fresh_client(self, after_s: float) -> float:
         await asyncio.sleep(after_s)
         return await fresh_client(self.swarm.addresses[:1], FRESH_WITHIN_S)
 
-    def _judge(
-        self, result: Siege, quiet: list[Window], attacked: list[Window], seen: Sequence[tuple[float, int]]
-    ) -> None:
+    def _judge(self, result: Siege, quiet: list[Window], attacked: list[Window], looks: Sequence[Look]) -> None:
         begin, end = attacked[0][0], time.monotonic()
         result.quiet_tokens_s, result.tokens_s = self.honest.speed(quiet), self.honest.speed(attacked)
         result.ratio_low, result.ratio_high = self.honest.ratio_range(quiet, attacked)
@@ -165,8 +163,10 @@ class Grounds:
         result.wrong = sum(not answer.right for answer in answers)
         result.repairs = sum(answer.repairs for answer in answers)
         result.memory_mib, result.descriptors = self._watch.growth(begin, end)
-        if seen:
-            result.least_seen = min(count for _, count in seen)
+        if looks:
+            least = min(looks, key=lambda look: look.honest)
+            result.least_seen = least.honest
+            result.errors += [f"a reader: {least.why}"] if least.honest < NODES else []
         result.nodes_alive = alive(self.swarm.nodes)
 
     async def target(self) -> Target:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from siege_speed import Interval, Window, ratio_range, tokens_per_s
@@ -20,6 +19,7 @@ from swarm_client import SwarmClient
 QUESTIONS = ("Why is the sky blue?", "Name five fruits.", "Write a short poem about the sea.")
 TOKENS = 16  # short: several answers in each window
 READ_INTERVAL_S = 0.5
+READ_TIMEOUT_S = 3.0
 GIVE_UP_S = 60.0
 
 
@@ -103,15 +103,25 @@ class HonestClient:
         return None
 
 
-async def watch_map(client: SwarmClient, honest: Collection[PeerId], seen: list[tuple[float, int]]) -> None:
-    """Append (when, how many of `honest` this reader sees serve), until cancelled."""
+@dataclass(frozen=True)
+class Look:
+    """What a reader of the map saw: how many honest nodes serve, and if not all, why as far as it is known."""
+
+    honest: int
+    why: str = ""
+
+
+async def watch_map(client: SwarmClient, honest: Collection[PeerId], looks: list[Look]) -> None:
+    """Append what this reader sees, until cancelled."""
     while True:
-        count = 0
-        with suppress(NetworkError, TimeoutError):
-            async with asyncio.timeout(3.0):
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
                 snapshot = await client.snapshot()
-                count = sum(node.peer in honest for node in snapshot.serving())
-        seen.append((time.monotonic(), count))
+            serving = {node.peer for node in snapshot.serving()} & set(honest)
+            listed = sum(node.peer in honest for node in snapshot.nodes)
+            looks.append(Look(len(serving), f"{listed} honest nodes of {len(snapshot.nodes)} are listed"))
+        except (NetworkError, TimeoutError) as error:
+            looks.append(Look(0, f"{type(error).__name__}: {error}"))
         await asyncio.sleep(READ_INTERVAL_S)
 
 

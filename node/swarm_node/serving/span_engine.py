@@ -76,7 +76,9 @@ class SpanEngine:
             int, list[Callable[[], None]]
         ] = {}  # by session of a batch: what to do when it is finished
         config = span.config
-        self.rows = ActivationSpec(config.num_layers, config.hidden_size, span.dtype.itemsize, config.vocab_size)
+        self.rows = ActivationSpec(
+            config.num_layers, config.hidden_size, span.dtype.itemsize, config.vocab_size, config.context_length
+        )
 
     @property
     def span(self) -> LayerSpan:

@@ -4,8 +4,7 @@ Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM '96), hierarchical as th
 among the clients of one block. What is shared is work, the time that steps take, and not the number of steps (as
 tokens are in the Virtual Token Counter of Sheng et al., OSDI '24). A share that has not waited for a while may lag
 behind the virtual time by `share_credit_ms` at most (borrowed virtual time: Duda and Cheriton, SOSP '99), so that a
-client whose steps come one after the other is served as soon as each comes, unless it uses more than its share. What
-the step takes itself comes off that credit: nobody waits for a burst of long ones.
+client whose steps come one after the other is served as soon as each comes, unless it uses more than its share.
 
 Owns the virtual times. Knows neither steps nor peers, and no clock: a share that waits while no other does gets
 everything, since nothing is ever held back from the only one.
@@ -62,9 +61,9 @@ class FairShares:
         """Shares that are remembered."""
         return sum(len(level.finish) for level in self._members.values())
 
-    def join(self, share: Share, work_ms: float = 0.0) -> None:
-        """A step of the share waits, which takes so long, and none did before."""
-        credit = self._credit_of(work_ms)
+    def join(self, share: Share, credit_ms: float | None = None) -> None:
+        """A step of the share waits, and none did before. `credit_ms`: instead of the policy's."""
+        credit = self._credit if credit_ms is None else credit_ms
         self._blocks.join(share.block, credit)
         self._members.setdefault(share.block, _Level()).join(share.member, credit)
 
@@ -74,9 +73,9 @@ class FairShares:
         member = level.finish.get(share.member, level.now) if level is not None else 0.0
         return self._blocks.finish.get(share.block, self._blocks.now), member
 
-    def tag_on_join(self, share: Share, work_ms: float = 0.0) -> Tag:
-        """The tag that the share has once a step of it waits, which takes so long."""
-        credit = self._credit_of(work_ms)
+    def tag_on_join(self, share: Share, credit_ms: float | None = None) -> Tag:
+        """The tag that the share has once a step of it waits."""
+        credit = self._credit if credit_ms is None else credit_ms
         block = max(self._blocks.finish.get(share.block, 0.0), self._blocks.now - credit)
         level = self._members.get(share.block)
         member = max(level.finish.get(share.member, 0.0), level.now - credit) if level is not None else 0.0
@@ -96,9 +95,6 @@ class FairShares:
             return
         level.finish[share.member] += work_ms / share.weight
         self._blocks.finish[share.block] += work_ms / share.weight
-
-    def _credit_of(self, work_ms: float) -> float:
-        return max(0.0, self._credit - work_ms)
 
     def trim(self, busy: Iterable[Share] = ()) -> None:
         """Bound what is remembered. `busy`: the shares whose steps wait."""
