@@ -66,6 +66,8 @@ class Siege:
     tokens_s: float = 0.0
     ratio_low: float = 0.0  # between which the ratio may well be (`siege_speed.ratio_range`)
     ratio_high: float = 0.0
+    quiet_times_s: tuple[float, float] = (0.0, 0.0)  # until the first token, and for each that follows
+    times_s: tuple[float, float] = (0.0, 0.0)
     answers: int = 0
     failed: int = 0
     wrong: int = 0
@@ -155,6 +157,7 @@ class Grounds:
     def _judge(self, result: Siege, quiet: list[Window], attacked: list[Window], looks: Sequence[Look]) -> None:
         begin, end = attacked[0][0], time.monotonic()
         result.quiet_tokens_s, result.tokens_s = self.honest.speed(quiet), self.honest.speed(attacked)
+        result.quiet_times_s, result.times_s = self.honest.token_times_s(quiet), self.honest.token_times_s(attacked)
         result.ratio_low, result.ratio_high = self.honest.ratio_range(quiet, attacked)
         answers = [answer for answer in self.honest.answers if answer.ended >= begin]
         result.answers = len(answers)
@@ -303,6 +306,12 @@ async def grounds(home: Path, where: Machines) -> AsyncIterator[Grounds]:
         yield found
 
 
+def _details(result: Siege) -> str:
+    (first, following), (slow_first, slow_following) = result.quiet_times_s, result.times_s
+    times = f"first token {first:.2f} s, attacked {slow_first:.2f}; others {following:.3f} s, {slow_following:.3f}"
+    return f"{times}; {result.counts} {result.errors or ''}"
+
+
 async def run(home: Path, names: Sequence[str], seconds: float, quiet_s: float) -> list[Siege]:
     results: list[Siege] = []
     waiting = list(names)
@@ -319,7 +328,7 @@ async def run(home: Path, names: Sequence[str], seconds: float, quiet_s: float) 
                         print(f"{name}: not carried out: {errors.exceptions[0]}", flush=True)
                     else:
                         print(report(results[-1:], head=len(results) == 1), flush=True)
-                        print(f"   {results[-1].counts} {results[-1].errors or ''}", flush=True)
+                        print(f"   {_details(results[-1])}", flush=True)
                     if waiting and not await on.healed():
                         print(f"   (the swarm did not come back within {HEAL_S:.0f} s: it is started anew)", flush=True)
                         break

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from siege_speed import Interval, Window, ratio_range, tokens_per_s
+from siege_speed import Interval, Window, ratio_range, token_times_s, tokens_per_s
 
 from swarm.errors import NetworkError, SwarmError
 from swarm.types import PeerId
@@ -86,6 +86,9 @@ class HonestClient:
     def speed(self, windows: Sequence[Window]) -> float:
         """Tokens a second. Call it when the answers that ran in the windows have ended."""
         return tokens_per_s(self.intervals, windows, TOKENS)
+
+    def token_times_s(self, windows: Sequence[Window]) -> tuple[float, float]:
+        return token_times_s(self.intervals, windows)
 
     def ratio_range(self, quiet: Sequence[Window], attacked: Sequence[Window]) -> tuple[float, float]:
         return ratio_range(self.intervals, quiet, attacked, TOKENS)

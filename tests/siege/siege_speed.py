@@ -9,6 +9,7 @@ Pure: times come with the calls.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,12 @@ def tokens_per_s(intervals: Sequence[Interval], windows: Sequence[Window], lengt
     return _speed([_parts(one, windows) for one in intervals], length)
 
 
+def token_times_s(intervals: Sequence[Interval], windows: Sequence[Window]) -> tuple[float, float]:
+    """Until an answer's first token, and for each that follows; 0 for what was not seen."""
+    parts = [_parts(one, windows) for one in intervals]
+    return _token_s(parts, True), _token_s(parts, False)
+
+
 def ratio_range(
     intervals: Sequence[Interval], quiet: Sequence[Window], attacked: Sequence[Window], length: int, seed: int = 0
 ) -> tuple[float, float]:
@@ -59,13 +66,16 @@ def _parts(one: Interval, windows: Sequence[Window]) -> _Part:
 
 
 def _speed(parts: Sequence[_Part], length: int) -> float:
-    took_s = 0.0
-    for first, weight in ((True, 1), (False, length - 1)):
-        seconds = sum(s for of_first, s, _ in parts if of_first == first)
-        tokens = sum(t for of_first, _, t in parts if of_first == first)
-        if seconds:
-            took_s += weight * seconds / tokens if tokens else float("inf")
+    took_s = _token_s(parts, True) + (length - 1) * _token_s(parts, False)
     return length / took_s if took_s else 0.0
+
+
+def _token_s(parts: Sequence[_Part], first: bool) -> float:
+    seconds = sum(s for of_first, s, _ in parts if of_first == first)
+    tokens = sum(t for of_first, _, t in parts if of_first == first)
+    if not seconds:
+        return 0.0
+    return seconds / tokens if tokens else math.inf
 
 
 def _resampled(rng: random.Random, intervals: Sequence[Interval], windows: Sequence[Window], length: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from siege_speed import Interval, ratio_range, tokens_per_s
+from siege_speed import Interval, ratio_range, token_times_s, tokens_per_s
 
 LENGTH = 16
 
@@ -22,6 +22,7 @@ def answers(count: int, first_s: float, next_s: float, begin: float = 0.0, numbe
 @pytest.mark.parametrize("begin", [10.0, 10.3, 11.1, 12.7, 13.9])
 def test_where_a_window_begins_does_not_matter(begin: float) -> None:
     intervals = answers(20, 1.0, 0.2)  # 4 s each
+    assert token_times_s(intervals, [(begin, begin + 5.0)]) == pytest.approx((1.0, 0.2))
     assert tokens_per_s(intervals, [(begin, begin + 5.0)], LENGTH) == pytest.approx(4.0)
 
 
