@@ -69,3 +69,4 @@ def test_budgets_shrink_with_it_and_newcomers_still_get_in() -> None:
     assert handshakes.for_part(1.0) == handshakes
     assert handshakes.for_part(0.25).per_s == 0.25 * handshakes.per_s
     assert handshakes.for_part(LEAST).block_per_s >= 1.0
+    assert handshakes.for_part(LEAST).burst >= handshakes.for_part(LEAST).block_burst >= 10.0

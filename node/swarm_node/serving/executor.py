@@ -166,10 +166,10 @@ class Executor:
     def waiting_rows(self) -> int:
         return self._scheduler.rows
 
-    def rows_at_once(self, session: HopSession, rows: int, context: int) -> int | None:
-        """The most rows that a step of `rows` of this session should hand to `run` now; None: any number."""
+    def rows_at_once(self, session: HopSession, context: int) -> int | None:
+        """The most rows that a step of this session should hand to `run` now; None: any number."""
         layers = self._engine.min_layers(session.span), len(session.span)
-        return self._scheduler.rows_at_once(session.share, rows, context, layers, self._clock())
+        return self._scheduler.rows_at_once(session.share, context, layers, self._clock())
 
     async def run(self, session: HopSession, arrival: InboundStep) -> StepOutcome:
         """Compute one step. Raises SwarmError. Cancelling it forgets the step, or its result if it runs already."""

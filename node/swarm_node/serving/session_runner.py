@@ -133,7 +133,7 @@ class SessionRunner:
             step = msgspec.structs.replace(step, sample_all=False)
         rest: tuple[Step, Buffer] | None = (step, body)
         while rest is not None:
-            rows = served_span.executor.rows_at_once(session, rest[0].rows, rest[0].committed_before)
+            rows = served_span.executor.rows_at_once(session, rest[0].committed_before)
             (piece, part), rest = cut(*rest, rows or rest[0].rows)
             tokens = session.history.apply(piece) if session.history is not None else None
             masks: Sequence[TokenMask | None] = ()

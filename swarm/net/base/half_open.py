@@ -32,9 +32,11 @@ class HandshakePolicy:
     backlog: int = 128  # of the kernel's queue
 
     def for_part(self, part: float) -> HandshakePolicy:
-        """For a machine whose event loop gets that part of a core."""
+        """For a machine whose event loop gets that part of a core. A few newcomers of a block get in on any."""
         block_per_s = min(self.block_per_s, max(1.0, part * self.block_per_s))
-        return replace(self, per_s=part * self.per_s, block_per_s=block_per_s)
+        block_burst = min(self.block_burst, max(10.0, part * self.block_burst))
+        burst = max(block_burst, part * self.burst)
+        return replace(self, per_s=part * self.per_s, burst=burst, block_per_s=block_per_s, block_burst=block_burst)
 
 
 class HalfOpen(Generic[_H]):

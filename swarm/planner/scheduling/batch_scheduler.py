@@ -104,7 +104,7 @@ class BatchScheduler(Generic[S]):
         (self._prefill if step.prefill else self._decode).append(step)
         self._waiting.add(step.session_key)
         if not self._waiting_shares[step.share]:
-            self._shares.join(step.share, self._credit_ms(self.step_ms(step), len(step.span)))
+            self._shares.join(step.share, self._credit_ms(len(step.span)))
         self._waiting_shares[step.share] += 1
 
     def wait_s(self) -> float:
@@ -164,11 +164,10 @@ class BatchScheduler(Generic[S]):
             return math.inf
         return bisect_left(range(layers), True, key=lambda done: self.overtakes(batch, done / layers))
 
-    def rows_at_once(self, share: Share, rows: int, context: int, layers: tuple[int, int], now_s: float) -> int | None:
-        """The most rows of a step of `rows` that should run in one piece; None: all of them. `layers`: that run at
-        once, at least, and in all."""
-        credit_ms = self._credit_ms(self._work.layer_ms(rows, context) * layers[1], layers[1])
-        ahead_ms = self._ahead_ms(share, 0.0, now_s, layers[1], credit_ms)
+    def rows_at_once(self, share: Share, context: int, layers: tuple[int, int], now_s: float) -> int | None:
+        """The most rows of a step that should run in one piece; None: all of them. `layers`: that run at once, at
+        least, and in all."""
+        ahead_ms = self._ahead_ms(share, 0.0, now_s, layers[1])
         if ahead_ms == math.inf:
             return None
         at_once_ms = min(max(self._policy.slice_ms, ahead_ms), self._policy.long_slice_ms * layers[0])
@@ -240,22 +239,18 @@ class BatchScheduler(Generic[S]):
         known = next(iter(self._waiting_shares), None)
         return known is not None and next(self._others(known, now_s), None) is not None
 
-    def _credit_ms(self, step_ms: float, layers: int) -> float:
-        """How far a share may lag when a step of it comes: two steps of one row at least, however slow the machine is.
-        A step of many rows has as much less as it takes longer: others do not wait for a burst of these."""
-        row_ms = self._work.layer_ms(1) * layers
-        return max(0.0, max(self._policy.share_credit_ms, 2 * row_ms) - max(0.0, step_ms - row_ms))
+    def _credit_ms(self, layers: int) -> float:
+        """How far a share may lag when a step of it comes: two steps of one row at least, however slow the machine."""
+        return max(self._policy.share_credit_ms, 2 * self._work.layer_ms(1) * layers)
 
-    def _ahead_ms(
-        self, share: Share, charged_ms: float, now_s: float, layers: int, credit_ms: float | None = None
-    ) -> float:
+    def _ahead_ms(self, share: Share, charged_ms: float, now_s: float, layers: int) -> float:
         """How much `share`, charged for what it runs already, may use before another share could overtake it if that
-        had a step of `layers` now. Not above 0: at once. Infinite: nobody could. `credit_ms`: of its own next step."""
-        least, theirs_ms = math.inf, self._credit_ms(0.0, layers)
+        had a step of `layers` now. Not above 0: at once. Infinite: nobody could."""
+        least, credit_ms = math.inf, self._credit_ms(layers)
         for other in self._others(share, now_s) if not share.first else ():
             level = share.block == other.block
             mine = self._shares.tag_on_join(share, credit_ms)[level] - charged_ms / share.weight
-            theirs = self._shares.tag_on_join(other, theirs_ms)[level]
+            theirs = self._shares.tag_on_join(other, credit_ms)[level]
             least = min(least, 0.0 if other.first else (theirs - mine) * share.weight)
         return least
 
