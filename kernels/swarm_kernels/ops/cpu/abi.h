@@ -16,6 +16,7 @@ enum SwarmStatus : int32_t {
   SWARM_BAD_TREE_BLOCK = 14,
   SWARM_BAD_TREE_MASK = 15,
   SWARM_BAD_COPY = 16,
+  SWARM_BAD_EXPERT = 17,
 };
 
 enum SwarmFormat : int32_t { SWARM_FP32 = 0, SWARM_BF16 = 1, SWARM_INT8 = 2, SWARM_INT4 = 3 };
@@ -32,19 +33,58 @@ struct SwarmLinear {
   int32_t unused;
 };
 
-struct SwarmLayer {
-  SwarmLinear qkv, o, gate_up, down;
-  const float *attn_norm, *mlp_norm;  // [hidden]
-  const float *q_norm, *k_norm;       // [head_dim] or null
-  int64_t heads, kv_heads, head_dim;
-  float eps, scale;
+// Of the gates of an MLP: layer_weights.Activation.
+enum SwarmActivation : int32_t { SWARM_SILU = 0, SWARM_GELU_TANH = 1, SWARM_GELU = 2 };
+
+// How scores become weights, and which keys a row at position p sees: those at distance < window, or of chunk p / chunk.
+struct SwarmScoring {
+  const float* sinks;     // a score of each query head that has no value, or null
+  // Null, or [rows, chosen_words], whose bit j of word w of a row is set where it sees committed key 64 w + j.
+  const uint64_t* chosen;
+  int64_t chosen_words;
+  int64_t window, chunk;  // at most one is not 0
+  float scale, softcap;   // softcap 0: none
 };
 
-// One layer's KV cache: keys [blocks][kv_heads][dim][KV_BLOCK], values [blocks][kv_heads][KV_BLOCK][dim].
+// layer_weights.LayerWeights. Norms may be null.
+struct SwarmLayer {
+  SwarmLinear qkv, o, gate_up, down;
+  const float *attn_norm, *attn_post_norm, *mlp_norm, *mlp_post_norm;  // [hidden]
+  const float *q_norm, *k_norm;  // [head_dim], or [heads * head_dim] and [kv_heads * head_dim]
+  SwarmScoring scoring;
+  int64_t heads, kv_heads, head_dim;
+  int32_t norm_is_whole;  // q_norm and k_norm: over all heads at once
+  int32_t rope;           // rotary table, -1: none
+  SwarmActivation activation;
+  float eps, residual_scale;
+  int32_t unused;
+};
+
+// experts.Gating: what an expert does between its two linear layers. g and u are the halves of the first one's outputs,
+// gates first; without gates x are all of them.
+enum SwarmGatingKind : int32_t {
+  SWARM_SWIGLU = 0,        // g = min(g, limit), u = clamp(u, -limit, limit): g sigmoid(alpha g) (u + shift)
+  SWARM_GEGLU_TANH = 1,    // gelu(g) u, by tanh
+  SWARM_RELU_SQUARED = 2,  // max(x, 0)^2
+};
+struct SwarmGating {
+  SwarmGatingKind kind;
+  float alpha, limit, shift;
+};
+
+// A mixture of experts: each has a linear layer hidden -> intermediate (twice that with gates), and one back.
+struct SwarmExperts {
+  const SwarmLinear *first, *second;  // [experts]
+  int64_t experts, hidden, intermediate;
+  SwarmGating gating;
+};
+
+// One layer's KV cache: keys [blocks][kv_heads][dim][KV_BLOCK], values [blocks][kv_heads][KV_BLOCK][value_dim].
 struct SwarmCache {
   void *k, *v;
-  int64_t blocks, kv_heads, dim;
-  int32_t bf16, unused;
+  int64_t blocks, kv_heads, dim, value_dim;
+  int32_t bf16;
+  int32_t latent;  // if not 0, attention takes no values from v: they are the first `latent` numbers of the keys
 };
 
 // swarm_kernels.batch.AttentionMetadata, all arrays contiguous.
@@ -56,6 +96,7 @@ struct SwarmPlan {
   const int32_t *block_tables, *tree_block_tables;
   const uint64_t* tree_mask;
   const int64_t *copy_from, *copy_to;
+  const int32_t* tree_positions;  // [sequences, max_tree_blocks * KV_BLOCK]
 };
 
 }  // extern "C"

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-OK, NO_MEMORY, UNKNOWN_ISA = 0, 1, 2
+OK, NO_MEMORY, UNKNOWN_ISA, BAD_EXPERT = 0, 1, 2, 17
 FP32, BF16, INT8, INT4 = 0, 1, 2, 3  # SwarmFormat
 
 
@@ -22,6 +22,18 @@ class LinearDesc(ctypes.Structure):
     ]
 
 
+class ScoringDesc(ctypes.Structure):
+    _fields_ = [
+        ("sinks", c_void_p),
+        ("chosen", c_void_p),
+        ("chosen_words", c_int64),
+        ("window", c_int64),
+        ("chunk", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
 class LayerDesc(ctypes.Structure):
     _fields_ = [
         ("qkv", LinearDesc),
@@ -29,14 +41,36 @@ class LayerDesc(ctypes.Structure):
         ("gate_up", LinearDesc),
         ("down", LinearDesc),
         ("attn_norm", c_void_p),
+        ("attn_post_norm", c_void_p),
         ("mlp_norm", c_void_p),
+        ("mlp_post_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("scoring", ScoringDesc),
         ("heads", c_int64),
         ("kv_heads", c_int64),
         ("head_dim", c_int64),
+        ("norm_is_whole", c_int32),
+        ("rope", c_int32),
+        ("activation", c_int32),
         ("eps", c_float),
-        ("scale", c_float),
+        ("residual_scale", c_float),
+        ("unused", c_int32),
+    ]
+
+
+class GatingDesc(ctypes.Structure):
+    _fields_ = [("kind", c_int32), ("alpha", c_float), ("limit", c_float), ("shift", c_float)]
+
+
+class ExpertsDesc(ctypes.Structure):
+    _fields_ = [
+        ("first", POINTER(LinearDesc)),
+        ("second", POINTER(LinearDesc)),
+        ("experts", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("gating", GatingDesc),
     ]
 
 
@@ -47,8 +81,9 @@ class CacheDesc(ctypes.Structure):
         ("blocks", c_int64),
         ("kv_heads", c_int64),
         ("dim", c_int64),
+        ("value_dim", c_int64),
         ("bf16", c_int32),
-        ("unused", c_int32),
+        ("latent", c_int32),
     ]
 
 
@@ -69,6 +104,7 @@ class PlanDesc(ctypes.Structure):
         ("tree_mask", c_void_p),
         ("copy_from", c_void_p),
         ("copy_to", c_void_p),
+        ("tree_positions", c_void_p),
     ]
 
 
@@ -80,6 +116,14 @@ _SIGNATURES = {
     "swarm_advise_huge": (None, [c_void_p, c_int64]),
     "swarm_check_plan": (c_int32, [POINTER(PlanDesc), c_int64]),
     "swarm_linear": (c_int32, [POINTER(LinearDesc), c_void_p, c_int64, c_void_p]),
+    "swarm_head_linears": (
+        c_int32,
+        [POINTER(LinearDesc), c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    ),
+    "swarm_experts": (
+        c_int32,
+        [POINTER(ExpertsDesc), c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
+    ),
     "swarm_rms_norm": (c_int32, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p]),
     "swarm_commit_tree_slots": (c_int32, [POINTER(CacheDesc), c_void_p, c_void_p, c_int64]),
     "swarm_attend": (
@@ -91,9 +135,7 @@ _SIGNATURES = {
             c_int64,
             POINTER(CacheDesc),
             POINTER(PlanDesc),
-            c_float,
-            c_int64,
-            c_float,
+            POINTER(ScoringDesc),
             c_void_p,
         ],
     ),

@@ -12,11 +12,14 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.cpu import cpu_library
+from swarm_kernels.ops.cpu.binding import CacheDesc, ScoringDesc
 from swarm_kernels.ops.cpu.cpu_descriptors import (
     CpuLayerStack,
     describe_cache,
+    describe_scoring,
     prepared_plan,
     supports_cache,
+    supports_latent,
     supports_layer,
 )
 
@@ -39,6 +42,9 @@ class CpuBackend(AttentionBackend):
     def supports_cache(self, k_blocks: torch.Tensor) -> bool:
         return supports_cache(k_blocks)
 
+    def supports_latent(self, k_blocks: torch.Tensor, value_dim: int) -> bool:
+        return supports_latent(k_blocks, value_dim)
+
     def supports_norm(self, x: torch.Tensor) -> bool:
         return x.dtype is torch.float32
 
@@ -58,10 +64,43 @@ class CpuBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        cache = describe_cache(k_blocks, v_blocks)
+        sinks = None if sinks is None else _contiguous_fp32(sinks)
+        scoring = describe_scoring(scale, sliding_window, softcap, chunk, sinks)
+        return self._attend(q, k, v, cache, plan, scoring, cache.dim)
+
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
+        plan: AttentionMetadata,
+        scale: float,
+        value_dim: int,
+        softcap: float | None = None,
+        chosen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        cache = describe_cache(k_blocks, v_blocks, value_dim)
+        words = None if chosen is None else chosen.contiguous()
+        return self._attend(q, k, v, cache, plan, describe_scoring(scale, softcap=softcap, chosen=words), value_dim)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: CacheDesc,
+        plan: AttentionMetadata,
+        scoring: ScoringDesc,
+        value_dim: int,
     ) -> torch.Tensor:
         queries, keys, values = _contiguous_fp32(q), _contiguous_fp32(k), _contiguous_fp32(v)
-        out = torch.empty_like(queries)
-        cache = describe_cache(k_blocks, v_blocks)
+        out = queries.new_empty(*q.shape[:2], value_dim)
         status = self._library.swarm_attend(
             queries.data_ptr(),
             keys.data_ptr(),
@@ -69,9 +108,7 @@ class CpuBackend(AttentionBackend):
             q.shape[1],
             cache,
             prepared_plan(self._library, plan, cache.blocks),
-            scale,
-            sliding_window or 0,
-            softcap or 0.0,
+            scoring,
             out.data_ptr(),
         )
         if status:

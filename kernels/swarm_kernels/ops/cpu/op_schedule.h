@@ -30,6 +30,13 @@ class Scratch {
   int64_t used_ = 0;
 };
 
+// Rows of heads: number i of head h of row r is at first[h * head_stride + r * row_stride + i].
+template <typename T>
+struct HeadRows {
+  T* first;
+  int64_t head_stride, row_stride;
+};
+
 class Engine {
  public:
   // Before each op: selects kernels and threads, and frees the scratch memory of the previous op.
@@ -38,39 +45,60 @@ class Engine {
   void set_core_groups(int threads, const CoreGroups& units);
 
   void linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y);
+  // Head h of x [rows, heads, in] by outputs [h, h + 1) * out / heads of the weights, fp32 or bf16 without bias, to head h
+  // of y; out / heads is a multiple of 16.
+  void head_linears(const SwarmLinear& weights, int64_t heads, const HeadRows<const float>& x, int64_t rows,
+                    const HeadRows<float>& y);
   void rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y);
+  // x [rows, hidden] -> y likewise: of each row, the outputs of its `chosen` experts, index [rows, chosen], times scores.
+  void experts(const SwarmExperts& all, const float* x, const int64_t* index, const float* scores, int64_t rows,
+               int64_t chosen, float* y);
   void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
-  // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * dim]. q is scaled in a copy.
+  // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * (size of a value)]. q is scaled in a copy.
   struct Heads {
     const float *q, *k, *v;
-    int64_t ldq, ldkv, heads;
+    int64_t ldq, ldk, ldv, heads;
   };
-  // How to rotate the heads of `qkv` [rows, (heads + 2 kv_heads) dim] before they are used.
-  struct Rotation {
-    const SwarmLayer* layer;
+  // Cosines and sines [tables, rows, rot].
+  struct RotaryTables {
     const float *cos, *sin;
     int64_t rot;
+  };
+  // How to norm and rotate the heads of `qkv` [rows, (heads + 2 kv_heads) dim] before they are used; rot may be 0.
+  struct Rotation {
+    const SwarmLayer* layer;
+    RotaryTables table;
     float* qkv;
   };
   void append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Rotation* rotation);
-  void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, float scale, int64_t window,
-              float softcap, float* out);
+  void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const SwarmScoring& scoring,
+              float* out);
   // hidden [rows, layer.o.out], in place
-  void layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const float* cos,
-             const float* sin, int64_t rot, float* hidden);
+  void layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const RotaryTables& tables,
+             float* hidden);
 
  private:
   struct Norm {
     const float* weight;
     float eps;
   };
-  void gemm(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
-                LinearJob::Epilogue epilogue, float* y, int64_t ldy);
+  // The parts of a layer: each adds to hidden.
+  void attention(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const RotaryTables& tables,
+                 float* hidden);
+  void mlp(const SwarmLayer& layer, int64_t rows, float* hidden);
+  void add_part(const SwarmLayer& layer, const SwarmLinear& last, const float* x, int64_t rows, const float* post_norm,
+                float* hidden);
+  // `norm` of the rows of x, or null.
+  void gemm(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm, LinearJob::Epilogue epilogue,
+            float* y, int64_t ldy, SwarmActivation activation = SWARM_SILU);
   void add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles);
   const char* quantized_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                                  const Norm* norm);
   const char* packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                            const Norm* norm);
+  void norm_all_heads(const Rotation& how, int64_t rows);
+  void some_experts(const SwarmExperts& all, const float* x, const int64_t* index, const float* scores, int64_t rows,
+                    int64_t chosen, float* y);
   void rotate(const Rotation& how, int64_t row, int64_t group);
 
   const KernelTable* table_ = nullptr;
