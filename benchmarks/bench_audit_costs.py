@@ -44,7 +44,7 @@ def measure(isa: str, tokens: int, rounds: int, sessions: int) -> tuple[float, f
     """Seconds of decoding an answer and of replaying its text, of so many sessions in one batch. The prompt's prefill
     is half of a replay's, and not in the first."""
     cpu_library.set_threads(1)
-    hops = replace(MACHINES["avx2"], isa=isa).spans(open_model("smollm2-135m"))
+    hops = replace(MACHINES["avx2"], isa=isa).spans(open_model("smollm2-135m"), "bf16")
     prompt = tokens // 2
     text = [100 + i * 7 % 40000 for i in range(tokens)]
     decodes, replays = [], []

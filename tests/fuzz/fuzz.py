@@ -94,7 +94,7 @@ def _child(target: str, engine: str, seconds: float, crashes: Path, grow: Path |
     for folder in folders:
         Path(folder).mkdir(parents=True, exist_ok=True)
     if not grow:  # libFuzzer writes into its first folder
-        scratch = tempfile.mkdtemp(dir=crashes.parent)
+        scratch = tempfile.mkdtemp()
         folders.insert(0, scratch)
     options = [
         f"-max_total_time={max(1, round(seconds))}",
