@@ -70,7 +70,7 @@ def _check_near(span: HfSpan, layer: int) -> None:
     with _small_windows(span):
         visibility = list(span.visibility)
         visibility[layer - span.layers.start] = span.probe(layer, layer + 1)[0].visibility
-        cache = KVCacheManager(span.kv_shape, 256, span.device)
+        cache = span.cache_for(256, 2)
         cache.open(b"a", 64)
         cache.open(b"b", 64)
 
@@ -99,7 +99,7 @@ def _check_far(span: HfSpan, layer: int) -> None:
     """A few rows, whose positions begin in the middle of the context."""
     start = span.config.context_length // 2
     rows = _rows(span, _FAR)
-    cache = KVCacheManager(span.kv_shape, 64, span.device)
+    cache = span.cache_for(64, 1)
     cache.open(b"a", 32)
     metadata = cache.schedule([StepRequest(b"a", 0, _FAR)])
     metadata = replace(metadata, positions=metadata.positions + start)

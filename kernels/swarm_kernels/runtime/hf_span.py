@@ -21,14 +21,15 @@ import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory, UnsupportedModel
 from swarm.types import LayerSpan
-from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
-from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
+from swarm_kernels.runtime.hf_states import StateMixer, in_order, install, state_cache
+from swarm_kernels.runtime.hf_weights import PLAIN_KINDS, MetaModel, load_weights, meta_model
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 
 _COUNT_TOKENS = frozenset({"llama4_text"})
@@ -109,13 +110,18 @@ class HfSpan:
         self.edge_bytes = _nbytes(model.causal_lm) - sum(_nbytes(layer) for layer in model.layers)
         self._tap_state = _TapState(indexed="index_topk" in config.hf)
         self._layers = model.layers
+        self._mixers: dict[int, StateMixer] = {}
         for index, layer in enumerate(model.layers):
+            mixer = install(layer, index)
+            if mixer is not None and index in layers:
+                self._mixers[index] = mixer
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
         self._tree_positions: weakref.WeakKeyDictionary[KVCacheManager, torch.Tensor] = weakref.WeakKeyDictionary()
         self._find_out_parts()
         probed = self.probe(layers.start, layers.end)
         self.kv_shape = self._shape_of_all(probed)
         self.visibility = tuple(layer.visibility for layer in probed)
+        self._blocks = [layer.heads > 0 for layer in probed]
         self._attention_modules = [layer.module for layer in probed]
 
     @classmethod
@@ -137,7 +143,15 @@ class HfSpan:
         return self.kv_shape.bytes_per_token_per_layer
 
     def new_cache(self, max_tokens: int) -> KVCacheManager:
-        return KVCacheManager(self.kv_shape, max_tokens, self.device)
+        return self.cache_for(max_tokens, 1)
+
+    def cache_for(self, max_tokens: int, sessions: int) -> KVCacheManager:
+        """`new_cache` with room for the recurrent states, if there are any, of at least so many sessions."""
+        if all(self._blocks):
+            return KVCacheManager(self.kv_shape, max_tokens, self.device)
+        of_layer = 2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize  # as the memory plan has it
+        spared = self._blocks.count(False) * max_tokens * of_layer
+        return state_cache(self.kv_shape, max_tokens, self.device, self._blocks, self._mixers, spared, sessions)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -160,7 +174,8 @@ class HfSpan:
         hidden = hidden.to(device=self.device, dtype=self.dtype)
         if metadata.rows == 0:
             part = slice(first - self.layers.start, last - self.layers.start)
-            for k_blocks, v_blocks in zip(cache.k[part], cache.v[part], strict=True):
+            blocks = zip(cache.k[part], cache.v[part], self._blocks[part], strict=True)
+            for k_blocks, v_blocks in ((k, v) for k, v, has_blocks in blocks if has_blocks):
                 dispatch.commit_tree_slots(k_blocks, v_blocks, metadata.copy_from, metadata.copy_to)
             return hidden
         return self.run_layers(hidden, metadata, cache, first, last, self.visibility)
@@ -196,7 +211,7 @@ class HfSpan:
         return layer
 
     def attention_module(self, index: int) -> torch.nn.Module:
-        """The module of layer `index` that calls the attention."""
+        """The module of layer `index` that looks at other rows."""
         return self._attention_modules[index - self.layers.start]
 
     def configs(self) -> list[Any]:
@@ -212,7 +227,7 @@ class HfSpan:
             return None
         known = self._tree_positions.get(cache)
         if known is None:
-            known = torch.zeros(cache.capacity_tokens, dtype=torch.int64, device=self.device)
+            known = torch.zeros(cache.pool.num_blocks * BLOCK_SIZE, dtype=torch.int64, device=self.device)
             self._tree_positions[cache] = known
         known[metadata.slot_mapping] = metadata.positions
         return known
@@ -280,14 +295,23 @@ class HfSpan:
     def probe(self, start: int, end: int) -> list[ProbedLayer]:
         """Run one row through layers `[start, end)` and record their attention calls, one a layer. Raises
         UnsupportedModel."""
-        probed = self._probe(start, end)
+        plain = {index: self.layer(index) for index in range(start, end) if self._is_plain(index)}
+        probed = in_order(self._probe(start, end), plain, self.layers.start)
         first = start - self.layers.start
         if [layer.layer for layer in probed] != list(range(first, first + end - start)):
             raise self._unsupported("not every layer attends once through transformers' attention interface")
         return probed
 
+    def _is_plain(self, index: int) -> bool:
+        """Whether a layer says of itself that its rows see no others."""
+        kinds = getattr(self._decoder.config, "layer_types", None) or ()
+        return index < len(kinds) and kinds[index] in PLAIN_KINDS
+
     def _shape_of_all(self, probed: list[ProbedLayer]) -> KvShape:
         """The keys and values of one token in any layer fit into it."""
+        all_layers, probed = probed, [layer for layer in probed if layer.heads]
+        if not probed:
+            return KvShape(min(1, len(all_layers)), 1, 1, self.dtype)
         heads = math.lcm(*{layer.kv_heads for layer in probed})
         if any(layer.heads % heads for layer in probed):
             raise self._unsupported("the key heads of its layers have no common multiple among its query heads")

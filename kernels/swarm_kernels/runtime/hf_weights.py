@@ -24,7 +24,12 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.hf_attention import INDEXED
 from swarm_kernels.runtime.span import Progress
 
-_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", INDEXED})
+PLAIN_KINDS = frozenset({"mlp", "moe"})
+"""Layers whose rows see no others."""
+
+_LAYER_KINDS = frozenset({
+    "full_attention", "sliding_attention", "chunked_attention", INDEXED, "linear_attention", "conv", *PLAIN_KINDS,
+})  # fmt: skip
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
