@@ -116,6 +116,10 @@ class KVCacheManager:
             self.pool.incref(block)
         self._sessions[child] = forked
 
+    def reusable(self, session: SessionKey, length: int, multiple: int) -> int:
+        """The most of the first `length` committed tokens that `fork` can share, a multiple of `multiple`."""
+        return length // multiple * multiple
+
     def freeze_prefix(self, session: SessionKey, length: int) -> None:
         """Keep the first `length` committed tokens as a read-only cached prefix for later forks.
 

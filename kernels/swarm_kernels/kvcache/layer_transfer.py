@@ -66,25 +66,11 @@ class LayerTransfer:
 
         return read
 
-    def writer(self, session: SessionKey, tokens: int, layers: LayerSpan) -> Callable[[int, int, bytes], None]:
-        """-> (layer, first unit, their bytes), for a session that has imported `tokens`; once every state of `layers`
-        has come whole, they are the session's. Raises InvalidRequest for bytes that are no state."""
-        block_ids = self._cache.block_ids(session, tokens)
-        waiting = {layer: _Incoming(spec) for layer in layers if (spec := self._spec(layer)) is not None}
-        segment: list[Segment] = []
-
-        def write(layer: int, first: int, body: bytes) -> None:
-            page = self._page(layer)
-            if layer in waiting:
-                if waiting[layer].add(first, body):
-                    unpack(waiting[layer].spec, layer, waiting.pop(layer).body, tokens, segment)
-                    if not waiting and self._stateful is not None:
-                        self._stateful.import_states(session, SequenceStates(segment))
-            elif page is not None:
-                part = block_ids[first : first + len(body) // self.unit_bytes(layer)]
-                self._cache.pool.write(page, part, body)
-
-        return write
+    def writer(self, session: SessionKey, tokens: int, layers: LayerSpan) -> LayerWriter:
+        """For a session that has imported `tokens`, whose layers are `layers`."""
+        states = {layer: _Incoming(spec) for layer in layers if (spec := self._spec(layer)) is not None}
+        blocks = {layer: page for layer in layers if (page := self._page(layer)) is not None}
+        return LayerWriter(self._cache, session, tokens, states, blocks)
 
     def _spec(self, layer: int) -> StateSpec | None:
         return None if self._stateful is None else self._stateful.states.get(layer)
@@ -92,6 +78,44 @@ class LayerTransfer:
     def _page(self, layer: int) -> int | None:
         index = layer - self._span.start
         return index if self._stateful is None else self._stateful.page_of[index]
+
+
+class LayerWriter:
+    """Puts the units of a session's layers where they belong, in any order."""
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        session: SessionKey,
+        tokens: int,
+        states: dict[int, _Incoming],
+        pages: dict[int, int],
+    ) -> None:
+        """`pages`: by layer of the model, its index in the block pool."""
+        self._cache = cache
+        self._session = session
+        self._tokens = tokens
+        self._states = states
+        self._pages = pages
+        self._block_ids = cache.block_ids(session, tokens)
+        self._segments: list[Segment] = []
+
+    def __call__(self, layer: int, first: int, body: bytes) -> None:
+        """`body`: of units from `first` on. Raises InvalidRequest for what is no state."""
+        if (state := self._states.get(layer)) is not None:
+            if state.add(first, body):
+                unpack(state.spec, layer, state.body, self._tokens, self._segments)
+                del self._states[layer]
+        elif (page := self._pages.get(layer)) is not None:
+            count = len(body) // (self._cache.shape.bytes_per_token_per_layer * BLOCK_SIZE)
+            self._cache.pool.write(page, self._block_ids[first : first + count], body)
+
+    def finish(self) -> None:
+        """Everything has come. Raises InvalidRequest if a state has not."""
+        if self._states:
+            raise InvalidRequest(f"the states of {len(self._states)} layers are missing")
+        if self._segments and isinstance(self._cache, StatefulCache):
+            self._cache.import_states(self._session, SequenceStates(self._segments))
 
 
 class _Incoming:
