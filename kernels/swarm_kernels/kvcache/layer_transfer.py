@@ -180,4 +180,4 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def _tensor(spec: TensorSpec, body: bytearray, at: int) -> tuple[torch.Tensor, int]:
     end = at + spec.nbytes
-    return torch.frombuffer(bytes(body[at:end]), dtype=spec.dtype).view(spec.shape).clone(), end
+    return torch.frombuffer(body[at:end], dtype=spec.dtype).view(spec.shape), end
