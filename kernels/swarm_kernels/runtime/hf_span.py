@@ -214,6 +214,10 @@ class HfSpan:
         """The module of layer `index` that looks at other rows."""
         return self._attention_modules[index - self.layers.start]
 
+    def has_state(self, index: int) -> bool:
+        """Whether layer `index` has a recurrent state."""
+        return index in self._mixers
+
     def configs(self) -> list[Any]:
         """transformers' configs that the model's modules read, each once."""
         found = {id(module.config): module.config for module in self._model.modules() if hasattr(module, "config")}
