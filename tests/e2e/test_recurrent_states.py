@@ -58,10 +58,13 @@ def leaver(swarm: MemorySwarm, victim: int) -> Callable[[Chain], None]:
 @virtual_time
 async def test_drafts_change_no_token(kind: str, accuracy: float) -> None:
     expected = truth(kind, 37)
+
+    def make_drafter() -> InlineDrafter:
+        return InlineDrafter(Oracle(expected, accuracy))
+
     async with swarm_of(kind, 1) as swarm:
         for name, decoding in enumerate(("tree", "pipelined", "hybrid")):
-            oracle = Oracle(expected, accuracy)
-            async with swarm.client(name, make_drafter=lambda: InlineDrafter(oracle), prefill_chunk=16) as client:
+            async with swarm.client(name, make_drafter=make_drafter, prefill_chunk=16) as client:
                 answer = await client.generate(prompt(37), max_new_tokens=TOKENS, decoding=decoding)
                 assert list(answer.token_ids) == expected, decoding
         await assert_clean(swarm)

@@ -62,6 +62,11 @@ class KVCacheManager:
         return (self.pool.free - self._reserved()) * BLOCK_SIZE
 
     @property
+    def session_capacity(self) -> int:
+        """The most sessions at a time, whatever their tokens: keys and values alone set no limit."""
+        return 1 << 30
+
+    @property
     def nbytes(self) -> int:
         return self.pool.nbytes
 

@@ -73,7 +73,7 @@ class SequenceStates:
         return SequenceStates([self._covering(length).first(length)])
 
     def truncate(self, length: int) -> None:
-        """Drop the tree and what follows the first `length` tokens. Raises ActivationLogEvicted, and nothing changes."""
+        """Drop the tree and all but the first `length` tokens. Raises ActivationLogEvicted before anything changes."""
         segments = [Segment(Snapshot(0))]
         if length:
             last = self._covering(length)
@@ -122,9 +122,7 @@ class SequenceStates:
                 depth += 1
         self._plan_tree({slot: index for index, slot in drafts}, tree, plan, (depth, place), start)
 
-    def _keep(
-        self, causal: range, position: int, start: Snapshot, plan: StatePlan
-    ) -> list[tuple[int, Snapshot]]:
+    def _keep(self, causal: range, position: int, start: Snapshot, plan: StatePlan) -> list[tuple[int, Snapshot]]:
         """Choose what is kept of a run of `causal` rows that ends at `position`. -> the states to save."""
         begin = position - len(causal)
         if position == start.position:

@@ -80,4 +80,4 @@ class StatefulMetadata(AttentionMetadata):
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, states: StatePlan) -> StatefulMetadata:
-        return cls(*(getattr(metadata, each.name) for each in fields(AttentionMetadata)), states)
+        return cls(**{each.name: getattr(metadata, each.name) for each in fields(AttentionMetadata)}, states=states)

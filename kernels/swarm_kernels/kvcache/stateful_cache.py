@@ -96,6 +96,10 @@ class StatefulCache(KVCacheManager):
     def nbytes(self) -> int:
         return super().nbytes + self.state_bytes
 
+    @property
+    def session_capacity(self) -> int:
+        return self.state_bytes // self.session_bytes if self.session_bytes else super().session_capacity
+
     def states_of(self, session: SessionKey) -> SequenceStates:
         """Raises InvalidRequest."""
         self._get(session)
@@ -117,7 +121,9 @@ class StatefulCache(KVCacheManager):
 
     def reusable(self, session: SessionKey, length: int, multiple: int) -> int:
         states = self.states_of(session)
-        return next(tokens for tokens in range(length // multiple * multiple, -1, -multiple) if states.reachable(tokens))
+        return next(
+            tokens for tokens in range(length // multiple * multiple, -1, -multiple) if states.reachable(tokens)
+        )
 
     def freeze_prefix(self, session: SessionKey, length: int) -> None:
         states = self.states_of(session)
@@ -148,7 +154,9 @@ class StatefulCache(KVCacheManager):
     def schedule(self, requests: Sequence[StepRequest]) -> AttentionMetadata:
         for request in requests:
             if len(self._get(request.session).tree) + len(request.slots) > MAX_TREE_ROWS:
-                raise InvalidRequest(f"{len(request.slots)} more draft rows; a session has {MAX_TREE_ROWS} at most here")
+                raise InvalidRequest(
+                    f"{len(request.slots)} more draft rows; a session has {MAX_TREE_ROWS} at most here"
+                )
         metadata = super().schedule(requests)
         plan, row = StatePlan(), 0
         for request in requests:

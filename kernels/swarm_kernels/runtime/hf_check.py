@@ -1,9 +1,9 @@
 """The check at load: the layers of an `HfSpan` against transformers' own eager attention and masks.
 
 Owns what is compared: of each kind of layer in the span, on its loaded weights, a prompt in two pieces with another
-session between its rows, a tree of two branches, a row on a committed one, and a few rows far into the context; of layers with
-a recurrent state also a longer text, and going back in it. For the check, windows and
-chunks shrink to a few tokens, so that some rows lie beyond them. transformers gets other embeddings than we do, so that
+session between its rows, a tree of two branches, a row on a committed one, and a few rows far into the context; of
+layers with a recurrent state also a longer text, and going back in it. For the check, windows and chunks shrink to a
+few tokens, so that some rows lie beyond them. transformers gets other embeddings than we do, so that
 a layer that looks at more than hidden states and positions is found too.
 
 Two things are compared, row by row: what comes out of the attention, and what comes out of the layer. In a mixture of

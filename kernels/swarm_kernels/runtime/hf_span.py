@@ -29,7 +29,7 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_states import StateMixer, in_order, install, state_cache
-from swarm_kernels.runtime.hf_weights import PLAIN_KINDS, MetaModel, load_weights, meta_model
+from swarm_kernels.runtime.hf_weights import PLAIN_KINDS, STATE_KINDS, MetaModel, load_weights, meta_model
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 
 _COUNT_TOKENS = frozenset({"llama4_text"})
@@ -149,7 +149,9 @@ class HfSpan:
         """`new_cache` with room for the recurrent states, if there are any, of at least so many sessions."""
         if all(self._blocks):
             return KVCacheManager(self.kv_shape, max_tokens, self.device)
-        of_layer = 2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize  # as the memory plan has it
+        of_layer = (
+            2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
+        )  # as the memory plan has it
         spared = self._blocks.count(False) * max_tokens * of_layer
         return state_cache(self.kv_shape, max_tokens, self.device, self._blocks, self._mixers, spared, sessions)
 
@@ -303,13 +305,19 @@ class HfSpan:
         probed = in_order(self._probe(start, end), plain, self.layers.start)
         first = start - self.layers.start
         if [layer.layer for layer in probed] != list(range(first, first + end - start)):
-            raise self._unsupported("not every layer attends once through transformers' attention interface")
+            raise self._unsupported(
+                "not every layer attends once through transformers' attention interface"
+                + (" or has a recurrent state of a known kind" if self._kinds() & STATE_KINDS else "")
+            )
         return probed
 
     def _is_plain(self, index: int) -> bool:
         """Whether a layer says of itself that its rows see no others."""
         kinds = getattr(self._decoder.config, "layer_types", None) or ()
         return index < len(kinds) and kinds[index] in PLAIN_KINDS
+
+    def _kinds(self) -> set[str]:
+        return set(getattr(self._decoder.config, "layer_types", None) or ())
 
     def _shape_of_all(self, probed: list[ProbedLayer]) -> KvShape:
         """The keys and values of one token in any layer fit into it."""

@@ -24,7 +24,7 @@ from swarm_kernels.runtime.hf_attention import ProbedLayer, Visibility, running
 _MIXERS = frozenset({
     "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Lfm2ShortConv", "Lfm2MoeShortConv",
     "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "JambaMambaMixer", "MiniMaxLightningAttention",
-    "KimiLinearDeltaAttention",
+    "KimiLinearDeltaAttention", "OlmoHybridGatedDeltaNet", "BailingHybridDeltaAttention",
 })  # fmt: skip
 """transformers' modules that are known to touch their cache in no other way than `_StateCache` allows."""
 

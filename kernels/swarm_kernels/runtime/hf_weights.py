@@ -27,9 +27,10 @@ from swarm_kernels.runtime.span import Progress
 PLAIN_KINDS = frozenset({"mlp", "moe"})
 """Layers whose rows see no others."""
 
-_LAYER_KINDS = frozenset({
-    "full_attention", "sliding_attention", "chunked_attention", INDEXED, "linear_attention", "conv", *PLAIN_KINDS,
-})  # fmt: skip
+STATE_KINDS = frozenset({"linear_attention", "conv"})
+"""Layers with a recurrent state, if `hf_states` knows their modules."""
+
+_LAYER_KINDS = PLAIN_KINDS | STATE_KINDS | {"full_attention", "sliding_attention", "chunked_attention", INDEXED}
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 

@@ -47,6 +47,11 @@ class SpanEngineApi(StepEngine, Protocol):
         """The largest reservation that an engine without sessions can take."""
         ...
 
+    @property
+    def session_capacity(self) -> int:
+        """The most sessions whose recurrent states fit."""
+        ...
+
     async def compile_grammar(self, grammar: Grammar, share: Share) -> GrammarState:
         """`share`: on whose account. Raises InvalidRequest, NodeBusy when it takes too much here, ModelError when the
         model's tokenizer cannot be read."""

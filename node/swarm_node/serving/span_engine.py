@@ -91,6 +91,10 @@ class SpanEngine:
     def capacity_tokens(self) -> int:
         return self.cache.capacity_tokens
 
+    @property
+    def session_capacity(self) -> int:
+        return self.cache.session_capacity
+
     async def compile_grammar(self, grammar: Grammar, share: Share) -> GrammarState:
         if self._grammars is None:
             raise UnsupportedRequest("this node cannot use grammars")

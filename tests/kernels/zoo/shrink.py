@@ -124,6 +124,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "kimi_linear": {**_MLA, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "bailing_hybrid": {**_MLA, "layer_types": ["linear_attention", "full_attention"] * 2},
     "nemotron_h": {"hybrid_override_pattern": "M-*E", "num_hidden_layers": 4},
 }  # fmt: skip
 

@@ -7,8 +7,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-_KEPT = ("inv_freq", "embed_scale", "position_ids", "embed_positions", "causal_mask", "masked_bias",
-         "slope_rate", "query_decay", "key_decay", "diagonal_decay")
+_KEPT = (
+    "inv_freq",
+    "embed_scale",
+    "position_ids",
+    "embed_positions",
+    "causal_mask",
+    "masked_bias",
+    "slope_rate",
+    "query_decay",
+    "key_decay",
+    "diagonal_decay",
+)
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> Any:
