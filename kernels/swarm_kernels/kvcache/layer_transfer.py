@@ -68,7 +68,7 @@ class LayerTransfer:
 
     def writer(self, session: SessionKey, tokens: int, layers: LayerSpan) -> LayerWriter:
         """For a session that has imported `tokens`, whose layers are `layers`."""
-        states = {layer: _Incoming(spec) for layer in layers if (spec := self._spec(layer)) is not None}
+        states = {layer: IncomingState(spec) for layer in layers if (spec := self._spec(layer)) is not None}
         blocks = {layer: page for layer in layers if (page := self._page(layer)) is not None}
         return LayerWriter(self._cache, session, tokens, states, blocks)
 
@@ -88,7 +88,7 @@ class LayerWriter:
         cache: KVCacheManager,
         session: SessionKey,
         tokens: int,
-        states: dict[int, _Incoming],
+        states: dict[int, IncomingState],
         pages: dict[int, int],
     ) -> None:
         """`pages`: by layer of the model, its index in the block pool."""
@@ -118,7 +118,7 @@ class LayerWriter:
             self._cache.import_states(self._session, SequenceStates(self._segments))
 
 
-class _Incoming:
+class IncomingState:
     """A state whose units come in any order."""
 
     def __init__(self, spec: StateSpec) -> None:
