@@ -20,7 +20,7 @@ from swarm_kernels.batch import BLOCK_SIZE
 from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.kvcache.recurrent_states import MAX_ROWS, Segment, SequenceStates
 from swarm_kernels.kvcache.sequence import SessionKey, blocks_for
-from swarm_kernels.kvcache.state_plan import RowInput, Snapshot
+from swarm_kernels.kvcache.state_plan import RowInput, StateSnapshot
 from swarm_kernels.kvcache.stateful_cache import StatefulCache, StateSpec, TensorSpec
 
 STATE_UNIT = 1 << 16
@@ -142,8 +142,11 @@ def state_bytes(spec: StateSpec) -> int:
 
 
 def packed(spec: StateSpec, layer: int, segment: Segment) -> bytes:
-    """The state of a layer at the start of `segment`, and the inputs of its rows."""
+    """The state of a layer at the start of `segment`, and the inputs of its rows. Raises InvalidRequest if they are not
+    computed yet."""
     state = segment.start.layers.get(layer)
+    if (state is None and segment.start.position) or not all(layer in row.layers for row in segment.rows):
+        raise InvalidRequest(f"the state of layer {layer} is not computed yet")
     tensors = [
         spec.tensors[name].zeros(torch.device("cpu")) if state is None else state[name] for name in sorted(spec.tensors)
     ]
@@ -156,7 +159,7 @@ def unpack(spec: StateSpec, layer: int, body: bytearray, tokens: int, segments: 
     """Add a layer's state to the one segment of `segments`, which is made by the first layer. Raises InvalidRequest."""
     count = int.from_bytes(body[:_COUNT_BYTES], "little")
     if not segments and count <= min(tokens, MAX_ROWS):
-        segments.append(Segment(Snapshot(tokens - count), [RowInput() for _ in range(count)]))
+        segments.append(Segment(StateSnapshot(tokens - count), [RowInput() for _ in range(count)]))
     if not segments or count != len(segments[0].rows):
         raise InvalidRequest(f"a state of {tokens} tokens with {count} rows after it")
     at = _COUNT_BYTES

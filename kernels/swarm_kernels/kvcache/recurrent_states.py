@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from swarm.errors import ActivationLogEvicted
 from swarm_kernels.batch import BLOCK_SIZE
 from swarm_kernels.kvcache.sequence import ROOT, StepRequest, TreeNode
-from swarm_kernels.kvcache.state_plan import Chain, RowInput, Snapshot, Source, StatePlan
+from swarm_kernels.kvcache.state_plan import RowInput, RowRun, Source, StatePlan, StateSnapshot
 
 BOUNDARY = 2 * BLOCK_SIZE  # tokens: states of a long run are kept at its last multiple; a block of `swarm.block_hash`
 SEGMENT_ROWS = 64  # a segment with so many rows is followed by another
@@ -31,7 +31,7 @@ _STEPWISE = 8  # rows that are computed one by one with other sessions' rather t
 class Segment:
     """The state before the first of `rows`, which follow each other."""
 
-    start: Snapshot
+    start: StateSnapshot
     rows: list[RowInput] = field(default_factory=list)
 
     @property
@@ -53,7 +53,7 @@ class SequenceStates:
     __slots__ = ("head", "segments", "tree")
 
     def __init__(self, segments: Sequence[Segment] = ()) -> None:
-        self.segments = list(segments) or [Segment(Snapshot(0))]
+        self.segments = list(segments) or [Segment(StateSnapshot(0))]
         self.head = self.segments[-1].start
         """The newest state, within the last segment."""
         self.tree: dict[int, RowInput] = {}  # by slot; also of slots that are gone, until the next step
@@ -67,14 +67,18 @@ class SequenceStates:
         return length == 0 or any(segment.holds(length) for segment in self.segments)
 
     def fork(self, length: int) -> SequenceStates:
-        """Another session with the first `length` tokens. Raises ActivationLogEvicted."""
+        """Another session with the first `length` tokens, which can go back by one of them if this one can. Raises
+        ActivationLogEvicted."""
         if length == 0:
             return SequenceStates()
-        return SequenceStates([self._covering(length).first(length)])
+        newest = self._covering(length)
+        before = [segment for segment in self.segments if segment.holds(length) and segment.holds(length - 1)]
+        chosen = before[-1] if before and len(before[-1].rows) <= MAX_ROWS else newest
+        return SequenceStates([chosen.first(length)])
 
     def truncate(self, length: int) -> None:
         """Drop the tree and all but the first `length` tokens. Raises ActivationLogEvicted before anything changes."""
-        segments = [Segment(Snapshot(0))]
+        segments = [Segment(StateSnapshot(0))]
         if length:
             last = self._covering(length)
             segments = [*self.segments[: self.segments.index(last)], last.first(length)]
@@ -113,7 +117,7 @@ class SequenceStates:
             return
         depth, place = 0, -1
         if len(sources) > _STEPWISE:
-            plan.chains.append(Chain(start, sources, saves))
+            plan.runs.append(RowRun(start, sources, saves))
             start = self.head
         else:
             for done, source in enumerate(sources, 1):
@@ -122,15 +126,17 @@ class SequenceStates:
                 depth += 1
         self._plan_tree({slot: index for index, slot in drafts}, tree, plan, (depth, place), start)
 
-    def _keep(self, causal: range, position: int, start: Snapshot, plan: StatePlan) -> list[tuple[int, Snapshot]]:
+    def _keep(
+        self, causal: range, position: int, start: StateSnapshot, plan: StatePlan
+    ) -> list[tuple[int, StateSnapshot]]:
         """Choose what is kept of a run of `causal` rows that ends at `position`. -> the states to save."""
         begin = position - len(causal)
         if position == start.position:
             return []
-        self.head = Snapshot(position)
+        self.head = StateSnapshot(position)
         saves = [(position - start.position, self.head)]
         if len(causal) >= BOUNDARY:
-            boundary = Snapshot((position - 1) // BOUNDARY * BOUNDARY)
+            boundary = StateSnapshot((position - 1) // BOUNDARY * BOUNDARY)
             if boundary.position > start.position:
                 saves.insert(0, (boundary.position - start.position, boundary))
                 self.segments.append(Segment(boundary))
@@ -151,7 +157,7 @@ class SequenceStates:
         tree: Mapping[int, TreeNode],
         plan: StatePlan,
         root: tuple[int, int],
-        start: Snapshot,
+        start: StateSnapshot,
     ) -> None:
         """Add draft rows (slot -> row of the batch) and those of their ancestors that have no state, which is all.
 
@@ -167,7 +173,7 @@ class SequenceStates:
             placed[slot] = depth + 1, _add(plan, depth + 1, source, parent, start)
 
 
-def _add(plan: StatePlan, depth: int, source: Source, parent: int, start: Snapshot) -> int:
+def _add(plan: StatePlan, depth: int, source: Source, parent: int, start: StateSnapshot) -> int:
     """Add a row to the level of this depth. -> its place there."""
     level = plan.level(depth)
     level.sources.append(source)

@@ -18,7 +18,7 @@ LayerState = Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
-class Snapshot:
+class StateSnapshot:
     """A session's state after its first `position` tokens. A layer that is not in `layers` is in its initial state: at
     position 0, or not run yet by the batch that computes the snapshot."""
 
@@ -38,12 +38,12 @@ Source = int | RowInput
 
 
 @dataclass(slots=True)
-class Chain:
+class RowRun:
     """Rows of one session, one after another, that are long enough to be computed together."""
 
-    start: Snapshot
+    start: StateSnapshot
     sources: list[Source]
-    saves: list[tuple[int, Snapshot]]
+    saves: list[tuple[int, StateSnapshot]]
     """(after how many rows, what becomes the state after them), ascending; the last one is after all rows."""
 
 
@@ -53,15 +53,15 @@ class Level:
 
     sources: list[Source] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # by their place in the level before; empty in the first level
-    starts: list[Snapshot] = field(default_factory=list)  # of the first level
-    saves: list[tuple[int, Snapshot]] = field(default_factory=list)  # (place in this level, the state after it)
+    starts: list[StateSnapshot] = field(default_factory=list)  # of the first level
+    saves: list[tuple[int, StateSnapshot]] = field(default_factory=list)  # (place in this level, the state after it)
 
 
 @dataclass(slots=True)
 class StatePlan:
-    """In this order: all chains, then the levels, then the inputs to keep."""
+    """In this order: all runs, then the levels, then the inputs to keep."""
 
-    chains: list[Chain] = field(default_factory=list)
+    runs: list[RowRun] = field(default_factory=list)
     levels: list[Level] = field(default_factory=list)
     kept: list[tuple[int, RowInput]] = field(default_factory=list)  # (row of the batch, where its input is kept)
 

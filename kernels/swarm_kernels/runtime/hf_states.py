@@ -17,7 +17,15 @@ import torch
 
 from swarm.errors import UnsupportedModel
 from swarm_kernels.kvcache.block_pool import KvShape
-from swarm_kernels.kvcache.state_plan import Chain, LayerState, Level, RowInput, Snapshot, Source, StatefulMetadata
+from swarm_kernels.kvcache.state_plan import (
+    LayerState,
+    Level,
+    RowInput,
+    RowRun,
+    Source,
+    StatefulMetadata,
+    StateSnapshot,
+)
 from swarm_kernels.kvcache.stateful_cache import StatefulCache, StateSpec, TensorSpec
 from swarm_kernels.runtime.hf_attention import ProbedLayer, Visibility, running
 
@@ -107,8 +115,8 @@ class StateMixer:
         assert isinstance(batch.metadata, StatefulMetadata)
         plan, rows = batch.metadata.states, hidden_states[0]
         output = torch.empty_like(rows)
-        for chain in plan.chains:
-            self._run_chain(chain, rows, output)
+        for run in plan.runs:
+            self._run_rows(run, rows, output)
         states: dict[str, torch.Tensor] = {}
         for level in plan.levels:
             states = self._run_level(level, states, rows, output)
@@ -142,21 +150,21 @@ class StateMixer:
 
     # --- batches ------------------------------------------------------------------------------------------------
 
-    def _run_chain(self, chain: Chain, rows: torch.Tensor, output: torch.Tensor) -> None:
-        done, state = 0, chain.start.layers.get(self.layer)
-        inputs = self._inputs(chain.sources, rows)
-        for count, snapshot in chain.saves:
+    def _run_rows(self, run: RowRun, rows: torch.Tensor, output: torch.Tensor) -> None:
+        done, state = 0, run.start.layers.get(self.layer)
+        inputs = self._inputs(run.sources, rows)
+        for count, snapshot in run.saves:
             for part in self._parts(done, count, state is None):
                 cache = _StateCache({name: x[None].clone() for name, x in state.items()} if state else None)
                 result = self._run(inputs[None, part], cache)[0]
-                _put(output, chain.sources[part], result)
+                _put(output, run.sources[part], result)
                 state = {name: x[0] for name, x in cache.tensors.items()}
             assert state is not None
             snapshot.layers[self.layer] = state
             done = count
 
     def _parts(self, start: int, end: int, from_zero: bool) -> Iterator[slice]:
-        """Rows `[start, end)` of a chain as what the module computes in one call."""
+        """Rows `[start, end)` of a run as what the module computes in one call."""
         if not self._row_by_row or from_zero:
             yield slice(start, end)
         else:
@@ -178,7 +186,7 @@ class StateMixer:
             snapshot.layers[self.layer] = {name: x[place].clone() for name, x in cache.tensors.items()}
         return cache.tensors
 
-    def _state_of(self, snapshot: Snapshot, device: torch.device) -> LayerState:
+    def _state_of(self, snapshot: StateSnapshot, device: torch.device) -> LayerState:
         assert self.spec is not None
         state = snapshot.layers.get(self.layer)
         if state is None:

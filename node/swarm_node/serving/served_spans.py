@@ -183,6 +183,9 @@ class ServedSpan:
 
     def release(self, key: int, prefix: Sequence[bytes] = ()) -> None:
         """The session is over; the blocks that hash to `prefix` may be retained for others."""
+        if prefix:
+            computed = min(self._computed[key], len(prefix) * HASH_BLOCK_TOKENS)
+            prefix = prefix[: self.engine.reusable(key, computed, HASH_BLOCK_TOKENS) // HASH_BLOCK_TOKENS]
         retained, evicted = self.prefixes.retain(key, prefix) if prefix else (0, [])
         for old in evicted:
             self._free(old)

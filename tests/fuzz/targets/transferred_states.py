@@ -9,7 +9,7 @@ import torch
 from swarm.errors import InvalidRequest
 from swarm_kernels.kvcache.layer_transfer import IncomingState, packed, unpack
 from swarm_kernels.kvcache.recurrent_states import MAX_ROWS, Segment
-from swarm_kernels.kvcache.state_plan import RowInput, Snapshot
+from swarm_kernels.kvcache.state_plan import RowInput, StateSnapshot
 from swarm_kernels.kvcache.stateful_cache import StateSpec, TensorSpec
 
 INSTRUMENT = ("swarm_kernels.kvcache.layer_transfer",)
@@ -46,5 +46,5 @@ def seeds() -> Iterator[bytes]:
     for count in (0, 3):
         rows = [RowInput({2: torch.ones(4, dtype=torch.bfloat16)}) for _ in range(count)]
         state = {"conv": torch.ones(2, 3, dtype=torch.bfloat16), "recurrent": torch.ones(2, 2)}
-        body = packed(_SPEC, 2, Segment(Snapshot(_TOKENS - count, {2: state}), rows))[:900]
+        body = packed(_SPEC, 2, Segment(StateSnapshot(_TOKENS - count, {2: state}), rows))[:900]
         yield bytes(2) + body + bytes(2) + body
