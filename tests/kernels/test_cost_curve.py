@@ -13,7 +13,9 @@ from tiny_models import ModelTensors, tiny_model
 from swarm.errors import ResourceError
 from swarm.types import LayerSpan
 from swarm_kernels.calibration.cost_curve import StepTimer, choose_threads, measure_cost, verify_layer
+from swarm_kernels.calibration.random_weights import RandomWeights
 from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.cpu.cpu_experts import PackedExperts
 from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.load import load_span
 
@@ -82,3 +84,41 @@ def test_a_machine_that_computes_wrongly_is_found(source: ModelTensors, dtype: t
         span.weights[0] = broken
         with pytest.raises(ResourceError, match="must not join"):
             verify_layer(span, source)
+
+
+MIXTURES = {
+    "mixtral": {"num_local_experts": 32, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 32, "num_experts_per_tok": 2, "head_dim": 16},
+    "glm4_moe": {"n_routed_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+                 "topk_group": 1, "first_k_dense_replace": 0, "head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", ["its own", "random"])
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.filterwarnings("ignore")
+def test_wide_batches_read_as_many_experts_as_unlike_rows_choose(
+    kind: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measured curve of a mixture shows what a tree of n rows costs only if calibration's rows are as unlike."""
+    model = ModelTensors(tiny_model(kind, **MIXTURES[kind]))
+    for name in [name for name in model.names() if name.endswith(("correction_bias", "router.bias"))]:
+        model.replace(name, torch.zeros(32))
+    source = RandomWeights(model) if weights == "random" else model
+    span = load_span(source, LayerSpan(0, 2), torch.int8)
+    read: list[set[int]] = []
+    run = PackedExperts.__call__
+
+    def spy(self: PackedExperts, x: torch.Tensor, index: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        read.append(set(index.flatten().tolist()))
+        return run(self, x, index, scores)
+
+    monkeypatch.setattr(PackedExperts, "__call__", spy)
+    timer = StepTimer(span, 16, 64)
+    for rows in (1, 4, 16, 64):
+        read.clear()
+        for _ in range(12):
+            timer.ms(rows)
+        expected = 32 * (1 - (1 - 2 / 32) ** rows)
+        assert 0.75 * expected <= sum(map(len, read)) / len(read) <= 1.05 * expected + 0.5
+        assert rows > 4 or len(set(map(frozenset, read))) > 4  # others each time

@@ -243,6 +243,42 @@ def test_blocks_read_from_one_cache_import_into_another(tokens: int) -> None:
     append(target, b"a", 1)
 
 
+@pytest.mark.parametrize("value_dim", [0, 16, 48])
+def test_blocks_of_a_latent_cache_are_imported(value_dim: int) -> None:
+    """Values are of another size than keys, or there are none: DeepSeek's latents, with or without index keys."""
+    shape = KvShape(2, 1, 48, torch.bfloat16, value_dim)
+    assert shape.bytes_per_token_per_layer == 2 * (48 + value_dim)
+    source, target = (KVCacheManager(shape, 5 * BLOCK_SIZE) for _ in range(2))
+    for layer in range(2):
+        for tensor in (source.k[layer], source.v[layer]):
+            tensor.copy_(torch.randn(tensor.shape))
+    for layer in range(2):
+        body = source.pool.read(layer, [3, 1], BLOCK_SIZE + 5)
+        assert len(body) == 2 * shape.bytes_per_block // 2
+        target.pool.write(layer, [0, 4], body)
+        assert torch.equal(target.k[layer][0], source.k[layer][3])
+        assert torch.equal(target.v[layer][0], source.v[layer][3])
+        assert torch.equal(target.k[layer][4, ..., :5], source.k[layer][1, ..., :5])
+        assert torch.equal(target.v[layer][4, :, :5], source.v[layer][1, :, :5])
+        assert not target.k[layer][4, ..., 5:].any()
+        assert not target.v[layer][4, :, 5:].any()
+
+
+@pytest.mark.parametrize("value_dim", [-1, 0, 16])
+def test_a_body_of_another_size_changes_nothing(value_dim: int) -> None:
+    """A peer of another version may cache every head's keys and values, or a latent; a hostile one sends anything."""
+    shape = KvShape(1, 1, 48, torch.bfloat16, value_dim)
+    pool = KVCacheManager(shape, 4 * BLOCK_SIZE).pool
+    size = 2 * shape.bytes_per_block
+    expanded = 2 * 2 * 4 * 64 * BLOCK_SIZE * 2
+    for length in (0, 1, 3, size // 2, size - 1, size - 2, size + 1, size + 2, 2 * size, expanded):
+        with pytest.raises(InvalidRequest, match=f"{length} bytes are not 2 blocks"):
+            pool.write(0, [1, 2], b"\x7f" * length)
+    assert not any(part.any() for part in (*pool.k, *pool.v))
+    pool.write(0, [1, 2], b"\x7f" * size)
+    assert pool.k[0][1:3].all()
+
+
 def test_only_an_empty_session_imports_within_its_reservation() -> None:
     cache = small_cache(4)
     cache.open(b"a", BLOCK_SIZE)

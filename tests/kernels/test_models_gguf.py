@@ -175,14 +175,6 @@ def test_a_missing_file_and_other_architectures_are_refused(tmp_path: Path) -> N
         open_model(str(tmp_path / "m.gguf"))
 
 
-def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
-    def experts(writer: gguf.GGUFWriter, arch: str) -> None:
-        writer.add_expert_count(8)
-
-    with pytest.raises(UnsupportedModel, match="mixture of experts"):
-        open_model(str(write_gguf(tmp_path / "m.gguf", tiny_model(), metadata=experts)))
-
-
 def test_every_truncation_is_corrupt(tiny: Path, tmp_path: Path) -> None:
     whole = tiny.read_bytes()
     cut = tmp_path / "cut.gguf"

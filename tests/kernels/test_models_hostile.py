@@ -144,6 +144,8 @@ CONFIG: dict[str, Any] = {**SIZES, "model_type": "llama"}
         {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": "all"},
         {"vocab_size": "9" * 100_000},
         {"eos_token_id": [["x" * 100_000]]},
+        {"model_type": "gemma3n_text", "intermediate_size": [[48], 48]},
+        {"model_type": "gemma3n_text", "intermediate_size": [0] * 100_000},
     ],
 )
 def test_config_values_of_a_wrong_kind_or_size(changes: dict[str, Any]) -> None:

@@ -71,10 +71,15 @@ def test_auto_is_the_format_of_the_files(quant: Q | None, wanted: torch.dtype, t
     source.close()
 
 
-def test_auto_is_bf16_for_architectures_without_kernels_of_our_own() -> None:
+@pytest.mark.parametrize(("kind", "wanted"), [("mixtral", INT4), ("gpt_oss", INT4), ("llama4_text", torch.bfloat16)])
+def test_auto_of_mixtures_is_the_format_of_the_files_where_they_are_served_in_it(
+    kind: str, wanted: torch.dtype
+) -> None:
     source = ModelTensors(tiny_model())
-    object.__setattr__(source.config, "model_type", "gpt2")
     assert native_dtype(source) == torch.bfloat16
+    object.__setattr__(source.config, "model_type", kind)
+    source.native = lambda name: INT4  # type: ignore[method-assign]
+    assert native_dtype(source) == wanted
 
 
 def int4_span(source: ModelSource) -> LlamaSpan:

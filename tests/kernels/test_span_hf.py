@@ -67,8 +67,6 @@ def test_only_its_own_layers_are_read_and_resident() -> None:
 
 
 UNSUPPORTED = {
-    "bloom": ({"n_layer": 6, "n_head": 6}, "cannot be served in slices"),
-    "gptj": ({"n_embd": 96, "n_layer": 6, "n_head": 6, "rotary_dim": 8}, "cannot build"),
     "mamba": ({}, "recurrent state of a known kind"),
 }
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tiny_models import Chain, ModelTensors, hf_logits, tiny_model
 
-from swarm.errors import UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.device.device import INT4
@@ -97,9 +96,3 @@ def test_a_tied_embedding_is_held_once(dtype: torch.dtype) -> None:
     assert torch.equal(whole.embed(ids), first.embed(ids))
     assert whole.embed([]).shape == (0, 96)
     assert last.logits(torch.empty(0, 96)).shape == (0, 131)
-
-
-@BITS
-def test_other_models_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedModel, match="8 or 4 bits"):
-        load_span(ModelTensors(tiny_model("olmo2")), LayerSpan(0, 2), dtype)

@@ -54,6 +54,46 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
         w.kv_tokens(200 << 20, LayerSpan(0, 4), 10)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
+def test_a_latent_cache_is_estimated_as_it_is(kind: str, dtype: str) -> None:
+    sizes = {
+        "num_key_value_heads": 6,
+        "kv_lora_rank": 40,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "head_dim": 16,
+    }
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 8,
+    }
+    source = ModelTensors(
+        tiny_model(
+            kind, **sizes, **experts, q_lora_rank=24, v_head_dim=16, num_hidden_layers=2, first_k_dense_replace=1
+        )
+    )
+    span = load_span(source, LayerSpan(0, 1), DTYPES[dtype])
+    assert ModelMemory.of(source, DTYPES[dtype]).kv_token == span.kv_bytes_per_token_per_layer
+    assert span.kv_bytes_per_token_per_layer == DTYPES[dtype].itemsize * (64 + (128 if kind == "deepseek_v32" else 0))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(("kind", "shape"), [("mixtral", {"num_local_experts": 4}), ("gemma2", {"head_dim": 32})])
+def test_the_estimate_holds_for_experts_and_other_layers_of_transformers(
+    kind: str, shape: dict[str, int], dtype: str
+) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "vocab_size": 1600}
+    source = ModelTensors(tiny_model(kind, **sizes, **shape))
+    w, span = ModelMemory.of(source, DTYPES[dtype]), load_span(source, LayerSpan(0, 2), DTYPES[dtype])
+    assert w.kv_token == span.kv_bytes_per_token_per_layer
+    assert w.layer == pytest.approx(span.layer_bytes, rel=0.05)
+    assert w.embedding == pytest.approx(span.edge_bytes, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])

@@ -25,12 +25,18 @@ from swarm_kernels.runtime.weight_reader import exact_packs_of
 DEFAULT_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 256)
 _SESSION = b"calibration"
 _PREFILL_CHUNK = 128
+_OTHER_ROWS = 251  # a prime: batches of any width begin at all of them
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 1e-1, INT4: 1e-1}
 """By dtype of the weights: largest relative L2 error, against fp32, of what a layer adds to the residual stream."""
 
 
 class StepTimer:
-    """Times batches of one session of `context` tokens on a span, rolling each back. Has its own KV cache."""
+    """Times batches of one session of `context` tokens on a span, rolling each back. Has its own KV cache.
+
+    Rows are random and others in every batch. In a mixture of E experts, of which a row chooses k, n unlike rows read
+    some E (1 - (1 - k/E)^n) experts; n equal ones would read k, and the same row again and again would find its k in
+    the processor's cache.
+    """
 
     def __init__(self, span: Span, context: int, widest: int) -> None:
         self._span = span
@@ -38,7 +44,9 @@ class StepTimer:
         self._cache = span.new_cache(context + widest)
         self._cache.open(_SESSION, context + widest)
         generator = torch.Generator().manual_seed(0)
-        self._rows = torch.randn(max(widest, _PREFILL_CHUNK), span.config.hidden_size, generator=generator)
+        count = max(widest, _PREFILL_CHUNK) + _OTHER_ROWS
+        self._rows = torch.randn(count, span.config.hidden_size, generator=generator)
+        self._next = 0  # row
         for start in range(0, context, _PREFILL_CHUNK):
             self._run(start, min(_PREFILL_CHUNK, context - start))
 
@@ -50,7 +58,8 @@ class StepTimer:
 
     def _run(self, base: int, rows: int) -> float:
         metadata = self._cache.schedule([StepRequest(_SESSION, base, rows)])
-        hidden = self._rows[:rows].to(device=self._span.device, dtype=self._span.dtype)
+        self._next = (self._next + rows) % _OTHER_ROWS
+        hidden = self._rows[self._next : self._next + rows].to(device=self._span.device, dtype=self._span.dtype)
         self._synchronize()
         start = time.perf_counter()
         self._span.forward(hidden, metadata, self._cache)

@@ -1,6 +1,7 @@
 """Random weights in a model's shapes: to time its layers before any of them is fetched.
 
-How long a layer takes depends on its shapes, not on its values. Owns no choice of when that is good enough.
+How long a layer takes depends on its shapes, not on its values, but for the experts that rows choose: at random here.
+Owns no choice of when that is good enough.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class RandomWeights(LocalFiles):
         shape = self.shape(hf_name)
         count = math.prod(shape)
         dtype = _DTYPES.get(_itemsize(self._model, hf_name), torch.float32)
-        return self._values.to(dtype).repeat(-(-count // _PATTERN))[:count].view(shape)
+        values = self._values.to(dtype).repeat(-(-count // _PATTERN))[:count].view(shape)
+        # Norms of nearly 0 would leave routers to their biases, and all rows to the same experts.
+        return values + 1 if len(shape) == 1 and "norm" in hf_name else values
 
     def native(self, hf_name: str) -> torch.dtype:
         return self._model.native(hf_name)

@@ -5,6 +5,7 @@ layer."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -12,22 +13,28 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.errors import OutOfMemory
+from swarm.errors import InvalidRequest, OutOfMemory
 from swarm_kernels.batch import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Size of one token: in each of `layers`, a key and a value of `kv_heads * head_dim` elements."""
+    """Size of one token: in each of `layers`, a key of `kv_heads * head_dim` elements and a value of `kv_heads *
+    value_dim`, by default as many."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    value_dim: int = -1  # 0: no values of their own, as in a latent cache (`ops.base.latent_attention`)
+
+    def __post_init__(self) -> None:
+        if self.value_dim < 0:
+            object.__setattr__(self, "value_dim", self.head_dim)
 
     @property
     def bytes_per_token_per_layer(self) -> int:
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
     @property
     def bytes_per_block(self) -> int:
@@ -38,7 +45,7 @@ class KvShape:
 class BlockPool:
     """`num_blocks` reference-counted blocks, zero until written.
 
-    `k[layer]` is `[blocks, G, D, BLOCK_SIZE]`, `v[layer]` is `[blocks, G, BLOCK_SIZE, D]`.
+    `k[layer]` is `[blocks, G, D, BLOCK_SIZE]`, `v[layer]` is `[blocks, G, BLOCK_SIZE, value_dim]`.
 
     On a CPU the tensors are a private anonymous mapping, so a block costs physical memory once it is first written.
     Raises OutOfMemory when the device cannot hold `num_blocks`.
@@ -88,11 +95,16 @@ class BlockPool:
         return b"".join(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in (k, v))
 
     def write(self, layer: int, block_ids: Sequence[int], body: bytes | bytearray | memoryview) -> None:
-        """`body`: keys of all `block_ids`, then their values, as `read` returns them."""
+        """`body`: keys of all `block_ids`, then their values, as `read` returns them. Raises InvalidRequest for a body
+        of another size, which a node with another layout of the cache may send."""
+        size = len(block_ids) * BLOCK_SIZE * self.shape.bytes_per_token_per_layer
+        if len(body) != size:
+            raise InvalidRequest(f"{len(body)} bytes are not {len(block_ids)} blocks of {size} bytes in all")
         index = torch.tensor(block_ids, dtype=torch.long, device=self.k[layer].device)
-        both = torch.frombuffer(bytearray(body), dtype=self.shape.dtype).view(2, -1).to(index.device)
-        self.k[layer][index] = both[0].view(-1, *self.k[layer].shape[1:])
-        self.v[layer][index] = both[1].view(-1, *self.v[layer].shape[1:])
+        both = torch.frombuffer(bytearray(body), dtype=self.shape.dtype).to(index.device)
+        keys, values = both.tensor_split([len(block_ids) * self.k[layer][0].numel()])
+        self.k[layer][index] = keys.view(-1, *self.k[layer].shape[1:])
+        self.v[layer][index] = values.view(len(block_ids), *self.v[layer].shape[1:])
 
     def free_blocks(self) -> frozenset[int]:
         return frozenset(self._free)
@@ -100,7 +112,7 @@ class BlockPool:
 
 def _allocate(shape: KvShape, num_blocks: int, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     k_size = (num_blocks, shape.kv_heads, shape.head_dim, BLOCK_SIZE)
-    v_size = (num_blocks, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    v_size = (num_blocks, shape.kv_heads, BLOCK_SIZE, shape.value_dim)
     total = num_blocks * shape.bytes_per_block
     try:
         flat = _lazy_zeros(total, device)
@@ -108,8 +120,9 @@ def _allocate(shape: KvShape, num_blocks: int, device: torch.device) -> tuple[li
         raise OutOfMemory(
             f"{total / 2**20:.0f} MiB for keys and values do not fit on {device}; serve fewer layers or fewer tokens"
         ) from None
-    halves = flat.view(shape.dtype).view(shape.layers, 2, -1)
-    return [layer[0].view(k_size) for layer in halves], [layer[1].view(v_size) for layer in halves]
+    layers = flat.view(shape.dtype).view(shape.layers, -1)
+    keys = math.prod(k_size)
+    return [layer[:keys].view(k_size) for layer in layers], [layer[keys:].view(v_size) for layer in layers]
 
 
 def _lazy_zeros(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,9 @@ FAST_PATH_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """`model_type`s that `LlamaSpan` runs; SmolLM and SmolLM2 are `llama`. All others run on transformers' layers."""
 
 
+_ALIGNMENT = 16  # of a latent key, see `runtime.hf_latent`
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding: `inv_freq` derives from `theta`, `dim` and `scaling` (keys of Hugging Face's
@@ -45,6 +48,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     beyond_fast_path: str = ""  # the config's field, if any, with which `LlamaSpan` does not compute
     hf: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kv_elements(self) -> int:
+        """Numbers that a token takes in the cache of one layer: keys and values, or, in models with multi-head latent
+        attention, a latent and a rotated key, and the key of an indexer if there is one."""
+        latent = [self.hf.get(name) for name in ("kv_lora_rank", "qk_rope_head_dim")]
+        sizes = [size for size in (*latent, self.hf.get("index_head_dim")) if isinstance(size, int) and size > 0]
+        if self.has_fast_path or not all(isinstance(size, int) and size > 0 for size in latent):
+            return 2 * self.num_kv_heads * self.head_dim
+        return -(-sum(sizes[:2]) // _ALIGNMENT) * _ALIGNMENT + sum(sizes[2:])
 
     @property
     def has_fast_path(self) -> bool:

@@ -97,6 +97,9 @@ class GgufHeader:
     def has(self, key: str) -> bool:
         return key in self._values
 
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self._values if key.startswith(prefix)]
+
     def count(self, key: str) -> int:
         """Length of an array, 0 when the key is absent or no array."""
         value = self._values.get(key)

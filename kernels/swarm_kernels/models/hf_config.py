@@ -17,7 +17,7 @@ from swarm_kernels.models.field_check import HARMLESS_FIELDS, LLAMA_FIELDS, beyo
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "intermediate_size": ("n_inner", "ffn_dim"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len"),
     "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
@@ -39,6 +39,7 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SCALED_FROM_CONTEXT = ("llama3", "yarn", "longrope")
 _MAX_SIZE = 1 << 24
+_MAX_LAYERS = 1 << 12
 _MAX_WORD = 64  # characters of a name that selects what is computed
 
 
@@ -71,7 +72,7 @@ def model_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=read.size("intermediate_size", 4 * hidden),
+        intermediate_size=_widest(read, "intermediate_size", 4 * hidden),
         vocab_size=read.size("vocab_size"),
         context_length=context,
         rms_norm_eps=read.number("rms_norm_eps", 1e-6),
@@ -141,6 +142,14 @@ def word(where: str, key: str, value: Any) -> str:
     if isinstance(value, str) and len(value) <= _MAX_WORD:
         return value
     raise CorruptModel(f"{where}: {key} is {_brief(value)}, not a word")
+
+
+def _widest(read: _Reader, key: str, default: int) -> int:
+    """A size, or the largest of one for each layer (Gemma 3n)."""
+    value = read.get(key)
+    if not isinstance(value, list) or not value:
+        return read.size(key, default)
+    return max(_Reader({"model_type": read.model_type, key: one}, read.where).size(key) for one in value[:_MAX_LAYERS])
 
 
 def _brief(value: Any) -> str:

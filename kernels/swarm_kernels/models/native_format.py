@@ -8,20 +8,24 @@ from collections import Counter
 import torch
 
 from swarm_kernels.device.device import INT4
+from swarm_kernels.models.layers import layer_of
 from swarm_kernels.models.source import ModelSource
+
+_EXPERTS_OF_THEIR_OWN = frozenset({"llama4", "llama4_text", "jetmoe", "dbrx", "longcat_flash"})
+"""Types whose experts are neither linear layers nor go through transformers' experts interface."""
 
 
 def native_dtype(source: ModelSource) -> torch.dtype:
     """The smallest of bf16, int8 and int4 in which most weights of the model lose next to nothing.
 
-    Architectures without kernels of our own are served in bf16.
+    bf16 for models that are refused in fewer bits.
     """
-    if not source.config.has_fast_path:
+    if source.config.model_type in _EXPERTS_OF_THEIR_OWN:
         return torch.bfloat16
     counts: Counter[torch.dtype] = Counter()
     for name in source.names():
         shape = source.shape(name)
-        if ".layers." in name and len(shape) == 2:
+        if len(shape) >= 2 and layer_of(name, source.config.num_layers) is not None:  # experts may be stacked
             counts[source.native(name)] += math.prod(shape)
     half = counts.total() / 2
     if counts[INT4] > half:

@@ -14,26 +14,33 @@ from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
+from swarm_kernels.ops.base.experts import Experts, Gating, PlainExperts, check_experts
+from swarm_kernels.ops.base.head_linears import HeadLinears, PlainHeadLinears
 from swarm_kernels.ops.base.int4_linear import FourBitWeights
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
 from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
 from swarm_kernels.ops.base.validate import check_cache, check_plan, check_rows, check_slots, check_step
-from swarm_kernels.ops.cpu import cpu_library, cpu_linear
+from swarm_kernels.ops.cpu import cpu_experts, cpu_head_linears, cpu_library, cpu_linear
 from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
 from swarm_kernels.ops.cpu.cpu_library import describe, isa, select_isa, set_threads
 from swarm_kernels.ops.triton import selector
 
 __all__ = [
+    "Experts",
+    "Gating",
     "LayerWeights",
     "Linear",
     "apply_rope",
     "attend",
     "attend_exactly",
+    "attend_latent",
     "commit_tree_slots",
     "decoder_layer",
     "decoder_layers",
     "describe",
     "isa",
+    "pack_experts",
+    "pack_head_linears",
     "pack_linear",
     "quantize_linear",
     "rms_norm",
@@ -91,6 +98,30 @@ def attend_exactly(
     return REFERENCE.attend_exactly(q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest, tree_positions, sinks)
 
 
+def attend_latent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    plan: AttentionMetadata,
+    scale: float,
+    value_dim: int,
+    softcap: float | None = None,
+    chosen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `AttentionBackend.attend_latent`. Raises KernelError."""
+    if chosen is not None and (len(chosen) != plan.rows or 64 * chosen.shape[1] < int(plan.context_lens.max())):
+        raise KernelError(f"{tuple(chosen.shape)} words choose no keys of {plan.rows} rows with these contexts")
+    blocks, _, dim, _ = check_rows(q, k, v, k_blocks, v_blocks, plan, value_dim)
+    backend = _backend(q, dim)
+    if not backend.supports_latent(k_blocks, value_dim):
+        backend = REFERENCE
+    if not backend.checks_slots:
+        check_plan(plan, blocks)
+    return backend.attend_latent(q, k, v, k_blocks, v_blocks, plan, scale, value_dim, softcap, chosen)
+
+
 def commit_tree_slots(
     k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
 ) -> None:
@@ -98,7 +129,8 @@ def commit_tree_slots(
     blocks, _, dim, _ = check_cache(k_blocks, v_blocks)
     check_slots(copy_from, copy_to, blocks)
     backend = _backend(k_blocks, dim)
-    if not backend.supports_cache(k_blocks):
+    even = v_blocks.shape[3] == dim
+    if not (backend.supports_cache(k_blocks) if even else backend.supports_latent(k_blocks, dim)):
         backend = REFERENCE
     backend.commit_tree_slots(k_blocks, v_blocks, copy_from, copy_to)
 
@@ -162,6 +194,17 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     return plain_linear(weight, bias)
 
 
+def pack_head_linears(weight: torch.Tensor) -> HeadLinears:
+    """A linear layer `[N, K]` of its own for each head: `weight [H, N, K]` of a float dtype on any device.
+
+    Packed and batch-invariant where the compiled kernels take it; else torch's, and the weight is not copied."""
+    if weight.dim() != 3:
+        raise KernelError(f"linear layers of heads have no shape {tuple(weight.shape)}")
+    if cpu_head_linears.supports(weight) and cpu_library.library() is not None:
+        return cpu_head_linears.pack(weight)
+    return PlainHeadLinears(weight)
+
+
 def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 8) -> Linear:
     """Quantize a linear layer to 8 or 4 `bits`, see `int8_linear` and `int4_linear`. `weight [N, K]` of any float
     dtype, preferably fp32, `bias [N]`.
@@ -182,6 +225,19 @@ def pack_four_bits(weights: FourBitWeights, bias: torch.Tensor | None, in_featur
     if weights.numbers.device.type == "cpu" and cpu_library.library() is not None:
         return cpu_linear.pack_four_bits(weights, bias, in_features)
     return int4_linear.Int4Linear(weights, None if bias is None else bias.float(), in_features)
+
+
+def pack_experts(first: Sequence[Linear], second: Sequence[Linear], gating: Gating) -> Experts:
+    """A mixture of experts of linear layers that the functions above prepared: `first[e]` hidden -> [gates; values],
+    `second[e]` back. On a GPU and without compiled kernels plain torch runs one expert after another. Raises
+    KernelError.
+    """
+    check_experts(first, second, gating)
+    ups = [linear for linear in first if isinstance(linear, cpu_linear.PackedLinear)]
+    downs = [linear for linear in second if isinstance(linear, cpu_linear.PackedLinear)]
+    if len(ups) == len(first) and len(downs) == len(second):
+        return cpu_experts.pack_experts(ups, downs, gating)
+    return PlainExperts(first, second, gating)
 
 
 def _check_shapes(weight: torch.Tensor, bias: torch.Tensor | None) -> None:

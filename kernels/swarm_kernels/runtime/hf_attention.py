@@ -21,6 +21,7 @@ from swarm.errors import UnsupportedModel
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.ops import dispatch
+from swarm_kernels.runtime.hf_latent import AbsorbedWeights, absorbed_weights
 
 ATTENTION = "swarm"
 """Our name in transformers' attention interface."""
@@ -34,7 +35,7 @@ result."""
 
 _UNKNOWN_MASK = "its attention mask is neither causal, a sliding window nor chunks"
 INDEXED = "indexed_attention"
-"""Layers that attend to the `index_topk` keys that an indexer chooses: to all of them in a text of at most as many."""
+"""Layers that attend to the `index_topk` keys that an indexer chooses (`hf_indexer`)."""
 
 _SAMPLES = 64
 _PROBED_CONTEXT = 1 << 17  # positions at which a mask is looked at, at most: windows and chunks are smaller
@@ -66,6 +67,16 @@ class ProbedLayer:
     head_dim: int
     visibility: Visibility
     module: torch.nn.Module
+    latent: bool = False  # keys hold the values: none are cached
+
+
+@dataclass(slots=True)
+class Choice:
+    """What the indexer of a layer chose for the rows of a batch, see `hf_indexer`."""
+
+    keys: torch.Tensor  # [n, size], the rows' own index keys
+    committed: torch.Tensor | None  # [n, words], bits of the committed keys; None: all
+    metadata: AttentionMetadata  # its tree mask has the tree slots that were chosen
 
 
 @dataclass(slots=True)
@@ -77,12 +88,18 @@ class BatchContext:
     cache: KVCacheManager | None = None  # None while probing: record shapes, compute nothing
     visibility: tuple[Visibility, ...] = ()  # by layer of the span
     tree_positions: torch.Tensor | None = None  # [flat slots] int64, positions of the tree slots in use
-    indexer_mask: torch.Tensor | None = None  # what indexers add to their scores, whose choice is not looked at
+    indexer_mask: torch.Tensor | None = None  # what transformers' layers hand to their indexers
+    choice: Choice | None = None  # of the layer that runs, if its indexer chooses
     context: int = _PROBED_CONTEXT  # while probing: the model's context length
     probed: list[ProbedLayer] = field(default_factory=list)
 
 
 _running: ContextVar[BatchContext] = ContextVar("swarm_running")
+
+
+def running_batch() -> BatchContext | None:
+    """Of the attention calls that run in this context."""
+    return _running.get(None)
 
 
 @contextmanager
@@ -116,6 +133,8 @@ def _mask(
     if batch is not None and INDEXED in (getattr(config, "layer_types", None) or ()):
         batch.indexer_mask = torch.zeros(1, 1, q_length, q_length, dtype=dtype, device=device)
         return batch.indexer_mask
+    if getattr(config, "model_type", "") == "mpt":  # casts it, without looking at it
+        return torch.zeros(1, 1, 1, 1, device=device)
     if batch is None or batch.cache is not None:
         return None
     try:
@@ -179,6 +198,9 @@ def _attention(
         unknown.append("an attention mask of its own")
     if unknown:
         raise UnsupportedModel(f"its attention needs {', '.join(unknown)}")
+    weights = absorbed_weights(module)
+    if weights is not None:
+        return _latent_attention(module, weights, query[0], key, batch, attention_mask, scaling, softcap, s_aux)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     key_dim, value_dim = q.shape[-1], v.shape[-1]
     if value_dim < key_dim:  # smaller values than keys (multi-head latent attention): the cache holds both at one size
@@ -186,16 +208,76 @@ def _attention(
     layer = int(module.layer_idx) - batch.first_layer  # type: ignore[arg-type]
     scale = key_dim**-0.5 if scaling is None else float(scaling)
     if batch.cache is None:
-        visibility = Visibility()
-        if isinstance(attention_mask, _ProbedMask):
-            if attention_mask.visibility is None:
-                raise UnsupportedModel(attention_mask.reason)
-            visibility = attention_mask.visibility
+        visibility = _probed_visibility(attention_mask)
         batch.probed.append(ProbedLayer(layer, q.shape[1], k.shape[1], key_dim, visibility, module))
         return q[None, ..., :value_dim], None
     q, k, v = _in_shape_of(batch.cache, q, k, v)
     attended = _attend(q, k, v, batch, layer, scale, softcap, s_aux)
     return attended[None, ..., :value_dim], None
+
+
+def attend_as_interface(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    visibility: Visibility = Visibility(),
+) -> torch.Tensor:
+    """Attention of a module that does not call transformers' interface: shapes as `_attention`'s."""
+    mask = None if visibility == Visibility() else _ProbedMask(visibility)
+    return _attention(module, query, key, value, mask, scale)[0]
+
+
+def row_positions(rows: int, device: torch.device) -> torch.Tensor:
+    """Of the rows of the running batch, `[rows]` int64; zeros while probing."""
+    batch = _running.get()
+    return batch.metadata.positions if batch.cache is not None else torch.zeros(rows, dtype=torch.int64, device=device)
+
+
+def _probed_visibility(attention_mask: _ProbedMask | torch.Tensor | None) -> Visibility:
+    if not isinstance(attention_mask, _ProbedMask):
+        return Visibility()
+    if attention_mask.visibility is None:
+        raise UnsupportedModel(attention_mask.reason)
+    return attention_mask.visibility
+
+
+def _latent_attention(
+    module: torch.nn.Module,
+    weights: AbsorbedWeights,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    batch: BatchContext,
+    attention_mask: _ProbedMask | torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, None]:
+    """`query [H, n, nope + rope]`, `key [1, 1, n, key_dim]` of `AbsorbedWeights` -> `[1, n, H, v_head_dim]`."""
+    heads, rows, query_dim = query.shape
+    layer = int(module.layer_idx) - batch.first_layer  # type: ignore[arg-type]
+    if batch.cache is None:
+        visibility = _probed_visibility(attention_mask)
+        if visibility != Visibility() or sinks is not None:
+            raise UnsupportedModel("its latent attention has windows, chunks or sinks")
+        batch.probed.append(ProbedLayer(layer, heads, 1, weights.key_dim, visibility, module, latent=True))
+        return query.new_zeros(1, rows, heads, weights.head_dim), None
+    latents = key[0].transpose(0, 1)
+    choice = batch.choice or Choice(latents[:, 0, :0], None, batch.metadata)
+    attended = dispatch.attend_latent(
+        weights.queries(query),
+        latents,
+        choice.keys[:, None],
+        batch.cache.k[layer],
+        batch.cache.v[layer],
+        choice.metadata,
+        query_dim**-0.5 if scaling is None else float(scaling),
+        weights.value_dim,
+        softcap,
+        choice.committed,
+    )
+    return weights.outputs(attended, query.dtype)[None], None
 
 
 def _in_shape_of(

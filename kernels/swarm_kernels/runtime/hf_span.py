@@ -27,6 +27,10 @@ from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ProbedLayer, Visibility, running_as
+from swarm_kernels.runtime.hf_experts import EXPERTS
+from swarm_kernels.runtime.hf_indexer import choose_keys
+from swarm_kernels.runtime.hf_latent import absorb, latent_modules
+from swarm_kernels.runtime.hf_linears import Format, weight_bytes
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_states import StateMixer, in_order, install, state_cache
 from swarm_kernels.runtime.hf_weights import PLAIN_KINDS, STATE_KINDS, MetaModel, load_weights, meta_model
@@ -56,6 +60,7 @@ class _TapState:
     hidden: torch.Tensor | None = None  # injected before layer `start`
     indexed: bool = False  # layers hand on which keys their indexer chose: all of them, see `_limited_context`
     parts: int = 0  # of the tuples that this model's layers return; 0: no tuples
+    rounding: torch.dtype | None = None  # of what comes out of each layer, so that it is the same wherever spans end
 
 
 class _LayerTap(torch.nn.Module):
@@ -70,7 +75,7 @@ class _LayerTap(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         state = self.state
         if state.start <= self.index < state.end:
-            output = self.layer(hidden, *args, **kwargs)
+            output = _rounded(self.layer(hidden, *args, **kwargs), state.rounding)
             if self.index == state.end - 1:
                 state.parts = len(output) if isinstance(output, tuple) else 0
                 raise _StopForward(output[0] if state.parts else output)
@@ -93,22 +98,24 @@ class HfSpan:
     """See `span.Span`. Use `load`."""
 
     def __init__(
-        self, config: ModelConfig, layers: LayerSpan, dtype: torch.dtype, device: torch.device, model: MetaModel
+        self, config: ModelConfig, layers: LayerSpan, form: Format, device: torch.device, model: MetaModel
     ) -> None:
         """`model`: with loaded weights. Raises UnsupportedModel if its layers cannot run on our attention."""
         self.config = config
         self.layers = layers
-        self.dtype = dtype
+        self.weight_dtype, self.dtype = form.weights, form.state
+        self.compute_dtype = form.compute
         self.device = device
         self.is_first = layers.start == 0
         self.is_last = layers.end == config.num_layers
         self._model = model.causal_lm
         self._decoder = model.decoder
         self._embedding = model.embedding
-        self._embedding_size = int(next(model.embedding.parameters()).shape[-1])
-        self.layer_bytes = max(_nbytes(model.layers[index]) for index in layers)
-        self.edge_bytes = _nbytes(model.causal_lm) - sum(_nbytes(layer) for layer in model.layers)
-        self._tap_state = _TapState(indexed="index_topk" in config.hf)
+        self._embedding_size = int(model.embedding.embedding_dim)  # type: ignore[arg-type]
+        self.layer_bytes = max(weight_bytes(model.layers[index]) for index in layers)
+        self.edge_bytes = weight_bytes(model.causal_lm) - sum(weight_bytes(layer) for layer in model.layers)
+        rounding = None if form.compute == form.state else form.state
+        self._tap_state = _TapState(indexed="index_topk" in config.hf, rounding=rounding)
         self._layers = model.layers
         self._mixers: dict[int, StateMixer] = {}
         for index, layer in enumerate(model.layers):
@@ -117,6 +124,9 @@ class HfSpan:
                 self._mixers[index] = mixer
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
         self._tree_positions: weakref.WeakKeyDictionary[KVCacheManager, torch.Tensor] = weakref.WeakKeyDictionary()
+        latent = absorb((self.layer(index) for index in layers if index not in self._mixers), ATTENTION)
+        self.index_dim = choose_keys(latent, latent_modules(model.layers))
+        self.config = _limited_context(config, chooses=self.index_dim > 0)
         self._find_out_parts()
         probed = self.probe(layers.start, layers.end)
         self.kv_shape = self._shape_of_all(probed)
@@ -129,14 +139,13 @@ class HfSpan:
         cls, source: ModelSource, layers: LayerSpan, dtype: torch.dtype, device: torch.device, progress: Progress
     ) -> HfSpan:
         """See `load.load_span`."""
-        if not dtype.is_floating_point:
-            raise UnsupportedModel(f"models of type {source.config.model_type} are not served in 8 or 4 bits; use bf16")
+        form = Format.of(dtype, device)
         try:
-            model = meta_model(source.config, ATTENTION, dtype)
-            load_weights(model, source, layers, device, progress)
+            model = meta_model(source.config, ATTENTION, form.compute, EXPERTS if form.expert_packs else None)
+            load_weights(model, source, layers, device, progress, form)
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
-        return cls(_limited_context(source.config), layers, dtype, device, model)
+        return cls(source.config, layers, form, device, model)
 
     @property
     def kv_bytes_per_token_per_layer(self) -> int:
@@ -145,15 +154,15 @@ class HfSpan:
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self.cache_for(max_tokens, 1)
 
-    def cache_for(self, max_tokens: int, sessions: int) -> KVCacheManager:
-        """`new_cache` with room for the recurrent states, if there are any, of at least so many sessions."""
+    def cache_for(self, max_tokens: int, sessions: int, dtype: torch.dtype | None = None) -> KVCacheManager:
+        """`new_cache` with room for the recurrent states, if there are any, of at least so many sessions. `dtype`: of
+        keys and values, if it is another."""
+        shape = replace(self.kv_shape, dtype=dtype or self.dtype)
         if all(self._blocks):
-            return KVCacheManager(self.kv_shape, max_tokens, self.device)
-        of_layer = (
-            2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
-        )  # as the memory plan has it
-        spared = self._blocks.count(False) * max_tokens * of_layer
-        return state_cache(self.kv_shape, max_tokens, self.device, self._blocks, self._mixers, spared, sessions)
+            return KVCacheManager(shape, max_tokens, self.device)
+        planned = 2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize  # a token in every layer
+        spared = self._blocks.count(False) * max_tokens * planned
+        return state_cache(shape, max_tokens, self.device, self._blocks, self._mixers, spared, sessions)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -173,7 +182,7 @@ class HfSpan:
         end: int | None = None,
     ) -> torch.Tensor:
         first, last = check_layer_range(self.layers, start, end)
-        hidden = hidden.to(device=self.device, dtype=self.dtype)
+        hidden = hidden.to(device=self.device, dtype=self.compute_dtype)
         if metadata.rows == 0:
             part = slice(first - self.layers.start, last - self.layers.start)
             blocks = zip(cache.k[part], cache.v[part], self._blocks[part], strict=True)
@@ -192,6 +201,10 @@ class HfSpan:
         visibility: tuple[Visibility, ...],
     ) -> torch.Tensor:
         """`forward` of at least one row, with the `visibility` of each layer of the span."""
+        if self.index_dim:  # indexers read the cache before the attention would move committed slots
+            for layer in range(start - self.layers.start, end - self.layers.start):
+                dispatch.commit_tree_slots(cache.k[layer], cache.v[layer], metadata.copy_from, metadata.copy_to)
+            metadata = replace(metadata, copy_from=metadata.copy_from[:0], copy_to=metadata.copy_to[:0])
         trees = self._positions_of_trees(metadata, cache, visibility)
         with running_as(BatchContext(metadata, self.layers.start, cache, visibility, trees)):
             return self._forward_layers(hidden, metadata.positions, start, end)
@@ -199,7 +212,7 @@ class HfSpan:
     def run_eager(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """Layers `[start, end)` without a cache, one sequence, by the attention that `configs` name. What the model
         computes before its layers is computed from random embeddings."""
-        embeddings = torch.randn(1, hidden.shape[0], self._embedding_size, dtype=self.dtype, device=self.device)
+        embeddings = torch.randn(1, hidden.shape[0], self._embedding_size, dtype=self.compute_dtype, device=self.device)
         lengths = PositionsAsCache(int(positions[0]))
         try:
             return self._forward_layers(hidden, positions, start, end, embeddings, lengths)
@@ -263,6 +276,7 @@ class HfSpan:
         """Run layers `[start, end)` by transformers' own forward. `unused`: embeddings to hand to later layers."""
         if lengths is None and self.config.model_type in _COUNT_TOKENS:
             lengths = of_rows(positions)
+        hidden = hidden.to(device=self.device, dtype=self.compute_dtype)
         inputs = hidden[None] if start == 0 else self._placeholder(hidden.shape[0]) if unused is None else unused
         with self._tapped(start, end, hidden):
             try:
@@ -275,13 +289,13 @@ class HfSpan:
 
     def _placeholder(self, rows: int) -> torch.Tensor:
         """Dummy embeddings of rows whose hidden states are injected later, `[1, rows, width]`."""
-        return torch.zeros(1, rows, self._embedding_size, dtype=self.dtype, device=self.device)
+        return torch.zeros(1, rows, self._embedding_size, dtype=self.compute_dtype, device=self.device)
 
     @contextmanager
     def _tapped(self, start: int, end: int, hidden: torch.Tensor) -> Iterator[None]:
         state = self._tap_state
         state.start, state.end = start, end
-        state.hidden = hidden.to(device=self.device, dtype=self.dtype)[None] if start else None
+        state.hidden = hidden.to(device=self.device, dtype=self.compute_dtype)[None] if start else None
         try:
             yield
         finally:
@@ -327,12 +341,14 @@ class HfSpan:
         heads = math.lcm(*{layer.kv_heads for layer in probed})
         if any(layer.heads % heads for layer in probed):
             raise self._unsupported("the key heads of its layers have no common multiple among its query heads")
-        return KvShape(len(probed), heads, max(layer.head_dim for layer in probed), self.dtype)
+        latent = any(layer.latent for layer in probed)  # then all are, see `absorb`
+        values = self.index_dim if latent else -1
+        return KvShape(len(probed), heads, max(layer.head_dim for layer in probed), self.dtype, values)
 
     def _probe(self, start: int, end: int) -> list[ProbedLayer]:
         metadata = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])
         batch = BatchContext(metadata, self.layers.start, context=self.config.context_length)
-        row = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        row = torch.zeros(1, self.config.hidden_size, dtype=self.compute_dtype, device=self.device)
         position = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
             with torch.inference_mode(), running_as(batch):
@@ -347,17 +363,17 @@ class HfSpan:
         return UnsupportedModel(f"models of type {self.config.model_type} cannot be served in slices: {reason}")
 
 
-def _limited_context(config: ModelConfig) -> ModelConfig:
-    """The context up to which a row does not depend on its batch, nor a layer on more than keys and values.
+def _limited_context(config: ModelConfig, *, chooses: bool) -> ModelConfig:
+    """The context up to which a row does not depend on its batch, nor a layer on more than what is cached.
 
     LongRoPE changes all frequencies once a sequence outgrows the trained context. An indexer chooses among the keys of
-    a text longer than `index_topk`, by keys of its own that are not cached."""
+    a text longer than `index_topk`, by keys of its own: are these cached (`chooses`), there is no limit."""
     limits = [config.context_length]
     scaling = config.rope.scaling or {}
     trained = scaling.get("original_max_position_embeddings")
     if scaling.get("rope_type") == "longrope" and isinstance(trained, int):
         limits.append(trained)
-    if isinstance(config.hf.get("index_topk"), int):
+    if isinstance(config.hf.get("index_topk"), int) and not chooses:
         limits.append(config.hf["index_topk"])
     return replace(config, context_length=min(limits))
 
@@ -371,5 +387,10 @@ def _all_keys(rows: int, device: torch.device) -> torch.Tensor:
     return torch.arange(rows, dtype=torch.int32, device=device).expand(1, rows, rows)
 
 
-def _nbytes(module: torch.nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters() if p.device.type != "meta")
+def _rounded(output: Any, to: torch.dtype | None) -> Any:
+    """What a layer returns, its hidden states rounded."""
+    if to is None:
+        return output
+    if isinstance(output, tuple):
+        return (_rounded(output[0], to), *output[1:])
+    return output.to(to).to(output.dtype)

@@ -7,7 +7,6 @@ Owns the mapping of tensors to parameters, transformers' renamings and fusions (
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,10 @@ from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import check_fields
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.hf_attention import INDEXED
+from swarm_kernels.runtime.hf_conversions import layer_of
+from swarm_kernels.runtime.hf_legacy_attention import LEGACY, adapt
+from swarm_kernels.runtime.hf_linears import Format
+from swarm_kernels.runtime.hf_packing import Packer
 from swarm_kernels.runtime.span import Progress
 
 PLAIN_KINDS = frozenset({"mlp", "moe"})
@@ -31,7 +34,6 @@ STATE_KINDS = frozenset({"linear_attention", "conv"})
 """Layers with a recurrent state, if `hf_states` knows their modules."""
 
 _LAYER_KINDS = PLAIN_KINDS | STATE_KINDS | {"full_attention", "sliding_attention", "chunked_attention", INDEXED}
-_LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 @dataclass(slots=True)
@@ -44,8 +46,9 @@ class MetaModel:
     embedding: torch.nn.Module
 
 
-def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype) -> MetaModel:
-    """Build the model a config describes, without weights and with `attention` as its attention.
+def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype, experts: str | None = None) -> MetaModel:
+    """Build the model a config describes, without weights and with `attention` as its attention, `experts` as its
+    mixtures of experts.
 
     Raises UnsupportedModel if transformers has no such decoder, or its layers are neither full nor sliding-window
     attention."""
@@ -55,9 +58,18 @@ def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype) -> MetaM
         check_fields(config.hf, _fields(hf), "config.json")
         _check_layer_kinds(kind, hf)
         with torch.device("meta"):
+            legacy = kind in LEGACY  # their classes look the attention up among their own
             model = AutoModelForCausalLM.from_config(
-                hf, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+                hf,
+                dtype=dtype,
+                attn_implementation="eager" if legacy else attention,
+                experts_implementation=experts,
+                trust_remote_code=False,
             ).eval()
+        if legacy:
+            hf = model.config
+            hf._attn_implementation_internal = attention
+            adapt(model, hf)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if reason == repr(attention):  # it looks its attention up among its own
@@ -91,21 +103,28 @@ def _check_layer_kinds(kind: str, hf: Any) -> None:
 
 
 def load_weights(
-    model: MetaModel, source: ModelSource, layers: LayerSpan, device: torch.device, progress: Progress
+    model: MetaModel, source: ModelSource, layers: LayerSpan, device: torch.device, progress: Progress, form: Format
 ) -> None:
     """Fill the parameters of `layers`, of modules outside all layers, and of the embedding and head if the span has
-    them.
+    them; linear layers, embedding and head are replaced by packed ones where `form` has these.
 
     Everything else stays on the meta device and takes no memory. Raises CorruptModel, UnsupportedModel.
     """
     _fill_buffers(model.causal_lm, device)
     loader = _WeightLoader(model.causal_lm, source, device)
-    loader.fill(_outside_names(model, layers), None)
+    packer = Packer(model.causal_lm, source, device, form)
+    outside = _outside_names(model, layers)
+    packed = packer.pack_edges(model.embedding, layers.start == 0, layers.end == len(model.layers))
+    loader.fill(outside - packed.parameters, None, packed.stored)
+    model.embedding = model.causal_lm.get_input_embeddings()
     progress(1 / (len(layers) + 1))
     list_name = next(name for name, module in model.causal_lm.named_modules() if module is model.layers)
     for done, index in enumerate(layers, start=2):
-        prefix = f"{list_name}.{index}."
-        loader.fill({name for name in loader.parameters if name.startswith(prefix)}, index)
+        prefix = f"{list_name}.{index}"
+        packed = packer.pack_layer(prefix, index)
+        names = {name for name in loader.parameters if name.startswith(f"{prefix}.")}
+        loader.fill(names - packed.parameters, index, packed.stored)
+        packer.pack_filled(prefix)
         progress(done / (len(layers) + 1))
 
 
@@ -141,8 +160,8 @@ class _WeightLoader:
         self._device = device
         self.parameters: dict[str, torch.Tensor] = dict(causal_lm.state_dict(keep_vars=True))
 
-    def fill(self, names: Collection[str], layer: int | None) -> None:
-        """`names`: parameters and buffers, all of one layer or of none."""
+    def fill(self, names: Collection[str], layer: int | None, done: Collection[str] = ()) -> None:
+        """`names`: parameters and buffers, all of one layer or of none. `done`: stored tensors that were used."""
         missing: list[list[str]] = []
         for tied in self._tied(names):
             stored = next((name for name in tied if self._source.has(name)), None)
@@ -160,7 +179,7 @@ class _WeightLoader:
             for name in tied:
                 self._assign(name, tensor)
         if missing:
-            self._convert(layer)
+            self._convert(layer, done)
             self._check_filled(missing)
 
     def _tied(self, names: Collection[str]) -> Iterable[list[str]]:
@@ -178,7 +197,7 @@ class _WeightLoader:
         else:
             module._buffers[leaf] = tensor
 
-    def _convert(self, layer: int | None) -> None:
+    def _convert(self, layer: int | None, done: Collection[str]) -> None:
         """Let transformers rename and fuse those tensors of `layer` that have no parameter of their own name."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
@@ -186,7 +205,11 @@ class _WeightLoader:
             from transformers.modeling_utils import LoadStateDictConfig
         except ImportError:
             raise UnsupportedModel("this version of transformers cannot convert the model's weights") from None
-        unmatched = [name for name in self._source.names() if name not in self.parameters and _layer_of(name) == layer]
+        unmatched = [
+            name
+            for name in self._source.names()
+            if name not in self.parameters and layer_of(name) == layer and name not in done
+        ]
         bar_enabled = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()
         try:
@@ -222,9 +245,3 @@ class _LazyTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor: torch.Tensor = self.source.tensor(self.name)[index]
         return tensor
-
-
-def _layer_of(name: str) -> int | None:
-    """The layer a stored tensor belongs to: the first number in its name, None without one."""
-    found = _LAYER_NUMBER.search(name)
-    return int(found[1]) if found else None

@@ -40,6 +40,12 @@ class Packs:
     plain: Pack
     four_bits: FourBitPacks | None = None
 
+    def rounding(self, source: ModelSource, names: Sequence[str]) -> Pack:
+        """For a matrix that is made from these stored tensors: in a 4-bit span too, 8 bits for what has 5 to 8."""
+        if self.four_bits is None or any(matrix_dtype(source, name, INT4) != INT4 for name in names):
+            return self.plain
+        return self.four_bits.rounded
+
 
 def packs_of(weights: torch.dtype) -> Packs:
     """Of a span whose weights have this format, one of `device.DTYPES`."""
@@ -78,13 +84,11 @@ class WeightReader:
         self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, packs: Packs
     ) -> dispatch.Linear:
         """The projections `names` stacked by output, `[sum(rows), columns]`, with their biases."""
-        four, pack = packs.four_bits, packs.plain
-        if four is not None:
+        if packs.four_bits is not None:
             stored = self._four_bits(names, rows, columns)
             if stored is not None:
-                return four.stored(stored, self._biases(names, rows) if bias else None, columns)
-            if all(matrix_dtype(self.source, name, INT4) == INT4 for name in names):
-                pack = four.rounded
+                return packs.four_bits.stored(stored, self._biases(names, rows) if bias else None, columns)
+        pack = packs.rounding(self.source, names)
         return pack(self._stacked(names, rows, columns), self._biases(names, rows) if bias else None)
 
     def _stacked(self, names: Sequence[str], rows: Sequence[int], columns: int) -> torch.Tensor:

@@ -36,14 +36,27 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35_SPLIT = _QWEN2_SPLIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"
+_AFTER_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4O_SPLIT = _CASED.replace("{0}", _CONTRACTED) + r"|\p{N}{1,3}" + _AFTER_WORDS
+_TEKKEN_SPLIT = _CASED.replace("{0}", "") + r"|\p{N}" + _AFTER_WORDS
+_DEEPSEEK3_SPLITS = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pre:
-    """How text is split before merging: single digits first, then by `split`, or by GPT-2's expression if None."""
+    """How text is split before merging: single digits first, then by `splits`, or by GPT-2's expression if none."""
 
     digits: bool = False
-    split: str | None = None
+    splits: tuple[str, ...] = ()
     nfc: bool = False
     ignore_merges: bool = False  # a word that is a token is not split by merges
     add_bos: bool = False  # if the file has no such key
@@ -51,13 +64,20 @@ class _Pre:
 
 _GPT2 = _Pre()
 _DIGITS = _Pre(digits=True)
-_LLAMA3 = _Pre(split=_LLAMA3_SPLIT, ignore_merges=True, add_bos=True)
-_QWEN2 = _Pre(split=_QWEN2_SPLIT, nfc=True)
+_LLAMA3 = _Pre(splits=(_LLAMA3_SPLIT,), ignore_merges=True, add_bos=True)
+_DBRX = _Pre(splits=(_LLAMA3_SPLIT,))
+_GLM4 = _Pre(splits=(_LLAMA3_SPLIT,), ignore_merges=True)
+_QWEN2 = _Pre(splits=(_QWEN2_SPLIT,), nfc=True)
+_GPT4O = _Pre(splits=(_GPT4O_SPLIT,))
 _PRE_TOKENIZERS = {
     "": _GPT2, "default": _GPT2, "gpt-2": _GPT2, "mpt": _GPT2, "olmo": _GPT2,
     "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS, "command-r": _DIGITS, "codeshell": _DIGITS,
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
+    "lfm2": _LLAMA3, "dbrx": _DBRX, "smaug-bpe": _DBRX, "chatglm-bpe": _DBRX, "glm4": _GLM4, "glm5": _GLM4,
+    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "qwen35": _Pre(splits=(_QWEN35_SPLIT,), nfc=True),
+    "gpt-4o": _GPT4O, "llama4": _GPT4O, "minimax-m2": _GPT4O,
+    "tekken": _Pre(splits=(_TEKKEN_SPLIT,), ignore_merges=True, add_bos=True),
+    "deepseek-v3": _Pre(splits=_DEEPSEEK3_SPLITS),
 }  # fmt: skip
 
 
@@ -121,9 +141,8 @@ def _byte_level(header: GgufHeader, tokens: list[str], kinds: Sequence[float], w
     steps: list[pre_tokenizers.PreTokenizer] = []
     if pre.digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pre.split:
-        steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
+    steps += [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in pre.splits]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.splits))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pre.add_bos

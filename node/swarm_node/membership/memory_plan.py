@@ -54,7 +54,7 @@ class ModelMemory:
             else:
                 head += math.ceil(count * edge_bytes)
         head += embedding if tied else 0
-        kv_token = 2 * config.num_kv_heads * config.head_dim * state_dtype(dtype).itemsize
+        kv_token = config.kv_elements * state_dtype(dtype).itemsize
         return cls(len(layers), max(layers), embedding, head, kv_token, config.context_length, tied)
 
     @property

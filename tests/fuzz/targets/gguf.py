@@ -13,7 +13,7 @@ import numpy as np
 from model_bytes import MemoryFile
 
 from swarm.errors import ModelError
-from swarm_kernels.models.gguf import _hf_names
+from swarm_kernels.models.gguf import rope_factors
 from swarm_kernels.models.gguf_config import gguf_model_config
 from swarm_kernels.models.gguf_header import GgufHeader
 from swarm_kernels.models.gguf_parts import LocatedTensor
@@ -33,10 +33,9 @@ def run(data: bytes) -> None:
     with contextlib.suppress(ModelError):
         read_gguf_tokenizer(header, "a file").tokenizer.encode("hello world")
     try:
-        factors = header.numbers("rope_freqs")[:64]
-        config = gguf_model_config(header, factors, "a file")
-        tensors = _hf_names({name: LocatedTensor(file, tensor) for name, tensor in header.tensors.items()})
-        check_shapes(config, tensors, "a file")
+        located = {name: LocatedTensor(file, tensor) for name, tensor in header.tensors.items()}
+        config, architecture = gguf_model_config(header, rope_factors(located, "a file"), "a file")
+        check_shapes(config, architecture.views(header.tensors, config.hf, "a file"), "a file")
         fingerprint(config, [], file.read)  # type: ignore[arg-type]  # no tensor is read
     except ModelError:
         return
@@ -45,9 +44,11 @@ def run(data: bytes) -> None:
 def seeds() -> Iterator[bytes]:
     for arch, kind in (("llama", "llama"), ("llama", "gpt2"), ("qwen2", "gpt2"), ("qwen3", "llama")):
         yield _small(arch, kind)
+    for arch in ("qwen3moe", "gpt-oss", "deepseek2", "phi3", "granitemoe", "gemma3"):
+        yield _small(arch, "gpt2", experts=2)
 
 
-def _small(arch: str, tokenizer: str) -> bytes:
+def _small(arch: str, tokenizer: str, experts: int = 0) -> bytes:
     writer: Any = gguf.GGUFWriter("/dev/null", arch)
     for add, value in (
         (writer.add_block_count, 1), (writer.add_context_length, 64), (writer.add_embedding_length, 8),
@@ -66,6 +67,18 @@ def _small(arch: str, tokenizer: str) -> bytes:
     else:
         writer.add_token_merges(["a b", "ab ab"])
         writer.add_tokenizer_pre("llama-bpe")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(1)
+        writer.add_sliding_window(32)
+        writer.add_rope_dimension_count(2)
+        writer.add_kv_lora_rank(4)
+        writer.add_key_length(4)
+        writer.add_value_length(4)
+        for name, shape in (("gate", (2, 8, 8)), ("up", (2, 8, 8)), ("down", (2, 8, 8))):
+            writer.add_tensor(f"blk.0.ffn_{name}_exps.weight", np.zeros(shape, np.float32))
+        writer.add_tensor("blk.0.attn_k_b.weight", np.zeros((2, 4, 2), np.float32))
+        writer.add_tensor("blk.0.attn_v_b.weight", np.zeros((2, 4, 4), np.float32))
     writer.add_tensor("token_embd.weight", np.zeros((6, 8), np.float32))
     writer.add_tensor("blk.0.attn_q.weight", np.zeros((8, 8), np.float32))
     return _written(writer)

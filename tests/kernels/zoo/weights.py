@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from swarm_kernels.runtime.hf_legacy_attention import REFERENCE
+
 _KEPT = (
     "inv_freq",
     "embed_scale",
@@ -22,9 +24,11 @@ _KEPT = (
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> Any:
-    """A transformers model in fp32 with eager attention. Attention and positions matter to it."""
+    """A transformers model in fp32 with the attention that says what is right, eager for nearly all. Attention and
+    positions matter to it."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    attention = REFERENCE.get(config.model_type, "eager")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _randomize(name, parameter)

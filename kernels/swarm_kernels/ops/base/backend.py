@@ -86,6 +86,11 @@ class AttentionBackend(ABC):
         """Whether `attend` works with this many query heads over these blocks."""
         return self.supports_cache(k_blocks)
 
+    def supports_latent(self, k_blocks: torch.Tensor, value_dim: int) -> bool:
+        """Whether `attend_latent` works on these blocks, and `commit_tree_slots` where values are of another size than
+        keys."""
+        return False
+
     @abstractmethod
     def supports_norm(self, x: torch.Tensor) -> bool:
         """Whether `rms_norm` works on `x`."""
@@ -119,6 +124,28 @@ class AttentionBackend(ABC):
         Compiled backends compute the dense context and the sparse tree separately and merge them by online softmax
         (Ghidorah, section III-B), so no mask over the context is built.
         """
+
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
+        plan: AttentionMetadata,
+        scale: float,
+        value_dim: int,
+        softcap: float | None = None,
+        chosen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`attend` where the value of a token is the first `value_dim` numbers of its key: `q [n, H, D]`, `k [n, G, D]`
+        -> `[n, H, value_dim]` (multi-head latent attention, DeepSeek V2, section 2.1, with absorbed projections: G is
+        1, D is 576 and `value_dim` 512 there).
+
+        `v [n, G, any]` and `v_blocks` are written and not read; usually of size 0. `chosen [n, words]` int64: row i
+        sees those of its committed keys alone whose bit is set (bit j of word w: key 64 * w + j); rows are as long as
+        the longest context needs. Only where `supports_latent`."""
+        raise NotImplementedError
 
     @abstractmethod
     def commit_tree_slots(

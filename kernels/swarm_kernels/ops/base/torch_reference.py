@@ -67,20 +67,28 @@ class ReferenceBackend(AttentionBackend):
         """
         self.commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
         append(k, v, k_blocks, v_blocks, plan.slot_mapping)
-        out = torch.empty_like(q)
-        for group in _groups(plan):
-            visible = group.visible
-            if oldest is not None:
-                position = group.position
-                if tree_positions is not None:
-                    known = tree_positions.view(-1, BLOCK_SIZE)[group.blocks].flatten()
-                    position = torch.where(position == _TREE, known, position)
-                visible = visible & (position >= oldest[group.rows, None])
-            keys = _key_slots(k_blocks)[group.blocks].flatten(0, 1).to(q.dtype)  # [keys, G, D]
-            values = _value_slots(v_blocks)[group.blocks].flatten(0, 1).to(q.dtype)
-            rounding = torch.bfloat16 if k_blocks.dtype == torch.bfloat16 else torch.float32
-            out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding, sinks)
-        return out
+        return attend_written(q, k_blocks, v_blocks, plan, scale, softcap, oldest, tree_positions, sinks)
+
+    def supports_latent(self, k_blocks: torch.Tensor, value_dim: int) -> bool:
+        return True
+
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
+        plan: AttentionMetadata,
+        scale: float,
+        value_dim: int,
+        softcap: float | None = None,
+        chosen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
+        append(k, v, k_blocks, v_blocks, plan.slot_mapping)
+        values = k_blocks[:, :, :value_dim].transpose(2, 3)
+        return attend_written(q, k_blocks, values, plan, scale, softcap, chosen=chosen)
 
     def commit_tree_slots(
         self, k_blocks: torch.Tensor, v_blocks: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor
@@ -162,6 +170,40 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((rotated.to(x.dtype), x[..., rot:]), -1)
 
 
+def attend_written(
+    q: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    plan: AttentionMetadata,
+    scale: float,
+    softcap: float | None = None,
+    oldest: torch.Tensor | None = None,
+    tree_positions: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ReferenceBackend.attend_exactly` once the rows' keys and values are in the cache. Values may be of another size
+    than keys, which is that of the result, `[n, H, size]`. `chosen`: see `AttentionBackend.attend_latent`."""
+    out = q.new_empty(*q.shape[:2], v_blocks.shape[3])
+    for group in sequence_rows(plan):
+        visible = group.visible
+        if oldest is not None:
+            position = group.position
+            if tree_positions is not None:
+                known = tree_positions.view(-1, BLOCK_SIZE)[group.blocks].flatten()
+                position = torch.where(position == _TREE, known, position)
+            visible = visible & (position >= oldest[group.rows, None])
+        if chosen is not None:
+            dense = visible.shape[1] - group.tree_slots
+            seen = unpacked_bits(chosen[group.rows], dense)
+            visible = torch.cat((visible[:, :dense] & seen, visible[:, dense:]), 1)
+        keys = _key_slots(k_blocks)[group.blocks].flatten(0, 1).to(q.dtype)  # [keys, G, D]
+        values = _value_slots(v_blocks)[group.blocks].flatten(0, 1).to(q.dtype)
+        rounding = torch.bfloat16 if k_blocks.dtype == torch.bfloat16 else torch.float32
+        out[group.rows] = _softmax_sum(q[group.rows], keys, values, visible, scale, softcap, rounding, sinks)
+    return out
+
+
 def append(
     k: torch.Tensor, v: torch.Tensor, k_blocks: torch.Tensor, v_blocks: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
@@ -184,21 +226,22 @@ def _value_slots(v_blocks: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _SequenceRows:
+class SequenceRows:
     """The rows of one sequence, the KV blocks they may attend to, and each row's visibility mask."""
 
     rows: torch.Tensor  # [r]
     blocks: torch.Tensor  # committed blocks, then tree blocks
     position: torch.Tensor  # [keys] of committed keys; tree slots: larger than any
     visible: torch.Tensor  # [r, keys] bool
+    tree_slots: int  # how many of the keys, the last, are tree slots
 
 
-_cached_groups: tuple[AttentionMetadata, list[_SequenceRows]] | None = None  # of the last plan: every layer uses it
+_cached_rows: tuple[AttentionMetadata, list[SequenceRows]] | None = None  # of the last plan: every layer uses it
 
 
-def _groups(plan: AttentionMetadata) -> list[_SequenceRows]:
-    global _cached_groups
-    cached = _cached_groups
+def sequence_rows(plan: AttentionMetadata) -> list[SequenceRows]:
+    global _cached_rows
+    cached = _cached_rows
     if cached is not None and cached[0] is plan:
         return cached[1]
     context_lens = plan.context_lens.cpu()
@@ -207,11 +250,11 @@ def _groups(plan: AttentionMetadata) -> list[_SequenceRows]:
     for index in sorted(set(sequence.tolist())):
         rows = (sequence == index).nonzero().flatten()
         groups.append(_group(plan, rows.to(plan.context_lens.device), index, int(context_lens[rows].max())))
-    _cached_groups = (plan, groups)
+    _cached_rows = (plan, groups)
     return groups
 
 
-def _group(plan: AttentionMetadata, rows: torch.Tensor, sequence: int, max_context: int) -> _SequenceRows:
+def _group(plan: AttentionMetadata, rows: torch.Tensor, sequence: int, max_context: int) -> SequenceRows:
     device = rows.device
     used = -(-max_context // BLOCK_SIZE)
     committed = torch.arange(used * BLOCK_SIZE, device=device)
@@ -219,17 +262,29 @@ def _group(plan: AttentionMetadata, rows: torch.Tensor, sequence: int, max_conte
     words = plan.tree_mask.shape[1]
     tree_blocks = plan.tree_block_tables[sequence][: -(-words * 64 // BLOCK_SIZE)]
     slots = torch.arange(tree_blocks.numel() * BLOCK_SIZE, device=device)
-    if slots.numel():
-        sparse = (plan.tree_mask[rows][:, slots // 64] >> (slots % 64) & 1).bool()
-    else:
-        sparse = dense[:, :0]
+    sparse = unpacked_bits(plan.tree_mask[rows], slots.numel())
     unbounded = torch.full_like(slots, _TREE)
-    return _SequenceRows(
+    return SequenceRows(
         rows=rows,
         blocks=torch.cat((plan.block_tables[sequence, :used], tree_blocks)).long(),
         position=torch.cat((committed, unbounded)),
         visible=torch.cat((dense, sparse), 1),
+        tree_slots=slots.numel(),
     )
+
+
+def unpacked_bits(words: torch.Tensor, count: int) -> torch.Tensor:
+    """`words [r, any]` int64 -> their first `count` bits, `[r, count]` bool."""
+    bits = torch.arange(count, device=words.device)
+    return (words[:, bits // 64] >> (bits % 64) & 1).bool()
+
+
+def packed_bits(visible: torch.Tensor) -> torch.Tensor:
+    """`[r, count]` bool -> `[r, count / 64 rounded up]` int64, the inverse of `unpacked_bits`."""
+    padded = F.pad(visible, (0, -visible.shape[1] % 64))
+    words = padded.view(len(visible), padded.shape[1] // 64, 64).long()
+    packed: torch.Tensor = (words << torch.arange(64, device=visible.device)).sum(-1)
+    return packed
 
 
 def _softmax_sum(
@@ -242,7 +297,8 @@ def _softmax_sum(
     rounding: torch.dtype,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`q [r, H, D]`, `keys`, `values` `[keys, G, D]`, `visible [r, keys]` -> `[r, H, D]`; zeros if no key is visible.
+    """`q [r, H, D]`, `keys [keys, G, D]`, `values [keys, G, E]`, `visible [r, keys]` -> `[r, H, E]`; zeros if no key is
+    visible.
 
     Scaled queries and attention weights are rounded to `rounding`, as the compiled kernels do; weights are relative to
     a power of two, so the rounding does not depend on the row maximum. Scores are in units of log2.
@@ -263,4 +319,4 @@ def _softmax_sum(
     weights = weights / total.masked_fill(~visible.any(1)[:, None, None, None], 1.0)
     seen = visible.any(0)[:, None, None]  # a masked slot may hold infinities left by another sequence
     mixed = torch.einsum("rgjk,kgd->rgjd", weights, values.float().masked_fill(~seen, 0.0))
-    return mixed.reshape(rows, heads, dim).to(q.dtype)
+    return mixed.reshape(rows, heads, values.shape[-1]).to(q.dtype)

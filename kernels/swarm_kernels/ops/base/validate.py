@@ -28,7 +28,7 @@ PLAN_ERRORS = {
 
 
 def check_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> torch.Size:
-    """Keys `[blocks, G, D, BLOCK_SIZE]`, values `[blocks, G, BLOCK_SIZE, D]`; same dtype and device, contiguous.
+    """Keys `[blocks, G, D, BLOCK_SIZE]`, values `[blocks, G, BLOCK_SIZE, any]`; same dtype and device, contiguous.
 
     -> the keys' shape.
     """
@@ -38,7 +38,7 @@ def check_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> torch.Size:
     blocks, groups, dim, _ = shape
     if not (groups and dim):
         raise KernelError(f"attention with {groups} key heads of size {dim} cannot be computed")
-    if v_blocks.shape != (blocks, groups, BLOCK_SIZE, dim):
+    if v_blocks.dim() != 4 or v_blocks.shape[:3] != (blocks, groups, BLOCK_SIZE):
         raise KernelError(f"value blocks have shape {tuple(v_blocks.shape)}, not {(blocks, groups, BLOCK_SIZE, dim)}")
     if v_blocks.dtype is not k_blocks.dtype or v_blocks.device != k_blocks.device:
         raise KernelError("key and value blocks differ in dtype or device")
@@ -54,13 +54,16 @@ def check_rows(
     k_blocks: torch.Tensor,
     v_blocks: torch.Tensor,
     plan: AttentionMetadata,
+    latent: int = 0,
 ) -> torch.Size:
     """`q [n, H, D]`, `k` and `v` `[n, G, D]` for the plan's n rows and this cache; H a multiple of G; -> the shape of
-    the cache's keys."""
+    the cache's keys. `latent`: if not 0, so many first numbers of a key are its value, and `v` is of any size."""
     cache = check_cache(k_blocks, v_blocks)
     _, groups, dim, _ = cache
-    rows, queries, shape = plan.rows, q.shape, k.shape
-    if shape != (rows, groups, dim) or v.shape != shape:
+    rows, queries, shape, value_dim = plan.rows, q.shape, k.shape, v_blocks.shape[3]
+    if latent > dim or not (latent or value_dim == dim):
+        raise KernelError(f"values of {latent or value_dim} numbers do not fit keys of {dim}")
+    if shape != (rows, groups, dim) or v.shape != (rows, groups, value_dim):
         raise KernelError(f"keys {tuple(shape)} or values {tuple(v.shape)} are not {(rows, groups, dim)}")
     if len(queries) != 3 or queries[0] != rows or queries[2] != dim or queries[1] % groups:
         raise KernelError(f"queries have shape {tuple(queries)}, which does not fit {tuple(shape)} keys")
@@ -73,7 +76,8 @@ def check_rows(
 def check_layer(weights: LayerWeights, k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> None:
     """A layer's linears and norms fit each other, and the cache has its heads."""
     check_cache(k_blocks, v_blocks)
-    if k_blocks.shape[1:3] != (weights.kv_heads, weights.head_dim) or weights.heads % weights.kv_heads:
+    heads = (weights.kv_heads, weights.head_dim)
+    if k_blocks.shape[1:3] != heads or (*v_blocks.shape[1::2],) != heads or weights.heads % weights.kv_heads:
         raise KernelError(f"blocks of shape {tuple(k_blocks.shape)} are not of this layer's heads")
     width, inner, dim = weights.o.out_features, weights.down.in_features, weights.head_dim
     attended, shared = weights.heads * dim, 2 * weights.kv_heads * dim

@@ -16,6 +16,7 @@ enum SwarmStatus : int32_t {
   SWARM_BAD_TREE_BLOCK = 14,
   SWARM_BAD_TREE_MASK = 15,
   SWARM_BAD_COPY = 16,
+  SWARM_BAD_EXPERT = 17,
 };
 
 enum SwarmFormat : int32_t { SWARM_FP32 = 0, SWARM_BF16 = 1, SWARM_INT8 = 2, SWARM_INT4 = 3 };
@@ -40,11 +41,31 @@ struct SwarmLayer {
   float eps, scale;
 };
 
-// One layer's KV cache: keys [blocks][kv_heads][dim][KV_BLOCK], values [blocks][kv_heads][KV_BLOCK][dim].
+// experts.Gating: what an expert does between its two linear layers. g and u are the halves of the first one's outputs,
+// gates first; without gates x are all of them.
+enum SwarmGatingKind : int32_t {
+  SWARM_SWIGLU = 0,        // g = min(g, limit), u = clamp(u, -limit, limit): g sigmoid(alpha g) (u + shift)
+  SWARM_GEGLU_TANH = 1,    // gelu(g) u, by tanh
+  SWARM_RELU_SQUARED = 2,  // max(x, 0)^2
+};
+struct SwarmGating {
+  SwarmGatingKind kind;
+  float alpha, limit, shift;
+};
+
+// A mixture of experts: each has a linear layer hidden -> intermediate (twice that with gates), and one back.
+struct SwarmExperts {
+  const SwarmLinear *first, *second;  // [experts]
+  int64_t experts, hidden, intermediate;
+  SwarmGating gating;
+};
+
+// One layer's KV cache: keys [blocks][kv_heads][dim][KV_BLOCK], values [blocks][kv_heads][KV_BLOCK][value_dim].
 struct SwarmCache {
   void *k, *v;
-  int64_t blocks, kv_heads, dim;
-  int32_t bf16, unused;
+  int64_t blocks, kv_heads, dim, value_dim;
+  int32_t bf16;
+  int32_t latent;  // if not 0, attention takes no values from v: they are the first `latent` numbers of the keys
 };
 
 // swarm_kernels.batch.AttentionMetadata, all arrays contiguous.

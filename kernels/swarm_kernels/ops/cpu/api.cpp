@@ -158,6 +158,17 @@ int32_t swarm_linear(const SwarmLinear* weights, const float* x, int64_t rows, f
   return locked([&](Engine& engine) { engine.linear(*weights, x, rows, y); });
 }
 
+int32_t swarm_head_linears(const SwarmLinear* weights, int64_t heads, const float* x, int64_t x_head, int64_t x_row,
+                           int64_t rows, float* y, int64_t y_head, int64_t y_row) {
+  return locked([&](Engine& engine) { engine.head_linears(*weights, heads, {x, x_head, x_row}, rows, {y, y_head, y_row}); });
+}
+
+int32_t swarm_experts(const SwarmExperts* experts, const float* x, const int64_t* index, const float* scores,
+                      int64_t rows, int64_t chosen, float* y) {
+  if (!all_within(index, rows * chosen, experts->experts)) return SWARM_BAD_EXPERT;
+  return locked([&](Engine& engine) { engine.experts(*experts, x, index, scores, rows, chosen, y); });
+}
+
 int32_t swarm_rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {
   return locked([&](Engine& engine) { engine.rms_norm(x, rows, in, weight, eps, y); });
 }
@@ -166,14 +177,18 @@ int32_t swarm_commit_tree_slots(const SwarmCache* cache, const int64_t* from, co
   return locked([&](Engine& engine) { engine.commit_tree_slots(*cache, from, to, count); });
 }
 
-// q [rows, heads, dim], k and v [rows, kv_heads, dim], out like q. window 0 and softcap 0: none.
+// q [rows, heads, dim], k [rows, kv_heads, dim], v [rows, kv_heads, value_dim], out [rows, heads, size of a value].
+// window 0 and softcap 0: none. chosen: null, or [rows, chosen_words], whose bit j of word w of a row is set where it
+// sees committed key 64 w + j.
 int32_t swarm_attend(const float* q, const float* k, const float* v, int64_t heads, const SwarmCache* cache,
-                     const SwarmPlan* plan, float scale, int64_t window, float softcap, float* out) {
+                     const SwarmPlan* plan, float scale, int64_t window, float softcap, const uint64_t* chosen,
+                     int64_t chosen_words, float* out) {
   return locked([&](Engine& engine) {
-    const Engine::Heads in{q, k, v, heads * cache->dim, cache->kv_heads * cache->dim, heads};
+    const Engine::Heads in{q, k, v, heads * cache->dim, cache->kv_heads * cache->dim,
+                           cache->kv_heads * cache->value_dim, heads};
     engine.commit_tree_slots(*cache, plan->copy_from, plan->copy_to, plan->copies);
     engine.append(*cache, *plan, in, nullptr);
-    engine.attend(*cache, *plan, in, scale, window, softcap, out);
+    engine.attend(*cache, *plan, in, {scale, softcap, window, chosen, chosen_words}, out);
   });
 }
 

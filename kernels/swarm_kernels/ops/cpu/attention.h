@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "latent_values.h"
 #include "qk_pv_tiles.h"
 #include "simd.h"
 #include "softmax.h"
@@ -101,8 +102,8 @@ void attend_step(const AttendJob& job, const Step<T>& step, const Workspace& wor
   };
   const auto use_values = [&](const auto& panel, int64_t d, int64_t width) {
     each_tile([&](auto rows, const QueryTile& tile, float* weights) {
-      accumulate_pv_panel<rows.value>(weights, work.rescale + tile.row, panel, width, tile, step.tiles, job.dim,
-                               state.weighted + tile.row * job.dim + d);
+      accumulate_pv_panel<rows.value>(weights, work.rescale + tile.row, panel, width, tile, step.tiles, job.value_dim,
+                               state.weighted + tile.row * job.value_dim + d);
     });
   };
   int64_t p = step.kv_blocks.begin / PANEL_KV_BLOCKS * PANEL_KV_BLOCKS;
@@ -118,9 +119,13 @@ void attend_step(const AttendJob& job, const Step<T>& step, const Workspace& wor
     online_softmax<rows.value, KIND>(scores, step.row_masks, job.queries_per_kv, step.kv_blocks, job.softcap, state,
                                      tile.row, work.rescale + tile.row);
   });
-  for (int64_t d = 0; d < job.dim; d += PANEL_DIMS) {
-    const int64_t width = job.dim - d < PANEL_DIMS ? job.dim - d : PANEL_DIMS;
-    const Panel<T> values = values_of(step, d, job.dim);
+  for (int64_t d = 0; d < job.value_dim; d += PANEL_DIMS) {
+    const int64_t width = job.value_dim - d < PANEL_DIMS ? job.value_dim - d : PANEL_DIMS;
+    if (job.k == job.v) {
+      use_values(pack_latent_values(step.k, step.kv_blocks, d, width, work.panel), d, width);
+      continue;
+    }
+    const Panel<T> values = values_of(step, d, job.value_dim);
     if constexpr (PACK)
       use_values(pack_panel(values, KV_BLOCK, width, work.panel), d, width);
     else
@@ -139,6 +144,7 @@ SWARM_INLINE KeyMask visible(const AttendJob& job, int64_t row, int64_t word) {
     const int64_t from = job.first_key[row] - word * CHUNK, to = job.end_key[row] - word * CHUNK;
     const uint64_t below = to >= CHUNK ? ~0ull : to <= 0 ? 0 : (1ull << to) - 1;
     mask.words[w] = from >= CHUNK ? 0 : from <= 0 ? below : below & (~0ull << from);
+    if (job.chosen) mask.words[w] &= word < job.chosen_words ? job.chosen[row * job.chosen_words + word] : 0;
   }
   return mask;
 }
@@ -192,7 +198,7 @@ void attend_of(const AttendJob& job, int64_t begin, int64_t end, const SoftmaxSt
 // Runs the softmax of all rows over words [begin, end) of 64 keys, from an empty state. `begin` is even.
 inline void attend(const AttendJob& job, int64_t begin, int64_t end, const SoftmaxState& state) {
   for (int64_t i = 0; i < job.m; i++) state.max[i] = -INFINITY, state.sum[i] = 0.0f;
-  std::memset(state.weighted, 0, sizeof(float) * job.m * job.dim);
+  std::memset(state.weighted, 0, sizeof(float) * job.m * job.value_dim);
   if (!job.bf16)
     attend_of<float, PACKED_ROWS, false>(job, begin, end, state);
   else if (packs_panels(job.m, true))

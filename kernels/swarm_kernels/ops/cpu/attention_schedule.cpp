@@ -37,18 +37,19 @@ struct Attention {
   const SwarmCache& cache;
   const SwarmPlan& plan;
   const Engine::Heads& in;
-  float scale, softcap;
+  const Engine::Scoring& scoring;
   float* out;
   std::vector<int64_t> first_key, end_key;  // [rows] visible range of committed keys
   std::vector<RowTile> tiles;
-  int64_t queries_per_kv, max_splits = 0;
+  int64_t queries_per_kv, value_dim, max_splits = 0;
 
   Attention(const KernelTable& table, const SwarmCache& cache, const SwarmPlan& plan, const Engine::Heads& in,
-            float scale, int64_t window, float softcap, float* out)
-      : table(table), cache(cache), plan(plan), in(in), scale(scale), softcap(softcap), out(out), first_key(plan.rows),
-        end_key(plan.context_lens, plan.context_lens + plan.rows), queries_per_kv(in.heads / cache.kv_heads) {
+            const Engine::Scoring& scoring, float* out)
+      : table(table), cache(cache), plan(plan), in(in), scoring(scoring), out(out), first_key(plan.rows),
+        end_key(plan.context_lens, plan.context_lens + plan.rows), queries_per_kv(in.heads / cache.kv_heads),
+        value_dim(cache.latent ? cache.latent : cache.value_dim) {
     for (int64_t r = 0; r < plan.rows; r++)
-      first_key[r] = window > 0 ? std::max<int64_t>(0, plan.positions[r] - window + 1) : 0;
+      first_key[r] = scoring.window > 0 ? std::max<int64_t>(0, plan.positions[r] - scoring.window + 1) : 0;
     const int64_t rows_per_tile = std::max<int64_t>(1, MAX_QUERY_ROWS / queries_per_kv);
     for (int64_t r = 0; r < plan.rows; r += tiles.back().rows) tiles.push_back(tile_at(r, rows_per_tile));
   }
@@ -72,19 +73,19 @@ struct Attention {
   int64_t query_rows() const {
     return std::min(std::max<int64_t>(MAX_QUERY_ROWS / queries_per_kv, 1), plan.rows) * queries_per_kv;
   }
-  int64_t state_size() const { return whole_cache_lines(query_rows() * (cache.dim + 2)); }
+  int64_t state_size() const { return whole_cache_lines(query_rows() * (value_dim + 2)); }
   int64_t query_size() const { return whole_cache_lines(query_rows() * cache.dim); }
   // Also large enough to stage a tile's queries.
   int64_t workspace() const {
     return std::max(query_size(), whole_cache_lines(table.attend_workspace(query_rows(), cache.dim)));
   }
   SoftmaxState state_in(float* memory) const {
-    return {memory + query_rows() * cache.dim, memory + query_rows() * (cache.dim + 1), memory};
+    return {memory + query_rows() * value_dim, memory + query_rows() * (value_dim + 1), memory};
   }
 
   void load_queries(const RowTile& tile, int64_t group, float* workspace, float* q) const {
     const int64_t m = tile.rows * queries_per_kv, dim = cache.dim, width = table.query_tile(m, cache.bf16 != 0);
-    const float factor = softcap == 0.0f ? scale * 1.44269504088896f : scale;  // the kernels use exp2
+    const float factor = scoring.scale * (scoring.softcap == 0.0f ? 1.44269504088896f : 1.0f);  // the kernels use exp2
     for (int64_t i = 0; i < m; i++) {
       const float* from =
           in.q + (tile.row + i / queries_per_kv) * in.ldq + (group * queries_per_kv + i % queries_per_kv) * dim;
@@ -101,13 +102,16 @@ struct Attention {
                  const SoftmaxState& state) const {
     const int64_t kv_block_size = cache.kv_heads * cache.dim * KV_BLOCK, head = group * cache.dim * KV_BLOCK;
     const int64_t bytes = head * (cache.bf16 ? 2 : 4), m = tile.rows * queries_per_kv;
-    AttendJob job{q, m, table.query_tile(m, cache.bf16 != 0), queries_per_kv, cache.dim,
-                  static_cast<const char*>(cache.k) + bytes, static_cast<const char*>(cache.v) + bytes, kv_block_size,
-                  cache.bf16 != 0, softcap, plan.block_tables + tile.sequence * plan.max_blocks, plan.max_blocks,
+    const void* values = cache.latent ? cache.k : cache.v;  // else of the keys' size
+    AttendJob job{q, m, table.query_tile(m, cache.bf16 != 0), queries_per_kv, cache.dim, value_dim,
+                  static_cast<const char*>(cache.k) + bytes, static_cast<const char*>(values) + bytes, kv_block_size,
+                  cache.bf16 != 0, scoring.softcap, plan.block_tables + tile.sequence * plan.max_blocks, plan.max_blocks,
                   first_key.data() + tile.row, end_key.data() + tile.row, nullptr, plan.mask_words, plan.mask_words,
                   workspace};
     const int64_t dense = tile.first_split + split;
     if (dense < tile.dense_splits) {
+      if (scoring.chosen) job.chosen = scoring.chosen + tile.row * scoring.chosen_words;
+      job.chosen_words = scoring.chosen_words;
       job.prefetch_end = first_step(alone ? dense + 1 : tile.dense_splits) * STEP_WORDS;
       table.attend(job, first_step(dense) * STEP_WORDS, first_step(dense + 1) * STEP_WORDS, state);
     } else {
@@ -122,8 +126,8 @@ struct Attention {
     for (int64_t i = 0; i < tile.rows * queries_per_kv; i++) {
       const float inverse = state.sum[i] == 0.0f ? 0.0f : 1.0f / state.sum[i];
       const int64_t head = group * queries_per_kv + i % queries_per_kv;
-      float* to = out + ((tile.row + i / queries_per_kv) * in.heads + head) * cache.dim;
-      for (int64_t d = 0; d < cache.dim; d++) to[d] = state.weighted[i * cache.dim + d] * inverse;
+      float* to = out + ((tile.row + i / queries_per_kv) * in.heads + head) * value_dim;
+      for (int64_t d = 0; d < value_dim; d++) to[d] = state.weighted[i * value_dim + d] * inverse;
     }
   }
 };
@@ -140,10 +144,10 @@ void attend_by_tile(const Attention& a, ThreadPool& pool, Scratch& scratch) {
     const SoftmaxState whole = a.state_in(states), part = a.state_in(states + a.state_size());
     a.load_queries(tile, group, workspace, q);
     std::fill_n(whole.sum, tile.rows * a.queries_per_kv, 0.0f);
-    std::fill_n(whole.weighted, tile.rows * a.queries_per_kv * a.cache.dim, 0.0f);
+    std::fill_n(whole.weighted, tile.rows * a.queries_per_kv * a.value_dim, 0.0f);
     for (int64_t split = 0; split < tile.splits; split++) {
       a.run_split(tile, group, split, false, q, workspace, split ? part : whole);
-      if (split) a.table.merge(tile.rows * a.queries_per_kv, a.cache.dim, whole, part);
+      if (split) a.table.merge(tile.rows * a.queries_per_kv, a.value_dim, whole, part);
     }
     a.finish(tile, group, whole);
   });
@@ -179,16 +183,16 @@ void attend_by_split(const Attention& a, ThreadPool& pool, Scratch& scratch) {
                 a.state_in(first + split * size));
     if (done[unit].fetch_add(1) + 1 < tile.splits) return;
     for (int64_t b = 1; b < tile.splits; b++)
-      a.table.merge(tile.rows * a.queries_per_kv, a.cache.dim, a.state_in(first), a.state_in(first + b * size));
+      a.table.merge(tile.rows * a.queries_per_kv, a.value_dim, a.state_in(first), a.state_in(first + b * size));
     a.finish(tile, group, a.state_in(first));
   });
 }
 
 }  // namespace
 
-void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, float scale, int64_t window,
-                    float softcap, float* out) {
-  const Attention a(*table_, cache, plan, in, scale, window, softcap, out);
+void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Scoring& scoring,
+                    float* out) {
+  const Attention a(*table_, cache, plan, in, scoring, out);
   bool has_empty_tile = false;
   for (const RowTile& tile : a.tiles) has_empty_tile |= tile.splits == 0;
   const bool has_slow_group =

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-OK, NO_MEMORY, UNKNOWN_ISA = 0, 1, 2
+OK, NO_MEMORY, UNKNOWN_ISA, BAD_EXPERT = 0, 1, 2, 17
 FP32, BF16, INT8, INT4 = 0, 1, 2, 3  # SwarmFormat
 
 
@@ -40,6 +40,21 @@ class LayerDesc(ctypes.Structure):
     ]
 
 
+class GatingDesc(ctypes.Structure):
+    _fields_ = [("kind", c_int32), ("alpha", c_float), ("limit", c_float), ("shift", c_float)]
+
+
+class ExpertsDesc(ctypes.Structure):
+    _fields_ = [
+        ("first", POINTER(LinearDesc)),
+        ("second", POINTER(LinearDesc)),
+        ("experts", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("gating", GatingDesc),
+    ]
+
+
 class CacheDesc(ctypes.Structure):
     _fields_ = [
         ("k", c_void_p),
@@ -47,8 +62,9 @@ class CacheDesc(ctypes.Structure):
         ("blocks", c_int64),
         ("kv_heads", c_int64),
         ("dim", c_int64),
+        ("value_dim", c_int64),
         ("bf16", c_int32),
-        ("unused", c_int32),
+        ("latent", c_int32),
     ]
 
 
@@ -80,6 +96,14 @@ _SIGNATURES = {
     "swarm_advise_huge": (None, [c_void_p, c_int64]),
     "swarm_check_plan": (c_int32, [POINTER(PlanDesc), c_int64]),
     "swarm_linear": (c_int32, [POINTER(LinearDesc), c_void_p, c_int64, c_void_p]),
+    "swarm_head_linears": (
+        c_int32,
+        [POINTER(LinearDesc), c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    ),
+    "swarm_experts": (
+        c_int32,
+        [POINTER(ExpertsDesc), c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
+    ),
     "swarm_rms_norm": (c_int32, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p]),
     "swarm_commit_tree_slots": (c_int32, [POINTER(CacheDesc), c_void_p, c_void_p, c_int64]),
     "swarm_attend": (
@@ -94,6 +118,8 @@ _SIGNATURES = {
             c_float,
             c_int64,
             c_float,
+            c_void_p,
+            c_int64,
             c_void_p,
         ],
     ),

@@ -12,11 +12,13 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.cpu import cpu_library
+from swarm_kernels.ops.cpu.binding import CacheDesc
 from swarm_kernels.ops.cpu.cpu_descriptors import (
     CpuLayerStack,
     describe_cache,
     prepared_plan,
     supports_cache,
+    supports_latent,
     supports_layer,
 )
 
@@ -39,6 +41,9 @@ class CpuBackend(AttentionBackend):
     def supports_cache(self, k_blocks: torch.Tensor) -> bool:
         return supports_cache(k_blocks)
 
+    def supports_latent(self, k_blocks: torch.Tensor, value_dim: int) -> bool:
+        return supports_latent(k_blocks, value_dim)
+
     def supports_norm(self, x: torch.Tensor) -> bool:
         return x.dtype is torch.float32
 
@@ -59,9 +64,41 @@ class CpuBackend(AttentionBackend):
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        queries, keys, values = _contiguous_fp32(q), _contiguous_fp32(k), _contiguous_fp32(v)
-        out = torch.empty_like(queries)
         cache = describe_cache(k_blocks, v_blocks)
+        return self._attend(q, k, v, cache, plan, scale, cache.dim, sliding_window, softcap, None)
+
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_blocks: torch.Tensor,
+        v_blocks: torch.Tensor,
+        plan: AttentionMetadata,
+        scale: float,
+        value_dim: int,
+        softcap: float | None = None,
+        chosen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        cache = describe_cache(k_blocks, v_blocks, value_dim)
+        return self._attend(q, k, v, cache, plan, scale, value_dim, None, softcap, chosen)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: CacheDesc,
+        plan: AttentionMetadata,
+        scale: float,
+        value_dim: int,
+        sliding_window: int | None,
+        softcap: float | None,
+        chosen: torch.Tensor | None,
+    ) -> torch.Tensor:
+        words = None if chosen is None else chosen.contiguous()
+        queries, keys, values = _contiguous_fp32(q), _contiguous_fp32(k), _contiguous_fp32(v)
+        out = queries.new_empty(*q.shape[:2], value_dim)
         status = self._library.swarm_attend(
             queries.data_ptr(),
             keys.data_ptr(),
@@ -72,6 +109,8 @@ class CpuBackend(AttentionBackend):
             scale,
             sliding_window or 0,
             softcap or 0.0,
+            None if words is None else words.data_ptr(),
+            0 if words is None else words.shape[1],
             out.data_ptr(),
         )
         if status:

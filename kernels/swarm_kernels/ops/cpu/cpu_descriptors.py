@@ -19,16 +19,16 @@ from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.cpu import binding, cpu_library
 from swarm_kernels.ops.cpu.cpu_linear import BLOCK, PackedLinear
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 1024
 _CACHE_DTYPES = (torch.bfloat16, torch.float32)
 _MAX_CACHE_DESCS = 512  # descriptors cached; all are dropped when full
 
-_caches: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], binding.CacheDesc]] = {}
+_caches: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], binding.CacheDesc]] = {}
 
 
 def supports_attention(head_dim: int, state: torch.dtype) -> bool:
     """Whether attention is compiled for keys and values of this size and dtype: bf16 or fp32, a multiple of 16 up to
-    256."""
+    1024."""
     return state in _CACHE_DTYPES and head_dim % BLOCK == 0 and head_dim <= MAX_HEAD_DIM
 
 
@@ -41,17 +41,24 @@ def supports_cache(k_blocks: torch.Tensor) -> bool:
     return k_blocks.is_cpu and supports_attention(k_blocks.shape[2], k_blocks.dtype)
 
 
-def describe_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> binding.CacheDesc:
-    """The C descriptor of a validated cache. Cached, since making one costs a tenth of a short context's attention."""
-    cached = _caches.get(id(k_blocks))
+def supports_latent(k_blocks: torch.Tensor, value_dim: int) -> bool:
+    """Whether the compiled attention takes these blocks, where the first `value_dim` numbers of a key are its value."""
+    return supports_cache(k_blocks) and value_dim % BLOCK == 0
+
+
+def describe_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor, latent: int = 0) -> binding.CacheDesc:
+    """The C descriptor of a validated cache. Cached, since making one costs a tenth of a short context's attention.
+    `latent`: if not 0, so many first numbers of a key are its value."""
+    cached = _caches.get((id(k_blocks), latent))
     if cached is not None and cached[0]() is k_blocks and cached[1]() is v_blocks:
         return cached[2]
     if len(_caches) >= _MAX_CACHE_DESCS:
         _caches.clear()
     blocks, kv_heads, dim, _ = k_blocks.shape
     bf16 = k_blocks.dtype is torch.bfloat16
-    made = binding.CacheDesc(k_blocks.data_ptr(), v_blocks.data_ptr(), blocks, kv_heads, dim, bf16)
-    _caches[id(k_blocks)] = weakref.ref(k_blocks), weakref.ref(v_blocks), made
+    sizes = (blocks, kv_heads, dim, v_blocks.shape[3])
+    made = binding.CacheDesc(k_blocks.data_ptr(), v_blocks.data_ptr(), *sizes, bf16, latent)
+    _caches[id(k_blocks), latent] = weakref.ref(k_blocks), weakref.ref(v_blocks), made
     return made
 
 

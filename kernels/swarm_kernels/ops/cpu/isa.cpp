@@ -1,5 +1,6 @@
 // Compiled once per instruction set, which the compiler flags select.
 #include "attention.h"
+#include "gating.h"
 #include "linear.h"
 #include "norm_rope.h"
 
@@ -12,6 +13,7 @@ extern const swarm::KernelTable table;
 const swarm::KernelTable table = {
     SWARM_NAME(SWARM_ISA), row_tile, fill_tile, quantize, row_bytes,  linear, inverse_rms,
     scale_row,             rope,     write_kv,  query_tile, attend_workspace, attend, merge,
+    gate_row,
 };
 
 }  // namespace SWARM_ISA

@@ -34,8 +34,8 @@ struct AttendJob {
   // Tiles as `fill_tile` packs them, the last with the remaining rows; scaled, and times log2(e) if there is no
   // softcap.
   const float* q;
-  int64_t m, tile_rows, queries_per_kv, dim;
-  const void *k, *v;  // this KV head in KV block 0
+  int64_t m, tile_rows, queries_per_kv, dim, value_dim;
+  const void *k, *v;  // this KV head in KV block 0; the same where the values are the first numbers of the keys
   int64_t kv_block_stride;  // elements
   bool bf16;
   float softcap;  // 0: none
@@ -46,11 +46,13 @@ struct AttendJob {
   int64_t mask_words;
   int64_t prefetch_end;  // mask word up to which the same thread continues: steps before it are prefetched
   float* workspace;  // attend_workspace(m, dim) of them
+  const uint64_t* chosen = nullptr;  // dense: if not null, bits of the keys that a row sees, as in mask
+  int64_t chosen_words = 0;
 };
 
 // Running softmax of query rows: maximum (of log2 of the weights), sum and weighted values.
 struct SoftmaxState {
-  float *max, *sum, *weighted;  // [m], [m], [m, dim]
+  float *max, *sum, *weighted;  // [m], [m], [m, value_dim]
 };
 
 constexpr int64_t MAX_ROW_TILE = 16;
@@ -69,12 +71,13 @@ struct KernelTable {
   float (*inverse_rms)(const float* x, int64_t in, float eps);
   void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);
   void (*rope)(float* head, int64_t rot, const float* cos, const float* sin);
-  void (*write_kv)(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_block,
-                   void* v_block);
+  void (*write_kv)(const float* k, const float* v, int64_t dim, int64_t value_dim, int64_t offset, bool bf16,
+                   void* k_block, void* v_block);
   int64_t (*query_tile)(int64_t m, bool bf16);  // how many of m query rows make a tile
   int64_t (*attend_workspace)(int64_t m, int64_t dim);
   void (*attend)(const AttendJob&, int64_t word_begin, int64_t word_end, const SoftmaxState&);
-  void (*merge)(int64_t m, int64_t dim, const SoftmaxState& into, const SoftmaxState& part);
+  void (*merge)(int64_t m, int64_t value_dim, const SoftmaxState& into, const SoftmaxState& part);
+  void (*gate_row)(const SwarmGating& how, const float* x, int64_t width, float* y);
 };
 
 }  // namespace swarm

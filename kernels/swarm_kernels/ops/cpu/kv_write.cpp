@@ -7,16 +7,17 @@ namespace swarm {
 
 // One item per KV head and 16 rows; with RoPE it also rotates the query heads of that KV head.
 void Engine::append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Rotation* rotation) {
-  const int64_t size = cache.dim * KV_BLOCK * (cache.bf16 ? 2 : 4);
+  const int64_t line = KV_BLOCK * (cache.bf16 ? 2 : 4);
   const int64_t items = (plan.rows + KV_BLOCK - 1) / KV_BLOCK * cache.kv_heads;
   const auto work = [&](int64_t item, int) {
     const int64_t group = item % cache.kv_heads, begin = item / cache.kv_heads * KV_BLOCK;
     for (int64_t r = begin; r < std::min(plan.rows, begin + KV_BLOCK); r++) {
       if (rotation) rotate(*rotation, r, group);
       const int64_t kv_block = plan.slot_mapping[r] / KV_BLOCK, offset = plan.slot_mapping[r] % KV_BLOCK;
-      const int64_t at = (kv_block * cache.kv_heads + group) * size, from = r * in.ldkv + group * cache.dim;
-      table_->write_kv(in.k + from, in.v + from, cache.dim, offset, cache.bf16 != 0, static_cast<char*>(cache.k) + at,
-                       static_cast<char*>(cache.v) + at);
+      const int64_t at = (kv_block * cache.kv_heads + group) * line;
+      table_->write_kv(in.k + r * in.ldk + group * cache.dim, in.v + r * in.ldv + group * cache.value_dim, cache.dim,
+                       cache.value_dim, offset, cache.bf16 != 0, static_cast<char*>(cache.k) + at * cache.dim,
+                       static_cast<char*>(cache.v) + at * cache.value_dim);
     }
   };
   if (plan.rows > 4)
@@ -40,25 +41,31 @@ void Engine::rotate(const Rotation& how, int64_t row, int64_t group) {
 
 namespace {
 
-// Slot `slot` of the cache to or from a row of [groups][2][dim] elements.
+int64_t row_size(const SwarmCache& cache) { return cache.kv_heads * (cache.dim + cache.value_dim); }
+
+// Slot `slot` of the cache to or from a row of [groups][dim + value_dim] elements.
 template <typename T, bool OUT>
 void transfer(const SwarmCache& cache, int64_t slot, T* row) {
   const int64_t offset = slot % KV_BLOCK;
-  for (int64_t g = 0; g < cache.kv_heads; g++, row += 2 * cache.dim) {
-    const int64_t at = (slot / KV_BLOCK * cache.kv_heads + g) * cache.dim * KV_BLOCK;
-    T *k = static_cast<T*>(cache.k) + at + offset, *v = static_cast<T*>(cache.v) + at + offset * cache.dim;
-    for (int64_t d = 0; d < cache.dim; d++) {
+  for (int64_t g = 0; g < cache.kv_heads; g++, row += cache.dim + cache.value_dim) {
+    const int64_t at = (slot / KV_BLOCK * cache.kv_heads + g) * KV_BLOCK;
+    T *k = static_cast<T*>(cache.k) + at * cache.dim + offset;
+    T *v = static_cast<T*>(cache.v) + (at + offset) * cache.value_dim, *values = row + cache.dim;
+    for (int64_t d = 0; d < cache.dim; d++)
       if constexpr (OUT)
-        row[d] = k[d * KV_BLOCK], row[cache.dim + d] = v[d];
+        row[d] = k[d * KV_BLOCK];
       else
-        k[d * KV_BLOCK] = row[d], v[d] = row[cache.dim + d];
-    }
+        k[d * KV_BLOCK] = row[d];
+    if constexpr (OUT)
+      std::copy_n(v, cache.value_dim, values);
+    else
+      std::copy_n(values, cache.value_dim, v);
   }
 }
 
 template <typename T>
 void copy_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count, T* rows) {
-  const int64_t size = cache.kv_heads * 2 * cache.dim;
+  const int64_t size = row_size(cache);
   for (int64_t i = 0; i < count; i++) transfer<T, true>(cache, from[i], rows + i * size);
   for (int64_t i = 0; i < count; i++) transfer<T, false>(cache, to[i], rows + i * size);
 }
@@ -67,7 +74,7 @@ void copy_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to,
 
 void Engine::commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count) {
   if (count == 0) return;
-  float* rows = scratch_.take(count * cache.kv_heads * 2 * cache.dim);
+  float* rows = scratch_.take(count * row_size(cache));
   if (cache.bf16)
     copy_slots(cache, from, to, count, reinterpret_cast<uint16_t*>(rows));
   else

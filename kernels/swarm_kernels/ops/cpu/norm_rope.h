@@ -3,6 +3,7 @@
 #include "bf16.h"
 #include "kernels.h"
 #include "simd.h"
+#include "transpose.h"
 
 namespace SWARM_ISA {
 
@@ -21,16 +22,6 @@ inline float inverse_rms(const float* x, int64_t in, float eps) {
 
 inline void scale_row(const float* x, int64_t in, float scale, const float* norm, float* y) {
   for (int64_t k = 0; k < in; k++) y[k] = x[k] * scale * norm[k];
-}
-
-// x [4 rows][4 columns], rows ldx apart -> its transpose in y, rows ldy apart.
-SWARM_INLINE void transpose4(const float* x, int64_t ldx, float* y, int64_t ldy) {
-  Quad a = load4(x), b = load4(x + ldx), c = load4(x + 2 * ldx), d = load4(x + 3 * ldx);
-  Quad ab = interleave_low(a, b), cd = interleave_low(c, d), ab2 = interleave_high(a, b), cd2 = interleave_high(c, d);
-  store4(y, join_low(ab, cd));
-  store4(y + ldy, join_high(ab, cd));
-  store4(y + 2 * ldy, join_low(ab2, cd2));
-  store4(y + 3 * ldy, join_high(ab2, cd2));
 }
 
 inline void fill_tile(bool bf16, const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in,
@@ -73,18 +64,18 @@ inline void rope(float* head, int64_t rot, const float* cos, const float* sin) {
   }
 }
 
-// One head's key and value to token `offset` of its KV block: k_block [dim][16], v_block [16][dim].
-inline void write_kv(const float* k, const float* v, int64_t dim, int64_t offset, bool bf16, void* k_block,
-                     void* v_block) {
+// One head's key and value to token `offset` of its KV block: k_block [dim][16], v_block [16][value_dim].
+inline void write_kv(const float* k, const float* v, int64_t dim, int64_t value_dim, int64_t offset, bool bf16,
+                     void* k_block, void* v_block) {
   if (bf16) {
     uint16_t* keys = static_cast<uint16_t*>(k_block) + offset;
-    uint16_t* values = static_cast<uint16_t*>(v_block) + offset * dim;
+    uint16_t* values = static_cast<uint16_t*>(v_block) + offset * value_dim;
     for (int64_t d = 0; d < dim; d++) keys[d * BLOCK] = to_bf16(k[d]);
-    for (int64_t d = 0; d < dim; d++) values[d] = to_bf16(v[d]);
+    for (int64_t d = 0; d < value_dim; d++) values[d] = to_bf16(v[d]);
   } else {
     float* keys = static_cast<float*>(k_block) + offset;
     for (int64_t d = 0; d < dim; d++) keys[d * BLOCK] = k[d];
-    std::memcpy(static_cast<float*>(v_block) + offset * dim, v, dim * sizeof(float));
+    if (value_dim) std::memcpy(static_cast<float*>(v_block) + offset * value_dim, v, value_dim * sizeof(float));
   }
 }
 

@@ -149,10 +149,10 @@ void Engine::layer(const SwarmLayer& layer, const SwarmCache& cache, const Swarm
 
   gemm(layer.qkv, hidden, rows, &attn_norm, LinearJob::STORE, qkv, ld);
   const float* k = qkv + layer.heads * dim;
-  const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, layer.heads};
+  const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, ld, layer.heads};
   const Rotation rotation{&layer, cos, sin, rot, qkv};
   append(cache, plan, heads, &rotation);
-  attend(cache, plan, heads, layer.scale, 0, 0.0f, mixed);
+  attend(cache, plan, heads, {layer.scale}, mixed);
   gemm(layer.o, mixed, rows, nullptr, LinearJob::ADD, hidden, width);
   gemm(layer.gate_up, hidden, rows, &mlp_norm, LinearJob::GATE_UP, gated, middle);
   gemm(layer.down, gated, rows, nullptr, LinearJob::ADD, hidden, width);

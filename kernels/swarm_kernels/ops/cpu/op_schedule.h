@@ -30,6 +30,13 @@ class Scratch {
   int64_t used_ = 0;
 };
 
+// Rows of heads: number i of head h of row r is at first[h * head_stride + r * row_stride + i].
+template <typename T>
+struct HeadRows {
+  T* first;
+  int64_t head_stride, row_stride;
+};
+
 class Engine {
  public:
   // Before each op: selects kernels and threads, and frees the scratch memory of the previous op.
@@ -38,12 +45,19 @@ class Engine {
   void set_core_groups(int threads, const CoreGroups& units);
 
   void linear(const SwarmLinear& weights, const float* x, int64_t rows, float* y);
+  // Head h of x [rows, heads, in] by outputs [h, h + 1) * out / heads of the weights, fp32 or bf16 without bias, to head h
+  // of y; out / heads is a multiple of 16.
+  void head_linears(const SwarmLinear& weights, int64_t heads, const HeadRows<const float>& x, int64_t rows,
+                    const HeadRows<float>& y);
   void rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y);
+  // x [rows, hidden] -> y likewise: of each row, the outputs of its `chosen` experts, index [rows, chosen], times scores.
+  void experts(const SwarmExperts& all, const float* x, const int64_t* index, const float* scores, int64_t rows,
+               int64_t chosen, float* y);
   void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
-  // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * dim]. q is scaled in a copy.
+  // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * (size of a value)]. q is scaled in a copy.
   struct Heads {
     const float *q, *k, *v;
-    int64_t ldq, ldkv, heads;
+    int64_t ldq, ldk, ldv, heads;
   };
   // How to rotate the heads of `qkv` [rows, (heads + 2 kv_heads) dim] before they are used.
   struct Rotation {
@@ -53,8 +67,14 @@ class Engine {
     float* qkv;
   };
   void append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Rotation* rotation);
-  void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, float scale, int64_t window,
-              float softcap, float* out);
+  // window, softcap 0: none. chosen null: all committed keys; else bits of those that each row sees, see api.cpp.
+  struct Scoring {
+    float scale, softcap = 0.0f;
+    int64_t window = 0;
+    const uint64_t* chosen = nullptr;
+    int64_t chosen_words = 0;
+  };
+  void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Scoring& scoring, float* out);
   // hidden [rows, layer.o.out], in place
   void layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const float* cos,
              const float* sin, int64_t rot, float* hidden);
@@ -71,6 +91,8 @@ class Engine {
                                  const Norm* norm);
   const char* packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                            const Norm* norm);
+  void some_experts(const SwarmExperts& all, const float* x, const int64_t* index, const float* scores, int64_t rows,
+                    int64_t chosen, float* y);
   void rotate(const Rotation& how, int64_t row, int64_t group);
 
   const KernelTable* table_ = nullptr;

@@ -1,0 +1,109 @@
+"""Reads the experts of one module of transformers and packs them one after another.
+
+Memory holds one expert beside what is packed, where a model's files keep experts apart; otherwise one layer's experts
+of one projection as they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from swarm.errors import CorruptModel
+from swarm_kernels.ops.base.layer_weights import Linear
+from swarm_kernels.runtime.hf_conversions import StoredParameter
+from swarm_kernels.runtime.weight_reader import Pack, Packs, WeightReader
+
+
+class ExpertReader:
+    """Of the experts module `name`, whose parameters are made up of `stored`."""
+
+    def __init__(
+        self, reader: WeightReader, stored: Mapping[str, StoredParameter], name: str, module: Any, packs: Packs
+    ) -> None:
+        self._reader = reader
+        self._stored = stored
+        self._module = module
+        self._packs = packs
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        self._first, self._second = f"{name}.{first}", f"{name}.down_proj"
+        self.parameters = {self._first, self._second}
+        if module.has_bias:
+            self.parameters |= {f"{self._first}_bias", f"{self._second}_bias"}
+
+    def read(self) -> tuple[list[Linear], list[Linear]]:
+        """The two linear layers of each expert; of the first, gates before values. Raises CorruptModel."""
+        interleaved = self._module.has_gate and not self._module.is_concatenated
+        return self._projection(self._first, interleaved), self._projection(self._second, False)
+
+    def _projection(self, name: str, interleaved: bool) -> list[Linear]:
+        count, *sizes = getattr(self._module, name.rsplit(".", 1)[1]).shape
+        outputs, inputs = reversed(sizes) if self._module.is_transposed else sizes
+        biases = self._biases(f"{name}_bias", count, outputs) if self._module.has_bias else None
+        found = self._stored.get(name)
+        if found is None:
+            raise CorruptModel(f"the model's files hold no tensor for {name}")
+        apart = found.pieces() == count
+        if apart and found.is_concatenated() and not (self._module.is_transposed or interleaved):
+            shapes = {part: self._reader.source.shape(part) for part in found.names}
+            return [self._as_stored(found.piece_names(e), shapes, inputs, outputs, biases, e) for e in range(count)]
+        whole = None if apart else found.whole(self._reader.source)
+        if whole is not None and tuple(whole.shape) != (count, *sizes):
+            raise CorruptModel(
+                f"tensor {found.names[0]} has shape {tuple(whole.shape)}, its config needs {(count, *sizes)}"
+            )
+        pack = self._packs.rounding(self._reader.source, found.names)
+        linears = []
+        for expert in range(count):
+            weight = found.piece(self._reader.source, expert) if whole is None else whole[expert]
+            if self._module.is_transposed:
+                weight = weight.T
+            if tuple(weight.shape) != (outputs, inputs):
+                raise CorruptModel(
+                    f"expert {expert} of {name} has shape {tuple(weight.shape)}, not {(outputs, inputs)}"
+                )
+            bias = None if biases is None else biases[expert]
+            linears.append(self._packed(pack, weight, bias, interleaved))
+        return linears
+
+    def _as_stored(
+        self,
+        names: list[str],
+        shapes: Mapping[str, tuple[int, ...]],
+        inputs: int,
+        outputs: int,
+        biases: torch.Tensor | None,
+        expert: int,
+    ) -> Linear:
+        """Of matrices that need no rearranging: what is stored in 4 bits stays as it is."""
+        rows = [shapes[name][0] for name in names]
+        if sum(rows) != outputs:
+            raise CorruptModel(f"tensors {', '.join(names)} have {sum(rows)} rows, their config needs {outputs}")
+        if biases is None:
+            return self._reader.linear(names, rows, inputs, False, self._packs)
+        weight = torch.cat([self._reader.matrix(name, count, inputs) for name, count in zip(names, rows, strict=True)])
+        return self._packs.rounding(self._reader.source, names)(weight, biases[expert])
+
+    def _biases(self, name: str, count: int, outputs: int) -> torch.Tensor:
+        found = self._stored.get(name)
+        if found is None:
+            raise CorruptModel(f"the model's files hold no tensor for {name}")
+        biases = found.whole(self._reader.source)
+        if tuple(biases.shape) != (count, outputs):
+            raise CorruptModel(f"tensor {name} has shape {tuple(biases.shape)}, its config needs {(count, outputs)}")
+        return biases.to(self._reader.device, torch.float32)
+
+    def _packed(
+        self,
+        pack: Pack,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        interleaved: bool,
+    ) -> Linear:
+        weight = weight.to(device=self._reader.device, dtype=self._reader.dtype or weight.dtype)
+        if interleaved:
+            weight = torch.cat((weight[::2], weight[1::2]))
+            bias = None if bias is None else torch.cat((bias[::2], bias[1::2]))
+        return pack(weight.contiguous(), bias)
