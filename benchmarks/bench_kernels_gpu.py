@@ -142,17 +142,18 @@ def random_layers(model: Model, dtype: torch.dtype, device: torch.device) -> lis
     attended, shared = model.heads * model.dim, 2 * model.groups * model.dim
     return [
         dispatch.LayerWeights(
+            dispatch.Attention(
+                qkv=linear(attended + shared, model.hidden),
+                o=linear(model.hidden, attended),
+                heads=model.heads,
+                kv_heads=model.groups,
+                head_dim=model.dim,
+                scale=model.dim**-0.5,
+            ),
+            dispatch.GatedMlp(linear(2 * model.middle, model.hidden), linear(model.hidden, model.middle)),
             attn_norm=torch.ones(model.hidden, device=device),
-            qkv=linear(attended + shared, model.hidden),
-            o=linear(model.hidden, attended),
             mlp_norm=torch.ones(model.hidden, device=device),
-            gate_up=linear(2 * model.middle, model.hidden),
-            down=linear(model.hidden, model.middle),
-            heads=model.heads,
-            kv_heads=model.groups,
-            head_dim=model.dim,
             eps=1e-5,
-            scale=model.dim**-0.5,
         )
         for _ in range(model.layers)
     ]
@@ -161,7 +162,7 @@ def random_layers(model: Model, dtype: torch.dtype, device: torch.device) -> lis
 def bench_model(model: Model, dtype: torch.dtype, device: torch.device, bytes_s: float, seconds: float) -> list[str]:
     """Rows of the table: all layers on a tree of each width after 256 tokens, the way nodes run them."""
     layers = random_layers(model, dtype, device)
-    weights = sum(w.nbytes for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    weights = sum(layer.nbytes for layer in layers)
     rows = []
     for width in WIDTHS:
         plan, blocks = tree_plan(256, width)

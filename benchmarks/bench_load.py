@@ -112,7 +112,7 @@ def load_once(layers: str, dtype: str, calibrated: bool) -> dict[str, Any]:
         times["check"] = time.perf_counter() - since
         checked = _peak_rss()
         assert isinstance(span, LlamaSpan)
-        weights = span.edge_bytes + sum(_nbytes(layer) for layer in span.weights)
+        weights = span.edge_bytes + sum(layer.nbytes for layer in span.weights)
         return {
             "times": times,
             "weights": weights,
@@ -124,11 +124,6 @@ def load_once(layers: str, dtype: str, calibrated: bool) -> dict[str, Any]:
             "shards": len(source.shards(names)),
             "shard_bytes": sum(source.repo.listing.find(name).size for name in source.shards(names)),
         }
-
-
-def _nbytes(layer: Any) -> int:
-    norms = (layer.attn_norm, layer.mlp_norm)
-    return sum(int(part.nbytes) for part in (*norms, layer.qkv, layer.o, layer.gate_up, layer.down))
 
 
 def _peak_rss() -> int:

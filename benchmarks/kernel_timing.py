@@ -92,6 +92,7 @@ def tree_plan(context: int, rows: int) -> tuple[AttentionMetadata, int]:
         tree_mask=(bits.view(rows, -1, 64) * weights).sum(-1),
         copy_from=NONE,
         copy_to=NONE,
+        tree_positions=torch.full((1, sparse * BLOCK_SIZE), context, dtype=torch.int32),
     )
     return plan, dense + sparse
 

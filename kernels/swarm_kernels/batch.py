@@ -21,7 +21,7 @@ class AttentionMetadata:
 
     Row i sees the first `context_lens[i]` committed keys of its session (its own included if it is a causal row, since
     rows are written before anyone reads) and those of its session's tree slots whose bit is set in `tree_mask[i]`
-    (itself included if it is a tree row)."""
+    (itself included if it is a tree row); layers with a window or chunks hide those at too low positions."""
 
     positions: torch.Tensor  # [n] int64, rotary positions
     sequence_index: torch.Tensor  # [n] int32, row's index into the block tables
@@ -32,6 +32,7 @@ class AttentionMetadata:
     tree_mask: torch.Tensor  # [n, words] int64; bit j of word w is tree slot 64 * w + j; words may be 0
     copy_from: torch.Tensor  # [m] int64 flat slots: before the batch, in every layer, the tree slots just committed ...
     copy_to: torch.Tensor  # [m] int64 ... are moved into the committed blocks
+    tree_positions: torch.Tensor  # [S, max_tree_blocks * BLOCK_SIZE] int32, rotary positions of the tree slots in use
 
     @property
     def rows(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
+from swarm_kernels.ops.base.layer_weights import Attention, GatedMlp, LayerWeights
 
 NONE = torch.zeros(0, dtype=torch.int64)
 
@@ -53,6 +55,7 @@ def make_plan(parts: list[Part], generator: torch.Generator) -> tuple[AttentionM
     blocks = torch.zeros(len(parts), max(a for a, _ in needed), dtype=torch.int32)
     tree_blocks = torch.zeros(len(parts), max(b for _, b in needed), dtype=torch.int32)
     words = -(-max(len(p.tree) for p in parts) // 64)
+    positions_of_slots = torch.zeros(len(parts), tree_blocks.shape[1] * BLOCK_SIZE, dtype=torch.int32)
     rows: list[tuple[int, int, int, int]] = []
     masks = []
     for s, (part, (dense, sparse)) in enumerate(zip(parts, needed, strict=True)):
@@ -64,16 +67,20 @@ def make_plan(parts: list[Part], generator: torch.Generator) -> tuple[AttentionM
             rows.append((i, s, i + 1, int(blocks[s, i // BLOCK_SIZE]) * BLOCK_SIZE + i % BLOCK_SIZE))
             masks.append(torch.zeros(words, dtype=torch.int64))
         mask = tree_mask(part.tree, words) if part.tree else None
-        for slot in range(part.old, len(part.tree)):
+        for slot in range(len(part.tree)):
             assert mask is not None
             depth = sum(bin(int(w) & (1 << 64) - 1).count("1") for w in mask[slot])
+            positions_of_slots[s, slot] = part.committed + depth - 1
+            if slot < part.old:
+                continue
             flat = int(tree_blocks[s, slot // BLOCK_SIZE]) * BLOCK_SIZE + slot % BLOCK_SIZE
             rows.append((part.committed + depth - 1, s, part.committed, flat))
             masks.append(mask[slot])
     positions, session, past, write = (torch.tensor(column) for column in zip(*rows, strict=True))
     plan = AttentionMetadata(
-        positions, session.int(), past.int(), write, blocks, tree_blocks, torch.stack(masks), NONE, NONE
-    )
+        positions, session.int(), past.int(), write, blocks, tree_blocks, torch.stack(masks), NONE, NONE,
+        positions_of_slots,
+    )  # fmt: skip
     return plan, total
 
 
@@ -89,7 +96,18 @@ def take_rows(plan: AttentionMetadata, rows: list[int]) -> AttentionMetadata:
         plan.tree_mask[rows],
         plan.copy_from,
         plan.copy_to,
+        plan.tree_positions,
     )
+
+
+def vary(layer: LayerWeights, **changes: Any) -> LayerWeights:
+    """`layer` with other values of its fields, or of those of its attention and MLP."""
+
+    def of(part: Any) -> dict[str, Any]:
+        return {field.name: changes[field.name] for field in fields(part) if field.name in changes}
+
+    layer = replace(layer, **of(LayerWeights))
+    return replace(layer, attention=replace(layer.attention, **of(Attention)), mlp=replace(layer.mlp, **of(GatedMlp)))
 
 
 def random_blocks(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
+from kernel_cases import vary
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import ResourceError
@@ -76,9 +76,9 @@ def test_a_machine_that_computes_wrongly_is_found(source: ModelTensors, dtype: t
     assert isinstance(span, LlamaSpan)
     sound = span.weights[0]
     for broken in (
-        replace(sound, scale=sound.scale * 1.5),
-        replace(sound, attn_norm=sound.attn_norm * 1.1),
-        replace(sound, down=dispatch.pack_linear(torch.zeros(96, 80, dtype=dtype))),
+        vary(sound, scale=sound.attention.scale * 1.5),
+        vary(sound, attn_norm=sound.attn_norm * 1.1),
+        vary(sound, down=dispatch.pack_linear(torch.zeros(96, 80, dtype=dtype))),
         span.weights[1],
     ):
         span.weights[0] = broken

@@ -205,8 +205,9 @@ def test_defaults_are_those_of_the_family() -> None:
 def test_sliding_windows_count_only_where_they_are_used() -> None:
     mistral = _config(model_type="mistral", max_position_embeddings=32768)
     assert model_config(mistral).sliding_window == 4096
-    assert not model_config(mistral).has_fast_path
-    assert model_config({**mistral, "sliding_window": None}).has_fast_path
+    assert not model_config(mistral).is_llama_like
+    for window in (None, 32768):
+        assert model_config({**mistral, "sliding_window": window}).is_llama_like
     qwen = _config(model_type="qwen2", sliding_window=128)
     assert model_config(qwen).sliding_window is None
     assert model_config({**qwen, "use_sliding_window": True}).sliding_window is None  # from layer 28 on

@@ -93,7 +93,7 @@ def test_a_4_bit_span_holds_4_bit_weights_as_they_are_stored(tmp_path: Path) -> 
     span = int4_span(source)
     names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
     stored = torch.cat([source.tensor(name) for name in names])
-    assert torch.equal(span.weights[0].qkv.embedding_rows(torch.arange(len(stored))), stored)
+    assert torch.equal(span.weights[0].attention.qkv.embedding_rows(torch.arange(len(stored))), stored)
     verify_layer(span, source)
     source.close()
 

@@ -19,7 +19,7 @@ from kernel_cases import (
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base.torch_reference import REFERENCE
+from swarm_kernels.ops.base.torch_reference import REFERENCE, append
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +97,38 @@ def test_windows_and_caps_match_the_reference(isa: str, window: int | None, soft
         case = random_case(plan, blocks, (4, 2, 32), torch.float32, seed)
         expected = REFERENCE.attend(*copied(case), plan, 0.5, window, softcap)
         torch.testing.assert_close(dispatch.attend(*case, plan, 0.5, window, softcap), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [None, 1, 37, 128])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_chunks_and_sinks_match_the_reference(
+    isa: str, chunk: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    sinks = torch.tensor([-3.0, 0.0, 4.0, 1000.0])
+    for seed in range(4):
+        plan, blocks = random_batch(100 + seed)
+        case = random_case(plan, blocks, (4, 2, 32), dtype, seed)
+        expected = REFERENCE.attend(*copied(case), plan, 0.5, None, softcap, chunk, sinks)
+        out = dispatch.attend(*copied(case), plan, 0.5, None, softcap, chunk, sinks)
+        assert_near(out, expected, dtype)
+        assert torch.equal(out[:, 3], torch.zeros_like(out[:, 3]))  # all its weight is on the sink
+        for row in range(0, plan.rows, 1 + plan.rows // 5):
+            one = slice(row, row + 1)
+            q, k, v, *cache = copied(case)
+            alone = dispatch.attend(
+                q[one], k[one], v[one], *cached(case, plan, *cache), take_rows(plan, [row]), 0.5, None, softcap, chunk,
+                sinks,
+            )  # fmt: skip
+            assert torch.equal(alone[0], out[row])
+
+
+def cached(
+    case: Case, plan: AttentionMetadata, k_blocks: torch.Tensor, v_blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks with the keys and values of the whole batch."""
+    append(case[1], case[2], k_blocks, v_blocks, plan.slot_mapping)
+    return k_blocks, v_blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Part, make_plan, random_blocks, random_tree, star, take_rows
+from kernel_cases import Part, make_plan, random_blocks, random_tree, star, take_rows, vary
 
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base.layer_weights import plain_linear
+from swarm_kernels.ops.base.layer_weights import Activation, plain_linear
 from swarm_kernels.ops.base.torch_reference import decoder_layer
+from swarm_kernels.ops.cpu import cpu_library
+from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -60,16 +63,20 @@ def random_layer(
         pack = plain_linear if plain else dispatch.pack_linear
         linears = {name: pack(w, biases[name]) for name, w in weights.items()}
         return dispatch.LayerWeights(
+            dispatch.Attention(
+                linears["qkv"],
+                linears["o"],
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.dim,
+                scale=shape.dim**-0.5,
+                q_norm=norms[2] if shape.extras else None,
+                k_norm=norms[3] if shape.extras else None,
+            ),
+            dispatch.GatedMlp(linears["gate_up"], linears["down"]),
             attn_norm=norms[0],
             mlp_norm=norms[1],
-            q_norm=norms[2] if shape.extras else None,
-            k_norm=norms[3] if shape.extras else None,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.dim,
             eps=1e-5,
-            scale=shape.dim**-0.5,
-            **linears,
         )
 
     return build(plain=False), build(plain=True)
@@ -110,6 +117,75 @@ def test_layer_matches_the_reference(isa: str, dtype: torch.dtype, shape: Shape)
     assert (out - expected).norm() <= tolerance * expected.norm()
     torch.testing.assert_close(k_blocks, k_twin, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(v_blocks, v_twin, rtol=tolerance, atol=tolerance)
+
+
+WIDE = torch.Generator().manual_seed(21)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "windows": {"window": 6},  # shorter than the trees are deep
+    "wide windows": {"window": 131},
+    "chunks": {"chunk": 16},
+    "wide chunks": {"chunk": 205},  # begins within a tree
+    "soft caps": {"softcap": 0.4},
+    "sinks": {"sinks": torch.tensor([-2.0, 0.5, 3.0, -100.0])},
+    "a window, a cap and sinks": {"window": 9, "softcap": 0.3, "sinks": torch.tensor([-2.0, 0.5, 90.0, 1.0])},
+    "no rotation": {"rope": None},
+    "another rotation": {"rope": 1},
+    "another scale": {"scale": 0.31},
+    "norms of all heads": {
+        "q_norm": torch.rand(4 * 32, generator=WIDE) + 0.5, "k_norm": torch.rand(2 * 32, generator=WIDE) + 0.5,
+    },
+    "norms after the parts": {
+        "attn_norm": None, "mlp_norm": None,
+        "attn_post_norm": torch.rand(128, generator=WIDE) + 0.5, "mlp_post_norm": torch.rand(128, generator=WIDE),
+    },
+    "norms around the parts": {
+        "attn_post_norm": torch.rand(128, generator=WIDE) + 0.5, "mlp_post_norm": torch.rand(128, generator=WIDE),
+    },
+    "gelu": {"activation": Activation.GELU},
+    "gelu by tanh": {"activation": Activation.GELU_TANH},
+    "scaled parts": {"residual_scale": 0.22},
+    "scaled and normed parts": {"residual_scale": 1.7, "mlp_post_norm": torch.rand(128, generator=WIDE)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_a_layer_match_the_reference(isa: str, variant: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(15)
+    shape = SHAPES[1]
+    packed, plain = random_layer(shape, dtype, generator)
+    plan, blocks = batch(generator)
+    k_blocks, v_blocks = random_blocks(blocks, shape.kv_heads, shape.dim, dtype, generator)
+    twin = k_blocks.clone(), v_blocks.clone()
+    hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
+    cos, sin = two_tables(plan, shape)
+    ours, theirs = (vary(layer, **VARIANTS[variant]) for layer in (packed, plain))
+    assert compiled(ours, k_blocks, v_blocks)
+    out = dispatch.decoder_layer(hidden, ours, cos, sin, k_blocks, v_blocks, plan)
+    expected = decoder_layer(hidden, theirs, cos, sin, *twin, plan)
+    assert (out - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+    torch.testing.assert_close(k_blocks, twin[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    unchanged = decoder_layer(hidden, plain, cos, sin, *twin, plan)
+    assert (unchanged - expected).norm() > 1e-4 * expected.norm()  # the variant makes a difference
+    for row in range(0, plan.rows, 11):
+        one = slice(row, row + 1)
+        alone = dispatch.decoder_layer(
+            hidden[one], ours, cos[:, one], sin[:, one], k_blocks, v_blocks, take_rows(plan, [row])
+        )
+        assert torch.equal(alone[0], out[row])
+
+
+def two_tables(plan: AttentionMetadata, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rotary table of the shape, and another one."""
+    cos, sin = rotary(plan, shape)
+    slower, _ = rotary(replace(plan, positions=plan.positions // 7), shape)
+    return torch.stack((cos, slower)), torch.stack((sin, 0.9 * (1 - slower.square()).clamp_min(0).sqrt()))
+
+
+def compiled(layer: dispatch.LayerWeights, k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> bool:
+    library = cpu_library.library()
+    assert library is not None
+    return cpu_backend(library).supports_layers([layer], [(k_blocks, v_blocks)], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Part, make_plan, random_blocks
+from kernel_cases import Part, make_plan, random_blocks, vary
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
@@ -63,6 +63,7 @@ BAD_PLANS: dict[str, Callable[[AttentionMetadata, int], AttentionMetadata]] = {
     "rows": lambda p, n: replace(p, context_lens=p.context_lens[1:]),
     "tables": lambda p, n: replace(p, block_tables=p.block_tables[:1]),
     "copies": lambda p, n: replace(p, copy_from=SLOTS),
+    "positions of slots": lambda p, n: replace(p, tree_positions=p.tree_positions[:, 1:]),
 }
 
 
@@ -128,19 +129,16 @@ def small_layer() -> dispatch.LayerWeights:
     def linear(outputs: int, inputs: int) -> dispatch.Linear:
         return dispatch.pack_linear(torch.randn(outputs, inputs))
 
-    return dispatch.LayerWeights(
-        attn_norm=torch.ones(48),
+    attention = dispatch.Attention(
         qkv=linear((HEADS + 2 * GROUPS) * DIM, 48),
         o=linear(48, HEADS * DIM),
-        mlp_norm=torch.ones(48),
-        gate_up=linear(64, 48),
-        down=linear(48, 32),
         heads=HEADS,
         kv_heads=GROUPS,
         head_dim=DIM,
-        eps=1e-5,
         scale=1.0,
     )
+    mlp = dispatch.GatedMlp(linear(64, 48), linear(48, 32))
+    return dispatch.LayerWeights(attention, mlp, attn_norm=torch.ones(48), mlp_norm=torch.ones(48), eps=1e-5)
 
 
 def test_a_layer_refuses_what_does_not_fit(implementation: None) -> None:
@@ -171,9 +169,15 @@ def test_weights_that_do_not_fit_each_other_are_refused() -> None:
         {"qkv": dispatch.pack_linear(torch.zeros(16, 48))},
         {"down": dispatch.pack_linear(torch.zeros(32, 32))},
         {"attn_norm": torch.ones(47)},
+        {"mlp_post_norm": torch.ones(47)},
         {"q_norm": torch.ones(16)},
+        {"q_norm": torch.ones(HEADS * DIM), "k_norm": torch.ones(DIM)},
+        {"sinks": torch.ones(HEADS - 1)},
+        {"window": 0},
+        {"window": 4, "chunk": 4},
+        {"rope": 1},
     ):
         with pytest.raises(KernelError):
             dispatch.decoder_layer(
-                hidden, replace(small_layer(), **change), turn, turn, tensors["k_blocks"], tensors["v_blocks"], plan
+                hidden, vary(small_layer(), **change), turn, turn, tensors["k_blocks"], tensors["v_blocks"], plan
             )

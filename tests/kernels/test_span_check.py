@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import Chain, ModelTensors, hf_logits
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from zoo.compare import compare
 from zoo.families import FAMILIES
 from zoo.shrink import tiny_config
@@ -17,14 +17,25 @@ from zoo.weights import random_model
 from swarm.errors import UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.kvcache.cache import StepRequest
-from swarm_kernels.models.field_check import HARMLESS_FIELDS, LLAMA_FIELDS
+from swarm_kernels.models.config import FAST_PATH_ARCHITECTURES
+from swarm_kernels.models.field_check import known_fields
 from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.runtime import hf_attention
 from swarm_kernels.runtime.hf_attention import Visibility, visibility_of
 from swarm_kernels.runtime.hf_span import HfSpan
 from swarm_kernels.runtime.load import load_span
 
-SERVED = ["llama, partial rotary", "qwen2_moe", "phimoe", "gpt_oss", "llama4", "mimo_v2", "glm_moe_dsa", "gemma4"]
+SERVED = [
+    "llama, partial rotary",
+    "cohere2",
+    "qwen2_moe",
+    "phimoe",
+    "gpt_oss",
+    "llama4",
+    "mimo_v2",
+    "glm_moe_dsa",
+    "gemma4",
+]
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -70,10 +81,10 @@ def test_encoders_are_refused_although_transformers_lists_them() -> None:
 # --- fields ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
-def test_every_field_of_a_fast_family_is_known(cls: Any) -> None:
+@pytest.mark.parametrize("kind", sorted(FAST_PATH_ARCHITECTURES))
+def test_every_field_of_a_fast_family_is_known(kind: str) -> None:
     """A new version of transformers may add one: then decide whether it changes an answer."""
-    assert {field.name for field in dataclasses.fields(cls)} - _inherited() <= LLAMA_FIELDS | HARMLESS_FIELDS
+    assert {field.name for field in dataclasses.fields(CONFIG_MAPPING[kind])} - _inherited() <= known_fields(kind)
 
 
 def _inherited() -> set[str]:
@@ -90,7 +101,9 @@ LLAMA = tiny_config("llama").to_dict()
     [
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_parameters"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_parameters.rope_type"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"sliding_window": 16}, "sliding_window"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, "rope_parameters.odd"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 4}, "layer_types"),
@@ -120,7 +133,7 @@ def test_fields_that_a_family_passes_over_are_refused_by_name(changes: dict[str,
         model_config({**LLAMA, **changes})
     assert len(str(caught.value)) < 200
     model_config({**LLAMA, **dict.fromkeys(changes)})
-    olmo = tiny_config("olmo2")
+    olmo = tiny_config("olmo")
     source = ModelTensors(random_model(olmo), {**olmo.to_dict(), **changes})
     with pytest.raises(UnsupportedModel, match=next(iter(changes))):
         load_span(source, LayerSpan(0, 1), torch.float32)
@@ -188,11 +201,12 @@ def _source(kind: str, **changes: Any) -> ModelTensors:
 
 def test_a_window_that_is_not_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_attention, "_attend", _attend_everything(hf_attention._attend))
-    load_span(_source("olmo2"), LayerSpan(0, 4), torch.float32)
-    with pytest.raises(UnsupportedModel, match="layer 0 of this model of type gemma3_text would not compute"):
-        load_span(_source("gemma3_text"), LayerSpan(0, 4), torch.float32)
+    load_span(_source("olmo"), LayerSpan(0, 4), torch.float32)
+    kinds = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+    with pytest.raises(UnsupportedModel, match="layer 0 of this model of type cohere2 would not compute"):
+        load_span(_source("cohere2", **kinds), LayerSpan(0, 4), torch.float32)
     with pytest.raises(UnsupportedModel, match="layer 3 of this model"):  # its only layer with a window
-        load_span(_source("gemma3_text"), LayerSpan(2, 4), torch.float32)
+        load_span(_source("cohere2", **kinds), LayerSpan(2, 4), torch.float32)
 
 
 def _attend_everything(attend: Any) -> Any:
@@ -210,11 +224,11 @@ def test_sinks_that_are_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_layers_that_look_at_other_rows_or_at_the_embeddings_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP, Olmo2Model
+    from transformers.models.olmo.modeling_olmo import OlmoMLP, OlmoModel
 
-    source, mlp, forward = _source("olmo2"), Olmo2MLP.forward, Olmo2Model.forward
+    source, mlp, forward = _source("olmo"), OlmoMLP.forward, OlmoModel.forward
     with monkeypatch.context() as patched:
-        patched.setattr(Olmo2MLP, "forward", lambda self, x: mlp(self, x + x.roll(1, 1)))
+        patched.setattr(OlmoMLP, "forward", lambda self, x: mlp(self, x + x.roll(1, 1)))
         with pytest.raises(UnsupportedModel, match="its output by"):
             load_span(source, LayerSpan(1, 3), torch.float32)
     seen: list[torch.Tensor] = []
@@ -223,13 +237,13 @@ def test_layers_that_look_at_other_rows_or_at_the_embeddings_are_found(monkeypat
         seen[:] = [kwargs["inputs_embeds"]]
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(Olmo2Model, "forward", remember)
-    monkeypatch.setattr(Olmo2MLP, "forward", lambda self, x: mlp(self, x) + seen[0])
+    monkeypatch.setattr(OlmoModel, "forward", remember)
+    monkeypatch.setattr(OlmoMLP, "forward", lambda self, x: mlp(self, x) + seen[0])
     with pytest.raises(UnsupportedModel, match="its output by"):
         load_span(source, LayerSpan(1, 3), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("kind", ["cohere2", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"])
 def test_the_check_passes_in_half_precision(kind: str, dtype: torch.dtype) -> None:
     assert isinstance(load_span(_source(kind), LayerSpan(0, 4), dtype), HfSpan)

@@ -16,18 +16,15 @@ from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.models.open import open_model
 from swarm_kernels.runtime.load import load_span
 
-GEMMA = {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 KINDS: dict[str, dict[str, Any]] = {
-    "gemma2": GEMMA,  # windows in every other layer, capped scores and logits
-    "gemma3_text": GEMMA,  # two rotary tables, scaled embedding
+    "cohere2": {"sliding_window": 16},  # windows in most layers, the others without rotation
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "hidden_activation": "relu"},  # capped scores and logits
     "gpt2": {"n_embd": 96, "n_layer": 6, "n_head": 6, "n_positions": 256},  # learned positions
     "gpt_neox": {},  # parallel residual, fused projections
-    "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
-    "mistral": {"sliding_window": 20},  # has a fast path but for its window
+    "llama": {"hidden_act": "relu"},  # has a fast path but for its activation
     "mixtral": MOE,
-    "olmo2": {},
-    "phi3": {},
+    "olmo": {},
     "stablelm": {},  # part of each head is rotated
     "starcoder2": {"sliding_window": 16},
 }
@@ -57,7 +54,7 @@ def test_weights_as_they_are_stored(kind: str, tmp_path: Path) -> None:
 
 
 def test_only_its_own_layers_are_read_and_resident() -> None:
-    source = ModelTensors(tiny_model("olmo2"))
+    source = ModelTensors(tiny_model("olmo"))
     span = load_span(source, LayerSpan(2, 4), torch.bfloat16)
     numbers = {name.split(".")[2] for name in source.read if ".layers." in name}
     assert numbers == {"2", "3"}
@@ -81,7 +78,7 @@ def test_models_that_cannot_be_sliced_are_rejected_in_one_sentence(kind: str) ->
 
 
 def test_a_kind_nobody_has_heard_of_and_missing_tensors() -> None:
-    source = ModelTensors(tiny_model("olmo2"))
+    source = ModelTensors(tiny_model("olmo"))
     config = source.config
     source.config = model_config({**source.config.hf, "model_type": "no_such_kind"})
     with pytest.raises(UnsupportedModel, match="no_such_kind"):

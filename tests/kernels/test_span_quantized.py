@@ -83,7 +83,7 @@ def test_without_compiled_kernels_the_bits_are_the_same(dtype: torch.dtype) -> N
 def linears(span: Span) -> list[dispatch.Linear]:
     assert isinstance(span, LlamaSpan)
     assert span.head is not None
-    return [span.weights[0].qkv, span.weights[0].gate_up, span.head]
+    return [span.weights[0].attention.qkv, span.weights[0].mlp.gate_up, span.head]
 
 
 @pytest.mark.parametrize("dtype", [INT4, torch.int8, torch.bfloat16, torch.float32])

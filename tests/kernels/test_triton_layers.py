@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import NONE, Part, make_plan, random_blocks, random_tree, star
-from test_ops_layer import Shape, random_layer, rotary
+from kernel_cases import NONE, Part, chain, make_plan, random_blocks, random_tree, star, vary
+from test_ops_layer import SHAPES, VARIANTS, Shape, random_layer, rotary, two_tables
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 
 from swarm.errors import KernelError
@@ -46,12 +46,14 @@ def on_device(weights: dispatch.LayerWeights) -> dispatch.LayerWeights:
         assert isinstance(linear, PlainLinear)
         return PlainLinear(linear.weight.to(DEVICE), None if linear.bias is None else linear.bias.to(DEVICE))
 
-    linears = {name: moved(getattr(weights, name)) for name in ("qkv", "o", "gate_up", "down")}
-    norms = {
-        name: None if getattr(weights, name) is None else getattr(weights, name).to(DEVICE)
-        for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")
-    }
-    return replace(weights, **linears, **norms)
+    def there(vector: torch.Tensor | None) -> torch.Tensor | None:
+        return None if vector is None else vector.to(DEVICE)
+
+    a, mlp = weights.attention, weights.mlp
+    linears = {"qkv": moved(a.qkv), "o": moved(a.o), "gate_up": moved(mlp.gate_up), "down": moved(mlp.down)}
+    names = ("q_norm", "k_norm"), ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
+    norms = {name: there(getattr(part, name)) for part, mine in zip((a, weights), names, strict=True) for name in mine}
+    return vary(weights, **linears, **norms)
 
 
 def close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -92,6 +94,35 @@ def test_layers_match_the_reference(shape: Shape, dtype: torch.dtype) -> None:
     close(out, expected, dtype)
     close(mine[3], k_blocks, dtype)
     close(mine[4], v_blocks, dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_a_layer_match_the_reference_or_are_refused(variant: str) -> None:
+    shape, generator = SHAPES[1], torch.Generator().manual_seed(16)
+    plain = vary(random_layer(shape, torch.float32, generator)[1], **VARIANTS[variant])
+    supported = plain.attention.chunk is None and plain.attention.sinks is None
+    assert layers.supports_stack([plain, plain], torch.float32) == supported
+    if not supported:
+        return
+    parts = [Part(17, line=3), Part(30, tree=(*chain(9), 2, 3), old=7), Part(40, line=1)]
+    plan, blocks = make_plan(parts, generator)
+    cache = random_blocks(blocks, shape.kv_heads, shape.dim, torch.float32, generator)
+    hidden = torch.randn(plan.rows, shape.hidden, generator=generator)
+    tables = two_tables(plan, shape)
+    mine = [x.to(DEVICE, copy=True) for x in (hidden, *tables, *cache)]
+    ours = [on_device(plain)] * 2
+    there = selftest.on_device(plan, DEVICE)
+    out = layers.decoder_layers(mine[0], ours, mine[1], mine[2], [(mine[3], mine[4])] * 2, there)
+    for _ in range(2):
+        hidden = decoder_layer(hidden, plain, *tables, *cache, plan)
+    close(out, hidden, torch.float32)
+    close(mine[3], cache[0], torch.float32)
+    size = Size.of(plan, layers.attention_shape(plain), torch.float32, 8)
+    assert size is not None
+    batch = PaddedBatch(size, shape.hidden, shape.dim, torch.float32, DEVICE, (2,))
+    batch.load(mine[0], mine[1], mine[2], there)
+    args = (batch.hidden, ours, batch.cos, batch.sin, [(mine[3], mine[4])] * 2, batch.plan, size.tiling)
+    close(layers.decoder_layers(*args)[: plan.rows], hidden, torch.float32)
 
 
 def test_row_kernels_match_the_reference() -> None:
@@ -160,10 +191,8 @@ def test_sizes_of_batches() -> None:
     several = size(*[Part(30, line=1)] * 5)
     assert several is not None
     assert (several.rows, several.tiling.tiles) == (8, 8)
-    assert (
-        Size.of(AttentionMetadata(*[NONE] * 4, NONE[None], NONE[None], NONE[None], NONE, NONE), heads, torch.float32, 8)
-        is None
-    )
+    empty = AttentionMetadata(*[NONE] * 4, NONE[None], NONE[None], NONE[None], NONE, NONE, NONE[None])
+    assert Size.of(empty, heads, torch.float32, 8) is None
 
 
 def test_stacks_are_checked_once_and_forgotten_with_their_caches() -> None:

@@ -68,7 +68,7 @@ def train(
     folder is another model's), Infeasible (too little time to write or train anything).
     """
     plan.checked(source.config.num_layers)
-    if not source.config.has_fast_path:
+    if not source.config.is_llama_like:
         raise UnsupportedModel(f"{source.name} is a {source.config.model_type}; drafts are made of Llama-like models")
     started = clock()
     corpus = Corpus(plan.work, source.weight_hash)

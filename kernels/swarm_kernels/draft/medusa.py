@@ -64,7 +64,7 @@ class MedusaHeads:
     def of(cls, path: Path, span: Span, source: ModelSource) -> MedusaHeads:
         """Heads for `span`, which holds the last layer of the model `source`. Raises as `load`, and
         UnsupportedModel."""
-        if not isinstance(span, LlamaSpan) or span.head is None:
+        if not isinstance(span, LlamaSpan) or span.head is None or not span.config.is_llama_like:
             raise UnsupportedModel("Medusa heads run on the last layers of Llama-like models only")
         if is_draft(path):
             card = read_card(path)

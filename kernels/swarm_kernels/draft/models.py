@@ -75,7 +75,7 @@ class TrainedDraft:
         card, config = weights.card, target.config
         if card.weight_hash != target.weight_hash:
             raise DrafterFailed(f"the draft was trained for {card.model}, not for {target.name}; train one for it")
-        if not config.has_fast_path:
+        if not config.is_llama_like:
             raise UnsupportedModel(f"{target.name} is a {config.model_type}; drafts are run for Llama-like models only")
         if card.heads:
             raise DrafterFailed("these are Medusa heads, which a node runs: 'swarm-node join --medusa-heads FILE'")

@@ -75,16 +75,22 @@ class MetadataBuilder:
         tree_mask = np.zeros((self.rows, words), np.int64)
         for row, mask in self.masks:
             tree_mask[row] = np.frombuffer(mask.to_bytes(words * 8, "little"), np.int64)
+        tree_tables = _table([sequence.tree_table[: words * (64 // BLOCK_SIZE)] for sequence in sessions])
+        tree_positions = np.zeros((len(tree_tables), tree_tables.shape[1] * BLOCK_SIZE), np.int32)
+        for index, sequence in enumerate(tree_sessions):
+            for slot, node in sequence.tree.items():
+                tree_positions[index, slot] = node.position
         tensors = (
             self.positions,
             self.sequence_index,
             self.context_lens,
             self.slot_mapping,
             _table([sequence.table[: sequence.count] for sequence in sessions]),
-            _table([sequence.tree_table[: words * (64 // BLOCK_SIZE)] for sequence in sessions]),
+            tree_tables,
             tree_mask,
             np.array(self.copy_from, np.int64),
             np.array(self.copy_to, np.int64),
+            tree_positions,
         )
         return AttentionMetadata(*upload(tensors, device))
 

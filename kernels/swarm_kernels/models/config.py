@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FAST_PATH_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+FAST_PATH_ARCHITECTURES = frozenset({
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "olmo3", "phi3", "smollm3",
+})  # fmt: skip
 """`model_type`s that `LlamaSpan` runs; SmolLM and SmolLM2 are `llama`. All others run on transformers' layers."""
 
 
@@ -21,6 +23,50 @@ class RopeConfig:
     theta: float = 10000.0
     scaling: Mapping[str, Any] | None = None  # {"rope_type": "linear" | "llama3" | "yarn" | "dynamic" ..., ...}
     dim: int | None = None  # rotated dimensions of a head; None: all of them
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one layer's attention sees, and how it rotates."""
+
+    window: int | None = None  # keys at a smaller distance; None: all
+    rope: int | None = 0  # 0: `ModelConfig.rope`, above: `DecoderSpec.other_ropes`; None: no rotation
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """The norms of a layer by their names in model files; "" for one that it does not have."""
+
+    attn: str = "input_layernorm"
+    attn_post: str = ""
+    mlp: str = "post_attention_layernorm"
+    mlp_post: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """What a decoder of attention and gated MLPs computes, beside the sizes in `ModelConfig`. The defaults are
+    Llama's."""
+
+    layers: tuple[LayerSpec, ...]
+    norms: NormNames = NormNames()
+    norm_offset: float = 0.0  # added to the stored weights of every norm (Gemma)
+    whole_qk_norm: bool = False  # queries and keys are normed over all heads at once (OLMo 2)
+    fused: bool = False  # one tensor holds queries, keys and values, one gates and ups (Phi-3)
+    activation: str = "silu"  # or gelu_tanh, gelu
+    other_ropes: tuple[RopeConfig, ...] = ()
+    score_scale: float | None = None  # None: head_dim ** -0.5
+    score_softcap: float | None = None
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False  # to the dtype of the hidden states (Gemma)
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is Llama's or Qwen's, full attention and all."""
+        return self == DecoderSpec((LayerSpec(),) * len(self.layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +92,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm of each query and key head (Qwen3)
     sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    decoder: DecoderSpec | None = None  # what `LlamaSpan` computes; None: it does not know this model
     beyond_fast_path: str = ""  # the config's field, if any, with which `LlamaSpan` does not compute
     hf: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,7 +109,9 @@ class ModelConfig:
     @property
     def has_fast_path(self) -> bool:
         """Whether `LlamaSpan` covers this model exactly; else `HfSpan` runs it."""
-        full_window = self.sliding_window is None or self.sliding_window >= self.context_length
-        if self.model_type not in FAST_PATH_ARCHITECTURES or self.beyond_fast_path:
-            return False
-        return self.hidden_act in ("silu", "swish") and full_window
+        return self.decoder is not None
+
+    @property
+    def is_llama_like(self) -> bool:
+        """Whether it is Llama or Qwen with full attention: what drafts are made of."""
+        return self.decoder is not None and self.decoder.is_plain

@@ -1,7 +1,7 @@
-"""Which fields of a Hugging Face config `LlamaSpan` computes with, and which no decoder of that type knows.
+"""Which fields of a Hugging Face config a model type knows, and which change the arithmetic of some other decoder.
 
-Owns the two answers: the field because of which a Llama-like model goes to transformers' layers, and the refusal of
-fields that change the arithmetic elsewhere but that transformers would pass over in silence. Reads no files.
+Owns the refusal of fields that matter elsewhere but that transformers would pass over in silence. What the values of
+known fields mean is in `families` and `rope_config`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ LLAMA_FIELDS = frozenset({
     "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings", "attention_bias", "mlp_bias",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
 })  # fmt: skip
-"""What `hf_config` reads for the fast path."""
+"""What is read of every family; a class that has no such field passes over it."""
+
+_GEMMA = frozenset({
+    "hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "use_bidirectional_attention",
+})  # fmt: skip
+_FAMILY_FIELDS: Mapping[str, frozenset[str]] = {
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA | {"sliding_window_pattern", "rope_local_base_freq"},
+    "granite": frozenset({"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}),
+    "phi3": frozenset({"partial_rotary_factor"}),
+    "smollm3": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+}
+"""What `families` reads beside the fields that all share."""
 
 HARMLESS_FIELDS = frozenset({
     "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp",
-    "attention_dropout", "model_type", "architectures", "dtype", "torch_dtype", "transformers_version",
+    "attention_dropout", "resid_pdrop", "embd_pdrop", "model_type", "architectures", "dtype", "torch_dtype",
+    "transformers_version",
 })  # fmt: skip
 """Fields of the Llama-like classes that change no answer."""
-
-_ROPE_FIELDS: Mapping[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset({
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
-        "attention_factor",
-    }),
-}  # fmt: skip
-"""Rope types that `rope.RopeTable` computes, and their parameters."""
 
 _ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys((
@@ -54,39 +56,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 """One fact under several names: a type that knows one of them computes with a mixture."""
 
 
-def beyond_llama_span(hf: Mapping[str, Any]) -> str:
-    """The field of a Llama-like config that `LlamaSpan` does not compute with as transformers does; "" for none."""
-    for key in ("rope_parameters", "rope_scaling"):
-        given = hf.get(key)
-        if not isinstance(given, Mapping):
-            continue
-        kind = given.get("rope_type") or given.get("type") or "default"
-        if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
-            return f"{key}.rope_type"
-        unread = set(map(str, given)) - _ROPE_FIELDS[kind] - {"rope_type", "type", "rope_theta", *_PASSED_OVER}
-        if unread:
-            return f"{key}.{min(unread)}"
-    rope = hf.get("rope_parameters") or {}
-    if hf.get("rope_scaling") and hf.get("rope_parameters") and hf["rope_scaling"] != rope:
-        return "rope_scaling"
-    scaling = hf.get("rope_scaling") or rope
-    outer = hf.get("original_max_position_embeddings")
-    if outer is not None and scaling.get("original_max_position_embeddings", outer) != outer:
-        return "original_max_position_embeddings"
-    if not _is_whole(hf.get("partial_rotary_factor")):
-        return "partial_rotary_factor"
-    kinds = hf.get("layer_types")
-    if kinds and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        return "layer_types"
-    return ""
-
-
-_PASSED_OVER = frozenset({"finetuned", "original_max_position_embeddings", "factor"})
-"""Parameters that transformers passes over where the rope type does not read them."""
-
-
-def _is_whole(factor: Any) -> bool:
-    return factor is None or factor == 1
+def known_fields(kind: str) -> frozenset[str]:
+    """Of a type that `LlamaSpan` runs: what its answers depend on, and what is known not to change them."""
+    return LLAMA_FIELDS | _FAMILY_FIELDS.get(kind, frozenset()) | HARMLESS_FIELDS
 
 
 def unknown_arithmetic(hf: Mapping[str, Any], known: Collection[str]) -> str:

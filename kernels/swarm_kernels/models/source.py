@@ -239,7 +239,7 @@ def _first_number(name: str) -> str:
 
 def _canonical(config: ModelConfig) -> dict[str, Any]:
     fields = asdict(config)
-    del fields["eos_token_ids"], fields["beyond_fast_path"]  # the latter follows from the others
+    del fields["eos_token_ids"], fields["decoder"], fields["beyond_fast_path"]  # the latter follow from the others
     fields["hf"] = {
         key: value
         for key, value in config.hf.items()

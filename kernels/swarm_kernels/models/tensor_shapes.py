@@ -1,12 +1,13 @@
-"""The tensors a Llama-like decoder must have, and their shapes. Owns Hugging Face's names for them; reads no file."""
+"""The tensors of a decoder on the fast path, and their shapes. Owns Hugging Face's names for them; reads no file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.errors import CorruptModel
-from swarm_kernels.models.config import FAST_PATH_ARCHITECTURES, ModelConfig
+from swarm_kernels.models.config import DecoderSpec, ModelConfig
 
 
 class _Shaped(Protocol):
@@ -14,12 +15,64 @@ class _Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LinearTensors:
+    """One of a layer's linear layers: the projections it stacks by output, and their biases."""
+
+    names: tuple[str, ...]  # within the layer, without ".weight"
+    rows: tuple[int, ...]  # of each
+    columns: int
+    bias: bool
+
+
+def layer_linears(config: ModelConfig) -> dict[str, LinearTensors]:
+    """By the fields of `layer_weights.Attention` and `GatedMlp`. The config has a fast path."""
+    c, spec = config, _spec(config)
+    queries, keys, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+    hidden = c.hidden_size
+    if spec.fused:
+        qkv = LinearTensors(("self_attn.qkv_proj",), (queries + 2 * keys,), hidden, c.qkv_bias)
+        gate_up = LinearTensors(("mlp.gate_up_proj",), (2 * inner,), hidden, c.mlp_bias)
+    else:
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        qkv = LinearTensors(names, (queries, keys, keys), hidden, c.qkv_bias)
+        gate_up = LinearTensors(("mlp.gate_proj", "mlp.up_proj"), (inner, inner), hidden, c.mlp_bias)
+    return {
+        "qkv": qkv,
+        "o": LinearTensors(("self_attn.o_proj",), (hidden,), queries, c.o_bias),
+        "gate_up": gate_up,
+        "down": LinearTensors(("mlp.down_proj",), (hidden,), inner, c.mlp_bias),
+    }
+
+
+def layer_norms(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Names within the layer, without ".weight", and sizes, by the fields of `layer_weights.LayerWeights` and
+    `Attention`. The config has a fast path."""
+    c, spec = config, _spec(config)
+    names = spec.norms
+    found = {
+        "attn_norm": names.attn, "attn_post_norm": names.attn_post, "mlp_norm": names.mlp,
+        "mlp_post_norm": names.mlp_post,
+    }  # fmt: skip
+    sizes = {field: (name, c.hidden_size) for field, name in found.items() if name}
+    if c.qk_norm:
+        queries, keys = (c.num_heads, c.num_kv_heads) if spec.whole_qk_norm else (1, 1)
+        sizes["q_norm"] = "self_attn.q_norm", queries * c.head_dim
+        sizes["k_norm"] = "self_attn.k_norm", keys * c.head_dim
+    return sizes
+
+
+def _spec(config: ModelConfig) -> DecoderSpec:
+    assert config.decoder is not None  # it has a fast path
+    return config.decoder
+
+
 def check_shapes(config: ModelConfig, tensors: Mapping[str, _Shaped], where: str) -> None:
     """Check the weights against the config. Raises CorruptModel naming the first mismatch.
 
-    Architectures outside the fast path have other tensor names and are checked when they are loaded.
+    Models outside the fast path have other tensor names and are checked when they are loaded.
     """
-    if config.model_type not in FAST_PATH_ARCHITECTURES:
+    if not config.has_fast_path:
         return
     for name, shape in _expected_shapes(config):
         if name not in tensors:
@@ -35,27 +88,13 @@ def _expected_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (c.hidden_size,)
     if not c.tie_word_embeddings:
         yield "lm_head.weight", (c.vocab_size, c.hidden_size)
+    linears, norms = layer_linears(c).values(), layer_norms(c).values()
     for layer in range(c.num_layers):
-        yield from _layer(c, f"model.layers.{layer}.")
-
-
-def _layer(c: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    yield prefix + "input_layernorm.weight", (c.hidden_size,)
-    yield prefix + "post_attention_layernorm.weight", (c.hidden_size,)
-    projections = {
-        "self_attn.q_proj": (queries, c.hidden_size, c.qkv_bias),
-        "self_attn.k_proj": (keys, c.hidden_size, c.qkv_bias),
-        "self_attn.v_proj": (keys, c.hidden_size, c.qkv_bias),
-        "self_attn.o_proj": (c.hidden_size, queries, c.o_bias),
-        "mlp.gate_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
-        "mlp.up_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
-        "mlp.down_proj": (c.hidden_size, c.intermediate_size, c.mlp_bias),
-    }
-    for name, (rows, columns, bias) in projections.items():
-        yield f"{prefix}{name}.weight", (rows, columns)
-        if bias:
-            yield f"{prefix}{name}.bias", (rows,)
-    if c.qk_norm:
-        yield prefix + "self_attn.q_norm.weight", (c.head_dim,)
-        yield prefix + "self_attn.k_norm.weight", (c.head_dim,)
+        prefix = f"model.layers.{layer}."
+        for name, size in norms:
+            yield f"{prefix}{name}.weight", (size,)
+        for linear in linears:
+            for name, rows in zip(linear.names, linear.rows, strict=True):
+                yield f"{prefix}{name}.weight", (rows, linear.columns)
+                if linear.bias:
+                    yield f"{prefix}{name}.bias", (rows,)

@@ -17,22 +17,30 @@ from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
 from swarm_kernels.ops.base.experts import Experts, Gating, PlainExperts, check_experts
 from swarm_kernels.ops.base.head_linears import HeadLinears, PlainHeadLinears
 from swarm_kernels.ops.base.int4_linear import FourBitWeights
-from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
+from swarm_kernels.ops.base.layer_weights import Attention, GatedMlp, LayerWeights, Linear, plain_linear
 from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
-from swarm_kernels.ops.base.validate import check_cache, check_plan, check_rows, check_slots, check_step
+from swarm_kernels.ops.base.validate import (
+    check_cache,
+    check_plan,
+    check_rows,
+    check_slots,
+    check_step,
+    check_variant,
+)
 from swarm_kernels.ops.cpu import cpu_experts, cpu_head_linears, cpu_library, cpu_linear
 from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
 from swarm_kernels.ops.cpu.cpu_library import describe, isa, select_isa, set_threads
 from swarm_kernels.ops.triton import selector
 
 __all__ = [
+    "Attention",
     "Experts",
+    "GatedMlp",
     "Gating",
     "LayerWeights",
     "Linear",
     "apply_rope",
     "attend",
-    "attend_exactly",
     "attend_latent",
     "commit_tree_slots",
     "decoder_layer",
@@ -67,35 +75,18 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `AttentionBackend.attend`. Raises KernelError."""
     blocks, _, dim, _ = check_rows(q, k, v, k_blocks, v_blocks, plan)
+    check_variant(q.shape[1], sliding_window, chunk, sinks)
     backend = _backend(q, dim)
-    if not backend.supports_attention(q.shape[1], k_blocks):
+    if not backend.supports_attention(q.shape[1], k_blocks, chunk, sinks):
         backend = REFERENCE
     if not backend.checks_slots:
         check_plan(plan, blocks)
-    return backend.attend(q, k, v, k_blocks, v_blocks, plan, scale, sliding_window, softcap)
-
-
-def attend_exactly(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_blocks: torch.Tensor,
-    v_blocks: torch.Tensor,
-    plan: AttentionMetadata,
-    scale: float,
-    softcap: float | None = None,
-    oldest: torch.Tensor | None = None,
-    tree_positions: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `ReferenceBackend.attend_exactly`, the only implementation: masks and sinks that no compiled backend knows.
-    Raises KernelError."""
-    blocks, _, _, _ = check_rows(q, k, v, k_blocks, v_blocks, plan)
-    check_plan(plan, blocks)
-    return REFERENCE.attend_exactly(q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest, tree_positions, sinks)
+    return backend.attend(q, k, v, k_blocks, v_blocks, plan, scale, sliding_window, softcap, chunk, sinks)
 
 
 def attend_latent(
@@ -169,12 +160,12 @@ def decoder_layers(
     """
     if not layers:
         return hidden
-    backend = _backend(hidden, layers[0].head_dim)
+    backend = _backend(hidden, layers[0].attention.head_dim)
     stack = backend.layer_stack(layers, caches, hidden.dtype)
     if stack is None:
         backend, stack = REFERENCE, REFERENCE.layer_stack(layers, caches, hidden.dtype)
     assert stack is not None  # the reference backend supports every layer
-    check_step(hidden, cos, sin, stack.width, stack.head_dim, plan)
+    check_step(hidden, cos, sin, stack.width, stack.head_dim, stack.rotary_tables, plan)
     if not backend.checks_slots:
         check_plan(plan, stack.blocks)
     return stack.run(hidden, layers, cos, sin, caches, plan)

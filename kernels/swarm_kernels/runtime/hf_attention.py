@@ -21,6 +21,7 @@ from swarm.errors import UnsupportedModel
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base.torch_reference import first_visible
 from swarm_kernels.runtime.hf_latent import AbsorbedWeights, absorbed_weights
 
 ATTENTION = "swarm"
@@ -50,11 +51,10 @@ class Visibility:
     window: int | None = None
     chunk: int | None = None
 
-    def oldest(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """The first position each row sees, `[n]` as `positions`; None: all."""
-        if self.window is not None:
-            return positions - (self.window - 1)
-        return None if self.chunk is None else positions - positions % self.chunk
+    def oldest(self, position: int) -> int:
+        """The first position that a row sees."""
+        first = first_visible(torch.tensor(position), self.window, self.chunk)
+        return 0 if first is None else max(0, int(first))
 
 
 @dataclass(slots=True)
@@ -87,7 +87,6 @@ class BatchContext:
     first_layer: int
     cache: KVCacheManager | None = None  # None while probing: record shapes, compute nothing
     visibility: tuple[Visibility, ...] = ()  # by layer of the span
-    tree_positions: torch.Tensor | None = None  # [flat slots] int64, positions of the tree slots in use
     indexer_mask: torch.Tensor | None = None  # what transformers' layers hand to their indexers
     choice: Choice | None = None  # of the layer that runs, if its indexer chooses
     context: int = _PROBED_CONTEXT  # while probing: the model's context length
@@ -157,8 +156,7 @@ def visibility_of(mask_function: Callable[..., Any], context: int) -> Visibility
         found = Visibility(window=last - oldest + 1) if is_window else Visibility(chunk=oldest - before)
     samples = {*range(0, last, max(last // _SAMPLES, 1)), oldest, last - oldest, last - 1, last}
     for position in sorted(samples):
-        expected = found.oldest(torch.tensor(position))
-        if _oldest_seen(mask_function, position) != (0 if expected is None else max(0, int(expected))):
+        if _oldest_seen(mask_function, position) != found.oldest(position):
             raise UnsupportedModel(_UNKNOWN_MASK)
     return found
 
@@ -303,17 +301,11 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """By the fast kernels where these know the layer's mask, else by the reference."""
-    cache, plan, visibility = batch.cache, batch.metadata, batch.visibility[layer]
+    cache, visibility = batch.cache, batch.visibility[layer]
     assert cache is not None
     k_blocks, v_blocks = cache.k[layer], cache.v[layer]
-    oldest = visibility.oldest(plan.positions)
-    cuts_tree = oldest is not None and bool((oldest > plan.context_lens).any())
-    cuts_chunks = visibility.chunk is not None and oldest is not None and bool((oldest > 0).any())
-    if sinks is None and not cuts_tree and not cuts_chunks:
-        return dispatch.attend(q, k, v, k_blocks, v_blocks, plan, scale, visibility.window, softcap)
-    return dispatch.attend_exactly(
-        q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest, batch.tree_positions, sinks
+    return dispatch.attend(
+        q, k, v, k_blocks, v_blocks, batch.metadata, scale, visibility.window, softcap, visibility.chunk, sinks
     )
 
 

@@ -11,7 +11,6 @@ logit caps) stays transformers' code. Only code that ships with transformers run
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory, UnsupportedModel
 from swarm.types import LayerSpan
-from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
@@ -34,6 +33,7 @@ from swarm_kernels.runtime.hf_linears import Format, weight_bytes
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_states import StateMixer, in_order, install, state_cache
 from swarm_kernels.runtime.hf_weights import PLAIN_KINDS, STATE_KINDS, MetaModel, load_weights, meta_model
+from swarm_kernels.runtime.rope import limited_context
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 
 _COUNT_TOKENS = frozenset({"llama4_text"})
@@ -123,7 +123,6 @@ class HfSpan:
             if mixer is not None and index in layers:
                 self._mixers[index] = mixer
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
-        self._tree_positions: weakref.WeakKeyDictionary[KVCacheManager, torch.Tensor] = weakref.WeakKeyDictionary()
         latent = absorb((self.layer(index) for index in layers if index not in self._mixers), ATTENTION)
         self.index_dim = choose_keys(latent, latent_modules(model.layers))
         self.config = _limited_context(config, chooses=self.index_dim > 0)
@@ -205,8 +204,7 @@ class HfSpan:
             for layer in range(start - self.layers.start, end - self.layers.start):
                 dispatch.commit_tree_slots(cache.k[layer], cache.v[layer], metadata.copy_from, metadata.copy_to)
             metadata = replace(metadata, copy_from=metadata.copy_from[:0], copy_to=metadata.copy_to[:0])
-        trees = self._positions_of_trees(metadata, cache, visibility)
-        with running_as(BatchContext(metadata, self.layers.start, cache, visibility, trees)):
+        with running_as(BatchContext(metadata, self.layers.start, cache, visibility)):
             return self._forward_layers(hidden, metadata.positions, start, end)
 
     def run_eager(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -237,19 +235,6 @@ class HfSpan:
         """transformers' configs that the model's modules read, each once."""
         found = {id(module.config): module.config for module in self._model.modules() if hasattr(module, "config")}
         return list(found.values())
-
-    def _positions_of_trees(
-        self, metadata: AttentionMetadata, cache: KVCacheManager, visibility: tuple[Visibility, ...]
-    ) -> torch.Tensor | None:
-        """Positions by flat slot, of the tree slots in use. None where every row sees every key before it."""
-        if all(layer == Visibility() for layer in visibility):
-            return None
-        known = self._tree_positions.get(cache)
-        if known is None:
-            known = torch.zeros(cache.pool.num_blocks * BLOCK_SIZE, dtype=torch.int64, device=self.device)
-            self._tree_positions[cache] = known
-        known[metadata.slot_mapping] = metadata.positions
-        return known
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -366,16 +351,13 @@ class HfSpan:
 def _limited_context(config: ModelConfig, *, chooses: bool) -> ModelConfig:
     """The context up to which a row does not depend on its batch, nor a layer on more than what is cached.
 
-    LongRoPE changes all frequencies once a sequence outgrows the trained context. An indexer chooses among the keys of
-    a text longer than `index_topk`, by keys of its own: are these cached (`chooses`), there is no limit."""
-    limits = [config.context_length]
-    scaling = config.rope.scaling or {}
-    trained = scaling.get("original_max_position_embeddings")
-    if scaling.get("rope_type") == "longrope" and isinstance(trained, int):
-        limits.append(trained)
-    if isinstance(config.hf.get("index_topk"), int) and not chooses:
-        limits.append(config.hf["index_topk"])
-    return replace(config, context_length=min(limits))
+    An indexer chooses among the keys of a text longer than `index_topk`, by keys of its own: are these cached
+    (`chooses`), there is no limit."""
+    config = limited_context(config)
+    indexed = config.hf.get("index_topk")
+    if chooses or not isinstance(indexed, int):
+        return config
+    return replace(config, context_length=min(config.context_length, indexed))
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,7 @@
-"""The fast path: Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) on this package's own kernels.
+"""The fast path: decoders of attention and gated MLPs on this package's own kernels.
 
-Owns which tensors make up such a layer. The arithmetic is in `ops`, file formats in `models`.
+Owns what is read for such a layer, and what happens before the first and after the last one. What a family computes is
+in `models.families`, the arithmetic in `ops`, file formats in `models`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.device.device import activation_dtype, state_dtype
 from swarm_kernels.device.transfer import to_device
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
-from swarm_kernels.models.config import ModelConfig
+from swarm_kernels.models.config import DecoderSpec, ModelConfig
 from swarm_kernels.models.source import ModelSource
+from swarm_kernels.models.tensor_shapes import layer_linears, layer_norms
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int8_linear
-from swarm_kernels.ops.base.layer_weights import plain_linear
-from swarm_kernels.runtime.rope import RopeTable
+from swarm_kernels.ops.base.layer_weights import Activation, plain_linear
+from swarm_kernels.runtime.rope import RopeTables, limited_context
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader, packs_of
 
@@ -42,7 +44,8 @@ class LlamaSpan:
     embedding: dispatch.Linear | None  # [vocab, hidden]; the head itself where both are held and tied
     final_norm: torch.Tensor | None  # [hidden]
     head: dispatch.Linear | None  # hidden -> vocab
-    rope: RopeTable
+    rope: RopeTables
+    embedding_scale: float
 
     @classmethod
     def load(
@@ -55,7 +58,7 @@ class LlamaSpan:
         like: LlamaSpan | None = None,
     ) -> LlamaSpan:
         """See `load.load_span`."""
-        config = source.config
+        config = limited_context(source.config)
         quantized = not dtype.is_floating_point
         stored = None if quantized else dtype  # they are quantized from what the file has: no wider copy
         packs = packs_of(dtype)
@@ -80,14 +83,16 @@ class LlamaSpan:
                 weights.append(shared.get(layer) or _load_layer(reader, config, layer, packs))
                 progress((len(weights) + is_first) / steps)
             if is_last and not same_edges:
-                norm = reader.vector(FINAL_NORM, config.hidden_size)
+                norm = _norm(reader, config, FINAL_NORM, config.hidden_size)
                 name = EMBEDDING if _tied(source) else HEAD
                 head = head or edge_pack(reader.matrix(name, config.vocab_size, config.hidden_size), None)
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
         progress(1.0)
-        rope = RopeTable(config.rope, config.head_dim, config.context_length, device)
-        return cls(config, layers, dtype, device, weights, embedding, norm, head, rope)
+        ropes = (config.rope, *_spec(config).other_ropes)
+        rope = RopeTables(ropes, config.head_dim, source.config.context_length, device)
+        scale = _embedding_scale(config, state_dtype(dtype))
+        return cls(config, layers, dtype, device, weights, embedding, norm, head, rope, scale)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,7 +112,7 @@ class LlamaSpan:
 
     @property
     def layer_bytes(self) -> int:
-        return max(_layer_nbytes(weights) for weights in self.weights)
+        return max(weights.nbytes for weights in self.weights)
 
     @property
     def edge_bytes(self) -> int:
@@ -126,7 +131,8 @@ class LlamaSpan:
             raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
         check_tokens(token_ids, self.config.vocab_size)
         ids = to_device(torch.tensor(token_ids, dtype=torch.int64), self.device)
-        return self.embedding.embedding_rows(ids).to(activation_dtype(self.dtype, self.device))
+        rows = self.embedding.embedding_rows(ids).to(activation_dtype(self.dtype, self.device))
+        return rows if self.embedding_scale == 1 else rows * self.embedding_scale
 
     @torch.inference_mode()
     def forward(
@@ -152,7 +158,10 @@ class LlamaSpan:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.final_hidden(hidden)
         assert self.head is not None  # `final_hidden` has checked it
-        return self.head(normed).float()
+        logits, spec = self.head(normed).float(), _spec(self.config)
+        if spec.logit_divisor != 1:
+            logits = logits / spec.logit_divisor
+        return logits if spec.logit_softcap is None else torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
 
     @torch.inference_mode()
     def final_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -174,35 +183,46 @@ def load_layer(source: ModelSource, layer: int, packs: Packs) -> dispatch.LayerW
 
 
 def _load_layer(reader: WeightReader, config: ModelConfig, layer: int, packs: Packs) -> dispatch.LayerWeights:
-    prefix = f"model.layers.{layer}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    hidden, dim = config.hidden_size, config.head_dim
-    q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    intermediate = config.intermediate_size
-
-    def linear(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> dispatch.Linear:
-        return reader.linear(names, rows, columns, bias, packs)
-
-    return dispatch.LayerWeights(
-        attn_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=linear([f"{attention}.{name}_proj.weight" for name in "qkv"], (q, kv, kv), hidden, config.qkv_bias),
-        o=linear([f"{attention}.o_proj.weight"], (hidden,), q, config.o_bias),
-        mlp_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=linear(
-            [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"], (intermediate, intermediate), hidden, config.mlp_bias
-        ),
-        down=linear([f"{mlp}.down_proj.weight"], (hidden,), intermediate, config.mlp_bias),
+    spec = _spec(config)
+    kind, prefix, linears = spec.layers[layer], f"model.layers.{layer}.", {}
+    for field, tensors in layer_linears(config).items():
+        names = [f"{prefix}{name}.weight" for name in tensors.names]
+        linears[field] = reader.linear(names, tensors.rows, tensors.columns, tensors.bias, packs)
+    norms = {
+        field: _norm(reader, config, f"{prefix}{name}.weight", size)
+        for field, (name, size) in layer_norms(config).items()
+    }
+    attention = dispatch.Attention(
+        qkv=linears["qkv"],
+        o=linears["o"],
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
-        head_dim=dim,
-        eps=config.rms_norm_eps,
-        scale=dim**-0.5,
-        q_norm=reader.vector(f"{attention}.q_norm.weight", dim) if config.qk_norm else None,
-        k_norm=reader.vector(f"{attention}.k_norm.weight", dim) if config.qk_norm else None,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5 if spec.score_scale is None else spec.score_scale,
+        q_norm=norms.pop("q_norm", None),
+        k_norm=norms.pop("k_norm", None),
+        rope=kind.rope,
+        window=kind.window,
+        softcap=spec.score_softcap,
+    )
+    mlp = dispatch.GatedMlp(linears["gate_up"], linears["down"], Activation[spec.activation.upper()])
+    before = {"attn_norm": None, "mlp_norm": None}
+    return dispatch.LayerWeights(
+        attention, mlp, eps=config.rms_norm_eps, residual_scale=spec.residual_scale, **{**before, **norms}
     )
 
 
-def _layer_nbytes(weights: dispatch.LayerWeights) -> int:
-    norms = (weights.attn_norm, weights.mlp_norm, weights.q_norm, weights.k_norm)
-    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
-    return sum(norm.nbytes for norm in norms if norm is not None) + sum(linear.nbytes for linear in linears)
+def _norm(reader: WeightReader, config: ModelConfig, name: str, size: int) -> torch.Tensor:
+    """The factors of a norm."""
+    weight, offset = reader.vector(name, size), _spec(config).norm_offset
+    return weight + offset if offset else weight
+
+
+def _embedding_scale(config: ModelConfig, states: torch.dtype) -> float:
+    spec = _spec(config)
+    return float(torch.tensor(spec.embedding_scale, dtype=states if spec.rounds_embedding_scale else torch.float64))
+
+
+def _spec(config: ModelConfig) -> DecoderSpec:
+    assert config.decoder is not None  # `load.load_span` has looked
+    return config.decoder

@@ -8,15 +8,33 @@ transformers to the bit in fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from swarm.errors import CorruptModel, UnsupportedModel
-from swarm_kernels.models.config import RopeConfig
+from swarm_kernels.models.config import ModelConfig, RopeConfig
 
 _INITIAL_ROWS = 2048
+
+
+class RopeTables:
+    """A table for each kind of layer of a model, see `LayerSpec.rope`."""
+
+    def __init__(self, ropes: Sequence[RopeConfig], head_dim: int, context_length: int, device: torch.device) -> None:
+        """Raises as `RopeTable`, and UnsupportedModel for tables of different widths."""
+        self._tables = [RopeTable(rope, head_dim, context_length, device) for rope in ropes]
+        if len({table.dim for table in self._tables}) > 1:
+            raise UnsupportedModel("layers that rotate different numbers of dimensions do not run on compiled kernels")
+
+    def at(self, positions: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `RopeTable.at`; of several tables `[tables, n, rot]`."""
+        if len(self._tables) == 1:
+            return self._tables[0].at(positions, largest)
+        cos, sin = zip(*(table.at(positions, largest) for table in self._tables), strict=True)
+        return torch.stack(cos), torch.stack(sin)
 
 
 class RopeTable:
@@ -25,19 +43,19 @@ class RopeTable:
     def __init__(self, rope: RopeConfig, head_dim: int, context_length: int, device: torch.device) -> None:
         """Raises UnsupportedModel for an unknown scaling, CorruptModel for one with missing values."""
         self._rope = rope
-        self._dim = rope.dim or head_dim
+        self.dim = rope.dim or head_dim
         self._context = context_length
         self._device = device
-        if self._dim < 2 or self._dim % 2:
-            raise CorruptModel(f"the model rotates {self._dim} dimensions of a head, which must be an even number")
+        if self.dim < 2 or self.dim % 2:
+            raise CorruptModel(f"the model rotates {self.dim} dimensions of a head, which must be an even number")
         try:
-            self._inv_freq, self._factor = inverse_frequencies(rope, self._dim, context_length)
+            self._inv_freq, self._factor = inverse_frequencies(rope, self.dim, context_length)
             if _kind(rope.scaling) == "dynamic":
                 self._dynamic_angles(torch.arange(1))
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise CorruptModel(f"the model's rope scaling is incomplete or malformed: {error!r:.200}") from None
         self._rows = 0
-        self._cos = self._sin = torch.empty(0, self._dim, device=device)
+        self._cos = self._sin = torch.empty(0, self.dim, device=device)
 
     def at(self, positions: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`positions [n]` int64, none above `largest` -> cos, sin `[n, rot]` fp32."""
@@ -63,8 +81,8 @@ class RopeTable:
         """
         scaling = self._rope.scaling or {}
         ratio = scaling["factor"] * (positions.double() + 1) / self._context - (scaling["factor"] - 1)
-        bases = self._rope.theta * ratio ** (self._dim / (self._dim - 2))
-        exponents = torch.arange(0, self._dim, 2, dtype=torch.int64).float() / self._dim
+        bases = self._rope.theta * ratio ** (self.dim / (self.dim - 2))
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim
         angles: torch.Tensor = positions[:, None].float() * (1.0 / bases.float()[:, None] ** exponents)
         return angles
 
@@ -82,6 +100,8 @@ def inverse_frequencies(rope: RopeConfig, dim: int, context_length: int) -> tupl
         return _llama3(plain, scaling, context_length), 1.0
     if kind == "yarn":
         return _yarn(rope.theta, dim, scaling, context_length)
+    if kind == "longrope":
+        return _longrope(rope.theta, dim, scaling, context_length)
     raise UnsupportedModel(f"rope scaling '{kind}' is not supported for this model family")
 
 
@@ -101,6 +121,33 @@ def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any], context_length: 
     smoothed = (1 - smooth) * scaled / factor + smooth * scaled
     between = ~(wavelength < old_context / high) & ~(wavelength > old_context / low)
     return torch.where(between, smoothed, scaled)
+
+
+def _longrope(theta: float, dim: int, scaling: Mapping[str, Any], context_length: int) -> tuple[torch.Tensor, float]:
+    """LongRoPE (Ding et al. 2024) within the trained context: a divisor for each frequency. Beyond it, transformers
+    turns all tokens of a text by other divisors, so that spans end there: `limited_context`."""
+    old_context = scaling["original_max_position_embeddings"]
+    divisors = torch.tensor(scaling["short_factor"], dtype=torch.float32)
+    if divisors.shape != (dim // 2,):
+        raise ValueError(f"{divisors.numel()} short factors for {dim // 2} frequencies")
+    factor = scaling.get("factor")
+    if factor is None:
+        factor = context_length / old_context
+    scale = scaling.get("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(old_context))
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / (divisors * theta**exponents), float(scale)
+
+
+def limited_context(config: ModelConfig) -> ModelConfig:
+    """The context up to which a row does not depend on its batch: LongRoPE changes all frequencies once a sequence
+    outgrows the trained context."""
+    scaling = config.rope.scaling or {}
+    trained = scaling.get("original_max_position_embeddings")
+    if scaling.get("rope_type") != "longrope" or not isinstance(trained, int):
+        return config
+    return replace(config, context_length=min(config.context_length, trained))
 
 
 def _yarn(theta: float, dim: int, scaling: Mapping[str, Any], context_length: int) -> tuple[torch.Tensor, float]:

@@ -32,7 +32,8 @@ class LayerStack(ABC):
     def __init__(self, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
         """Raises KernelError if a layer does not fit its cache, or the layers each other."""
         check_stack(layers, caches)
-        self.width, self.head_dim = layers[0].o.out_features, layers[0].head_dim
+        self.width, self.head_dim = layers[0].width, layers[0].attention.head_dim
+        self.rotary_tables = 1 + max(weights.attention.rope or 0 for weights in layers)
         self.blocks = min(k_blocks.shape[0] for k_blocks, _ in caches)  # of the smallest cache
         self._parts = tuple(weakref.ref(part) for part in _parts(layers, caches))
 
@@ -60,8 +61,8 @@ class LayerStack(ABC):
         """`hidden [n, width]` through all layers, each with its own cache -> a new `[n, width]` of its dtype.
 
         `layers` and `caches` are those of the stack. `cos`, `sin` `[n, rot]` by Hugging Face's convention (both
-        halves), rot <= head_dim. Performs the plan's slot copies and appends each layer's keys and values, as
-        `AttentionBackend.attend` does.
+        halves), rot <= head_dim; where layers rotate in different ways, `[tables, n, rot]`. Performs the plan's slot
+        copies and appends each layer's keys and values, as `AttentionBackend.attend` does.
         """
 
 
@@ -82,8 +83,10 @@ class AttentionBackend(ABC):
     def supports_cache(self, k_blocks: torch.Tensor) -> bool:
         """Whether `commit_tree_slots` works on blocks of this dtype and head size."""
 
-    def supports_attention(self, heads: int, k_blocks: torch.Tensor) -> bool:
-        """Whether `attend` works with this many query heads over these blocks."""
+    def supports_attention(
+        self, heads: int, k_blocks: torch.Tensor, chunk: int | None = None, sinks: torch.Tensor | None = None
+    ) -> bool:
+        """Whether `attend` works with this many query heads over these blocks, with these arguments."""
         return self.supports_cache(k_blocks)
 
     def supports_latent(self, k_blocks: torch.Tensor, value_dim: int) -> bool:
@@ -111,6 +114,8 @@ class AttentionBackend(ABC):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of packed rows over paged keys and values: `q [n, H, D]`, `k` and `v` `[n, G, D]` -> `[n, H, D]`.
 
@@ -119,8 +124,10 @@ class AttentionBackend(ABC):
         the tree slots of its mask. Rows with no visible key get zeros. H is a multiple of G (grouped-query attention).
 
         `k_blocks [blocks, G, D, BLOCK_SIZE]` and `v_blocks [blocks, G, BLOCK_SIZE, D]` change in place. Scores are
-        multiplied by `scale`; `sliding_window` masks committed keys at distance >= window tokens from the row's
-        position; `softcap` is Gemma's cap * tanh(score / cap). `q` has any float dtype, which is the result's.
+        multiplied by `scale`; `sliding_window` masks keys, tree slots too, at distance >= window tokens from the row's
+        position, `chunk` those of earlier chunks of so many positions (at most one of the two is given); `softcap` is
+        Gemma's cap * tanh(score / cap); `sinks [H]` fp32 are one more score per head, with no value. `q` has any float
+        dtype, which is the result's.
         Compiled backends compute the dense context and the sparse tree separately and merge them by online softmax
         (Ghidorah, section III-B), so no mask over the context is built.
         """

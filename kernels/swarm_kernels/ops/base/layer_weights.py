@@ -1,4 +1,5 @@
-"""The weights of a decoder layer, as every backend takes them, and the plain torch linear layer.
+"""A decoder layer, as every backend takes it: its weights and which variant of attention and MLP it is; and the plain
+torch linear layer.
 
 Knows no backend: `cpu.cpu_linear`, `int8_linear` and `int4_linear` make other linear layers.
 """
@@ -6,6 +7,7 @@ Knows no backend: `cpu.cpu_linear`, `int8_linear` and `int4_linear` make other l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -57,27 +59,93 @@ class PlainLinear:
         return self.weight.index_select(0, ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class LayerWeights:
-    """One Llama-like decoder layer: pre-norm attention with rotary positions, then a gated SiLU MLP.
+class Activation(IntEnum):
+    """Of a gated MLP's gates. The numbers are those of `SwarmActivation` in cpu/abi.h."""
 
-    `qkv` stacks the query, key and value projections by output, `gate_up` the gate and up projections. `q_norm` and
-    `k_norm` are Qwen3's RMS norms of each head. Norm weights are `[hidden]` and `[head_dim]`.
+    SILU = 0
+    GELU_TANH = 1  # Gemma's approximation by tanh
+    GELU = 2  # by the error function
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """Self-attention of a layer. `qkv` stacks the query, key and value projections by output.
+
+    A row at position p sees keys at distance < `window`, or those of its chunk, p // `chunk`, or all before it.
     """
 
-    attn_norm: torch.Tensor
     qkv: Linear  # hidden -> (heads + 2 kv_heads) head_dim
     o: Linear  # heads head_dim -> hidden
-    mlp_norm: torch.Tensor
-    gate_up: Linear  # hidden -> 2 intermediate
-    down: Linear  # intermediate -> hidden
     heads: int
     kv_heads: int
     head_dim: int
+    scale: float  # of the scores, usually head_dim ** -0.5
+    q_norm: torch.Tensor | None = None  # RMS norm: [head_dim] of each head, or [heads head_dim] of all at once (OLMo 2)
+    k_norm: torch.Tensor | None = None  # likewise, [head_dim] or [kv_heads head_dim]
+    rope: int | None = 0  # which of the step's rotary tables; None: queries and keys are not rotated
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None  # scores are cap * tanh(score / cap) (Gemma 2)
+    sinks: torch.Tensor | None = None  # [heads] fp32: a score that joins the softmax and has no value (gpt-oss)
+
+    @property
+    def norm_is_whole(self) -> bool:
+        """Whether queries and keys are normed over all heads at once."""
+        norm, heads = (self.q_norm, self.heads) if self.q_norm is not None else (self.k_norm, self.kv_heads)
+        return norm is not None and heads > 1 and norm.shape[0] == heads * self.head_dim
+
+    @property
+    def nbytes(self) -> int:
+        return self.qkv.nbytes + self.o.nbytes + _nbytes(self.q_norm, self.k_norm, self.sinks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedMlp:
+    """`down(activation(gate) * up)`; `gate_up` stacks the gate and up projections by output."""
+
+    gate_up: Linear  # hidden -> 2 intermediate
+    down: Linear  # intermediate -> hidden
+    activation: Activation = Activation.SILU
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class LayerWeights:
+    """One decoder layer: attention, then an MLP, each added to the residual stream:
+
+    `hidden += residual_scale * post_norm(part(norm(hidden)))`. All norms are RMS norms with weights `[hidden]`, and
+    any may be missing: Llama has only those before the parts, OLMo 2 only those after them, Gemma 2 both.
+    """
+
+    attention: Attention
+    mlp: GatedMlp
+    attn_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
     eps: float
-    scale: float  # of the attention scores, usually head_dim ** -0.5
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
+    attn_post_norm: torch.Tensor | None = None
+    mlp_post_norm: torch.Tensor | None = None
+    residual_scale: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """Of the residual stream."""
+        return self.attention.o.out_features
+
+    @property
+    def norms(self) -> tuple[torch.Tensor | None, ...]:
+        """Of the residual stream: before and after attention, before and after the MLP."""
+        return self.attn_norm, self.attn_post_norm, self.mlp_norm, self.mlp_post_norm
+
+    @property
+    def nbytes(self) -> int:
+        return self.attention.nbytes + self.mlp.nbytes + _nbytes(*self.norms)
+
+
+def _nbytes(*tensors: torch.Tensor | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

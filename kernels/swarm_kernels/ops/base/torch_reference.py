@@ -13,10 +13,9 @@ import torch.nn.functional as F
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
-from swarm_kernels.ops.base.layer_weights import LayerWeights
+from swarm_kernels.ops.base.layer_weights import Activation, Attention, LayerWeights
 
 LOG2_E = 1.44269504088896
-_TREE = torch.iinfo(torch.int64).max  # position of a tree slot where none is known: after every row
 
 
 class ReferenceBackend(AttentionBackend):
@@ -42,32 +41,13 @@ class ReferenceBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
-    ) -> torch.Tensor:
-        oldest = None if sliding_window is None else plan.positions - (sliding_window - 1)
-        return self.attend_exactly(q, k, v, k_blocks, v_blocks, plan, scale, softcap, oldest)
-
-    def attend_exactly(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_blocks: torch.Tensor,
-        v_blocks: torch.Tensor,
-        plan: AttentionMetadata,
-        scale: float,
-        softcap: float | None = None,
-        oldest: torch.Tensor | None = None,
-        tree_positions: torch.Tensor | None = None,
+        chunk: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`attend`, where row i sees no key before position `oldest[i]` (`[n]` int64).
-
-        `tree_positions` `[flat slots]` int64: the positions of tree slots, without which `oldest` cuts committed keys
-        only. `sinks [H]`: a score per query head that takes part in the softmax and has no value.
-        """
         self.commit_tree_slots(k_blocks, v_blocks, plan.copy_from, plan.copy_to)
         append(k, v, k_blocks, v_blocks, plan.slot_mapping)
-        return attend_written(q, k_blocks, v_blocks, plan, scale, softcap, oldest, tree_positions, sinks)
+        oldest = first_visible(plan.positions, sliding_window, chunk)
+        return attend_written(q, k_blocks, v_blocks, plan, scale, softcap, oldest, sinks)
 
     def supports_latent(self, k_blocks: torch.Tensor, value_dim: int) -> bool:
         return True
@@ -138,18 +118,66 @@ def decoder_layer(
 ) -> torch.Tensor:
     """One layer of a stack, see `LayerStack.run`; unchecked."""
     w = weights
-    rows = hidden.shape[0]
-    packed = w.qkv(REFERENCE.rms_norm(hidden, w.attn_norm, w.eps)).view(rows, w.heads + 2 * w.kv_heads, w.head_dim)
-    q, k, v = packed[:, : w.heads], packed[:, w.heads : -w.kv_heads], packed[:, -w.kv_heads :]
-    if w.q_norm is not None:
-        q = REFERENCE.rms_norm(q, w.q_norm, w.eps)
-    if w.k_norm is not None:
-        k = REFERENCE.rms_norm(k, w.k_norm, w.eps)
-    q, k = apply_rope(q, k, cos, sin)
-    mixed = REFERENCE.attend(q, k, v, k_blocks, v_blocks, plan, w.scale)
-    hidden = hidden + w.o(mixed.reshape(rows, -1))
-    gate, up = w.gate_up(REFERENCE.rms_norm(hidden, w.mlp_norm, w.eps)).chunk(2, -1)
-    return hidden + w.down(F.silu(gate) * up)
+    mixed = _attention(_normed(hidden, w.attn_norm, w.eps), w, cos, sin, k_blocks, v_blocks, plan)
+    hidden = _add(hidden, mixed, w.attn_post_norm, w)
+    gate, up = w.mlp.gate_up(_normed(hidden, w.mlp_norm, w.eps)).chunk(2, -1)
+    return _add(hidden, w.mlp.down(activate(gate, w.mlp.activation) * up), w.mlp_post_norm, w)
+
+
+def _attention(
+    hidden: torch.Tensor,
+    weights: LayerWeights,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_blocks: torch.Tensor,
+    v_blocks: torch.Tensor,
+    plan: AttentionMetadata,
+) -> torch.Tensor:
+    a, rows = weights.attention, hidden.shape[0]
+    packed, queries, keys = a.qkv(hidden), a.heads * a.head_dim, a.kv_heads * a.head_dim
+    q, k, v = packed[:, :queries], packed[:, queries:-keys], packed[:, -keys:]
+    q, k = head_norm(q, a.q_norm, a, weights.eps), head_norm(k, a.k_norm, a, weights.eps)
+    q, k, v = (part.reshape(rows, -1, a.head_dim) for part in (q, k, v))
+    if a.rope is not None:
+        q, k = apply_rope(q, k, *rotary_table(cos, sin, a.rope))
+    mixed = REFERENCE.attend(
+        q, k, v, k_blocks, v_blocks, plan, a.scale, a.window, a.softcap, chunk=a.chunk, sinks=a.sinks
+    )
+    return a.o(mixed.reshape(rows, -1))
+
+
+def _normed(x: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return x if norm is None else REFERENCE.rms_norm(x, norm, eps)
+
+
+def _add(hidden: torch.Tensor, part: torch.Tensor, post_norm: torch.Tensor | None, w: LayerWeights) -> torch.Tensor:
+    part = _normed(part, post_norm, w.eps)
+    return hidden + (part if w.residual_scale == 1 else part * w.residual_scale)
+
+
+def head_norm(x: torch.Tensor, norm: torch.Tensor | None, attention: Attention, eps: float) -> torch.Tensor:
+    """`x [n, heads * head_dim]` normed by `norm`, over each head or over all at once."""
+    if norm is None or attention.norm_is_whole:
+        return _normed(x, norm, eps)
+    return REFERENCE.rms_norm(x.reshape(x.shape[0], -1, attention.head_dim), norm, eps).flatten(1)
+
+
+def activate(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation is Activation.SILU:
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if activation is Activation.GELU_TANH else "none")
+
+
+def rotary_table(cos: torch.Tensor, sin: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Table `index` of `[tables, n, rot]`; `[n, rot]` is a single one."""
+    return (cos, sin) if cos.dim() == 2 else (cos[index], sin[index])
+
+
+def first_visible(positions: torch.Tensor, window: int | None, chunk: int | None) -> torch.Tensor | None:
+    """The first position that each row sees, `[n]` as `positions`; None: all."""
+    if window is not None:
+        return positions - (window - 1)
+    return None if chunk is None else positions - positions % chunk
 
 
 def apply_rope(
@@ -178,21 +206,17 @@ def attend_written(
     scale: float,
     softcap: float | None = None,
     oldest: torch.Tensor | None = None,
-    tree_positions: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`ReferenceBackend.attend_exactly` once the rows' keys and values are in the cache. Values may be of another size
-    than keys, which is that of the result, `[n, H, size]`. `chosen`: see `AttentionBackend.attend_latent`."""
+    """`AttentionBackend.attend` once the rows' keys and values are in the cache. Values may be of another size than
+    keys, which is that of the result, `[n, H, size]`. `oldest [n]`: the first position that each row sees.
+    `chosen`: see `AttentionBackend.attend_latent`."""
     out = q.new_empty(*q.shape[:2], v_blocks.shape[3])
     for group in sequence_rows(plan):
         visible = group.visible
         if oldest is not None:
-            position = group.position
-            if tree_positions is not None:
-                known = tree_positions.view(-1, BLOCK_SIZE)[group.blocks].flatten()
-                position = torch.where(position == _TREE, known, position)
-            visible = visible & (position >= oldest[group.rows, None])
+            visible = visible & (group.position >= oldest[group.rows, None])
         if chosen is not None:
             dense = visible.shape[1] - group.tree_slots
             seen = unpacked_bits(chosen[group.rows], dense)
@@ -231,7 +255,7 @@ class SequenceRows:
 
     rows: torch.Tensor  # [r]
     blocks: torch.Tensor  # committed blocks, then tree blocks
-    position: torch.Tensor  # [keys] of committed keys; tree slots: larger than any
+    position: torch.Tensor  # [keys]
     visible: torch.Tensor  # [r, keys] bool
     tree_slots: int  # how many of the keys, the last, are tree slots
 
@@ -263,11 +287,10 @@ def _group(plan: AttentionMetadata, rows: torch.Tensor, sequence: int, max_conte
     tree_blocks = plan.tree_block_tables[sequence][: -(-words * 64 // BLOCK_SIZE)]
     slots = torch.arange(tree_blocks.numel() * BLOCK_SIZE, device=device)
     sparse = unpacked_bits(plan.tree_mask[rows], slots.numel())
-    unbounded = torch.full_like(slots, _TREE)
     return SequenceRows(
         rows=rows,
         blocks=torch.cat((plan.block_tables[sequence, :used], tree_blocks)).long(),
-        position=torch.cat((committed, unbounded)),
+        position=torch.cat((committed, plan.tree_positions[sequence, : slots.numel()].long())),
         visible=torch.cat((dense, sparse), 1),
         tree_slots=slots.numel(),
     )

@@ -76,41 +76,65 @@ def check_rows(
 def check_layer(weights: LayerWeights, k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> None:
     """A layer's linears and norms fit each other, and the cache has its heads."""
     check_cache(k_blocks, v_blocks)
-    heads = (weights.kv_heads, weights.head_dim)
-    if k_blocks.shape[1:3] != heads or (*v_blocks.shape[1::2],) != heads or weights.heads % weights.kv_heads:
+    a, mlp = weights.attention, weights.mlp
+    size = (a.kv_heads, a.head_dim)
+    if k_blocks.shape[1:3] != size or (*v_blocks.shape[1::2],) != size or a.heads % a.kv_heads:
         raise KernelError(f"blocks of shape {tuple(k_blocks.shape)} are not of this layer's heads")
-    width, inner, dim = weights.o.out_features, weights.down.in_features, weights.head_dim
-    attended, shared = weights.heads * dim, 2 * weights.kv_heads * dim
-    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
-    shapes = [(linear.in_features, linear.out_features) for linear in linears]
-    if shapes != [(width, attended + shared), (attended, width), (width, 2 * inner), (inner, width)]:
+    width, inner, dim = weights.width, mlp.down.in_features, a.head_dim
+    attended, shared = a.heads * dim, a.kv_heads * dim
+    shapes = [(linear.in_features, linear.out_features) for linear in (a.qkv, a.o, mlp.gate_up, mlp.down)]
+    if shapes != [(width, attended + 2 * shared), (attended, width), (width, 2 * inner), (inner, width)]:
         raise KernelError(f"the linear layers of a decoder layer do not fit each other: {shapes}")
-    sizes = {"attn_norm": width, "mlp_norm": width, "q_norm": dim, "k_norm": dim}
-    for name, size in sizes.items():
-        norm = getattr(weights, name)
-        if norm is not None and norm.shape != (size,):
-            raise KernelError(f"{name} of a decoder layer has shape {tuple(norm.shape)}, not {(size,)}")
+    for norm in weights.norms:
+        _check_vector("a norm", norm, width)
+    _check_vector("q_norm", a.q_norm, attended if a.norm_is_whole else dim)
+    _check_vector("k_norm", a.k_norm, shared if a.norm_is_whole else dim)
+    check_variant(a.heads, a.window, a.chunk, a.sinks)
+
+
+def check_variant(heads: int, window: int | None, chunk: int | None, sinks: torch.Tensor | None) -> None:
+    """A window or chunks of at least a token, not both; a sink for each query head."""
+    if sinks is not None and sinks.shape != (heads,):
+        raise KernelError(f"sinks of shape {tuple(sinks.shape)} do not fit {heads} query heads")
+    if (window is not None and (window < 1 or chunk is not None)) or (chunk is not None and chunk < 1):
+        raise KernelError(f"attention with a window of {window} and chunks of {chunk} tokens cannot be computed")
+
+
+def _check_vector(name: str, vector: torch.Tensor | None, size: int) -> None:
+    if vector is not None and vector.shape != (size,):
+        raise KernelError(f"{name} of a decoder layer has shape {tuple(vector.shape)}, not {(size,)}")
 
 
 def check_stack(layers: Sequence[LayerWeights], caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Each layer fits its cache, and all have one width and head size."""
     for weights, (k_blocks, v_blocks) in zip(layers, caches, strict=True):
         check_layer(weights, k_blocks, v_blocks)
-        if (weights.o.out_features, weights.head_dim) != (layers[0].o.out_features, layers[0].head_dim):
+        first = layers[0]
+        if (weights.width, weights.attention.head_dim) != (first.width, first.attention.head_dim):
             raise KernelError("the layers of a stack differ in width or head size")
 
 
 def check_step(
-    hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, head_dim: int, plan: AttentionMetadata
+    hidden: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    width: int,
+    head_dim: int,
+    tables: int,
+    plan: AttentionMetadata,
 ) -> None:
-    """`hidden [n, width]`, `cos` and `sin` `[n, rot]` for the plan's n rows; rot even and at most the head size."""
+    """`hidden [n, width]`, `cos` and `sin` `[n, rot]` or `[tables, n, rot]` for the plan's n rows; rot even and at most
+    the head size; as many tables as the layers name."""
     check_plan_shapes(plan)
     if hidden.shape != (plan.rows, width):
         raise KernelError(f"hidden states have shape {tuple(hidden.shape)}, not {(plan.rows, width)}")
-    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != plan.rows:
-        raise KernelError(f"rotary tables are {tuple(cos.shape)} and {tuple(sin.shape)} for {plan.rows} rows")
-    if cos.shape[1] % 2 or cos.shape[1] > head_dim:
-        raise KernelError(f"{cos.shape[1]} rotary dimensions do not fit a head of {head_dim}")
+    given = cos.shape[0] if cos.dim() == 3 else 1
+    if cos.shape != sin.shape or cos.dim() not in (2, 3) or cos.shape[-2] != plan.rows or given < tables:
+        raise KernelError(
+            f"rotary tables are {tuple(cos.shape)} and {tuple(sin.shape)} for {plan.rows} rows and {tables} kinds"
+        )
+    if cos.shape[-1] % 2 or cos.shape[-1] > head_dim:
+        raise KernelError(f"{cos.shape[-1]} rotary dimensions do not fit a head of {head_dim}")
     if not hidden.device == cos.device == sin.device == plan.positions.device:
         raise KernelError("hidden states, rotary tables and plan are on different devices")
 
@@ -133,6 +157,8 @@ def check_plan_shapes(plan: AttentionMetadata) -> None:
         or plan.block_tables.shape[0] != plan.tree_block_tables.shape[0]
     ):
         raise KernelError("the block tables of a plan disagree on the number of sequences")
+    if plan.tree_positions.shape != (plan.tree_block_tables.shape[0], plan.tree_block_tables.shape[1] * BLOCK_SIZE):
+        raise KernelError("a plan does not name the positions of its tree slots")
     if plan.copy_from.shape != plan.copy_to.shape:
         raise KernelError("a plan copies from and to different numbers of slots")
     _last_shaped = plan

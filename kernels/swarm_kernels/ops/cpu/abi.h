@@ -33,12 +33,31 @@ struct SwarmLinear {
   int32_t unused;
 };
 
+// Of the gates of an MLP: layer_weights.Activation.
+enum SwarmActivation : int32_t { SWARM_SILU = 0, SWARM_GELU_TANH = 1, SWARM_GELU = 2 };
+
+// How scores become weights, and which keys a row at position p sees: those at distance < window, or of chunk p / chunk.
+struct SwarmScoring {
+  const float* sinks;     // a score of each query head that has no value, or null
+  // Null, or [rows, chosen_words], whose bit j of word w of a row is set where it sees committed key 64 w + j.
+  const uint64_t* chosen;
+  int64_t chosen_words;
+  int64_t window, chunk;  // at most one is not 0
+  float scale, softcap;   // softcap 0: none
+};
+
+// layer_weights.LayerWeights. Norms may be null.
 struct SwarmLayer {
   SwarmLinear qkv, o, gate_up, down;
-  const float *attn_norm, *mlp_norm;  // [hidden]
-  const float *q_norm, *k_norm;       // [head_dim] or null
+  const float *attn_norm, *attn_post_norm, *mlp_norm, *mlp_post_norm;  // [hidden]
+  const float *q_norm, *k_norm;  // [head_dim], or [heads * head_dim] and [kv_heads * head_dim]
+  SwarmScoring scoring;
   int64_t heads, kv_heads, head_dim;
-  float eps, scale;
+  int32_t norm_is_whole;  // q_norm and k_norm: over all heads at once
+  int32_t rope;           // rotary table, -1: none
+  SwarmActivation activation;
+  float eps, residual_scale;
+  int32_t unused;
 };
 
 // experts.Gating: what an expert does between its two linear layers. g and u are the halves of the first one's outputs,
@@ -77,6 +96,7 @@ struct SwarmPlan {
   const int32_t *block_tables, *tree_block_tables;
   const uint64_t* tree_mask;
   const int64_t *copy_from, *copy_to;
+  const int32_t* tree_positions;  // [sequences, max_tree_blocks * KV_BLOCK]
 };
 
 }  // extern "C"

@@ -178,28 +178,25 @@ int32_t swarm_commit_tree_slots(const SwarmCache* cache, const int64_t* from, co
 }
 
 // q [rows, heads, dim], k [rows, kv_heads, dim], v [rows, kv_heads, value_dim], out [rows, heads, size of a value].
-// window 0 and softcap 0: none. chosen: null, or [rows, chosen_words], whose bit j of word w of a row is set where it
-// sees committed key 64 w + j.
 int32_t swarm_attend(const float* q, const float* k, const float* v, int64_t heads, const SwarmCache* cache,
-                     const SwarmPlan* plan, float scale, int64_t window, float softcap, const uint64_t* chosen,
-                     int64_t chosen_words, float* out) {
+                     const SwarmPlan* plan, const SwarmScoring* scoring, float* out) {
   return locked([&](Engine& engine) {
     const Engine::Heads in{q, k, v, heads * cache->dim, cache->kv_heads * cache->dim,
                            cache->kv_heads * cache->value_dim, heads};
     engine.commit_tree_slots(*cache, plan->copy_from, plan->copy_to, plan->copies);
     engine.append(*cache, *plan, in, nullptr);
-    engine.attend(*cache, *plan, in, {scale, softcap, window, chosen, chosen_words}, out);
+    engine.attend(*cache, *plan, in, *scoring, out);
   });
 }
 
-// hidden [rows, width] in place, through `count` layers.
+// hidden [rows, width] in place, through `count` layers. cos, sin [tables, rows, rot].
 int32_t swarm_layers(const SwarmLayer* const* layers, const SwarmCache* caches, int64_t count, const SwarmPlan* plan,
                      const float* cos, const float* sin, int64_t rot, float* hidden) {
   return locked([&](Engine& engine) {
     for (int64_t i = 0; i < count; i++) {
       engine.prepare(*chosen, requested_threads);
       engine.commit_tree_slots(caches[i], plan->copy_from, plan->copy_to, plan->copies);
-      engine.layer(*layers[i], caches[i], *plan, cos, sin, rot, hidden);
+      engine.layer(*layers[i], caches[i], *plan, {cos, sin, rot}, hidden);
     }
   });
 }

@@ -1,6 +1,7 @@
 // Schedules the attention of a batch: query tiles, KV splits (Flash-Decoding), and their assignment to threads.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 
 #include "op_schedule.h"
@@ -11,6 +12,7 @@ namespace {
 constexpr int64_t MAX_QUERY_ROWS = 96;  // of a tile, unless one row has more: enough to amortize packing keys
 constexpr int64_t MAX_SHARED_SPLITS = 4096;  // with two core groups: each split keeps its softmax state until merged
 constexpr int64_t MIN_UNITS_PER_THREAD = 4;  // with fewer, splits are spread over threads
+constexpr float LOG2_E = 1.44269504088896f;
 constexpr int64_t FEW_ROWS = 4;  // loading their queries is faster than starting a parallel region
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -37,21 +39,42 @@ struct Attention {
   const SwarmCache& cache;
   const SwarmPlan& plan;
   const Engine::Heads& in;
-  const Engine::Scoring& scoring;
+  const SwarmScoring& scoring;
   float* out;
   std::vector<int64_t> first_key, end_key;  // [rows] visible range of committed keys
+  std::vector<uint64_t> cut_mask;  // the tree mask where windows or chunks begin within trees, else empty
   std::vector<RowTile> tiles;
   int64_t queries_per_kv, value_dim, max_splits = 0;
 
   Attention(const KernelTable& table, const SwarmCache& cache, const SwarmPlan& plan, const Engine::Heads& in,
-            const Engine::Scoring& scoring, float* out)
+            const SwarmScoring& scoring, float* out)
       : table(table), cache(cache), plan(plan), in(in), scoring(scoring), out(out), first_key(plan.rows),
         end_key(plan.context_lens, plan.context_lens + plan.rows), queries_per_kv(in.heads / cache.kv_heads),
         value_dim(cache.latent ? cache.latent : cache.value_dim) {
-    for (int64_t r = 0; r < plan.rows; r++)
-      first_key[r] = scoring.window > 0 ? std::max<int64_t>(0, plan.positions[r] - scoring.window + 1) : 0;
+    bool cuts_trees = false;
+    for (int64_t r = 0; r < plan.rows; r++) {
+      first_key[r] = first_visible(plan.positions[r]);
+      cuts_trees |= first_key[r] > end_key[r];
+    }
+    if (cuts_trees && tree_splits()) cut_trees();
     const int64_t rows_per_tile = std::max<int64_t>(1, MAX_QUERY_ROWS / queries_per_kv);
     for (int64_t r = 0; r < plan.rows; r += tiles.back().rows) tiles.push_back(tile_at(r, rows_per_tile));
+  }
+
+  int64_t first_visible(int64_t position) const {
+    if (scoring.window > 0) return std::max<int64_t>(0, position - scoring.window + 1);
+    return scoring.chunk > 0 ? position - position % scoring.chunk : 0;
+  }
+
+  // Clears the bits of tree slots before the first visible position of their row.
+  void cut_trees() {
+    cut_mask.assign(plan.tree_mask, plan.tree_mask + plan.rows * plan.mask_words);
+    const int64_t slots = plan.max_tree_blocks * KV_BLOCK;
+    for (int64_t r = 0; r < plan.rows; r++) {
+      const int32_t* positions = plan.tree_positions + plan.sequence_index[r] * slots;
+      for (int64_t slot = 0; slot < std::min(slots, plan.mask_words * 64); slot++)
+        if (positions[slot] < first_key[r]) cut_mask[r * plan.mask_words + slot / 64] &= ~(1ull << slot % 64);
+    }
   }
 
   RowTile tile_at(int64_t row, int64_t most) {
@@ -85,7 +108,7 @@ struct Attention {
 
   void load_queries(const RowTile& tile, int64_t group, float* workspace, float* q) const {
     const int64_t m = tile.rows * queries_per_kv, dim = cache.dim, width = table.query_tile(m, cache.bf16 != 0);
-    const float factor = scoring.scale * (scoring.softcap == 0.0f ? 1.44269504088896f : 1.0f);  // the kernels use exp2
+    const float factor = scoring.scale * (scoring.softcap == 0.0f ? LOG2_E : 1.0f);  // the kernels use exp2
     for (int64_t i = 0; i < m; i++) {
       const float* from =
           in.q + (tile.row + i / queries_per_kv) * in.ldq + (group * queries_per_kv + i % queries_per_kv) * dim;
@@ -117,15 +140,17 @@ struct Attention {
     } else {
       job.block_table = plan.tree_block_tables + tile.sequence * plan.max_tree_blocks;
       job.block_table_len = plan.max_tree_blocks;
-      job.mask = plan.tree_mask + tile.row * plan.mask_words;
+      job.mask = (cut_mask.empty() ? plan.tree_mask : cut_mask.data()) + tile.row * plan.mask_words;
       table.attend(job, 0, plan.mask_words, state);
     }
   }
 
   void finish(const RowTile& tile, int64_t group, const SoftmaxState& state) const {
     for (int64_t i = 0; i < tile.rows * queries_per_kv; i++) {
-      const float inverse = state.sum[i] == 0.0f ? 0.0f : 1.0f / state.sum[i];
       const int64_t head = group * queries_per_kv + i % queries_per_kv;
+      float sum = state.sum[i];
+      if (scoring.sinks && sum != 0.0f) sum += std::exp2(scoring.sinks[head] * LOG2_E - state.max[i]);
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
       float* to = out + ((tile.row + i / queries_per_kv) * in.heads + head) * value_dim;
       for (int64_t d = 0; d < value_dim; d++) to[d] = state.weighted[i * value_dim + d] * inverse;
     }
@@ -190,7 +215,7 @@ void attend_by_split(const Attention& a, ThreadPool& pool, Scratch& scratch) {
 
 }  // namespace
 
-void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Scoring& scoring,
+void Engine::attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const SwarmScoring& scoring,
                     float* out) {
   const Attention a(*table_, cache, plan, in, scoring, out);
   bool has_empty_tile = false;

@@ -22,6 +22,18 @@ class LinearDesc(ctypes.Structure):
     ]
 
 
+class ScoringDesc(ctypes.Structure):
+    _fields_ = [
+        ("sinks", c_void_p),
+        ("chosen", c_void_p),
+        ("chosen_words", c_int64),
+        ("window", c_int64),
+        ("chunk", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
 class LayerDesc(ctypes.Structure):
     _fields_ = [
         ("qkv", LinearDesc),
@@ -29,14 +41,21 @@ class LayerDesc(ctypes.Structure):
         ("gate_up", LinearDesc),
         ("down", LinearDesc),
         ("attn_norm", c_void_p),
+        ("attn_post_norm", c_void_p),
         ("mlp_norm", c_void_p),
+        ("mlp_post_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("scoring", ScoringDesc),
         ("heads", c_int64),
         ("kv_heads", c_int64),
         ("head_dim", c_int64),
+        ("norm_is_whole", c_int32),
+        ("rope", c_int32),
+        ("activation", c_int32),
         ("eps", c_float),
-        ("scale", c_float),
+        ("residual_scale", c_float),
+        ("unused", c_int32),
     ]
 
 
@@ -85,6 +104,7 @@ class PlanDesc(ctypes.Structure):
         ("tree_mask", c_void_p),
         ("copy_from", c_void_p),
         ("copy_to", c_void_p),
+        ("tree_positions", c_void_p),
     ]
 
 
@@ -115,11 +135,7 @@ _SIGNATURES = {
             c_int64,
             POINTER(CacheDesc),
             POINTER(PlanDesc),
-            c_float,
-            c_int64,
-            c_float,
-            c_void_p,
-            c_int64,
+            POINTER(ScoringDesc),
             c_void_p,
         ],
     ),

@@ -12,10 +12,11 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights
 from swarm_kernels.ops.cpu import cpu_library
-from swarm_kernels.ops.cpu.binding import CacheDesc
+from swarm_kernels.ops.cpu.binding import CacheDesc, ScoringDesc
 from swarm_kernels.ops.cpu.cpu_descriptors import (
     CpuLayerStack,
     describe_cache,
+    describe_scoring,
     prepared_plan,
     supports_cache,
     supports_latent,
@@ -63,9 +64,13 @@ class CpuBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         cache = describe_cache(k_blocks, v_blocks)
-        return self._attend(q, k, v, cache, plan, scale, cache.dim, sliding_window, softcap, None)
+        sinks = None if sinks is None else _contiguous_fp32(sinks)
+        scoring = describe_scoring(scale, sliding_window, softcap, chunk, sinks)
+        return self._attend(q, k, v, cache, plan, scoring, cache.dim)
 
     def attend_latent(
         self,
@@ -81,7 +86,8 @@ class CpuBackend(AttentionBackend):
         chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         cache = describe_cache(k_blocks, v_blocks, value_dim)
-        return self._attend(q, k, v, cache, plan, scale, value_dim, None, softcap, chosen)
+        words = None if chosen is None else chosen.contiguous()
+        return self._attend(q, k, v, cache, plan, describe_scoring(scale, softcap=softcap, chosen=words), value_dim)
 
     def _attend(
         self,
@@ -90,13 +96,9 @@ class CpuBackend(AttentionBackend):
         v: torch.Tensor,
         cache: CacheDesc,
         plan: AttentionMetadata,
-        scale: float,
+        scoring: ScoringDesc,
         value_dim: int,
-        sliding_window: int | None,
-        softcap: float | None,
-        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        words = None if chosen is None else chosen.contiguous()
         queries, keys, values = _contiguous_fp32(q), _contiguous_fp32(k), _contiguous_fp32(v)
         out = queries.new_empty(*q.shape[:2], value_dim)
         status = self._library.swarm_attend(
@@ -106,11 +108,7 @@ class CpuBackend(AttentionBackend):
             q.shape[1],
             cache,
             prepared_plan(self._library, plan, cache.blocks),
-            scale,
-            sliding_window or 0,
-            softcap or 0.0,
-            None if words is None else words.data_ptr(),
-            0 if words is None else words.shape[1],
+            scoring,
             out.data_ptr(),
         )
         if status:

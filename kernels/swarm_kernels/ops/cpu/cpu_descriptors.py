@@ -15,7 +15,7 @@ import torch
 
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache, LayerStack
-from swarm_kernels.ops.base.layer_weights import LayerWeights
+from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear
 from swarm_kernels.ops.cpu import binding, cpu_library
 from swarm_kernels.ops.cpu.cpu_linear import BLOCK, PackedLinear
 
@@ -64,9 +64,28 @@ def describe_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor, latent: int =
 
 def supports_layer(weights: LayerWeights, k_blocks: torch.Tensor) -> bool:
     """Whether the linears are packed and the MLP's inner width is a multiple of 16."""
-    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
-    packed = all(isinstance(linear, PackedLinear) for linear in linears)
-    return packed and supports_mlp(weights.down.in_features) and supports_cache(k_blocks)
+    packed = all(isinstance(linear, PackedLinear) for linear in _linears(weights))
+    return packed and supports_mlp(weights.mlp.down.in_features) and supports_cache(k_blocks)
+
+
+def describe_scoring(
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
+) -> binding.ScoringDesc:
+    """`sinks` contiguous fp32 and `chosen` contiguous int64 words, which the descriptor points into."""
+    return binding.ScoringDesc(
+        None if sinks is None else sinks.data_ptr(),
+        None if chosen is None else chosen.data_ptr(),
+        0 if chosen is None else chosen.shape[1],
+        window or 0,
+        chunk or 0,
+        scale,
+        softcap or 0.0,
+    )
 
 
 class CpuLayerStack(LayerStack):
@@ -75,8 +94,8 @@ class CpuLayerStack(LayerStack):
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
         super().__init__(layers, caches)
         self._library = library
-        self._norms: list[torch.Tensor] = []  # fp32; the layer descriptors point into them
-        self._layers = [_describe_layer(weights, self._norms) for weights in layers]
+        self._vectors: list[torch.Tensor] = []  # fp32; the layer descriptors point into them
+        self._layers = [_describe_layer(weights, self._vectors) for weights in layers]
         self._pointers = (ctypes.POINTER(binding.LayerDesc) * len(layers))(*map(ctypes.pointer, self._layers))
         self._caches = (binding.CacheDesc * len(layers))(*(describe_cache(k, v) for k, v in caches))
 
@@ -105,22 +124,37 @@ class CpuLayerStack(LayerStack):
         return out
 
 
-def _describe_layer(weights: LayerWeights, norms: list[torch.Tensor]) -> binding.LayerDesc:
-    """Appends to `norms` the fp32 tensors that the descriptor points into."""
-    pointers = []
-    for norm in (weights.attn_norm, weights.mlp_norm, weights.q_norm, weights.k_norm):
-        if norm is not None:
-            norms.append(norm.to(torch.float32).contiguous())
-        pointers.append(None if norm is None else norms[-1].data_ptr())
-    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
+def _linears(weights: LayerWeights) -> tuple[Linear, ...]:
+    return weights.attention.qkv, weights.attention.o, weights.mlp.gate_up, weights.mlp.down
+
+
+def _describe_layer(weights: LayerWeights, vectors: list[torch.Tensor]) -> binding.LayerDesc:
+    """Appends to `vectors` the fp32 tensors that the descriptor points into."""
+
+    def pointer(vector: torch.Tensor | None) -> int | None:
+        if vector is None:
+            return None
+        vectors.append(vector.to(torch.float32).contiguous())
+        return vectors[-1].data_ptr()
+
+    a = weights.attention
+    sinks = None if a.sinks is None else a.sinks.to(torch.float32).contiguous()
+    if sinks is not None:
+        vectors.append(sinks)
     return binding.LayerDesc(
-        *(linear.desc for linear in linears if isinstance(linear, PackedLinear)),
-        *pointers,
-        weights.heads,
-        weights.kv_heads,
-        weights.head_dim,
+        *(linear.desc for linear in _linears(weights) if isinstance(linear, PackedLinear)),
+        *map(pointer, weights.norms),
+        pointer(a.q_norm),
+        pointer(a.k_norm),
+        describe_scoring(a.scale, a.window, a.softcap, a.chunk, sinks),
+        a.heads,
+        a.kv_heads,
+        a.head_dim,
+        a.norm_is_whole,
+        -1 if a.rope is None else a.rope,
+        weights.mlp.activation,
         weights.eps,
-        weights.scale,
+        weights.residual_scale,
     )
 
 
@@ -134,6 +168,7 @@ _PLAN_FIELDS = (
     ("tree_mask", torch.int64),
     ("copy_from", torch.int64),
     ("copy_to", torch.int64),
+    ("tree_positions", torch.int32),
 )
 
 

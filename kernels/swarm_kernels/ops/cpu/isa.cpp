@@ -12,7 +12,7 @@ namespace SWARM_ISA {
 extern const swarm::KernelTable table;
 const swarm::KernelTable table = {
     SWARM_NAME(SWARM_ISA), row_tile, fill_tile, quantize, row_bytes,  linear, inverse_rms,
-    scale_row,             rope,     write_kv,  query_tile, attend_workspace, attend, merge,
+    scale_row,             add_row,  rope,      write_kv, query_tile, attend_workspace, attend, merge,
     gate_row,
 };
 

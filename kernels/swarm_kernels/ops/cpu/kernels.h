@@ -24,7 +24,8 @@ struct LinearJob {
   const float *scale, *bias;  // or null
   SwarmFormat format;
   int64_t out;  // of the weights; with GATE_UP the result has out / 2 columns
-  Epilogue epilogue;  // y = v; y += v; y = silu(gate) * up
+  Epilogue epilogue;  // y = v; y += v; y = activation(gate) * up
+  SwarmActivation activation;  // with GATE_UP
   float* y;
   int64_t ldy;
 };
@@ -70,6 +71,7 @@ struct KernelTable {
   void (*linear)(const LinearJob&, int64_t tile_begin, int64_t tile_end, int64_t block_begin, int64_t block_end);
   float (*inverse_rms)(const float* x, int64_t in, float eps);
   void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);
+  void (*add_row)(const float* x, int64_t in, float scale, const float* norm, float* y);  // y += x * scale * norm
   void (*rope)(float* head, int64_t rot, const float* cos, const float* sin);
   void (*write_kv)(const float* k, const float* v, int64_t dim, int64_t value_dim, int64_t offset, bool bf16,
                    void* k_block, void* v_block);

@@ -5,7 +5,7 @@
 
 namespace swarm {
 
-// One item per KV head and 16 rows; with RoPE it also rotates the query heads of that KV head.
+// One item per KV head and 16 rows; with a rotation it also norms and rotates the query heads of that KV head.
 void Engine::append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Rotation* rotation) {
   const int64_t line = KV_BLOCK * (cache.bf16 ? 2 : 4);
   const int64_t items = (plan.rows + KV_BLOCK - 1) / KV_BLOCK * cache.kv_heads;
@@ -20,19 +20,39 @@ void Engine::append(const SwarmCache& cache, const SwarmPlan& plan, const Heads&
                        static_cast<char*>(cache.v) + at * cache.value_dim);
     }
   };
+  if (rotation && rotation->layer->norm_is_whole) norm_all_heads(*rotation, plan.rows);
   if (plan.rows > 4)
     pool_->run(items, work);
   else  // faster than starting a parallel region
     for (int64_t item = 0; item < items; item++) work(item, 0);
 }
 
+// RMS norm over all query heads of a row at once, and over all its key heads.
+void Engine::norm_all_heads(const Rotation& how, int64_t rows) {
+  const SwarmLayer& layer = *how.layer;
+  const int64_t queries = layer.heads * layer.head_dim, keys = layer.kv_heads * layer.head_dim;
+  const auto norm = [&](float* x, int64_t width, const float* weight) {
+    if (weight) table_->scale_row(x, width, table_->inverse_rms(x, width, layer.eps), weight, x);
+  };
+  const auto work = [&](int64_t row, int) {
+    float* heads = how.qkv + row * layer.qkv.out;
+    norm(heads, queries, layer.q_norm);
+    norm(heads + queries, keys, layer.k_norm);
+  };
+  if (rows > 4)
+    pool_->run(rows, work);
+  else
+    for (int64_t row = 0; row < rows; row++) work(row, 0);
+}
+
 // Head norm and RoPE of one KV head of one row, and of the query heads that share it.
 void Engine::rotate(const Rotation& how, int64_t row, int64_t group) {
   const SwarmLayer& layer = *how.layer;
-  const int64_t dim = layer.head_dim, queries_per_kv = layer.heads / layer.kv_heads;
+  const int64_t dim = layer.head_dim, queries_per_kv = layer.heads / layer.kv_heads, rot = how.table.rot;
   const auto turn = [&](float* head, const float* norm) {
-    if (norm) table_->scale_row(head, dim, table_->inverse_rms(head, dim, layer.eps), norm, head);
-    table_->rope(head, how.rot, how.cos + row * how.rot, how.sin + row * how.rot);
+    if (norm && !layer.norm_is_whole)
+      table_->scale_row(head, dim, table_->inverse_rms(head, dim, layer.eps), norm, head);
+    table_->rope(head, rot, how.table.cos + row * rot, how.table.sin + row * rot);
   };
   float* heads = how.qkv + row * layer.qkv.out;
   for (int64_t h = group * queries_per_kv; h < (group + 1) * queries_per_kv; h++) turn(heads + h * dim, layer.q_norm);

@@ -89,9 +89,20 @@ inline void finish(const swarm::LinearJob& job, int64_t row, int64_t rows, int64
   }
 }
 
+template <SwarmActivation KIND>
+SWARM_INLINE V activate(V gate) {
+  if constexpr (KIND == SWARM_SILU) return gate * sigmoid(gate);
+  if constexpr (KIND == SWARM_GELU_TANH) {  // (1 + tanh(x)) / 2 is the sigmoid of 2 x
+    const V inner = gate + 0.044715f * gate * gate * gate;
+    return gate * sigmoid(1.5957691216057308f * inner);
+  }
+  return 0.5f * gate * (1.0f + erf(gate * 0.70710678118654752f));
+}
+
 // `gate` and `up` are [rows] of 16 sums, `ld` apart.
-inline void finish_gated(const swarm::LinearJob& job, int64_t row, int64_t rows, int64_t block, int64_t up_block,
-                         const float* gate, const float* up, int64_t ld) {
+template <SwarmActivation KIND>
+inline void finish_gated_by(const swarm::LinearJob& job, int64_t row, int64_t rows, int64_t block, int64_t up_block,
+                            const float* gate, const float* up, int64_t ld) {
   for (int64_t r = 0; r < rows; r++)
     for (int j = 0; j < BLOCK; j += LANES) {
       V g = load(gate + r * ld + j), u = load(up + r * ld + j);
@@ -103,8 +114,17 @@ inline void finish_gated(const swarm::LinearJob& job, int64_t row, int64_t rows,
         g += load(job.bias + block * BLOCK + j);
         u += load(job.bias + up_block * BLOCK + j);
       }
-      store(job.y + (row + r) * job.ldy + block * BLOCK + j, g * sigmoid(g) * u);
+      store(job.y + (row + r) * job.ldy + block * BLOCK + j, activate<KIND>(g) * u);
     }
+}
+
+inline void finish_gated(const swarm::LinearJob& job, int64_t row, int64_t rows, int64_t block, int64_t up_block,
+                         const float* gate, const float* up, int64_t ld) {
+  switch (job.activation) {
+    case SWARM_SILU: return finish_gated_by<SWARM_SILU>(job, row, rows, block, up_block, gate, up, ld);
+    case SWARM_GELU_TANH: return finish_gated_by<SWARM_GELU_TANH>(job, row, rows, block, up_block, gate, up, ld);
+    case SWARM_GELU: return finish_gated_by<SWARM_GELU>(job, row, rows, block, up_block, gate, up, ld);
+  }
 }
 
 // A tile of a job's rows.

@@ -24,6 +24,14 @@ inline void scale_row(const float* x, int64_t in, float scale, const float* norm
   for (int64_t k = 0; k < in; k++) y[k] = x[k] * scale * norm[k];
 }
 
+// `norm` may be null.
+inline void add_row(const float* x, int64_t in, float scale, const float* norm, float* y) {
+  if (norm)
+    for (int64_t k = 0; k < in; k++) y[k] += x[k] * scale * norm[k];
+  else
+    for (int64_t k = 0; k < in; k++) y[k] += x[k] * scale;
+}
+
 inline void fill_tile(bool bf16, const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in,
                       const float* scale, const float* norm, float* tile) {
   constexpr int64_t STEP = 64;  // columns at a time: their part of the tile stays in the first-level cache

@@ -98,7 +98,7 @@ void Engine::add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_
 }
 
 void Engine::gemm(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
-                      LinearJob::Epilogue epilogue, float* y, int64_t ldy) {
+                  LinearJob::Epilogue epilogue, float* y, int64_t ldy, SwarmActivation activation) {
   if (rows == 0) return;
   const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile(weights.format)));
   LinearJob job;
@@ -109,7 +109,7 @@ void Engine::gemm(const SwarmLinear& weights, const float* x, int64_t rows, cons
   job.row_bytes = table_->row_bytes(weights.format, weights.in);
   job.rows = rows, job.tile_rows = tile_rows, job.in = ceil_div(weights.in, padding) * padding;
   job.weight = weights.weight, job.scale = weights.scale, job.bias = weights.bias, job.format = weights.format;
-  job.out = weights.out, job.epilogue = epilogue, job.y = y, job.ldy = ldy;
+  job.out = weights.out, job.epilogue = epilogue, job.activation = activation, job.y = y, job.ldy = ldy;
 
   const int64_t tiles = ceil_div(rows, tile_rows);
   const int64_t blocks = ceil_div(weights.out, 16) / (epilogue == LinearJob::GATE_UP ? 2 : 1);
@@ -136,26 +136,6 @@ void Engine::linear(const SwarmLinear& weights, const float* x, int64_t rows, fl
 void Engine::rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {
   for (int64_t r = 0; r < rows; r++, x += in, y += in)
     table_->scale_row(x, in, table_->inverse_rms(x, in, eps), weight, y);
-}
-
-void Engine::layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const float* cos,
-                   const float* sin, int64_t rot, float* hidden) {
-  const int64_t rows = plan.rows, width = layer.o.out, dim = layer.head_dim;
-  const int64_t ld = layer.qkv.out, middle = layer.gate_up.out / 2;
-  float* qkv = scratch_.take(rows * ld);
-  float* mixed = scratch_.take(rows * layer.heads * dim);
-  float* gated = scratch_.take(rows * middle);
-  const Norm attn_norm{layer.attn_norm, layer.eps}, mlp_norm{layer.mlp_norm, layer.eps};
-
-  gemm(layer.qkv, hidden, rows, &attn_norm, LinearJob::STORE, qkv, ld);
-  const float* k = qkv + layer.heads * dim;
-  const Heads heads{qkv, k, k + layer.kv_heads * dim, ld, ld, ld, layer.heads};
-  const Rotation rotation{&layer, cos, sin, rot, qkv};
-  append(cache, plan, heads, &rotation);
-  attend(cache, plan, heads, {layer.scale}, mixed);
-  gemm(layer.o, mixed, rows, nullptr, LinearJob::ADD, hidden, width);
-  gemm(layer.gate_up, hidden, rows, &mlp_norm, LinearJob::GATE_UP, gated, middle);
-  gemm(layer.down, gated, rows, nullptr, LinearJob::ADD, hidden, width);
 }
 
 }  // namespace swarm

@@ -59,38 +59,44 @@ class Engine {
     const float *q, *k, *v;
     int64_t ldq, ldk, ldv, heads;
   };
-  // How to rotate the heads of `qkv` [rows, (heads + 2 kv_heads) dim] before they are used.
-  struct Rotation {
-    const SwarmLayer* layer;
+  // Cosines and sines [tables, rows, rot].
+  struct RotaryTables {
     const float *cos, *sin;
     int64_t rot;
+  };
+  // How to norm and rotate the heads of `qkv` [rows, (heads + 2 kv_heads) dim] before they are used; rot may be 0.
+  struct Rotation {
+    const SwarmLayer* layer;
+    RotaryTables table;
     float* qkv;
   };
   void append(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Rotation* rotation);
-  // window, softcap 0: none. chosen null: all committed keys; else bits of those that each row sees, see api.cpp.
-  struct Scoring {
-    float scale, softcap = 0.0f;
-    int64_t window = 0;
-    const uint64_t* chosen = nullptr;
-    int64_t chosen_words = 0;
-  };
-  void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const Scoring& scoring, float* out);
+  void attend(const SwarmCache& cache, const SwarmPlan& plan, const Heads& in, const SwarmScoring& scoring,
+              float* out);
   // hidden [rows, layer.o.out], in place
-  void layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const float* cos,
-             const float* sin, int64_t rot, float* hidden);
+  void layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const RotaryTables& tables,
+             float* hidden);
 
  private:
   struct Norm {
     const float* weight;
     float eps;
   };
-  void gemm(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm,
-                LinearJob::Epilogue epilogue, float* y, int64_t ldy);
+  // The parts of a layer: each adds to hidden.
+  void attention(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const RotaryTables& tables,
+                 float* hidden);
+  void mlp(const SwarmLayer& layer, int64_t rows, float* hidden);
+  void add_part(const SwarmLayer& layer, const SwarmLinear& last, const float* x, int64_t rows, const float* post_norm,
+                float* hidden);
+  // `norm` of the rows of x, or null.
+  void gemm(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm, LinearJob::Epilogue epilogue,
+            float* y, int64_t ldy, SwarmActivation activation = SWARM_SILU);
   void add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles);
   const char* quantized_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                                  const Norm* norm);
   const char* packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                            const Norm* norm);
+  void norm_all_heads(const Rotation& how, int64_t rows);
   void some_experts(const SwarmExperts& all, const float* x, const int64_t* index, const float* scores, int64_t rows,
                     int64_t chosen, float* y);
   void rotate(const Rotation& how, int64_t row, int64_t group);

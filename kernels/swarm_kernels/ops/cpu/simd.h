@@ -174,5 +174,15 @@ SWARM_INLINE V sigmoid(V x) {
   V power = x * -LOG2_E;
   return 1.0f / (1.0f + exp2(power > 126.0f ? splat(126.0f) : power));
 }
+// The error function to 1.5e-7 (Abramowitz and Stegun, 7.1.26); NaN stays NaN.
+SWARM_INLINE V erf(V x) {
+  const V size = x < 0.0f ? -x : x, t = 1.0f / (1.0f + 0.3275911f * size);
+  V p = t * 1.061405429f - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const V value = 1.0f - p * t * exp2(size * size * -LOG2_E);
+  return x < 0.0f ? -value : value;
+}
 
 }  // namespace SWARM_ISA

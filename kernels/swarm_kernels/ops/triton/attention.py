@@ -32,6 +32,7 @@ _PLAN_DTYPES = {
     "tree_mask": torch.int64,
     "copy_from": torch.int64,
     "copy_to": torch.int64,
+    "tree_positions": torch.int32,
 }
 _LOG2E = 1.4426950408889634
 _CUT_BLOCK = 1024  # rows `cut_tiles` scans per iteration
@@ -203,6 +204,7 @@ def attend_cached(
 ) -> torch.Tensor:
     """Attention of `q [n, H, D]` whose keys and values are already in the cache -> `[n, H, D]`, contiguous."""
     q = _dense_heads(q)
+    tree_mask = plan.tree_mask if sliding_window is None else window_in_trees(plan, sliding_window)
     rows, count, dim = q.shape
     heads = AttentionShape(count, k_blocks.shape[1], dim)
     tiling, widest = tiles.tiling, wider_dtype(q.dtype, k_blocks.dtype)
@@ -214,8 +216,8 @@ def attend_cached(
     factor, cap = (scale * _LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
     attention_kernels.attend_tiles[(tiling.tiles, heads.kv_heads, tiling.splits)](
         q, k_blocks, v_blocks, sums, stats, plan.positions, plan.sequence_index, plan.context_lens,
-        plan.block_tables, plan.tree_block_tables, plan.tree_mask, tiles.starts, rows, plan.block_tables.shape[1],
-        plan.tree_block_tables.shape[1], plan.tree_mask.shape[1], sliding_window or 0, q.stride(0), factor, cap,
+        plan.block_tables, plan.tree_block_tables, tree_mask, tiles.starts, rows, plan.block_tables.shape[1],
+        plan.tree_block_tables.shape[1], tree_mask.shape[1], sliding_window or 0, q.stride(0), factor, cap,
         KV_HEADS=heads.kv_heads, QUERIES_PER_KV=heads.queries_per_kv, D=dim, BLOCK_D=heads.block_d,
         BLOCK_M=tiling.block_m,
         BLOCK_N=block_n(heads, widest), BLOCK_SIZE=BLOCK_SIZE, SPLIT=tiling.splits > 1,
@@ -227,6 +229,19 @@ def attend_cached(
             sums, stats, out, rows * count, D=dim, BLOCK_D=heads.block_d, SPLITS=tiling.splits
         )
     return out
+
+
+def window_in_trees(plan: AttentionMetadata, window: int) -> torch.Tensor:
+    """The plan's tree mask without the slots at distance >= window, which a tree longer than the window has."""
+    mask = plan.tree_mask
+    slots = plan.tree_positions.shape[1]
+    if not mask.shape[1] or not slots:
+        return mask
+    near = plan.tree_positions[plan.sequence_index.long()] > (plan.positions - window)[:, None]  # [n, slots]
+    bits = torch.zeros(mask.shape[0], mask.shape[1] * 64, dtype=torch.int64, device=mask.device)
+    bits[:, :slots] = near[:, : bits.shape[1]]
+    words = bits.view(mask.shape[0], -1, 64) << torch.arange(64, device=mask.device)
+    return mask & words.sum(-1)
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:

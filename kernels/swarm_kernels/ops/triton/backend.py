@@ -29,9 +29,13 @@ class TritonBackend(AttentionBackend):
     def supports_cache(self, k_blocks: torch.Tensor) -> bool:
         return True
 
-    def supports_attention(self, heads: int, k_blocks: torch.Tensor) -> bool:
+    def supports_attention(
+        self, heads: int, k_blocks: torch.Tensor, chunk: int | None = None, sinks: torch.Tensor | None = None
+    ) -> bool:
         _, kv_heads, dim, _ = k_blocks.shape
-        return attention.supports(AttentionShape(heads, kv_heads, dim), k_blocks.dtype)
+        return (
+            chunk is None and sinks is None and attention.supports(AttentionShape(heads, kv_heads, dim), k_blocks.dtype)
+        )
 
     def supports_norm(self, x: torch.Tensor) -> bool:
         return x.shape[-1] <= MAX_WIDTH
@@ -50,7 +54,11 @@ class TritonBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert chunk is None  # `supports_attention`
+        assert sinks is None
         with _on(q):
             last = self._last
             shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2])

@@ -76,13 +76,18 @@ class TritonLayerStack(LayerStack):
             size = None
             if not self._eager:
                 size = Size.of(plan, attention_shape(layers[0]), hidden.dtype, processors(hidden.device))
-            graph = None if size is None else self._graph(size, hidden, layers, cos.shape[1], caches)
+            graph = None if size is None else self._graph(size, hidden, layers, cos.shape, caches)
             if graph is None:
                 return decoder_layers(hidden, layers, cos, sin, caches, plan)
             return graph.run(hidden, cos, sin, plan)
 
     def _graph(
-        self, size: Size, hidden: torch.Tensor, layers: Sequence[LayerWeights], rot: int, caches: Sequence[LayerCache]
+        self,
+        size: Size,
+        hidden: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        rotary: torch.Size,
+        caches: Sequence[LayerCache],
     ) -> _Graph | None:
         cached = self._graphs.get(size)
         if cached is not None:
@@ -95,7 +100,8 @@ class TritonLayerStack(LayerStack):
             self._graphs.popitem(last=False)
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            batch = PaddedBatch(size, hidden.shape[1], rot, hidden.dtype, hidden.device)
+            tables = tuple(rotary[:-2])
+            batch = PaddedBatch(size, hidden.shape[1], rotary[-1], hidden.dtype, hidden.device, tables)
             made = self._graphs[size] = _Graph(batch, layers, caches, self._pool)
         except RuntimeError as error:  # too little memory for its buffers, or a driver that cannot capture
             logger.warning("CUDA graphs disabled: %s", str(error).splitlines()[0])

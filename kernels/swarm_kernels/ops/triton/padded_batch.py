@@ -49,17 +49,21 @@ class Size:
 
 class PaddedBatch:
     """Buffers of one `Size`: `hidden [rows, width]`, `cos`, `sin` `[rows, rot]`, `plan`. All padding until loaded.
+    With several rotary tables, these are `[tables, rows, rot]`.
 
     The plan's block tables have a line per row, since every row may belong to a different sequence. Entries that a
     batch does not set keep the values of an earlier batch: they are valid blocks of the same cache, and masked.
     """
 
-    def __init__(self, size: Size, width: int, rot: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, size: Size, width: int, rot: int, dtype: torch.dtype, device: torch.device, tables: tuple[int, ...] = ()
+    ) -> None:
+        """`tables`: their number, where `cos` and `sin` have a dimension for it."""
         with torch.inference_mode(False):  # buffers that may be written inside and outside of it
             self.size = size
             self.hidden = torch.zeros(size.rows, width, dtype=dtype, device=device)
-            self.cos = torch.zeros(size.rows, rot, device=device)
-            self.sin = torch.zeros(size.rows, rot, device=device)
+            self.cos = torch.zeros(*tables, size.rows, rot, device=device)
+            self.sin = torch.zeros(*tables, size.rows, rot, device=device)
             self.plan = _blank_plan(size, device)
         self._rows = 0  # not padding
         self._copies = 0
@@ -69,14 +73,15 @@ class PaddedBatch:
         """Copy a batch in and make the rest padding. Does not synchronize with the device."""
         rows, copies, ours, source = plan.rows, plan.copy_from.shape[0], self.plan, kernel_metadata(plan)
         self.hidden[:rows].copy_(hidden)
-        self.cos[:rows].copy_(cos)
-        self.sin[:rows].copy_(sin)
+        self.cos[..., :rows, :].copy_(cos)
+        self.sin[..., :rows, :].copy_(sin)
         for name in ("positions", "sequence_index", "context_lens", "slot_mapping"):
             getattr(ours, name)[:rows].copy_(getattr(source, name))
         _corner(ours.block_tables, source.block_tables)
         if self.size.words:
             words = source.tree_mask.shape[1]
             _corner(ours.tree_block_tables, source.tree_block_tables)
+            _corner(ours.tree_positions, source.tree_positions)
             ours.tree_mask[:rows, :words].copy_(source.tree_mask)
             ours.tree_mask[:rows, words:].zero_()
         if copies:
@@ -116,4 +121,5 @@ def _blank_plan(size: Size, device: torch.device) -> AttentionMetadata:
         tree_mask=filled(0, torch.int64, size.rows, size.words),
         copy_from=filled(_SKIP, torch.int64, size.copies),
         copy_to=filled(0, torch.int64, size.copies),
+        tree_positions=filled(0, torch.int32, size.rows, size.words * 64),
     )

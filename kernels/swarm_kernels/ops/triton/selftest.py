@@ -10,7 +10,7 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
-from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, plain_linear
+from swarm_kernels.ops.base.layer_weights import Attention, GatedMlp, LayerWeights, Linear, plain_linear
 from swarm_kernels.ops.base.torch_reference import REFERENCE, decoder_layer
 from swarm_kernels.ops.triton import layers
 from swarm_kernels.ops.triton.backend import TRITON
@@ -71,6 +71,7 @@ def _batch(device: torch.device) -> tuple[AttentionMetadata, int]:
     plan = AttentionMetadata(
         torch.tensor(positions), torch.tensor(sequence).int(), torch.tensor(context_lens).int(), torch.tensor(write),
         blocks, tree_blocks, torch.tensor(mask)[:, None], torch.tensor(copies[0]), torch.tensor(copies[1]),
+        torch.tensor([[0] * 16, [20, 0, 21, 0, 0, 21] + [0] * 10, [0] * 16]).int(),
     )  # fmt: skip
     return on_device(plan, device), 5 + long_blocks
 
@@ -88,18 +89,15 @@ def _layer(device: torch.device, dtype: torch.dtype, dim: int, generator: torch.
     def norm(size: int) -> torch.Tensor:
         return (torch.rand(size, generator=generator) + 0.5).to(device)
 
-    return LayerWeights(
-        attn_norm=norm(_WIDTH),
+    attention = Attention(
         qkv=linear((_HEADS + 2 * _GROUPS) * dim, _WIDTH),
         o=linear(_WIDTH, _HEADS * dim),
-        mlp_norm=norm(_WIDTH),
-        gate_up=linear(2 * _MIDDLE, _WIDTH),
-        down=linear(_WIDTH, _MIDDLE),
         heads=_HEADS,
         kv_heads=_GROUPS,
         head_dim=dim,
-        eps=1e-5,
         scale=dim**-0.5,
         q_norm=norm(dim),
         k_norm=norm(dim),
     )
+    mlp = GatedMlp(linear(2 * _MIDDLE, _WIDTH), linear(_WIDTH, _MIDDLE))
+    return LayerWeights(attention, mlp, attn_norm=norm(_WIDTH), mlp_norm=norm(_WIDTH), eps=1e-5)
