@@ -37,8 +37,8 @@ class Machine:
         """Whether two of this kind promise each other the same bits (`swarm_kernels.audit.arithmetic`)."""
         return self.isa != "reference" and not self.transformers
 
-    def spans(self, source: ModelSource, dtype: str = "bf16") -> list[Span]:
-        """The three hops."""
+    def spans(self, source: ModelSource, dtype: str) -> list[Span]:
+        """The three hops. `dtype`: of the weights."""
         dispatch.select_isa(self.isa)
         parts = [LayerSpan(a, b) for a, b in zip((0, *EDGES), EDGES, strict=False)]
         if self.transformers:

@@ -120,6 +120,7 @@ class Folder:
     part: str
     source: ModelSource
     texts_each: int
+    dtype: str
     _tails: dict[str, Span] = field(default_factory=dict)
 
     @property
@@ -130,7 +131,7 @@ class Folder:
 
     def tail(self, machine: str) -> Span:
         if machine not in self._tails:
-            self._tails[machine] = MACHINES[machine].spans(self.source)[-1]
+            self._tails[machine] = MACHINES[machine].spans(self.source, self.dtype)[-1]
         return self._tails[machine]
 
     def recorded(self, machine: str, way: str) -> list[Recorded]:

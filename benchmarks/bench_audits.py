@@ -1,11 +1,12 @@
 """Audits on recorded rows of SmolLM2: which cheats are found after how many tokens, and who is accused by mistake.
 
     nice python benchmarks/record_audit_rows.py FOLDER
-    nice python benchmarks/bench_audits.py FOLDER [--part reporting] [--sessions 100000]
+    nice python benchmarks/bench_audits.py FOLDER [--part reporting] [--sessions 100000] [--compiled] [--dtype int8]
 
 A session is a text, an audited machine, a replay and a third, all drawn; its rows and tokens are drawn from what was
-recorded. The rules are those of `swarm.planner.auditing.verdict`, on arrays. Thresholds may be set by what `--part
-calibration` shows; figures are those of `--part reporting`.
+recorded. `--compiled`: our kernels alone, whose limits are closer. The rules are those of
+`swarm.planner.auditing.verdict`, on arrays. Thresholds may be set by what `--part calibration` shows; figures are those
+of `--part reporting`.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from audit_rows import (
     numbers,
 )
 from kernel_timing import table
-from record_audit_rows import WAYS, WRITER
+from record_audit_rows import FORMATS, WAYS, WRITER
 
-from swarm.planner.auditing.policy import POLICY
-from swarm.planner.auditing.verdict import too_far
+from swarm.planner.auditing.policy import POLICY, HonestSpread
+from swarm.planner.auditing.verdict import too_far, too_far_apart
 from swarm.types import Sampling
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
@@ -77,25 +78,35 @@ class Sessions:
         """Of the tokens' margins, as they count."""
         return cast(Numbers, np.minimum(margins[self.sample, self.tokens], POLICY.max_margin).sum(axis=1))
 
-    def first_far(self, rows: Mapping[int, Numbers], margins: Numbers) -> Places:
+    def spread(self, dtype: str, a: str, b: str) -> HonestSpread:
+        """Of the rows of two machines."""
+        return POLICY.spread(dtype, named=_named(a) and _named(b) and self.rows.shape[1] >= POLICY.few_rows)
+
+    def first_far(self, dtype: str, a: str, b: str, rows: Mapping[int, Numbers], margins: Numbers) -> Places:
         """The first edge at which two machines of unlike arithmetic are far apart, `[sessions]`."""
-        far = [np.median(rows[edge][self.rows], axis=1) > POLICY.max_distance for edge in INNER]
-        far.append(self.total(margins) > too_far(self.tokens.shape[1], POLICY))
+        spread = self.spread(dtype, a, b)
+        far = [np.median(rows[edge][self.rows], axis=1) > too_far_apart(edge, spread) for edge in INNER]
+        of_tokens = POLICY.spread(dtype, named=_named(a) and _named(b))
+        far.append(self.total(margins) > too_far(self.tokens.shape[1], of_tokens))
         flags = np.stack([*far, np.ones_like(far[0])], axis=1)
         return cast(Places, flags.argmax(axis=1))
 
 
-def outcome(found: TextNumbers, a: str, b: str, c: str, sessions: Sessions) -> tuple[Flags, Flags, Flags]:
+def _named(machine: str) -> bool:
+    return MACHINES[machine.split(",")[0]].named if machine.split(",")[0] in MACHINES else True  # a cheat, that lies
+
+
+def outcome(dtype: str, found: TextNumbers, a: str, b: str, c: str, sessions: Sessions) -> tuple[Flags, Flags, Flags]:
     """-> whether `a` and its replay `b` dispute; `a` is accused, with the third `c`; `b` is."""
     of_a, of_b = (np.minimum(found.margins[a, replay], POLICY.max_margin) for replay in (b, c))
-    at = sessions.first_far(found.rows[a, b], of_a)
-    ours = sessions.first_far(found.rows[a, c], of_b)
-    theirs = sessions.first_far(found.rows[b, c], np.abs(of_a - of_b))
+    at = sessions.first_far(dtype, a, b, found.rows[a, b], of_a)
+    ours = sessions.first_far(dtype, a, c, found.rows[a, c], of_b)
+    theirs = sessions.first_far(dtype, b, c, found.rows[b, c], np.abs(of_a - of_b))
     disputed = at < NONE
     return disputed, disputed & (ours == at) & (theirs > at), disputed & (theirs == at) & (ours > at)
 
 
-def spread(found: Sequence[TextNumbers], audited: Sequence[str], replays: Sequence[str]) -> Iterator[str]:
+def spread(dtype: str, found: Sequence[TextNumbers], audited: Sequence[str], replays: Sequence[str]) -> Iterator[str]:
     """Of honest pairs: rows that differ little, tokens that do, and the nearest that sessions come to the limits."""
     rng = np.random.default_rng(1)
     for a, b in itertools.product(audited, replays):
@@ -107,7 +118,8 @@ def spread(found: Sequence[TextNumbers], audited: Sequence[str], replays: Sequen
         for text in found:
             sessions = Sessions.draw(rng, 300, SESSION, text.margins[a, b])
             nearest = max(nearest, *(float(np.median(v[sessions.rows], 1).max()) for v in text.rows[a, b].values()))
-            budget = max(budget, float(sessions.total(text.margins[a, b]).max()) / too_far(SESSION, POLICY))
+            limit = too_far(SESSION, POLICY.spread(dtype, named=_named(a) and _named(b)))
+            budget = max(budget, float(sessions.total(text.margins[a, b]).max()) / limit)
         if rows.max() or margins.max():
             yield (
                 f"{a} | {b} | {np.median(rows):.4f} | {rows.max():.4f} | {nearest:.4f} | {(margins > 0).mean():.3f} | "
@@ -116,7 +128,7 @@ def spread(found: Sequence[TextNumbers], audited: Sequence[str], replays: Sequen
 
 
 def accusations(
-    found: Sequence[TextNumbers], audited: Sequence[str], replays: Sequence[str], least: int
+    dtype: str, found: Sequence[TextNumbers], audited: Sequence[str], replays: Sequence[str], least: int
 ) -> Iterator[str]:
     """Honest sessions over all triples of machines and all texts."""
     rng = np.random.default_rng(2)
@@ -128,7 +140,7 @@ def accusations(
         if a in (b, c):  # one recording
             continue
         sessions = Sessions.draw(rng, count, SESSION, text.margins[a, b])
-        disputed, ours, theirs = outcome(text, a, b, c, sessions)
+        disputed, ours, theirs = outcome(dtype, text, a, b, c, sessions)
         total, disputes = total + count, disputes + int(disputed.sum())
         accused += int((ours | theirs).sum())
         worst[a, b] = worst.get((a, b), 0) + int(disputed.sum())
@@ -171,7 +183,7 @@ def equal(one: Recorded, other: Recorded) -> bool:
 
 def honest(folder: Folder, replays: Sequence[str], ways: Sequence[tuple[str, str]]) -> list[TextNumbers]:
     """Of each text; kept in the folder, for it takes minutes."""
-    path = folder.path / f"numbers-{folder.part}.pickle"
+    path = folder.path / f"numbers-{len(replays)}-{folder.part}.pickle"
     if path.exists():
         return cast(list[TextNumbers], pickle.loads(path.read_bytes()))
     found: list[TextNumbers] = []
@@ -186,7 +198,9 @@ def honest(folder: Folder, replays: Sequence[str], ways: Sequence[tuple[str, str
     return found
 
 
-def detection(found: Sequence[TextNumbers], name: str, audited: str, replays: Sequence[str], least: int) -> str:
+def detection(
+    dtype: str, found: Sequence[TextNumbers], name: str, audited: str, replays: Sequence[str], least: int
+) -> str:
     """Parts of the sessions in which a cheat is accused: bit for bit by a machine of its own arithmetic; by two others,
     on average over all pairs of them, and by the least able pair."""
     rng = np.random.default_rng(3)
@@ -200,7 +214,7 @@ def detection(found: Sequence[TextNumbers], name: str, audited: str, replays: Se
             bits.append(differ[rng.integers(differ.size, size=(1000, tokens))].any(axis=1).mean())
             for j, (b, c) in enumerate(pairs):
                 sessions = Sessions.draw(rng, count, tokens, text.margins[audited, b])
-                rates[i, j] = outcome(text, audited, b, c, sessions)[1].mean()
+                rates[i, j] = outcome(dtype, text, audited, b, c, sessions)[1].mean()
         by_pair = rates.mean(axis=0)
         cells.append(f"{np.mean(bits):.3f} / {by_pair.mean():.3f} / {by_pair.min():.3f}")
     return " | ".join((name, *cells))
@@ -237,23 +251,24 @@ def cheats(folder: Folder, replays: Sequence[str], least: int) -> Iterator[str]:
             numbers([one], others, options, lambda o: o.sampled(options))
             for one, others in zip(runs, by_text, strict=True)
         ]
-        yield detection(found, name, name, replays, least)
+        yield detection(folder.dtype, found, name, name, replays, least)
     honest = folder.recorded(WRITER, "decoded")
     for declared in OPTIONS[:1]:
         mine = drawn([declared])
         for name, claims in token_cheats(declared):
             found = [numbers([one], others, mine, claims) for one, others in zip(honest, by_text, strict=True)]
-            yield detection(found, name, honest[0].name, replays, least)
+            yield detection(folder.dtype, found, name, honest[0].name, replays, least)
 
 
 def _decoded(path: Path, name: str, part: str) -> bool:
     return (path / f"{name}-decoded-{part}.pt").exists()
 
 
-def bench(path: Path, part: str, least: int, texts: int, only: str) -> None:
+def bench(path: Path, part: str, least: int, texts: int, only: str, dtype: str, compiled: bool) -> None:
     cpu_library.set_threads(1)
-    folder = Folder(path, part, cast(ModelSource, DitheredSource(open_model("smollm2-135m"))), texts)
-    machines = [name for name in MACHINES if (path / f"{name}-{REPLAY}-{part}.pt").exists()]
+    folder = Folder(path, part, cast(ModelSource, DitheredSource(open_model("smollm2-135m"))), texts, dtype)
+    kinds = [name for name, machine in MACHINES.items() if machine.named or not compiled]
+    machines = [name for name in kinds if (path / f"{name}-{REPLAY}-{part}.pt").exists()]
     replays = distinct(folder, machines)
     # of our kernels a replay has the bits of decoding (`same_arithmetic`), and stands for it
     ways = [
@@ -274,8 +289,10 @@ def bench(path: Path, part: str, least: int, texts: int, only: str) -> None:
     header = (
         "audited | replay | median row | largest | largest median | tokens that differ | mean margin | part of limit"
     )
-    print(f"{part}: {len(found)} texts\n" + table(header, list(spread(found, names, replays))), flush=True)
-    print("\n".join(accusations(found, names, replays, least)), flush=True)
+    print(
+        f"{part}: {len(found)} texts\n" + table(header, list(spread(folder.dtype, found, names, replays))), flush=True
+    )
+    print("\n".join(accusations(folder.dtype, found, names, replays, least)), flush=True)
 
 
 def main() -> None:
@@ -285,9 +302,19 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=100_000)
     parser.add_argument("--texts", type=int, default=10)
     parser.add_argument("--only", choices=("honest", "cheats", "both"), default="both")
+    parser.add_argument("--dtype", default="bf16", choices=FORMATS, help="that the folder was recorded with")
+    parser.add_argument("--compiled", action="store_true", help="between our compiled kernels alone")
     options = parser.parse_args()
     started = time.monotonic()
-    bench(options.folder, options.part, options.sessions, options.texts, options.only)
+    bench(
+        options.folder,
+        options.part,
+        options.sessions,
+        options.texts,
+        options.only,
+        options.dtype,
+        options.compiled,
+    )
     print(f"{time.monotonic() - started:.0f} s")
 
 

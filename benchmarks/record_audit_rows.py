@@ -1,6 +1,6 @@
 """Records the rows that `bench_audits` draws sessions from: on every kind of machine, and of every cheat.
 
-    nice python benchmarks/record_audit_rows.py FOLDER [MACHINE ...]
+    nice python benchmarks/record_audit_rows.py FOLDER [MACHINE ...] [--dtype int8]
 
 Each kind runs in a process of its own, since torch takes its instruction set from the environment. The texts are
 written first, by the first kind. What FOLDER already has is kept.
@@ -41,6 +41,7 @@ from swarm_kernels.runtime.span import Span
 from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
 
 SETS = {"calibration": CALIBRATION, "reporting": REPORTING}
+FORMATS = ("fp32", "bf16", "int8", "int4")
 WRITER = "avx512bf16"
 CHEATS = "cheats"
 
@@ -69,7 +70,7 @@ def kept(path: Path, make: Callable[[], object]) -> Any:
     return load(path)
 
 
-def cheats(source: ModelSource, hops: Sequence[Span], texts: Sequence[Text]) -> dict[str, list[Rows]]:
+def cheats(source: ModelSource, hops: Sequence[Span], texts: Sequence[Text], dtype: str) -> dict[str, list[Rows]]:
     """What the middle hop of the first kind of machine may do instead of its work -> rows of each text."""
     first, middle, last = hops
     generator = torch.Generator().manual_seed(hash_of("noise"))
@@ -90,9 +91,9 @@ def cheats(source: ModelSource, hops: Sequence[Span], texts: Sequence[Text]) -> 
         return [tampered([first, cast(Span, middle), last], text, tamper) for text in texts]
 
     machine = MACHINES[WRITER]
+    fewer_bits = FORMATS[FORMATS.index(dtype) + 1 :]
     return {
-        "int8 for bf16": of(machine.spans(source, "int8")[1]),
-        "int4 for bf16": of(machine.spans(source, "int4")[1]),
+        **{f"{less} for {dtype}": of(machine.spans(source, less)[1]) for less in fewer_bits},
         "one layer skipped": of(SkippingSpan(middle, 14, 15)),
         "a smaller model: half of the layers": of(SkippingSpan(middle, 12, 17)),
         "noise of 1%": of(middle, noise),
@@ -105,16 +106,16 @@ def texts_of(hops: Sequence[Span], tokenizer: ChatTokenizer, questions: Sequence
     return [write_text(hops, tokenizer, question) for question in questions]
 
 
-def record(folder: Path, name: str, ways: Sequence[str]) -> None:
-    """These ways of one kind of machine, or the cheats."""
+def record(folder: Path, name: str, ways: Sequence[str], dtype: str) -> None:
+    """These ways of one kind of machine, or the cheats. `dtype`: of the weights, of all in one folder."""
     cpu_library.set_threads(1)
     model = open_model("smollm2-135m")
     source = cast(ModelSource, DitheredSource(model))
-    hops = MACHINES[WRITER if name == CHEATS else name].spans(source)
+    hops = MACHINES[WRITER if name == CHEATS else name].spans(source, dtype)
     for part, questions in SETS.items():
         texts = kept(folder / f"texts-{part}.pt", partial(texts_of, hops, load_tokenizer(model), questions))
         if name == CHEATS:
-            kept(folder / f"{CHEATS}-{part}.pt", partial(cheats, source, hops, texts))
+            kept(folder / f"{CHEATS}-{part}.pt", partial(cheats, source, hops, texts, dtype))
             continue
         for way in ways:
             kept(folder / f"{name}-{way}-{part}.pt", partial(WAYS[way], hops, texts))
@@ -125,16 +126,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("machine", nargs="*", help=f"of {', '.join(MACHINES)}, {CHEATS}; all if none is named")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="torch is slow under AVX2")
+    parser.add_argument("--dtype", default="bf16", choices=FORMATS, help="of the weights; one folder, one format")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.here:
         for name in options.machine:
-            record(options.folder, name, options.ways)
+            record(options.folder, name, options.ways, options.dtype)
         return
     for name in options.machine or [*MACHINES, CHEATS]:
         environment = MACHINES[name].environment if name in MACHINES else {}
-        command = [sys.executable, __file__, str(options.folder), name, "--here", "--ways", *options.ways]
+        command = [sys.executable, __file__, str(options.folder), name, "--here", "--dtype", options.dtype]
+        command += ["--ways", *options.ways]
         subprocess.run(command, env={**os.environ, **environment}, check=True)
 
 

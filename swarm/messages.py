@@ -25,12 +25,11 @@ from swarm.block_hash import HASH_BYTES
 from swarm.gossip_messages import Records, RecordsQuery
 from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
 from swarm.receipt_messages import WorkReceipt
-from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, Sampling, TokenLogprobs
+from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SLOTS, Grammar, Sampling, TokenLogprobs
 from swarm.wire_types import Count, Message, Serial, SessionId, Text, TokenId
 
 MAX_ROWS = 1024  # new tree nodes in one step
 MAX_SAMPLED_ROWS = 128  # causal rows of one step that are sampled after
-MAX_SLOTS = 4096  # tree slots of one session
 MAX_HISTORY = 1 << 18  # token ids in one `OpenSession`
 MAX_HOPS = 256
 MAX_NEG_MICRONATS = (1 << 31) - 1  # of a log-probability

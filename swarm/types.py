@@ -19,6 +19,7 @@ from swarm.errors import UsageError
 MAX_GRAMMAR_LENGTH = 64 << 10  # characters
 MAX_LOGPROBS = 20  # alternatives of one token
 MAX_LOGIT_BIAS = 1024  # tokens
+MAX_SLOTS = 4096  # tree slots of one session
 
 PeerId = str
 """A libp2p peer id in base58; it embeds the peer's Ed25519 public key."""

@@ -15,7 +15,6 @@ from swarm.audit_messages import MAX_AUDITED_ROWS, AuditQuery, AuditReport
 from swarm.errors import ProtocolError
 from swarm.messages import (
     MAX_ROWS,
-    MAX_SLOTS,
     AnyMessage,
     CloseSession,
     DropInFlight,
@@ -27,6 +26,7 @@ from swarm.messages import (
     Step,
     StepResult,
 )
+from swarm.types import MAX_SLOTS
 
 TAGS = [cls.__struct_config__.tag for cls in get_args(AnyMessage)]
 

@@ -126,7 +126,7 @@ class Node:
         upload = UploadBucket(config.upload_limit or math.inf)
         transport = RateLimitedTransport(network.transport, upload)
         self._pool = ConnectionPool(
-            transport, self._on_frame, self._on_lost, limits, uses=lambda peer: self._server.uses(peer)
+            transport, self._on_frame, self._on_lost, limits, network.links, lambda peer: self._server.uses(peer)
         )
         self._addresses = AddressBook(lambda: self._view.snapshot())
         self._accounts = Accounts(config, transport.peer, lambda: self._view.snapshot(), network.wall_clock)

@@ -41,10 +41,19 @@ class CostedDevice:
         return asyncio.get_running_loop().create_task(self._run(compute))
 
     async def _run(self, compute: Callable[[], Any]) -> Any:
-        done = compute()
-        owed_ms, self.owed_ms = self.owed_ms, 0.0
-        await asyncio.sleep(owed_ms / 1e3)
-        return (done[0], owed_ms) if isinstance(done, tuple) else done
+        return compute()
+
+    def run_parts(self, part: Callable[[], Any]) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_task(self._run_parts(part))
+
+    async def _run_parts(self, part: Callable[[], Any]) -> Any:
+        took_ms, result = 0.0, None
+        while result is None:
+            result = part()
+            owed_ms, self.owed_ms = self.owed_ms, 0.0
+            took_ms += owed_ms
+            await asyncio.sleep(owed_ms / 1e3)
+        return result, took_ms
 
     def close(self) -> None:
         """Nothing to release."""

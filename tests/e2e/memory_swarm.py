@@ -76,10 +76,17 @@ class VirtualDevice:
         return asyncio.get_running_loop().create_task(self._run(compute))
 
     async def _run(self, compute: Callable[[], Any]) -> Any:
-        delay_s = self.delay_s
+        await asyncio.sleep(self.delay_s)
+        return compute()
+
+    def run_parts(self, part: Callable[[], Any]) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_task(self._run_parts(part, self.delay_s))
+
+    async def _run_parts(self, part: Callable[[], Any], delay_s: float) -> Any:
         await asyncio.sleep(delay_s)
-        done = compute()
-        return (done[0], delay_s * 1e3) if isinstance(done, tuple) else done
+        while (result := part()) is None:
+            """The next one."""
+        return result, delay_s * 1e3
 
     def close(self) -> None:
         """Nothing to release."""

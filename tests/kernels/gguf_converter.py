@@ -27,7 +27,7 @@ ARCHITECTURES = {
     "gemma": "GEMMA", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3", "phi3": "PHI3", "granite": "GRANITE",
     "granitemoe": "GRANITE_MOE", "granitemoeshared": "GRANITE_MOE", "glm4": "GLM4", "glm4_moe": "GLM4_MOE",
     "olmo2": "OLMO2", "olmo3": "OLMO2", "olmoe": "OLMOE", "smollm3": "SMOLLM3", "llama4_text": "LLAMA4",
-    "minimax_m2": "MINIMAXM2",
+    "minimax_m2": "MINIMAXM2", "lfm2": "LFM2", "lfm2_moe": "LFM2MOE",
 }  # fmt: skip
 _PERMUTED = ("llama", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
 _SIGMOID, _SOFTMAX = gguf.ExpertGatingFuncType.SIGMOID, gguf.ExpertGatingFuncType.SOFTMAX
@@ -87,10 +87,13 @@ def _shared_parameters(writer: gguf.GGUFWriter, c: Config) -> None:
         writer.add_feed_forward_length(c["intermediate_size"])
     writer.add_head_count(c["num_attention_heads"])
     latent = "kv_lora_rank" in c
-    writer.add_head_count_kv(1 if latent else c["num_key_value_heads"])  # and all of them in older files
+    if c["model_type"].startswith("lfm2"):
+        writer.add_head_count_kv([0 if kind == "conv" else c["num_key_value_heads"] for kind in c["layer_types"]])
+    else:
+        writer.add_head_count_kv(1 if latent else c["num_key_value_heads"])  # and all of them in older files
     if c["model_type"] != "phi3":
         _rope_parameters(writer, c)
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(c["norm_eps"] if "norm_eps" in c else c["rms_norm_eps"])
     experts = c.get("num_local_experts") or c.get("num_experts") or c.get("n_routed_experts")
     if experts:
         writer.add_expert_count(experts)
@@ -172,6 +175,12 @@ def _parameters(w: gguf.GGUFWriter, kind: str, c: Config, split_latents: bool) -
         w.add_expert_weights_scale(c["routed_scaling_factor"])
         w.add_expert_weights_norm(c["norm_topk_prob"])
         w.add_nextn_predict_layers(0)
+    if kind.startswith("lfm2"):
+        w.add_shortconv_l_cache(c["conv_L_cache"])
+    if kind == "lfm2_moe":
+        w.add_expert_feed_forward_length(c["moe_intermediate_size"])
+        w.add_leading_dense_block_count(c["num_dense_layers"])
+        w.add_expert_gating_func(_SIGMOID)
     if kind.startswith("deepseek"):
         _deepseek_parameters(w, kind, c, split_latents)
 
@@ -282,6 +291,10 @@ def _modified(kind: str, c: Config, name: str, tensor: torch.Tensor, split_laten
         tensor = tensor + 1
     if name.endswith("e_score_correction_bias"):
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    if name.endswith(".expert_bias"):
+        name += ".bias"
+    if "conv.conv" in name:
+        tensor = tensor.squeeze(1)
     if name.endswith(".sinks"):
         name += ".weight"
     if kind == "gpt_oss" and ".experts." in name:

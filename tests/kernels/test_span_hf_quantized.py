@@ -70,7 +70,7 @@ def test_each_layer_is_near_transformers_with_the_rounded_weights(name: str, dty
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS)
     for index, span in enumerate(spans):
         assert isinstance(span, HfSpan)
-        put_rounded_weights(span.layer(index), layers[index])
+        put_rounded_weights(span.layer(index), layers[index], 4 if dtype == INT4 else 8)
     words = text(41, 3, VOCABULARY)
     edges: list[torch.Tensor] = []
     handles = [layer.register_forward_hook(lambda _m, a, out: edges.append(first(a)[0])) for layer in layers]
@@ -93,13 +93,15 @@ def first(value: Any) -> torch.Tensor:
     return tensor
 
 
-def put_rounded_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+def put_rounded_weights(ours: torch.nn.Module, theirs: torch.nn.Module, bits: int) -> None:
     """Copy what our packed layers multiply with into transformers' layer."""
     for name, module in ours.named_modules():
         target = theirs.get_submodule(name)
         if isinstance(module, PackedModule):
             weight = whole(module.linear)
             target.weight.data = weight.T.contiguous() if isinstance(target, Conv1D) else weight  # type: ignore[assignment]
+        elif name.endswith("kv_b_proj"):  # latent attention has absorbed it
+            target.weight.data = whole(dispatch.quantize_linear(target.weight.data, bits=bits))  # type: ignore[assignment,arg-type]
         elif hasattr(module, "swarm_experts"):
             up = torch.stack([whole(linear) for linear in module.swarm_experts.first])
             down = torch.stack([whole(linear) for linear in module.swarm_experts.second])

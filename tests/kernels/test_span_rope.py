@@ -9,10 +9,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from swarm.errors import CorruptModel, UnsupportedModel
+from swarm_kernels.models.config import RopeConfig
 from swarm_kernels.models.hf_config import model_config
-from swarm_kernels.runtime.rope import RopeTable
+from swarm_kernels.runtime.rope import RopeTable, RopeTables
 
 CONTEXT = 128
+FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.5, 3.5]
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 2.5},
@@ -24,6 +27,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn with all its words": {
         "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16, "beta_slow": 2, "mscale": 1.2,
         "mscale_all_dim": 0.7, "truncate": False,
+    },
+    "longrope": {
+        "original_max_position_embeddings": CONTEXT, "factor": 2.0, "short_factor": FACTORS, "long_factor": FACTORS,
+    },
+    "longrope with its factor": {
+        "original_max_position_embeddings": CONTEXT, "attention_factor": 1.3, "short_factor": FACTORS,
+        "long_factor": FACTORS[::-1],
     },
     "yarn with its factor": {"factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 0.5},
 }  # fmt: skip
@@ -40,6 +50,31 @@ def test_tables_are_transformers(name: str) -> None:
     theirs = LlamaRotaryEmbedding(hf)(torch.zeros(1), positions[None])
     assert torch.allclose(cos, theirs[0][0], atol=1e-6)
     assert torch.allclose(sin, theirs[1][0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"short_factor": None},
+        {"short_factor": FACTORS[1:]},
+        {"short_factor": [*FACTORS[1:], "many"]},
+        {"short_factor": [*FACTORS[1:], 0]},
+        {"short_factor": [FACTORS]},
+        {"short_factor": [10**400] * 8},
+        {"original_max_position_embeddings": -5},
+        {"original_max_position_embeddings": "all"},
+        {"factor": "twice"},
+    ],
+)
+def test_longrope_that_cannot_be_is_corrupt(changes: dict[str, Any]) -> None:
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": FACTORS, **changes}
+    with pytest.raises(CorruptModel, match="rope scaling"):
+        RopeTables((RopeConfig(), RopeConfig(1e3, scaling)), 16, CONTEXT, torch.device("cpu"))
+
+
+def test_tables_of_different_widths_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="different numbers of dimensions"):
+        RopeTables((RopeConfig(), RopeConfig(dim=8)), 16, CONTEXT, torch.device("cpu"))
 
 
 def test_beyond_the_context_a_row_takes_the_length_that_ends_with_it() -> None:

@@ -27,7 +27,7 @@ from swarm_node.serving.session_server import SessionServer
 from swarm_node.serving.token_history import StepTokens
 
 LAYERS = 6
-ROWS = ActivationSpec(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200)
+ROWS = ActivationSpec(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200, context_length=1 << 20)
 SERVED = ModelId("toy", "hash", "fp32")
 LIMITS = Limits(max_sessions=4, max_sessions_per_peer=3, max_protocol_errors=3)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from node_fakes import ROWS, ToyEngine
@@ -12,8 +13,10 @@ from virtual_clock import virtual_time
 
 from swarm.errors import InvalidRequest, ResourceError
 from swarm.messages import OpenSession, Step
+from swarm.planner.scheduling.fair_shares import Share
 from swarm.planner.scheduling.layer_time import BatchStats
-from swarm.types import LayerSpan
+from swarm.planner.scheduling.work_model import WorkModel
+from swarm.types import CostCurve, LayerSpan
 from swarm_node.serving.compute_device import InlineDevice, ThreadDevice
 from swarm_node.serving.executor import Compute, Executor, ScheduledStep
 from swarm_node.serving.session import HopSession, InboundStep
@@ -185,4 +188,100 @@ async def test_sessions_that_follow_each_other_do_not_wait_for_each_other() -> N
             started = asyncio.get_running_loop().time()
             assert await later(executor, 0.0, member) - started == pytest.approx(0.010)
     assert engine.batches == [1] * 9
+    await executor.close()
+
+
+class LayeredEngine(ToyEngine):
+    """Its batches take 10 ms a layer, and say which layers of which sessions have run when."""
+
+    def __init__(self) -> None:
+        super().__init__(WHOLE)
+        self.ran: list[tuple[int, int]] = []  # session, layers so far
+        self.layers = 0
+
+    def min_layers(self, part: LayerSpan) -> int:
+        return 1
+
+    def prepare(self, works: Sequence[ScheduledStep]) -> Compute:
+        whole, engine, key = super().prepare(works), self, works[0].session.key
+
+        class Layers:
+            done = 0
+
+            def run_layers(self, count: int) -> Any:
+                self.done = min(self.done + count, len(WHOLE))
+                engine.ran.append((key, self.done))
+                engine.layers += count
+                return whole() if self.done >= len(WHOLE) else None
+
+            def __call__(self) -> Any:
+                return self.run_layers(len(WHOLE))
+
+        return Layers()
+
+
+class LayeredDevice(InlineDevice):
+    """Takes 10 ms of the loop's time for each layer."""
+
+    def __init__(self, engine: LayeredEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def run_parts(self, part: Any) -> Any:
+        return asyncio.get_running_loop().create_task(self._parts(part))
+
+    async def _parts(self, part: Any) -> Any:
+        begun, result = self._engine.layers, None
+        while result is None:
+            before = self._engine.layers
+            result = part()
+            await asyncio.sleep(0.01 * (self._engine.layers - before))
+        return result, 10.0 * (self._engine.layers - begun)
+
+
+def of_share(key: int, share: Share) -> HopSession:
+    made = session(key)
+    made.share = share
+    return made
+
+
+@virtual_time
+async def test_a_step_of_who_is_behind_waits_for_one_layer_of_who_is_ahead() -> None:
+    engine = LayeredEngine()
+    for key in range(3):
+        engine.admit(key, 100)
+    clock = asyncio.get_running_loop().time
+    work = WorkModel(CostCurve((1, 64), (10.0, 10.0)))
+    executor = Executor(engine, LayeredDevice(engine), 512, clock=clock, work=work)
+    attacker, honest = of_share(0, Share("a", "a")), of_share(1, Share("h", "h"))
+    for _ in range(3):  # it has got much, and the honest one is known
+        await executor.run(attacker, arrival())
+    await executor.run(honest, arrival())
+    engine.ran.clear()
+    long = asyncio.create_task(executor.run(attacker, arrival()))
+    await asyncio.sleep(0.015)
+    before = engine.ran[-1][1]
+    outcome = await executor.run(honest, arrival())
+    assert outcome.queue_ms <= 2 * 10.0 + 1e-6, "it waits for the layer that runs"
+    assert not long.done()
+    await long
+    others = [done for key, done in engine.ran if key == 0]
+    assert others == sorted(set(others)), "no layer runs twice"
+    assert others[-1] >= len(WHOLE)
+    assert before < len(WHOLE)
+    await executor.close()
+
+
+@virtual_time
+async def test_exclusive_work_runs_between_batches_not_between_layers() -> None:
+    engine = LayeredEngine()
+    for key in range(2):
+        engine.admit(key, 100)
+    executor = Executor(engine, LayeredDevice(engine), 512, clock=asyncio.get_running_loop().time)
+    running = asyncio.create_task(executor.run(session(0), arrival()))
+    await asyncio.sleep(0.005)
+    seen: list[int] = []
+    await executor.run_exclusive(lambda: seen.append(engine.ran[-1][1]))
+    assert seen == [len(WHOLE)]
+    await running
     await executor.close()

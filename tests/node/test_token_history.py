@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from node_fakes import ROWS
 
-from swarm.errors import ProtocolError
-from swarm.messages import Step
+from swarm.errors import ContextOverflow, ProtocolError
+from swarm.messages import MAX_HISTORY, OpenSession, Step, WireSampling
+from swarm_node.serving import session as sessions
+from swarm_node.serving.session import HopSession
 from swarm_node.serving.token_history import StepTokens, TokenHistory
 
 VOCAB = 200
@@ -172,3 +176,24 @@ def test_a_chain_of_thousands_of_drafts_is_followed() -> None:
     assert len(tokens.paths[-1].token_ids()) == 1 + 4 * count
     last = history.apply(step(2, 1, tokens=[3], parents=[-1], slots=[4000], commit_slots=list(range(4000))))
     assert last.paths[0].token_ids().tolist() == [1, *[2] * 4000, 3]
+
+
+class NoLink:
+    peer = "client"
+
+    async def send(self, *message: object) -> None:
+        raise AssertionError("nothing is sent")
+
+
+def test_a_text_longer_than_the_context_is_refused_before_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = replace(ROWS, context_length=100)
+    message = OpenSession(
+        b"s" * 16, "toy", "hash", "fp32", 0, rows.num_layers, MAX_HISTORY,
+        history=[1] * 101, sampling=WireSampling(repetition_penalty=1.5),
+    )  # fmt: skip
+    made = HopSession.of(message, NoLink(), 1, replace(rows, context_length=101))
+    assert made.history is not None
+    monkeypatch.setattr(sessions, "TokenHistory", None)
+    monkeypatch.setattr(sessions, "validate_sampling", None)
+    with pytest.raises(ContextOverflow, match="101 tokens for a context of 100"):
+        HopSession.of(message, NoLink(), 1, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ def test_the_owner_goes_first_and_costs_the_others_no_place() -> None:
     queue = scheduler()
     owner, a, b = Share("o", "o", first=True), Share("a", "a"), Share("b", "b")
     mine = [Row(owner, 64) for _ in range(3)]
-    others = [Row(a, 64), Row(b, 64)]
+    others = [Row(a, 48), Row(b, 48)]
     for step in (*others, *mine):
         queue.push(step)
     assert queue.take() == mine
@@ -272,23 +273,23 @@ def test_a_batch_is_overtaken_by_a_share_that_got_less_and_not_by_its_own() -> N
 def test_pieces_are_small_in_company_of_those_further_behind_only() -> None:
     queue = scheduler()
     attacker, honest = Share("x", "x"), Share("h", "h")
-    assert queue.rows_at_once(attacker, 0, 2, 0.0) is None
+    assert queue.rows_at_once(attacker, 0, (2, 10), 0.0) is None
     queue.push(Row(honest))
     queue.completed(queue.take(), 0.01, 0.0)
     for _ in range(3):
         queue.push(Row(attacker, 64))
         running = queue.take(0.5)
     queue.completed(running, 0.01, 0.4)
-    rows = queue.rows_at_once(attacker, 0, 2, 0.5)
+    rows = queue.rows_at_once(attacker, 0, (2, 10), 0.5)
     assert rows is not None
     assert WORK.layer_ms(rows) * 2 <= POLICY.slice_ms < WORK.layer_ms(rows + 1) * 2
     assert 1 <= queue.layers_at_once(running, 0.5) <= max(1.0, POLICY.slice_ms / WORK.layer_ms(64))
-    assert (queue.rows_at_once(honest, 0, 2, 0.5) or 0) > rows, "it is behind"
+    assert (queue.rows_at_once(honest, 0, (2, 10), 0.5) or 0) > rows, "it is behind"
     queue.push(Row(honest))
     mine = queue.take(0.5)
     assert queue.layers_at_once(mine, 0.5) == len(SPAN), "nobody could overtake it"
-    assert queue.rows_at_once(attacker, 0, 2, POLICY.active_session_s) is None
-    assert (queue.rows_at_once(attacker, 10_000, 2, 0.5) or 0) < rows, "a long context costs more"
+    assert queue.rows_at_once(attacker, 0, (2, 10), POLICY.active_session_s) is None
+    assert (queue.rows_at_once(attacker, 10_000, (2, 10), 0.5) or 0) < rows, "a long context costs more"
     assert WorkModel(CostCurve((1,), (0.0,))).rows_within(1.0) == MAX_ROWS
     assert WORK.rows_within(0.0) == POLICY.min_piece_rows
 
@@ -307,3 +308,34 @@ def test_what_is_remembered_is_bounded_and_the_waiting_are_not_forgotten() -> No
     assert len(shares) <= 41
     assert shares.tag(waiting)[0] == 7.0
     shares.charge(Share("unknown", 1), 5.0)  # forgotten meanwhile
+
+
+def test_after_how_many_layers_a_batch_is_overtaken() -> None:
+    queue = scheduler()
+    attacker, honest = Share("x", "x"), Share("h", "h")
+    for _ in range(6):
+        queue.push(Row(attacker, 64))
+        running = queue.take()
+    assert queue.overtaken_after(running) == math.inf, "nobody waits"
+    queue.push(Row(attacker, 1))
+    assert queue.overtaken_after(running) == math.inf, "one does not overtake oneself"
+    queue.push(Row(honest))
+    after = queue.overtaken_after(running)
+    assert after == next(done for done in range(len(SPAN) + 1) if queue.overtakes(running, done / len(SPAN)))
+    queue.push(Row(Share("o", "o", first=True)))
+    assert queue.overtaken_after(running) == 0
+
+
+def test_on_a_slow_machine_too_a_step_may_overtake_at_once() -> None:
+    """A row takes longer there than the policy's credit."""
+    slow = WorkModel(CostCurve((1, 64), (20.0, 60.0)))
+    queue = BatchScheduler[Row](512, POLICY, work=slow)
+    attacker, honest = Share("x", "x"), Share("h", "h")
+    queue.push(Row(honest))
+    queue.take()
+    for _ in range(3):
+        queue.push(Row(attacker, 64))
+        running = queue.take()
+    queue.push(Row(honest))
+    assert queue.overtaken_after(running) == 0
+    assert slow.layer_ms(1) * len(SPAN) > POLICY.share_credit_ms

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from swarm.planner.auditing.policy import POLICY
+from swarm.planner.auditing.policy import MEASURED_LAYERS, POLICY
 from swarm.planner.auditing.verdict import (
     Agreement,
     Comparison,
@@ -19,12 +20,16 @@ from swarm.planner.auditing.verdict import (
     deviations,
     inconsistency,
     same_inputs,
+    too_far,
+    too_far_apart,
 )
 from swarm.row_digest import DIGEST_BYTES, UNKNOWN, digest, token_digests
 
 TEXT = tuple(range(100, 140))
 LAYERS = 6
 EDGES = ((0, 2), (2, 4), (4, 6))
+WIDE = POLICY.spread("bf16", named=False).distance
+NARROW = POLICY.spread("bf16", named=True).distance
 
 
 def rows_of(edge: int, machine: float) -> list[bytes]:
@@ -52,7 +57,7 @@ def chain(
 
 
 def compared(a: list[HopReport], b: list[HopReport], *, drafted: bool = False) -> list[Comparison]:
-    return compare(a, b, LAYERS, distance, POLICY, drafted=drafted)
+    return compare(a, b, LAYERS, distance, POLICY, dtype="bf16", drafted=drafted)
 
 
 def deviation(comparisons: Sequence[Comparison]) -> Comparison | None:
@@ -75,7 +80,7 @@ def test_a_small_difference_is_held_against_those_alone_who_claim_the_same_arith
     hop: int, arithmetic: str
 ) -> None:
     machines = [0.0, 0.0, 0.0]
-    machines[hop] = POLICY.max_distance / 2
+    machines[hop] = WIDE / 2
     comparisons = compared(chain("a", machines, arithmetic=arithmetic), chain("b", arithmetic=arithmetic))
     found = deviation(comparisons)
     if arithmetic:
@@ -84,6 +89,45 @@ def test_a_small_difference_is_held_against_those_alone_who_claim_the_same_arith
     else:
         assert found is None
     assert deviation(compared(chain("a", machines), chain("b"), drafted=True)) is None
+
+
+@pytest.mark.parametrize(("names", "far"), [(("avx2", "generic"), True), (("avx2", ""), False), (("", ""), False)])
+@pytest.mark.parametrize("hop", [0, 1])
+def test_two_that_compute_with_our_kernels_are_held_to_a_closer_distance(
+    hop: int, names: tuple[str, str], far: bool
+) -> None:
+    """Unless one machine before the edge does not say what it is, or the rows drawn are few."""
+    machines = [0.0, 0.0, 0.0]
+    machines[hop] = (NARROW + WIDE) / 2
+    a, b = chain("a", machines, arithmetic=names[0]), chain("b", arithmetic=names[1])
+    assert deviation(compared(a, b)) is None, "few rows"
+    drawn = range(5, 5 + POLICY.few_rows)
+    a, b = (
+        [
+            replace(r, rows={p: rows_of(r.end, of[i])[p] for p in drawn}) if r.end < LAYERS else r
+            for i, r in enumerate(c)
+        ]
+        for c, of in ((a, machines), (b, [0.0, 0.0, 0.0]))
+    )
+    found = deviation(compared(a, b))
+    assert (found is not None and found.agreement is Agreement.FAR) == far
+    if hop:
+        unnamed = [replace(a[0], arithmetic=""), *a[1:]]
+        assert deviation(compared(unnamed, b)) is None
+
+
+def test_deep_models_and_fewer_bits_are_given_more_room() -> None:
+    for named in (True, False):
+        spreads = [POLICY.spread(dtype, named=named) for dtype in ("fp32", "bf16", "int8", "int4")]
+        assert all(one.distance <= other.distance for one, other in itertools.pairwise(spreads))
+        assert POLICY.spread("of tomorrow", named=named).distance == spreads[-1].distance
+        deep = [too_far_apart(layers, spreads[1]) for layers in (1, MEASURED_LAYERS, 4 * MEASURED_LAYERS)]
+        assert deep == [spreads[1].distance, spreads[1].distance, 4 * spreads[1].distance]
+    for dtype in ("fp32", "bf16", "int8", "int4"):
+        narrow, wide = (POLICY.spread(dtype, named=named) for named in (True, False))
+        assert narrow.distance <= wide.distance
+        assert too_far(200, narrow) <= too_far(200, wide)
+        assert POLICY.max_margin < narrow.margin_slack, "a single token condemns nobody"
 
 
 def test_after_an_edge_that_differs_a_little_the_same_arithmetic_promises_nothing() -> None:
@@ -96,7 +140,7 @@ def test_after_an_edge_that_differs_a_little_the_same_arithmetic_promises_nothin
 @pytest.mark.parametrize("liar", ["a", "b"])
 def test_the_third_decides_between_two(hop: int, liar: str) -> None:
     lie = [0.0, 0.0, 0.0]
-    lie[hop] = POLICY.max_distance * 3
+    lie[hop] = WIDE * 3
     a, b, c = (chain(name, lie if name == liar else (0.001, 0.001, 0)) for name in "abc")
     found = deviation(compared(a, b))
     assert found is not None
@@ -106,7 +150,7 @@ def test_the_third_decides_between_two(hop: int, liar: str) -> None:
 
 
 def test_nobody_is_blamed_when_the_third_agrees_with_both_or_with_none() -> None:
-    far = POLICY.max_distance
+    far = WIDE
     a, b = chain("a"), chain("b", (1.5 * far, 0, 0))
     found = deviation(compared(a, b))
     assert found is not None

@@ -3,8 +3,8 @@
     python tests/siege/attacker.py NAME [--low-weight] < target.json      (started by process_siege.py)
 
 Reads the target (one line of JSON), prints `{"event": "ready"}`, reads how many seconds to attack (one line), attacks,
-prints `{"event": "done", "counts": {...}}`. With `burn` in place of a name it only keeps its core busy until it is
-killed. `--low-weight`: there is no share of a core for it alone.
+prints `{"event": "done", "counts": {...}}`, and so on until there are no more lines. With `burn` in place of a name it
+only keeps its core busy until it is killed. `--low-weight`: there is no share of a core for it alone.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ async def attack(name: str, low_weight: bool) -> None:
     try:
         run = await ATTACKS[name].prepare(siege)
         _tell(event="ready")
-        seconds = float(await loop.run_in_executor(None, sys.stdin.readline))
-        if low_weight and ATTACKS[name].confined:
-            confine()
-        siege.run_until = time.monotonic() + seconds
-        try:
-            async with asyncio.timeout(seconds + 2.0):
-                await run()
-        except TimeoutError:
-            siege.counts["had to be stopped"] += 1
-        _tell(event="done", counts=dict(siege.counts))
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            seconds = float(line)
+            if low_weight and ATTACKS[name].confined:
+                confine()
+            siege.run_until = time.monotonic() + seconds
+            try:
+                async with asyncio.timeout(seconds + 2.0):
+                    await run()
+            except TimeoutError:
+                siege.counts["had to be stopped"] += 1
+            await siege.close_links()
+            _tell(event="done", counts=dict(siege.counts))
     finally:
         await siege.close()
 

@@ -84,6 +84,7 @@ class Siege:
     run_until: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
+    _links: list[FramedStream] = field(default_factory=list)
 
     @property
     def running(self) -> bool:
@@ -102,6 +103,7 @@ class Siege:
         """A connection; what comes back is read and thrown away if `read`. Raises NetworkError."""
         transport = transport or await self.transport()
         stream = await transport.dial(victim.peer, victim.addresses)
+        self._links.append(stream)
         if read:
             self.start(self.drain(stream))
         return stream
@@ -120,6 +122,13 @@ class Siege:
         task = asyncio.get_running_loop().create_task(guarded())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    async def close_links(self) -> None:
+        """Between two attacks nothing is left of the first."""
+        links, self._links = self._links, []
+        for link in links:
+            with contextlib.suppress(NetworkError, OSError):
+                await link.close()
 
     async def close(self) -> None:
         for task in list(self._background):

@@ -4,8 +4,9 @@
 
 Every machine has an address (`siege_streets`) and a processor (`siege_machines`) of its own: a fixed share of a core,
 the attacker's too. In the quiet window before each attack a program that only burns takes its place, so that the ratio
-of tokens/s shows what the protocol gave away. Then nobody attacks for a while, with the burner again: how soon is
-everything as before? Nodes have their proof of work before they start.
+of tokens/s (`siege_speed`) shows what the protocol gave away. Quiet and attacked windows take turns, but for attacks
+whose effects last (on the map). Then nobody attacks for a while, with the burner again: how soon is everything as
+before? Nodes have their proof of work before they start.
 
 Where cgroups cannot be written the attacker has one core at a low weight instead, and all nodes share the cores: what
 one has to do slows the others. It is said in the output.
@@ -33,9 +34,10 @@ from attacks import ATTACKS, Attack
 from hostile import Target, Victim
 from process_chaos import private_home
 from process_swarm import ProcessSwarm, _die_with_parent
-from siege_honest import HonestClient, fresh_client, watch_map
+from siege_honest import HonestClient, Look, fresh_client, watch_map
 from siege_machines import Machines, machines
-from siege_report import BOUNDS, report
+from siege_report import BOUNDS, NODES, report
+from siege_speed import Window
 from siege_streets import enter_own_network
 from siege_watch import NodeWatch, alive
 
@@ -46,6 +48,8 @@ from swarm.types import LayerSpan
 from swarm_client import SwarmClient
 
 SPANS = (LayerSpan(0, 10), LayerSpan(0, 10), LayerSpan(10, 20), LayerSpan(20, 30), LayerSpan(20, 30))
+ROUNDS = 2  # quiet and attacked windows that take turns
+SETTLE_S = 1.0  # before a quiet window
 RECOVERY_S = 15.0  # at most, after it
 RECOVERED = 0.85  # of the quiet window's tokens/s, two seconds long: windows differ that much without any attack
 FRESH_WITHIN_S = 15.0
@@ -60,6 +64,10 @@ class Siege:
     attack: str
     quiet_tokens_s: float = 0.0
     tokens_s: float = 0.0
+    ratio_low: float = 0.0  # between which the ratio may well be (`siege_speed.ratio_range`)
+    ratio_high: float = 0.0
+    quiet_times_s: tuple[float, float] = (0.0, 0.0)  # until the first token, and for each that follows
+    times_s: tuple[float, float] = (0.0, 0.0)
     answers: int = 0
     failed: int = 0
     wrong: int = 0
@@ -92,7 +100,7 @@ class Grounds:
         self._watch = NodeWatch(swarm.nodes)
 
     async def besiege(self, name: str, attack: Attack, seconds: float, quiet_s: float) -> Siege:
-        """`quiet_s`: how long the quiet window before it is."""
+        """`quiet_s`: how long the quiet windows are, all together, as `seconds` of the attacked ones."""
         result = Siege(name)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self.honest.ask_on()), group.create_task(self._watch.run())]
@@ -112,39 +120,45 @@ class Grounds:
         tasks: list[asyncio.Task[Any]],
         group: asyncio.TaskGroup,
     ) -> None:
-        honest, (quiet_s, seconds) = self.honest, times_s
-        seen: list[tuple[float, int]] = []
+        rounds = 1 if attack.on_map else ROUNDS
+        quiet_s, seconds = (of_all / rounds for of_all in times_s)
+        looks: list[Look] = []
+        quiet: list[Window] = []
+        attacked: list[Window] = []
         async with self._attacker(name) as attacker:
-            async with self._burner():
-                await asyncio.sleep(1.0)
-                quiet = time.monotonic()
-                await asyncio.sleep(quiet_s)
-                begin = time.monotonic()
-            result.quiet_tokens_s = honest.rate(quiet, begin)
-            if attack.on_map:
-                peers = {node.peer for node in self.swarm.nodes}
-                for client in (honest.client, self._reader):
-                    tasks.append(group.create_task(watch_map(client, peers, seen)))
-            attacker.write(f"{seconds}\n")
-            if attack.on_map:
-                await asyncio.sleep(seconds * 0.6)
-                fresh = group.create_task(fresh_client(self.swarm.addresses[:1], FRESH_WITHIN_S))
-                await asyncio.sleep(seconds * 0.4)
-                result.tokens_s = honest.rate(begin, time.monotonic())
-                result.fresh_client_s = await fresh
-            else:
-                await asyncio.sleep(seconds)
-                result.tokens_s = honest.rate(begin, time.monotonic())
-            done = await attacker.event("done")
-            result.counts = done.get("counts", {}) if done else {"the attacker broke": 1}
+            for _ in range(rounds):
+                async with self._burner():
+                    await asyncio.sleep(SETTLE_S)
+                    quiet.append(await _window(quiet_s))
+                if attack.on_map:
+                    peers = {node.peer for node in self.swarm.nodes}
+                    for client in (self.honest.client, self._reader):
+                        tasks.append(group.create_task(watch_map(client, peers, looks)))
+                attacker.write(f"{seconds}\n")
+                if attack.on_map:
+                    fresh = group.create_task(self._fresh_client(seconds * 0.6))
+                attacked.append(await _window(seconds))
+                if attack.on_map:
+                    result.fresh_client_s = await fresh
+                done = await attacker.event("done")
+                result.counts = done.get("counts", {}) if done else {"the attacker broke": 1}
         ended = time.monotonic()
+        least = RECOVERED * self.honest.speed(quiet)
         async with self._burner():
             while time.monotonic() - ended < RECOVERY_S and result.back_after_s is None:
                 await asyncio.sleep(0.5)
-                result.back_after_s = honest.recovered_after(ended, RECOVERED * result.quiet_tokens_s)
-        self._judge(result, begin, time.monotonic(), seen)
+                result.back_after_s = self.honest.recovered_after(ended, least)
+        self._judge(result, quiet, attacked, looks)
 
-    def _judge(self, result: Siege, begin: float, end: float, seen: Sequence[tuple[float, int]]) -> None:
+    async def _fresh_client(self, after_s: float) -> float:
+        await asyncio.sleep(after_s)
+        return await fresh_client(self.swarm.addresses[:1], FRESH_WITHIN_S)
+
+    def _judge(self, result: Siege, quiet: list[Window], attacked: list[Window], looks: Sequence[Look]) -> None:
+        begin, end = attacked[0][0], time.monotonic()
+        result.quiet_tokens_s, result.tokens_s = self.honest.speed(quiet), self.honest.speed(attacked)
+        result.quiet_times_s, result.times_s = self.honest.token_times_s(quiet), self.honest.token_times_s(attacked)
+        result.ratio_low, result.ratio_high = self.honest.ratio_range(quiet, attacked)
         answers = [answer for answer in self.honest.answers if answer.ended >= begin]
         result.answers = len(answers)
         result.failed = sum(bool(answer.error) for answer in answers)
@@ -152,8 +166,10 @@ class Grounds:
         result.wrong = sum(not answer.right for answer in answers)
         result.repairs = sum(answer.repairs for answer in answers)
         result.memory_mib, result.descriptors = self._watch.growth(begin, end)
-        if seen:
-            result.least_seen = min(count for _, count in seen)
+        if looks:
+            least = min(looks, key=lambda look: look.honest)
+            result.least_seen = least.honest
+            result.errors += [f"a reader: {least.why}"] if least.honest < NODES else []
         result.nodes_alive = alive(self.swarm.nodes)
 
     async def target(self) -> Target:
@@ -233,6 +249,12 @@ class Grounds:
         return [*self._machines.attacker.enter, *program, *weight]
 
 
+async def _window(seconds: float) -> Window:
+    begin = time.monotonic()
+    await asyncio.sleep(seconds)
+    return begin, time.monotonic()
+
+
 _HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -284,6 +306,12 @@ async def grounds(home: Path, where: Machines) -> AsyncIterator[Grounds]:
         yield found
 
 
+def _details(result: Siege) -> str:
+    (first, following), (slow_first, slow_following) = result.quiet_times_s, result.times_s
+    times = f"first token {first:.2f} s, attacked {slow_first:.2f}; others {following:.3f} s, {slow_following:.3f}"
+    return f"{times}; {result.counts} {result.errors or ''}"
+
+
 async def run(home: Path, names: Sequence[str], seconds: float, quiet_s: float) -> list[Siege]:
     results: list[Siege] = []
     waiting = list(names)
@@ -300,7 +328,7 @@ async def run(home: Path, names: Sequence[str], seconds: float, quiet_s: float) 
                         print(f"{name}: not carried out: {errors.exceptions[0]}", flush=True)
                     else:
                         print(report(results[-1:], head=len(results) == 1), flush=True)
-                        print(f"   {results[-1].counts} {results[-1].errors or ''}", flush=True)
+                        print(f"   {_details(results[-1])}", flush=True)
                     if waiting and not await on.healed():
                         print(f"   (the swarm did not come back within {HEAL_S:.0f} s: it is started anew)", flush=True)
                         break

@@ -8,7 +8,7 @@ from typing import Any
 
 NODES = 5
 COLUMNS = (
-    *("attack", "tokens/s quiet", "attacked", "ratio", "answers", "failed", "wrong"),
+    *("attack", "tokens/s quiet", "attacked", "ratio", "5 to 95%", "answers", "failed", "wrong"),
     *("MiB", "descriptors", "back after", "seen", "fresh", "misses"),
 )
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
@@ -51,7 +51,12 @@ def report(results: Sequence[Any], head: bool) -> str:
         seen = "" if r.least_seen is None else f"{r.least_seen}/{NODES}"
         fresh = "" if r.fresh_client_s is None else f"{r.fresh_client_s:.1f} s"
         missed = ", ".join(BOUNDS.missed(r)) or "none"
-        speeds = (f"{r.quiet_tokens_s:.1f}", f"{r.tokens_s:.1f}", f"{100 * r.ratio:.0f}%")
+        speeds = (
+            f"{r.quiet_tokens_s:.1f}",
+            f"{r.tokens_s:.1f}",
+            f"{r.ratio:.0%}",
+            f"{r.ratio_low:.0%} to {r.ratio_high:.0%}",
+        )
         answers = (str(r.answers), str(r.failed), str(r.wrong))
         grown = (f"{r.memory_mib:+.0f}", f"{r.descriptors:+d}")
         lines.append(f"| {' | '.join((r.attack, *speeds, *answers, *grown, back, seen, fresh, missed))} |")

@@ -274,7 +274,15 @@ class Auditor:
             return wire_distance(a, b, dtype)
 
         drafted = answer.drafted and not (one.replayed and other.replayed)
-        return compare(one.reports, other.reports, self.num_layers, distance, self.policy, drafted=drafted)
+        return compare(
+            one.reports,
+            other.reports,
+            self.num_layers,
+            distance,
+            self.policy,
+            dtype=answer.spec.dtype,
+            drafted=drafted,
+        )
 
     async def _replay(self, chain: Chain, answer: _Answer) -> _Run:
         """Compute the answer along a chain. Raises NetworkError."""

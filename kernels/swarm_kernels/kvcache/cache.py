@@ -18,15 +18,14 @@ from collections.abc import Collection, Sequence
 import torch
 
 from swarm.errors import InvalidRequest, OutOfMemory
+from swarm.types import MAX_SLOTS
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.kvcache.block_pool import BlockPool, KvShape
 from swarm_kernels.kvcache.metadata_builder import MetadataBuilder
 from swarm_kernels.kvcache.sequence import BlockDelta, SequenceBlocks, SessionKey, StepRequest, blocks_for
 from swarm_kernels.ops.base.validate import mark_validated
 
-__all__ = ["DEFAULT_MAX_SLOTS", "KVCacheManager", "KvShape", "StepRequest"]
-
-DEFAULT_MAX_SLOTS = 4096  # tree slots per session, as `messages.MAX_SLOTS`
+__all__ = ["KVCacheManager", "KvShape", "StepRequest"]
 
 
 class KVCacheManager:
@@ -40,7 +39,7 @@ class KVCacheManager:
         shape: KvShape,
         max_tokens: int,
         device: torch.device | str = "cpu",
-        max_slots: int = DEFAULT_MAX_SLOTS,
+        max_slots: int = MAX_SLOTS,
     ) -> None:
         self.shape = shape
         self.device = torch.device(device)

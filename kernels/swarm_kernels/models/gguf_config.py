@@ -30,7 +30,7 @@ def gguf_model_config(
     hf = ARCHITECTURES[arch].config(meta)
     rotated = meta.integer("rope.dimension_count")
     meta.refuse_the_rest()
-    if not hf["head_dim"]:
+    if not hf.get("head_dim", 1):
         raise CorruptModel(f"{where}: the metadata says that an attention head has no dimensions")
     config = model_config(hf, where=where)
     if config.model_type not in FAST_PATH_ARCHITECTURES:

@@ -74,7 +74,7 @@ def check_shapes(config: ModelConfig, tensors: Mapping[str, _Shaped], where: str
     """
     if not config.has_fast_path:
         return
-    for name, shape in _expected_shapes(config):
+    for name, shape in expected_shapes(config):
         if name not in tensors:
             raise CorruptModel(f"{where} has no tensor '{name}'; fetch the model again")
         if tensors[name].shape != shape:
@@ -82,8 +82,8 @@ def check_shapes(config: ModelConfig, tensors: Mapping[str, _Shaped], where: str
             raise CorruptModel(f"{where}: '{name}' has the shape {found}, but its config needs {list(shape)}")
 
 
-def _expected_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Lazily, as a damaged config may claim any number of layers."""
+def expected_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors; the config has a fast path."""
     yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
     yield "model.norm.weight", (c.hidden_size,)
     if not c.tie_word_embeddings:

@@ -71,7 +71,7 @@ class ProbedLayer:
 
 
 @dataclass(slots=True)
-class Choice:
+class ChosenKeys:
     """What the indexer of a layer chose for the rows of a batch, see `hf_indexer`."""
 
     keys: torch.Tensor  # [n, size], the rows' own index keys
@@ -88,7 +88,7 @@ class BatchContext:
     cache: KVCacheManager | None = None  # None while probing: record shapes, compute nothing
     visibility: tuple[Visibility, ...] = ()  # by layer of the span
     indexer_mask: torch.Tensor | None = None  # what transformers' layers hand to their indexers
-    choice: Choice | None = None  # of the layer that runs, if its indexer chooses
+    chosen_keys: ChosenKeys | None = None  # of the layer that runs, if its indexer chooses
     context: int = _PROBED_CONTEXT  # while probing: the model's context length
     probed: list[ProbedLayer] = field(default_factory=list)
 
@@ -262,18 +262,18 @@ def _latent_attention(
         batch.probed.append(ProbedLayer(layer, heads, 1, weights.key_dim, visibility, module, latent=True))
         return query.new_zeros(1, rows, heads, weights.head_dim), None
     latents = key[0].transpose(0, 1)
-    choice = batch.choice or Choice(latents[:, 0, :0], None, batch.metadata)
+    chosen = batch.chosen_keys or ChosenKeys(latents[:, 0, :0], None, batch.metadata)
     attended = dispatch.attend_latent(
         weights.queries(query),
         latents,
-        choice.keys[:, None],
+        chosen.keys[:, None],
         batch.cache.k[layer],
         batch.cache.v[layer],
-        choice.metadata,
+        chosen.metadata,
         query_dim**-0.5 if scaling is None else float(scaling),
         weights.value_dim,
         softcap,
-        choice.committed,
+        chosen.committed,
     )
     return weights.outputs(attended, query.dtype)[None], None
 

@@ -17,7 +17,7 @@ import torch
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.torch_reference import SequenceRows, packed_bits, sequence_rows
-from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, Choice, running_batch
+from swarm_kernels.runtime.hf_attention import ATTENTION, BatchContext, ChosenKeys, running_batch
 
 _SCORES = 1 << 26  # of one piece of a step's rows: fp32 numbers in memory at once
 
@@ -91,7 +91,7 @@ def _wrap(indexer: Any, layer: int) -> None:
             )
             return chosen
 
-        batch.choice = _choice(batch, batch.cache.v[layer - batch.first_layer], indexer, of_rows)
+        batch.chosen_keys = _choice(batch, batch.cache.v[layer - batch.first_layer], indexer, of_rows)
         return torch.zeros(1, hidden_states.shape[1], 1, dtype=torch.int32, device=hidden_states.device)
 
     indexer.forward = forward
@@ -100,13 +100,13 @@ def _wrap(indexer: Any, layer: int) -> None:
 _Choose = Callable[[slice, torch.Tensor, Any], torch.Tensor]
 
 
-def _choice(batch: BatchContext, blocks: torch.Tensor, indexer: Any, choose: _Choose) -> Choice:
+def _choice(batch: BatchContext, blocks: torch.Tensor, indexer: Any, choose: _Choose) -> ChosenKeys:
     plan, rows = batch.metadata, batch.metadata.rows
     if _most_keys(plan) <= indexer.index_topk:
         try:
             choose(slice(0, rows), torch.ones(1, rows, rows, dtype=torch.bool, device=blocks.device), _TakeKeys())
         except _Taken as taken:
-            return Choice(taken.keys[0], None, plan)
+            return ChosenKeys(taken.keys[0], None, plan)
         raise RuntimeError("an indexer did not store its keys")
     keys, dense, sparse = [], [], []
     for group in sequence_rows(plan):
@@ -121,7 +121,7 @@ def _choice(batch: BatchContext, blocks: torch.Tensor, indexer: Any, choose: _Ch
             dense.append(packed_bits(seen[:, :split]))
             sparse.append(packed_bits(seen[:, split:]))
     narrowed = replace(plan, tree_mask=_joined(sparse, plan.tree_mask.shape[1]))
-    return Choice(torch.cat(keys), _joined(dense, max(part.shape[1] for part in dense)), narrowed)
+    return ChosenKeys(torch.cat(keys), _joined(dense, max(part.shape[1] for part in dense)), narrowed)
 
 
 def _most_keys(plan: AttentionMetadata) -> int:

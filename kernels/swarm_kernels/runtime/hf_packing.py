@@ -47,12 +47,13 @@ class Packer:
         self._model = causal_lm
         self._source = source
         self._form = form
-        stored = form.compute if form.packs is None else None  # they are quantized from what the files have
+        stored = None if form.is_quantized else form.compute  # they are quantized from what the files have
         self._reader = WeightReader(source, stored, device)
 
     def pack_edges(self, embedding: torch.nn.Module, first: bool, last: bool) -> Packed:
-        """The embedding and the head, if the span has the model's first and last layer, in 8 bits: rounding of the
-        head costs the most quality. They are one where they are tied."""
+        """The embedding and the head, if the span has the model's first and last layer; in quantized spans in 8 bits:
+        rounding of the head costs the most quality. They are one where they are tied. An embedding of its own stays
+        transformers' in bf16."""
         packed, packs = Packed(), self._form.packs
         head = self._model.get_output_embeddings()
         if packs is None or not isinstance(embedding, torch.nn.Embedding) or not isinstance(head, torch.nn.Linear):
@@ -62,14 +63,15 @@ class Packer:
         of_embedding, of_head = f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
         tied = head.weight is embedding.weight
         if tied:
-            packed.parameters |= {of_embedding, of_head}
+            if last or self._form.is_quantized:
+                packed.parameters |= {of_embedding, of_head}
             stored[of_head] = stored[of_embedding] = stored.get(of_embedding) or stored.get(of_head, StoredParameter())
         linear: Linear | None = None
         if last:
             linear = self._matrix(_sole(stored, of_head), head, Packs(packs.plain))
             packed.parameters |= {of_head, of_head.removesuffix("weight") + "bias"}
             replace_module(self._model, names[id(head)], PackedModule(linear))
-        if first:
+        if first and (self._form.is_quantized or (tied and last)):
             if not tied or linear is None:
                 matrix = self._reader.matrix(_sole(stored, of_embedding), *embedding.weight.shape)
                 linear = int8_linear.quantize_linear(matrix, None)
@@ -77,7 +79,8 @@ class Packer:
             embedding.padding_idx = None  # of use in training only, and may exceed the rows that are looked up
             replace = PackedEmbedding(embedding, linear, self._form.compute, tied and last)
             replace_module(self._model, names[id(embedding)], replace)
-        packed.stored = {name for found in stored.values() for name in found.names}
+        used = packed.parameters & stored.keys()
+        packed.stored = {name for parameter in used for name in stored[parameter].names}
         return packed
 
     def pack_layer(self, prefix: str, layer: int) -> Packed:
@@ -112,6 +115,8 @@ class Packer:
         for name, module in list(linears_of(self._model, prefix)):
             weight = module.weight.T.contiguous() if isinstance(module, Conv1D) else module.weight
             replace_module(self._model, name, PackedModule(pack(weight, module.bias)))  # type: ignore[arg-type]
+        if not self._form.is_quantized:
+            return
         layer = self._model.get_submodule(prefix)
         plain = sum(p.nbytes for p in layer.parameters() if p.dim() > 1 and p.device.type != "meta")
         if plain > _MOST_UNPACKED * weight_bytes(layer):

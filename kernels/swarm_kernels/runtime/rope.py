@@ -128,8 +128,8 @@ def _longrope(theta: float, dim: int, scaling: Mapping[str, Any], context_length
     turns all tokens of a text by other divisors, so that spans end there: `limited_context`."""
     old_context = scaling["original_max_position_embeddings"]
     divisors = torch.tensor(scaling["short_factor"], dtype=torch.float32)
-    if divisors.shape != (dim // 2,):
-        raise ValueError(f"{divisors.numel()} short factors for {dim // 2} frequencies")
+    if divisors.shape != (dim // 2,) or not bool((divisors > 0).all()) or old_context < 1:
+        raise ValueError(f"{divisors.numel()} short factors for {dim // 2} frequencies within {old_context} tokens")
     factor = scaling.get("factor")
     if factor is None:
         factor = context_length / old_context
@@ -145,7 +145,7 @@ def limited_context(config: ModelConfig) -> ModelConfig:
     outgrows the trained context."""
     scaling = config.rope.scaling or {}
     trained = scaling.get("original_max_position_embeddings")
-    if scaling.get("rope_type") != "longrope" or not isinstance(trained, int):
+    if scaling.get("rope_type") != "longrope" or not isinstance(trained, int) or trained < 1:
         return config
     return replace(config, context_length=min(config.context_length, trained))
 

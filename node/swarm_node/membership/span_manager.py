@@ -59,6 +59,9 @@ class SharedDevice:
     def run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
         return self._device.run(compute)
 
+    def run_parts(self, part: Callable[[], T | None]) -> asyncio.Future[tuple[T, float]]:
+        return self._device.run_parts(part)
+
     def close(self) -> None:
         """The thread is closed by its owner."""
 

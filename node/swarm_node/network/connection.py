@@ -18,10 +18,14 @@ from dataclasses import dataclass, field
 from swarm.config import NodeConfig
 from swarm.errors import NetworkError, PeerUnreachable, WrongModel, WrongSwarm
 from swarm.messages import CloseSession, OpenSession, SessionFailed
+from swarm.net.base.cpu_quota import core_part
+from swarm.net.base.half_open import HandshakePolicy
 from swarm.net.base.tasks import TaskSet
 from swarm.net.base.tls_addresses import is_loopback
 from swarm.net.base.transport import Directory, Transport
 from swarm.net.libp2p.options import HostOptions
+from swarm.net.pool.connection_pool import PoolPolicy
+from swarm.net.pool.frame_budgets import FrameBudgetPolicy
 from swarm.net.security.identity import Identity
 from swarm.net.security.proof_of_work import OwnProof
 from swarm.net.security.swarm_secret import SwarmSecret
@@ -55,7 +59,7 @@ class Daemon:
 class NodeNetwork:
     """`failed` is set when the network is lost for good. `wall_clock`: dates the records. `remembers`: whether records
     are kept in a file.
-    `identity_proof`: of work for our identity, empty until there is one.
+    `identity_proof`: of work for our identity, empty until there is one. `links`: what peers may cost us.
 
     `rebootstrap(addresses)` reconnects the directory to these peers; `check_clock()` raises ClockSkew when ours is off.
     """
@@ -70,6 +74,7 @@ class NodeNetwork:
     wall_clock: Callable[[], float] = time.time
     remembers: bool = False
     identity_proof: Callable[[], bytes] = bytes
+    links: PoolPolicy = field(default_factory=PoolPolicy)
 
 
 Connect = Callable[[NodeConfig], AbstractAsyncContextManager[NodeNetwork]]
@@ -90,6 +95,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
     from swarm.net.dht.directory import DhtDirectory
     from swarm.net.transports.multi import MultiTransport
 
+    part = core_part()
     async with AsyncExitStack() as stack:
         deadline = asyncio.get_running_loop().time() + config.join_timeout_s
         while True:
@@ -102,6 +108,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
                         direct_port=config.direct_port,
                         secret=secret,
                         libp2p_impl=config.libp2p_impl,
+                        handshakes=HandshakePolicy().for_part(part),
                     )
                     attempt.push_async_callback(transport.close)
                     directory = await DhtDirectory.start(transport.daemon, config.peers, secret=secret)
@@ -130,6 +137,7 @@ async def over_daemon(config: NodeConfig) -> AsyncIterator[NodeNetwork]:
             Daemon(lambda: process.pid, lambda: process.restarts),
             remembers=True,
             identity_proof=lambda: proof.current,
+            links=PoolPolicy(budgets=FrameBudgetPolicy().for_part(part)),
         )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -14,6 +16,10 @@ class ComputeDevice(Protocol):
     """Where computations run, one at a time."""
 
     def run(self, compute: Callable[[], T]) -> asyncio.Future[T]: ...
+
+    def run_parts(self, part: Callable[[], T | None]) -> asyncio.Future[tuple[T, float]]:
+        """Call `part` until it returns something. -> that, and how many ms all parts took."""
+        ...
 
     def close(self) -> None:
         """Called when nothing runs."""
@@ -29,6 +35,9 @@ class ThreadDevice:
     def run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, compute)
 
+    def run_parts(self, part: Callable[[], T | None]) -> asyncio.Future[tuple[T, float]]:
+        return self.run(partial(_run_parts, part, time.perf_counter))
+
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -43,9 +52,22 @@ class InlineDevice:
         # A task is a future with the computation's own error in it; the executor awaits it before it closes.
         return asyncio.get_running_loop().create_task(self._run(compute), name="batch")
 
+    def run_parts(self, part: Callable[[], T | None]) -> asyncio.Future[tuple[T, float]]:
+        loop = asyncio.get_running_loop()
+        return loop.create_task(self._run(partial(_run_parts, part, loop.time, loop.time())), name="batch")
+
     async def _run(self, compute: Callable[[], T]) -> T:
         await asyncio.sleep(self._delay_s)
         return compute()
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _run_parts(
+    part: Callable[[], T | None], clock: Callable[[], float], started: float | None = None
+) -> tuple[T, float]:
+    started = clock() if started is None else started
+    while (result := part()) is None:
+        """The next one."""
+    return result, (clock() - started) * 1e3

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 from swarm.codec import Buffer
 from swarm.errors import ResourceError, SwarmError
@@ -27,6 +28,7 @@ from swarm.planner.scheduling.policy import DEFAULT_POLICY, SchedulingPolicy
 from swarm.planner.scheduling.work_model import WorkModel
 from swarm.types import LayerSpan, TokenLogprobs
 from swarm_node.serving.compute_device import ComputeDevice
+from swarm_node.serving.interruptible_batch import InterruptibleBatch, Ran, SlicedCompute
 from swarm_node.serving.session import HopSession, InboundStep
 
 logger = logging.getLogger(__name__)
@@ -50,21 +52,8 @@ class StepOutput:
     margins: tuple[float | None, ...] = ()
 
 
-Compute = Callable[[], Sequence[StepOutput | SwarmError]]
+Compute = Callable[[], Sequence[StepOutput | SwarmError]] | SlicedCompute[StepOutput | SwarmError]
 """A planned batch, ready to run: one StepOutput a step, or the error of that one step."""
-
-
-@runtime_checkable
-class SlicedCompute(Protocol):
-    """A planned batch that can run in parts. Others may run in between; none of them touches its KV blocks."""
-
-    def run_layers(self, count: int) -> Sequence[StepOutput | SwarmError] | None:
-        """The next `count` of its layers. -> None, unless they were the last."""
-        ...
-
-    def __call__(self) -> Sequence[StepOutput | SwarmError]:
-        """All that is left."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,31 +126,15 @@ class StepEngine(Protocol):
         ...
 
 
-_Timed = tuple[Sequence[StepOutput | SwarmError] | None, float]  # outputs, None of a slice; compute ms
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """A batch under way. `final`: what runs now is the rest of it."""
-
-    steps: list[ScheduledStep]
-    compute: Compute
-    started: float
-    done: int = 0  # layers that have run
-    part: int = 0  # layers that run now
-    compute_ms: float = 0.0
-    final: bool = False
-
-    @property
-    def done_fraction(self) -> float:
-        return self.done / len(self.steps[0].span)
+_Batch = InterruptibleBatch[ScheduledStep, StepOutput | SwarmError]
+_Ran = tuple[Ran[StepOutput | SwarmError], float]  # and ms
 
 
 class Executor:
     """`await run(session, arrival)` from any task of the event loop; steps that wait together run together.
 
-    While clients of several shares are active a batch runs in slices, and between two of them a batch of a share that
-    is further behind may overtake it. So there is a stack of batches under way, of which the last one runs.
+    A batch of a share that is further behind may overtake the one that runs, between two of its layers. So there is a
+    stack of batches under way, of which the last one runs.
     """
 
     def __init__(
@@ -182,7 +155,7 @@ class Executor:
         self._scheduler: BatchScheduler[ScheduledStep] = BatchScheduler(batch_tokens, policy, work=work)
         self._retry_singly: deque[ScheduledStep] = deque()  # steps of a batch that was refused: one of them is invalid
         self._under_way: list[_Batch] = []
-        self._running: asyncio.Future[_Timed] | None = None
+        self._running: asyncio.Future[_Ran] | None = None
         self._start_soon: asyncio.TimerHandle | None = None
         self._gather_until: float | None = None  # when a batch that overtakes has waited enough for its sessions
         self._exclusive = 0  # calls of `run_exclusive` that wait
@@ -195,7 +168,7 @@ class Executor:
 
     def rows_at_once(self, session: HopSession, context: int) -> int | None:
         """The most rows that a step of this session should hand to `run` now; None: any number."""
-        layers = self._engine.min_layers(session.span)
+        layers = self._engine.min_layers(session.span), len(session.span)
         return self._scheduler.rows_at_once(session.share, context, layers, self._clock())
 
     async def run(self, session: HopSession, arrival: InboundStep) -> StepOutcome:
@@ -205,6 +178,9 @@ class Executor:
         if self._start_soon is not None and not self._scheduler.wait_s():
             self._start_soon.cancel()  # all expected steps are here
             self._start_soon = None
+        if self._running is not None:
+            top = self._under_way[-1]
+            top.stop_at = min(top.stop_at, self._stop_at(top))
         self._schedule()
         return await done
 
@@ -261,7 +237,7 @@ class Executor:
             _fail(batch, ResourceError(f"this batch could not be planned: {error}"))
             self._schedule()
             raise
-        self._under_way.append(_Batch(batch, compute, self._clock()))
+        self._under_way.append(_Batch(batch, compute, len(batch[0].span), self._clock()))
         self._run(self._under_way[-1])
 
     def _overtaken(self, batch: _Batch) -> bool:
@@ -285,20 +261,24 @@ class Executor:
                 return [step]
         return self._scheduler.take(self._clock())
 
+    def _stop_at(self, batch: _Batch) -> float:
+        """After how many of its layers others run before the rest."""
+        if batch.final or self._exclusive or len(self._under_way) >= self._policy.max_under_way:
+            return math.inf
+        return self._scheduler.overtaken_after(batch.steps)
+
     def _run(self, batch: _Batch) -> None:
-        """Run its next slice, or all that is left of it."""
-        compute, span = batch.compute, batch.steps[0].span
-        if isinstance(compute, SlicedCompute) and not self._exclusive:
-            wanted = self._scheduler.layers_at_once(batch.steps, self._clock())
-            batch.part = max(wanted, self._engine.min_layers(span))
-            part: Callable[[], Sequence[StepOutput | SwarmError] | None] = partial(compute.run_layers, batch.part)
+        """Run it, until it has ended or others overtake it."""
+        if self._exclusive:
+            parts = batch.begin(None)
         else:
-            batch.part, part = len(span), compute
-        batch.final = batch.done + batch.part >= len(span)
-        self._running = self._device.run(partial(_timed, part, self._clock))
+            layers = self._scheduler.layers_at_once(batch.steps, self._clock())
+            parts = batch.begin(max(layers, self._engine.min_layers(batch.steps[0].span)))
+            batch.stop_at = self._stop_at(batch)
+        self._running = self._device.run_parts(parts)
         self._running.add_done_callback(partial(self._finish, batch))
 
-    def _finish(self, batch: _Batch, running: asyncio.Future[_Timed]) -> None:
+    def _finish(self, batch: _Batch, running: asyncio.Future[_Ran]) -> None:
         self._running = None
         error = running.exception()
         if error is not None:
@@ -308,13 +288,13 @@ class Executor:
             self._end(batch)
             _fail(batch.steps, error)
         else:
-            outputs, compute_ms = running.result()
+            ran, compute_ms = running.result()
             batch.compute_ms += compute_ms
-            if outputs is None:
-                batch.done += batch.part
+            if ran.outputs is None:
+                batch.pauses += 1
             else:
                 self._end(batch)
-                self._complete(batch, outputs)
+                self._complete(batch, ran.outputs)
         self._schedule()
 
     def _end(self, batch: _Batch) -> None:
@@ -324,11 +304,10 @@ class Executor:
 
     def _complete(self, batch: _Batch, outputs: Sequence[StepOutput | SwarmError]) -> None:
         now, steps = self._clock(), batch.steps
-        took_s = batch.compute_ms / 1e3 if batch.done else now - batch.started
-        paused_ms = max(0.0, (now - batch.started) * 1e3 - batch.compute_ms) if batch.done else 0.0
+        paused_ms = max(0.0, (now - batch.started) * 1e3 - batch.compute_ms) if batch.pauses else 0.0
         self._scheduler.settle(steps, batch.compute_ms)
         alive = (step for step in steps if not step.session.closed)  # it may have ended while its step was computed
-        sessions = max(1, self._scheduler.completed(alive, took_s, now))
+        sessions = max(1, self._scheduler.completed(alive, batch.compute_ms / 1e3, now))
         for step, output in zip(steps, outputs, strict=True):
             if isinstance(output, SwarmError):
                 _fail([step], output)
@@ -336,12 +315,6 @@ class Executor:
                 queue_ms = (batch.started - step.entered) * 1e3 + paused_ms
                 step.done.set_result(StepOutcome(output, queue_ms, batch.compute_ms, sessions))
         self._observe(BatchStats.of(steps, batch.compute_ms))
-
-
-def _timed(compute: Callable[[], Sequence[StepOutput | SwarmError] | None], clock: Callable[[], float]) -> _Timed:
-    started = clock()
-    outputs = compute()
-    return outputs, (clock() - started) * 1e3
 
 
 def _fail(batch: Sequence[ScheduledStep], error: SwarmError) -> None:

@@ -56,12 +56,14 @@ class PeerChannel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ActivationSpec:
-    """The shapes this hop accepts: hidden size and bytes an element of the session's dtype, and the vocabulary."""
+    """The shapes this hop accepts: hidden size and bytes an element of the session's dtype, the vocabulary, and the
+    most tokens of a text."""
 
     num_layers: int
     hidden_size: int
     element_bytes: int
     vocab_size: int
+    context_length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,10 @@ class HopSession:
     def of(
         cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec, share: Share = NO_SHARE
     ) -> HopSession:
-        """Raises InvalidRequest for sampling parameters out of range, ProtocolError for an impossible history."""
+        """Raises ContextOverflow, InvalidRequest for sampling parameters out of range, ProtocolError for an impossible
+        history."""
+        if len(message.history) > rows.context_length:  # at once: to copy and check the longest takes 20 ms
+            raise ContextOverflow(f"a text of {len(message.history)} tokens for a context of {rows.context_length}")
         sampling, history = Sampling(), None
         if message.end == rows.num_layers and message.sampling is not None:
             sampling = validate_sampling(message.sampling.to_sampling(), rows.vocab_size)

@@ -29,31 +29,32 @@ from swarm_node.serving.token_history import StepTokens
 
 
 class SpanBatch:
-    """See `executor.SlicedCompute`: a few layers at a time. Called in the compute thread."""
+    """See `SlicedCompute`: a few layers at a time, then what a tail makes of the last rows. Called in the compute
+    thread."""
 
     def __init__(self, engine: SpanEngine, steps: Sequence[ScheduledStep], plan: AttentionMetadata) -> None:
         self._engine = engine
         self._steps = steps
         self._plan = plan
-        self._left = steps[0].span  # one for all steps of a batch
+        self._span = steps[0].span  # one for all steps of a batch
+        self._next = self._span.start
         self._hidden: torch.Tensor | None = None  # [rows, hidden], after the layers that have run
 
     def run_layers(self, count: int) -> Sequence[StepOutput | SwarmError] | None:
-        return self._run(min(self._left.start + count, self._left.end))
+        if self._hidden is None:
+            self._hidden = self._engine.input(self._steps)
+        if self._next < self._span.end:
+            part = LayerSpan(self._next, min(self._next + count, self._span.end))
+            self._hidden = self._engine.forward(self._hidden, self._plan, part)
+            self._next = part.end
+            if count < len(self._span) and (self._next < self._span.end or self._steps[0].session.tail):
+                return None
+        return self._engine.outputs(self._steps, self._hidden, self._plan)
 
     def __call__(self) -> Sequence[StepOutput | SwarmError]:
-        outputs = self._run(self._left.end)
-        assert outputs is not None  # no layer is left
+        while (outputs := self.run_layers(len(self._span))) is None:
+            """Until the last."""
         return outputs
-
-    def _run(self, end: int) -> Sequence[StepOutput | SwarmError] | None:
-        hidden = self._engine.input(self._steps) if self._hidden is None else self._hidden
-        start, last = self._left.start, self._left.end
-        self._hidden = self._engine.forward(hidden, self._plan, LayerSpan(start, end))
-        if end < last:
-            self._left = LayerSpan(end, last)
-            return None
-        return self._engine.outputs(self._steps, self._hidden, self._plan)
 
 
 class SpanEngine:
@@ -77,7 +78,9 @@ class SpanEngine:
             int, list[Callable[[], None]]
         ] = {}  # by session of a batch: what to do when it is finished
         config = span.config
-        self.rows = ActivationSpec(config.num_layers, config.hidden_size, span.dtype.itemsize, config.vocab_size)
+        self.rows = ActivationSpec(
+            config.num_layers, config.hidden_size, span.dtype.itemsize, config.vocab_size, config.context_length
+        )
 
     @property
     def span(self) -> LayerSpan:

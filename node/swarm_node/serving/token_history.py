@@ -72,10 +72,10 @@ class TokenHistory:
             raise ProtocolError(f"a history of {len(tokens)} tokens for a session of {max_tokens}")
         if prompt_tokens > len(tokens):
             raise ProtocolError(f"a prompt of {prompt_tokens} tokens in a history of {len(tokens)}")
-        if max(tokens, default=0) >= vocab_size:
+        self._tokens: TokenIds = np.array(tokens, np.int64)
+        if self._tokens.max(initial=0) >= vocab_size:
             raise ProtocolError(f"the history has a token id beyond the vocabulary of {vocab_size}")
         self.prompt_tokens = prompt_tokens
-        self._tokens: TokenIds = np.array(tokens, np.int64)
         self._known = len(tokens)
         self._committed = 0  # tokens after the last step
         self._root: _DraftToken | None = None  # the last committed token, if it was a draft

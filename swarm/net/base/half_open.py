@@ -9,7 +9,7 @@ trips, and one that is held open on purpose is always older.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from swarm.token_bucket import KeyedBuckets, TokenBucket
@@ -30,6 +30,13 @@ class HandshakePolicy:
     timeout_s: float = 4.0  # for TLS and preamble together: links with a round trip of 1 s against idle holders
     refusals_per_s: float = 500.0  # connections looked at; more wait in the kernel's queue. Looking at one takes 50 us
     backlog: int = 128  # of the kernel's queue
+
+    def for_part(self, part: float) -> HandshakePolicy:
+        """For a machine whose event loop gets that part of a core. A few newcomers of a block get in on any."""
+        block_per_s = min(self.block_per_s, max(1.0, part * self.block_per_s))
+        block_burst = min(self.block_burst, max(10.0, part * self.block_burst))
+        burst = max(block_burst, part * self.burst)
+        return replace(self, per_s=part * self.per_s, burst=burst, block_per_s=block_per_s, block_burst=block_burst)
 
 
 class HalfOpen(Generic[_H]):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm.audit_messages import AuditQuery
 from swarm.messages import (
@@ -47,6 +47,12 @@ class FrameBudgetPolicy:
     unasked_rate: float = 10.0  # such frames a second that may come of a race; more break the protocol
     unasked_burst: float = 128.0  # a session that ends here with its steps, queries and cancellations on the way
     max_peers: int = 4096  # whose bucket is remembered
+
+    def for_part(self, part: float) -> FrameBudgetPolicy:
+        """For a machine whose event loop gets that part of a core. What a race may explain stays the same."""
+        names = ("peer", "block", "strangers_block", "strangers")
+        fields = [f"{name}_{kind}" for name in names for kind in ("rate", "burst")]
+        return replace(self, **{field: part * getattr(self, field) for field in fields})
 
 
 # What is not listed costs 1.

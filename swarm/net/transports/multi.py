@@ -19,10 +19,11 @@ from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.config import Libp2pImpl
 from swarm.errors import NetworkError, PeerUnreachable
 from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.half_open import HandshakePolicy
 from swarm.net.base.happy_eyeballs import staggered_race
 from swarm.net.base.tasks import TaskSet
 from swarm.net.base.tls_addresses import advertised, is_direct, is_relayed, listen_ip
-from swarm.net.base.transport import Connection, Handler, OnUpgrade
+from swarm.net.base.transport import Connection, Handler, OnUpgrade, TransportPolicy
 from swarm.net.discovery.autonat import AutoNatServer, ReachabilityReport, probe
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
@@ -84,11 +85,13 @@ class MultiTransport:
         dial_timeout_s: float = 10.0,
         libp2p_impl: Libp2pImpl = "go",
         policy: MultiTransportPolicy = MultiTransportPolicy(),
+        handshakes: HandshakePolicy = HandshakePolicy(),
     ) -> MultiTransport:
         """Start a libp2p host, and direct connections beside it if `direct` and the system supports them.
 
         `accept`: also listen for direct connections, on `direct_port` (0: any) of the IP addresses that the host
-        listens on. Raises what `Libp2pTransport.start` does, AddressInUse also for a `direct_port` that is taken.
+        listens on. `handshakes`: with those who connect directly. Raises what `Libp2pTransport.start` does,
+        AddressInUse also for a `direct_port` that is taken.
         """
         options = options or HostOptions()
         tls: TlsTransport | None = None
@@ -97,7 +100,10 @@ class MultiTransport:
             hosts = [host for address in options.listen if (host := listen_ip(address)) is not None] if accept else []
             authenticator = secret.authenticate if secret else public_authenticator
             try:
-                tls = await TlsTransport.start(identity, hosts, direct_port, authenticator=authenticator, limits=limits)
+                direct_policy = TransportPolicy(handshakes=handshakes)
+                tls = await TlsTransport.start(
+                    identity, hosts, direct_port, authenticator=authenticator, limits=limits, policy=direct_policy
+                )
             except NetworkError as error:
                 disabled_reason = str(error)
                 logger.warning("no direct connections, everything goes through the p2p daemon: %s", error)

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class HonestSpread:
+    """How far two honest machines of unlike arithmetic may be apart. More is held against one of them."""
+
+    distance: float
+    """Relative distance of two machines' rows, as the median over the rows drawn, after up to `MEASURED_LAYERS`."""
+    margin_a_token: float
+    """Of the margins of an answer's tokens, in logits: honest machines' mean stays below, and another temperature's
+    above ..."""
+    margin_slack: float
+    """... and so many logits more, for chance."""
+
+
+MEASURED_LAYERS = 20
+"""Before the deepest edge whose rows were measured. Spreads grow with depth, at most in proportion to it."""
+
+COMPILED = {
+    "fp32": HonestSpread(0.001, 0.0005, 0.5),
+    "bf16": HonestSpread(0.027, 0.003, 0.8),
+    "int8": HonestSpread(0.12, 0.04, 4.0),
+    "int4": HonestSpread(0.12, 0.04, 4.0),
+}
+"""Between our compiled kernels under unlike instruction sets, by the format of the weights."""
+
+OTHERS = {
+    "fp32": HonestSpread(0.055, 0.005, 2.0),
+    "bf16": HonestSpread(0.055, 0.005, 2.0),
+    "int8": HonestSpread(0.2, 0.08, 8.0),
+    "int4": HonestSpread(0.2, 0.08, 8.0),
+}
+"""Where one of the two does not say what it computes with. Of int8 and int4 never measured, and wide for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +55,19 @@ class AuditPolicy:
     """Of which machines of unlike arithmetic are compared by their distance: more bytes, and fewer chance results."""
     sink_tokens: int = 4
     """The first tokens' rows are not drawn: attention sinks, whose norm is that of a few huge channels."""
-    max_distance: float = 0.055
-    """Relative distance of two honest machines' rows, as the median over the rows drawn. Honest kinds of machines stay
-    below, and computing in fewer bits above."""
+    few_rows: int = 12
+    """The median of fewer rows than that may be far off by chance: the wider spread of `others` counts."""
     max_margin: float = 0.25
     """Logits that one token's margin counts for at most, whatever it is: a single token condemns nobody."""
-    margin_a_token: float = 0.005
-    """Of the margins of an answer's tokens: honest machines' mean stays below, and another temperature's above ..."""
-    margin_slack: float = 2.0
-    """... and so many logits more, for chance."""
+    compiled: Mapping[str, HonestSpread] = field(default_factory=lambda: MappingProxyType(COMPILED))
+    others: Mapping[str, HonestSpread] = field(default_factory=lambda: MappingProxyType(OTHERS))
     timeout_s: float = 120.0
     """For a replay, which nobody waits for."""
+
+    def spread(self, dtype: str, *, named: bool) -> HonestSpread:
+        """`dtype`: of the weights. `named`: all machines concerned say that our compiled kernels are what computes."""
+        known = self.compiled if named else self.others
+        return known.get(dtype) or max(known.values(), key=lambda spread: spread.distance)
 
 
 POLICY = AuditPolicy()

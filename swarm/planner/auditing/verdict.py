@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from swarm.planner.auditing.policy import AuditPolicy
+from swarm.planner.auditing.policy import MEASURED_LAYERS, AuditPolicy, HonestSpread
 from swarm.row_digest import DIGEST_BYTES, UNKNOWN, token_digests
 from swarm.types import PeerId
 
@@ -107,10 +107,12 @@ def compare(
     distance: Distance,
     policy: AuditPolicy,
     *,
+    dtype: str,
     drafted: bool = False,
 ) -> list[Comparison]:
     """Edge by edge, as far as both chains have one there, up to and with the first that is far apart.
 
+    `dtype`: of the weights; honest machines are farther apart in some formats than in others.
     `drafted`: one of the chains computed rows as drafts, so that even the same arithmetic need not give the same bits.
     """
     found: list[Comparison] = []
@@ -120,17 +122,18 @@ def compare(
         same_arithmetic = len({r.arithmetic for r in (*ours, *theirs)}) == 1 and bool(ours[0].arithmetic)
         same_input = all(c.agreement is Agreement.EXACT for c in found)
         a, b = ours[-1], theirs[-1]
+        named = all(r.arithmetic for r in (*_within(reports, 0, end), *_within(others, 0, end)))
         at = _first_difference(a, a.outputs, b, b.outputs)
         apart = 0.0
         if end == num_layers and (at is not None or (a.margins and b.margins)):
-            agreement, apart = _token_agreement(a, b, policy, exact=at is None)
+            agreement, apart = _token_agreement(a, b, policy, policy.spread(dtype, named=named), exact=at is None)
         elif at is None:
             known = any(
                 a.digest(a.outputs, p) != UNKNOWN != b.digest(b.outputs, p) for p in range(min(a.tokens, b.tokens))
             )
             agreement = Agreement.EXACT if known else Agreement.UNKNOWN
         else:
-            agreement, apart = _row_agreement(a, b, distance, policy)
+            agreement, apart = _row_agreement(a, b, distance, policy, dtype, named)
         promised = same_arithmetic and same_input and not drafted
         if at is not None and promised and agreement in (Agreement.NEAR, Agreement.UNKNOWN):
             agreement = Agreement.INEXACT
@@ -201,16 +204,21 @@ def _first_difference(a: HopReport, side_a: bytes, b: HopReport, side_b: bytes) 
     return None
 
 
-def _row_agreement(a: HopReport, b: HopReport, distance: Distance, policy: AuditPolicy) -> tuple[Agreement, float]:
+def _row_agreement(
+    a: HopReport, b: HopReport, distance: Distance, policy: AuditPolicy, dtype: str, named: bool
+) -> tuple[Agreement, float]:
     """By the rows drawn. Where none of them differs, or none are held, nothing is known."""
     shared = [p for p in a.rows if p in b.rows and a.digest(a.outputs, p) != b.digest(b.outputs, p)]
     if not shared:
         return Agreement.UNKNOWN, 0.0
     apart = median(distance(a.rows[p], b.rows[p]) for p in shared)
-    return (Agreement.NEAR if apart <= policy.max_distance else Agreement.FAR), apart
+    spread = policy.spread(dtype, named=named and len(shared) >= policy.few_rows)
+    return (Agreement.NEAR if apart <= too_far_apart(a.end, spread) else Agreement.FAR), apart
 
 
-def _token_agreement(a: HopReport, b: HopReport, policy: AuditPolicy, *, exact: bool) -> tuple[Agreement, float]:
+def _token_agreement(
+    a: HopReport, b: HopReport, policy: AuditPolicy, spread: HonestSpread, *, exact: bool
+) -> tuple[Agreement, float]:
     """By how far two tails are apart about the audited tokens: one that sampled them, and has no margins, is at 0.
 
     `exact`: their own samples are the same. Positions at which one of them did not sample do not count.
@@ -223,11 +231,16 @@ def _token_agreement(a: HopReport, b: HopReport, policy: AuditPolicy, *, exact: 
     if not apart:
         return Agreement.UNKNOWN, 0.0
     total = math.fsum(apart)
-    if total > too_far(len(apart), policy):
+    if total > too_far(len(apart), spread):
         return Agreement.FAR, total / len(apart)
     return (Agreement.EXACT if exact and not total else Agreement.NEAR), total / len(apart)
 
 
-def too_far(tokens: int, policy: AuditPolicy) -> float:
+def too_far(tokens: int, spread: HonestSpread) -> float:
     """What the margins of so many tokens add up to at most, between honest machines: in logits."""
-    return policy.margin_slack + policy.margin_a_token * tokens
+    return spread.margin_slack + spread.margin_a_token * tokens
+
+
+def too_far_apart(end: int, spread: HonestSpread) -> float:
+    """The median distance of rows after layer `end` that honest machines keep below."""
+    return spread.distance * max(1.0, end / MEASURED_LAYERS)

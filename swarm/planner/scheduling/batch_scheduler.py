@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
@@ -103,7 +104,7 @@ class BatchScheduler(Generic[S]):
         (self._prefill if step.prefill else self._decode).append(step)
         self._waiting.add(step.session_key)
         if not self._waiting_shares[step.share]:
-            self._shares.join(step.share)
+            self._shares.join(step.share, self._credit_ms(len(step.span)))
         self._waiting_shares[step.share] += 1
 
     def wait_s(self) -> float:
@@ -156,13 +157,21 @@ class BatchScheduler(Generic[S]):
             for share, mine_ms in next_ms.items()
         )
 
-    def rows_at_once(self, share: Share, context: int, layers: int, now_s: float) -> int | None:
+    def overtaken_after(self, batch: Sequence[S]) -> float:
+        """After how many of its layers a batch is overtaken by the steps that wait now; infinite: not at all."""
+        layers = len(batch[0].span)
+        if not self or not self.overtakes(batch, 1.0):
+            return math.inf
+        return bisect_left(range(layers), True, key=lambda done: self.overtakes(batch, done / layers))
+
+    def rows_at_once(self, share: Share, context: int, layers: tuple[int, int], now_s: float) -> int | None:
         """The most rows of a step that should run in one piece; None: all of them. `layers`: that run at once, at
-        least."""
-        ahead_ms = self._ahead_ms(share, 0.0, now_s)
+        least, and in all."""
+        ahead_ms = self._ahead_ms(share, 0.0, now_s, layers[1])
         if ahead_ms == math.inf:
             return None
-        return self._work.rows_within(max(self._policy.slice_ms, ahead_ms) / layers, context, self._policy)
+        at_once_ms = min(max(self._policy.slice_ms, ahead_ms), self._policy.long_slice_ms * layers[0])
+        return self._work.rows_within(at_once_ms / layers[0], context, self._policy)
 
     def layers_at_once(self, batch: Sequence[S], now_s: float) -> int:
         """How many layers of a batch should run before others are looked for, at least 1."""
@@ -170,10 +179,9 @@ class BatchScheduler(Generic[S]):
         charged: dict[Share, float] = {}
         for step in batch:
             charged[step.share] = charged.get(step.share, 0.0) + self.step_ms(step)
-        at_once_ms = max(self._ahead_ms(share, share_ms, now_s) for share, share_ms in charged.items())
+        at_once_ms = max(self._ahead_ms(share, share_ms, now_s, layers) for share, share_ms in charged.items())
         at_once_ms = max(policy.slice_ms, at_once_ms)
-        if ms > policy.long_batch_ms:
-            at_once_ms = min(at_once_ms, policy.long_slice_ms)
+        at_once_ms = min(at_once_ms, policy.long_slice_ms)
         return layers if ms <= at_once_ms else max(1, int(layers * at_once_ms / ms))
 
     def step_ms(self, step: S) -> float:
@@ -231,14 +239,18 @@ class BatchScheduler(Generic[S]):
         known = next(iter(self._waiting_shares), None)
         return known is not None and next(self._others(known, now_s), None) is not None
 
-    def _ahead_ms(self, share: Share, charged_ms: float, now_s: float) -> float:
+    def _credit_ms(self, layers: int) -> float:
+        """How far a share may lag when a step of it comes: two steps of one row at least, however slow the machine."""
+        return max(self._policy.share_credit_ms, 2 * self._work.layer_ms(1) * layers)
+
+    def _ahead_ms(self, share: Share, charged_ms: float, now_s: float, layers: int) -> float:
         """How much `share`, charged for what it runs already, may use before another share could overtake it if that
-        had a step now. Not above 0: at once. Infinite: nobody could."""
-        least = math.inf
+        had a step of `layers` now. Not above 0: at once. Infinite: nobody could."""
+        least, credit_ms = math.inf, self._credit_ms(layers)
         for other in self._others(share, now_s) if not share.first else ():
             level = share.block == other.block
-            mine = self._shares.tag_on_join(share)[level] - charged_ms / share.weight
-            theirs = self._shares.tag_on_join(other)[level]
+            mine = self._shares.tag_on_join(share, credit_ms)[level] - charged_ms / share.weight
+            theirs = self._shares.tag_on_join(other, credit_ms)[level]
             least = min(least, 0.0 if other.first else (theirs - mine) * share.weight)
         return least
 

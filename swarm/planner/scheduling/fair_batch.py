@@ -75,7 +75,7 @@ class BatchPlan(Generic[S]):
     def allows(self, step: S) -> bool:
         if self._most_ms < math.inf:
             return self._layer_ms(step) <= self._most_ms
-        if self._rows and self._layer_ms(step) > self._longest_ms:
+        if self._rows and not step.share.first and self._layer_ms(step) > self._longest_ms:
             return False
         if not self.contended:
             return True

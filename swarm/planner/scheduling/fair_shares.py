@@ -61,10 +61,11 @@ class FairShares:
         """Shares that are remembered."""
         return sum(len(level.finish) for level in self._members.values())
 
-    def join(self, share: Share) -> None:
-        """A step of the share waits, and none did before."""
-        self._blocks.join(share.block, self._credit)
-        self._members.setdefault(share.block, _Level()).join(share.member, self._credit)
+    def join(self, share: Share, credit_ms: float | None = None) -> None:
+        """A step of the share waits, and none did before. `credit_ms`: instead of the policy's."""
+        credit = self._credit if credit_ms is None else credit_ms
+        self._blocks.join(share.block, credit)
+        self._members.setdefault(share.block, _Level()).join(share.member, credit)
 
     def tag(self, share: Share) -> Tag:
         """Of a share that has joined; of one that was forgotten, as if it joined without credit."""
@@ -72,11 +73,12 @@ class FairShares:
         member = level.finish.get(share.member, level.now) if level is not None else 0.0
         return self._blocks.finish.get(share.block, self._blocks.now), member
 
-    def tag_on_join(self, share: Share) -> Tag:
+    def tag_on_join(self, share: Share, credit_ms: float | None = None) -> Tag:
         """The tag that the share has once a step of it waits."""
-        block = max(self._blocks.finish.get(share.block, 0.0), self._blocks.now - self._credit)
+        credit = self._credit if credit_ms is None else credit_ms
+        block = max(self._blocks.finish.get(share.block, 0.0), self._blocks.now - credit)
         level = self._members.get(share.block)
-        member = max(level.finish.get(share.member, 0.0), level.now - self._credit) if level is not None else 0.0
+        member = max(level.finish.get(share.member, 0.0), level.now - credit) if level is not None else 0.0
         return block, member
 
     def serve(self, share: Share) -> None:

@@ -20,7 +20,7 @@ class SchedulingPolicy:
     share_credit_ms: float = 50.0  # how far a share that did not wait may lag: prompt service against longer bursts
     share_window_ms: float = 25.0  # shares so close share a batch: larger batches against strict fairness
     rider_slack: float = 0.1  # a share ahead of the others rides along if their batch takes at most this much longer
-    slice_ms: float = 4.0  # what runs in one go while others are further behind: their wait against efficiency
+    slice_ms: float = 2.5  # what runs in one go while others are further behind: their wait against efficiency
     batch_gain: float = 2.0  # ... a layer of a batch takes this many times that of one row, if that is longer
     long_batch_ms: float = 100.0  # batches beyond it are sliced even without company, for whoever comes meanwhile
     long_slice_ms: float = 16.0  # ... in parts of this

@@ -17,7 +17,7 @@ from swarm_kernels.models.quantized.checkpoint import unpacked_table
 from swarm_kernels.models.quantized.schemes import scheme_of
 from swarm_kernels.models.source import fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
-from swarm_kernels.runtime.rope import RopeTable
+from swarm_kernels.runtime.rope import RopeTables
 
 INSTRUMENT = (
     "swarm_kernels.models.hf_config", "swarm_kernels.models.quantized.checkpoint",
@@ -53,8 +53,9 @@ def run(data: bytes) -> None:
     try:
         config = model_config(parsed, parsed)
         fingerprint(config, [], lambda _name, _length: np.zeros(0, np.uint8))
-        if config.head_dim <= 1 << 10 and config.has_fast_path:
-            RopeTable(config.rope, config.head_dim, min(config.context_length, 64), torch.device("cpu")).at(
+        if config.head_dim <= 1 << 10 and config.decoder is not None:
+            ropes = (config.rope, *config.decoder.other_ropes)
+            RopeTables(ropes, config.head_dim, min(config.context_length, 64), torch.device("cpu")).at(
                 torch.arange(2), 80
             )
         check_shapes(config, {}, "a folder")
@@ -76,6 +77,10 @@ def seeds() -> Iterator[bytes]:
     }  # fmt: skip
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     for changes in (
+        {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8},
+        {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0]},
+        {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1, 2], "long_factor": [1, 2]}},
+        {"model_type": "olmo3", "rope_scaling": {**llama3, "rope_type": "linear"}, "layer_types": ["full_attention"]},
         {"rope_theta": 1e5, "rope_scaling": {**llama3, "original_max_position_embeddings": 32}},
         {"model_type": "qwen2", "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 3}},
         {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from zoo.shrink import LAYERS, tiny_config
+from zoo.shrink import LAYERS, NotTiny, tiny_config
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _VALUES: dict[str, list[Any]] = {
@@ -57,6 +57,7 @@ _VALUES: dict[str, list[Any]] = {
     "do_layer_norm_before": [False],
     "word_embed_proj_dim": [32],
 }
+_ABSENT = object()
 _ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 3.0},
     "dynamic": {"factor": 3.0},
@@ -70,18 +71,29 @@ _ROPES: dict[str, dict[str, Any]] = {
 def variants(kind: str) -> list[tuple[str, dict[str, Any]]]:
     """Names and changes, the unchanged config first. Raises NotTiny if there is not even that."""
     plain = tiny_config(kind)
-    text = plain.get_text_config()
+    try:
+        text = plain.get_text_config()
+    except ValueError as error:  # it has several
+        raise NotTiny(str(error).splitlines()[0]) from None
     found: list[tuple[str, dict[str, Any]]] = [("", {})]
     for name, values in _VALUES.items():
-        if not hasattr(text, name):
-            continue
-        found += [(f"{name}={value}", {name: value}) for value in values if getattr(text, name) != value]
+        present = _value(text, name)
+        if present is not _ABSENT:
+            found += [(f"{name}={value}", {name: value}) for value in values if present != value]
     if hasattr(text, "rope_parameters") and not _is_nested(text):
         for rope, values in _ROPES.items():
             found.append((f"rope {rope}", {"rope_parameters": {"rope_type": rope, "rope_theta": 1000.0, **values}}))
         half = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
         found.append(("rope partial", {"rope_parameters": half}))
     return found
+
+
+def _value(config: PretrainedConfig, name: str) -> Any:
+    """Of a field; absent also where layers differ in it, so that it has no one value (Gemma 4)."""
+    try:
+        return getattr(config, name, _ABSENT)
+    except RuntimeError:
+        return _ABSENT
 
 
 def _is_nested(config: PretrainedConfig) -> bool:

@@ -16,8 +16,9 @@ _LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, which scale their queries by the width of a head that hidden size and heads suggest."""
 
 
-def common(meta: Metadata, kind: str, **changes: Any) -> dict[str, Any]:
-    """Everything but windows and experts. Layers that predict further tokens are not counted."""
+def common(meta: Metadata, kind: str, kv_heads: int | None = None, **changes: Any) -> dict[str, Any]:
+    """Everything but windows and experts. Layers that predict further tokens are not counted. `kv_heads`: where the
+    layers differ in them."""
     layers = meta.need("block_count", MAX_LAYERS) - (meta.integer("nextn_predict_layers", 0) or 0)
     heads, hidden = meta.need("attention.head_count"), meta.need("embedding_length")
     context = meta.need("context_length")
@@ -26,7 +27,7 @@ def common(meta: Metadata, kind: str, **changes: Any) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.uniform("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads or meta.uniform("attention.head_count_kv", heads),
         "head_dim": meta.integer("attention.key_length", hidden // heads),
         "intermediate_size": meta.uniform("feed_forward_length", 0),
         "vocab_size": meta.rows("token_embd.weight"),
@@ -170,6 +171,23 @@ def smollm3(meta: Metadata) -> dict[str, Any]:
     config = common(meta, "smollm3", no_rope_layer_interval=4, use_sliding_window=False, **biases(meta))
     no_window(meta, config["max_position_embeddings"])
     return config | {"mlp_bias": meta.in_layer("ffn_up.bias")}
+
+
+def lfm2(meta: Metadata) -> dict[str, Any]:
+    """LFM2, whose layers without key heads are short convolutions."""
+    layers = meta.need("block_count", MAX_LAYERS)
+    key_heads = meta.per_layer("attention.head_count_kv", layers) or [meta.need("attention.head_count_kv")] * layers
+    if len(set(key_heads) - {0}) != 1:
+        raise UnsupportedModel(f"{meta.where}: its attention layers differ in their key heads; use its safetensors")
+    config = common(meta, "lfm2", max(key_heads))
+    del config["hidden_act"], config["head_dim"]
+    return config | {
+        "norm_eps": config.pop("rms_norm_eps"),
+        "layer_types": ["full_attention" if heads else "conv" for heads in key_heads],
+        "conv_L_cache": meta.need("shortconv.l_cache"),
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def granite_fields(meta: Metadata) -> dict[str, Any]:

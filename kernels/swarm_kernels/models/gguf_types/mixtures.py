@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swarm.errors import CorruptModel, UnsupportedModel
-from swarm_kernels.models.gguf_types.configs import biases, common, granite_fields, no_window, rotate_partly
+from swarm_kernels.models.gguf_types.configs import biases, common, granite_fields, lfm2, no_window, rotate_partly
 from swarm_kernels.models.gguf_types.metadata import MAX_EXPERTS, Metadata
 
 _SOFTMAX, _SIGMOID = 1, 2
@@ -67,6 +67,24 @@ def qwen3_moe(meta: Metadata) -> dict[str, Any]:
         "norm_topk_prob": True,
         "use_sliding_window": False,
         "decoder_sparse_step": 1,
+    }
+
+
+def lfm2_moe(meta: Metadata) -> dict[str, Any]:
+    experts, used = _counts(meta)
+    _unscaled(meta)
+    _routed_by(meta, _SIGMOID)
+    config = lfm2(meta)
+    del config["block_auto_adjust_ff_dim"]
+    return config | {
+        "model_type": "lfm2_moe",
+        "num_experts": experts,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": meta.need("expert_feed_forward_length"),
+        "num_dense_layers": meta.integer("leading_dense_block_count", 0),
+        "use_expert_bias": any(meta.in_layer(f"exp_probs_b{suffix}") for suffix in (".bias", ".weight", "")),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
     }
 
 

@@ -15,8 +15,10 @@ from swarm_kernels.models.gguf_types.layers import ATTENTION, EDGES, GEMMA_EDGES
 from swarm_kernels.models.gguf_types.views import (
     alternating_biases,
     gate_and_up,
+    middle_dimension,
     stacked_rows,
     transposed_experts,
+    whole,
 )
 
 _AFTER = [
@@ -119,6 +121,24 @@ _MINIMAX_M2 = [
 ]
 _LLAMA = [*layers.INTERLEAVED_ATTENTION, *NORMS, *MLP, *layers.experts("num_local_experts", "block_sparse_moe", _W)]
 
+_LFM2_EDGES = {name: edge for name, edge in EDGES.items() if name != "output_norm.weight"} | {
+    "token_embd_norm.weight": ("model.embedding_norm.weight", whole)
+}
+_LFM2 = [
+    *(Rule(each.sources, each.target.replace(".o_proj", ".out_proj"), each.build) for each in ATTENTION),
+    rule("attn_q_norm.weight", "self_attn.q_layernorm.weight"),
+    rule("attn_k_norm.weight", "self_attn.k_layernorm.weight"),
+    rule("attn_norm.weight", "operator_norm.weight"),
+    rule("ffn_norm.weight", "ffn_norm.weight"),
+    rule("shortconv.conv.weight", "conv.conv.weight", middle_dimension),
+    rule("shortconv.in_proj.weight", "conv.in_proj.weight"),
+    rule("shortconv.out_proj.weight", "conv.out_proj.weight"),
+    rule("ffn_gate.weight", "feed_forward.w1.weight"),
+    rule("ffn_up.weight", "feed_forward.w3.weight"),
+    rule("ffn_down.weight", "feed_forward.w2.weight"),
+]
+_LFM2_MOE = [*layers.experts("num_experts", "feed_forward", _W), *layers.correction_bias("feed_forward.expert_bias")]
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(configs.llama, tuple(_LLAMA), EDGES),
     "mistral": Architecture(configs.llama, tuple(_LLAMA), EDGES),
@@ -142,6 +162,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama4": Architecture(mixtures.llama4, tuple(_LLAMA4), EDGES),
     "minimax-m2": Architecture(mixtures.minimax_m2, tuple(_MINIMAX_M2), EDGES),
     "glm4moe": Architecture(mixtures.glm4_moe, tuple(_GLM4_MOE), EDGES),
+    "lfm2": Architecture(configs.lfm2, tuple(_LFM2), _LFM2_EDGES),
+    "lfm2moe": Architecture(mixtures.lfm2_moe, (*_LFM2, *_LFM2_MOE), _LFM2_EDGES),
     "deepseek2": Architecture(mixtures.deepseek2, tuple(_DEEPSEEK), EDGES),
 }
 """By llama.cpp's name."""
