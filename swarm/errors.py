@@ -15,7 +15,7 @@
         DiskFull                      too little room on the disk for a model's files
         DeviceUnavailable             the requested GPU is not there
         AddressInUse                  the port to listen on is taken
-        ActivationLogEvicted          a hop no longer has the outputs that are to be replayed
+        ActivationLogEvicted          a hop no longer has the outputs that are to be replayed, or a state to go back to
         IdentityError                 the file with this peer's key cannot be read or written
       KernelError                   tensors or slots that cannot be right, refused before any kernel ran
       PlanError                     a planner's input that has no solution
@@ -116,7 +116,8 @@ class AddressInUse(ResourceError):
 
 
 class ActivationLogEvicted(ResourceError):
-    """Outputs of a session were evicted for lack of memory, so they cannot be replayed."""
+    """Outputs of a session were evicted for lack of memory, so they cannot be replayed; or the recurrent state that its
+    hop is to go back to is not kept any more. The hop is rebuilt."""
 
     code = "log_lost"
 

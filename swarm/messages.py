@@ -325,7 +325,8 @@ class KvFetch(Message, frozen=True, tag="kv_fetch"):
     (`kv_token`). Answered with KvBlocks or SessionFailed.
 
     A block holds 16 tokens: `[kv_heads, head_dim, 16]` for keys and `[kv_heads, 16, head_dim]` for values, as in
-    memory; the rest of the last one is zero.
+    memory; the rest of the last one is zero. Of a layer with a recurrent state, a block is 64 KiB of it
+    (`swarm_kernels.kvcache.layer_transfer`).
     """
 
     max_header: ClassVar[int] = 256
@@ -339,7 +340,7 @@ class KvFetch(Message, frozen=True, tag="kv_fetch"):
 
 
 class KvBlocks(Message, frozen=True, tag="kv_blocks"):
-    """The body has the keys of all requested blocks, then their values."""
+    """The body has the keys of all requested blocks, then their values; or the requested part of a recurrent state."""
 
     max_header: ClassVar[int] = 128
 

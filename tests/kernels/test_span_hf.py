@@ -64,7 +64,7 @@ def test_only_its_own_layers_are_read_and_resident() -> None:
 
 
 UNSUPPORTED = {
-    "mamba": ({}, "linear_attention"),
+    "mamba": ({}, "recurrent state of a known kind"),
 }
 
 

@@ -33,6 +33,20 @@ LIMITS = Limits(max_sessions=4, max_sessions_per_peer=3, max_protocol_errors=3)
 
 
 @dataclass
+class FakeWriter:
+    """Takes what a `ToyEngine`'s reader returns."""
+
+    filled: list[tuple[int, int]]
+
+    def __call__(self, layer: int, first: int, body: bytes) -> None:
+        assert body == bytes([layer]) * len(body)
+        self.filled.append((layer, first))
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+@dataclass
 class ToyEngine:
     """A row is one byte; a layer adds one to it (mod 200); the token sampled from a row is its value."""
 
@@ -81,8 +95,16 @@ class ToyEngine:
         assert key in self.reserved
         self.rolled_back.append(length)
 
-    block_tokens = 4
-    block_bytes = 4
+    session_capacity = 1 << 30
+
+    def reusable(self, key: int, length: int, multiple: int) -> int:
+        return length // multiple * multiple
+
+    def transfer_units(self, layer: int, tokens: int) -> int:
+        return -(-tokens // 4)
+
+    def unit_bytes(self, layer: int) -> int:
+        return 4
 
     def import_blocks(self, key: int, tokens: int) -> None:
         if tokens > self.reserved[key]:
@@ -90,14 +112,10 @@ class ToyEngine:
 
     def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
         assert key in self.reserved
-        return lambda layer, block, count: bytes([layer]) * (self.block_bytes * count)
+        return lambda layer, block, count: bytes([layer]) * (self.unit_bytes(layer) * count)
 
-    def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
-        def write(layer: int, block: int, body: bytes) -> None:
-            assert body == bytes([layer]) * len(body)
-            self.filled.append((layer, block))
-
-        return write
+    def writer(self, key: int, tokens: int, layers: LayerSpan) -> FakeWriter:
+        return FakeWriter(self.filled)
 
     def prepare(self, works: Sequence[ScheduledStep]) -> Callable[[], list[StepOutput]]:
         assert len({id(w.session) for w in works}) == len(works)

@@ -61,6 +61,11 @@ class KVCacheManager:
         return (self.pool.free - self._reserved()) * BLOCK_SIZE
 
     @property
+    def session_capacity(self) -> int:
+        """The most sessions at a time, whatever their tokens: keys and values alone set no limit."""
+        return 1 << 30
+
+    @property
     def nbytes(self) -> int:
         return self.pool.nbytes
 
@@ -114,6 +119,10 @@ class KVCacheManager:
         for block in source.table[:count].tolist():
             self.pool.incref(block)
         self._sessions[child] = forked
+
+    def reusable(self, session: SessionKey, length: int, multiple: int) -> int:
+        """The most of the first `length` committed tokens that `fork` can share, a multiple of `multiple`."""
+        return length // multiple * multiple
 
     def freeze_prefix(self, session: SessionKey, length: int) -> None:
         """Keep the first `length` committed tokens as a read-only cached prefix for later forks.

@@ -45,7 +45,7 @@ def model_config(
     rope, other_ropes = rope_configs(read, head_dim, context)
     config = ModelConfig(
         model_type=kind,
-        num_layers=read.size("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=_num_layers(read),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -106,6 +106,16 @@ def _sliding_window(read: ConfigReader) -> int | None:
         if windowed_from >= read.size("num_hidden_layers"):
             return None
     return read.size("sliding_window") if read.get("sliding_window") != 0 else None  # 0: how Qwen2-MoE says "none"
+
+
+def _num_layers(read: ConfigReader) -> int:
+    """Some types (Nemotron-H) count their layers by the list of their kinds, or a word with one letter for each."""
+    kinds = read.get("layers_block_type") or read.get("hybrid_override_pattern")
+    if read.model_type != "nemotron_h" or kinds is None:
+        return read.size("num_hidden_layers", most=MAX_LAYERS)
+    if isinstance(kinds, (list, str)) and 1 <= len(kinds) <= MAX_LAYERS:
+        return len(kinds)
+    raise CorruptModel(f"{read.where}: the kinds of layers are {brief(kinds)}, neither a list nor a word")
 
 
 def _eos_ids(where: str, *given: Any) -> tuple[int, ...]:

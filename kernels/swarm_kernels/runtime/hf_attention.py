@@ -62,7 +62,7 @@ class ProbedLayer:
     """What one attention call of a probe showed."""
 
     layer: int  # of the span
-    heads: int
+    heads: int  # 0: it has no keys and values
     kv_heads: int
     head_dim: int
     visibility: Visibility
@@ -109,6 +109,11 @@ def running_as(batch: BatchContext) -> Iterator[None]:
         yield
     finally:
         _running.reset(token)
+
+
+def running() -> BatchContext | None:
+    """The context of the calls within `running_as`, None outside."""
+    return _running.get(None)
 
 
 @dataclass(frozen=True, slots=True)

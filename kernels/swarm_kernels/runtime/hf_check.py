@@ -1,8 +1,9 @@
 """The check at load: the layers of an `HfSpan` against transformers' own eager attention and masks.
 
 Owns what is compared: of each kind of layer in the span, on its loaded weights, a prompt in two pieces with another
-session between its rows, a tree of two branches, and a few rows far into the context. For the check, windows and
-chunks shrink to a few tokens, so that some rows lie beyond them. transformers gets other embeddings than we do, so that
+session between its rows, a tree of two branches, a row on a committed one, and a few rows far into the context; of
+layers with a recurrent state also a longer text, and going back in it. For the check, windows and chunks shrink to a
+few tokens, so that some rows lie beyond them. transformers gets other embeddings than we do, so that
 a layer that looks at more than hidden states and positions is found too.
 
 Two things are compared, row by row: what comes out of the attention, and what comes out of the layer. In a mixture of
@@ -31,6 +32,8 @@ from swarm_kernels.runtime.hf_span import HfSpan
 _SHRUNK = 6  # tokens of a window or chunk while checking
 _PROMPT, _PIECE, _OTHER, _FAR = 14, 9, 4, 4  # rows
 _TREE_PARENTS, _TREE_SLOTS, _BRANCHES = (-1, -1, 0, 2), (0, 1, 2, 3), ((0, 2, 3), (1,))
+_COMMITTED = (0, 2)  # slots
+_LONG, _LONG_PIECE, _BACK = 71, 40, 66  # rows of a text whose states are kept in several places; where it goes back to
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 _REROUTED, _MOST_REROUTED = 2.0, 0.25  # of a row's norm, if its experts or chosen keys are others; of the rows
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
@@ -51,6 +54,8 @@ def check_layers(span: HfSpan) -> None:
     for layer in _one_of_each_kind(span):
         _check_near(span, layer)
         _check_far(span, layer)
+        if span.has_state(layer):
+            _check_long(span, layer)
 
 
 def _one_of_each_kind(span: HfSpan) -> list[int]:
@@ -68,12 +73,13 @@ def _one_of_each_kind(span: HfSpan) -> list[int]:
 
 def _check_near(span: HfSpan, layer: int) -> None:
     """A prompt, another session among its rows, and a tree; beyond windows and chunks, which are a few tokens here."""
-    rows = _rows(span, _PROMPT + len(_TREE_SLOTS) + _OTHER)
-    prompt, tree, other = rows[:_PROMPT], rows[_PROMPT : _PROMPT + len(_TREE_SLOTS)], rows[-_OTHER:]
+    rows = _rows(span, _PROMPT + len(_TREE_SLOTS) + _OTHER + 1)
+    prompt, tree = rows[:_PROMPT], rows[_PROMPT : _PROMPT + len(_TREE_SLOTS)]
+    other, next_row = rows[-_OTHER - 1 : -1], rows[-1:]
     with _small_windows(span):
         visibility = list(span.visibility)
         visibility[layer - span.layers.start] = span.probe(layer, layer + 1)[0].visibility
-        cache = _cache(span, 256)
+        cache = _cache(span, 256, 2)
         cache.open(b"a", 64)
         cache.open(b"b", 64)
 
@@ -87,6 +93,7 @@ def _check_near(span: HfSpan, layer: int) -> None:
             StepRequest(b"a", _PIECE, _PROMPT - _PIECE),
         )
         leaves = run(tree, StepRequest(b"a", _PROMPT, 0, _TREE_PARENTS, _TREE_SLOTS))
+        after = run(next_row, StepRequest(b"a", _PROMPT, 1, commit_slots=_COMMITTED))
         expected_other = _theirs(span, layer, other, 0)
         for branch in _BRANCHES:
             expected = _theirs(span, layer, torch.cat((prompt, tree[list(branch)])), 0)
@@ -96,6 +103,8 @@ def _check_near(span: HfSpan, layer: int) -> None:
             ]
             _compare(span, layer, _Outputs(*ours), expected)
         _compare(span, layer, _Outputs(second.attention[:_OTHER], second.layer[:_OTHER]), expected_other)
+        expected = _theirs(span, layer, torch.cat((prompt, tree[list(_COMMITTED)], next_row)), 0)
+        _compare(span, layer, after, _Outputs(expected.attention[-1:], expected.layer[-1:]))
 
 
 def _check_far(span: HfSpan, layer: int) -> None:
@@ -110,9 +119,27 @@ def _check_far(span: HfSpan, layer: int) -> None:
     _compare(span, layer, ours, _theirs(span, layer, rows, start))
 
 
-def _cache(span: HfSpan, tokens: int) -> KVCacheManager:
+def _check_long(span: HfSpan, layer: int) -> None:
+    """A text whose rows are computed by chunks, and again from a row in its middle."""
+    rows = _rows(span, _LONG)
+    cache = _cache(span, 2 * _LONG)
+    cache.open(b"a", _LONG)
+
+    def run(start: int, end: int) -> _Outputs:
+        plan = cache.schedule([StepRequest(b"a", start, end - start)])
+        return _ours(span, layer, rows[start:end], plan, cache, list(span.visibility))
+
+    parts = [run(0, _LONG_PIECE), run(_LONG_PIECE, _LONG)]
+    cache.rollback(b"a", _BACK)
+    again, expected = run(_BACK, _LONG), _theirs(span, layer, rows, 0)
+    ours = [torch.cat([getattr(part, name) for part in parts]) for name in ("attention", "layer")]
+    _compare(span, layer, _Outputs(*ours), expected)
+    _compare(span, layer, again, _Outputs(expected.attention[_BACK:], expected.layer[_BACK:]))
+
+
+def _cache(span: HfSpan, tokens: int, sessions: int = 1) -> KVCacheManager:
     """As precise as the activations: rounding of keys and values would send rows to other experts."""
-    return KVCacheManager(replace(span.kv_shape, dtype=span.compute_dtype), tokens, span.device)
+    return span.cache_for(tokens, sessions, span.compute_dtype)
 
 
 def _rows(span: HfSpan, count: int) -> torch.Tensor:

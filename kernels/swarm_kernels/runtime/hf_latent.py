@@ -96,7 +96,7 @@ class _Expansion(torch.nn.Module):
 
 def absorb(layers: Iterable[torch.nn.Module], attention: str) -> list[Any]:
     """Let the layers' latent attention modules hand latent keys to the attention registered as `attention`; with
-    another one they expand as before. -> these modules; none, and nothing has changed, unless every layer has exactly
+    another one they expand as before. -> these modules; none, and nothing has changed, unless each of them has exactly
     one, and all are of one size."""
     modules: list[Any] = []
     for layer in layers:

@@ -31,7 +31,8 @@ from swarm_kernels.runtime.hf_indexer import choose_keys
 from swarm_kernels.runtime.hf_latent import absorb, latent_modules
 from swarm_kernels.runtime.hf_linears import Format, weight_bytes
 from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
-from swarm_kernels.runtime.hf_weights import MetaModel, load_weights, meta_model
+from swarm_kernels.runtime.hf_states import StateMixer, in_order, install, state_cache
+from swarm_kernels.runtime.hf_weights import PLAIN_KINDS, STATE_KINDS, MetaModel, load_weights, meta_model
 from swarm_kernels.runtime.rope import limited_context
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 
@@ -116,15 +117,20 @@ class HfSpan:
         rounding = None if form.compute == form.state else form.state
         self._tap_state = _TapState(indexed="index_topk" in config.hf, rounding=rounding)
         self._layers = model.layers
+        self._mixers: dict[int, StateMixer] = {}
         for index, layer in enumerate(model.layers):
+            mixer = install(layer, index)
+            if mixer is not None and index in layers:
+                self._mixers[index] = mixer
             model.layers[index] = _LayerTap(layer, index, self._tap_state)
-        latent = absorb((self.layer(index) for index in layers), ATTENTION)
+        latent = absorb((self.layer(index) for index in layers if index not in self._mixers), ATTENTION)
         self.index_dim = choose_keys(latent, latent_modules(model.layers))
         self.config = _limited_context(config, chooses=self.index_dim > 0)
         self._find_out_parts()
         probed = self.probe(layers.start, layers.end)
         self.kv_shape = self._shape_of_all(probed)
         self.visibility = tuple(layer.visibility for layer in probed)
+        self._blocks = [layer.heads > 0 for layer in probed]
         self._attention_modules = [layer.module for layer in probed]
 
     @classmethod
@@ -145,7 +151,17 @@ class HfSpan:
         return self.kv_shape.bytes_per_token_per_layer
 
     def new_cache(self, max_tokens: int) -> KVCacheManager:
-        return KVCacheManager(self.kv_shape, max_tokens, self.device)
+        return self.cache_for(max_tokens, 1)
+
+    def cache_for(self, max_tokens: int, sessions: int, dtype: torch.dtype | None = None) -> KVCacheManager:
+        """`new_cache` with room for the recurrent states, if there are any, of at least so many sessions. `dtype`: of
+        keys and values, if it is another."""
+        shape = replace(self.kv_shape, dtype=dtype or self.dtype)
+        if all(self._blocks):
+            return KVCacheManager(shape, max_tokens, self.device)
+        planned = 2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize  # a token in every layer
+        spared = self._blocks.count(False) * max_tokens * planned
+        return state_cache(shape, max_tokens, self.device, self._blocks, self._mixers, spared, sessions)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -168,7 +184,8 @@ class HfSpan:
         hidden = hidden.to(device=self.device, dtype=self.compute_dtype)
         if metadata.rows == 0:
             part = slice(first - self.layers.start, last - self.layers.start)
-            for k_blocks, v_blocks in zip(cache.k[part], cache.v[part], strict=True):
+            blocks = zip(cache.k[part], cache.v[part], self._blocks[part], strict=True)
+            for k_blocks, v_blocks in ((k, v) for k, v, has_blocks in blocks if has_blocks):
                 dispatch.commit_tree_slots(k_blocks, v_blocks, metadata.copy_from, metadata.copy_to)
             return hidden
         return self.run_layers(hidden, metadata, cache, first, last, self.visibility)
@@ -207,8 +224,12 @@ class HfSpan:
         return layer
 
     def attention_module(self, index: int) -> torch.nn.Module:
-        """The module of layer `index` that calls the attention."""
+        """The module of layer `index` that looks at other rows."""
         return self._attention_modules[index - self.layers.start]
+
+    def has_state(self, index: int) -> bool:
+        """Whether layer `index` has a recurrent state."""
+        return index in self._mixers
 
     def configs(self) -> list[Any]:
         """transformers' configs that the model's modules read, each once."""
@@ -279,14 +300,29 @@ class HfSpan:
     def probe(self, start: int, end: int) -> list[ProbedLayer]:
         """Run one row through layers `[start, end)` and record their attention calls, one a layer. Raises
         UnsupportedModel."""
-        probed = self._probe(start, end)
+        plain = {index: self.layer(index) for index in range(start, end) if self._is_plain(index)}
+        probed = in_order(self._probe(start, end), plain, self.layers.start)
         first = start - self.layers.start
         if [layer.layer for layer in probed] != list(range(first, first + end - start)):
-            raise self._unsupported("not every layer attends once through transformers' attention interface")
+            raise self._unsupported(
+                "not every layer attends once through transformers' attention interface"
+                + (" or has a recurrent state of a known kind" if self._kinds() & STATE_KINDS else "")
+            )
         return probed
+
+    def _is_plain(self, index: int) -> bool:
+        """Whether a layer says of itself that its rows see no others."""
+        kinds = getattr(self._decoder.config, "layer_types", None) or ()
+        return index < len(kinds) and kinds[index] in PLAIN_KINDS
+
+    def _kinds(self) -> set[str]:
+        return set(getattr(self._decoder.config, "layer_types", None) or ())
 
     def _shape_of_all(self, probed: list[ProbedLayer]) -> KvShape:
         """The keys and values of one token in any layer fit into it."""
+        all_layers, probed = probed, [layer for layer in probed if layer.heads]
+        if not probed:
+            return KvShape(min(1, len(all_layers)), 1, 1, self.dtype)
         heads = math.lcm(*{layer.kv_heads for layer in probed})
         if any(layer.heads % heads for layer in probed):
             raise self._unsupported("the key heads of its layers have no common multiple among its query heads")

@@ -27,7 +27,13 @@ from swarm_kernels.runtime.hf_linears import Format
 from swarm_kernels.runtime.hf_packing import Packer
 from swarm_kernels.runtime.span import Progress
 
-_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", INDEXED})
+PLAIN_KINDS = frozenset({"mlp", "moe"})
+"""Layers whose rows see no others."""
+
+STATE_KINDS = frozenset({"linear_attention", "conv"})
+"""Layers with a recurrent state, if `hf_states` knows their modules."""
+
+_LAYER_KINDS = PLAIN_KINDS | STATE_KINDS | {"full_attention", "sliding_attention", "chunked_attention", INDEXED}
 
 
 @dataclass(slots=True)

@@ -60,7 +60,10 @@ class AdmissionControl:
         session = HopSession.of(message, client, key, served_span.engine.rows, share)
         session.active_s = self._clock()
         if self._quotas.sessions >= self._limits.max_sessions:
-            self._free_slot(share)
+            self._free_slot(share, list(self._open_sessions()), self._limits.max_sessions)
+        held, most = self._held(served_span), served_span.engine.session_capacity
+        if len(held) >= most:
+            self._free_slot(share, held, most)
         self._quotas.take_session(client.peer)
         try:
             parent = served_span.admit(
@@ -105,9 +108,9 @@ class AdmissionControl:
             raise ProtocolError("a hop has a next one unless it holds the last layer")
         return served_span
 
-    def _free_slot(self, share: Share) -> None:
-        sessions = list(self._open_sessions())
-        key = reclaim_slot(_holdings(sessions, self._clock()), share, self._limits.max_sessions)
+    def _free_slot(self, share: Share, sessions: Sequence[HopSession], most: int) -> None:
+        """Make room for one more where `most` are the most, if `share` holds less than an equal part."""
+        key = reclaim_slot(_holdings(sessions, self._clock()), share, most)
         for session in sessions:
             if session.key == key:
                 self._end(session, _others_need_it("sessions"))

@@ -1,4 +1,5 @@
-"""KV transfer: the KV cache of a session that continues at another node is fetched from the node that had it.
+"""KV transfer: the KV cache of a session that continues at another node, recurrent states included, is fetched from the
+node that had it.
 
 Owns the requests in flight and their limits. When a transfer fails, the previous hop replays its activations instead.
 Uses neither routes nor the reason why a session moved.
@@ -51,15 +52,12 @@ class KvTransfer:
     def serve(self, link: PeerChannel, session: HopSession, served_span: ServedSpan, fetch: KvFetch) -> None:
         """Send the blocks from a task. Raises ProtocolError for blocks that the session does not have."""
         engine = served_span.engine
-        num_blocks = -(-fetch.tokens // engine.block_tokens)
         within = (
-            session.span.start <= fetch.layer < session.span.end and fetch.first_block + fetch.num_blocks <= num_blocks
+            session.span.start <= fetch.layer < session.span.end
+            and fetch.tokens <= session.committed
+            and fetch.first_block + fetch.num_blocks <= engine.transfer_units(fetch.layer, fetch.tokens)
         )
-        if (
-            not within
-            or fetch.tokens > session.committed
-            or fetch.num_blocks > self._blocks_per_chunk(engine.block_bytes)
-        ):
+        if not within or fetch.num_blocks > self._units_per_chunk(engine.unit_bytes(fetch.layer)):
             raise ProtocolError(
                 f"layer {fetch.layer} of {fetch.tokens} tokens has no {fetch.num_blocks} blocks for a frame"
             )
@@ -99,19 +97,21 @@ class KvTransfer:
     async def _fetch_all(
         self, link: PeerChannel, session: HopSession, served_span: ServedSpan, source: KvSource
     ) -> None:
-        """Raises NetworkError."""
+        """Raises NetworkError; InvalidRequest for bytes that are no state."""
         tokens = source.tokens
-        write = served_span.engine.writer(session.key, tokens)
+        engine = served_span.engine
+        write = engine.writer(session.key, tokens, session.span)
         in_flight = asyncio.Semaphore(self._policy.kv_requests_in_flight)
 
         async def fetch(layer: int, block: int, count: int) -> None:
             async with in_flight:
                 body = await self._request(link, KvFetch(session.id, layer, block, count, tokens, source.token))
-                if len(memoryview(body)) != count * served_span.engine.block_bytes:
+                if len(memoryview(body)) != count * engine.unit_bytes(layer):
                     raise PeerUnreachable(f"{link.peer} sent {len(memoryview(body))} bytes for {count} blocks")
                 await served_span.executor.run_exclusive(partial(write, layer, block, bytes(body)))
 
         await run_all(fetch(*chunk) for chunk in self._chunks(session, served_span, tokens))
+        write.finish()
 
     async def _request(self, link: PeerChannel, fetch: KvFetch) -> Buffer:
         key = fetch.session, fetch.layer, fetch.first_block
@@ -139,13 +139,13 @@ class KvTransfer:
             if session == failed.session and source == peer and not reply.done():
                 reply.set_exception(PeerUnreachable(f"{peer} has dropped the session: {failed.detail}"))
 
-    def _blocks_per_chunk(self, block_bytes: int) -> int:
-        return min(MAX_KV_BLOCKS, max(1, self._policy.kv_chunk_bytes // block_bytes))
+    def _units_per_chunk(self, unit_bytes: int) -> int:
+        return min(MAX_KV_BLOCKS, max(1, self._policy.kv_chunk_bytes // unit_bytes))
 
     def _chunks(self, session: HopSession, served_span: ServedSpan, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """(layer, first block, number of blocks)"""
+        """(layer, first unit, number of units)"""
         engine = served_span.engine
-        num_blocks, most = -(-tokens // engine.block_tokens), self._blocks_per_chunk(engine.block_bytes)
         for layer in session.span:
-            for block in range(0, num_blocks, most):
-                yield layer, block, min(most, num_blocks - block)
+            units, most = engine.transfer_units(layer, tokens), self._units_per_chunk(engine.unit_bytes(layer))
+            for unit in range(0, units, most):
+                yield layer, unit, min(most, units - unit)

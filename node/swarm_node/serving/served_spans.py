@@ -21,6 +21,18 @@ from swarm_node.serving.session import ActivationSpec, HopSession
 from swarm_node.serving.token_history import StepTokens
 
 
+class UnitWriter(Protocol):
+    """Takes what a reader of another node returned."""
+
+    def __call__(self, layer: int, first: int, body: bytes) -> None:
+        """`first`: the first unit in `body`. Call it on the device. Raises InvalidRequest."""
+        ...
+
+    def finish(self) -> None:
+        """Every unit has come. Raises InvalidRequest."""
+        ...
+
+
 class SpanEngineApi(StepEngine, Protocol):
     """An engine, the layers it serves and the KV blocks of its sessions."""
 
@@ -33,6 +45,11 @@ class SpanEngineApi(StepEngine, Protocol):
     @property
     def capacity_tokens(self) -> int:
         """The largest reservation that an engine without sessions can take."""
+        ...
+
+    @property
+    def session_capacity(self) -> int:
+        """The most sessions whose recurrent states fit."""
         ...
 
     async def compile_grammar(self, grammar: Grammar, share: Share) -> GrammarState:
@@ -68,28 +85,29 @@ class SpanEngineApi(StepEngine, Protocol):
         """Drop the tree and the committed tokens from `length` on. Raises OutOfMemory."""
         ...
 
-    @property
-    def block_tokens(self) -> int: ...
-
-    @property
-    def block_bytes(self) -> int:
-        """Of the keys and values of one block in one layer."""
+    def reusable(self, key: int, length: int, multiple: int) -> int:
+        """How many of the first `length` tokens of a session can be forked, a multiple of `multiple`."""
         ...
+
+    def transfer_units(self, layer: int, tokens: int) -> int:
+        """In how many units what a layer holds of so many tokens is transferred: blocks of keys and values, or parts of
+        a recurrent state."""
+        ...
+
+    def unit_bytes(self, layer: int) -> int: ...
 
     def import_blocks(self, key: int, tokens: int) -> None:
         """Count them as committed, before a `writer` fills their blocks. Raises InvalidRequest."""
         ...
 
     def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
-        """-> (layer, first block, number of blocks) -> keys and values of the first `tokens`. Call it on the device.
+        """-> (layer, first unit, number of units) -> what the layer holds of the first `tokens`. Call it on the device.
 
-        Raises InvalidRequest.
+        Raises InvalidRequest, or ActivationLogEvicted if it is not kept any more.
         """
         ...
 
-    def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
-        """-> (layer, first block, what a reader returned), to be called on the device."""
-        ...
+    def writer(self, key: int, tokens: int, layers: LayerSpan) -> UnitWriter: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +147,8 @@ class ServedSpan:
         parent, cached = self.prefixes.find(
             session.client.peer, session.span, prefix[: max_tokens // HASH_BLOCK_TOKENS]
         )
+        if cached:
+            cached = self.engine.reusable(parent, cached, HASH_BLOCK_TOKENS)
         while True:
             try:
                 if cached:
@@ -149,6 +169,7 @@ class ServedSpan:
                 self._free(old)
                 if old == parent:
                     parent, cached = -1, 0
+        parent = parent if cached else -1
         session.start_from(cached)
         self.prefixes.add(key, session.client.peer, session.span, prefix)
         self._computed[key] = cached
@@ -162,6 +183,9 @@ class ServedSpan:
 
     def release(self, key: int, prefix: Sequence[bytes] = ()) -> None:
         """The session is over; the blocks that hash to `prefix` may be retained for others."""
+        if prefix:
+            computed = min(self._computed[key], len(prefix) * HASH_BLOCK_TOKENS)
+            prefix = prefix[: self.engine.reusable(key, computed, HASH_BLOCK_TOKENS) // HASH_BLOCK_TOKENS]
         retained, evicted = self.prefixes.retain(key, prefix) if prefix else (0, [])
         for old in evicted:
             self._free(old)

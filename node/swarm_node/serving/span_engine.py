@@ -14,9 +14,10 @@ import torch
 from swarm.errors import ContextOverflow, SwarmError, UnsupportedRequest
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import Grammar, LayerSpan, PeerId
-from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
+from swarm_kernels.kvcache.layer_transfer import LayerTransfer, LayerWriter
 from swarm_kernels.runtime.hidden_codec import from_wire, to_wire
 from swarm_kernels.runtime.span import Span
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
@@ -72,6 +73,7 @@ class SpanEngine:
         self._grammars = grammars
         self._tail_sampler = TailSampler(span, heads)
         self.cache = cache
+        self._transfer = LayerTransfer(cache, span.layers)
         self._deferred: dict[
             int, list[Callable[[], None]]
         ] = {}  # by session of a batch: what to do when it is finished
@@ -91,6 +93,10 @@ class SpanEngine:
     @property
     def capacity_tokens(self) -> int:
         return self.cache.capacity_tokens
+
+    @property
+    def session_capacity(self) -> int:
+        return self.cache.session_capacity
 
     async def compile_grammar(self, grammar: Grammar, share: Share) -> GrammarState:
         if self._grammars is None:
@@ -129,33 +135,23 @@ class SpanEngine:
     def rollback(self, key: int, length: int) -> None:
         self.cache.rollback(_key(key), length)
 
-    @property
-    def block_tokens(self) -> int:
-        return BLOCK_SIZE
+    def reusable(self, key: int, length: int, multiple: int) -> int:
+        return self.cache.reusable(_key(key), length, multiple)
 
-    @property
-    def block_bytes(self) -> int:
-        return BLOCK_SIZE * self.cache.shape.bytes_per_token_per_layer
+    def transfer_units(self, layer: int, tokens: int) -> int:
+        return self._transfer.units(layer, tokens)
+
+    def unit_bytes(self, layer: int) -> int:
+        return self._transfer.unit_bytes(layer)
 
     def import_blocks(self, key: int, tokens: int) -> None:
         self.cache.import_blocks(_key(key), tokens)
 
     def reader(self, key: int, tokens: int) -> Callable[[int, int, int], bytes]:
-        block_ids, pool, base = self.cache.block_ids(_key(key), tokens), self.cache.pool, self.span.start
+        return self._transfer.reader(_key(key), tokens)
 
-        def read(layer: int, first: int, count: int) -> bytes:
-            part = block_ids[first : first + count]
-            return pool.read(layer - base, part, min(tokens - first * BLOCK_SIZE, len(part) * BLOCK_SIZE))
-
-        return read
-
-    def writer(self, key: int, tokens: int) -> Callable[[int, int, bytes], None]:
-        block_ids, pool, base = self.cache.block_ids(_key(key), tokens), self.cache.pool, self.span.start
-
-        def write(layer: int, first: int, body: bytes) -> None:
-            pool.write(layer - base, block_ids[first : first + len(body) // self.block_bytes], body)
-
-        return write
+    def writer(self, key: int, tokens: int, layers: LayerSpan) -> LayerWriter:
+        return self._transfer.writer(_key(key), tokens, layers)
 
     def prepare(self, steps: Sequence[ScheduledStep]) -> Compute:
         requests = []

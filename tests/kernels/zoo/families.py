@@ -63,6 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", {}),
     "jamba": ("jamba", {}),
     "bamba": ("bamba", {}),
+    "olmo_hybrid": ("olmo_hybrid", {}),
     "falcon": ("falcon", {}),
     "falcon, alibi": ("falcon", {"alibi": True, "new_decoder_architecture": False}),
     "bloom": ("bloom", {}),

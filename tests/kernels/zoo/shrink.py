@@ -120,6 +120,11 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "max_window_layers": 2},
     "llama4_text": {"layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
     "cohere2": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "kimi_linear": {**_MLA, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "bailing_hybrid": {**_MLA, "layer_types": ["linear_attention", "full_attention"] * 2},
     "nemotron_h": {"hybrid_override_pattern": "M-*E", "num_hidden_layers": 4},
 }  # fmt: skip
 

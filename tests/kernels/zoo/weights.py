@@ -9,7 +9,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from swarm_kernels.runtime.hf_legacy_attention import REFERENCE
 
-_KEPT = ("inv_freq", "embed_scale", "position_ids", "embed_positions", "causal_mask", "masked_bias")
+_KEPT = (
+    "inv_freq",
+    "embed_scale",
+    "position_ids",
+    "embed_positions",
+    "causal_mask",
+    "masked_bias",
+    "slope_rate",
+    "query_decay",
+    "key_decay",
+    "diagonal_decay",
+)
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> Any:
