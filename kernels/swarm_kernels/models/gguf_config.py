@@ -27,7 +27,10 @@ def gguf_model_config(
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(f"{where} holds a model of architecture {arch[:40]!r}; GGUF files of {known} are read")
     meta = Metadata(header, arch, header.tensors, factors, where)
-    hf = ARCHITECTURES[arch].config(meta)
+    try:
+        hf = ARCHITECTURES[arch].config(meta)
+    except ArithmeticError:
+        raise CorruptModel(f"{where}: the metadata give sizes that cannot be") from None
     rotated = meta.integer("rope.dimension_count")
     meta.refuse_the_rest()
     if not hf.get("head_dim", 1):

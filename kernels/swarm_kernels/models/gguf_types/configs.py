@@ -6,6 +6,7 @@ UnsupportedModel.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from swarm.errors import UnsupportedModel
@@ -194,7 +195,7 @@ def granite_fields(meta: Metadata) -> dict[str, Any]:
     """Granite's scales, which llama.cpp takes for 1 where they are 0 or absent."""
     head_dim = meta.need("embedding_length") // meta.need("attention.head_count")
     return {
-        "attention_multiplier": meta.number("attention.scale") or head_dim**-0.5,
+        "attention_multiplier": meta.number("attention.scale") or 1 / math.sqrt(head_dim),
         "embedding_multiplier": meta.number("embedding_scale") or 1.0,
         "residual_multiplier": meta.number("residual_scale") or 1.0,
         "logits_scaling": meta.number("logit_scale") or 1.0,
