@@ -95,16 +95,21 @@ def _check_near(span: HfSpan, layer: int) -> None:
         leaves = run(tree, StepRequest(b"a", _PROMPT, 0, _TREE_PARENTS, _TREE_SLOTS))
         after = run(next_row, StepRequest(b"a", _PROMPT, 1, commit_slots=_COMMITTED))
         expected_other = _theirs(span, layer, other, 0)
-        for branch in _BRANCHES:
-            expected = _theirs(span, layer, torch.cat((prompt, tree[list(branch)])), 0)
+        for branch, last in (*((branch, None) for branch in _BRANCHES), (_COMMITTED, after)):
+            hidden = [prompt, tree[list(branch)], *([next_row] if last else [])]
             ours = [
-                torch.cat((getattr(first, part), getattr(second, part)[_OTHER:], getattr(leaves, part)[list(branch)]))
+                torch.cat(
+                    [
+                        getattr(first, part),
+                        getattr(second, part)[_OTHER:],
+                        getattr(leaves, part)[list(branch)],
+                        *([getattr(last, part)] if last else []),
+                    ]
+                )
                 for part in ("attention", "layer")
             ]
-            _compare(span, layer, _Outputs(*ours), expected)
+            _compare(span, layer, _Outputs(*ours), _theirs(span, layer, torch.cat(hidden), 0))
         _compare(span, layer, _Outputs(second.attention[:_OTHER], second.layer[:_OTHER]), expected_other)
-        expected = _theirs(span, layer, torch.cat((prompt, tree[list(_COMMITTED)], next_row)), 0)
-        _compare(span, layer, after, _Outputs(expected.attention[-1:], expected.layer[-1:]))
 
 
 def _check_far(span: HfSpan, layer: int) -> None:
