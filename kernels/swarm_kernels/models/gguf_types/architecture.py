@@ -88,7 +88,10 @@ class Architecture:
             if len(found) < len(each.sources):
                 raise CorruptModel(f"{where}: layer {layer} has only a part of {', '.join(each.sources)}")
             left -= set(each.sources)
-            yield from each.build(found, config, f"model.layers.{layer}.{each.target}")
+            try:
+                yield from each.build(found, config, f"model.layers.{layer}.{each.target}")
+            except KeyError as missing:  # experts of a file whose metadata tell of none
+                raise CorruptModel(f"{where}: layer {layer} has tensors that need {missing} in the metadata") from None
         if left:
             raise _unknown(f"blk.{layer}.{min(left)}", where)
 
