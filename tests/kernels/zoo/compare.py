@@ -124,6 +124,7 @@ class Chain:
         for layer in layers:
             for unit in range(source.units(layer, tokens)):
                 write(layer, unit, read(layer, unit, 1))
+        write.finish()
         self.caches[hop] = new
 
 
