@@ -29,11 +29,8 @@ inline void gate_row(const SwarmGating& how, const float* x, int64_t width, floa
         return gate * sigmoid(gate * how.alpha) * (up + how.shift);
       });
     }
-    case SWARM_GEGLU_TANH:  // (1 + tanh(x)) / 2 is the sigmoid of 2 x
-      return by_vectors(x, x + width, width, y, [](V gate, V up) {
-        const V inner = gate + 0.044715f * gate * gate * gate;
-        return gate * sigmoid(1.5957691216057308f * inner) * up;
-      });
+    case SWARM_GEGLU_TANH:
+      return by_vectors(x, x + width, width, y, [](V gate, V up) { return gelu_tanh(gate) * up; });
     case SWARM_RELU_SQUARED:
       return by_vectors(x, x, width, y, [](V value, V) {
         value = value < 0.0f ? zero() : value;  // NaN stays NaN

@@ -92,10 +92,7 @@ inline void finish(const swarm::LinearJob& job, int64_t row, int64_t rows, int64
 template <SwarmActivation KIND>
 SWARM_INLINE V activate(V gate) {
   if constexpr (KIND == SWARM_SILU) return gate * sigmoid(gate);
-  if constexpr (KIND == SWARM_GELU_TANH) {  // (1 + tanh(x)) / 2 is the sigmoid of 2 x
-    const V inner = gate + 0.044715f * gate * gate * gate;
-    return gate * sigmoid(1.5957691216057308f * inner);
-  }
+  if constexpr (KIND == SWARM_GELU_TANH) return gelu_tanh(gate);
   return 0.5f * gate * (1.0f + erf(gate * 0.70710678118654752f));
 }
 

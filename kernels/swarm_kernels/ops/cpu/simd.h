@@ -174,6 +174,11 @@ SWARM_INLINE V sigmoid(V x) {
   V power = x * -LOG2_E;
   return 1.0f / (1.0f + exp2(power > 126.0f ? splat(126.0f) : power));
 }
+
+SWARM_INLINE V gelu_tanh(V x) {  // (1 + tanh(y)) / 2 is the sigmoid of 2 y
+  const V inner = x + 0.044715f * x * x * x;
+  return x * sigmoid(1.5957691216057308f * inner);
+}
 // The error function to 1.5e-7 (Abramowitz and Stegun, 7.1.26); NaN stays NaN.
 SWARM_INLINE V erf(V x) {
   const V size = x < 0.0f ? -x : x, t = 1.0f / (1.0f + 0.3275911f * size);
