@@ -83,7 +83,8 @@ inline void finish(const swarm::LinearJob& job, int64_t row, int64_t rows, int64
       V value = load(c + r * ld + j);
       if (job.scale) value = rounded(value * load(job.scale + column + j));
       if (job.bias) value += load(job.bias + column + j);
-      store(y + j, job.epilogue == swarm::LinearJob::ADD ? load(y + j) + value : value);
+      if (job.epilogue != swarm::LinearJob::STORE) value = load(y + j) + value;
+      store(y + j, job.epilogue == swarm::LinearJob::ADD_BF16 ? rounded_to_bf16(value) : value);
     }
     if (columns < BLOCK) std::memcpy(to, edge, sizeof(float) * columns);
   }
