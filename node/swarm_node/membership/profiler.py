@@ -32,6 +32,7 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.triton import selector
 from swarm_kernels.runtime.load import load_span
+from swarm_kernels.runtime.span import Span
 from swarm_node.membership.policy import CalibrationPolicy
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ def calibrate(
     file = folder / f"{_key(source, dtype, device, threads)}.json"
     with _exclusive(file):
         found = _load_cached(file)
+        if found is not None and found.slow_permille and not _still_pays(source, dtype, device, found):
+            found = None  # the cost curve is that of the split
         if found is None:
             idle = _is_idle()
             found = _measure(source, dtype, device, threads)
@@ -83,15 +86,27 @@ def _exclusive(file: Path) -> Iterator[None]:
         lock.release()
 
 
-def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> Calibration:
-    begun = time.perf_counter()
+def _still_pays(source: ModelSource, dtype: torch.dtype, device: torch.device, found: Calibration) -> bool:
+    """Whether the cached split of the columns beats one pool of threads today too."""
+    probe = _probe(source, dtype, device)
+    _set_threads(found.threads, source)
+    return hetero_cores.confirm_division(probe, found.threads, found.slow_permille).groups is not None
+
+
+def _probe(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Span:
+    """A few layers to time."""
     num_layers = source.config.num_layers
     start = 1 if num_layers > POLICY.probe_layers + 1 else 0  # inner layers bring neither embedding nor head
     layers = LayerSpan(start, min(start + POLICY.probe_layers, num_layers))
-    probe = load_span(_at_hand(source, layers), layers, dtype, device)
+    return load_span(_at_hand(source, layers), layers, dtype, device)
+
+
+def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> Calibration:
+    begun = time.perf_counter()
+    probe = _probe(source, dtype, device)
     _set_threads(threads or physical_cores(), source)
     chosen = threads or (choose_threads(probe, budget_s=POLICY.threads_budget_s) if device.type == "cpu" else 1)
-    groups = hetero_cores.choose_division(probe, chosen, POLICY.core_split_budget_s).groups if threads is None else None
+    groups = hetero_cores.choose_division(probe, chosen).groups if threads is None else None
     slow_permille = groups.slow_permille if groups else 0
     _set_threads(chosen, source, slow_permille)
     cost = measure_cost(probe, budget_s=POLICY.cost_budget_s)
