@@ -35,6 +35,7 @@ class ColumnSplitPolicy:
     screening_pairs: int = 3  # of each candidate
     pairs: int = 16  # of the best one: with 3 lost the measurement ends
     chance: float = 0.01  # how often a split that wins every other pair may be chosen
+    recheck_s: float = 600.0  # `split_watch`: from one trial in live steps to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +58,40 @@ def wins_needed(pairs: int, chance: float) -> int:
     return wins
 
 
+class SignTest:
+    """Whether a split wins more pairs of measurements than equal times would, pair after pair."""
+
+    def __init__(self, policy: ColumnSplitPolicy) -> None:
+        self._policy = policy
+        self._needed = wins_needed(policy.pairs, policy.chance)
+        self._ratios: list[float] = []
+        self._won = 0
+
+    def add(self, ratio: float) -> bool | None:
+        """The next pair: the split's time over the pool's. -> whether the split pays, None if that is open yet."""
+        self._ratios.append(ratio)
+        self._won += ratio <= self._policy.max_time_ratio
+        left = self._policy.pairs - len(self._ratios)
+        if self._won + left < self._needed:
+            return False
+        return None if left else True
+
+    def describe(self, groups: CoreGroups) -> str:
+        share = f"{groups.slow_permille / 10:.1f}% of the columns on the latter"
+        return (
+            f"cores {_listed(groups.fast)} and {_listed(groups.slow)} with {share} took "
+            f"{statistics.median(self._ratios):.2f} of the time of one pool of threads and were faster in {self._won} "
+            f"of {len(self._ratios)} pairs"
+        )
+
+
 def decide(groups: CoreGroups, ratios: Iterator[float], policy: ColumnSplitPolicy) -> ColumnSplit:
     """Whether to split by `groups`. `ratios`: of its time to the pool's, pair after pair of fresh measurements; no more
     of them are taken than it needs."""
-    needed, seen, won = wins_needed(policy.pairs, policy.chance), list[float](), 0
-    for ratio in ratios:
-        seen.append(ratio)
-        won += ratio <= policy.max_time_ratio
-        if len(seen) == policy.pairs or won + policy.pairs - len(seen) < needed:
-            break
-    named = (
-        f"cores {_listed(groups.fast)} and {_listed(groups.slow)} with {groups.slow_permille / 10:.1f}% of the columns "
-        f"on the latter took {statistics.median(seen):.2f} of the time of one pool of threads and were faster in {won} "
-        f"of {len(seen)} pairs"
-    )
-    if len(seen) < policy.pairs or won < needed:
-        return ColumnSplit(None, f"{named}: not divided")
-    return ColumnSplit(groups, f"{named}: divided")
+    test = SignTest(policy)
+    while (pays := test.add(next(ratios))) is None:
+        """The next pair."""
+    return ColumnSplit(groups if pays else None, f"{test.describe(groups)}: {'' if pays else 'not '}divided")
 
 
 def _listed(cores: Sequence[int]) -> str:

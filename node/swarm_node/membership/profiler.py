@@ -25,6 +25,7 @@ from swarm.types import CostCurve, LayerSpan
 from swarm_kernels.calibration import hetero_cores
 from swarm_kernels.calibration.cost_curve import DEFAULT_WIDTHS, choose_threads, measure_cost
 from swarm_kernels.calibration.random_weights import RandomWeights
+from swarm_kernels.calibration.split_watch import SplitWatch
 from swarm_kernels.device.core_groups import find_core_groups
 from swarm_kernels.device.device import physical_cores, state_dtype
 from swarm_kernels.models.layers import tensors_of_span
@@ -133,6 +134,14 @@ def _set_threads(count: int, source: ModelSource, slow_permille: int = 0) -> Non
     hetero_cores.apply(replace(groups, slow_permille=slow_permille) if groups else None, count)
     compiled = source.config.has_fast_path and dispatch.isa() != "reference"
     torch.set_num_threads(1 if compiled else count)
+
+
+def split_watch(calibration: Calibration) -> SplitWatch | None:
+    """What undoes this calibration's split between core groups when it stops paying; None without a split."""
+    groups = find_core_groups() if calibration.slow_permille else None
+    if groups is None:
+        return None
+    return SplitWatch(replace(groups, slow_permille=calibration.slow_permille), calibration.threads)
 
 
 def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> str:
