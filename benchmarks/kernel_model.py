@@ -72,9 +72,12 @@ def bench(source: ModelSource, seconds: float, threads: int) -> tuple[str, list[
     """-> (table, missed targets): milliseconds a step."""
     steps = {name: swarm(source, DTYPES[name]) for name in ("bf16", "int8", "int4")}
     lines, missed = [], []
-    with tempfile.TemporaryDirectory() as folder, llama_cpp(
-        write_bf16_gguf(source.path, Path(folder) / "bf16.gguf"), threads, CONTEXT, ROWS, built(dispatch.isa())
-    ) as theirs:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        llama_cpp(
+            write_bf16_gguf(source.path, Path(folder) / "bf16.gguf"), threads, CONTEXT, ROWS, built(dispatch.isa())
+        ) as theirs,
+    ):
         if theirs is not None:
             steps["llama.cpp BF16"] = theirs.steps
         for rows in ROWS:

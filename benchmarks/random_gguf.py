@@ -104,7 +104,7 @@ def _tensors(shape: Shape, layer: Kind, edge: Kind) -> Iterator[tuple[str, int, 
 
 def _row_bytes(kind: Kind, columns: int) -> int:
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    return columns // block * size
+    return int(columns // block * size)
 
 
 def pool(kind: Kind) -> Bytes:

@@ -75,7 +75,8 @@ def test_a_split_that_pays_stays_and_is_tried_again(monkeypatch: pytest.MonkeyPa
         machine.now += 100.0
         for _ in range(4 * POLICY.pairs + 3):
             machine.step()
-        assert machine.split and machine.watch.groups == GROUPS
+        assert machine.split
+        assert machine.watch.groups == GROUPS
     assert machine.applied.count(None) == POLICY.pairs  # a pool a pair, but that two pairs share one in a row
     machine.ms[True] = 11.0
     machine.now += 100.0
@@ -89,4 +90,5 @@ def test_only_batches_of_as_many_rows_are_compared(monkeypatch: pytest.MonkeyPat
         machine.step(rows)
     assert machine.watch.groups == GROUPS
     steps_until(machine, lambda: machine.watch._trial is None)
-    assert machine.watch.groups == GROUPS and machine.split
+    assert machine.watch.groups == GROUPS
+    assert machine.split

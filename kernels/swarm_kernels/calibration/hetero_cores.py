@@ -140,7 +140,7 @@ def find_split(
 ) -> ColumnSplit:
     """The best of the candidates if it beats one pool. `timed`: the milliseconds of a batch of each of the policy's
     widths now, by the thousandths of the slow group; 0 for one pool."""
-    medians = {permille: math.inf for permille in slow_permilles}
+    medians = dict.fromkeys(slow_permilles, math.inf)
     if len(slow_permilles) > 1:
         for permille in slow_permilles:
             pairs = _ratios(timed, permille)

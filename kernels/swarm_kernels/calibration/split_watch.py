@@ -89,7 +89,8 @@ class SplitWatch:
             torch.set_num_threads(for_torch)
 
     def _end_trial(self, pays: bool) -> None:
-        assert self._trial is not None and self.groups is not None
+        assert self._trial is not None
+        assert self.groups is not None
         logger.info("%s", self._trial.describe(self.groups))
         self._trial = None
         self._next_trial = self._clock() + self._policy.recheck_s
