@@ -1,8 +1,9 @@
-"""llama.cpp to measure beside, built once for each instruction set: `python benchmarks/llama_cpp_build.py [NAME ...]`.
+"""llama.cpp to measure beside, held to an instruction set: `python benchmarks/llama_cpp_build.py [NAME ...]`.
 
-The sources are those that `llama-cpp-python` publishes. Only the CPU library differs between instruction sets, so the
-rest is compiled once. Each gets a folder that a Python imports `llama_cpp` from; nothing of it enters this one's
-environment. Owns the folder `llama.cpp` in `swarm.config.data_dir()`; needs cmake and a C++ compiler.
+Compiling it takes many minutes, so this takes the libraries that `node-llama-cpp` publishes: llama.cpp's release with one
+CPU library for each instruction set. The bindings are those of `llama-cpp-python`. Each instruction set gets a folder
+that a Python imports `llama_cpp` from; nothing of it enters this one's environment. Owns the folder `llama.cpp` in
+`swarm.config.data_dir()`. x86-64 Linux, with npm.
 """
 
 from __future__ import annotations
@@ -19,102 +20,103 @@ from filelock import FileLock
 
 from swarm.config import data_dir
 
-VERSION = "0.3.36"  # of llama-cpp-python
-_AVX2 = ("AVX", "AVX2", "FMA", "F16C", "BMI2")
-_AVX512 = (*_AVX2, "AVX512", "AVX512_VBMI")
-INSTRUCTIONS = {
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512vnni": (*_AVX512, "AVX512_VNNI"),
-    "avx512bf16": (*_AVX512, "AVX512_VNNI", "AVX512_BF16"),
-}
-"""ggml's options, by the names that `dispatch.select_isa` takes: neither side uses more than that."""
+BINDINGS, LIBRARIES = "0.3.36", "3.22.1"  # of llama-cpp-python and @node-llama-cpp/linux-x64: llama.cpp 0.5.0
+INSTRUCTIONS = {"avx2": "haswell", "avx512": "skylakex", "avx512vnni": "icelake", "avx512bf16": "zen4"}
+"""ggml's CPU libraries, by the names that `dispatch.select_isa` takes: neither side uses more than that."""
 
-_BARE = (
-    *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON"),
-    *("-DCMAKE_INSTALL_RPATH=$ORIGIN", "-DGGML_NATIVE=OFF", "-DGGML_LLAMAFILE=ON", "-DGGML_OPENMP=ON"),
-    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "COMMON")),
-    "-DLLAMA_CURL=OFF",
-)
+_LOADS_ONE_CPU = """
+import ctypes as _ctypes
+import os as _os
+_libraries = _os.path.join(_os.path.dirname(_os.path.abspath(__file__)), "lib")
+_ggml = _ctypes.CDLL(_os.path.join(_libraries, "libggml.so"))
+_ggml.ggml_backend_load.restype = _ctypes.c_void_p
+if not _ggml.ggml_backend_load(_os.path.join(_libraries, "libggml-cpu.so").encode()):
+    raise ImportError("this machine lacks the instructions")
+"""
 
 
-def environment(name: str, jobs: int = 1) -> dict[str, str]:
-    """This process's environment for a Python that imports llama.cpp held to `name`; builds it if it is not there.
+def environment(name: str) -> dict[str, str]:
+    """This process's environment for a Python that imports llama.cpp held to `name`; fetches it if it is not there.
 
-    Raises OSError and CalledProcessError if it cannot be built.
+    Raises OSError and CalledProcessError if it cannot be fetched.
     """
-    return {**os.environ, "PYTHONPATH": str(package(name, jobs))}
+    return {**os.environ, "PYTHONPATH": str(package(name))}
 
 
 def built(name: str) -> dict[str, str] | None:
-    """As `environment`, if it is built already."""
+    """As `environment`, if it is there already."""
     return environment(name) if (_home() / name).exists() else None
 
 
 def _home() -> Path:
-    return data_dir() / "llama.cpp" / VERSION
+    return data_dir() / "llama.cpp" / f"{BINDINGS}-{LIBRARIES}"
 
 
-def package(name: str, jobs: int = 1) -> Path:
+def package(name: str) -> Path:
     """The folder with the package `llama_cpp` for instruction set `name`; see `environment`."""
     home = _home()
-    target = home / name
     home.mkdir(parents=True, exist_ok=True)
-    with FileLock(home / "build.lock"):
-        if not target.exists():
-            _build(home, name, jobs)
-    return target
+    with FileLock(home / "fetch.lock"):
+        if not (home / name).exists():
+            unfinished = home / f"{name}.part"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            _assemble(home, INSTRUCTIONS[name], unfinished)
+            unfinished.rename(home / name)
+    return home / name
 
 
-def _build(home: Path, name: str, jobs: int) -> None:
-    source, unfinished = _sources(home), home / f"{name}.part"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    common = _compile(source, home / "build-avx2", INSTRUCTIONS["avx2"], "llama", jobs)
-    shutil.copytree(source / "llama_cpp", unfinished / "llama_cpp", ignore=shutil.ignore_patterns("lib"))
-    libraries = unfinished / "llama_cpp" / "lib"
-    shutil.copytree(common, libraries, symlinks=True)
-    if name != "avx2":
-        own = _compile(source, home / f"build-{name}", INSTRUCTIONS[name], "ggml-cpu", jobs)
-        for library in own.glob("libggml-cpu*"):
-            (libraries / library.name).unlink(missing_ok=True)
-            shutil.copy2(library, libraries / library.name, follow_symlinks=False)
-    _run("pip", "install", "--quiet", "--target", str(unfinished), "--no-deps", "diskcache")
-    unfinished.rename(home / name)
+def _assemble(home: Path, variant: str, target: Path) -> None:
+    bindings, libraries = _bindings(home) / "llama_cpp", _libraries(home)
+    package = target / "llama_cpp"
+    shutil.copytree(bindings, package, ignore=shutil.ignore_patterns("lib"))
+    (package / "lib").mkdir()
+    for library in libraries.glob("*.so"):
+        if not library.name.startswith("libggml-cpu"):
+            (package / "lib" / library.name).symlink_to(library)
+    for library in ("llama", "ggml"):  # the bindings look for them without a version
+        (package / "lib" / f"lib{library}.so").symlink_to(next(libraries.glob(f"lib{library}.v*.so")))
+    (package / "lib" / "libggml-cpu.so").symlink_to(libraries / f"libggml-cpu-{variant}.so")
+    loader = package / "_ctypes_extensions.py"
+    lenient = 'getattr(lib, name, ctypes.CFUNCTYPE(None)())  # the bindings are a little newer'
+    loader.write_text(loader.read_text().replace("getattr(lib, name)", lenient))
+    with (package / "__init__.py").open("a") as start:
+        start.write(_LOADS_ONE_CPU)
+    _run(sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target), "--no-deps", "diskcache")
 
 
-def _sources(home: Path) -> Path:
-    source = home / f"llama_cpp_python-{VERSION}"
-    if not source.exists():
-        wanted = f"llama-cpp-python=={VERSION}"
-        _run("pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(home), wanted)
-        with tarfile.open(next(home.glob("llama_cpp_python-*.tar.gz"))) as archive:
-            archive.extractall(home, filter="data")
-    return source
+def _bindings(home: Path) -> Path:
+    folder = home / f"llama_cpp_python-{BINDINGS}"
+    if not folder.exists():
+        wanted = f"llama-cpp-python=={BINDINGS}"
+        pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:")
+        _run(*pip, "--dest", str(home), wanted)
+        _extract(home, "llama_cpp_python-*.tar.gz")
+    return folder
 
 
-def _compile(source: Path, build: Path, options: tuple[str, ...], target: str, jobs: int) -> Path:
-    """-> the folder with the libraries."""
-    unwanted = {option for options in INSTRUCTIONS.values() for option in options} - set(options)
-    switches = [f"-DGGML_{option}={'OFF' if option in unwanted else 'ON'}" for option in sorted({*options, *unwanted})]
-    if not (build / "CMakeCache.txt").exists():
-        command = ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(build), *_BARE, *switches]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-    command = ["nice", "cmake", "--build", str(build), "--target", target, "--parallel", str(jobs)]
+def _libraries(home: Path) -> Path:
+    folder = home / "package" / "bins" / "linux-x64"
+    if not folder.exists():
+        _run("npm", "pack", "--silent", "--pack-destination", str(home), f"@node-llama-cpp/linux-x64@{LIBRARIES}")
+        _extract(home, "node-llama-cpp-*.tgz")
+    return folder
+
+
+def _extract(home: Path, pattern: str) -> None:
+    with tarfile.open(next(home.glob(pattern))) as archive:
+        archive.extractall(home, filter="data")
+
+
+def _run(*command: str) -> None:
     subprocess.run(command, check=True, stdout=sys.stderr)
-    return build / "bin"
-
-
-def _run(*module: str) -> None:
-    subprocess.run([sys.executable, "-m", *module], check=True, stdout=sys.stderr)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *INSTRUCTIONS], default=list(INSTRUCTIONS))
-    parser.add_argument("--jobs", type=int, default=1, help="compilers at a time")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(INSTRUCTIONS)}; by default all")
     args = parser.parse_args()
-    for name in args.names:
-        print(package(name, args.jobs))
+    for name in args.names or INSTRUCTIONS:
+        print(package(name))
 
 
 if __name__ == "__main__":
