@@ -23,6 +23,7 @@ from swarm_kernels.models.tensor_shapes import layer_linears, layer_norms
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int8_linear
 from swarm_kernels.ops.base.layer_weights import Activation, plain_linear
+from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.runtime.rope import RopeTables, limited_context
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader, packs_of
@@ -76,7 +77,7 @@ class LlamaSpan:
                 embedding, norm, head = like.embedding, like.final_norm, like.head
             elif is_first:
                 shared_head = is_last and _tied(source)
-                lookup_pack = int8_linear.quantize_linear if quantized else plain_linear
+                lookup_pack = int8_linear.quantize_linear if quantized else _in_memory
                 pack_embedding = edge_pack if shared_head else lookup_pack
                 embedding = pack_embedding(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
                 head = embedding if shared_head else None
@@ -175,13 +176,17 @@ class LlamaSpan:
         return dispatch.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
 
 
+def _in_memory(weight: Matrix, bias: torch.Tensor | None) -> dispatch.Linear:
+    return plain_linear(weight[:], bias)
+
+
 def _tied(source: ModelSource) -> bool:
     """Whether the head's weights are the embedding's."""
     return source.config.tie_word_embeddings or not source.has(HEAD)
 
 
 def load_layer(source: ModelSource, layer: int, packs: Packs) -> dispatch.LayerWeights:
-    """The weights of one layer in fp32 on the CPU, its linear layers prepared by `packs`. Raises CorruptModel."""
+    """The weights of one layer on the CPU, its linear layers prepared by `packs` from fp32. Raises CorruptModel."""
     return _load_layer(WeightReader(source, torch.float32, torch.device("cpu")), source.config, layer, packs)
 
 

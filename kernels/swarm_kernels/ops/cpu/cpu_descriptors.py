@@ -17,7 +17,8 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear
 from swarm_kernels.ops.cpu import binding, cpu_library
-from swarm_kernels.ops.cpu.cpu_linear import BLOCK, PackedLinear
+from swarm_kernels.ops.cpu.code_blocks import BLOCK
+from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
 
 MAX_HEAD_DIM = 1024
 _CACHE_DTYPES = (torch.bfloat16, torch.float32)

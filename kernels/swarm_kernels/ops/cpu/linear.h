@@ -1,9 +1,11 @@
-// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, int8.h and int4.h. In fp32 a
-// result is one chain of fused multiply-adds over k in ascending order, whatever its tile: results are batch-invariant.
+// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, int8.h, int4.h and codebook.h. In
+// fp32 a result is one chain of fused multiply-adds over k in ascending order, whatever its tile: results are
+// batch-invariant.
 #pragma once
 #include <type_traits>
 
 #include "bf16.h"
+#include "codebook.h"
 #include "int4.h"
 #include "int8.h"
 #include "kernels.h"
@@ -135,16 +137,30 @@ struct Rows {
         x(reinterpret_cast<const Input<W>*>(job.x + first * job.row_bytes)) {}
 };
 
+// Weights of 4 bits have two sums for each result: whole numbers and fp32.
+template <typename W>
+constexpr bool HAS_TWO_SUMS = std::is_same_v<Input<W>, char> && !std::is_same_v<W, uint8_t>;
+
+// Of a weight block, in elements.
+template <typename W>
+int64_t block_size(int64_t in) {
+  if constexpr (std::is_same_v<W, Int4Block>)
+    return in / WEIGHT_GROUP;
+  else if constexpr (HAS_TWO_SUMS<W>)
+    return W::block_bytes(in);
+  else
+    return in * BLOCK;
+}
+
 // The blocks of an item are taken in pairs, half the item apart: two streams, each of which goes on where it is.
 template <typename W>
 void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   const W* weight = static_cast<const W*>(job.weight);
-  const int64_t size = std::is_same_v<W, Int4Block> ? job.in / WEIGHT_GROUP : job.in * BLOCK;  // of a block
+  const int64_t size = block_size<W>(job.in);
   const bool gated = job.epilogue == swarm::LinearJob::GATE_UP;
   const int64_t apart = gated ? job.out / 2 / BLOCK : (end - begin) / 2;
   const int64_t middle = gated ? end : begin + apart;
-  // Weights of 4 bits have two sums for each result: whole numbers and fp32.
-  constexpr int PAIRED = std::is_same_v<W, Int4Block> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
+  constexpr int PAIRED = HAS_TWO_SUMS<W> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
   float c[2 * ROW_TILE * BLOCK];
   for (int64_t b = begin; b < middle; b++)
     for (int64_t t = tile_begin; t < tile_end; t++) {
@@ -224,16 +240,18 @@ inline void quantize(SwarmFormat weights, const float* x, int64_t in, float scal
 }
 inline int64_t row_bytes(SwarmFormat weights, int64_t in) {
   switch (weights) {
-    case SWARM_INT4: return (in + GROUP - 1) / GROUP * Tile4::GROUP_ROW_BYTES;
-    case SWARM_INT8: return (in + GROUP - 1) / GROUP * Tile8::GROUP_ROW_BYTES;
-    case SWARM_BF16: return in / BF16_INPUTS * (int64_t)sizeof(Bf16Input);
     case SWARM_FP32: return in * (int64_t)sizeof(float);
+    case SWARM_BF16: return in / BF16_INPUTS * (int64_t)sizeof(Bf16Input);
+    case SWARM_INT4: return (in + GROUP - 1) / GROUP * Tile4::GROUP_ROW_BYTES;
+    default: return (in + GROUP - 1) / GROUP * Tile8::GROUP_ROW_BYTES;
   }
-  return 0;
 }
 
 inline void linear(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   switch (job.format) {
+    case SWARM_MXFP4: return linear_of<Mxfp4Codes>(job, tile_begin, tile_end, begin, end);
+    case SWARM_IQ4_NL: return linear_of<Iq4NlCodes>(job, tile_begin, tile_end, begin, end);
+    case SWARM_IQ4_XS: return linear_of<Iq4XsCodes>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT4: return linear_of<Int4Block>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT8: return linear_of<uint8_t>(job, tile_begin, tile_end, begin, end);
     case SWARM_BF16:
