@@ -39,6 +39,7 @@ _Origins = Annotated[
     list[str] | None, typer.Option(help="Pages of this origin may call, as in https://chat.example; repeatable.")
 ]
 _Hosts = Annotated[list[str] | None, typer.Option(help="A further name under which callers may reach it; repeatable.")]
+_LocalLayers = Annotated[str | None, typer.Option(help="As for swarm-chat.", metavar="F:L")]
 _Libp2p = Annotated[
     str | None, typer.Option(help="go, or python for no Go program: py-libp2p in a thread.", metavar="KIND")
 ]
@@ -64,6 +65,7 @@ def run(
     no_discovery: Annotated[bool, typer.Option("--no-discovery", help="Do not look in the local network.")] = False,
     libp2p: _Libp2p = None,
     dtype: Annotated[str | None, typer.Option(help="Use only nodes with this dtype.")] = None,
+    local_layers: _LocalLayers = None,
     config: Annotated[
         Path | None, typer.Option(help="A TOML file of these settings.", envvar="SWARM_CONFIG", show_envvar=False)
     ] = None,
@@ -77,6 +79,7 @@ def run(
     lists |= {"allow_origins": allow_origin, "allow_hosts": allow_host}
     given |= {name: tuple(values) for name, values in lists.items() if values}
     given |= {"discovery": False if no_discovery else None, "json": True if as_json else None}
+    given["local_layers"] = local_layers
     try:
         settings = checked(given_config(GatewayConfig, given, invite, config))
         as_json = settings.json
