@@ -186,6 +186,11 @@ class SwarmClient:
         return _entered(self._tokenizer)
 
     @property
+    def home(self) -> HomeEnds | None:
+        """The layers that this client holds itself, if any (`ClientConfig.local_layers`)."""
+        return self._home
+
+    @property
     def context_length(self) -> int:
         """Tokens that prompt and answer may have together."""
         return _entered(self._source).config.context_length

@@ -171,6 +171,7 @@ async def answer_once(settings: ClientConfig, prompt: str, request: OneShotReque
             sys.stderr.write(
                 f"[{len(answer.token_ids)} tokens, {answer.tokens_per_second:.1f} tokens/s, "
                 f"first after {answer.time_to_first_token_s:.2f} s, {answer.strategy}, chain {answer.chain}]\n"
+                f"[{answer.exposure}]\n"
             )
 
 

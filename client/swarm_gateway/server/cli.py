@@ -126,14 +126,21 @@ def start(config: GatewayConfig) -> None:
 
 
 def _report_ready(address: str, models: list[str], config: GatewayConfig) -> None:
+    exposed = (
+        "the first and the last node of a chain see token ids, which is all of the text"
+        if config.local_layers == "none"
+        else f"token ids stay here (--local-layers {config.local_layers}); nodes see hidden states"
+    )
+    exposed += ", and from hidden states most of a text can be recovered: docs/privacy.md"
     if config.json:
-        line = json.dumps({"event": "ready", "address": address, "models": models})
+        line = json.dumps({"event": "ready", "address": address, "models": models, "exposure": exposed})
     else:
         key = ' \\\n    -H "Authorization: Bearer $SWARM_API_KEY"' if config.api_keys else ""
         body = json.dumps({"model": models[0], "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
         line = (
             f"{', '.join(models)} at {address}/v1\n\n  curl {address}/v1/chat/completions{key} \\\n"
-            f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n\nCtrl-C stops it."
+            f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n\n"
+            f"Who sees what: {exposed}.\nCtrl-C stops it."
         )
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
