@@ -16,6 +16,7 @@ import msgspec
 
 from swarm.audit_messages import AuditQuery, AuditReport
 from swarm.block_hash import block_hashes, salted
+from swarm.codec import Buffer
 from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, ProtocolError
 from swarm.kv_token import fetch_token, hop_key
@@ -34,7 +35,8 @@ from swarm.net.base.tasks import run_all
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.planner.generation.state_machine import SendStep
 from swarm.planner.routing.repair import Repair
-from swarm.receipt_messages import WorkReceipt
+from swarm.receipts import WorkReceipt
+from swarm.tap_messages import TapRows
 from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId
 from swarm_client.health.stall_locator import HopProgress, StallTimer, stalled_hops
 from swarm_client.health.watchdog import wait_with_watchdog
@@ -47,10 +49,11 @@ from swarm_client.session.session_messages import (
     leading_unchanged,
     open_message,
     remote_error,
+    replay_steps,
+    step_message,
 )
+from swarm_client.session.tap_buffer import TapBuffer
 from swarm_client.trust.failures import ReportedLost
-
-REPLAY_ROWS = 256  # tokens of one step that is replayed to a new first hop
 
 
 @dataclass(slots=True)
@@ -76,6 +79,7 @@ class InferenceSession:
     cached_tokens: int = 0  # tokens that all hops found in their prefix caches when the session was opened
     last_ready_chain: Chain = field(default_factory=lambda: Chain(()))
     _secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)  # of the hops' keys, see `kv_token`
+    taps: TapBuffer = field(init=False)
     _links: HopLinks = field(init=False)
     _detached: dict[PeerId, int] = field(default_factory=dict)  # departed nodes -> tokens whose KV they still hold
     _accusers: dict[PeerId, PeerId] = field(default_factory=dict)  # hop -> the first next hop it called unreachable
@@ -87,6 +91,7 @@ class InferenceSession:
 
     def __post_init__(self) -> None:
         self._links = HopLinks(self.id, lambda: self.chain.peers, self._limits.ping_timeout_s, self._pool)
+        self.taps = TapBuffer(self.spec.taps)
 
     @classmethod
     async def open(
@@ -111,6 +116,7 @@ class InferenceSession:
             hashes = []  # cached rows have no logits
         inbox = demux.register(session)
         self = cls(session, chain, spec, pool, demux, limits, inbox, hashes[:MAX_BLOCK_HASHES], epoch, prefix_salts)
+        self.taps.begin(len(history))
         try:
             held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
             self.cached_tokens = min(held.values())
@@ -122,20 +128,8 @@ class InferenceSession:
 
     async def send(self, action: SendStep) -> None:
         """Send a step to the first hop. Raises HopFailed."""
-        step = Step(
-            session=self.id,
-            epoch=action.epoch,
-            step=action.step,
-            committed_before=action.committed_before,
-            causal_rows=len(action.tokens),
-            sample=action.sample,
-            tokens=[*action.tokens, *action.rows],
-            parents=list(action.parents),
-            slots=list(action.slots),
-            commit_slots=list(action.commit_slots),
-            forward_tokens=self.spec.sampling.needs_history,
-            sample_all=action.sample_all,
-        )
+        step = step_message(self.id, action, forward_tokens=self.spec.sampling.needs_history)
+        self.taps.sent(action)
         self._step = action.step
         await self._links.send_watched(self.chain.hops[0].peer, step)
 
@@ -239,6 +233,7 @@ class InferenceSession:
         needed = {hop.peer for hop in kept} | {source.peer for source in sources.values()}
         await self._links.close([p for p in self._links.peers if p not in needed])
         self.chain, self.epoch = repair.chain, epoch
+        self.taps.begin(len(tokens), committed)
         unchanged = leading_unchanged(self.last_ready_chain.hops, hops, kept)
         self.prefix_salts = {peer: salt for peer, salt in self.prefix_salts.items() if peer in unchanged}
         fresh: dict[Hop, int] = {}
@@ -273,10 +268,8 @@ class InferenceSession:
 
     async def _replay(self, tokens: Sequence[int]) -> None:
         """Replay to a new first hop what the others hold already."""
-        for start in range(0, len(tokens), REPLAY_ROWS):
-            part = list(tokens[start : start + REPLAY_ROWS])
-            forward = self.spec.sampling.needs_history
-            step = Step(self.id, self.epoch, 0, start, len(part), sample=False, tokens=part, forward_tokens=forward)
+        forward = self.spec.sampling.needs_history
+        for step in replay_steps(self.id, self.epoch, tokens, forward_tokens=forward):
             await self._links.send_watched(self.chain.hops[0].peer, step)
 
     # Opening ---------------------------------------------------------------------------------------------------------
@@ -316,8 +309,9 @@ class InferenceSession:
         message = open_message(self.id, self.spec, hop, before, after, history, source, hop_key(self._secret, hop.peer))
         salt = self.prefix_salts.get(hop.peer)
         hashes = salted(self.block_hashes, salt) if salt is not None else []
+        taps = self.taps.asked_of(hop, tail=not after)
         message = msgspec.structs.replace(
-            message, epoch=self.epoch, replay_silent_until=silent_until, block_hashes=hashes
+            message, epoch=self.epoch, replay_silent_until=silent_until, block_hashes=hashes, taps=taps
         )
         timeout_s = self._limits.next_hop_dial_timeout_s if self.epoch else self._limits.dial_timeout_s
         await self._links.dial(hop.peer, nodes[hop.peer].addresses, timeout_s)
@@ -346,6 +340,7 @@ class InferenceSession:
         while True:
             incoming = await self._next()
             if isinstance(incoming.message, StepResult) and incoming.peer == self.chain.peers[-1]:
+                self.taps.finished(incoming.message.step)
                 return incoming.message
 
     async def _next(self) -> ReceivedMessage:
@@ -359,14 +354,22 @@ class InferenceSession:
                 self._hop_progress[incoming.peer] = HopProgress(step.received, step.completed, step.compute_ms)
                 if self._hop_progress.keys() >= set(self.chain.peers):
                     self._progress_complete.set()
-                continue
-            if not isinstance(step, Step):
+            elif isinstance(step, TapRows):
+                self._add_taps(incoming.peer, step, incoming.body)
+            elif not isinstance(step, Step):
                 return incoming
-            if incoming.peer not in self._relayed:
+            elif incoming.peer not in self._relayed:
                 raise self.mark_failed(incoming.peer, ProtocolError(f"node {incoming.peer} answered out of turn"))
-            if step.epoch >= self.epoch:
+            elif step.epoch >= self.epoch:
                 _, after = self._neighbours(self.chain.peers.index(incoming.peer))
                 await self._links.send(after, step, incoming.body)
+
+    def _add_taps(self, peer: PeerId, message: TapRows, body: Buffer) -> None:
+        """Raises HopFailed for what was not asked of the hop."""
+        try:
+            self.taps.add(self.chain, peer, message, body)
+        except ProtocolError as error:
+            raise self.mark_failed(peer, error) from None
 
     def _dispatch(self, incoming: ReceivedMessage) -> ReceivedMessage | None:
         """None for what does not concern the chain in use: another session's node, or an evicted one.
