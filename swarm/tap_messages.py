@@ -1,6 +1,6 @@
 """Taps: the hidden states between some layers, which a session's hops send to its client for a drafter there.
 
-Owns what a tap is, how many bytes its rows take, and its messages. Tap `i` is what layer `i` reads: the output of layer
+Owns what a tap is, and its messages. Tap `i` is what layer `i` reads: the output of layer
 `i - 1`, tap 0 the embedding, and the tap after the last layer what the final norm reads. So vLLM counts them in
 `eagle_aux_hidden_state_layer_ids`, and transformers in `hidden_states` (but for the last, which it returns normed).
 
@@ -11,43 +11,13 @@ does not come, or is wrong, costs speed and never a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
+from swarm.types import MAX_TAPS
 from swarm.wire_types import Count, Message, Serial, SessionId
-
-MAX_TAPS = 8
-GROUP = 64
-"""Numbers of a row in 8 bits that share a bf16 scale."""
-
-TappedRow = tuple[bytes, ...]
-"""One token's rows, one for each tap, encoded."""
-
-TappedRows = Mapping[int, TappedRow]
-"""By position in the text; only positions that have all taps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taps:
-    """What a drafter reads. `layers`: ascending. `window`: how many of the prompt's last rows it wants: more cost bytes
-    once, fewer leave the drafter less context."""
-
-    layers: tuple[int, ...]
-    hidden_size: int
-    bits: Literal[8, 16] = 8
-    window: int = 128
-
-    @property
-    def row_bytes(self) -> int:
-        return row_bytes(self.hidden_size, self.bits)
-
-    def of_hop(self, start: int, end: int, *, tail: bool) -> tuple[int, ...]:
-        """Those that the hop of layers `[start, end)` has."""
-        return tuple(layer for layer in self.layers if start <= layer < end + tail)
 
 
 class WireTaps(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -61,7 +31,7 @@ class WireTaps(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class TapRows(Message, frozen=True, tag="taps"):
     """From a hop to the client: tap `layer` of the rows of step `step` at asked-for positions, in the step's order.
 
-    The body is row after row: bf16 numbers, or a bf16 scale for each `GROUP` of them and then the numbers as int8.
+    The body is row after row: bf16 numbers, or a bf16 scale for each `TAP_GROUP` of them and then the numbers as int8.
     """
 
     max_header: ClassVar[int] = 64
@@ -70,10 +40,6 @@ class TapRows(Message, frozen=True, tag="taps"):
     epoch: Serial
     step: Serial
     layer: Count
-
-
-def row_bytes(hidden_size: int, bits: int) -> int:
-    return 2 * hidden_size if bits == 16 else hidden_size + 2 * -(-hidden_size // GROUP)
 
 
 def skipped_rows(start: int, causal_rows: int, first_position: int) -> int:

@@ -6,13 +6,13 @@ import pytest
 
 from swarm.errors import ProtocolError
 from swarm.planner.generation.state_machine import SendStep
-from swarm.tap_messages import TapRows, Taps, WireTaps, row_bytes
-from swarm.types import Chain, Hop
+from swarm.tap_messages import TapRows, WireTaps
+from swarm.types import Chain, Hop, Taps, tapped_row_bytes
 from swarm_client.session.tap_buffer import TapBuffer
 
 CHAIN = Chain((Hop("a", 0, 3), Hop("b", 3, 8)))
 TAPS = Taps((2, 4, 8), 4, window=6)
-SIZE = row_bytes(4, 8)
+SIZE = tapped_row_bytes(4, 8)
 
 
 def body(first: int, count: int) -> bytes:

@@ -17,8 +17,9 @@ from scripted_drafters import Oracle
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
-from swarm.tap_messages import TappedRows, TapRows, Taps
+from swarm.tap_messages import TapRows
 from swarm.testing.memory_network import LinkModel
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.eagle import EagleDrafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_kernels.draft.eagle import EagleDraft, open_eagle

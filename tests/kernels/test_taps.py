@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import ProtocolError
-from swarm.tap_messages import GROUP, row_bytes
-from swarm.types import LayerSpan
+from swarm.types import TAP_GROUP, LayerSpan, tapped_row_bytes
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.taps import BatchTaps, TappedPart, decode, encode
 
 
-@pytest.mark.parametrize("width", [1, GROUP - 1, GROUP, 96, 4096])
+@pytest.mark.parametrize("width", [1, TAP_GROUP - 1, TAP_GROUP, 96, 4096])
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_what_comes_back_is_near_and_as_long_as_said(rows: int, width: int) -> None:
     hidden = torch.randn(rows, width) * torch.logspace(-4, 4, max(1, rows))[:rows, None]
-    if width > GROUP:
+    if width > TAP_GROUP:
         hidden[:, 3] *= 1000  # as some channels of real models are
     for bits, tolerance in ((16, 2.0**-8), (8, 1.1 / 127)):
         body = encode(hidden, bits)
-        assert len(body) == rows * row_bytes(width, bits)
+        assert len(body) == rows * tapped_row_bytes(width, bits)
         back = decode(memoryview(body), width, bits)
         assert back.shape == hidden.shape
-        for start in range(0, width, GROUP):  # an error is small beside its own group
-            part, found = hidden[:, start : start + GROUP], back[:, start : start + GROUP]
+        for start in range(0, width, TAP_GROUP):  # an error is small beside its own group
+            part, found = hidden[:, start : start + TAP_GROUP], back[:, start : start + TAP_GROUP]
             assert ((part - found).abs().amax(-1) <= tolerance * part.abs().amax(-1)).all()
 
 
@@ -45,10 +46,19 @@ def test_what_is_not_finite_stays_so_and_zero_is_zero() -> None:
         assert not back[2].any()
 
 
+@given(st.binary(max_size=600), st.integers(1, 130), st.sampled_from([8, 16]))
+def test_any_bytes_are_rows_or_refused(body: bytes, width: int, bits: int) -> None:
+    if len(body) % tapped_row_bytes(width, bits):
+        with pytest.raises(ProtocolError):
+            decode(body, width, bits)
+    else:
+        assert decode(body, width, bits).shape == (len(body) // tapped_row_bytes(width, bits), width)
+
+
 def test_bytes_that_are_no_rows_are_refused() -> None:
     for bits in (8, 16):
         with pytest.raises(ProtocolError, match="no rows"):
-            decode(b"x" * (row_bytes(96, bits) + 1), 96, bits)
+            decode(b"x" * (tapped_row_bytes(96, bits) + 1), 96, bits)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from node_fakes import LAYERS, ROWS, ToyEngine, line_step, open_message, serving, toy_client
+from node_fakes import LAYERS, ToyEngine, line_step, open_message, serving, toy_client
 from virtual_clock import virtual_time
 
 from swarm import codec
 from swarm.errors import ProtocolError
 from swarm.messages import SessionFailed, SessionOpened, StepResult
-from swarm.tap_messages import MAX_TAPS, TapRows, WireTaps, row_bytes, skipped_rows
+from swarm.tap_messages import TapRows, WireTaps, skipped_rows
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
-from swarm.types import LayerSpan
+from swarm.types import MAX_TAPS, LayerSpan, tapped_row_bytes
 from swarm_node.serving.session import check_taps
 
 A = b"a" * 16
@@ -82,5 +82,4 @@ async def test_taps_are_not_for_a_node_to_receive() -> None:
 def test_how_many_rows_and_bytes() -> None:
     assert [skipped_rows(start, 4, 10) for start in (0, 6, 7, 9, 10, 50)] == [4, 4, 3, 1, 0, 0]
     assert skipped_rows(0, 0, 10) == 0
-    assert (row_bytes(4096, 16), row_bytes(4096, 8), row_bytes(65, 8)) == (8192, 4096 + 128, 65 + 4)
-    assert ROWS.num_layers == LAYERS
+    assert [tapped_row_bytes(*size) for size in ((4096, 16), (4096, 8), (65, 8))] == [8192, 4096 + 128, 65 + 4]

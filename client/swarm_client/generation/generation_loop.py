@@ -36,8 +36,7 @@ from swarm.planner.generation.state_machine import (
     SendStep,
     StepDone,
 )
-from swarm.tap_messages import TappedRows
-from swarm.types import Chain
+from swarm.types import Chain, TappedRows
 from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.session_manager import SessionManager

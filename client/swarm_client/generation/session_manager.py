@@ -19,8 +19,7 @@ from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationState
 from swarm.planner.routing.prefix_affinity import prefer_cached_prefix
 from swarm.receipts import Receipt, WorkReceipt, sign_receipt
-from swarm.tap_messages import Taps
-from swarm.types import Chain, Hop, PeerId, Sampling
+from swarm.types import Chain, Hop, PeerId, Sampling, Taps
 from swarm_client.auditing.auditor import Auditor
 from swarm_client.auditing.result import AuditResult
 from swarm_client.health.straggler_detector import StragglerSuspicion

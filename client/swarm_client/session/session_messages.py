@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from swarm.errors import NetworkError, NodeBusy, RemoteError, WrongModel
 from swarm.messages import OpenSession, SessionFailed, Step, WireSampling
 from swarm.planner.generation.state_machine import SendStep
-from swarm.tap_messages import Taps
-from swarm.types import Chain, Hop, KvSource, PeerId, Sampling
+from swarm.types import Chain, Hop, KvSource, PeerId, Sampling, Taps
 
 REPLAY_ROWS = 256  # tokens of one step that is replayed to a new first hop
 

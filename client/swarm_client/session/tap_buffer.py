@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from swarm.codec import Buffer
 from swarm.errors import ProtocolError
 from swarm.planner.generation.state_machine import SendStep
-from swarm.tap_messages import TappedRow, TappedRows, TapRows, Taps, WireTaps, skipped_rows
-from swarm.types import Chain, Hop
+from swarm.tap_messages import TapRows, WireTaps, skipped_rows
+from swarm.types import Chain, Hop, TappedRow, TappedRows, Taps
 
 
 @dataclass(slots=True)

@@ -29,8 +29,7 @@ from swarm.planner.generation.state_machine import (
 )
 from swarm.planner.speculation.controller import MAX_DEPTH, Decision, SpeculationController
 from swarm.planner.speculation.forecast import DrafterProfile, Strategy
-from swarm.tap_messages import TappedRows
-from swarm.types import Chain, Hop
+from swarm.types import Chain, Hop, TappedRows
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate
 from swarm_client.speculation.drafters.base import Drafter as DraftSource
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from swarm.errors import DrafterFailed, ModelNotFound
-from swarm.tap_messages import Taps
+from swarm.types import Taps
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.eagle_file import LAYER, EagleWeights, load_eagle
 from swarm_kernels.draft.models import candidate_pairs, top_tokens
@@ -77,7 +77,7 @@ class EagleDraft:
         residual = normed if self._config.norm_before_residual else states
         packed = self._qkv(torch.cat((embedded, normed), -1))
         kv = layer.num_kv_heads * layer.head_dim
-        parts = torch.split(packed, (layer.num_heads * layer.head_dim, kv, kv), -1)
+        parts = torch.split(packed, [layer.num_heads * layer.head_dim, kv, kv], -1)
         q, k, v = (part.reshape(rows, -1, layer.head_dim) for part in parts)
         with self._lock:
             cos, sin = self._rope.at(plan.positions, cache.top_position)

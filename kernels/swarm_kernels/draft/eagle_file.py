@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelError, ModelNotFound, UnsupportedModel
-from swarm.tap_messages import MAX_TAPS
+from swarm.types import MAX_TAPS
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.config_reader import ConfigReader, brief
 from swarm_kernels.models.hf_config import model_config

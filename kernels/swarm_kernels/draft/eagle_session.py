@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.tap_messages import TappedRows
+from swarm.types import TappedRows
 from swarm_kernels.draft.eagle import EagleDraft
 from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates, Path
 from swarm_kernels.kvcache.cache import StepRequest

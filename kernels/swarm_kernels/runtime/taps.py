@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from swarm.errors import ProtocolError
-from swarm.tap_messages import GROUP, row_bytes
+from swarm.types import TAP_GROUP, tapped_row_bytes
 
 _LARGEST = 127
 
@@ -58,14 +58,14 @@ class BatchTaps:
 
 
 def encode(hidden: torch.Tensor, bits: int) -> bytes:
-    """`[n, hidden]` of any float dtype and device -> n rows of `row_bytes(hidden, bits)` bytes."""
+    """`[n, hidden]` of any float dtype and device -> n rows of `tapped_row_bytes(hidden, bits)` bytes."""
     rows = hidden.detach().to("cpu", torch.float32)
     if bits == 16:
         return rows.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
     n, width = rows.shape
     if not n:
         return b""
-    groups = F.pad(rows, (0, -width % GROUP)).view(n, -(-width // GROUP), GROUP)
+    groups = F.pad(rows, (0, -width % TAP_GROUP)).view(n, -(-width // TAP_GROUP), TAP_GROUP)
     scales = (groups.abs().amax(-1) / _LARGEST).to(torch.bfloat16)
     steps = scales.float().clamp_min(torch.finfo(torch.bfloat16).tiny)
     # a group with a number that is not finite has such a scale; its other numbers are of no account
@@ -76,7 +76,7 @@ def encode(hidden: torch.Tensor, bits: int) -> bytes:
 
 def decode(body: bytes | bytearray | memoryview, hidden_size: int, bits: int) -> torch.Tensor:
     """Rows as `encode` makes them -> fp32 `[n, hidden]`, not necessarily finite. Raises ProtocolError."""
-    size = row_bytes(hidden_size, bits)
+    size = tapped_row_bytes(hidden_size, bits)
     if len(body) % size:
         raise ProtocolError(f"{len(body)} bytes are no rows of {size}")
     if not len(body):
@@ -87,4 +87,4 @@ def decode(body: bytes | bytearray | memoryview, hidden_size: int, bits: int) ->
     scaled = size - hidden_size
     scales = data[:, :scaled].flatten().view(torch.bfloat16).view(len(data), -1).float()
     numbers = data[:, scaled:].view(torch.int8).float()
-    return numbers * scales.repeat_interleave(GROUP, 1)[:, :hidden_size]
+    return numbers * scales.repeat_interleave(TAP_GROUP, 1)[:, :hidden_size]

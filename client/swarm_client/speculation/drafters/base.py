@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from swarm.errors import UsageError
 from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm.tap_messages import TappedRows, Taps
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.acceptance import AcceptanceRates
 
 TokenPath = tuple[int, ...]

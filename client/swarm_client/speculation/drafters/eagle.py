@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from swarm.errors import DrafterFailed
-from swarm.tap_messages import TappedRows, Taps
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
 from swarm_kernels.draft.eagle import EagleDraft
 from swarm_kernels.draft.eagle_session import EagleSession

@@ -15,7 +15,7 @@ import numpy as np
 
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm.tap_messages import TappedRows, Taps
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import MAX_REMEMBERED, CachedProposal, Candidate, Drafter, TokenPath
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from swarm.errors import UsageError
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm.tap_messages import TappedRows, Taps
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
 
 _BOUNDS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from swarm.errors import DrafterFailed
 from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm.tap_messages import TappedRows
+from swarm.types import TappedRows
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 
 _T = TypeVar("_T")
