@@ -71,6 +71,10 @@ def test_a_row_that_lacks_a_tap_is_left_out_and_late_ones_are_ignored() -> None:
     buffer.finished(1)
     buffer.finished(99)
     assert buffer.take((), 3) == {}
+    for _ in range(3 * 3 - 2):
+        buffer.add(CHAIN, "b", frame(0, 4), body(0, 1))
+    with pytest.raises(ProtocolError, match="again and again"):
+        buffer.add(CHAIN, "b", frame(0, 4), body(0, 1))
 
 
 def test_what_nobody_asked_for_breaks_the_protocol() -> None:

@@ -61,7 +61,7 @@ def test_bytes_that_are_no_rows_are_refused() -> None:
             decode(b"x" * (tapped_row_bytes(96, bits) + 1), 96, bits)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "stablelm"])
 def test_a_tap_is_what_its_layer_reads(kind: str) -> None:
     """By transformers' own states, whose last is normed, so that it is left out here; `test_last_tap` has it."""
     model = tiny_model(kind)

@@ -36,6 +36,7 @@ class TapBuffer:
         self._first = 0  # position from which on rows are asked for
         self._steps: dict[int, _StepRows] = {}  # without a result yet
         self._next_step = 0
+        self._late = 0  # frames that came after their result: one for each step and tap, at most
         self._last: _StepRows | None = None  # the step whose result came last
         self._text: dict[int, TappedRow] = {}  # of causal rows, until they are taken
 
@@ -66,6 +67,9 @@ class TapBuffer:
             raise ProtocolError(f"node {peer} sent hidden states of a step that was not sent")
         step = self._steps.get(message.step)
         if step is None or message.epoch != step.epoch:
+            self._late += 1
+            if self._late > self._next_step * len(self._taps.layers):
+                raise ProtocolError(f"node {peer} sent hidden states of old steps again and again")
             return
         expected = (step.rows - step.skipped) * self._taps.row_bytes
         if len(body) != expected or not expected or message.layer in step.bodies:
