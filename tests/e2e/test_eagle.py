@@ -22,11 +22,11 @@ from swarm.testing.memory_network import LinkModel
 from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.eagle import EagleDrafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
+from swarm_hop.serving.session_runner import SessionRunner
 from swarm_kernels.draft.eagle import EagleDraft, open_eagle
 from swarm_kernels.draft.eagle_file import load_eagle
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.runtime.taps import decode
-from swarm_node.serving.session_runner import SessionRunner
 
 LAYERS, TOKENS = 8, 24
 PROMPT = [3 + 7 * i % 120 for i in range(21)]

@@ -15,7 +15,7 @@ from swarm.messages import SessionFailed, SessionOpened, StepResult
 from swarm.tap_messages import TapRows, WireTaps, skipped_rows
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import MAX_TAPS, LayerSpan, tapped_row_bytes
-from swarm_node.serving.session import check_taps
+from swarm_hop.serving.session import check_taps
 
 A = b"a" * 16
 HOPS = [("node", 0, LAYERS)]

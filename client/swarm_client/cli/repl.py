@@ -130,6 +130,7 @@ class ChatRepl:
             highlight=False,
             soft_wrap=True,
         )
+        self.console.print(answer.exposure, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     async def _read(self, stream: GenerationStream) -> bool:
         """-> whether it was stopped."""

@@ -75,6 +75,9 @@ class LlamaSpan:
         try:
             if like is not None and same_edges:
                 embedding, norm, head = like.embedding, like.final_norm, like.head
+            elif is_first and like is not None and like.head is not None and _tied(source):
+                embedding = like.head
+                head = embedding if is_last else None
             elif is_first:
                 shared_head = is_last and _tied(source)
                 lookup_pack = int8_linear.quantize_linear if quantized else _in_memory

@@ -13,10 +13,10 @@ from swarm.net.security.identity import verify
 from swarm.receipts import WorkReceipt, check_receipt
 from swarm.records import MAX_OWNERS, owner_tag
 from swarm.types import PeerId, Snapshot
+from swarm_hop.serving.session import HopSession
+from swarm_hop.sharing.contributors import Contributors
+from swarm_hop.sharing.shares import SharePlaces
 from swarm_node.owner.contributions import ContributionLedger, ledger_file, owner_peer
-from swarm_node.serving.session import HopSession
-from swarm_node.sharing.contributors import Contributors
-from swarm_node.sharing.shares import SharePlaces
 
 
 class Accounts:

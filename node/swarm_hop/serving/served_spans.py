@@ -14,11 +14,11 @@ from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.errors import NodeBusy, NoRoute, OutOfMemory
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import Grammar, LayerSpan, PeerId
+from swarm_hop.serving.executor import Executor, StepEngine
+from swarm_hop.serving.prefix_cache import PrefixCache
+from swarm_hop.serving.session import ActivationSpec, HopSession
+from swarm_hop.serving.token_history import StepTokens
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
-from swarm_node.serving.executor import Executor, StepEngine
-from swarm_node.serving.prefix_cache import PrefixCache
-from swarm_node.serving.session import ActivationSpec, HopSession
-from swarm_node.serving.token_history import StepTokens
 
 
 class UnitWriter(Protocol):
@@ -239,7 +239,8 @@ class ServedSpans:
             raise NodeBusy("this node is still loading its layers")
         opened = [served_span for served_span in self._spans if served_span.open]
         for served_span in opened:
-            if served_span.engine.span.start <= start < end <= served_span.engine.span.end:
+            span = served_span.engine.span
+            if span.start <= start <= end <= span.end and (start < end or not len(span)):
                 return served_span
         spans = ", ".join(str(served_span.engine.span) for served_span in opened) or "none now"
         raise NoRoute(f"this node serves layers {spans}, not {start}:{end}")

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 
 from swarm.errors import NetworkError, NodeLeaving
 from swarm.types import LayerSpan
-from swarm_node.serving.policy import DrainPolicy
-from swarm_node.serving.served_spans import ServedSpan
-from swarm_node.serving.session_server import SessionServer
+from swarm_hop.serving.policy import DrainPolicy
+from swarm_hop.serving.served_spans import ServedSpan
+from swarm_hop.serving.session_server import SessionServer
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from swarm.messages import (
 )
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.tap_messages import WireTaps
-from swarm.types import KvSource, LayerSpan, PeerId, Sampling
+from swarm.types import KvSource, LayerSpan, PeerId, Sampling, layers_of_hop
+from swarm_hop.serving.token_history import StepTokens, TokenHistory
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_kernels.sampling.validate import validate_sampling
-from swarm_node.serving.token_history import StepTokens, TokenHistory
 
 MAX_WAITING_STEPS = 64  # of one session; a client with more in flight ignores our replies
 NO_SHARE = Share()
@@ -86,12 +86,13 @@ class HopSession:
     key: int
     client: PeerChannel
     upstream: PeerId
-    downstream: PeerId  # "" on the tail
+    downstream: PeerId  # "" on the tail; the client itself where it holds the layers after this hop
     span: LayerSpan
     rows: ActivationSpec
     max_tokens: int
     sampling: Sampling
     share: Share = NO_SHARE  # on whose account its steps run
+    first: bool = False  # whether rows arrive as token ids: not from a client that holds the embedding itself
     reserved: int = 0  # tokens of KV memory; less than `max_tokens` once others needed the rest
     active_s: float = 0.0  # when its last step came, by the server's clock
     history: TokenHistory | None = None  # of a tail whose sampling depends on it
@@ -130,19 +131,20 @@ class HopSession:
         if len(message.history) > rows.context_length:  # at once: to copy and check the longest takes 20 ms
             raise ContextOverflow(f"a text of {len(message.history)} tokens for a context of {rows.context_length}")
         sampling, history = Sampling(), None
-        if message.end == rows.num_layers and message.sampling is not None:
+        if not message.downstream and message.sampling is not None:
             sampling = validate_sampling(message.sampling.to_sampling(), rows.vocab_size)
             if sampling.needs_history:
                 history = TokenHistory(message.history, message.prompt_tokens, message.max_tokens, rows.vocab_size)
         if message.taps is not None:
-            check_taps(message.taps, LayerSpan(message.start, message.end), rows.num_layers)
+            check_taps(message.taps, layers_of_hop(message.start, message.end), rows.num_layers)
         return cls(
             id=message.session,
             key=key,
             client=client,
+            first=message.start == 0 and not message.upstream,
             upstream=message.upstream or client.peer,
             downstream=message.downstream,
-            span=LayerSpan(message.start, message.end),
+            span=layers_of_hop(message.start, message.end),
             rows=rows,
             max_tokens=message.max_tokens,
             sampling=sampling,
@@ -168,14 +170,9 @@ class HopSession:
             self.ran_epoch = self.epoch - 1
 
     @property
-    def first(self) -> bool:
-        """Whether rows arrive as token ids."""
-        return self.span.start == 0
-
-    @property
     def tail(self) -> bool:
         """Whether this hop samples the tokens."""
-        return self.span.end == self.rows.num_layers
+        return self.span.end == self.rows.num_layers and not self.downstream
 
     def claim(self, position: int) -> int | None:
         """The token that others are said to have sampled for `position`."""

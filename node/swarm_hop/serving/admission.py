@@ -12,12 +12,12 @@ from swarm.config import Limits
 from swarm.errors import NodeBusy, ProtocolError, SwarmError, WrongModel
 from swarm.messages import OpenSession
 from swarm.planner.scheduling.fair_shares import Share
-from swarm.types import ModelId
-from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.served_spans import ServedSpan, ServedSpans
-from swarm_node.serving.session import HopSession, PeerChannel
-from swarm_node.sharing.reclaim import Holding, Reclaimed, newcomer_tokens, reclaim_slot, reclaim_tokens
-from swarm_node.sharing.shares import SharePlaces
+from swarm.types import ModelId, PeerId
+from swarm_hop.serving.quotas import Quotas
+from swarm_hop.serving.served_spans import ServedSpan, ServedSpans
+from swarm_hop.serving.session import HopSession, PeerChannel
+from swarm_hop.sharing.reclaim import Holding, Reclaimed, newcomer_tokens, reclaim_slot, reclaim_tokens
+from swarm_hop.sharing.shares import SharePlaces
 
 
 class AdmissionControl:
@@ -53,7 +53,7 @@ class AdmissionControl:
         share = self._places.of(client.peer, client.remote)
         self._quotas.take_open(share)
         try:
-            served_span = self._find(message)
+            served_span = self._find(message, client.peer)
         except SwarmError:
             self._quotas.take_wrong_open(share)
             raise
@@ -92,8 +92,10 @@ class AdmissionControl:
         held = _holdings(self._held(served_span), self._clock())
         return newcomer_tokens(held, free, served_span.engine.capacity_tokens)
 
-    def _find(self, message: OpenSession) -> ServedSpan:
-        """The loaded span that can serve the request. Raises SwarmError."""
+    def _find(self, message: OpenSession, client: PeerId) -> ServedSpan:
+        """The loaded span that can serve the request of `client`, who may hold what follows the last layer itself.
+
+        Raises SwarmError."""
         served = self._served
         if message.model != served.model:
             raise WrongModel(f"this node serves {served.model}, not {message.model}")
@@ -104,7 +106,8 @@ class AdmissionControl:
         if self.refusal is not None:
             raise self.refusal()
         served_span = self._spans.find(message.start, message.end)
-        if bool(message.downstream) == (message.end == served_span.engine.rows.num_layers):
+        at_end, after = message.end == served_span.engine.rows.num_layers, message.downstream
+        if (not after and not at_end) or (after and at_end and after != client):
             raise ProtocolError("a hop has a next one unless it holds the last layer")
         return served_span
 

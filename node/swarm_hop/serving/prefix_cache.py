@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.types import LayerSpan, PeerId
-from swarm_node.serving.policy import PrefixCachePolicy
+from swarm_hop.serving.policy import PrefixCachePolicy
 
 _PrefixKey = tuple[PeerId, LayerSpan, bytes]
 

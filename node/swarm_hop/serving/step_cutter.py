@@ -12,8 +12,8 @@ import msgspec
 
 from swarm.codec import Buffer
 from swarm.messages import Step
+from swarm_hop.serving.executor import StepOutcome, StepOutput
 from swarm_kernels.runtime.taps import StepTaps
-from swarm_node.serving.executor import StepOutcome, StepOutput
 
 
 def cut(step: Step, body: Buffer, rows: int) -> tuple[tuple[Step, Buffer], tuple[Step, Buffer] | None]:

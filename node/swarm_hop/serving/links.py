@@ -7,7 +7,7 @@ from typing import Protocol
 
 from swarm.net.pool.violations import ProtocolViolations
 from swarm.types import PeerId
-from swarm_node.serving.session import PeerChannel
+from swarm_hop.serving.session import PeerChannel
 
 
 class LinkSource(Protocol):

@@ -13,6 +13,7 @@ import torch
 
 from swarm.errors import InvalidRequest, ModelError, SwarmError
 from swarm.types import TokenLogprobs
+from swarm_hop.serving.executor import ScheduledStep, StepOutput
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.span import Span
@@ -20,7 +21,6 @@ from swarm_kernels.sampling.logprobs import token_logprobs
 from swarm_kernels.sampling.margin import token_margins
 from swarm_kernels.sampling.processors import penalizes
 from swarm_kernels.sampling.sampler import RowContext, sample_rows
-from swarm_node.serving.executor import ScheduledStep, StepOutput
 
 MAX_NEG_LOGPROB = 1 << 14  # the bound of `messages.StepResult.medusa_neg_logprob_centinats`
 PROMPT_ROWS = 64  # whose logits are in memory at a time: 32 MB with a vocabulary of 128k

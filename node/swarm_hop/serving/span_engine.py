@@ -16,8 +16,14 @@ from swarm.errors import ContextOverflow, SwarmError, UnsupportedRequest
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.tap_messages import skipped_rows
 from swarm.types import Grammar, LayerSpan, PeerId
+from swarm_hop.serving.executor import Compute, ScheduledStep, StepOutput
+from swarm_hop.serving.grammars import TailGrammars
+from swarm_hop.serving.session import ActivationSpec
+from swarm_hop.serving.tail_sampler import TailSampler
+from swarm_hop.serving.token_history import StepTokens
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.calibration.split_watch import SplitWatch
+from swarm_kernels.device.device import activation_dtype
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.kvcache.layer_transfer import LayerTransfer, LayerWriter
@@ -25,11 +31,6 @@ from swarm_kernels.runtime.hidden_codec import from_wire, to_wire
 from swarm_kernels.runtime.span import Span
 from swarm_kernels.runtime.taps import BatchTaps, StepTaps, TappedPart
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
-from swarm_node.serving.executor import Compute, ScheduledStep, StepOutput
-from swarm_node.serving.grammars import TailGrammars
-from swarm_node.serving.session import ActivationSpec
-from swarm_node.serving.tail_sampler import TailSampler
-from swarm_node.serving.token_history import StepTokens
 
 
 class SpanBatch:
@@ -50,7 +51,9 @@ class SpanBatch:
             self._hidden = self._engine.input(self._steps)
         if self._next < self._span.end:
             self._hidden = self._forward(self._hidden, min(self._next + count, self._span.end))
-            if count < len(self._span) and (self._next < self._span.end or self._steps[0].session.tail):
+            if count < len(self._span) and (
+                self._next < self._span.end or any(step.session.tail for step in self._steps)
+            ):
                 return None
         self._taps.collect(self._span.end, self._hidden)
         outputs = self._engine.outputs(self._steps, self._hidden, self._plan)
@@ -212,8 +215,22 @@ class SpanEngine:
         self, steps: Sequence[ScheduledStep], hidden: torch.Tensor, plan: AttentionMetadata
     ) -> Sequence[StepOutput | SwarmError]:
         """What the hidden rows after the last layer of the steps' part become."""
+        if len({scheduled.session.tail for scheduled in steps}) == 1:
+            return self._outputs(steps, hidden, plan.positions)
+        outputs: list[StepOutput | SwarmError] = []
+        at = 0
+        for scheduled in steps:  # some of their clients hold the norm and the head themselves
+            part = slice(at, at + scheduled.rows)
+            outputs += self._outputs([scheduled], hidden[part], plan.positions[part])
+            at += scheduled.rows
+        return outputs
+
+    def _outputs(
+        self, steps: Sequence[ScheduledStep], hidden: torch.Tensor, positions: torch.Tensor
+    ) -> Sequence[StepOutput | SwarmError]:
+        """Of steps that are all sampled from, or none of them."""
         if steps[0].session.tail:
-            return self._tail_sampler.outputs(steps, hidden, plan.positions)
+            return self._tail_sampler.outputs(steps, hidden, positions)
         body = to_wire(hidden, self._span.dtype)
         outputs: list[StepOutput | SwarmError] = []
         row_bytes, at = self.rows.hidden_size * self.rows.element_bytes, 0
@@ -225,6 +242,11 @@ class SpanEngine:
     @torch.inference_mode()
     def input(self, steps: Sequence[ScheduledStep]) -> torch.Tensor:
         """Rows of all steps, one after the other, `[rows, hidden]`."""
+        first = {scheduled.session.first for scheduled in steps}
+        if len(first) > 1:  # some of their clients hold the embedding themselves
+            device = self._span.device
+            dtype = activation_dtype(self._span.dtype, device)
+            return torch.cat([self.input([scheduled]).to(device, dtype) for scheduled in steps])
         if steps[0].session.first:
             return self._span.embed([token for scheduled in steps for token in scheduled.arrival.step.tokens])
         body = bytearray().join(scheduled.arrival.body for scheduled in steps)

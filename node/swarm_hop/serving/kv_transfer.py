@@ -18,11 +18,11 @@ from swarm.errors import InvalidRequest, NetworkError, PeerUnreachable, Protocol
 from swarm.messages import MAX_KV_BLOCKS, KvBlocks, KvFetch, SessionFailed
 from swarm.net.base.tasks import TaskSet, run_all
 from swarm.types import KvSource, PeerId
-from swarm_node.serving.hop_dialer import HopDialer
-from swarm_node.serving.policy import SessionPolicy
-from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.served_spans import ServedSpan
-from swarm_node.serving.session import HopSession, PeerChannel
+from swarm_hop.serving.hop_dialer import HopDialer
+from swarm_hop.serving.policy import SessionPolicy
+from swarm_hop.serving.quotas import Quotas
+from swarm_hop.serving.served_spans import ServedSpan
+from swarm_hop.serving.session import HopSession, PeerChannel
 
 logger = logging.getLogger(__name__)
 

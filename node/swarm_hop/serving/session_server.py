@@ -38,20 +38,20 @@ from swarm.messages import (
 from swarm.net.base.tasks import TaskSet
 from swarm.receipts import WorkReceipt
 from swarm.types import LayerSpan, ModelId, PeerId
-from swarm_node.auditing.audit_replies import AuditReplies, Sign
-from swarm_node.serving.activation_log import ActivationLog
-from swarm_node.serving.admission import AdmissionControl
-from swarm_node.serving.executor import Executor
-from swarm_node.serving.hop_dialer import AddressesOf, HopDialer, no_records
-from swarm_node.serving.kv_transfer import KvTransfer
-from swarm_node.serving.links import Links
-from swarm_node.serving.policy import SessionPolicy
-from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.reply_sender import ReplySender, epoch_of, failure, unknown_session
-from swarm_node.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
-from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
-from swarm_node.serving.session_runner import Counters, SessionRunner
-from swarm_node.sharing.shares import SharePlaces
+from swarm_hop.auditing.audit_replies import AuditReplies, Sign
+from swarm_hop.serving.activation_log import ActivationLog
+from swarm_hop.serving.admission import AdmissionControl
+from swarm_hop.serving.executor import Executor
+from swarm_hop.serving.hop_dialer import AddressesOf, HopDialer, no_records
+from swarm_hop.serving.kv_transfer import KvTransfer
+from swarm_hop.serving.links import Links
+from swarm_hop.serving.policy import SessionPolicy
+from swarm_hop.serving.quotas import Quotas
+from swarm_hop.serving.reply_sender import ReplySender, epoch_of, failure, unknown_session
+from swarm_hop.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
+from swarm_hop.serving.session import HopSession, InboundStep, PeerChannel
+from swarm_hop.serving.session_runner import Counters, SessionRunner
+from swarm_hop.sharing.shares import SharePlaces
 
 logger = logging.getLogger(__name__)
 

@@ -19,15 +19,15 @@ from swarm.errors import ConnectionLost, NetworkError, OutOfMemory, PeerUnreacha
 from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.tap_messages import TapRows
+from swarm_hop.auditing.audit_replies import AuditReplies
+from swarm_hop.serving.activation_log import ActivationLog
+from swarm_hop.serving.executor import StepOutcome, StepOutput
+from swarm_hop.serving.hop_dialer import HopDialer
+from swarm_hop.serving.kv_transfer import KvTransfer
+from swarm_hop.serving.served_spans import ServedSpan
+from swarm_hop.serving.session import HopSession, InboundStep, PeerChannel
+from swarm_hop.serving.step_cutter import cut, join
 from swarm_kernels.sampling.grammar import TokenMask
-from swarm_node.auditing.audit_replies import AuditReplies
-from swarm_node.serving.activation_log import ActivationLog
-from swarm_node.serving.executor import StepOutcome, StepOutput
-from swarm_node.serving.hop_dialer import HopDialer
-from swarm_node.serving.kv_transfer import KvTransfer
-from swarm_node.serving.served_spans import ServedSpan
-from swarm_node.serving.session import HopSession, InboundStep, PeerChannel
-from swarm_node.serving.step_cutter import cut, join
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,11 @@ class SessionRunner:
         self.reply(session.client, failure)
 
     async def _connect(self, session: HopSession) -> None:
-        """Reach the next hop, or leave that edge to the client."""
+        """Reach the next hop, or leave that edge to the client, who may be that hop itself."""
         if session.tail:
+            return
+        if session.downstream == session.client.peer:
+            session.next_hop = session.client
             return
         try:
             session.next_hop = await self.dialer.get(session.client.peer, session.downstream)

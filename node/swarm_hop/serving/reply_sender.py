@@ -19,8 +19,8 @@ from swarm.messages import (
     Step,
 )
 from swarm.net.base.tasks import TaskSet
-from swarm_node.serving.quotas import Quotas
-from swarm_node.serving.session import PeerChannel
+from swarm_hop.serving.quotas import Quotas
+from swarm_hop.serving.session import PeerChannel
 
 logger = logging.getLogger(__name__)
 

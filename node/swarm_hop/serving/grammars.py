@@ -24,10 +24,10 @@ from swarm.errors import NodeBusy
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.token_bucket import KeyedBuckets
 from swarm.types import Grammar, PeerId
+from swarm_hop.serving.token_history import StepTokens
 from swarm_kernels.device.device import release_free_memory
 from swarm_kernels.sampling.grammar import GrammarCompiler, GrammarState, TokenMask
 from swarm_kernels.tokenizer.tokenizer import ChatTokenizer
-from swarm_node.serving.token_history import StepTokens
 
 _T = TypeVar("_T")
 

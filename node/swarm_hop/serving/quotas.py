@@ -16,7 +16,7 @@ from swarm.ewma import Ewma
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.token_bucket import KeyedBuckets
 from swarm.types import PeerId
-from swarm_node.serving.policy import SessionPolicy
+from swarm_hop.serving.policy import SessionPolicy
 
 
 class Quotas:

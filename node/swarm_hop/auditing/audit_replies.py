@@ -18,7 +18,7 @@ from swarm.errors import ProtocolError
 from swarm.messages import Step
 from swarm.row_digest import UNKNOWN, row_digests, token_digests
 from swarm.types import LayerSpan, ModelId
-from swarm_node.auditing.audit_log import AuditLog
+from swarm_hop.auditing.audit_log import AuditLog
 
 MAX_QUERIES = 4  # of one session
 

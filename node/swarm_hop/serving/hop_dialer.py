@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from swarm.errors import PeerUnreachable
 from swarm.token_bucket import KeyedBuckets
 from swarm.types import PeerId
-from swarm_node.serving.links import LinkSource
-from swarm_node.serving.session import PeerChannel
+from swarm_hop.serving.links import LinkSource
+from swarm_hop.serving.session import PeerChannel
 
 AddressesOf = Callable[[PeerId], Awaitable[Sequence[str] | None]]
 """The addresses in a peer's verified record; None if it has none."""

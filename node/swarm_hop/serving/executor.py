@@ -27,10 +27,10 @@ from swarm.planner.scheduling.layer_time import BatchStats
 from swarm.planner.scheduling.policy import DEFAULT_POLICY, SchedulingPolicy
 from swarm.planner.scheduling.work_model import WorkModel
 from swarm.types import LayerSpan, TokenLogprobs
+from swarm_hop.serving.compute_device import ComputeDevice
+from swarm_hop.serving.interruptible_batch import InterruptibleBatch, Ran, SlicedCompute
+from swarm_hop.serving.session import HopSession, InboundStep
 from swarm_kernels.runtime.taps import StepTaps
-from swarm_node.serving.compute_device import ComputeDevice
-from swarm_node.serving.interruptible_batch import InterruptibleBatch, Ran, SlicedCompute
-from swarm_node.serving.session import HopSession, InboundStep
 
 logger = logging.getLogger(__name__)
 
