@@ -88,7 +88,7 @@ async def measure(delay_ms: float, rounds: int, tokens: int, dtype: str) -> str:
 def table(delay_ms: float, samples: dict[str, list[Sample]], held: dict[str, float]) -> str:
     lines = [
         f"{HOPS} hops, {delay_ms:g} ms a link one way, {len(samples[BASE])} rounds",
-        "| held | tokens/s | over (0, 0): median, worst | first token, s | computed at home, ms a token | weights, MiB |",
+        "| held | tokens/s | over (0, 0): median, worst | first token, s | at home, ms a token | weights, MiB |",
         "|---|---|---|---|---|---|",
     ]
     for share, own in samples.items():
