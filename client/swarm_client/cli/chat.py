@@ -13,14 +13,15 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from swarm import old_names
+from swarm.command_line import program
+from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import ClientConfig, env_value, split_list
 from swarm.errors import SwarmError, UsageError
 from swarm.types import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
 from swarm_client.api.options import OUTLINE, STRATEGIES, GenerationOptions, check_messages
 from swarm_client.network.discovery import client_config
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(**program.SETTINGS)
 
 _LIBRARY = ClientConfig()
 CHAT_TEMPERATURE, CHAT_TOP_P = 0.2, 0.9  # the built-in model card's advice
@@ -80,7 +81,7 @@ _Libp2p = Annotated[
 ]
 
 
-@app.command(cls=old_names.CommandWithOldNames, help="Talk to a swarm. Without a prompt, an interactive terminal.")
+@app.command(cls=CommandWithOldNames, help="Talk to a swarm. Without a prompt, an interactive terminal.")
 def run(
     text: _Text = None,
     prompt: _Prompt = None,
@@ -114,6 +115,7 @@ def run(
     config: Annotated[Path | None, _option("--config", help="A TOML file of these settings.")] = None,
     verbose: Annotated[bool, _option("--verbose", "-v", help="Log to stderr.")] = False,
     as_json: Annotated[bool, _option("--json", help="With a prompt: one JSON object on stdout.")] = False,
+    version: program.Version = False,
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:

@@ -11,14 +11,15 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from swarm import old_names
+from swarm.command_line import program
+from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import GatewayConfig
 from swarm.errors import SwarmError, UsageError
 from swarm_client.api.options import STRATEGIES
 from swarm_client.network.discovery import given_config
 from swarm_gateway.http.guard import is_loopback
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(**program.SETTINGS)
 
 _DEFAULTS = GatewayConfig()
 _Peers = Annotated[
@@ -45,7 +46,7 @@ _Libp2p = Annotated[
 ]
 
 
-@app.command(cls=old_names.CommandWithOldNames, help="Serve a swarm as OpenAI's and Anthropic's APIs, for any program.")
+@app.command(cls=CommandWithOldNames, help="Serve a swarm as OpenAI's and Anthropic's APIs, for any program.")
 def run(
     peer: _Peers = None,
     invite: _Invite = None,
@@ -71,6 +72,7 @@ def run(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON lines on stdout.")] = False,
+    version: program.Version = False,
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     given: dict[str, Any] = {"model": model, "host": host, "port": port, "max_running": max_running}

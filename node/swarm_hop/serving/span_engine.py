@@ -20,6 +20,7 @@ from swarm_hop.serving.session import ActivationSpec
 from swarm_hop.serving.tail_sampler import TailSampler
 from swarm_hop.serving.token_history import StepTokens
 from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.calibration.split_watch import SplitWatch
 from swarm_kernels.device.device import activation_dtype
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
@@ -69,11 +70,13 @@ class SpanEngine:
         cache: KVCacheManager,
         heads: MedusaHeads | None = None,
         grammars: TailGrammars | None = None,
+        watch: SplitWatch | None = None,
     ) -> None:
         """`heads`: Medusa heads of the tail, whose candidates go to the sessions that request them. `grammars`: None
-        for a span whose sessions cannot have one."""
+        for a span whose sessions cannot have one. `watch`: of the core groups that compute, if there are two."""
         self._span = span
         self._grammars = grammars
+        self._watch = watch
         self._tail_sampler = TailSampler(span, heads)
         self.cache = cache
         self._transfer = LayerTransfer(cache, span.layers)
@@ -191,7 +194,8 @@ class SpanEngine:
 
     @torch.inference_mode()
     def forward(self, hidden: torch.Tensor, plan: AttentionMetadata, part: LayerSpan) -> torch.Tensor:
-        return self._span.forward(hidden, plan, self.cache, part.start, part.end)
+        compute = partial(self._span.forward, hidden, plan, self.cache, part.start, part.end)
+        return self._watch.run(len(hidden), compute) if self._watch and part == self._span.layers else compute()
 
     @torch.inference_mode()
     def outputs(
