@@ -128,7 +128,7 @@ class ClientConfig:
     # `generate` and `chat` return it once it is confirmed, or was redone
     audits: Audits = "auto"
     # "FIRST:LAST": embedding, so many first and last layers, norm and head are computed by the client itself, so that
-    # no token id leaves it; "none": nodes do all (docs/privacy.md)
+    # no token id leaves it; "auto": as many as cost little; "none": nodes do all (docs/privacy.md)
     local_layers: str = "none"
     limits: Limits = field(default_factory=Limits)
 
