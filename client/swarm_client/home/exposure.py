@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from swarm.types import Chain
 from swarm_client.home.local_layers import foreign
 
-RECOVERED: Mapping[str, Mapping[int, float]] = {"smollm2-135m": {}}
+RECOVERED: Mapping[str, Mapping[int, float]] = {"smollm2-135m": {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}}
 """Model -> layers that a state has passed -> the share of tokens that the best of our attacks recovered from it."""
 
 
