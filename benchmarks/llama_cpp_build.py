@@ -77,7 +77,7 @@ def _assemble(home: Path, variant: str, target: Path) -> None:
         (package / "lib" / f"lib{library}.so").symlink_to(next(libraries.glob(f"lib{library}.v*.so")))
     (package / "lib" / "libggml-cpu.so").symlink_to(libraries / f"libggml-cpu-{variant}.so")
     loader = package / "_ctypes_extensions.py"
-    lenient = 'getattr(lib, name, ctypes.CFUNCTYPE(None)())  # the bindings are a little newer'
+    lenient = "getattr(lib, name, ctypes.CFUNCTYPE(None)())  # the bindings are a little newer"
     loader.write_text(loader.read_text().replace("getattr(lib, name)", lenient))
     with (package / "__init__.py").open("a") as start:
         start.write(_LOADS_ONE_CPU)
