@@ -1,7 +1,7 @@
 """llama.cpp to measure beside, held to an instruction set: `python benchmarks/llama_cpp_build.py [NAME ...]`.
 
-Compiling it takes many minutes, so this takes the libraries that `node-llama-cpp` publishes: llama.cpp's release with one
-CPU library for each instruction set. The bindings are those of `llama-cpp-python`. Each instruction set gets a folder
+Compiling it takes many minutes, so this takes the libraries that `node-llama-cpp` publishes: a release of llama.cpp
+with one CPU library for each instruction set. The bindings are those of `llama-cpp-python`. Each instruction set gets a folder
 that a Python imports `llama_cpp` from; nothing of it enters this one's environment. Owns the folder `llama.cpp` in
 `swarm.config.data_dir()`. x86-64 Linux, with npm.
 """
