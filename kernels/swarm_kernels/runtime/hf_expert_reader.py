@@ -1,20 +1,21 @@
 """Reads the experts of one module of transformers and packs them one after another.
 
-Memory holds one expert beside what is packed, where a model's files keep experts apart; otherwise one layer's experts
-of one projection as they are stored.
+Beside what is packed, memory holds one expert, also where a model's files keep a layer's experts in one tensor; only
+where transformers puts a tensor together in other ways, all of the layer's of one projection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from swarm.errors import CorruptModel
 from swarm_kernels.ops.base.layer_weights import Linear
+from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.runtime.hf_conversions import StoredParameter
-from swarm_kernels.runtime.weight_reader import Pack, Packs, WeightReader
+from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
 
 class ExpertReader:
@@ -49,24 +50,53 @@ class ExpertReader:
         if apart and found.is_concatenated() and not (self._module.is_transposed or interleaved):
             shapes = {part: self._reader.source.shape(part) for part in found.names}
             return [self._as_stored(found.piece_names(e), shapes, inputs, outputs, biases, e) for e in range(count)]
-        whole = None if apart else found.whole(self._reader.source)
-        if whole is not None and tuple(whole.shape) != (count, *sizes):
-            raise CorruptModel(
-                f"tensor {found.names[0]} has shape {tuple(whole.shape)}, its config needs {(count, *sizes)}"
-            )
-        pack = self._packs.rounding(self._reader.source, found.names)
+        read = self._pieces(found, (count, *sizes), apart)
+        order = _gates_first(outputs) if interleaved else slice(None)
+        pack = self._reader.pack_of(self._packs, found.names)
         linears = []
         for expert in range(count):
-            weight = found.piece(self._reader.source, expert) if whole is None else whole[expert]
-            if self._module.is_transposed:
-                weight = weight.T
-            if tuple(weight.shape) != (outputs, inputs):
-                raise CorruptModel(
-                    f"expert {expert} of {name} has shape {tuple(weight.shape)}, not {(outputs, inputs)}"
-                )
-            bias = None if biases is None else biases[expert]
-            linears.append(self._packed(pack, weight, bias, interleaved))
+            bias = None if biases is None else biases[expert][order]
+            linear = self._in_four_bits(found, expert, (outputs, inputs), order, bias)
+            if linear is None:
+                weight = read(expert)
+                weight = weight.T if self._module.is_transposed else weight
+                if tuple(weight.shape) != (outputs, inputs):
+                    raise CorruptModel(
+                        f"expert {expert} of {name} has shape {tuple(weight.shape)}, not {(outputs, inputs)}"
+                    )
+                weight = weight.to(device=self._reader.device, dtype=self._reader.dtype or weight.dtype)
+                linear = pack(weight[order].contiguous(), bias)
+            linears.append(linear)
         return linears
+
+    def _pieces(self, found: StoredParameter, shape: tuple[int, ...], apart: bool) -> Callable[[int], torch.Tensor]:
+        """-> the number of an expert -> its part of the parameter."""
+        source = self._reader.source
+        if apart:
+            return lambda expert: found.piece(source, expert)
+        whole: Matrix = found.whole(source) if found.sole is None else source.sliced(found.sole)
+        if tuple(whole.shape) != shape:
+            raise CorruptModel(f"tensor {found.names[0]} has shape {tuple(whole.shape)}, its config needs {shape}")
+        return lambda expert: whole[expert : expert + 1][0]
+
+    def _in_four_bits(
+        self,
+        found: StoredParameter,
+        expert: int,
+        shape: tuple[int, int],
+        order: torch.Tensor | slice,
+        bias: torch.Tensor | None,
+    ) -> Linear | None:
+        """An expert of a tensor that holds all of them, as it is stored in 4 bits; None if it is not."""
+        if self._packs.four_bits is None or found.sole is None:
+            return None
+        weights = self._reader.source.four_bits(found.sole, expert)
+        if weights is None:
+            return None
+        outputs, inputs = shape
+        if weights.out_features != outputs or weights.padded_inputs != inputs:
+            raise CorruptModel(f"expert {expert} of {found.sole} does not have the shape {shape} of its config")
+        return self._packs.four_bits.stored(weights.rows(order).to(self._reader.device), bias, inputs)
 
     def _as_stored(
         self,
@@ -81,10 +111,7 @@ class ExpertReader:
         rows = [shapes[name][0] for name in names]
         if sum(rows) != outputs:
             raise CorruptModel(f"tensors {', '.join(names)} have {sum(rows)} rows, their config needs {outputs}")
-        if biases is None:
-            return self._reader.linear(names, rows, inputs, False, self._packs)
-        weight = torch.cat([self._reader.matrix(name, count, inputs) for name, count in zip(names, rows, strict=True)])
-        return self._packs.rounding(self._reader.source, names)(weight, biases[expert])
+        return self._reader.stacked_linear(names, rows, inputs, None if biases is None else biases[expert], self._packs)
 
     def _biases(self, name: str, count: int, outputs: int) -> torch.Tensor:
         found = self._stored.get(name)
@@ -95,15 +122,7 @@ class ExpertReader:
             raise CorruptModel(f"tensor {name} has shape {tuple(biases.shape)}, its config needs {(count, outputs)}")
         return biases.to(self._reader.device, torch.float32)
 
-    def _packed(
-        self,
-        pack: Pack,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        interleaved: bool,
-    ) -> Linear:
-        weight = weight.to(device=self._reader.device, dtype=self._reader.dtype or weight.dtype)
-        if interleaved:
-            weight = torch.cat((weight[::2], weight[1::2]))
-            bias = None if bias is None else torch.cat((bias[::2], bias[1::2]))
-        return pack(weight.contiguous(), bias)
+
+def _gates_first(outputs: int) -> torch.Tensor:
+    """The order of rows that alternate between gates and values."""
+    return torch.arange(outputs).view(-1, 2).T.flatten()

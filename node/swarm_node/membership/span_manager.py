@@ -19,6 +19,13 @@ from swarm.planner.rebalancing.migration import SpanMove
 from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
 from swarm.planner.scheduling.work_model import WorkModel
 from swarm.types import LayerSpan, NodeState
+from swarm_hop.serving.compute_device import ThreadDevice
+from swarm_hop.serving.drain import CoverageCheck, drain_sessions
+from swarm_hop.serving.executor import Executor
+from swarm_hop.serving.grammars import TailGrammars
+from swarm_hop.serving.served_spans import ServedSpan
+from swarm_hop.serving.session_server import SessionServer
+from swarm_hop.serving.span_engine import SpanEngine
 from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.models.config import ModelConfig
@@ -29,13 +36,6 @@ from swarm_node.membership.hardware import Hardware, memory_for
 from swarm_node.membership.lifecycle import Lifecycle
 from swarm_node.membership.policy import MembershipPolicy
 from swarm_node.membership.profiler import split_watch
-from swarm_node.serving.compute_device import ThreadDevice
-from swarm_node.serving.drain import CoverageCheck, drain_sessions
-from swarm_node.serving.executor import Executor
-from swarm_node.serving.grammars import TailGrammars
-from swarm_node.serving.served_spans import ServedSpan
-from swarm_node.serving.session_server import SessionServer
-from swarm_node.serving.span_engine import SpanEngine
 
 T = TypeVar("T")
 

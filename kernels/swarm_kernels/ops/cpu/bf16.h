@@ -24,13 +24,12 @@ inline void round_inputs(const float* x, int64_t width, float* to) {
   const auto put = [&](const void* value, int64_t size) { std::memcpy(at, value, size), at += size; };
   int64_t k = 0;
   for (; k + LANES <= width; k += LANES) {
-    const U nearest = nearest_bf16(load(x + k));
     if constexpr (BF16_INPUTS == 2) {
       uint16_t halves[LANES];
-      store_halves(halves, nearest);
+      store_halves(halves, nearest_bf16(load(x + k)));
       put(halves, sizeof halves);
     } else {
-      const U whole = nearest & 0xffff0000u;
+      const V whole = rounded_to_bf16(load(x + k));
       put(&whole, sizeof whole);
     }
   }

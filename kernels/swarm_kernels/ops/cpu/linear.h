@@ -1,9 +1,11 @@
-// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, int8.h and int4.h. In fp32 a
-// result is one chain of fused multiply-adds over k in ascending order, whatever its tile: results are batch-invariant.
+// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, int8.h, int4.h and codebook.h. In
+// fp32 a result is one chain of fused multiply-adds over k in ascending order, whatever its tile: results are
+// batch-invariant.
 #pragma once
 #include <type_traits>
 
 #include "bf16.h"
+#include "codebook.h"
 #include "int4.h"
 #include "int8.h"
 #include "kernels.h"
@@ -21,15 +23,13 @@ constexpr int ROW_TILE = 6, PAIR_ROWS = 3, BF16_ROW_TILE = 6, QUANTIZED_ROW_TILE
 #else
 constexpr int ROW_TILE = 3, PAIR_ROWS = 1, BF16_ROW_TILE = 3, QUANTIZED_ROW_TILE = 8;
 #endif
-template <typename W>
-constexpr int MOST_ROWS = std::is_same_v<W, float> ? ROW_TILE
-                          : std::is_same_v<W, uint16_t> ? BF16_ROW_TILE : QUANTIZED_ROW_TILE;
 
 inline int64_t row_tile(SwarmFormat weights) {
   switch (weights) {
-    case SWARM_FP32: return ROW_TILE;
     case SWARM_BF16: return BF16_ROW_TILE;
-    default: return QUANTIZED_ROW_TILE;
+    case SWARM_INT8:
+    case SWARM_INT4: return QUANTIZED_ROW_TILE;
+    default: return ROW_TILE;
   }
 }
 
@@ -92,7 +92,8 @@ inline void finish(const swarm::LinearJob& job, int64_t row, int64_t rows, int64
       V value = load(c + r * ld + j);
       if (job.scale) value = rounded(value * load(job.scale + column + j));
       if (job.bias) value += load(job.bias + column + j);
-      store(y + j, job.epilogue == swarm::LinearJob::ADD ? load(y + j) + value : value);
+      if (job.epilogue != swarm::LinearJob::STORE) value = load(y + j) + value;
+      store(y + j, job.epilogue == swarm::LinearJob::ADD_BF16 ? rounded_to_bf16(value) : value);
     }
     if (columns < BLOCK) std::memcpy(to, edge, sizeof(float) * columns);
   }
@@ -143,24 +144,45 @@ struct Rows {
         x(reinterpret_cast<const Input<W>*>(job.x + first * job.row_bytes)) {}
 };
 
+// Codes have two sums for each result: whole numbers and fp32.
+template <typename W>
+constexpr bool IS_QUANTIZED = std::is_same_v<W, uint8_t> || std::is_same_v<W, Int4Block>;
+template <typename W>
+constexpr bool HAS_TWO_SUMS = std::is_same_v<Input<W>, char> && !IS_QUANTIZED<W>;
+template <typename W>
+constexpr int MOST_ROWS = IS_QUANTIZED<W> ? QUANTIZED_ROW_TILE
+                          : std::is_same_v<W, uint16_t> ? BF16_ROW_TILE : ROW_TILE;
+
+// Of a weight block, in elements.
+template <typename W>
+int64_t block_size(int64_t in) {
+  if constexpr (std::is_same_v<W, Int4Block>)
+    return in / WEIGHT_GROUP;
+  else if constexpr (HAS_TWO_SUMS<W>)
+    return W::block_bytes(in);
+  else
+    return in * BLOCK;
+}
+
 // The blocks of an item are taken in pairs, half the item apart: two streams, each of which goes on where it is.
 template <typename W>
 void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   const W* weight = static_cast<const W*>(job.weight);
-  const int64_t size = std::is_same_v<W, Int4Block> ? job.in / WEIGHT_GROUP : job.in * BLOCK;  // of a block
+  const int64_t size = block_size<W>(job.in);
   const bool gated = job.epilogue == swarm::LinearJob::GATE_UP;
   const int64_t apart = gated ? job.out / 2 / BLOCK : (end - begin) / 2;
   const int64_t middle = gated ? end : begin + apart;
+  constexpr int PAIRED = HAS_TWO_SUMS<W> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
   float c[2 * MOST_ROWS<W> * BLOCK];
   for (int64_t b = begin; b < middle; b++)
     for (int64_t t = tile_begin; t < tile_end; t++) {
       const Rows<W> rows(job, t);
-      const bool pairs = rows.count <= PAIR_ROWS;
+      const bool pairs = rows.count <= PAIRED;
       const int64_t ld = pairs ? 2 * BLOCK : BLOCK;
       float* second = pairs ? c + BLOCK : c + MOST_ROWS<W> * BLOCK;
       const W* w = weight + b * size;
       if (pairs) {
-        micro_kernel_for<W, 2, PAIR_ROWS>(rows.count)(rows.x, job.tile_rows, job.in, w, apart * size, c);
+        micro_kernel_for<W, 2, PAIRED>(rows.count)(rows.x, job.tile_rows, job.in, w, apart * size, c);
       } else {
         const MicroKernel<W> one = micro_kernel_for<W, 1, MOST_ROWS<W>>(rows.count);
         one(rows.x, job.tile_rows, job.in, w, 0, c);
@@ -230,16 +252,18 @@ inline void quantize(SwarmFormat weights, const float* x, int64_t in, float scal
 }
 inline int64_t row_bytes(SwarmFormat weights, int64_t in) {
   switch (weights) {
-    case SWARM_INT4: return (in + GROUP - 1) / GROUP * Tile4::GROUP_ROW_BYTES;
-    case SWARM_INT8: return (in + GROUP - 1) / GROUP * Tile8::GROUP_ROW_BYTES;
-    case SWARM_BF16: return in / BF16_INPUTS * (int64_t)sizeof(Bf16Input);
     case SWARM_FP32: return in * (int64_t)sizeof(float);
+    case SWARM_BF16: return in / BF16_INPUTS * (int64_t)sizeof(Bf16Input);
+    case SWARM_INT4: return (in + GROUP - 1) / GROUP * Tile4::GROUP_ROW_BYTES;
+    default: return (in + GROUP - 1) / GROUP * Tile8::GROUP_ROW_BYTES;
   }
-  return 0;
 }
 
 inline void linear(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   switch (job.format) {
+    case SWARM_MXFP4: return linear_of<Mxfp4Codes>(job, tile_begin, tile_end, begin, end);
+    case SWARM_IQ4_NL: return linear_of<Iq4NlCodes>(job, tile_begin, tile_end, begin, end);
+    case SWARM_IQ4_XS: return linear_of<Iq4XsCodes>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT4: return linear_of<Int4Block>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT8: return linear_of<uint8_t>(job, tile_begin, tile_end, begin, end);
     case SWARM_BF16:
