@@ -144,9 +144,9 @@ struct Rows {
         x(reinterpret_cast<const Input<W>*>(job.x + first * job.row_bytes)) {}
 };
 
-// Codes have two sums for each result: whole numbers and fp32.
 template <typename W>
 constexpr bool IS_QUANTIZED = std::is_same_v<W, uint8_t> || std::is_same_v<W, Int4Block>;
+// Codes have two sums for each result: whole numbers and fp32.
 template <typename W>
 constexpr bool HAS_TWO_SUMS = std::is_same_v<Input<W>, char> && !IS_QUANTIZED<W>;
 template <typename W>
