@@ -1,13 +1,16 @@
-"""Times llama.cpp for kernel_model.py, in a Python that has `llama-cpp-python` (nothing of swarm is imported here).
+"""Times llama.cpp for llama_cpp_process.py, in a Python that has its bindings (nothing of swarm is imported here).
 
 `llama_cpp_timing.py MODEL.gguf THREADS CONTEXT`: fills the context, prints "ready", then answers each line "ROWS"
-with the milliseconds a batch of that many tokens takes, all of them with logits; the batch is forgotten again.
+with the milliseconds a batch of that many tokens takes, all of them with logits; the batch is forgotten again. Tokens
+are 1000, 1001 and so on. "logits" is answered with the first logits of the next token.
 """
 
 import sys
 import time
 
 import llama_cpp
+
+LOGITS = 256
 
 
 def main() -> None:
@@ -39,9 +42,10 @@ def main() -> None:
         decode(start, min(64, context - start))
     print("ready", flush=True)
     for line in sys.stdin:
-        taken = decode(context, int(line))
+        wants_logits = line == "logits\n"
+        taken = decode(context, 1 if wants_logits else int(line))
         llama_cpp.llama_memory_seq_rm(memory, 0, context, -1)
-        print(taken, flush=True)
+        print(*llama_cpp.llama_get_logits(running)[:LOGITS] if wants_logits else (taken,), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from swarm.messages import (
     StepResult,
     WireSampling,
 )
-from swarm.receipt_messages import WorkReceipt
+from swarm.receipts import WorkReceipt
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan
-from swarm_node.serving.session_server import SessionServer
+from swarm_hop.serving.session_server import SessionServer
 
 A = b"a" * 16
 B = b"b" * 16

@@ -36,7 +36,7 @@ from swarm.planner.generation.state_machine import (
     SendStep,
     StepDone,
 )
-from swarm.types import Chain
+from swarm.types import Chain, TappedRows
 from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.session_manager import SessionManager
@@ -124,7 +124,9 @@ class GenerationLoop:
                             await self._discard_in_flight(action)
                         case EmitTokens():
                             if self.speculation is not None:
-                                await self.speculation.emitted(action.tokens, action.medusa_candidates)
+                                await self.speculation.emitted(
+                                    action.tokens, action.medusa_candidates, self._tapped_rows(action)
+                                )
                             yield action
                         case RepairChain():
                             if self.grammar is not None:
@@ -180,18 +182,23 @@ class GenerationLoop:
             return HopLost(failed.peer, str(failed))
         return None
 
+    def _tapped_rows(self, emitted: EmitTokens) -> TappedRows:
+        """Of the text up to the last of these tokens, that token left out: it has not been through the layers."""
+        assert self._session is not None  # tokens come along it
+        return self._session.taps.take(emitted.samples, len(self.generation.known) - len(emitted.tokens) - 1)
+
     async def _next_event(self) -> Event:
         session = self._session
         assert session is not None
         liar = self.sessions.convicted(session, self._chain_since[0])
         if liar is not None:
             return self._spoiled(liar)
+        assert self._watch is not None  # a chain is ready
         limit_s = self.limits.step_timeout_s + self._prefill_slack_s
+        probe_after_s = self._watch.probe_after_s(self._stragglers.probe_after_s(self.limits.ping_timeout_s))
         try:
             async with asyncio.timeout(limit_s):
-                result = await session.receive(
-                    self._stragglers.probe_after_s(self.limits.ping_timeout_s), self._on_late_result
-                )
+                result = await session.receive(probe_after_s, self._on_late_result)
         except HopFailed as failed:
             return HopLost(failed.peer, str(failed))
         except TimeoutError:
@@ -200,7 +207,6 @@ class GenerationLoop:
             ) from None
         self._last_result_at, self._outage_started = _now(), None
         suspicion = self._stragglers.on_result(result.step, result.trace, _now(), len(self.generation.known))
-        assert self._watch is not None  # a chain is ready
         slow_from_start = self.sessions.observe(self._watch, result, _now())
         slow = await self._evict_straggler(session, suspicion or slow_from_start)
         if slow is not None:

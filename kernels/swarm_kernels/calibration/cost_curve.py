@@ -155,9 +155,16 @@ def verify_layer(span: Span, source: ModelSource) -> None:
         expected = decoder_layer(
             hidden.float(), reference, cos.cpu(), sin.cpu(), reference_cache.k[0], reference_cache.v[0], metadata
         )
-        error = float((output.cpu().float() - expected).norm() / (expected - hidden.float()).norm())
+        error = _error(output.cpu().float(), expected, hidden.float(), span.dtype)
         if not error <= _TOLERANCE[span.weight_dtype]:
             raise ResourceError(
                 f"this machine computes layer {layer} with an error of {error:.2g}; "
                 f"it must not join ({dispatch.describe()})"
             )
+
+
+def _error(output: torch.Tensor, expected: torch.Tensor, hidden: torch.Tensor, state: torch.dtype) -> float:
+    """Of a layer's output, as a part of what the layer adds to `hidden`; that it is rounded to `state` is none."""
+    rounding = (expected.to(state).float() - expected).norm()
+    beyond = ((output - expected).norm().square() - rounding.square()).clamp_min(0).sqrt()
+    return float(beyond / (expected - hidden).norm())

@@ -121,7 +121,8 @@ def decoder_layer(
     mixed = _attention(_normed(hidden, w.attn_norm, w.eps), w, cos, sin, k_blocks, v_blocks, plan)
     hidden = _add(hidden, mixed, w.attn_post_norm, w)
     gate, up = w.mlp.gate_up(_normed(hidden, w.mlp_norm, w.eps)).chunk(2, -1)
-    return _add(hidden, w.mlp.down(activate(gate, w.mlp.activation) * up), w.mlp_post_norm, w)
+    hidden = _add(hidden, w.mlp.down(activate(gate, w.mlp.activation) * up), w.mlp_post_norm, w)
+    return hidden if w.rounding is None else hidden.to(w.rounding).to(hidden.dtype)
 
 
 def _attention(

@@ -66,7 +66,7 @@ struct SwarmLayer {
   int32_t rope;           // rotary table, -1: none
   SwarmActivation activation;
   float eps, residual_scale;
-  int32_t unused;
+  int32_t rounds_to_bf16;  // hidden states, after the layer
 };
 
 // experts.Gating: what an expert does between its two linear layers. g and u are the halves of the first one's outputs,

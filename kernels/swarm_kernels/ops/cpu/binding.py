@@ -55,7 +55,7 @@ class LayerDesc(ctypes.Structure):
         ("activation", c_int32),
         ("eps", c_float),
         ("residual_scale", c_float),
-        ("unused", c_int32),
+        ("rounds_to_bf16", c_int32),
     ]
 
 

@@ -64,9 +64,11 @@ def describe_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor, latent: int =
 
 
 def supports_layer(weights: LayerWeights, k_blocks: torch.Tensor) -> bool:
-    """Whether the linears are packed and the MLP's inner width is a multiple of 16."""
+    """Whether the linears are packed, the MLP's inner width is a multiple of 16, and hidden states are rounded to bf16
+    or not at all."""
     packed = all(isinstance(linear, PackedLinear) for linear in _linears(weights))
-    return packed and supports_mlp(weights.mlp.down.in_features) and supports_cache(k_blocks)
+    rounds = weights.rounding in (None, torch.bfloat16)
+    return packed and rounds and supports_mlp(weights.mlp.down.in_features) and supports_cache(k_blocks)
 
 
 def describe_scoring(
@@ -156,6 +158,7 @@ def _describe_layer(weights: LayerWeights, vectors: list[torch.Tensor]) -> bindi
         weights.mlp.activation,
         weights.eps,
         weights.residual_scale,
+        weights.rounding is not None,
     )
 
 

@@ -82,12 +82,12 @@ class Engine {
     const float* weight;
     float eps;
   };
-  // The parts of a layer: each adds to hidden.
+  // The parts of a layer: each adds to hidden; `bf16`: rounds it then.
   void attention(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const RotaryTables& tables,
                  float* hidden);
   void mlp(const SwarmLayer& layer, int64_t rows, float* hidden);
   void add_part(const SwarmLayer& layer, const SwarmLinear& last, const float* x, int64_t rows, const float* post_norm,
-                float* hidden);
+                bool bf16, float* hidden);
   // `norm` of the rows of x, or null.
   void gemm(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm, LinearJob::Epilogue epilogue,
             float* y, int64_t ldy, SwarmActivation activation = SWARM_SILU);

@@ -42,7 +42,7 @@ def attention_shape(weights: LayerWeights) -> AttentionShape:
 def supports_stack(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
     """Whether the kernels support every layer with activations and KV blocks of `dtype`, all of one attention shape.
 
-    Chunks and sinks are not supported."""
+    Chunks and sinks are not supported, nor is a rounding of hidden states: every sum is rounded to `dtype`."""
     alike = len({attention_shape(w) for w in layers}) <= 1  # one tiling serves all layers
     return alike and all(_supports_layer(w, dtype) for w in layers)
 
@@ -50,7 +50,8 @@ def supports_stack(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
 def _supports_layer(w: LayerWeights, dtype: torch.dtype) -> bool:
     a, shape = w.attention, attention_shape(w)
     widest = max(w.width, shape.heads * shape.head_dim if a.norm_is_whole else 0)
-    return a.chunk is None and a.sinks is None and supports(shape, dtype) and widest <= MAX_WIDTH
+    as_is = w.rounding in (None, dtype)
+    return a.chunk is None and a.sinks is None and as_is and supports(shape, dtype) and widest <= MAX_WIDTH
 
 
 def decoder_layers(
