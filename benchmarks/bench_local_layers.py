@@ -101,7 +101,7 @@ def table(delay_ms: float, samples: dict[str, list[Sample]], held: dict[str, flo
 
 
 def _median(samples: Sequence[Sample], field: str) -> float:
-    return statistics.median(getattr(one, field) for one in samples)
+    return float(statistics.median(getattr(one, field) for one in samples))
 
 
 def main() -> None:
