@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +11,7 @@ import gguf
 import numpy as np
 import torch
 from kernel_timing import Timed, measure, table, tree_plan, wall
+from llama_cpp_process import is_installed, llama_cpp
 
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import DTYPES
@@ -24,8 +22,6 @@ from swarm_kernels.runtime.load import load_span
 CONTEXT = 256
 HEADER = "rows | bf16 | int8 | int4 | llama.cpp BF16 | bf16 / llama.cpp | int8 / bf16 | int4 / int8"
 ROWS = (1, 4, 16, 64)
-LLAMA_PYTHON = "SWARM_LLAMA_PYTHON"
-"""Environment variable: a Python that has llama-cpp-python, if this one has not."""
 
 
 def swarm(source: ModelSource, weights: torch.dtype) -> dict[int, Timed]:
@@ -69,39 +65,23 @@ def write_bf16_gguf(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def llama_cpp(source: ModelSource, threads: int) -> Iterator[dict[int, Timed] | None]:
+def _llama_cpp(source: ModelSource, threads: int) -> Iterator[dict[int, Timed] | None]:
     """As `swarm`, by llama.cpp; None if it is not installed or does not start."""
-    python = os.environ.get(LLAMA_PYTHON, sys.executable)
-    probe = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False)
-    if probe.returncode != 0:
+    if not is_installed():
         yield None
         return
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "bf16.gguf"
         write_bf16_gguf(source.path, model)
-        command = [python, str(Path(__file__).with_name("llama_cpp_timing.py")), str(model), str(threads), str(CONTEXT)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            requests, replies = process.stdin, process.stdout
-            assert requests is not None
-            assert replies is not None
-
-            def step(rows: int) -> Timed:
-                def run() -> float:
-                    requests.write(f"{rows}\n")
-                    requests.flush()
-                    return float(replies.readline())
-
-                return run
-
-            yield {rows: step(rows) for rows in ROWS} if replies.readline() == "ready\n" else None
-            requests.close()
+        with llama_cpp(model, threads, CONTEXT, ROWS) as steps:
+            yield steps
 
 
 def bench(source: ModelSource, seconds: float, threads: int) -> tuple[str, list[str]]:
     """-> (table, missed targets): milliseconds a step."""
     steps = {name: swarm(source, DTYPES[name]) for name in ("bf16", "int8", "int4")}
     lines, missed = [], []
-    with llama_cpp(source, threads) as llama_cpp_steps:
+    with _llama_cpp(source, threads) as llama_cpp_steps:
         if llama_cpp_steps is not None:
             steps["llama.cpp BF16"] = llama_cpp_steps
         for rows in ROWS:

@@ -1,7 +1,8 @@
-"""Times llama.cpp for kernel_model.py, in a Python that has `llama-cpp-python` (nothing of swarm is imported here).
+"""Times llama.cpp for llama_cpp_process.py, in a Python that has `llama-cpp-python`; imports nothing of swarm.
 
-`llama_cpp_timing.py MODEL.gguf THREADS CONTEXT`: fills the context, prints "ready", then answers each line "ROWS"
-with the milliseconds a batch of that many tokens takes, all of them with logits; the batch is forgotten again.
+`llama_cpp_timing.py MODEL.gguf THREADS CONTEXT`: fills the context, prints "ready", then answers each line "ROWS FIRST"
+with the milliseconds a batch of that many tokens takes, from the token FIRST on, all of them with logits; the batch is
+forgotten again.
 """
 
 import sys
@@ -20,12 +21,13 @@ def main() -> None:
     params.n_threads = params.n_threads_batch = threads
     running = llama_cpp.llama_init_from_model(model, params)
     memory = llama_cpp.llama_get_memory(running)
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
-    def decode(start: int, rows: int) -> float:
+    def decode(start: int, rows: int, first: int) -> float:
         batch = llama_cpp.llama_batch_init(rows, 0, 1)
         batch.n_tokens = rows
         for i in range(rows):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i] = 1000 + start + i, start + i, 1
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = (first + i) % vocabulary, start + i, 1
             batch.seq_id[i][0], batch.logits[i] = 0, True
         begun = time.perf_counter()
         if llama_cpp.llama_decode(running, batch) != 0:
@@ -36,10 +38,11 @@ def main() -> None:
         return 1e3 * taken
 
     for start in range(0, context, 64):  # all rows have logits: little by little
-        decode(start, min(64, context - start))
+        decode(start, min(64, context - start), start)
     print("ready", flush=True)
     for line in sys.stdin:
-        taken = decode(context, int(line))
+        rows, first = map(int, line.split())
+        taken = decode(context, rows, first)
         llama_cpp.llama_memory_seq_rm(memory, 0, context, -1)
         print(taken, flush=True)
 

@@ -14,7 +14,8 @@ import torch
 from swarm.errors import CorruptModel
 from swarm_kernels.ops.base.layer_weights import Linear
 from swarm_kernels.runtime.hf_conversions import StoredParameter
-from swarm_kernels.runtime.weight_reader import Pack, Packs, WeightReader
+from swarm_kernels.runtime.mixture_reader import packed_expert
+from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
 
 class ExpertReader:
@@ -65,7 +66,7 @@ class ExpertReader:
                     f"expert {expert} of {name} has shape {tuple(weight.shape)}, not {(outputs, inputs)}"
                 )
             bias = None if biases is None else biases[expert]
-            linears.append(self._packed(pack, weight, bias, interleaved))
+            linears.append(packed_expert(self._reader, pack, weight, bias, interleaved))
         return linears
 
     def _as_stored(
@@ -94,16 +95,3 @@ class ExpertReader:
         if tuple(biases.shape) != (count, outputs):
             raise CorruptModel(f"tensor {name} has shape {tuple(biases.shape)}, its config needs {(count, outputs)}")
         return biases.to(self._reader.device, torch.float32)
-
-    def _packed(
-        self,
-        pack: Pack,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        interleaved: bool,
-    ) -> Linear:
-        weight = weight.to(device=self._reader.device, dtype=self._reader.dtype or weight.dtype)
-        if interleaved:
-            weight = torch.cat((weight[::2], weight[1::2]))
-            bias = None if bias is None else torch.cat((bias[::2], bias[1::2]))
-        return pack(weight.contiguous(), bias)

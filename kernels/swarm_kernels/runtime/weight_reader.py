@@ -35,9 +35,10 @@ class FourBitPacks:
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """How the linear layers of a span are prepared. `four_bits`: of a 4-bit span."""
+    """How the linear layers of a span are prepared. `four_bits`: of a 4-bit span; `wide`: what stays in fp32."""
 
     plain: Pack
+    wide: Pack = dispatch.pack_linear
     four_bits: FourBitPacks | None = None
 
     def rounding(self, source: ModelSource, names: Sequence[str]) -> Pack:
@@ -54,14 +55,14 @@ def packs_of(weights: torch.dtype) -> Packs:
     if weights != INT4:
         return Packs(dispatch.quantize_linear)
     four_bits = FourBitPacks(partial(dispatch.quantize_linear, bits=4), dispatch.pack_four_bits)
-    return Packs(dispatch.quantize_linear, four_bits)
+    return Packs(dispatch.quantize_linear, four_bits=four_bits)
 
 
 def exact_packs_of(weights: torch.dtype) -> Packs:
     """The same layers in plain torch with float activations: what those of `packs_of` approximate."""
     if weights != INT4:
-        return Packs(plain_linear)
-    return Packs(plain_linear, FourBitPacks(int4_linear.rounded_linear, int4_linear.dequantized_linear))
+        return Packs(plain_linear, plain_linear)
+    return Packs(plain_linear, plain_linear, FourBitPacks(int4_linear.rounded_linear, int4_linear.dequantized_linear))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,15 @@ class WeightReader:
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """Norm weights, in fp32: they are small, and the kernels compute norms in fp32."""
-        return self._read(name, (size,)).to(device=self.device, dtype=torch.float32)
+        return self.wide(name, size)
+
+    def wide(self, name: str, *shape: int) -> torch.Tensor:
+        """In fp32, whatever the span's format: small tensors, and what decides where rows go."""
+        return self._read(name, shape).to(device=self.device, dtype=torch.float32)
+
+    def stored(self, name: str, *shape: int) -> torch.Tensor:
+        """As the model's files have it."""
+        return self._read(name, shape)
 
     def linear(
         self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, packs: Packs

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from swarm.errors import KernelError
 from swarm_kernels.ops.base import int4_linear, int8_linear
+from swarm_kernels.ops.base.layer_weights import Linear
 from swarm_kernels.ops.cpu import binding, cpu_library
 
 BLOCK = 16
@@ -60,6 +61,14 @@ class PackedLinear:
         if self.scale is None:
             return weights
         return (weights.float() - _ZERO_POINT) * self.scale[ids, None]
+
+
+def linear_desc(linear: Linear | None) -> binding.LinearDesc:
+    """Of a packed one; without weights for None."""
+    if linear is None:
+        return binding.LinearDesc()
+    assert isinstance(linear, PackedLinear)  # the caller has looked
+    return linear.desc
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
