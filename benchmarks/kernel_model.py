@@ -1,22 +1,25 @@
-"""A whole SmolLM2-135M a step: bf16, int8 and int4 beside llama.cpp with the same weights in BF16, in turn."""
+"""A whole SmolLM2-135M a step: bf16, int8 and int4 beside llama.cpp with the same weights in BF16, in turn.
+
+llama.cpp is held to the instruction set in use if `llama_cpp_build` has built it for that.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 from kernel_timing import Timed, measure, table, tree_plan, wall
-from llama_cpp_process import is_installed, llama_cpp
+from llama_cpp_build import built
+from llama_cpp_process import llama_cpp
 
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import DTYPES
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.source import ModelSource
+from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.load import load_span
 
 CONTEXT = 256
@@ -40,7 +43,7 @@ def swarm(source: ModelSource, weights: torch.dtype) -> dict[int, Timed]:
     return {rows: step(rows) for rows in ROWS}
 
 
-def write_bf16_gguf(source: Path, target: Path) -> None:
+def write_bf16_gguf(source: Path, target: Path) -> Path:
     """A copy of a GGUF file with its matrices in BF16."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
@@ -62,37 +65,30 @@ def write_bf16_gguf(source: Path, target: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-@contextmanager
-def _llama_cpp(source: ModelSource, threads: int) -> Iterator[dict[int, Timed] | None]:
-    """As `swarm`, by llama.cpp; None if it is not installed or does not start."""
-    if not is_installed():
-        yield None
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "bf16.gguf"
-        write_bf16_gguf(source.path, model)
-        with llama_cpp(model, threads, CONTEXT, ROWS) as steps:
-            yield steps
+    return target
 
 
 def bench(source: ModelSource, seconds: float, threads: int) -> tuple[str, list[str]]:
     """-> (table, missed targets): milliseconds a step."""
     steps = {name: swarm(source, DTYPES[name]) for name in ("bf16", "int8", "int4")}
     lines, missed = [], []
-    with _llama_cpp(source, threads) as llama_cpp_steps:
-        if llama_cpp_steps is not None:
-            steps["llama.cpp BF16"] = llama_cpp_steps
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        llama_cpp(
+            write_bf16_gguf(source.path, Path(folder) / "bf16.gguf"), threads, CONTEXT, ROWS, built(dispatch.isa())
+        ) as theirs,
+    ):
+        if theirs is not None:
+            steps["llama.cpp BF16"] = theirs.steps
         for rows in ROWS:
             pairs = measure(seconds, {name: by_rows[rows] for name, by_rows in steps.items()})
-            against = f"{pairs.ratio('bf16', 'llama.cpp BF16'):.2f}" if llama_cpp_steps else "not installed"
-            llama = f"{pairs.median('llama.cpp BF16'):.2f}" if llama_cpp_steps else "not installed"
+            against = f"{pairs.ratio('bf16', 'llama.cpp BF16'):.2f}" if theirs else "not installed"
+            llama = f"{pairs.median('llama.cpp BF16'):.2f}" if theirs else "not installed"
             swarm_ms = " | ".join(f"{pairs.median(name):.2f}" for name in ("bf16", "int8", "int4"))
             fewer = f"{pairs.ratio('int8', 'bf16'):.2f} | {pairs.ratio('int4', 'int8'):.2f}"
             lines.append(f"{rows} | {swarm_ms} | {llama} | {against} | {fewer}")
             limit = {1: 1.2, 16: 0.6}.get(rows)
-            if llama_cpp_steps and limit and pairs.ratio("bf16", "llama.cpp BF16") > limit:
+            if theirs and limit and pairs.ratio("bf16", "llama.cpp BF16") > limit:
                 missed.append(f"{rows} rows: {against} of llama.cpp's time, not {limit}")
             if pairs.ratio("int8", "bf16") >= 1:
                 missed.append(f"{rows} rows: int8 is no faster than bf16")

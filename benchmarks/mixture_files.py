@@ -1,19 +1,18 @@
-"""GGUF files of a few layers in the shapes of real mixtures of experts, with random weights, for llama.cpp and us."""
+"""GGUF files of a few layers in the shapes of released mixtures of experts, with random weights: as `random_gguf`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
+from gguf import GGMLQuantizationType as Kind
+from random_gguf import pool
 
-VOCABULARY = 1024
-_PATTERN = 1 << 20  # values that are drawn and repeated: all of them would take longer than timing
-_F32 = gguf.GGMLQuantizationType.F32
+VOCABULARY = 2048  # its head is a hundredth of what is read
 
 
 @dataclass(frozen=True)
@@ -38,21 +37,30 @@ SHAPES = {
 }
 
 
-def write(shape: Shape, layers: int, kind: gguf.GGMLQuantizationType, path: Path) -> None:
-    """Matrices in `kind`; routers, norms and biases in fp32, as converters leave them."""
+def write(path: Path, shape: Shape, layers: int, kind: Kind) -> Path:
+    """Matrices in `kind`; routers, norms and biases in fp32, as converters leave them. Written tensor by tensor."""
     writer = gguf.GGUFWriter(path, shape.architecture)
     _add_metadata(writer, shape, layers)
-    random = np.random.default_rng(0)
-    drawn = random.standard_normal(_PATTERN, np.float32) * 0.02
-    for name, size in _matrices(shape, layers):
-        _add_matrix(writer, name, size, kind, drawn)
-    for name, size in _vectors(shape, layers):
-        values = random.standard_normal(size, np.float32) * (1.0 if "ffn_gate_inp" in name else 0.1)
-        writer.add_tensor(name, (values + 1 if "norm" in name else values).astype(np.float32))
+    tensors = [*_matrices(shape, layers), *_vectors(shape, layers)]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    for name, dimensions, is_matrix in tensors:
+        if is_matrix:
+            stored = (*dimensions[:-1], dimensions[-1] // block * size)
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), math.prod(stored), raw_dtype=kind)
+        else:
+            writer.add_tensor_info(name, dimensions, np.dtype(np.float32), 4 * math.prod(dimensions))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    random, weights = np.random.default_rng(0), pool(kind)
+    for name, dimensions, is_matrix in tensors:
+        if is_matrix:
+            writer.write_tensor_data(np.resize(weights, math.prod(dimensions) // block * size))
+        else:
+            values = random.standard_normal(dimensions, np.float32) * np.float32(0.1)
+            writer.write_tensor_data(values + np.float32(1) if "norm" in name else values)
     writer.close()
+    return path
 
 
 def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, layers: int) -> None:
@@ -75,53 +83,39 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, layers: int) -> None:
         writer.add_sliding_window(128)
 
 
-def _matrices(shape: Shape, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+_Tensors = Iterator[tuple[str, tuple[int, ...], bool]]
+"""Names, dimensions, and whether they are matrices in the file's format."""
+
+
+def _matrices(shape: Shape, layers: int) -> _Tensors:
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "token_embd.weight", (VOCABULARY, hidden)
-    yield "output.weight", (VOCABULARY, hidden)
+    up, down = (shape.experts, shape.width, hidden), (shape.experts, hidden, shape.width)
+    sizes = {
+        "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
+        "attn_output": (hidden, queries), "ffn_gate_exps": up, "ffn_up_exps": up, "ffn_down_exps": down,
+    }  # fmt: skip
+    yield "token_embd.weight", (VOCABULARY, hidden), True
+    yield "output.weight", (VOCABULARY, hidden), True
     for layer in range(layers):
-        yield f"blk.{layer}.attn_q.weight", (queries, hidden)
-        yield f"blk.{layer}.attn_k.weight", (keys, hidden)
-        yield f"blk.{layer}.attn_v.weight", (keys, hidden)
-        yield f"blk.{layer}.attn_output.weight", (hidden, queries)
-        yield f"blk.{layer}.ffn_gate_exps.weight", (shape.experts, shape.width, hidden)
-        yield f"blk.{layer}.ffn_up_exps.weight", (shape.experts, shape.width, hidden)
-        yield f"blk.{layer}.ffn_down_exps.weight", (shape.experts, hidden, shape.width)
+        for name, size in sizes.items():
+            yield f"blk.{layer}.{name}.weight", size, True
 
 
-def _vectors(shape: Shape, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, keys = shape.hidden, shape.kv_heads * shape.head_dim
+def _vectors(shape: Shape, layers: int) -> _Tensors:
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    inner = (shape.experts, shape.width)
     sizes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (hidden,), "ffn_gate_inp.weight": (shape.experts, hidden)}
     if shape.is_gpt_oss:
         sizes |= {
-            "post_attention_norm.weight": (hidden,), "attn_sinks.weight": (shape.heads,),
-            "attn_q.bias": (shape.heads * shape.head_dim,), "attn_k.bias": (keys,), "attn_v.bias": (keys,),
-            "attn_output.bias": (hidden,), "ffn_gate_inp.bias": (shape.experts,),
-            "ffn_gate_exps.bias": (shape.experts, shape.width), "ffn_up_exps.bias": (shape.experts, shape.width),
+            "post_attention_norm.weight": (hidden,), "attn_sinks.weight": (shape.heads,), "attn_q.bias": (queries,),
+            "attn_k.bias": (keys,), "attn_v.bias": (keys,), "attn_output.bias": (hidden,),
+            "ffn_gate_inp.bias": (shape.experts,), "ffn_gate_exps.bias": inner, "ffn_up_exps.bias": inner,
             "ffn_down_exps.bias": (shape.experts, hidden),
         }  # fmt: skip
     else:
-        sizes |= {
-            "ffn_norm.weight": (hidden,), "attn_q_norm.weight": (shape.head_dim,),
-            "attn_k_norm.weight": (shape.head_dim,),
-        }  # fmt: skip
-    yield "output_norm.weight", (hidden,)
+        head = (shape.head_dim,)
+        sizes |= {"ffn_norm.weight": (hidden,), "attn_q_norm.weight": head, "attn_k_norm.weight": head}
+    yield "output_norm.weight", (hidden,), False
     for layer in range(layers):
         for name, size in sizes.items():
-            yield f"blk.{layer}.{name}", size
-
-
-def _add_matrix(
-    writer: gguf.GGUFWriter,
-    name: str,
-    size: tuple[int, ...],
-    kind: gguf.GGMLQuantizationType,
-    drawn: npt.NDArray[np.float32],
-) -> None:
-    """`drawn`, repeated: of whole rows, so that a quantized row is that of its numbers."""
-    *_, columns = size
-    rows = len(drawn) // columns
-    pattern: npt.NDArray[Any] = gguf.quants.quantize(drawn[: rows * columns].reshape(rows, columns), kind)
-    count = int(np.prod(size[:-1]))
-    stored = np.tile(pattern, (-(-count // rows), 1))[:count].reshape(*size[:-1], -1)
-    writer.add_tensor(name, stored, raw_dtype=kind)
+            yield f"blk.{layer}.{name}", size, False
