@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+UNFINISHED := .venv/.unfinished
 
 # Tests run side by side, but for those that start processes: these measure time, and come after, one by one.
 WORKERS ?= auto
@@ -14,9 +15,11 @@ setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.models.builtin
 
 $(STAMP): pyproject.toml requirements.lock swarm/planner/routing/_relax.c
+	@if test -e $(UNFINISHED); then echo 'the last set-up did not finish: it begins anew'; rm -rf .venv; fi
+	@mkdir -p .venv && touch $(UNFINISHED)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[dev]'
-	@touch $(STAMP)
+	@rm $(UNFINISHED) && touch $(STAMP)
 
 check: $(STAMP) ## lint and types
 	$(BIN)/ruff check .

@@ -56,7 +56,7 @@ async def run_node(bounded: bool) -> None:
     transport = await TlsTransport.start(
         Identity.generate(), ["127.0.0.1"], policy=TransportPolicy() if bounded else UNBOUNDED_TRANSPORT
     )
-    from swarm_node.serving.session_server import SessionServer  # slow to import, and for the node alone
+    from swarm_hop.serving.session_server import SessionServer  # slow to import, and for the node alone
 
     servers: list[SessionServer] = []
 

@@ -38,7 +38,7 @@ from memory_swarm import cut  # noqa: E402
 from tiny_models import ModelTensors, tiny_model  # noqa: E402
 from virtual_clock import run  # noqa: E402
 
-from swarm_node.sharing.shares import SharePlaces  # noqa: E402
+from swarm_hop.sharing.shares import SharePlaces  # noqa: E402
 
 Places = Callable[[], SharePlaces]
 PUBLIC, LOCAL, RELAYED = "8.8.8.8", "192.168.1.7", ""  # the honest client is relayed

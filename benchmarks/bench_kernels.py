@@ -7,6 +7,8 @@ named at the end.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 import kernel_attention
 import kernel_linear
@@ -20,6 +22,20 @@ from swarm_kernels.models.open import open_model
 from swarm_kernels.ops import dispatch
 
 PARTS = ("attention", "linear", "model", "perplexity")
+HELD = {
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512_CORE", "AVX512"),
+    "avx512vnni": ("avx512", "AVX512_CORE_VNNI", "AVX512"),
+}
+"""What holds torch, oneDNN and MKL to an instruction set: the values of `_VARIABLES`."""
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+
+
+def hold_torch(instructions: str) -> None:
+    """Start this program anew if torch, which is loaded already, may use more than we do."""
+    wanted = dict(zip(_VARIABLES, HELD.get(instructions, ()), strict=False))
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 def main() -> None:
@@ -29,7 +45,10 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; repeatable")
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out, which compiles for minutes")
     parser.add_argument("--use", default="best", help="avx512bf16, avx512vnni, avx512, avx2, generic or reference")
+    parser.add_argument("--free-torch", action="store_true", help="hold ours to --use, and torch to nothing")
     args = parser.parse_args()
+    if not args.free_torch:
+        hold_torch(args.use)
     parts = args.only or PARTS
     dispatch.select_isa(args.use)
     dispatch.set_threads(args.threads)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count as count_from
@@ -105,7 +106,8 @@ def steps_of(span: LlamaSpan, rows: list[int]) -> dict[int, Timed]:
     return {count: work(count) for count in rows}
 
 
-def _step(span: LlamaSpan, rows: int):  # type: ignore[no-untyped-def]
+def _step(span: LlamaSpan, rows: int) -> Callable[[list[int]], torch.Tensor]:
+    """-> tokens -> their logits."""
     cache = span.new_cache(CONTEXT + max(rows, 16))
     cache.open(b"s", CONTEXT)
     prompt = list(range(1000, 1000 + CONTEXT))

@@ -21,13 +21,13 @@ from swarm.config import DEFAULT_MODEL, NodeConfig
 from swarm.errors import SwarmError
 from swarm.testing.emulated_link import EmulatedTransport, LinkShape
 from swarm.types import UNMEASURED, CostCurve
+from swarm_hop.serving.executor import Compute, ScheduledStep, StepOutput
+from swarm_hop.serving.span_engine import SpanEngine
 from swarm_node.membership import hardware, profiler
 from swarm_node.membership.profiler import Calibration
 from swarm_node.network.connection import NodeNetwork, over_daemon
 from swarm_node.node import join
 from swarm_node.owner.event_log import JsonEventReporter
-from swarm_node.serving.executor import Compute, ScheduledStep, StepOutput
-from swarm_node.serving.span_engine import SpanEngine
 
 
 async def serve(config: NodeConfig, shape: LinkShape) -> None:

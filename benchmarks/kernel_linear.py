@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from kernel_timing import Timed, measure, table, wall
 
 from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base.codebook_linear import quantize_mxfp4
 
 SHAPES = ((3072, 576), (576, 1536), (49152, 576), (4096, 4096))  # outputs, inputs
 ROWS = (1, 4, 16, 64, 512)
-NAMES = ("bf16", "int8", "int4", "fp32", "torch bf16", "torch fp32")
+FEWER = (("int8", "bf16"), ("int4", "int8"), ("mxfp4", "int4"))
+NAMES = ("bf16", "int8", "int4", "mxfp4", "fp32", "torch bf16", "torch fp32")
 
 
 def bench(seconds: float) -> str:
@@ -22,6 +24,7 @@ def bench(seconds: float) -> str:
             "bf16": dispatch.pack_linear(half),
             "int8": dispatch.quantize_linear(weight),
             "int4": dispatch.quantize_linear(weight, bits=4),
+            "mxfp4": dispatch.pack_four_bits(quantize_mxfp4(weight), None, inputs),
             "fp32": dispatch.pack_linear(weight),
         }
         for count in ROWS:
@@ -35,6 +38,6 @@ def bench(seconds: float) -> str:
             works["torch fp32"] = wall(lambda: F.linear(x, weight))  # noqa: B023
             pairs = measure(seconds, works)
             times = " | ".join(f"{1e3 * pairs.median(name):.0f}" for name in NAMES)
-            fewer = f"{pairs.ratio('int8', 'bf16'):.2f} | {pairs.ratio('int4', 'int8'):.2f}"
+            fewer = " | ".join(f"{pairs.ratio(*two):.2f}" for two in FEWER)
             rows.append(f"{outputs} x {inputs}, {count} | {times} | {fewer}")
-    return table(" | ".join(("weights, rows", *NAMES, "int8 / bf16", "int4 / int8")), rows)
+    return table(" | ".join(("weights, rows", *NAMES, *map(" / ".join, FEWER))), rows)

@@ -126,6 +126,9 @@ class ClientConfig:
     # Other nodes compute some answers again: "auto", in open swarms, in the background; "wait": every answer, and
     # `generate` and `chat` return it once it is confirmed, or was redone
     audits: Audits = "auto"
+    # "FIRST:LAST": embedding, so many first and last layers, norm and head are computed by the client itself, so that
+    # no token id leaves it; "none": nodes do all (docs/privacy.md)
+    local_layers: str = "none"
     limits: Limits = field(default_factory=Limits)
 
 

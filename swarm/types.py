@@ -57,6 +57,21 @@ class LayerSpan:
         return isinstance(layer, int) and self.start <= layer < self.end
 
 
+class NoLayers(LayerSpan):
+    """`[start, start)`: of a hop at a client that holds the embedding, or the last norm and the head, and no layer."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start == self.end:
+            raise UsageError(f"layers {self.start}:{self.end} are not none")
+
+
+def layers_of_hop(start: int, end: int) -> LayerSpan:
+    """`[start, end)`, which may be no layers. Raises UsageError."""
+    return LayerSpan(start, end) if end != start else NoLayers(start, end)
+
+
 class NodeState(enum.StrEnum):
     """Where a node is in its life. Only SERVING and LEAVING nodes are routed to."""
 
@@ -171,7 +186,7 @@ class Hop:
 
     @property
     def span(self) -> LayerSpan:
-        return LayerSpan(self.start, self.end)
+        return layers_of_hop(self.start, self.end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from swarm import old_names
+from swarm.command_line import old_flags
 from swarm.config import ClientConfig, GatewayConfig, Limits, NodeConfig, load, parse_bytes
 from swarm.errors import UsageError
 from swarm.types import Grammar, GrammarKind
@@ -377,9 +377,9 @@ def test_unknown_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arguments_after_two_dashes_and_other_flags_are_unchanged() -> None:
-    assert old_names.arguments(["--name", "x", "--", "--wait", "3"]) == ["--name", "x", "--", "--wait", "3"]
-    assert old_names.arguments(["--wait"]) == ["--join-timeout"]
-    assert old_names.arguments(["-v", "wait", "--relay", "--peer", "a"]) == [
+    assert old_flags.arguments(["--name", "x", "--", "--wait", "3"]) == ["--name", "x", "--", "--wait", "3"]
+    assert old_flags.arguments(["--wait"]) == ["--join-timeout"]
+    assert old_flags.arguments(["-v", "wait", "--relay", "--peer", "a"]) == [
         "-v",
         "wait",
         "--relay-server",

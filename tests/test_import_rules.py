@@ -13,21 +13,34 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "swarm": ROOT / "swarm",
     "swarm_kernels": ROOT / "kernels" / "swarm_kernels",
+    "swarm_hop": ROOT / "node" / "swarm_hop",
     "swarm_node": ROOT / "node" / "swarm_node",
     "swarm_client": ROOT / "client" / "swarm_client",
     "swarm_training": ROOT / "client" / "swarm_training",
     "swarm_gateway": ROOT / "client" / "swarm_gateway",
+    "swarm_privacy": ROOT / "client" / "swarm_privacy",
 }
-OURS = ("swarm", "swarm_kernels", "swarm_node", "swarm_client", "swarm_training", "swarm_gateway")
+OURS = (
+    "swarm",
+    "swarm_kernels",
+    "swarm_hop",
+    "swarm_node",
+    "swarm_client",
+    "swarm_training",
+    "swarm_gateway",
+    "swarm_privacy",
+)
 HEAVY = ("torch", "transformers", "triton")
 
 MAY_IMPORT = {
     "swarm": ("swarm",),
     "swarm_kernels": ("swarm", "swarm_kernels"),
-    "swarm_node": ("swarm", "swarm_kernels", "swarm_node"),
-    "swarm_client": ("swarm", "swarm_kernels", "swarm_client"),
+    "swarm_hop": ("swarm", "swarm_kernels", "swarm_hop"),
+    "swarm_node": ("swarm", "swarm_kernels", "swarm_hop", "swarm_node"),
+    "swarm_client": ("swarm", "swarm_kernels", "swarm_hop", "swarm_client"),
     "swarm_training": ("swarm", "swarm_kernels", "swarm_client", "swarm_training"),
     "swarm_gateway": ("swarm", "swarm_client", "swarm_gateway"),
+    "swarm_privacy": ("swarm", "swarm_kernels", "swarm_privacy"),
 }
 SWARM_FOLDERS = {  # a folder of `swarm` -> folders that it may import; the root imports none
     "swarm.planner.cli": ("swarm.planner", "swarm.simulator"),
@@ -37,12 +50,12 @@ SWARM_FOLDERS = {  # a folder of `swarm` -> folders that it may import; the root
     "swarm.testing": ("swarm.net", "swarm.testing"),
 }
 NODE_FOLDERS = {  # a folder of the node -> those below it
-    "swarm_node.sharing": (),
-    "swarm_node.auditing": (),
-    "swarm_node.serving": ("swarm_node.sharing", "swarm_node.auditing"),
+    "swarm_hop.sharing": (),
+    "swarm_hop.auditing": (),
+    "swarm_hop.serving": ("swarm_hop.sharing", "swarm_hop.auditing"),
     "swarm_node.owner": (),
     "swarm_node.network": (),
-    "swarm_node.membership": ("swarm_node.sharing", "swarm_node.serving", "swarm_node.owner", "swarm_node.network"),
+    "swarm_node.membership": ("swarm_node.owner", "swarm_node.network"),
     "swarm_node.commands": ("swarm_node.owner", "swarm_node.network", "swarm_node.membership", "swarm_node.node"),
 }
 NOT_IN_PLAN = (*HEAVY, "asyncio", "time", "random", "socket", "threading", "secrets", "datetime", "numpy.random")
@@ -116,7 +129,8 @@ def test_imports_run_downwards(package: str, name: str, file: Path) -> None:
 @pytest.mark.parametrize(("package", "name", "file"), [m for m in ALL if within(str(m.values[1]), *NODE_FOLDERS)])
 def test_the_node_s_folders_are_layered(package: str, name: str, file: Path) -> None:
     own, below = next((own, below) for own, below in NODE_FOLDERS.items() if within(name, own))
-    assert not [m for m in imports(file, name) if m.startswith("swarm_node.") and not within(m, own, *below)]
+    top = own.split(".")[0] + "."
+    assert not [m for m in imports(file, name) if m.startswith(top) and not within(m, own, *below)]
 
 
 @pytest.mark.parametrize(("package", "name", "file"), [m for m in ALL if within(str(m.values[1]), "swarm.planner")])

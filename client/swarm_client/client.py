@@ -11,7 +11,7 @@ Owns the connection to one swarm and one model's tokenizer. `sync.SyncSwarmClien
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -22,7 +22,6 @@ from typing import Any, TypeVar, Unpack
 from swarm.config import ClientConfig
 from swarm.errors import InvalidRequest, UsageError
 from swarm.net.libp2p.options import HostOptions
-from swarm.old_names import current
 from swarm.planner.auditing.policy import POLICY as AUDITS
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationRequest, GenerationState
@@ -35,6 +34,7 @@ from swarm_client.api.options import (
     GenerationKeywords,
     GenerationOptions,
     check_messages,
+    generation_options,
 )
 from swarm_client.api.results import GenerationResult, GenerationStream
 from swarm_client.auditing.auditor import Auditor
@@ -46,9 +46,11 @@ from swarm_client.generation.session_manager import SessionManager
 from swarm_client.generation.shared_prefill import SharedPrefill
 from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextStream
+from swarm_client.home.ends import HomeEnds, hold_ends
 from swarm_client.network.connection import ClientNetwork, connect
 from swarm_client.outline.outliner import SkeletonDecoder, slots
 from swarm_client.outline.templates import BUILT_IN, load_templates
+from swarm_client.routing.home_router import HomeRouter
 from swarm_client.routing.prefill_chunks import POLICY as PREFILL
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
@@ -74,7 +76,8 @@ class SwarmClient:
     `peers`: multiaddrs of any nodes of the swarm. `network`: a ready-made connection (tests use an in-memory one);
     by default one is made over libp2p when the context is entered. `source`, `tokenizer`: an opened model and
     its tokenizer, to share them between clients or to bring one's own. `make_drafter`: makes the drafter of one
-    generation, in place of the drafters that the config names.
+    generation, in place of the drafters that the config names. `local_layers`: (k, m), the first k and last m layers
+    that this client computes itself, with embedding, norm and head, so that no token id leaves it (docs/privacy.md).
     """
 
     def __init__(
@@ -86,10 +89,13 @@ class SwarmClient:
         network: ClientNetwork | None = None,
         source: ModelSource | None = None,
         tokenizer: ChatTokenizer | None = None,
+        local_layers: tuple[int, int] | None = None,
         make_drafter: Callable[[], AsyncDrafter] | None = None,
     ) -> None:
         base = config or ClientConfig()
-        self.config = replace(base, model=model or base.model, peers=tuple(peers) if peers is not None else base.peers)
+        peers = tuple(peers) if peers is not None else base.peers
+        local = base.local_layers if local_layers is None else f"{local_layers[0]}:{local_layers[1]}"
+        self.config = replace(base, model=model or base.model, peers=peers, local_layers=local)
         self._given_network = network
         self._given_source = source
         self._make_drafter = make_drafter
@@ -98,6 +104,7 @@ class SwarmClient:
         self._stack = AsyncExitStack()
         self._network: ClientNetwork | None = None
         self._router: ChainRouter | None = None
+        self._home: HomeEnds | None = None  # the layers that this client holds itself
         self._auditor: Auditor | None = None
         self._prefix_locations = PrefixLocations()
         self._source: ModelSource | None = None
@@ -140,10 +147,12 @@ class SwarmClient:
             stack.push_async_callback(reader.close)
             kept = self.config.remember_peers and self._given_network is None
             memory = PeerMemory(memory_file(source.name, source.weight_hash) if kept else None)
-            self._router = ChainRouter(
+            held = hold_ends(self.config, source, self._tokenizer, network, reader)
+            self._home = home = await stack.enter_async_context(held)
+            self._router = (ChainRouter if home is None else partial(HomeRouter, home))(
                 reader,
                 network.pool,
-                dtype=self.config.dtype,
+                dtype=self.config.dtype if home is None else home.dtype,
                 weight_hash=source.weight_hash,
                 wall_clock=network.wall_clock,
                 memory=memory,
@@ -177,13 +186,20 @@ class SwarmClient:
         return _entered(self._tokenizer)
 
     @property
+    def home(self) -> HomeEnds | None:
+        """The layers that this client holds itself, if any (`ClientConfig.local_layers`)."""
+        return self._home
+
+    @property
     def context_length(self) -> int:
         """Tokens that prompt and answer may have together."""
         return _entered(self._source).config.context_length
 
     async def snapshot(self) -> Snapshot:
         """The swarm as it is now."""
-        return await _entered(self._router).snapshot()
+        router = _entered(self._router)
+        snapshot = await router.snapshot()
+        return router.whole or snapshot if isinstance(router, HomeRouter) else snapshot
 
     def chain_costs(self, chain: Chain) -> ChainCosts:
         """What a step along `chain` costs by the last snapshot."""
@@ -273,22 +289,7 @@ class SwarmClient:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _options(self, options: Mapping[str, Any]) -> GenerationOptions:
-        merged: dict[str, Any] = {}
-        for name, value in options.items():
-            flag, merged_value = current(name.replace("_", "-"), value)
-            merged[flag.replace("-", "_")] = merged_value
-        stop = merged.get("stop", ())
-        if isinstance(stop, Iterable):
-            merged["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        decoding = merged.pop("decoding", None)
-        try:
-            checked = GenerationOptions(**merged)
-            if decoding is None:
-                by_config = self.config.decoding
-                decoding = "auto" if by_config == OUTLINE and checked.excludes_outline else by_config
-            return replace(checked, decoding=decoding)
-        except TypeError as error:
-            raise UsageError(f"not an option of a generation: {error}") from None
+        return generation_options(options, self.config.decoding)
 
     def _stream(
         self,
@@ -330,6 +331,7 @@ class SwarmClient:
             plan_chunks=self.config.prefill_chunk is None,
             prefix_locations=self._prefix_locations,
             auditor=self._auditor,
+            home=self._home,
         )
         loop = GenerationLoop(
             generation, sessions, self.config.limits, speculation, self._answer_grammar(options.grammar)
@@ -355,7 +357,8 @@ class SwarmClient:
         audits = self.config.audits
         rate = {"off": 0.0, "wait": 1.0}.get(audits, 0.0 if self.config.secret else AUDITS.rate)
         shape = source.config.num_layers, source.config.hidden_size, source.config.context_length
-        return Auditor(router, network, self.config.limits, *shape, rate, prefix_locations=self._prefix_locations)
+        kept, home = self._prefix_locations, self._home
+        return Auditor(router, network, self.config.limits, *shape, rate, prefix_locations=kept, home=home)
 
     def _speculation(self, generation: GenerationState, options: GenerationOptions) -> ClientSpeculation | None:
         if not options.speculates:

@@ -14,13 +14,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from swarm.command_line import program
 from swarm.errors import SwarmError, UsageError
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     help="Train a drafter for speculative decoding of a model, and evaluate it.",
+    **program.SETTINGS,
 )
+app.callback()(program.options_of_all)
 
 _MODEL = typer.Option(help="A Hugging Face folder or id, a .gguf file, or a built-in name.")
 

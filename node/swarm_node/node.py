@@ -24,6 +24,9 @@ from swarm.planner.rebalancing.policy import RebalancePolicy
 from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.planner.schemas import placement_request_json
 from swarm.types import ModelId, NodeState
+from swarm_hop.serving.drain import drain_sessions, wait_for_takeover
+from swarm_hop.serving.policy import DrainPolicy
+from swarm_hop.serving.session_server import SessionServer
 from swarm_kernels.audit.arithmetic import arithmetic
 from swarm_node.membership.accounts import Accounts
 from swarm_node.membership.acquaintances import Acquaintances
@@ -44,9 +47,6 @@ from swarm_node.owner.active_hours import ActiveHours
 from swarm_node.owner.availability import OWNER, Availability
 from swarm_node.owner.event_log import EventReporter
 from swarm_node.owner.machine_usage import OtherCpuUsage, own_pids
-from swarm_node.serving.drain import drain_sessions, wait_for_takeover
-from swarm_node.serving.policy import DrainPolicy
-from swarm_node.serving.session_server import SessionServer
 from swarm_node.stopping import Stopped, first_of_group, unless_stopped
 
 

@@ -17,8 +17,8 @@ def belief(peer: str, proven: bool, layer_ms: float = 1.0) -> PeerBelief:
     return PeerBelief(peer, "", UNKNOWN, proven, 1.0, layer_ms, layer_ms, 0.0, False, False)
 
 
-def watch(wary: bool = False, **options: float) -> ChainWatch:
-    return ChainWatch(CHAIN, COSTS, {"a": belief("a", True), "b": belief("b", False, **options)}, wary)
+def watch(**options: float) -> ChainWatch:
+    return ChainWatch(CHAIN, COSTS, {"a": belief("a", True), "b": belief("b", False, **options)})
 
 
 def run(of: ChainWatch, step: int, round_s: float, b_ms: float) -> None:
@@ -64,7 +64,13 @@ def test_times_by_layer_and_only_of_steps_that_went_alone() -> None:
     assert of.rows == 4
 
 
-def test_only_wary_clients_hurry_strangers() -> None:
-    assert watch().stall_timeout_s(6.0) == 6.0
-    assert watch(wary=True).stall_timeout_s(6.0) == POLICY.wary_stall_s
+def test_strangers_are_hurried_until_their_chain_has_answered() -> None:
+    assert watch().stall_timeout_s(6.0) == POLICY.stranger_stall_s
+    of = watch()
+    assert of.probe_after_s(1.0) == POLICY.stranger_probe_s
+    of.sent(1, 1, 1.0)
+    of.on_result(1, [(0.0, 10.0), (0.0, 20.0)], 1.1)
+    assert of.probe_after_s(1.0) == 1.0
+    proven = ChainWatch(CHAIN, COSTS, {"a": belief("a", True), "b": belief("b", True)})
+    assert proven.probe_after_s(1.0) == 1.0
     assert (watch().stranger("a"), watch().stranger("b"), watch().stranger("c")) == (False, True, True)

@@ -145,6 +145,19 @@ async def test_cancelling_stops_the_answer_and_keeps_its_text(chat: SimpleNamesp
     assert chat.chat.conversation.turns == [("user", "hi"), ("assistant", "Hello")]
 
 
+async def test_retry_answers_the_last_prompt_again(chat: SimpleNamespace) -> None:
+    await chat.chat.handle("/retry")
+    assert "nothing has been answered yet" in chat.out.getvalue()
+    await chat.chat.handle("one")
+    await chat.chat.handle("two")
+    await chat.chat.handle("/retry")
+    assert chat.client.asked[1] == chat.client.asked[2]
+    assert [text for _, text in chat.chat.conversation.turns] == ["one", "Hello there", "two", "Hello there"]
+    chat.client.error = NoRoute("no node serves layers 3:5", ((3, 5),))
+    await chat.chat.handle("/retry")
+    assert [text for _, text in chat.chat.conversation.turns] == ["one", "Hello there", "two", "Hello there"]
+
+
 async def test_the_strategy_can_be_changed_and_points_are_shown(chat: SimpleNamespace) -> None:
     point = PointReport("[b]Sea", "wet", (1, 2), (3,) * 40, FinishReason.EOS, 1.0, 1.5, 4.0, 33, 32, "sequential", 1)
     chat.client.outline = OutlineReport(True, "it has parts", "list", "1. Sea", 9, 1.25, (point, point))

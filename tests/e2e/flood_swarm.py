@@ -22,8 +22,8 @@ from swarm.planner.scheduling.fair_shares import Share
 from swarm.planner.scheduling.work_model import WorkModel
 from swarm.testing.memory_network import LinkModel
 from swarm.types import CostCurve, LayerSpan, ModelId, PeerId
-from swarm_node.serving.executor import ScheduledStep
-from swarm_node.sharing.shares import SharePlaces
+from swarm_hop.serving.executor import ScheduledStep
+from swarm_hop.sharing.shares import SharePlaces
 
 # ms a layer for a batch of so many rows: a core reads the weights, then computes (the shape of a small model on a CPU)
 CURVE = CostCurve((1, 4, 16, 64, 256), (1.25, 1.6, 3.2, 9.0, 34.0))

@@ -24,6 +24,10 @@ from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, PeerId
 from swarm_client import SwarmClient
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.speculation.controller import AsyncDrafter
+from swarm_hop.serving.executor import Executor
+from swarm_hop.serving.grammars import TailGrammars
+from swarm_hop.serving.session_server import SessionServer
+from swarm_hop.serving.span_engine import SpanEngine
 from swarm_kernels.device.device import DTYPES
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.runtime.load import load_span
@@ -31,10 +35,6 @@ from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.record_publisher import RecordPublisher
 from swarm_node.membership.swarm_records import SwarmRecords
 from swarm_node.network.connection import NodeNetwork
-from swarm_node.serving.executor import Executor
-from swarm_node.serving.grammars import TailGrammars
-from swarm_node.serving.session_server import SessionServer
-from swarm_node.serving.span_engine import SpanEngine
 
 LIMITS = Limits(route_timeout_s=3.0)
 STEP_S = 0.002  # what a batch takes

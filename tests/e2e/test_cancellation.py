@@ -15,7 +15,7 @@ from virtual_clock import virtual_time
 from swarm.planner.generation.state_machine import FinishReason
 from swarm.testing.memory_network import LinkModel
 from swarm_client import TextStream
-from swarm_node.serving.executor import Compute, ScheduledStep
+from swarm_hop.serving.executor import Compute, ScheduledStep
 
 DELAY_S = 0.01
 LINK = LinkModel(delay_s=DELAY_S)

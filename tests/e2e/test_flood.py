@@ -25,7 +25,7 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.net.security.identity import Identity
-from swarm_node.sharing.shares import SharePlaces
+from swarm_hop.sharing.shares import SharePlaces
 
 SECONDS = 1.0
 SMALL_TREES = Flood("tree steps of 32 rows", 1, 31)

@@ -17,7 +17,7 @@ from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.errors import ConnectionLost
 from swarm.types import LayerSpan, PeerId
 from swarm_client import SwarmClient
-from swarm_node.serving.executor import ScheduledStep
+from swarm_hop.serving.executor import ScheduledStep
 
 LENGTH = 3 * HASH_BLOCK_TOKENS + 5
 FIRST, MIDDLE, TAIL = LayerSpan(0, 2), LayerSpan(2, 4), LayerSpan(4, 6)

@@ -19,7 +19,7 @@ from swarm.planner.generation.state_machine import FinishReason
 from swarm.testing.memory_network import LinkModel
 from swarm.types import PeerId
 from swarm_client import GenerationResult, TextStream
-from swarm_node.serving.executor import Compute, ScheduledStep
+from swarm_hop.serving.executor import Compute, ScheduledStep
 
 PROMPT = [random.Random(5).randrange(2, 131) for _ in range(4 * HASH_BLOCK_TOKENS + 3)]
 BLOCK_END = 4 * HASH_BLOCK_TOKENS

@@ -71,4 +71,6 @@ def test_the_first_lines_are_an_address_and_a_command(capsys: pytest.CaptureFixt
     assert "curl http://127.0.0.1:1/v1/chat/completions" in text
     assert "Bearer $SWARM_API_KEY" in text
     cli._report_ready("http://127.0.0.1:1", ["m"], GatewayConfig(json=True))
-    assert json.loads(capsys.readouterr().out) == {"event": "ready", "address": "http://127.0.0.1:1", "models": ["m"]}
+    ready = json.loads(capsys.readouterr().out)
+    assert (ready["event"], ready["address"], ready["models"]) == ("ready", "http://127.0.0.1:1", ["m"])
+    assert "token ids" in ready["exposure"]

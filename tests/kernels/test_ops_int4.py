@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from swarm.errors import KernelError
 from swarm_kernels.models.gguf_dequant import dequantize
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base import int4_linear
+from swarm_kernels.ops.base import exact_linear, int4_linear
 
 Q4_1 = 3  # ggml's number of the type
 
@@ -29,7 +29,7 @@ def test_the_error_is_that_of_4_bits(isa: str) -> None:
     weight, x = torch.randn(512, 768, generator=generator), torch.randn(20, 768, generator=generator)
     exact = x @ weight.T
     assert (dispatch.quantize_linear(weight, bits=4)(x) - exact).norm() / exact.norm() < 0.09
-    held = int4_linear.rounded_linear(weight)(x)
+    held = exact_linear.rounded_linear(weight)(x)
     assert (dispatch.quantize_linear(weight, bits=4)(x) - held).norm() / held.norm() < 0.02
 
 

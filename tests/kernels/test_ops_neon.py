@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from code_cases import random_codes
 from kernel_cases import Part, chain, make_plan, random_blocks, random_tree
 
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int4_linear, int8_linear
+from swarm_kernels.ops.base.codebook_linear import CodebookLinear, CodeFormat
 from swarm_kernels.ops.base.torch_reference import REFERENCE
 from swarm_kernels.ops.cpu import build
 from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
@@ -69,6 +71,10 @@ def test_whole_numbers_come_to_the_same_bits(program: Path) -> None:
         for rows in (1, 2, 5, 6, 7, 13):
             for bits, plain in ((8, int8_linear.quantize_linear), (4, int4_linear.quantize_linear)):
                 calls.linear(dispatch.quantize_linear(weight, bias, bits), x[:rows], plain(weight, bias)(x[:rows]))
+    for form in CodeFormat:
+        weights, x = random_codes(form, 40, 512), torch.randn(13, 512, generator=generator)
+        for rows in (1, 6, 13):
+            calls.linear(dispatch.pack_four_bits(weights, None, 512), x[:rows], CodebookLinear(weights, None)(x[:rows]))
     for got, want in zip(calls.results(), calls.expected, strict=True):
         assert torch.equal(got, want)
 

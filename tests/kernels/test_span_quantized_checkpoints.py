@@ -22,7 +22,11 @@ from swarm_kernels.device.device import INT4
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.open import open_model
+from swarm_kernels.models.safetensors import SafetensorsSource
+from swarm_kernels.ops.cpu import binding
+from swarm_kernels.runtime.hf_span import HfSpan
 from swarm_kernels.runtime.load import load_span
+from swarm_kernels.runtime.span import Span
 
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 PROMPT = [(7 * i * i + 3) % 96 for i in range(23)]
@@ -147,8 +151,8 @@ def test_fp8_weights_whose_config_names_no_scales_are_refused(tmp_path: Path) ->
         load_span(source, LayerSpan(0, 1), torch.float32)
 
 
-def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
-    """Experts in MXFP4 through transformers' layers, token for token what the dequantized model says."""
+def write_gpt_oss(folder: Path) -> Any:
+    """Random experts in MXFP4, the rest in bf16; -> the model with its dequantized weights."""
     config = AutoConfig.for_model(
         "gpt_oss", hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, head_dim=16,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=96, sliding_window=8,
@@ -163,16 +167,84 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
             blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=rng, dtype=torch.uint8)
             tensors |= {f"{key}_blocks": blocks, f"{key}_scales": torch.full(blocks.shape[:-1], 121, dtype=torch.uint8)}
         else:
-            tensors[key] = value.clone()
-    (tmp_path / "m").mkdir()
-    save_file(tensors, tmp_path / "m" / "model.safetensors")
+            tensors[key] = value.bfloat16()
+            value.copy_(tensors[key])
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
     saved = config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "m" / "config.json").write_text(json.dumps(saved), encoding="utf-8")
-    with closing(open_model(str(tmp_path / "m"))) as source:
+    (folder / "config.json").write_text(json.dumps(saved), encoding="utf-8")
+    with closing(open_model(str(folder))) as source:
         for key, value in model.state_dict().items():
             if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
                 value.copy_(source.tensor(key))
+    return model
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """Experts in MXFP4 through transformers' layers, token for token what the dequantized model says."""
+    model = write_gpt_oss(tmp_path / "m")
+    with closing(open_model(str(tmp_path / "m"))) as source:
         chain = Chain(source, (1,))
         chain.open(b"s")
         found = chain.run([StepRequest(b"s", 0, len(PROMPT))], PROMPT)
         assert torch.allclose(found, hf_logits(model, PROMPT), atol=1e-3, rtol=1e-3)
+
+
+def test_gpt_oss_is_served_in_mxfp4_as_it_is_stored(tmp_path: Path) -> None:
+    """`--dtype auto`: numbers and biases of experts to the last bit, gates before values; the attention in bf16."""
+    model = write_gpt_oss(tmp_path / "m")
+    with closing(open_model(str(tmp_path / "m"))) as source:
+        assert native_dtype(source) == INT4
+        chain = Chain(source, (1,), INT4)
+        chain.open(b"s")
+        found = chain.run([StepRequest(b"s", 0, len(PROMPT))], PROMPT)
+        wanted = hf_logits(model, PROMPT)
+        assert (found - wanted).norm() < 0.03 * wanted.norm()  # of the activations' 8 bits and the head's
+        experts = modules_of(chain.spans[0])["mlp.experts"].swarm_experts
+        state = {name: value for name, value in model.state_dict().items() if name.startswith("model.layers.0.")}
+        for expert in range(4):
+            up, down = (linears[expert] for linears in (experts.first, experts.second))
+            assert (up.desc.format, down.desc.format) == (binding.MXFP4, binding.MXFP4)
+            stored = state["model.layers.0.mlp.experts.gate_up_proj"][expert].T
+            assert torch.equal(up.embedding_rows(torch.arange(128)), torch.cat((stored[::2], stored[1::2])))
+            bias = state["model.layers.0.mlp.experts.gate_up_proj_bias"][expert]
+            assert torch.equal(up.bias, torch.cat((bias[::2], bias[1::2])))
+            wanted_down = state["model.layers.0.mlp.experts.down_proj"][expert].T
+            assert torch.equal(down.embedding_rows(torch.arange(64)), wanted_down)
+        queries = modules_of(chain.spans[0])["self_attn.q_proj"].linear
+        assert queries.desc.format == binding.BF16
+
+
+def test_an_expert_of_a_tensor_of_all_is_read_without_the_others(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path / "m")
+    name = "model.layers.1.mlp.experts.down_proj"
+    with closing(open_model(str(tmp_path / "m"))) as source:
+        assert isinstance(source, SafetensorsSource)
+        before, size = source.files[0].bytes_read, 64 * 2 * 17  # outputs, groups, bytes of one
+        part = source.sliced(name)[2:3]
+        assert torch.equal(part, source.tensor(name)[2:3])
+        assert source.files[0].bytes_read - before == size + 4 * size
+        assert source.four_bits(name, 3) is not None
+        assert source.files[0].bytes_read - before == 6 * size
+        assert source.four_bits(name) is None
+        assert source.four_bits("model.norm.weight") is None
+
+
+def test_rows_of_a_matrix_are_read_without_the_others(tmp_path: Path) -> None:
+    model = write_gpt_oss(tmp_path / "m")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with closing(open_model(str(tmp_path / "m"))) as source:
+        assert isinstance(source, SafetensorsSource)
+        before = source.files[0].bytes_read
+        matrix = source.sliced(name)
+        assert source.files[0].bytes_read == before
+        assert (tuple(matrix.shape), matrix.dtype) == (source.shape(name), torch.bfloat16)
+        assert torch.equal(matrix[5:9].float(), model.state_dict()[name][5:9])
+        assert source.files[0].bytes_read - before == 4 * 64 * 2
+        assert matrix[7:7].shape == (0, 64)
+        assert torch.equal(matrix[60:1000], source.tensor(name)[60:])
+
+
+def modules_of(span: Span) -> dict[str, Any]:
+    assert isinstance(span, HfSpan)
+    return dict(span.layer(0).named_modules())

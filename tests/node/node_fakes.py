@@ -18,13 +18,13 @@ from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import Grammar, LayerSpan, ModelId, PeerId, Sampling
+from swarm_hop.serving.compute_device import InlineDevice
+from swarm_hop.serving.executor import Executor, ScheduledStep, StepOutput
+from swarm_hop.serving.served_spans import SpanEngineApi
+from swarm_hop.serving.session import ActivationSpec
+from swarm_hop.serving.session_server import SessionServer
+from swarm_hop.serving.token_history import StepTokens
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
-from swarm_node.serving.compute_device import InlineDevice
-from swarm_node.serving.executor import Executor, ScheduledStep, StepOutput
-from swarm_node.serving.served_spans import SpanEngineApi
-from swarm_node.serving.session import ActivationSpec
-from swarm_node.serving.session_server import SessionServer
-from swarm_node.serving.token_history import StepTokens
 
 LAYERS = 6
 ROWS = ActivationSpec(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200, context_length=1 << 20)

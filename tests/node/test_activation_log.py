@@ -8,7 +8,7 @@ import pytest
 
 from swarm.errors import ActivationLogEvicted
 from swarm.messages import Step
-from swarm_node.serving.activation_log import REPLAY_ROWS, ActivationLog
+from swarm_hop.serving.activation_log import REPLAY_ROWS, ActivationLog
 
 ID = b"s" * 16
 

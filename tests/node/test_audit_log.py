@@ -13,8 +13,8 @@ from swarm.net.security.identity import Identity, verify
 from swarm.row_digest import DIGEST_BYTES, UNKNOWN, digest, row_digests, token_digests
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan
-from swarm_node.auditing.audit_log import AuditLog
-from swarm_node.auditing.audit_replies import MAX_QUERIES
+from swarm_hop.auditing.audit_log import AuditLog
+from swarm_hop.auditing.audit_replies import MAX_QUERIES
 
 A = b"a" * 16
 HOPS = [("node", 0, LAYERS)]

@@ -15,9 +15,9 @@ from swarm.planner.trust.contribution import POLICY
 from swarm.planner.trust.evidence import MAX_FILE, UNKNOWN, PeerEvidence, PeerFile, finished, met
 from swarm.records import MAX_OWNERS, owner_tag
 from swarm.types import LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
+from swarm_hop.sharing.contributors import ContributorPolicy, Contributors
+from swarm_hop.sharing.shares import SharePlaces, SharePolicy
 from swarm_node.membership.accounts import Accounts
-from swarm_node.sharing.contributors import ContributorPolicy, Contributors
-from swarm_node.sharing.shares import SharePlaces, SharePolicy
 
 HELPER, CLIENT = "node of a friend", "the friend"
 

@@ -17,9 +17,9 @@ from swarm.planner.scheduling.fair_shares import Share
 from swarm.planner.scheduling.layer_time import BatchStats
 from swarm.planner.scheduling.work_model import WorkModel
 from swarm.types import CostCurve, LayerSpan
-from swarm_node.serving.compute_device import InlineDevice, ThreadDevice
-from swarm_node.serving.executor import Compute, Executor, ScheduledStep
-from swarm_node.serving.session import HopSession, InboundStep
+from swarm_hop.serving.compute_device import InlineDevice, ThreadDevice
+from swarm_hop.serving.executor import Compute, Executor, ScheduledStep
+from swarm_hop.serving.session import HopSession, InboundStep
 
 WHOLE = LayerSpan(0, ROWS.num_layers)
 

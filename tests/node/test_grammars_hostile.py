@@ -19,11 +19,11 @@ from swarm.errors import InvalidRequest, NodeBusy
 from swarm.messages import Step
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import Grammar, GrammarKind, Sampling
+from swarm_hop.serving import tail_sampler
+from swarm_hop.serving.grammars import GrammarPolicy, TailGrammars
+from swarm_hop.serving.session import InboundStep
+from swarm_hop.serving.token_history import StepTokens, TokenHistory
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
-from swarm_node.serving import tail_sampler
-from swarm_node.serving.grammars import GrammarPolicy, TailGrammars
-from swarm_node.serving.session import InboundStep
-from swarm_node.serving.token_history import StepTokens, TokenHistory
 
 GRAMMAR = GRAMMARS["schema"]
 

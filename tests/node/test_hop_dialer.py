@@ -15,9 +15,9 @@ from swarm.net.security.identity import Identity, verify
 from swarm.records import encode, to_snapshot
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
+from swarm_hop.serving.hop_dialer import DialPolicy, HopDialer
+from swarm_hop.serving.session import PeerChannel
 from swarm_node.membership.address_book import AddressBook, AddressBookPolicy
-from swarm_node.serving.hop_dialer import DialPolicy, HopDialer
-from swarm_node.serving.session import PeerChannel
 
 TIMEOUT_S = 3.0
 POLICY = DialPolicy()

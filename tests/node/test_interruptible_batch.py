@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarm_node.serving.compute_device import InlineDevice, ThreadDevice
-from swarm_node.serving.interruptible_batch import InterruptibleBatch, Ran
+from swarm_hop.serving.compute_device import InlineDevice, ThreadDevice
+from swarm_hop.serving.interruptible_batch import InterruptibleBatch, Ran
 
 LAYERS = 10
 

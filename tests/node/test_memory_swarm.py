@@ -18,8 +18,8 @@ from virtual_clock import virtual_time
 from swarm.messages import CloseSession, SessionFailed, Step, StepResult
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan, Sampling
+from swarm_hop.serving.span_engine import SpanEngine
 from swarm_kernels.runtime.load import load_span
-from swarm_node.serving.span_engine import SpanEngine
 
 HOPS = [("n0", 0, 2), ("n1", 2, 4), ("n2", 4, 6)]
 A, B = b"a" * 16, b"b" * 16

@@ -8,8 +8,8 @@ import pytest
 
 from swarm.block_hash import HASH_BLOCK_TOKENS, block_hashes
 from swarm.types import LayerSpan
-from swarm_node.serving.policy import PrefixCachePolicy
-from swarm_node.serving.prefix_cache import PrefixCache
+from swarm_hop.serving.policy import PrefixCachePolicy
+from swarm_hop.serving.prefix_cache import PrefixCache
 
 SPAN = LayerSpan(0, 4)
 

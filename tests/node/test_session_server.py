@@ -26,7 +26,7 @@ from swarm.messages import (
 from swarm.receipt_messages import WorkReceipt
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan
-from swarm_node.serving.session_server import SessionServer
+from swarm_hop.serving.session_server import SessionServer
 
 A = b"a" * 16
 B = b"b" * 16

@@ -14,7 +14,7 @@ from virtual_clock import virtual_time
 from swarm.messages import SessionFailed, SessionOpened, Step, StepResult, WireSampling
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan, Sampling
-from swarm_node.serving.session_server import SessionServer
+from swarm_hop.serving.session_server import SessionServer
 
 A, B = b"a" * 16, b"b" * 16
 HOPS = [("n0", 0, 3), ("n1", 3, 6)]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from swarm.config import Limits
 from swarm.errors import NodeBusy, ProtocolError
 from swarm.planner.scheduling.fair_shares import Share
-from swarm_node.serving.policy import SessionPolicy
-from swarm_node.serving.quotas import Quotas
-from swarm_node.sharing.reclaim import Holding, newcomer_tokens, reclaim_slot, reclaim_tokens
-from swarm_node.sharing.shares import SharePlaces, SharePolicy
+from swarm_hop.serving.policy import SessionPolicy
+from swarm_hop.serving.quotas import Quotas
+from swarm_hop.sharing.reclaim import Holding, newcomer_tokens, reclaim_slot, reclaim_tokens
+from swarm_hop.sharing.shares import SharePlaces, SharePolicy
 
 
 class Clock:

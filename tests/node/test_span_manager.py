@@ -14,9 +14,9 @@ from swarm.errors import NetworkError, NodeLeaving, OutOfMemory
 from swarm.messages import CloseSession, SessionFailed
 from swarm.testing.memory_network import MemoryNetwork
 from swarm.types import LayerSpan
+from swarm_hop.serving.drain import POLICY, drain_sessions, wait_for_takeover
 from swarm_kernels.runtime.load import load_span
 from swarm_node.membership.hardware import memory_for
-from swarm_node.serving.drain import POLICY, drain_sessions, wait_for_takeover
 
 WHY = NodeLeaving("this node leaves")
 A = b"a" * 16

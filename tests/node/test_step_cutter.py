@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarm.messages import Step
-from swarm_node.serving.step_cutter import cut
+from swarm_hop.serving.step_cutter import cut
 
 
 @pytest.mark.parametrize(("sample_all", "sampling"), [(False, [False, False, True]), (True, [True, True, True])])

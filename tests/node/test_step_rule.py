@@ -10,7 +10,7 @@ from node_fakes import ROWS
 from swarm.codec import Buffer
 from swarm.errors import ContextOverflow, ProtocolError
 from swarm.messages import AnyMessage, DropInFlight, OpenSession, Reroute, Step
-from swarm_node.serving.session import HopSession, InboundStep
+from swarm_hop.serving.session import HopSession, InboundStep
 
 ID = b"s" * 16
 

@@ -17,9 +17,9 @@ from virtual_clock import virtual_time
 from swarm.messages import SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan, ModelId, Sampling
+from swarm_hop.serving import tail_sampler
+from swarm_hop.serving.span_engine import SpanEngine
 from swarm_kernels.runtime.load import load_span
-from swarm_node.serving import tail_sampler
-from swarm_node.serving.span_engine import SpanEngine
 
 A, B = b"a" * 16, b"b" * 16
 SOLO = [("solo", 0, 6)]

@@ -12,9 +12,9 @@ from node_fakes import ROWS
 
 from swarm.errors import ContextOverflow, ProtocolError
 from swarm.messages import MAX_HISTORY, OpenSession, Step, WireSampling
-from swarm_node.serving import session as sessions
-from swarm_node.serving.session import HopSession
-from swarm_node.serving.token_history import StepTokens, TokenHistory
+from swarm_hop.serving import session as sessions
+from swarm_hop.serving.session import HopSession
+from swarm_hop.serving.token_history import StepTokens, TokenHistory
 
 VOCAB = 200
 

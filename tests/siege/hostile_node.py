@@ -26,12 +26,12 @@ from swarm.config import NodeConfig
 from swarm.errors import SwarmError
 from swarm.net.base.transport import Directory
 from swarm.types import PeerId
+from swarm_hop.serving.executor import ScheduledStep, StepOutput
+from swarm_hop.serving.session_server import SessionServer
+from swarm_hop.serving.span_engine import SpanEngine
 from swarm_node.network.connection import NodeNetwork, over_daemon
 from swarm_node.node import join
 from swarm_node.owner.event_log import JsonEventReporter
-from swarm_node.serving.executor import ScheduledStep, StepOutput
-from swarm_node.serving.session_server import SessionServer
-from swarm_node.serving.span_engine import SpanEngine
 
 SLOW_S = 0.3  # more, for each batch
 rng = random.Random(18)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
-from swarm.errors import InvalidRequest
+from swarm.errors import InvalidRequest, UsageError
+from swarm.old_names import current
 from swarm.planner.speculation.forecast import Strategy
 from swarm.types import MAX_GRAMMAR_LENGTH, MAX_LOGIT_BIAS, MAX_LOGPROBS, Grammar, GrammarKind, Sampling
 
@@ -201,6 +202,25 @@ class GenerationOptions:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def generation_options(given: Mapping[str, Any], default_decoding: str) -> GenerationOptions:
+    """From keywords, also by their old names. Raises UsageError, InvalidRequest."""
+    merged: dict[str, Any] = {}
+    for name, value in given.items():
+        flag, merged_value = current(name.replace("_", "-"), value)
+        merged[flag.replace("-", "_")] = merged_value
+    stop = merged.get("stop", ())
+    if isinstance(stop, Iterable):
+        merged["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    decoding = merged.pop("decoding", None)
+    try:
+        checked = GenerationOptions(**merged)
+        if decoding is None:
+            decoding = "auto" if default_decoding == OUTLINE and checked.excludes_outline else default_decoding
+        return replace(checked, decoding=decoding)
+    except TypeError as error:
+        raise UsageError(f"not an option of a generation: {error}") from None
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:

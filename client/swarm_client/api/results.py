@@ -53,6 +53,7 @@ class GenerationResult:
     stop_string: str | None = None  # the one that ended it
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of each token of the prompt after the first, if asked for
+    exposure: str = ""  # who saw what of the text, a sentence
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -66,6 +67,7 @@ class GenerationResult:
             "strategy": self.strategy,
             "seed": self.seed,
             "explanation": self.explanation,
+            "exposure": self.exposure,
             "repairs": list(self.repairs),
             "hop_ms": [{"queue": round(q, 3), "compute": round(c, 3)} for q, c in self.hop_ms],
             "network_ms": round(self.network_ms, 3),

@@ -37,6 +37,8 @@ from swarm.types import Chain, Hop, ModelId, PeerId
 from swarm_client.auditing.replay import replay
 from swarm_client.auditing.reports import Evidence, SignedReport, hop_report, signed_report
 from swarm_client.auditing.result import AuditResult
+from swarm_client.home.ends import HomeEnds
+from swarm_client.home.local_layers import foreign, is_home
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
@@ -96,6 +98,7 @@ class Auditor:
     policy: AuditPolicy = POLICY
     draw: Callable[[], float] = random.SystemRandom().random
     prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)
+    home: HomeEnds | None = None  # the hops at this client itself, which count as the client
     _findings: deque[AuditResult] = field(default_factory=lambda: deque(maxlen=KEPT_FINDINGS))
     _convicted: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)  # -> when, loop time
     _trials: OrderedDict[PeerId, int] = field(default_factory=OrderedDict)  # audits of hops
@@ -118,7 +121,7 @@ class Auditor:
         """Whether to audit this answer. Only sessions that are whole can be."""
         if not self.rate or session.failed_hops or len(text) - prompt < self.policy.min_answer:
             return False
-        return any(self._is_new(peer) for peer in session.chain.peers) or self.draw() < self.rate
+        return any(self._is_new(hop.peer) for hop in foreign(session.chain.hops)) or self.draw() < self.rate
 
     def _is_new(self, peer: PeerId) -> bool:
         """No audit has confirmed it yet, in this run or an earlier one, and not too many have tried."""
@@ -136,7 +139,7 @@ class Auditor:
         receipt: Callable[[bytes, Hop], WorkReceipt] | None = None,
     ) -> asyncio.Task[AuditResult]:
         """Take over a session whose answer is complete: it is closed, with receipts, once its hops have reported."""
-        for peer in session.chain.peers:
+        for peer in (hop.peer for hop in foreign(session.chain.hops)):
             self._note(peer, self._trials.get(peer, 0) + 1)
         close = partial(session.close, tuple(text), receipt)
         return self._tasks.start(self._audit(session, close, tuple(text), prompt, drafted), "audit")
@@ -190,9 +193,10 @@ class Auditor:
         wrong = inconsistency(audited.reports, answer.text)
         if wrong is not None:
             evidence = Evidence(answer.model, answer.text, (audited.signed,))
-            if len(wrong.peers) > 1:  # one of them lies, and nobody else has seen this edge
-                return AuditResult(disputed=wrong.peers, position=wrong.position, evidence=evidence)
-            return self._leave(wrong.peers, "it denies what it was sent, or has sent", wrong.position, evidence)
+            peers = tuple(peer for peer in wrong.peers if not is_home(peer))
+            if len(peers) != 1:  # one of them lies, and nobody else has seen this edge
+                return AuditResult(disputed=peers, position=wrong.position, evidence=evidence)
+            return self._leave(peers, "it denies what it was sent, or has sent", wrong.position, evidence)
         around = await self.router.route_around(
             audited.chain, sorted(audited.chain.peers, key=lambda _: self.draw()), answer.spec.max_tokens
         )
@@ -274,14 +278,16 @@ class Auditor:
             return wire_distance(a, b, dtype)
 
         drafted = answer.drafted and not (one.replayed and other.replayed)
+        home = self.home.layers if self.home is not None else None
         return compare(
-            one.reports,
-            other.reports,
-            self.num_layers,
+            [report for report in one.reports if not is_home(report.peer)],
+            [report for report in other.reports if not is_home(report.peer)],
+            self.num_layers if home is None else self.num_layers + 1,  # no tail: the client samples itself
             distance,
             self.policy,
             dtype=answer.spec.dtype,
             drafted=drafted,
+            first_layer=0 if home is None else home.first,
         )
 
     async def _replay(self, chain: Chain, answer: _Answer) -> _Run:
@@ -290,15 +296,15 @@ class Auditor:
         network = self.network
         prompt = answer.text[: answer.prompt]
         session = await InferenceSession.open(
-            chain, nodes, answer.spec, prompt, network.pool, network.demux, self.limits
+            chain, nodes, answer.spec, prompt, network.pool, network.demux, self.limits, home=self.home
         )
         try:
             await replay(session, answer.text, answer.prompt)
             run = replace(await self._report(session, answer), replayed=True)
-            tail = run.signed[-1]
-            if not (tail.message.margins or answer.spec.sampling.needs_history):
+            told = self.home is not None or run.signed[-1].message.margins
+            if not (told or answer.spec.sampling.needs_history):
                 raise session.mark_failed(
-                    tail.peer, ProtocolError("it does not say how likely the answer's tokens are")
+                    chain.peers[-1], ProtocolError("it does not say how likely the answer's tokens are")
                 )
             return run
         finally:
@@ -315,4 +321,5 @@ class Auditor:
                 reports.append(hop_report(signed[-1], row_bytes, answer.text))
             except ProtocolError as error:
                 raise session.mark_failed(hop.peer, error) from None
-        return _Run(session.chain, tuple(signed), reports)
+        others = tuple(one for one in signed if not is_home(one.peer))
+        return _Run(session.chain, others, reports)

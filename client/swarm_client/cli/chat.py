@@ -13,14 +13,15 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from swarm import old_names
+from swarm.command_line import program
+from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import ClientConfig, env_value, split_list
 from swarm.errors import SwarmError, UsageError
 from swarm.types import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
 from swarm_client.api.options import OUTLINE, STRATEGIES, GenerationOptions, check_messages
 from swarm_client.network.discovery import client_config
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(**program.SETTINGS)
 
 _LIBRARY = ClientConfig()
 CHAT_TEMPERATURE, CHAT_TOP_P = 0.2, 0.9  # the built-in model card's advice
@@ -55,6 +56,13 @@ _Drafter = Annotated[
         "tail's heads), `ngram` (nothing)."
     ),
 ]
+_LocalLayers = Annotated[
+    str | None,
+    typer.Option(
+        help="FIRST:LAST, layers that are computed here, with embedding and head: no token id leaves this machine.",
+        metavar="F:L",
+    ),
+]
 _NoDiscovery = Annotated[bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")]
 _Text = Annotated[
     str | None, typer.Argument(metavar="PROMPT", show_default=False, help="Answer this one prompt and exit.")
@@ -73,7 +81,7 @@ _Libp2p = Annotated[
 ]
 
 
-@app.command(cls=old_names.CommandWithOldNames, help="Talk to a swarm. Without a prompt, an interactive terminal.")
+@app.command(cls=CommandWithOldNames, help="Talk to a swarm. Without a prompt, an interactive terminal.")
 def run(
     text: _Text = None,
     prompt: _Prompt = None,
@@ -103,16 +111,18 @@ def run(
     no_discovery: _NoDiscovery = False,
     libp2p: _Libp2p = None,
     dtype: Annotated[str | None, typer.Option(help="Use only nodes with this dtype.")] = None,
+    local_layers: _LocalLayers = None,
     config: Annotated[Path | None, _option("--config", help="A TOML file of these settings.")] = None,
     verbose: Annotated[bool, _option("--verbose", "-v", help="Log to stderr.")] = False,
     as_json: Annotated[bool, _option("--json", help="With a prompt: one JSON object on stdout.")] = False,
+    version: program.Version = False,
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:
         prompt = _one_prompt(text, prompt, as_json)
         given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "decoding": decoding}
         given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network, "identity": identity}
-        given["discovery"] = False if no_discovery else None
+        given |= {"discovery": False if no_discovery else None, "local_layers": local_layers}
         settings = client_config(ClientConfig, given, invite, config)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -163,6 +173,7 @@ async def answer_once(settings: ClientConfig, prompt: str, request: OneShotReque
             sys.stderr.write(
                 f"[{len(answer.token_ids)} tokens, {answer.tokens_per_second:.1f} tokens/s, "
                 f"first after {answer.time_to_first_token_s:.2f} s, {answer.strategy}, chain {answer.chain}]\n"
+                f"[{answer.exposure}]\n"
             )
 
 

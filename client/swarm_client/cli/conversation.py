@@ -35,6 +35,14 @@ class Conversation:
     def add(self, user: str, assistant: str) -> None:
         self.turns += [("user", user), ("assistant", assistant)]
 
+    def take_back(self) -> str | None:
+        """Forget the last prompt and its answer -> the prompt; None if there is none."""
+        if [role for role, _ in self.turns[-2:]] != ["user", "assistant"]:
+            return None
+        (_, prompt), _ = self.turns[-2:]
+        del self.turns[-2:]
+        return prompt
+
     def reset(self) -> None:
         self.turns.clear()
 

@@ -8,46 +8,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
-from rich.live import Live
-from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
 from swarm import old_names
 from swarm.config import ClientConfig, state_dir
 from swarm.errors import SwarmError
+from swarm.planner.generation.events import FinishReason
 from swarm_client.api.options import GenerationOptions
 from swarm_client.api.outline_report import OutlineReport
 from swarm_client.api.results import GenerationResult, GenerationStream
+from swarm_client.cli.answer_display import AnswerDisplay, without_echo
 from swarm_client.cli.conversation import Conversation
 from swarm_client.client import SwarmClient
 from swarm_client.generation.audited_answer import MAX_REDONE
 from swarm_client.generation.text_stream import TextStream
 
-REFRESH_HZ = 12
-
 HELP = """\
 /help              this text
-/reset             forget the conversation (the system prompt stays)
+/reset             forget the conversation (the system prompt stays); also /clear
+/retry             answer the last prompt again
 /system [TEXT]     show or set the system prompt
 /save FILE         write the conversation as JSON
 /load FILE         continue a saved one
 /decoding [NAME]   show or set the decoding strategy: auto, sequential, tree, pipedec, pipelined-tree or outline
 /chain             the nodes of the last answer, and why they were chosen
 /stats             where the time of the last answer went
-/quit              quit (so does Ctrl-D)
+/quit              quit (so do /bye and Ctrl-D)
 
-Enter sends; Alt-Enter or Ctrl-J starts a new line; Ctrl-C stops an answer."""
+Enter sends; Alt-Enter or Ctrl-J starts a new line; Tab completes a command; Ctrl-C stops an answer."""
 
 
 class Quit(Exception):
@@ -79,11 +79,13 @@ class ChatRepl:
         except SwarmError as error:
             self.console.print(f"[red]{error}[/red]", highlight=False)
 
-    async def _command(self, text: str) -> None:
-        name, _, argument = text.partition(" ")
-        commands: dict[str, Callable[[str], Awaitable[None]]] = {
+    @property
+    def commands(self) -> dict[str, Callable[[str], Awaitable[None]]]:
+        return {
             "/help": self._help,
             "/reset": self._reset,
+            "/clear": self._reset,
+            "/retry": self._retry,
             "/system": self._system,
             "/save": self._save,
             "/load": self._load,
@@ -92,8 +94,12 @@ class ChatRepl:
             "/chain": self._chain,
             "/stats": self._stats,
             "/quit": self._quit,
+            "/bye": self._quit,
         }
-        command = commands.get(name)
+
+    async def _command(self, text: str) -> None:
+        name, _, argument = text.partition(" ")
+        command = self.commands.get(name)
         if command is None:
             self.console.print(f"there is no {name}; /help lists the commands", highlight=False, markup=False)
             return
@@ -118,12 +124,13 @@ class ChatRepl:
         if answer.outline is not None:
             self.console.print(str(answer.outline), style="dim", highlight=False, markup=False, soft_wrap=True)
         self.console.print(
-            f"[dim]{'stopped, ' if stopped else ''}{len(answer.token_ids)} tokens, "
+            f"[dim]{_end(answer, stopped)}{len(answer.token_ids)} tokens, "
             f"{answer.tokens_per_second:.1f} tokens/s, first after {answer.time_to_first_token_s:.2f} s, "
             f"{answer.chain}[/dim]",
             highlight=False,
             soft_wrap=True,
         )
+        self.console.print(answer.exposure, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     async def _read(self, stream: GenerationStream) -> bool:
         """-> whether it was stopped."""
@@ -167,12 +174,9 @@ class ChatRepl:
                 self.console.file.flush()
             self.console.file.write("\n")
             return
-        text = ""
-        with Live(console=self.console, refresh_per_second=REFRESH_HZ, vertical_overflow="visible") as live:
+        with AnswerDisplay(self.console) as display:
             async for chunk in stream:
-                text += chunk.text
-                waiting = f"\n\n*waiting: {chunk.waiting}*" if chunk.waiting else ""
-                live.update(Markdown(text + waiting))
+                display.add(chunk.text, chunk.waiting)
 
     async def _help(self, _: str) -> None:
         self.console.print(HELP, highlight=False, markup=False)
@@ -180,6 +184,18 @@ class ChatRepl:
     async def _reset(self, _: str) -> None:
         self.conversation.reset()
         self.console.print("forgotten")
+
+    async def _retry(self, _: str) -> None:
+        turns = list(self.conversation.turns)
+        prompt = self.conversation.take_back()
+        if prompt is None:
+            self.console.print("nothing has been answered yet")
+            return
+        try:
+            await self._answer(prompt)
+        except SwarmError:
+            self.conversation.turns[:] = turns
+            raise
 
     async def _system(self, text: str) -> None:
         if text:
@@ -218,7 +234,7 @@ class ChatRepl:
         if self.last is None:
             self.console.print("nothing has been answered yet")
             return
-        table = Table("hop", "layers", "queue ms", "compute ms", title="a token of the last answer")
+        table = Table("hop", "layers", "queue ms", "compute ms", title="a step of the last answer")
         for hop, (queue, compute) in zip(self.last.chain.hops, self.last.hop_ms, strict=False):
             table.add_row(hop.peer[-6:], f"{hop.start}:{hop.end}", f"{queue:.2f}", f"{compute:.2f}")
         table.add_row("links", "", "", f"{self.last.network_ms:.2f}")
@@ -246,11 +262,11 @@ async def interact(settings: ClientConfig, system: str, options: Mapping[str, An
             "/help for help."
         )
         chat = ChatRepl(client, Conversation(client.config.model, system), options, console)
-        prompts = _prompts()
+        prompts = _prompts(chat.commands)
         while True:
             try:
                 line = await prompts.prompt_async(HTML("<b>&gt;&gt;&gt;</b> "))
-                with _interruptible():
+                with _interruptible(), without_echo():
                     await chat.handle(line)
             except KeyboardInterrupt:
                 continue  # Ctrl-C at the prompt clears the line
@@ -273,6 +289,13 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _end(answer: GenerationResult, stopped: bool) -> str:
+    """How an answer that is not whole ended."""
+    if stopped:
+        return "stopped, "
+    return "cut off at its limit, " if answer.finish_reason is FinishReason.LENGTH else ""
+
+
 def _uncancel() -> None:
     """Clear a handled Ctrl-C: later timeouts of the task would take the pending cancellation for their own."""
     task = asyncio.current_task()
@@ -280,7 +303,7 @@ def _uncancel() -> None:
         task.uncancel()
 
 
-def _prompts() -> PromptSession[str]:
+def _prompts(commands: Iterable[str]) -> PromptSession[str]:
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -294,7 +317,16 @@ def _prompts() -> PromptSession[str]:
 
     history = state_dir() / "chat_history"
     history.parent.mkdir(parents=True, exist_ok=True)
-    return PromptSession(history=FileHistory(str(history)), multiline=True, key_bindings=keys)
+    history.touch(mode=0o600)
+    history.chmod(0o600)  # what people ask is nobody else's business on a shared machine
+    completer = WordCompleter(sorted(commands), sentence=True)
+    return PromptSession(
+        history=FileHistory(str(history)),
+        multiline=True,
+        key_bindings=keys,
+        completer=completer,
+        complete_while_typing=False,
+    )
 
 
 @contextlib.contextmanager

@@ -186,12 +186,12 @@ class GenerationLoop:
         liar = self.sessions.convicted(session, self._chain_since[0])
         if liar is not None:
             return self._spoiled(liar)
+        assert self._watch is not None  # a chain is ready
         limit_s = self.limits.step_timeout_s + self._prefill_slack_s
+        probe_after_s = self._watch.probe_after_s(self._stragglers.probe_after_s(self.limits.ping_timeout_s))
         try:
             async with asyncio.timeout(limit_s):
-                result = await session.receive(
-                    self._stragglers.probe_after_s(self.limits.ping_timeout_s), self._on_late_result
-                )
+                result = await session.receive(probe_after_s, self._on_late_result)
         except HopFailed as failed:
             return HopLost(failed.peer, str(failed))
         except TimeoutError:
@@ -200,7 +200,6 @@ class GenerationLoop:
             ) from None
         self._last_result_at, self._outage_started = _now(), None
         suspicion = self._stragglers.on_result(result.step, result.trace, _now(), len(self.generation.known))
-        assert self._watch is not None  # a chain is ready
         slow_from_start = self.sessions.observe(self._watch, result, _now())
         slow = await self._evict_straggler(session, suspicion or slow_from_start)
         if slow is not None:

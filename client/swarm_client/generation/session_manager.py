@@ -24,6 +24,8 @@ from swarm.types import Chain, Hop, PeerId, Sampling
 from swarm_client.auditing.auditor import Auditor
 from swarm_client.auditing.result import AuditResult
 from swarm_client.health.straggler_detector import StragglerSuspicion
+from swarm_client.home.ends import HomeEnds
+from swarm_client.home.local_layers import foreign, is_home
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.routing.prefill_chunks import prompt_chunks
 from swarm_client.routing.prefix_locations import PrefixLocations
@@ -50,13 +52,14 @@ class SessionManager:
     plan_chunks: bool = True  # chunk prompts by the chain's costs
     prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)  # of all generations of a client
     auditor: Auditor | None = None  # likewise
+    home: HomeEnds | None = None  # the hops at this client itself
 
     async def open(self, generation: GenerationState) -> InferenceSession:
         """A session on the best chain. Raises HopFailed when a hop of it refused; that hop is then blocked."""
         quickest, snapshot = await self.router.route(generation.max_tokens)
         chain = self._prefer_cached_chain(quickest, generation)
         nodes = {n.peer: n for n in snapshot.nodes}
-        first = nodes[chain.hops[0].peer]
+        first = nodes[foreign(chain.hops)[0].peer]
         spec = SessionSpec(
             self.model,
             first.weight_hash,
@@ -77,8 +80,11 @@ class SessionManager:
                 self.limits,
                 generation.epoch,
                 self.prefix_locations.salts(chain),
+                self.home,
             )
         except HopFailed as failed:
+            if is_home(failed.peer):
+                raise failed.cause from None  # it is no hop that another chain could do without
             self.router.block(failed.peer, failed.cause)
             raise
         self.prefix_locations.record(block_hashes(generation.known), chain)

@@ -20,6 +20,7 @@ from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.generation_loop import GenerationLoop, Waiting
 from swarm_client.generation.shared_prefill import SharedPrefill
 from swarm_client.generation.stop_strings import StopStrings
+from swarm_client.home.exposure import exposure
 
 Trace = tuple[tuple[float, float], ...]
 
@@ -148,6 +149,7 @@ class TextStream(GenerationStream):
             stop_string=self._stops.hit,
             logprobs=tuple(self._logprobs),
             prompt_logprobs=generation.prompt_logprobs,
+            exposure=exposure(chain, self._loop.sessions.model),
         )
 
     async def audited(self) -> AuditResult | None:

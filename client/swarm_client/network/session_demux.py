@@ -51,17 +51,21 @@ class SessionDemux:
                 self._closed.popitem(last=False)
 
     async def on_frame(self, connection: MigratableLink, message: AnyMessage, body: memoryview) -> None:
+        self.receive(connection.peer, message, body)
+
+    def receive(self, peer: PeerId, message: AnyMessage, body: Buffer) -> None:
+        """A frame of `peer`, which may be a hop in this process. Raises ProtocolError."""
         if not isinstance(message, SessionOpened | ProgressReport | SessionFailed | StepResult | Step | AuditReport):
             raise ProtocolError(f"a node sent a client a {type(message).__name__}")
         queue = self._queues.get(message.session)
         if queue is None:
             now = asyncio.get_running_loop().time()
-            if message.session not in self._closed and not self._unasked.take(connection.peer, 1.0, now):
+            if message.session not in self._closed and not self._unasked.take(peer, 1.0, now):
                 raise ProtocolError("a node keeps sending a client what it did not ask for")
             return
         if queue.full():
             raise ProtocolError(f"a node sent {MAX_UNREAD} unrequested frames")
-        queue.put_nowait(ReceivedMessage(connection.peer, message, body))
+        queue.put_nowait(ReceivedMessage(peer, message, body))
 
     async def on_lost(self, connection: MigratableLink, error: NetworkError) -> None:
         for queue in self._queues.values():

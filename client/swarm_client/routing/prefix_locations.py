@@ -8,11 +8,13 @@ its session is opened and closed, and routes the next text with the same prefix 
 
 The keys and values of a hop were computed from what the hops before it sent, and any of those may have lied. So the
 block hashes for a hop are salted by the hops before it: without the liar nobody finds what was computed from its rows.
+The first salt is a secret: the hashes of a text that a hop guesses would tell it whether the guess was right.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 
@@ -29,6 +31,7 @@ class PrefixLocations:
 
     def __init__(self) -> None:
         self._texts: OrderedDict[bytes, tuple[tuple[bytes, ...], Chain]] = OrderedDict()  # by their last hash
+        self._secret = os.urandom(SALT_BYTES)  # or whoever guesses a text could look for its hashes
         self._losses = 0  # so far
         self._lost: dict[PeerId, int] = {}  # the number of each peer's latest loss
         self._forgotten = 0  # the latest loss that is in no entry of `_lost`
@@ -52,9 +55,9 @@ class PrefixLocations:
         return (best, furthest * HASH_BLOCK_TOKENS) if best is not None else None
 
     def salts(self, chain: Chain) -> Mapping[PeerId, bytes]:
-        """For each hop's block hashes: of the hops before it, and how often they were lost. Empty for the first one."""
+        """For each hop's block hashes: of this client's secret, the hops before it, and how often they were lost."""
         salts: dict[PeerId, bytes] = {}
-        salt = b""
+        salt = self._secret
         for hop in chain.hops:
             salts[hop.peer] = salt
             fields = (hop.peer, hop.start, hop.end, self._lost.get(hop.peer, self._forgotten))

@@ -303,9 +303,8 @@ class ChainRouter:
     def watch(self, chain: Chain) -> ChainWatch:
         """For the steps along `chain`, to be handed back to `took` and `served`."""
         assert self._snapshot is not None  # the chain was routed on one
-        strangers = strangers_of_late(self.memory.known, self._wall_clock())
         seen = replace(self._snapshot, nodes=tuple(n for n in self._snapshot.nodes if n.peer in chain.peers))
-        return ChainWatch(chain, self.costs(chain), self._beliefs(seen), strangers.wary())
+        return ChainWatch(chain, self.costs(chain), self._beliefs(seen))
 
     def took(self, times: StepTimes) -> None:
         """Remember how long a step took at each hop."""

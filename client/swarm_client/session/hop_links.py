@@ -10,13 +10,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from swarm.codec import Buffer
 from swarm.errors import ConnectionLost, NetworkError
 from swarm.messages import MAX_BLOCK_HASHES, AnyMessage, CloseSession
 from swarm.net.pool.connection_pool import ConnectionPool
-from swarm.net.pool.migratable_link import MigratableLink
 from swarm.receipt_messages import WorkReceipt
 from swarm.types import PeerId
 from swarm_client.health.ping_failure_detector import PingFailureDetector
@@ -38,9 +37,21 @@ class HopFailed(NetworkError):
         self.cause = cause
 
 
+class HopLink(Protocol):
+    """What a session sends on."""
+
+    @property
+    def peer(self) -> PeerId: ...
+
+    async def send(self, message: AnyMessage, body: Buffer = b"") -> None:
+        """Raises NetworkError."""
+        ...
+
+
 @dataclass(slots=True)
 class HopLinks:
     """`session`: the id that frames carry. `hops`: the peers of the chain in use, all of which are pinged.
+    `local`: links to hops in this process, which need no dial.
 
     `failed`: the hops that have failed, and why, until a repair clears it.
     """
@@ -50,7 +61,8 @@ class HopLinks:
     ping_timeout_s: float
     _pool: ConnectionPool
     failed: dict[PeerId, NetworkError] = field(default_factory=dict)
-    _connections: dict[PeerId, MigratableLink] = field(default_factory=dict)
+    local: Mapping[PeerId, HopLink] = field(default_factory=dict)
+    _connections: dict[PeerId, HopLink] = field(default_factory=dict)
     _failure_detector: PingFailureDetector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +86,7 @@ class HopLinks:
     async def dial(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         """Raises HopFailed."""
         try:
-            self._connections[peer] = await self._pool.get(peer, addresses, timeout_s)
+            self._connections[peer] = self.local.get(peer) or await self._pool.get(peer, addresses, timeout_s)
         except NetworkError as error:
             raise self.mark_failed(peer, error) from error
 
@@ -123,14 +135,15 @@ class HopLinks:
 
     async def probe(self) -> None:
         """Ping all hops. Raises HopFailed for one that is unresponsive; `failed` has them all."""
-        unresponsive = await self._failure_detector.unresponsive(self.hops())
+        dialed = [peer for peer in self.hops() if peer not in self.local]
+        unresponsive = await self._failure_detector.unresponsive(dialed)
         for peer in unresponsive:
             self.mark_failed(peer, ConnectionLost(f"node {peer} fell silent"))
         if unresponsive:
             raise HopFailed(unresponsive[0], self.failed[unresponsive[0]])
 
 
-async def _send_best_effort(link: MigratableLink, *messages: AnyMessage | None) -> None:
+async def _send_best_effort(link: HopLink, *messages: AnyMessage | None) -> None:
     with contextlib.suppress(NetworkError):
         for message in messages:
             if message is not None:

@@ -38,7 +38,10 @@ from swarm.receipt_messages import WorkReceipt
 from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId
 from swarm_client.health.stall_locator import HopProgress, StallTimer, stalled_hops
 from swarm_client.health.watchdog import wait_with_watchdog
+from swarm_client.home.ends import HomeEnds
+from swarm_client.home.local_layers import foreign
 from swarm_client.network.session_demux import ReceivedMessage, SessionDemux
+from swarm_client.session.edge_relay import EdgeRelay
 from swarm_client.session.hop_links import HopFailed, HopLinks
 from swarm_client.session.session_messages import (
     SessionSpec,
@@ -70,23 +73,23 @@ class InferenceSession:
     _inbox: asyncio.Queue[ReceivedMessage]
     block_hashes: Sequence[bytes] = ()  # of the text so far, which hops look up in their prefix caches
     epoch: int = 0  # of the last repair: older replies are stale
-    prefix_salts: Mapping[PeerId, bytes] = field(
-        default_factory=dict
-    )  # of hops all whose rows came from those they were opened behind
+    prefix_salts: Mapping[PeerId, bytes] = field(default_factory=dict)  # of hops all of whose rows came the same way
     cached_tokens: int = 0  # tokens that all hops found in their prefix caches when the session was opened
     last_ready_chain: Chain = field(default_factory=lambda: Chain(()))
     _secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)  # of the hops' keys, see `kv_token`
     _links: HopLinks = field(init=False)
     _detached: dict[PeerId, int] = field(default_factory=dict)  # departed nodes -> tokens whose KV they still hold
     _accusers: dict[PeerId, PeerId] = field(default_factory=dict)  # hop -> the first next hop it called unreachable
-    _relayed: set[PeerId] = field(default_factory=set)  # hops whose output this client forwards
+    home: HomeEnds | None = None  # the hops at this client itself
+    _relay: EdgeRelay = field(init=False)
     _step: int = 0  # the last that was sent
     _hop_progress: dict[PeerId, HopProgress] = field(default_factory=dict)  # replies to the last progress query
     _progress_complete: asyncio.Event = field(default_factory=asyncio.Event)  # all hops have replied to it
     _stall_timer: StallTimer = field(default_factory=StallTimer)
 
     def __post_init__(self) -> None:
-        self._links = HopLinks(self.id, lambda: self.chain.peers, self._limits.ping_timeout_s, self._pool)
+        self._relay, ping_s = EdgeRelay(self.home), self._limits.ping_timeout_s
+        self._links = HopLinks(self.id, lambda: self.chain.peers, ping_s, self._pool, local=self._relay.links)
 
     @classmethod
     async def open(
@@ -100,17 +103,18 @@ class InferenceSession:
         limits: Limits,
         epoch: int = 0,
         prefix_salts: Mapping[PeerId, bytes] = {},
+        home: HomeEnds | None = None,
     ) -> InferenceSession:
         """Dial every hop, open the session on all of them at once and wait until all are ready. Raises HopFailed.
 
         `prefix_salts`: of each hop's block hashes (`PrefixLocations.salts`); a hop without one uses no prefix cache.
         """
         session = os.urandom(16)
-        hashes = block_hashes(history[:-1])  # the last token is sent anyway: the next is sampled after it
+        hashes = block_hashes(history[:-1])[:MAX_BLOCK_HASHES]  # the last token is sent anyway, to sample after it
         if spec.sampling.prompt_logprobs is not None:
             hashes = []  # cached rows have no logits
         inbox = demux.register(session)
-        self = cls(session, chain, spec, pool, demux, limits, inbox, hashes[:MAX_BLOCK_HASHES], epoch, prefix_salts)
+        self = cls(session, chain, spec, pool, demux, limits, inbox, hashes, epoch, prefix_salts, home=home)
         try:
             held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
             self.cached_tokens = min(held.values())
@@ -136,6 +140,7 @@ class InferenceSession:
             forward_tokens=self.spec.sampling.needs_history,
             sample_all=action.sample_all,
         )
+        self._relay.sent(step)
         self._step = action.step
         await self._links.send_watched(self.chain.hops[0].peer, step)
 
@@ -202,7 +207,7 @@ class InferenceSession:
         one for each hop of the chain.
         """
         self._demux.forget(self.id)
-        receipts = {hop.peer: receipt(self.id, hop) for hop in self.last_ready_chain.hops} if receipt else {}
+        receipts = {hop.peer: receipt(self.id, hop) for hop in foreign(self.last_ready_chain.hops)} if receipt else {}
         hashes = block_hashes(tokens)[:MAX_BLOCK_HASHES]
         retained = {peer: salted(hashes, salt) for peer, salt in self.prefix_salts.items()}
         await self._links.close(self._links.peers, retained, receipts)
@@ -266,7 +271,7 @@ class InferenceSession:
 
     def _reroute(self, index: int, replay: int) -> Reroute:
         """To the hop `index` of the chain; `replay`: how many tokens to replay to the hop after it."""
-        return Reroute(self.id, self.epoch, *self._neighbours(index), replay)
+        return Reroute(self.id, self.epoch, *self._relay.beside(self.chain.peers, index), replay)
 
     def _permit(self, source: PeerId, heir: PeerId) -> bytes:
         return fetch_token(hop_key(self._secret, source), self.id, heir)
@@ -312,7 +317,7 @@ class InferenceSession:
         history: Sequence[int],
         source: KvSource | None,
     ) -> None:
-        before, after = self._neighbours(self.chain.hops.index(hop))
+        before, after = self._relay.beside(self.chain.peers, self.chain.hops.index(hop))
         message = open_message(self.id, self.spec, hop, before, after, history, source, hop_key(self._secret, hop.peer))
         salt = self.prefix_salts.get(hop.peer)
         hashes = salted(self.block_hashes, salt) if salt is not None else []
@@ -320,13 +325,9 @@ class InferenceSession:
             message, epoch=self.epoch, replay_silent_until=silent_until, block_hashes=hashes
         )
         timeout_s = self._limits.next_hop_dial_timeout_s if self.epoch else self._limits.dial_timeout_s
-        await self._links.dial(hop.peer, nodes[hop.peer].addresses, timeout_s)
+        addresses = nodes[hop.peer].addresses if hop.peer in nodes else ()
+        await self._links.dial(hop.peer, addresses, timeout_s)
         await self._links.send(hop.peer, message)
-
-    def _neighbours(self, index: int) -> tuple[PeerId, PeerId]:
-        """The peers before and after a hop; "" is the client."""
-        peers = ("", *self.chain.peers, "")
-        return peers[index], peers[index + 2]
 
     async def _all_open(self, waiting: set[PeerId]) -> dict[PeerId, int]:
         """Wait until all of `waiting` have answered an OpenSession or Reroute of this epoch. -> tokens each holds."""
@@ -337,7 +338,7 @@ class InferenceSession:
             if isinstance(opened, SessionOpened) and opened.epoch == self.epoch:
                 waiting.discard(incoming.peer)
                 held[incoming.peer] = opened.cached_tokens
-                (self._relayed.add if opened.client_relays_next_edge else self._relayed.discard)(incoming.peer)
+                self._relay.opened(incoming.peer, relays=opened.client_relays_next_edge)
         return held
 
     # Frames ----------------------------------------------------------------------------------------------------------
@@ -362,11 +363,14 @@ class InferenceSession:
                 continue
             if not isinstance(step, Step):
                 return incoming
-            if incoming.peer not in self._relayed:
-                raise self.mark_failed(incoming.peer, ProtocolError(f"node {incoming.peer} answered out of turn"))
-            if step.epoch >= self.epoch:
-                _, after = self._neighbours(self.chain.peers.index(incoming.peer))
-                await self._links.send(after, step, incoming.body)
+            if step.epoch < self.epoch:
+                continue
+            try:
+                onward = self._relay.onward(self.chain.peers, incoming, step)
+            except ProtocolError as error:
+                raise self.mark_failed(incoming.peer, error) from None
+            if onward is not None:
+                await self._links.send(*onward, incoming.body)
 
     def _dispatch(self, incoming: ReceivedMessage) -> ReceivedMessage | None:
         """None for what does not concern the chain in use: another session's node, or an evicted one.

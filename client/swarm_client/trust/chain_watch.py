@@ -28,12 +28,11 @@ class StepTimes:
 
 @dataclass(slots=True)
 class ChainWatch:
-    """`costs`: by the records. `wary`: whether strangers have disappointed this client."""
+    """`costs`: by the records."""
 
     chain: Chain
     costs: ChainCosts
     beliefs: Mapping[PeerId, PeerBelief]
-    wary: bool = False
     policy: TrustPolicy = POLICY
     rows: int = 0  # of the steps that have come back
     slowdown: float = 1.0  # of the last step, times what was predicted
@@ -47,7 +46,12 @@ class ChainWatch:
 
     def stall_timeout_s(self, usual_s: float) -> float:
         """How long a stranger may hold a step without progress."""
-        return min(usual_s, self.policy.wary_stall_s) if self.wary else usual_s
+        return min(usual_s, self.policy.stranger_stall_s)
+
+    def probe_after_s(self, usual_s: float) -> float:
+        """How long a result may take before the hops are asked for their progress."""
+        hurried = not self.rows and any(map(self.stranger, self.chain.peers))
+        return min(usual_s, self.policy.stranger_probe_s) if hurried else usual_s
 
     def sent(self, step: int, rows: int, now: float) -> None:
         alone = not self._sent

@@ -11,14 +11,15 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from swarm import old_names
+from swarm.command_line import program
+from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import GatewayConfig
 from swarm.errors import SwarmError, UsageError
 from swarm_client.api.options import STRATEGIES
 from swarm_client.network.discovery import given_config
 from swarm_gateway.http.guard import is_loopback
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(**program.SETTINGS)
 
 _DEFAULTS = GatewayConfig()
 _Peers = Annotated[
@@ -39,12 +40,13 @@ _Origins = Annotated[
     list[str] | None, typer.Option(help="Pages of this origin may call, as in https://chat.example; repeatable.")
 ]
 _Hosts = Annotated[list[str] | None, typer.Option(help="A further name under which callers may reach it; repeatable.")]
+_LocalLayers = Annotated[str | None, typer.Option(help="As for swarm-chat.", metavar="F:L")]
 _Libp2p = Annotated[
     str | None, typer.Option(help="go, or python for no Go program: py-libp2p in a thread.", metavar="KIND")
 ]
 
 
-@app.command(cls=old_names.CommandWithOldNames, help="Serve a swarm as OpenAI's and Anthropic's APIs, for any program.")
+@app.command(cls=CommandWithOldNames, help="Serve a swarm as OpenAI's and Anthropic's APIs, for any program.")
 def run(
     peer: _Peers = None,
     invite: _Invite = None,
@@ -64,11 +66,13 @@ def run(
     no_discovery: Annotated[bool, typer.Option("--no-discovery", help="Do not look in the local network.")] = False,
     libp2p: _Libp2p = None,
     dtype: Annotated[str | None, typer.Option(help="Use only nodes with this dtype.")] = None,
+    local_layers: _LocalLayers = None,
     config: Annotated[
         Path | None, typer.Option(help="A TOML file of these settings.", envvar="SWARM_CONFIG", show_envvar=False)
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON lines on stdout.")] = False,
+    version: program.Version = False,
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     given: dict[str, Any] = {"model": model, "host": host, "port": port, "max_running": max_running}
@@ -77,6 +81,7 @@ def run(
     lists |= {"allow_origins": allow_origin, "allow_hosts": allow_host}
     given |= {name: tuple(values) for name, values in lists.items() if values}
     given |= {"discovery": False if no_discovery else None, "json": True if as_json else None}
+    given["local_layers"] = local_layers
     try:
         settings = checked(given_config(GatewayConfig, given, invite, config))
         as_json = settings.json
@@ -123,14 +128,21 @@ def start(config: GatewayConfig) -> None:
 
 
 def _report_ready(address: str, models: list[str], config: GatewayConfig) -> None:
+    exposed = (
+        "the first and the last node of a chain see token ids, which is all of the text"
+        if config.local_layers == "none"
+        else f"token ids stay here (--local-layers {config.local_layers}); nodes see hidden states"
+    )
+    exposed += ", and from hidden states most of a text can be recovered: docs/privacy.md"
     if config.json:
-        line = json.dumps({"event": "ready", "address": address, "models": models})
+        line = json.dumps({"event": "ready", "address": address, "models": models, "exposure": exposed})
     else:
         key = ' \\\n    -H "Authorization: Bearer $SWARM_API_KEY"' if config.api_keys else ""
         body = json.dumps({"model": models[0], "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
         line = (
             f"{', '.join(models)} at {address}/v1\n\n  curl {address}/v1/chat/completions{key} \\\n"
-            f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n\nCtrl-C stops it."
+            f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n\n"
+            f"Who sees what: {exposed}.\nCtrl-C stops it."
         )
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -149,23 +150,43 @@ def verify_layer(span: Span, source: ModelSource) -> None:
 
 def _error_of_layer(span: LlamaSpan, source: ModelSource, layer: int) -> float:
     """Of what the layer adds to the residual stream, relative; the worst step."""
-    return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in _added(span, source, layer))
+    return max(
+        float(step.beyond_rounding(None) / (step.expected - step.hidden).norm()) for step in _steps(span, source, layer)
+    )
 
 
 def _error_of_mixture(span: LlamaSpan, source: ModelSource, layer: int) -> float:
     """Likewise, of rows: that which three of four rows do not exceed, as rounding sends some to other experts, where
     two are as good as equal; infinite for a row that is far off."""
-    ours, theirs = (torch.cat(parts) for parts in zip(*_added(span, source, layer), strict=True))
-    norms = theirs.norm(dim=-1)
-    errors = (ours - theirs).norm(dim=-1) / torch.maximum(norms, norms.mean())
-    if not float(errors.max()) <= _REROUTED:
+    errors = []
+    for step in _steps(span, source, layer):
+        norms = (step.expected - step.hidden).norm(dim=-1)
+        errors.append(step.beyond_rounding(-1) / torch.maximum(norms, norms.mean()))
+    rows = torch.cat(errors)
+    if not float(rows.max()) <= _REROUTED:
         return float("inf")
-    return float(errors.quantile(1 - _MOST_REROUTED, interpolation="higher"))
+    return float(rows.quantile(1 - _MOST_REROUTED, interpolation="higher"))
 
 
-def _added(span: LlamaSpan, source: ModelSource, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the span's layer adds to the residual stream in each of a few steps, `[n, hidden]`, and what the reference
-    does."""
+@dataclass(frozen=True)
+class _Step:
+    """`[n, hidden]` fp32 each: into a layer, out of it, and out of the reference. `state`: what the output is rounded
+    to."""
+
+    hidden: torch.Tensor
+    output: torch.Tensor
+    expected: torch.Tensor
+    state: torch.dtype
+
+    def beyond_rounding(self, dim: int | None) -> torch.Tensor:
+        """How far the output is off, by rows for -1; that it is rounded is no error."""
+        rounding = (self.expected.to(self.state).float() - self.expected).norm(dim=dim)
+        beyond: torch.Tensor = (self.output - self.expected).norm(dim=dim).square() - rounding.square()
+        return beyond.clamp_min(0).sqrt()
+
+
+def _steps(span: LlamaSpan, source: ModelSource, layer: int) -> list[_Step]:
+    """A chunk and trees through the span's layer and the reference."""
     # int4 is compared with rounded weights: the rounding error depends on the model
     reference = load_layer(source, layer, exact_packs_of(span.weight_dtype))
     config = span.config
@@ -179,7 +200,7 @@ def _added(span: LlamaSpan, source: ModelSource, layer: int) -> list[tuple[torch
     )
     for each in (cache, reference_cache):
         each.open(_SESSION, 48)
-    added = []
+    done = []
     for step in steps:
         hidden = torch.randn(step.rows, config.hidden_size, generator=generator).to(span.dtype)
         output = span.forward(hidden, cache.schedule([step]), cache, layer, layer + 1)
@@ -188,5 +209,5 @@ def _added(span: LlamaSpan, source: ModelSource, layer: int) -> list[tuple[torch
         expected = decoder_layer(
             hidden.float(), reference, cos.cpu(), sin.cpu(), reference_cache.k[0], reference_cache.v[0], metadata
         )
-        added.append((output.cpu().float() - hidden.float(), expected - hidden.float()))
-    return added
+        done.append(_Step(hidden.float(), output.cpu().float(), expected, span.dtype))
+    return done

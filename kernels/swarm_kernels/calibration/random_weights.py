@@ -71,7 +71,10 @@ class RandomWeights(LocalFiles):
     def native(self, hf_name: str) -> torch.dtype:
         return self._model.native(hf_name)
 
-    def four_bits(self, hf_name: str) -> None:
+    def sliced(self, hf_name: str) -> torch.Tensor:
+        return self.tensor(hf_name)
+
+    def four_bits(self, hf_name: str, expert: int | None = None) -> None:
         """They are rounded."""
 
     def close(self) -> None:

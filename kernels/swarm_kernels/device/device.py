@@ -17,6 +17,10 @@ from swarm.errors import DeviceUnavailable, UsageError
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch has it, its stubs do not
 """Names the format of `ops.base.int4_linear`; no tensor has this dtype."""
 
+CODES4: torch.dtype = torch.uint4  # type: ignore[attr-defined]
+"""Names the formats of `ops.base.codebook_linear`, in which a 4-bit span keeps matrices that are stored so; no tensor
+has this dtype, and no span."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": INT4}
 """The number formats of weights; `state_dtype` is that of everything else."""
 
@@ -49,6 +53,8 @@ def bytes_per_weight(weights: torch.dtype) -> tuple[float, float]:
     """-> (in the layers, in the embedding and the head); the latter stay at 8 bits where the layers have 4."""
     if weights == INT4:
         return 5 / 8, 1.0  # 32 weights, a scale and a minimum are 20 bytes
+    if weights == CODES4:
+        return 9 / 16, 1.0  # of IQ4_NL; the others take 4.25 and 4.31 bits
     return float(weights.itemsize), float(weights.itemsize)
 
 

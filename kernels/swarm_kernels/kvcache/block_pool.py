@@ -120,7 +120,7 @@ def _allocate(shape: KvShape, num_blocks: int, device: torch.device) -> tuple[li
         raise OutOfMemory(
             f"{total / 2**20:.0f} MiB for keys and values do not fit on {device}; serve fewer layers or fewer tokens"
         ) from None
-    layers = flat.view(shape.dtype).view(shape.layers, -1)
+    layers = flat.view(shape.dtype).view(shape.layers, -1) if shape.layers else ()
     keys = math.prod(k_size)
     return [layer[:keys].view(k_size) for layer in layers], [layer[keys:].view(v_size) for layer in layers]
 

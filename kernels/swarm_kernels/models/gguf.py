@@ -14,15 +14,17 @@ import numpy.typing as npt
 import torch
 
 from swarm.errors import CorruptModel
+from swarm_kernels.device.device import CODES4
 from swarm_kernels.models.gguf_config import gguf_model_config
-from swarm_kernels.models.gguf_dequant import dequantize, dequantized_itemsize, native_format
+from swarm_kernels.models.gguf_dequant import dequantize, dequantized_dtype, native_format
 from swarm_kernels.models.gguf_four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.gguf_parts import GgufParts, LocatedTensor, unsplit_name
 from swarm_kernels.models.gguf_types.rope import FREQS, LONG, SHORT
 from swarm_kernels.models.gguf_types.views import Slice, View
 from swarm_kernels.models.source import LocalFiles, ModelFile, fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
-from swarm_kernels.ops.base.int4_linear import FourBitWeights
+from swarm_kernels.ops.base.codebook_linear import StoredFourBits, stacked
+from swarm_kernels.ops.base.matrix import Matrix, ReadByParts
 
 _MAX_FACTORS = 1 << 12  # one for each pair of a head's dimensions
 
@@ -66,24 +68,43 @@ class GgufSource(LocalFiles):
 
     def nbytes(self, hf_name: str) -> int:
         view = self._find(hf_name)
-        sizes = [dequantized_itemsize(self._located(part).entry.ggml_type) for part in view.slices]
-        return math.prod(view.shape) * max(sizes)
+        return math.prod(view.shape) * self._dtype(view).itemsize
 
     def tensor(self, hf_name: str) -> torch.Tensor:
         view = self._find(hf_name)
         parts = (self._dequantized(part) for part in view.slices)
         return view.make(parts) if view.make else next(parts)
 
-    def native(self, hf_name: str) -> torch.dtype:
-        return native_format(self._located(self._find(hf_name).slices[0]).entry.ggml_type)
-
-    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+    def sliced(self, hf_name: str) -> Matrix:
         view = self._find(hf_name)
+        shape, dtype, experts = torch.Size(view.shape), self._dtype(view), view.experts
+        if experts is not None:
+
+            def read_experts(start: int, stop: int) -> torch.Tensor:
+                slices = view.expert_slices(start, stop)
+                return experts.stack(map(self._dequantized, slices), stop - start)
+
+            return ReadByParts(shape, dtype, read_experts)
         part = view.slices[0]
-        entry = self._located(part).entry
-        if not view.is_stored or entry.dtype not in GGUF_FOUR_BITS:
+        if not view.is_stored or part.heads or len(shape) < 2:
+            return self.tensor(hf_name)
+        return ReadByParts(shape, dtype, lambda start, stop: self._dequantized(part.rows(start, stop)))
+
+    def native(self, hf_name: str) -> torch.dtype:
+        view = self._find(hf_name)
+        found = native_format(self._located(view.slices[0]).entry.ggml_type)
+        return torch.int8 if found == CODES4 and not (view.is_stored or view.experts) else found
+
+    def four_bits(self, hf_name: str, expert: int | None = None) -> StoredFourBits | None:
+        view = self._find(hf_name)
+        if (expert is not None) != (view.experts is not None) or not (view.is_stored or view.experts):
             return None
-        return four_bits_from_gguf(self._stored(part), entry.ggml_type, part.shape)
+        slices = view.slices if expert is None else view.expert_slices(expert, expert + 1)
+        parts = [self._four_bits(part) for part in slices]
+        found = stacked([part for part in parts if part is not None]) if None not in parts else None
+        if found is None or view.experts is None or view.experts.order is None:
+            return found
+        return found.rows(view.experts.order())
 
     def close(self) -> None:
         self._parts.close()
@@ -96,6 +117,17 @@ class GgufSource(LocalFiles):
 
     def _located(self, part: Slice) -> LocatedTensor:
         return self._parts.tensors[part.tensor]
+
+    def _dtype(self, view: View) -> torch.dtype:
+        """Of the tensor."""
+        dtypes = {dequantized_dtype(self._located(part).entry.ggml_type) for part in view.slices}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def _four_bits(self, part: Slice) -> StoredFourBits | None:
+        entry = self._located(part).entry
+        if entry.dtype not in GGUF_FOUR_BITS:
+            return None
+        return four_bits_from_gguf(self._stored(part), entry.ggml_type, part.shape)
 
     def _dequantized(self, part: Slice) -> torch.Tensor:
         return dequantize(self._stored(part), self._located(part).entry.ggml_type, part.shape)

@@ -14,14 +14,17 @@ import numpy.typing as npt
 import torch
 
 from swarm.errors import UnsupportedModel
-from swarm_kernels.device.device import INT4
+from swarm_kernels.device.device import CODES4, INT4
 from swarm_kernels.models.gguf_header import QUANT_BLOCKS
+from swarm_kernels.ops.base.codebook_linear import CodeFormat
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types stored as plain values, not blocks."""
 
 _INT4_HOLDS = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q3_K", "Q2_K", "TQ1_0", "TQ2_0"})
 """Groups of equal steps. The others of 4 bits and fewer have unequal ones."""
+
+GGUF_CODES = {form.value.upper(): form for form in CodeFormat}
 
 _CHUNK_VALUES = 32000
 """Dequantized at a time: fits the CPU cache, and is just below the 32768 values from which torch uses several threads.
@@ -49,16 +52,18 @@ def dequantize(stored: npt.NDArray[np.uint8], ggml_type: int, shape: tuple[int, 
     return out.reshape(shape)
 
 
-def dequantized_itemsize(ggml_type: int) -> int:
-    """Bytes of one value as `dequantize` returns it."""
-    return PLAIN.get(QUANT_BLOCKS[ggml_type][0], torch.float32).itemsize
+def dequantized_dtype(ggml_type: int) -> torch.dtype:
+    """Of what `dequantize` returns."""
+    return PLAIN.get(QUANT_BLOCKS[ggml_type][0], torch.float32)
 
 
 def native_format(ggml_type: int) -> torch.dtype:
-    """Of bf16, int8 and int4, the smallest that holds values about as well as this type does."""
+    """See `ModelSource.native`."""
     name = QUANT_BLOCKS[ggml_type][0]
     if name in PLAIN:
         return torch.bfloat16
+    if name in GGUF_CODES:
+        return CODES4
     return INT4 if name in _INT4_HOLDS else torch.int8
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
-from swarm_kernels.device.device import INT4
+from swarm_kernels.device.device import CODES4, INT4
 from swarm_kernels.models.layers import layer_of
 from swarm_kernels.models.source import ModelSource
 
@@ -27,12 +28,28 @@ def native_dtype(source: ModelSource) -> torch.dtype:
         shape = source.shape(name)
         if len(shape) >= 2 and layer_of(name, source.config.num_layers) is not None:  # experts may be stacked
             counts[source.native(name)] += math.prod(shape)
-    half = counts.total() / 2
-    if counts[INT4] > half:
+    half, four_bits = counts.total() / 2, counts[INT4] + counts[CODES4]
+    if four_bits > half:
         return INT4
-    return torch.int8 if counts[INT4] + counts[torch.int8] > half else torch.bfloat16
+    return torch.int8 if four_bits + counts[torch.int8] > half else torch.bfloat16
 
 
-def matrix_dtype(source: ModelSource, name: str, span: torch.dtype) -> torch.dtype:
-    """What a matrix of the layers becomes in a span of this format: 4 bits do not hold what is stored in 5 to 8."""
-    return torch.int8 if span == INT4 and source.native(name) == torch.int8 else span
+@dataclass(frozen=True, slots=True)
+class MatrixFormats:
+    """What the matrices of the layers become in a span of one format. Use `of`."""
+
+    source: ModelSource
+    span: torch.dtype
+    keeps_wide: bool
+
+    @classmethod
+    def of(cls, source: ModelSource, span: torch.dtype) -> MatrixFormats:
+        return cls(source, span, span == INT4 and native_dtype(source) == INT4)
+
+    def __getitem__(self, name: str) -> torch.dtype:
+        """4 bits do not hold what is stored in 5 to 8; and what a checkpoint of 4 bits keeps in 16, like the attention
+        of gpt-oss, stays so. CODES4: as it is stored, or in 8 bits where that cannot be."""
+        if self.span != INT4:
+            return self.span
+        native = self.source.native(name)
+        return INT4 if native == torch.bfloat16 and not self.keeps_wide else native

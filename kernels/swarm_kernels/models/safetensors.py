@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,6 @@ import torch
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, CorruptModel, ModelNotFound, UnsupportedModel
-from swarm_kernels.device.device import INT4
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.models.quantized.checkpoint import parts_of, small_tensors, unpacked_table
@@ -30,13 +30,15 @@ from swarm_kernels.models.quantized.packed_tensor import PackedTensor
 from swarm_kernels.models.quantized.schemes import scheme_of
 from swarm_kernels.models.source import LocalFiles, ModelFile, WeightFile, fingerprint, fingerprint_sample
 from swarm_kernels.models.tensor_shapes import check_shapes
-from swarm_kernels.ops.base.int4_linear import FourBitWeights
+from swarm_kernels.ops.base.codebook_linear import StoredFourBits
+from swarm_kernels.ops.base.matrix import Matrix, ReadByParts
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+_READ_BY_PARTS = frozenset({"F32", "F16", "BF16"})
 _SIZES = {**{name: dtype.itemsize for name, dtype in _DTYPES.items()}, "U16": 2, "U32": 4, "U64": 8}
 MAX_HEADER = 1 << 24  # bytes, of some 100,000 tensors; one file of the largest models has a hundredth of it
 _MAX_JSON = 1 << 22  # bytes of a file that is read whole: each may become 25 in memory
@@ -79,6 +81,15 @@ class StoredTensor:
     dtype: str
     offset: int  # from the file's start
     nbytes: int
+
+    def part(self, start: int, stop: int) -> StoredTensor:
+        """`[start:stop]` of its first dimension."""
+        count, *rest = self.shape
+        assert 0 <= start <= stop <= count
+        each = self.nbytes // count
+        return StoredTensor(
+            self.file, (stop - start, *rest), self.dtype, self.offset + start * each, (stop - start) * each
+        )
 
 
 class SafetensorsSource(LocalFiles):
@@ -133,17 +144,30 @@ class SafetensorsSource(LocalFiles):
             raise UnsupportedModel(f"{self.path}: '{hf_name}' is {found.dtype} and the config names no scales")
         return read_tensor(found, hf_name)
 
+    def sliced(self, hf_name: str) -> Matrix:
+        found = self._find(hf_name)
+        if isinstance(found, PackedTensor):
+            if not found.stacked:
+                return self.tensor(hf_name)
+            return ReadByParts(torch.Size(found.shape), found.dtype, partial(self._unpacked_part, found))
+        if not found.shape or not found.nbytes or found.dtype not in _READ_BY_PARTS:
+            return self.tensor(hf_name)
+        dtype = _DTYPES[found.dtype]
+        return ReadByParts(
+            torch.Size(found.shape), dtype, lambda start, stop: read_tensor(found.part(start, stop), hf_name)
+        )
+
     def native(self, hf_name: str) -> torch.dtype:
         found = self._find(hf_name)
-        if not isinstance(found, PackedTensor):
-            return torch.bfloat16
-        return torch.int8 if found.four_bits is None else INT4
+        return found.native if isinstance(found, PackedTensor) else torch.bfloat16
 
-    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+    def four_bits(self, hf_name: str, expert: int | None = None) -> StoredFourBits | None:
         found = self._find(hf_name)
-        if not isinstance(found, PackedTensor) or found.four_bits is None:
+        if not isinstance(found, PackedTensor) or found.four_bits is None or found.stacked != (expert is not None):
             return None
-        return found.four_bits(self._parts(found))
+        if expert is None:
+            return found.four_bits(self._parts(found))
+        return found.four_bits({role: part[0] for role, part in self._parts(found, (expert, expert + 1)).items()})
 
     def stored(self, hf_name: str) -> list[StoredTensor]:
         """Where a tensor lies: in several places if it is packed. Raises CorruptModel."""
@@ -177,8 +201,16 @@ class SafetensorsSource(LocalFiles):
         stored = self._tensors[name]
         return torch.from_numpy(self._start(name, stored.nbytes).copy()).view(_DTYPES[stored.dtype])
 
-    def _parts(self, packed: PackedTensor) -> dict[str, torch.Tensor]:
-        return {role: read_tensor(self._tensors[part], part) for role, part in packed.parts.items()}
+    def _parts(self, packed: PackedTensor, of: tuple[int, int] | None = None) -> dict[str, torch.Tensor]:
+        """`of`: from and to which number of their first dimension."""
+        stored = {role: self._tensors[part] for role, part in packed.parts.items()}
+        return {
+            role: read_tensor(part if of is None else part.part(*of), packed.parts[role])
+            for role, part in stored.items()
+        }
+
+    def _unpacked_part(self, packed: PackedTensor, start: int, stop: int) -> torch.Tensor:
+        return packed.unpack(self._parts(packed, (start, stop)))
 
     def _find(self, hf_name: str) -> StoredTensor | PackedTensor:
         try:

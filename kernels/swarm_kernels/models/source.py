@@ -12,6 +12,7 @@ import json
 import os
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,8 @@ import torch
 
 from swarm.errors import CorruptModel, ModelNotFound
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.ops.base.int4_linear import FourBitWeights
+from swarm_kernels.ops.base.codebook_linear import StoredFourBits
+from swarm_kernels.ops.base.matrix import Matrix
 
 HASHED_BYTES = 4096
 """Bytes of each sampled tensor that enter the fingerprint."""
@@ -73,18 +75,23 @@ class ModelSource(Protocol):
         """A fresh CPU tensor, `[out, in]` for linear weights; quantized ones as fp32. Raises CorruptModel."""
         ...
 
+    def sliced(self, hf_name: str) -> Matrix:
+        """As `tensor`, read part by part of its first dimension where the files allow that."""
+        ...
+
     def nbytes(self, hf_name: str) -> int:
         """Bytes `tensor(hf_name)` takes in memory."""
         ...
 
     def native(self, hf_name: str) -> torch.dtype:
-        """Of bf16, int8 and int4, the smallest that holds a matrix about as well as it is stored."""
+        """Of bf16, int8 and int4, the smallest that holds a matrix about as well as it is stored; CODES4 if it is in
+        codes of 4 bits, which other groups of 4 bits hold less well."""
         ...
 
-    def four_bits(self, hf_name: str) -> FourBitWeights | None:
-        """A matrix whose `native` is int4 as it is stored, without another rounding; None where it must be rounded.
+    def four_bits(self, hf_name: str, expert: int | None = None) -> StoredFourBits | None:
+        """A matrix as it is stored in 4 bits, `[out, in]`, without another rounding; None where it must be rounded.
 
-        Raises CorruptModel.
+        `expert`: of a tensor that holds a layer's experts, by its first dimension. Raises CorruptModel.
         """
         ...
 
@@ -105,14 +112,20 @@ class ModelSource(Protocol):
         ...
 
 
-class NotQuantized:
+class NotQuantized(ABC):
     """The part of a ModelSource whose tensors are all stored as plain floats."""
 
     def native(self, hf_name: str) -> torch.dtype:
         return torch.bfloat16
 
-    def four_bits(self, hf_name: str) -> FourBitWeights | None:
+    def four_bits(self, hf_name: str, expert: int | None = None) -> StoredFourBits | None:
         return None
+
+    def sliced(self, hf_name: str) -> Matrix:
+        return self.tensor(hf_name)
+
+    @abstractmethod
+    def tensor(self, hf_name: str) -> torch.Tensor: ...
 
 
 class LocalFiles:

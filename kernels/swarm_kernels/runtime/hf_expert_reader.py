@@ -1,20 +1,21 @@
 """Reads the experts of one module of transformers and packs them one after another.
 
-Memory holds one expert beside what is packed, where a model's files keep experts apart; otherwise one layer's experts
-of one projection as they are stored.
+Beside what is packed, memory holds one expert, also where a model's files keep a layer's experts in one tensor; only
+where transformers puts a tensor together in other ways, all of the layer's of one projection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from swarm.errors import CorruptModel
 from swarm_kernels.ops.base.layer_weights import Linear
+from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.runtime.hf_conversions import StoredParameter
-from swarm_kernels.runtime.mixture_reader import packed_expert
+from swarm_kernels.runtime.stacked_experts import StackedExperts
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
 
@@ -50,24 +51,21 @@ class ExpertReader:
         if apart and found.is_concatenated() and not (self._module.is_transposed or interleaved):
             shapes = {part: self._reader.source.shape(part) for part in found.names}
             return [self._as_stored(found.piece_names(e), shapes, inputs, outputs, biases, e) for e in range(count)]
-        whole = None if apart else found.whole(self._reader.source)
-        if whole is not None and tuple(whole.shape) != (count, *sizes):
-            raise CorruptModel(
-                f"tensor {found.names[0]} has shape {tuple(whole.shape)}, its config needs {(count, *sizes)}"
-            )
-        pack = self._packs.rounding(self._reader.source, found.names)
-        linears = []
-        for expert in range(count):
-            weight = found.piece(self._reader.source, expert) if whole is None else whole[expert]
-            if self._module.is_transposed:
-                weight = weight.T
-            if tuple(weight.shape) != (outputs, inputs):
-                raise CorruptModel(
-                    f"expert {expert} of {name} has shape {tuple(weight.shape)}, not {(outputs, inputs)}"
-                )
-            bias = None if biases is None else biases[expert]
-            linears.append(packed_expert(self._reader, pack, weight, bias, interleaved))
-        return linears
+        read = self._pieces(found, (count, *sizes), apart)
+        stacked = StackedExperts(
+            name, found.names, found.sole, count, outputs, inputs, read, biases, self._module.is_transposed, interleaved
+        )
+        return stacked.packed(self._reader, self._packs)
+
+    def _pieces(self, found: StoredParameter, shape: tuple[int, ...], apart: bool) -> Callable[[int], torch.Tensor]:
+        """-> the number of an expert -> its part of the parameter."""
+        source = self._reader.source
+        if apart:
+            return lambda expert: found.piece(source, expert)
+        whole: Matrix = found.whole(source) if found.sole is None else source.sliced(found.sole)
+        if tuple(whole.shape) != shape:
+            raise CorruptModel(f"tensor {found.names[0]} has shape {tuple(whole.shape)}, its config needs {shape}")
+        return lambda expert: whole[expert : expert + 1][0]
 
     def _as_stored(
         self,
@@ -82,10 +80,7 @@ class ExpertReader:
         rows = [shapes[name][0] for name in names]
         if sum(rows) != outputs:
             raise CorruptModel(f"tensors {', '.join(names)} have {sum(rows)} rows, their config needs {outputs}")
-        if biases is None:
-            return self._reader.linear(names, rows, inputs, False, self._packs)
-        weight = torch.cat([self._reader.matrix(name, count, inputs) for name, count in zip(names, rows, strict=True)])
-        return self._packs.rounding(self._reader.source, names)(weight, biases[expert])
+        return self._reader.stacked_linear(names, rows, inputs, None if biases is None else biases[expert], self._packs)
 
     def _biases(self, name: str, count: int, outputs: int) -> torch.Tensor:
         found = self._stored.get(name)

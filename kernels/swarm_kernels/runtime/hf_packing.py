@@ -129,8 +129,8 @@ class Packer:
         bias = module.bias is not None
         if not isinstance(module, Conv1D):
             return self._reader.linear([stored], [module.out_features], module.in_features, bias, packs)
-        weight = self._reader.matrix(stored, module.nx, module.nf).T.contiguous()
-        pack = packs.rounding(self._source, [stored])
+        weight = self._reader.matrix(stored, module.nx, module.nf)[:].T.contiguous()
+        pack = self._reader.pack_of(packs, [stored])
         return pack(weight, self._reader.vector(_bias(stored), module.nf) if bias else None)
 
 

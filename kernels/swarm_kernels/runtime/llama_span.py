@@ -23,6 +23,7 @@ from swarm_kernels.models.tensor_shapes import SINKS, layer_linears, layer_norms
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int8_linear
 from swarm_kernels.ops.base.layer_weights import Activation, plain_linear
+from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.runtime.mixture_reader import read_mixture
 from swarm_kernels.runtime.rope import RopeTables, limited_context
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
@@ -60,7 +61,8 @@ class LlamaSpan:
     ) -> LlamaSpan:
         """See `load.load_span`."""
         config = limited_context(source.config)
-        quantized = not dtype.is_floating_point
+        quantized, state = not dtype.is_floating_point, state_dtype(dtype)
+        rounding = None if activation_dtype(state, device) == state else state
         stored = None if quantized else dtype  # they are quantized from what the file has: no wider copy
         packs = packs_of(dtype)
         edge_pack = packs.plain  # 8 bits even for int4: rounding of the head costs the most quality
@@ -74,14 +76,17 @@ class LlamaSpan:
         try:
             if like is not None and same_edges:
                 embedding, norm, head = like.embedding, like.final_norm, like.head
+            elif is_first and like is not None and like.head is not None and _tied(source):
+                embedding = like.head
+                head = embedding if is_last else None
             elif is_first:
                 shared_head = is_last and _tied(source)
-                lookup_pack = int8_linear.quantize_linear if quantized else plain_linear
+                lookup_pack = int8_linear.quantize_linear if quantized else _in_memory
                 pack_embedding = edge_pack if shared_head else lookup_pack
                 embedding = pack_embedding(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
                 head = embedding if shared_head else None
             for layer in layers:
-                weights.append(shared.get(layer) or _load_layer(reader, config, layer, packs))
+                weights.append(shared.get(layer) or _load_layer(reader, config, layer, packs, rounding))
                 progress((len(weights) + is_first) / steps)
             if is_last and not same_edges:
                 norm = _norm(reader, config, FINAL_NORM, config.hidden_size)
@@ -92,7 +97,7 @@ class LlamaSpan:
         progress(1.0)
         ropes = (config.rope, *_spec(config).other_ropes)
         rope = RopeTables(ropes, config.head_dim, source.config.context_length, device)
-        scale = _embedding_scale(config, state_dtype(dtype))
+        scale = _embedding_scale(config, state)
         return cls(config, layers, dtype, device, weights, embedding, norm, head, rope, scale)
 
     @property
@@ -132,8 +137,10 @@ class LlamaSpan:
             raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
         check_tokens(token_ids, self.config.vocab_size)
         ids = to_device(torch.tensor(token_ids, dtype=torch.int64), self.device)
-        rows = self.embedding.embedding_rows(ids).to(activation_dtype(self.dtype, self.device))
-        return rows if self.embedding_scale == 1 else rows * self.embedding_scale
+        wide = activation_dtype(self.dtype, self.device)
+        rows = self.embedding.embedding_rows(ids).to(wide)
+        rows = rows if self.embedding_scale == 1 else rows * self.embedding_scale
+        return rows.to(self.dtype).to(wide)  # as after each layer
 
     @torch.inference_mode()
     def forward(
@@ -173,17 +180,23 @@ class LlamaSpan:
         return dispatch.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
 
 
+def _in_memory(weight: Matrix, bias: torch.Tensor | None) -> dispatch.Linear:
+    return plain_linear(weight[:], bias)
+
+
 def _tied(source: ModelSource) -> bool:
     """Whether the head's weights are the embedding's."""
     return source.config.tie_word_embeddings or not source.has(HEAD)
 
 
 def load_layer(source: ModelSource, layer: int, packs: Packs) -> dispatch.LayerWeights:
-    """The weights of one layer in fp32 on the CPU, its linear layers prepared by `packs`. Raises CorruptModel."""
+    """The weights of one layer on the CPU, its linear layers prepared by `packs` from fp32. Raises CorruptModel."""
     return _load_layer(WeightReader(source, torch.float32, torch.device("cpu")), source.config, layer, packs)
 
 
-def _load_layer(reader: WeightReader, config: ModelConfig, layer: int, packs: Packs) -> dispatch.LayerWeights:
+def _load_layer(
+    reader: WeightReader, config: ModelConfig, layer: int, packs: Packs, rounding: torch.dtype | None = None
+) -> dispatch.LayerWeights:
     spec = _spec(config)
     kind, prefix, linears = spec.layers[layer], f"model.layers.{layer}.", {}
     for field, tensors in layer_linears(config, layer).items():
@@ -216,7 +229,12 @@ def _load_layer(reader: WeightReader, config: ModelConfig, layer: int, packs: Pa
         mlp = dispatch.GatedMlp(linears["gate_up"], linears["down"], activation)
     before = {"attn_norm": None, "mlp_norm": None}
     return dispatch.LayerWeights(
-        attention, mlp, eps=config.rms_norm_eps, residual_scale=spec.residual_scale, **{**before, **norms}
+        attention,
+        mlp,
+        eps=config.rms_norm_eps,
+        residual_scale=spec.residual_scale,
+        rounding=rounding,
+        **{**before, **norms},
     )
 
 

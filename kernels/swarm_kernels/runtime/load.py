@@ -30,7 +30,7 @@ def load_span(
 
     `dtype`: of the weights, one of `device.DTYPES`. Each layer is read,
     converted and packed before the next, so memory never holds the weights twice. `like`: a span of the same model,
-    dtype and device, whose weights are reused for layers that both hold (`LlamaSpan` only). `fetching`: told of the
+    dtype and device, whose weights are reused for what both hold (`LlamaSpan` only). `fetching`: told of the
     bytes of weights that come from a hub first, if any have to. transformers' layers are checked against transformers
     once loaded, see `hf_check`. Raises ModelNotFound, CorruptModel, UnsupportedModel, OutOfMemory, DiskFull,
     UsageError.

@@ -1,12 +1,9 @@
 """Reads and packs the mixture of experts of a compiled layer, one expert after another.
 
-Memory holds one expert beside what is packed where a model's files keep experts apart; otherwise one layer's experts of
-one projection as they are stored. `models.mixture_tensors` knows the names, `weight_reader` the number formats.
+`models.mixture_tensors` knows the names, `weight_reader` and `stacked_experts` the number formats.
 """
 
 from __future__ import annotations
-
-import torch
 
 from swarm_kernels.models.config import MixtureSpec, ModelConfig
 from swarm_kernels.models.mixture_tensors import MixtureTensors, mixture_tensors
@@ -14,7 +11,8 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.experts import Gating, GatingKind
 from swarm_kernels.ops.base.layer_weights import Activation, Linear
 from swarm_kernels.ops.base.routing import Routing, Scores
-from swarm_kernels.runtime.weight_reader import Pack, Packs, WeightReader
+from swarm_kernels.runtime.stacked_experts import StackedExperts
+from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
 
 def read_mixture(
@@ -39,18 +37,6 @@ def read_mixture(
     )
 
 
-def packed_expert(
-    reader: WeightReader, pack: Pack, weight: torch.Tensor, bias: torch.Tensor | None, interleaved: bool
-) -> Linear:
-    """`weight [outputs, inputs]` and `bias [outputs]` of one expert, as they are stored. `interleaved`: outputs are
-    gates and values in turns, and become gates before values."""
-    weight = weight.to(device=reader.device, dtype=reader.dtype or weight.dtype)
-    if interleaved:
-        weight = torch.cat((weight[::2], weight[1::2]))
-        bias = None if bias is None else torch.cat((bias[::2], bias[1::2]))
-    return pack(weight.contiguous(), bias)
-
-
 def _apart(
     reader: WeightReader, spec: MixtureSpec, found: MixtureTensors, hidden: int, packs: Packs
 ) -> tuple[list[Linear], list[Linear]]:
@@ -69,22 +55,19 @@ def _together(
     linears = []
     for name, (outputs, inputs) in sizes.items():
         stored = (inputs, outputs) if spec.interleaved else (outputs, inputs)
-        whole = reader.stored(name, spec.experts, *stored)
-        biases = reader.wide(f"{name}_bias", spec.experts, outputs) if spec.expert_bias else None
-        pack, in_turns = packs.rounding(reader.source, [name]), spec.interleaved and name == found.first
-        linears.append(
-            [
-                packed_expert(
-                    reader,
-                    pack,
-                    whole[expert].T if spec.interleaved else whole[expert],
-                    None if biases is None else biases[expert],
-                    in_turns,
-                )
-                for expert in range(spec.experts)
-            ]
+        experts = StackedExperts(
+            name,
+            [name],
+            name,
+            spec.experts,
+            outputs,
+            inputs,
+            reader.parts(name, spec.experts, *stored),
+            reader.wide(f"{name}_bias", spec.experts, outputs) if spec.expert_bias else None,
+            transposed=spec.interleaved,
+            interleaved=spec.interleaved and name == found.first,
         )
-        del whole
+        linears.append(experts.packed(reader, packs))
     return linears[0], linears[1]
 
 

@@ -1,36 +1,40 @@
 """Reads the weights of a layer from a model, and prepares its linear layers in the number format of a span.
 
-Owns which format a matrix gets: the span's, but 8 bits in a 4-bit span for what a checkpoint holds in 5 to 8 bits; and
-4-bit weights of a checkpoint are taken over as they are. Knows no layer's structure.
+Owns which format a matrix gets: the span's, but in a 4-bit span that of its file where 4 bits do not hold it; and
+4-bit weights of a checkpoint are taken over as they are. Matrices are read while they are packed, some rows at a time.
+Knows no layer's structure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from swarm.errors import CorruptModel
-from swarm_kernels.device.device import INT4
-from swarm_kernels.models.native_format import matrix_dtype
+from swarm_kernels.device.device import CODES4, INT4
+from swarm_kernels.models.native_format import MatrixFormats
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base import int4_linear
-from swarm_kernels.ops.base.int4_linear import FourBitWeights
+from swarm_kernels.ops.base.codebook_linear import StoredFourBits, stacked
+from swarm_kernels.ops.base.exact_linear import ExactLinear, dequantized_linear, rounded_linear
 from swarm_kernels.ops.base.layer_weights import plain_linear
+from swarm_kernels.ops.base.matrix import Matrix, StackedRows
 
-Pack = Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear]
+Pack = Callable[[Matrix, torch.Tensor | None], dispatch.Linear]
 """Prepares a linear layer from its weight and bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class FourBitPacks:
-    """`rounded`: from floats. `stored`: from weights that are in 4 bits already, their bias, and the inputs."""
+    """`rounded`: from floats. `stored`: from weights that are in 4 bits already, their bias, and the inputs. `wide`: of
+    what such a checkpoint keeps in 16 bits."""
 
     rounded: Pack
-    stored: Callable[[FourBitWeights, torch.Tensor | None, int], dispatch.Linear]
+    stored: Callable[[StoredFourBits, torch.Tensor | None, int], dispatch.Linear]
+    wide: Pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,8 @@ class Packs:
     """How the linear layers of a span are prepared. `four_bits`: of a 4-bit span; `wide`: what stays in fp32."""
 
     plain: Pack
-    wide: Pack = dispatch.pack_linear
+    wide: Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear] = dispatch.pack_linear
     four_bits: FourBitPacks | None = None
-
-    def rounding(self, source: ModelSource, names: Sequence[str]) -> Pack:
-        """For a matrix that is made from these stored tensors: in a 4-bit span too, 8 bits for what has 5 to 8."""
-        if self.four_bits is None or any(matrix_dtype(source, name, INT4) != INT4 for name in names):
-            return self.plain
-        return self.four_bits.rounded
 
 
 def packs_of(weights: torch.dtype) -> Packs:
@@ -54,15 +52,20 @@ def packs_of(weights: torch.dtype) -> Packs:
         return Packs(dispatch.pack_linear)
     if weights != INT4:
         return Packs(dispatch.quantize_linear)
-    four_bits = FourBitPacks(partial(dispatch.quantize_linear, bits=4), dispatch.pack_four_bits)
+    four_bits = FourBitPacks(partial(dispatch.quantize_linear, bits=4), dispatch.pack_four_bits, _pack_bf16)
     return Packs(dispatch.quantize_linear, four_bits=four_bits)
 
 
 def exact_packs_of(weights: torch.dtype) -> Packs:
-    """The same layers in plain torch with float activations: what those of `packs_of` approximate."""
+    """The same layers in plain torch with float activations: what those of `packs_of` approximate. Their weights are
+    read from the model by each call."""
     if weights != INT4:
-        return Packs(plain_linear, plain_linear)
-    return Packs(plain_linear, plain_linear, FourBitPacks(int4_linear.rounded_linear, int4_linear.dequantized_linear))
+        return Packs(ExactLinear, plain_linear)
+    return Packs(ExactLinear, plain_linear, FourBitPacks(rounded_linear, dequantized_linear, ExactLinear))
+
+
+def _pack_bf16(weight: Matrix, bias: torch.Tensor | None) -> dispatch.Linear:
+    return dispatch.pack_linear(StackedRows([weight], torch.bfloat16), bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +75,11 @@ class WeightReader:
     source: ModelSource
     dtype: torch.dtype | None  # None: matrices as the model's files have them
     device: torch.device
+    _formats: list[MatrixFormats] = field(default_factory=list)  # of a 4-bit span, once it was asked for
 
-    def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        tensor = self._read(name, (rows, columns))
-        return tensor.to(device=self.device, dtype=self.dtype or tensor.dtype)
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """On a CPU it is read when its rows are asked for."""
+        return self._stacked([name], [rows], columns)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """Norm weights, in fp32: they are small, and the kernels compute norms in fp32."""
@@ -85,35 +89,50 @@ class WeightReader:
         """In fp32, whatever the span's format: small tensors, and what decides where rows go."""
         return self._read(name, shape).to(device=self.device, dtype=torch.float32)
 
-    def stored(self, name: str, *shape: int) -> torch.Tensor:
-        """As the model's files have it."""
-        return self._read(name, shape)
+    def parts(self, name: str, *shape: int) -> Callable[[int], torch.Tensor]:
+        """Of a tensor whose first dimension counts its parts: the number of one -> the part as it is stored."""
+        self._check(name, self.source.shape(name), shape)
+        whole = self.source.sliced(name)
+        self._check(name, tuple(whole.shape), shape)
+        return lambda part: whole[part : part + 1][0]
+
+    def pack_of(self, packs: Packs, names: Sequence[str]) -> Pack:
+        """For a matrix that is made of these stored tensors."""
+        if packs.four_bits is None:
+            return packs.plain
+        if not self._formats:
+            self._formats.append(MatrixFormats.of(self.source, INT4))
+        formats = {self._formats[0][name] for name in names}
+        if formats == {INT4}:
+            return packs.four_bits.rounded
+        return packs.four_bits.wide if torch.bfloat16 in formats else packs.plain
 
     def linear(
         self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, packs: Packs
     ) -> dispatch.Linear:
         """The projections `names` stacked by output, `[sum(rows), columns]`, with their biases."""
+        return self.stacked_linear(names, rows, columns, self._biases(names, rows) if bias else None, packs)
+
+    def stacked_linear(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, biases: torch.Tensor | None, packs: Packs
+    ) -> dispatch.Linear:
+        """As `linear`, with biases `[sum(rows)]` that are stored elsewhere."""
         if packs.four_bits is not None:
             stored = self._four_bits(names, rows, columns)
             if stored is not None:
-                return packs.four_bits.stored(stored, self._biases(names, rows) if bias else None, columns)
-        pack = packs.rounding(self.source, names)
-        return pack(self._stacked(names, rows, columns), self._biases(names, rows) if bias else None)
+                return packs.four_bits.stored(stored, biases, columns)
+        return self.pack_of(packs, names)(self._stacked(names, rows, columns), biases)
 
-    def _stacked(self, names: Sequence[str], rows: Sequence[int], columns: int) -> torch.Tensor:
-        """`[sum(rows), columns]`; beside it, memory holds one part at a time."""
-        part = self.matrix(names[0], rows[0], columns)
-        if len(names) == 1:
-            return part
-        stacked, end = part.new_empty(sum(rows), columns), rows[0]
-        stacked[:end] = part
-        for name, count in zip(names[1:], rows[1:], strict=True):
-            del part
-            part = self.matrix(name, count, columns)
-            stacked = stacked.to(torch.promote_types(stacked.dtype, part.dtype))  # no copy where they are alike
-            stacked[end : end + count] = part
-            end += count
-        return stacked
+    def _stacked(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Matrix:
+        """`[sum(rows), columns]`."""
+        parts = []
+        for name, count in zip(names, rows, strict=True):
+            self._check(name, self.source.shape(name), (count, columns))
+            part = self.source.sliced(name)
+            self._check(name, tuple(part.shape), (count, columns))
+            parts.append(part)
+        matrix = StackedRows(parts, self.dtype)
+        return matrix if self.device.type == "cpu" else matrix[:].to(self.device)
 
     def _biases(self, names: Sequence[str], rows: Sequence[int]) -> torch.Tensor:
         return torch.cat(
@@ -123,21 +142,18 @@ class WeightReader:
             ]
         )
 
-    def _four_bits(self, names: Sequence[str], rows: Sequence[int], columns: int) -> FourBitWeights | None:
-        if any(self.source.native(name) != INT4 for name in names):
+    def _four_bits(self, names: Sequence[str], rows: Sequence[int], columns: int) -> StoredFourBits | None:
+        if any(self.source.native(name) not in (INT4, CODES4) for name in names):
             return None
-        parts: list[FourBitWeights] = []
+        parts: list[StoredFourBits] = []
         for name, count in zip(names, rows, strict=True):
             self._check(name, self.source.shape(name), (count, columns))
             part = self.source.four_bits(name)
             if part is None:
                 return None
             parts.append(part)
-        return FourBitWeights(
-            torch.cat([part.numbers for part in parts]).to(self.device),
-            torch.cat([part.scale for part in parts]).to(self.device),
-            torch.cat([part.minimum for part in parts]).to(self.device),
-        )
+        found = stacked(parts)
+        return None if found is None else found.to(self.device)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.source.tensor(name)

@@ -14,7 +14,8 @@ from typing import Annotated
 import psutil
 import typer
 
-from swarm import old_names
+from swarm.command_line import program
+from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, env_value, load
 from swarm_node.commands import control_commands, flags, models_command, network_commands
 from swarm_node.commands.local_gateway import DEFAULT_PORT as GATEWAY_PORT
@@ -26,13 +27,12 @@ app = typer.Typer(
     name="swarm-node",
     help="Lend this machine to a swarm that serves a language model together.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    **program.SETTINGS,
 )
+app.callback()(program.options_of_all)
 
 
-@app.command(cls=old_names.CommandWithOldNames)
+@app.command(cls=CommandWithOldNames)
 def join(
     ctx: typer.Context,
     gpu: flags.Gpu = None,
@@ -112,7 +112,7 @@ def local(
         run(lambda stop: private.run(options, stop))
 
 
-@app.command(cls=old_names.CommandWithOldNames)
+@app.command(cls=CommandWithOldNames)
 def status(
     peer: flags.Peers = None,
     model: flags.Model = None,

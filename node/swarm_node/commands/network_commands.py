@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarm import old_names
+from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import DEFAULT_MODEL, NodeConfig, env_flag, env_value, load, local_swarm
 from swarm.errors import UsageError
 from swarm.invite import Invite, parse
@@ -46,7 +46,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of sentences.")
 
 def add_to(app: typer.Typer) -> None:
     for command in (invite, doctor):
-        app.command(cls=old_names.CommandWithOldNames)(command)
+        app.command(cls=CommandWithOldNames)(command)
 
 
 def invited(token: str | None) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from swarm.receipt_messages import WorkReceipt
 from swarm.receipts import check_receipt
 from swarm.records import MAX_OWNERS, owner_tag
 from swarm.types import PeerId, Snapshot
+from swarm_hop.serving.session import HopSession
+from swarm_hop.sharing.contributors import Contributors
+from swarm_hop.sharing.shares import SharePlaces
 from swarm_node.owner.contributions import ContributionLedger, ledger_file, owner_peer
-from swarm_node.serving.session import HopSession
-from swarm_node.sharing.contributors import Contributors
-from swarm_node.sharing.shares import SharePlaces
 
 
 class Accounts:

@@ -14,7 +14,7 @@ from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import bytes_per_weight, state_dtype
 from swarm_kernels.models.layers import HEAD, has_tied_head, is_embedding, layer_of
-from swarm_kernels.models.native_format import matrix_dtype
+from swarm_kernels.models.native_format import MatrixFormats
 from swarm_kernels.models.source import ModelSource
 from swarm_node.membership.policy import MemoryPolicy
 
@@ -39,7 +39,7 @@ class ModelMemory:
         """Of weights in `dtype`, one of `swarm_kernels.device.device.DTYPES`."""
         config = source.config
         tied = has_tied_head(source)
-        edge_bytes = bytes_per_weight(dtype)[1]
+        edge_bytes, formats = bytes_per_weight(dtype)[1], MatrixFormats.of(source, dtype)
         layers = [0] * config.num_layers
         embedding = head = 0
         for name in source.names():
@@ -48,7 +48,7 @@ class ModelMemory:
             count = math.prod(source.shape(name))
             layer = layer_of(name, len(layers))
             if layer is not None:
-                layers[layer] += math.ceil(count * bytes_per_weight(matrix_dtype(source, name, dtype))[0])
+                layers[layer] += math.ceil(count * bytes_per_weight(formats[name])[0])
             elif is_embedding(name):
                 embedding += math.ceil(count * edge_bytes)
             else:

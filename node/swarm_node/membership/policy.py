@@ -67,8 +67,6 @@ class CalibrationPolicy:
     """Layers that are loaded and timed."""
     threads_budget_s: float = 0.5
     """To choose the number of threads."""
-    core_split_budget_s: float = 0.3
-    """To choose how fast and slow cores share a layer."""
     cost_budget_s: float = 0.7
     """To measure the cost curve."""
     max_age_s: float = 86400.0

@@ -25,6 +25,7 @@ from swarm.types import CostCurve, LayerSpan
 from swarm_kernels.calibration import hetero_cores
 from swarm_kernels.calibration.cost_curve import DEFAULT_WIDTHS, choose_threads, measure_cost
 from swarm_kernels.calibration.random_weights import RandomWeights
+from swarm_kernels.calibration.split_watch import SplitWatch
 from swarm_kernels.device.core_groups import find_core_groups
 from swarm_kernels.device.device import physical_cores, state_dtype
 from swarm_kernels.models.layers import tensors_of_span
@@ -32,6 +33,7 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.triton import selector
 from swarm_kernels.runtime.load import load_span
+from swarm_kernels.runtime.span import Span
 from swarm_node.membership.policy import CalibrationPolicy
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ def calibrate(
     file = folder / f"{_key(source, dtype, device, threads)}.json"
     with _exclusive(file):
         found = _load_cached(file)
+        if found is not None and found.slow_permille and not _still_pays(source, dtype, device, found):
+            found = None  # the cost curve is that of the split
         if found is None:
             idle = _is_idle()
             found = _measure(source, dtype, device, threads)
@@ -83,15 +87,27 @@ def _exclusive(file: Path) -> Iterator[None]:
         lock.release()
 
 
-def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> Calibration:
-    begun = time.perf_counter()
+def _still_pays(source: ModelSource, dtype: torch.dtype, device: torch.device, found: Calibration) -> bool:
+    """Whether the cached split of the columns beats one pool of threads today too."""
+    probe = _probe(source, dtype, device)
+    _set_threads(found.threads, source)
+    return hetero_cores.confirm_division(probe, found.threads, found.slow_permille).groups is not None
+
+
+def _probe(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Span:
+    """A few layers to time."""
     num_layers = source.config.num_layers
     start = 1 if num_layers > POLICY.probe_layers + 1 else 0  # inner layers bring neither embedding nor head
     layers = LayerSpan(start, min(start + POLICY.probe_layers, num_layers))
-    probe = load_span(_at_hand(source, layers), layers, dtype, device)
+    return load_span(_at_hand(source, layers), layers, dtype, device)
+
+
+def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> Calibration:
+    begun = time.perf_counter()
+    probe = _probe(source, dtype, device)
     _set_threads(threads or physical_cores(), source)
     chosen = threads or (choose_threads(probe, budget_s=POLICY.threads_budget_s) if device.type == "cpu" else 1)
-    groups = hetero_cores.choose_division(probe, chosen, POLICY.core_split_budget_s).groups if threads is None else None
+    groups = hetero_cores.choose_division(probe, chosen).groups if threads is None else None
     slow_permille = groups.slow_permille if groups else 0
     _set_threads(chosen, source, slow_permille)
     cost = measure_cost(probe, budget_s=POLICY.cost_budget_s)
@@ -118,6 +134,14 @@ def _set_threads(count: int, source: ModelSource, slow_permille: int = 0) -> Non
     hetero_cores.apply(replace(groups, slow_permille=slow_permille) if groups else None, count)
     compiled = source.config.has_fast_path and dispatch.isa() != "reference"
     torch.set_num_threads(1 if compiled else count)
+
+
+def split_watch(calibration: Calibration) -> SplitWatch | None:
+    """What undoes this calibration's split between core groups when it stops paying; None without a split."""
+    groups = find_core_groups() if calibration.slow_permille else None
+    if groups is None:
+        return None
+    return SplitWatch(replace(groups, slow_permille=calibration.slow_permille), calibration.threads)
 
 
 def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> str:

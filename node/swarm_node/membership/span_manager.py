@@ -19,6 +19,13 @@ from swarm.planner.rebalancing.migration import SpanMove
 from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
 from swarm.planner.scheduling.work_model import WorkModel
 from swarm.types import LayerSpan, NodeState
+from swarm_hop.serving.compute_device import ThreadDevice
+from swarm_hop.serving.drain import CoverageCheck, drain_sessions
+from swarm_hop.serving.executor import Executor
+from swarm_hop.serving.grammars import TailGrammars
+from swarm_hop.serving.served_spans import ServedSpan
+from swarm_hop.serving.session_server import SessionServer
+from swarm_hop.serving.span_engine import SpanEngine
 from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.models.config import ModelConfig
@@ -28,13 +35,7 @@ from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_node.membership.hardware import Hardware, memory_for
 from swarm_node.membership.lifecycle import Lifecycle
 from swarm_node.membership.policy import MembershipPolicy
-from swarm_node.serving.compute_device import ThreadDevice
-from swarm_node.serving.drain import CoverageCheck, drain_sessions
-from swarm_node.serving.executor import Executor
-from swarm_node.serving.grammars import TailGrammars
-from swarm_node.serving.served_spans import ServedSpan
-from swarm_node.serving.session_server import SessionServer
-from swarm_node.serving.span_engine import SpanEngine
+from swarm_node.membership.profiler import split_watch
 
 T = TypeVar("T")
 
@@ -92,6 +93,7 @@ class SpanManager:
         self._on_fetched = on_fetched
         self._policy = policy
         self._layer_time = LayerTimeEstimator(hardware.calibration.cost)
+        self._watch = split_watch(hardware.calibration)
         self._device = ThreadDevice()
         self._served_span: ServedSpan | None = None
         self._executors: dict[ServedSpan, Executor] = {}
@@ -216,7 +218,7 @@ class SpanManager:
                 path = hardware.medusa_heads if span.end == hardware.num_layers else None
                 heads = MedusaHeads.of(path, loaded, hardware.source) if path is not None else None
                 grammars = TailGrammars(partial(load_tokenizer, hardware.source), loaded.config.vocab_size)
-                return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars)
+                return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars, self._watch)
 
         try:
             return await asyncio.to_thread(load)

@@ -15,6 +15,7 @@ import swarm
 from swarm.config import NodeConfig
 from swarm.net.transports.rate_limit import UploadBucket
 from swarm.types import NodeProfile, NodeState
+from swarm_hop.serving.session_server import SessionServer
 from swarm_node.membership.accounts import Accounts
 from swarm_node.membership.hardware import Hardware
 from swarm_node.membership.rtt_monitor import RttMonitor
@@ -22,7 +23,6 @@ from swarm_node.membership.span_manager import SpanManager
 from swarm_node.network.connection import NodeNetwork
 from swarm_node.owner.availability import Availability
 from swarm_node.owner.node_metrics import NodeMetrics
-from swarm_node.serving.session_server import SessionServer
 
 
 @dataclass(slots=True, eq=False)

@@ -109,14 +109,16 @@ def compare(
     *,
     dtype: str,
     drafted: bool = False,
+    first_layer: int = 0,
 ) -> list[Comparison]:
     """Edge by edge, as far as both chains have one there, up to and with the first that is far apart.
 
     `dtype`: of the weights; honest machines are farther apart in some formats than in others.
     `drafted`: one of the chains computed rows as drafts, so that even the same arithmetic need not give the same bits.
+    `first_layer`: where both begin, if the client holds those before it.
     """
     found: list[Comparison] = []
-    start = 0
+    start = first_layer
     for end in sorted({r.end for r in reports} & {r.end for r in others}):
         ours, theirs = _within(reports, start, end), _within(others, start, end)
         same_arithmetic = len({r.arithmetic for r in (*ours, *theirs)}) == 1 and bool(ours[0].arithmetic)

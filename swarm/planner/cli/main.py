@@ -14,6 +14,7 @@ from typing import Annotated, Any, TextIO, cast
 import msgspec
 import typer
 
+from swarm.command_line import program
 from swarm.errors import NoRoute, SwarmError, UsageError
 from swarm.planner.cli.commands import COMMANDS, OLD_NAMES, Command, CommandResult, simulate
 from swarm.planner.schemas import MAX_BYTES, field_list
@@ -25,10 +26,9 @@ CommandLineError = cast(
 app = typer.Typer(
     name="swarm-plan",
     help="Plan without a swarm: reads a JSON file (- is stdin), prints one JSON object. See docs/guide/planner.md.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    **program.SETTINGS,
 )
+app.callback()(program.options_of_all)
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="The request, as JSON; - reads stdin.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Add an explanation in plain words.")]

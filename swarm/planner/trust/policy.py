@@ -22,10 +22,11 @@ class TrustPolicy:
     pause_ms: float = 6000.0  # what a hop that fails costs an answer: a stall is noticed so late
     typical_tokens: float = 128.0  # of an answer, over which that pause is spread
     stranger_failure: float = 0.02  # chance that a session fails at a stranger, before anything was seen
+    stranger_stall_s: float = 2.0  # without progress, before a stranger counts as stalled: a black hole costs no more
+    stranger_probe_s: float = 0.5  # how soon a chain with a stranger is asked for its progress, until it has answered
     prior_sessions: float = 4.0  # for how many sessions that chance counts against what was seen
     wary_after: int = 2  # strangers that disappointed, before the claims of all strangers are cut ...
     wary_quantile: float = 0.75  # ... to this quantile of all claims, if the proven are quicker: the rest looks alike
-    wary_stall_s: float = 2.0  # ... and before a stranger without progress counts as stalled so soon
     disappointment: float = 8.0  # good strangers that make up for a bad one
     exploration: float = 0.02  # least share of answers that try a stranger where proven peers could do without
     promising: float = 1.25  # times as quick as the proven chain, by its claim: tried at once while none disappointed

@@ -54,7 +54,6 @@ class _Watch:
     believed: tuple[float, ...]
     proven: tuple[bool, ...]
     links_ms: float
-    wary: bool
     late: tuple[PeerId, int] = ("", 0)  # the hop that was overdue last, how often in a row
 
 
@@ -108,8 +107,8 @@ class TrustingPolicy(SwarmPolicy):
 
     def stall_ms(self, session: SimSession, peer: PeerId) -> float:
         watch, spec = self._watches[session.number], self.scenario.hostile
-        stranger = watch.wary and peer in watch.peers and not watch.proven[watch.peers.index(peer)]
-        saved_ms = 1e3 * (Limits().stall_timeout_s - POLICY.wary_stall_s) if stranger else 0.0
+        stranger = peer in watch.peers and not watch.proven[watch.peers.index(peer)]
+        saved_ms = 1e3 * (Limits().stall_timeout_s - POLICY.stranger_stall_s) if stranger else 0.0
         return spec.stall_ms - saved_ms
 
     def audited_whole(self, session: SimSession) -> Collection[PeerId]:
@@ -166,5 +165,4 @@ class TrustingPolicy(SwarmPolicy):
             tuple(belief.layer_ms if belief else 1e9 for belief in of),
             tuple(belief.proven if belief else False for belief in of),
             links,
-            strangers_of_late(self._of(session).known, session.request.at / 1e3).wary(),
         )

@@ -31,19 +31,52 @@ class Slice:
     nbytes: int
     heads: int = 0
 
+    def rows(self, start: int, stop: int) -> Slice:
+        """`[start:stop]` of a matrix whose rows are not interleaved."""
+        assert 0 <= start <= stop <= self.shape[0]
+        assert not self.heads
+        each = self.nbytes // self.shape[0]
+        return Slice(self.tensor, (stop - start, *self.shape[1:]), self.offset + start * each, (stop - start) * each)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """How an expert is made of its slices, matrices `[out, in]`: `make`; or, where they stay packed, the outputs of all
+    in this `order`, None for theirs."""
+
+    make: Callable[[Parts], torch.Tensor]
+    order: Callable[[], torch.Tensor] | None = None
+
+    def stack(self, parts: Parts, count: int) -> torch.Tensor:
+        """So many experts, one after another, `[count, ...]`."""
+        out: torch.Tensor | None = None
+        for expert in range(count):
+            part = self.make(parts)
+            out = part.new_empty((count, *part.shape)) if out is None else out
+            out[expert] = part
+        assert out is not None
+        return out
+
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor `[*shape]`. `make`: of its slices, in order; None where it is its one slice."""
+    """A tensor `[*shape]`. `make`: of its slices, in order; None where it is its one slice. `experts`: how each of
+    those that it holds is made of as many slices."""
 
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
     make: Callable[[Parts], torch.Tensor] | None = None
+    experts: ExpertParts | None = None
 
     @property
     def is_stored(self) -> bool:
         """Whether the file has this matrix as it is, but for the order of its rows."""
         return self.make is None
+
+    def expert_slices(self, start: int, stop: int) -> tuple[Slice, ...]:
+        """Of experts `[start:stop]`."""
+        each = len(self.slices) // self.shape[0]
+        return self.slices[start * each : stop * each]
 
 
 Build = Callable[[Sequence[GgufEntry], Mapping[str, Any], str], Iterator[tuple[str, View]]]
@@ -119,17 +152,15 @@ def gate_and_up(field: str, *, transposed: bool = False, alternating: bool = Fal
         dtype = None if stored[0].dtype == stored[1].dtype else torch.float32
 
         def make(parts: Parts) -> torch.Tensor:
-            out: torch.Tensor | None = None
-            for expert in range(count):
-                for place in (first, second):
-                    part = next(parts)
-                    out = part.new_empty(shape, dtype=dtype) if out is None else out
-                    rows = out[expert].T if transposed else out[expert]
-                    rows[place] = part
-            assert out is not None
+            part = next(parts)
+            out = part.new_empty(shape[1:], dtype=dtype)
+            rows = out.T if transposed else out
+            rows[first], rows[second] = part, next(parts)
             return out
 
-        yield name, View(shape, tuple(part for pair in zip(gate, up, strict=True) for part in pair), make)
+        order = (lambda: torch.arange(2 * width).view(2, width).T.flatten()) if alternating else None
+        slices = tuple(part for pair in zip(gate, up, strict=True) for part in pair)
+        yield name, _stacked(shape, slices, ExpertParts(make, order))
 
     return build
 
@@ -152,16 +183,7 @@ def transposed_experts(field: str) -> Build:
     def build(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
         parts = _experts(stored[0], config[field])
         shape = (len(parts), *reversed(parts[0].shape))
-
-        def make(read: Parts) -> torch.Tensor:
-            out: torch.Tensor | None = None
-            for expert, part in enumerate(read):
-                out = part.new_empty(shape) if out is None else out
-                out[expert] = part.T
-            assert out is not None
-            return out
-
-        yield name, View(shape, tuple(parts), make)
+        yield name, _stacked(shape, tuple(parts), ExpertParts(lambda read: next(read).T))
 
     return build
 
@@ -179,6 +201,10 @@ def latent_key_values(stored: Sequence[GgufEntry], config: Mapping[str, Any], na
         return torch.cat((keys.transpose(1, 2), values), dim=1).reshape(shape)
 
     yield name, View(shape, tuple(map(_all_of, stored)), make)
+
+
+def _stacked(shape: tuple[int, ...], slices: tuple[Slice, ...], experts: ExpertParts) -> View:
+    return View(shape, slices, lambda parts: experts.stack(parts, shape[0]), experts)
 
 
 def _all_of(tensor: GgufEntry, heads: int = 0) -> Slice:

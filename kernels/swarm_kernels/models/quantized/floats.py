@@ -11,10 +11,13 @@ from functools import partial
 
 import torch
 
+from swarm.errors import CorruptModel
 from swarm_kernels.models.quantized.packed_tensor import FLOATING, PackedTensor, Parts, Table
+from swarm_kernels.ops.base.codebook_linear import GROUP_SIZE, CodedWeights, CodeFormat, coded_weights, pairs_of
 
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1
 _CHUNK_ROWS = 4096  # of values unpacked at a time, so that indices never take more than the result
+_E8M0 = ("U8", "F8_E8M0")
 
 
 def fp8(table: Table, module: str, scale: str, block: tuple[int, int] | None) -> PackedTensor:
@@ -39,8 +42,11 @@ def mxfp4_experts(table: Table, name: str) -> PackedTensor:
     out]` bf16 (gpt-oss; OCP Microscaling Formats 1.0)."""
     experts, outputs, groups, half = table.shape(f"{name}_blocks", 4)
     table.expect(f"{name}_scales", (experts, outputs, groups))
+    if table.stored[f"{name}_blocks"].dtype != "U8" or table.stored[f"{name}_scales"].dtype not in _E8M0:
+        raise CorruptModel(f"{table.where}: '{name[:120]}' is not stored in bytes; fetch the model again")
     parts = {"values": f"{name}_blocks", "scale": f"{name}_scales"}
-    return PackedTensor((experts, groups * half * 2, outputs), torch.bfloat16, parts, _unpack_mxfp4_experts)
+    shape, codes = (experts, groups * half * 2, outputs), _mxfp4_codes if half * 2 == GROUP_SIZE else None
+    return PackedTensor(shape, torch.bfloat16, parts, _unpack_mxfp4_experts, codes, codes=True, stacked=True)
 
 
 def fp4(table: Table, module: str, group: int) -> PackedTensor:
@@ -52,7 +58,12 @@ def fp4(table: Table, module: str, group: int) -> PackedTensor:
     if f"{module}.weight_global_scale" in table.stored:
         parts["all"] = f"{module}.weight_global_scale"
         table.expect(parts["all"], (1,), ())
-    return PackedTensor((outputs, half * 2), torch.bfloat16, parts, partial(_unpack_fp4, group=group))
+    is_mxfp4 = group == GROUP_SIZE and "all" not in parts and half * 2 % group == 0
+    is_mxfp4 = is_mxfp4 and table.stored[parts["scale"]].dtype in _E8M0
+    codes = _mxfp4_codes if is_mxfp4 else None
+    return PackedTensor(
+        (outputs, half * 2), torch.bfloat16, parts, partial(_unpack_fp4, group=group), codes, codes=True
+    )
 
 
 def nf4(
@@ -90,6 +101,16 @@ def _fp4_pairs(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     table = torch.tensor(_FP4_VALUES, dtype=dtype)
     pairs = torch.stack((values & 0xF, values >> 4), dim=-1).flatten(-2)
     return table[pairs.int()]
+
+
+def _mxfp4_codes(parts: Parts) -> CodedWeights | None:
+    """`values` [out, ...] of in / 2 bytes, the lower half of each first, and `scale` [out, in / 32], as they are."""
+    values = parts["values"].reshape(len(parts["values"]), -1)
+    pairs = torch.empty(len(values), values.shape[1] // 16, 16, dtype=torch.uint8)
+    for at in range(0, len(values), _CHUNK_ROWS):
+        some = values[at : at + _CHUNK_ROWS]
+        pairs[at : at + _CHUNK_ROWS] = pairs_of(torch.stack((some & 0xF, some >> 4), dim=-1).flatten(1))
+    return coded_weights(CodeFormat.MXFP4, pairs, parts["scale"].view(torch.uint8))
 
 
 def _unpack_mxfp4_experts(parts: Parts) -> torch.Tensor:

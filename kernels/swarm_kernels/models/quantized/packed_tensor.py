@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from swarm.errors import CorruptModel
-from swarm_kernels.ops.base.int4_linear import FourBitWeights
+from swarm_kernels.device.device import CODES4, INT4
+from swarm_kernels.ops.base.codebook_linear import StoredFourBits
 
 Parts = Mapping[str, torch.Tensor]
 """Role ("weight", "scale", ...) -> the stored tensor."""
@@ -33,14 +34,24 @@ class PackedTensor:
     """`parts`: role -> stored name. `dtype`: of what `unpack` returns, `[*shape]`.
 
     `four_bits`: the same weights for our 4-bit kernels, of formats that have such groups; None where these parts do
-    not fit.
+    not fit. `codes`: whether they are codes of 4 bits. `stacked`: the first dimension of all parts counts a layer's
+    experts, and `four_bits` takes those of one.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: Mapping[str, str]
     unpack: Callable[[Parts], torch.Tensor]
-    four_bits: Callable[[Parts], FourBitWeights | None] | None = None
+    four_bits: Callable[[Parts], StoredFourBits | None] | None = None
+    codes: bool = False
+    stacked: bool = False
+
+    @property
+    def native(self) -> torch.dtype:
+        """See `ModelSource.native`."""
+        if self.four_bits is None:
+            return torch.int8
+        return CODES4 if self.codes else INT4
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ validates the tensors and picks a backend by what it supports: `base.torch_refer
 (C++) or `triton.backend` (GPUs).
 
 On the CPU, in the fast path, the residual stream and all activations are fp32; only weights and KV blocks have the
-model's dtype.
+model's dtype, and hidden states are rounded to it after each layer.
 """
 
 from __future__ import annotations

@@ -8,20 +8,20 @@ on every backend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.ops.base.int8_linear import ACTIVATION_GROUP_SIZE, quantize_rows
-from swarm_kernels.ops.base.layer_weights import Linear, plain_linear
+from swarm_kernels.ops.base.matrix import CHUNK_WEIGHTS, Matrix
 
 GROUP_SIZE = 32
 """Inputs of an output that share a scale and a minimum."""
 
 _MAX_NUMBER = 15
 _FP16_MAX = 65504.0
-_CHUNK = 1 << 18  # weights quantized at a time, so that temporaries stay in the CPU caches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +34,37 @@ class FourBitWeights:
     numbers: torch.Tensor  # [N, groups * GROUP_SIZE] uint8, 0 to 15
     scale: torch.Tensor  # [N, groups] fp16
     minimum: torch.Tensor  # [N, groups] fp16
+
+    @property
+    def out_features(self) -> int:
+        return self.numbers.shape[0]
+
+    @property
+    def padded_inputs(self) -> int:
+        """K, in whole groups."""
+        return self.numbers.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    def to(self, device: torch.device) -> FourBitWeights:
+        return FourBitWeights(self.numbers.to(device), self.scale.to(device), self.minimum.to(device))
+
+    def rows(self, index: torch.Tensor | slice) -> FourBitWeights:
+        """Of these outputs."""
+        return FourBitWeights(self.numbers[index], self.scale[index], self.minimum[index])
+
+    @staticmethod
+    def stacked(parts: Sequence[FourBitWeights]) -> FourBitWeights:
+        """The outputs of all parts, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return FourBitWeights(
+            torch.cat([part.numbers for part in parts]),
+            torch.cat([part.scale for part in parts]),
+            torch.cat([part.minimum for part in parts]),
+        )
 
     def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """`[m]` ids of outputs -> their weights in fp32, `[m, groups * GROUP_SIZE]`."""
@@ -52,13 +83,13 @@ def four_bit_weights(numbers: torch.Tensor, scale: torch.Tensor, minimum: torch.
     return FourBitWeights(numbers.contiguous(), scales.contiguous(), minima.contiguous())
 
 
-def quantize_weight(weight: torch.Tensor) -> FourBitWeights:
+def quantize_weight(weight: Matrix) -> FourBitWeights:
     """`[N, K]` of any float dtype -> 4 bits. Raises KernelError for weights outside the fp16 range."""
     outputs, inputs = weight.shape
     padded = inputs + -inputs % GROUP_SIZE
     numbers = torch.empty(outputs, padded, dtype=torch.uint8, device=weight.device)
     scale, minimum = torch.empty(2, outputs, padded // GROUP_SIZE, dtype=torch.float16, device=weight.device).unbind()
-    step = max(1, _CHUNK // max(1, padded))
+    step = max(1, CHUNK_WEIGHTS // max(1, padded))
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         numbers[rows], scale[rows], minimum[rows] = _quantize(weight[rows].float())
@@ -91,7 +122,7 @@ class Int4Linear:
 
     @property
     def out_features(self) -> int:
-        return self.weights.numbers.shape[0]
+        return self.weights.out_features
 
     @property
     def nbytes(self) -> int:
@@ -113,17 +144,6 @@ class Int4Linear:
         return self.weights.embedding_rows(ids)[:, : self.in_features]
 
 
-def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int4Linear:
+def quantize_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Int4Linear:
     """Prepare `[N, K]` weights of any float dtype. Raises KernelError for weights outside the fp16 range."""
     return Int4Linear(quantize_weight(weight), None if bias is None else bias.float(), weight.shape[1])
-
-
-def rounded_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """The layer with dequantized 4-bit weights and float activations: the exact result `Int4Linear` approximates."""
-    return dequantized_linear(quantize_weight(weight), bias, weight.shape[1])
-
-
-def dequantized_linear(weights: FourBitWeights, bias: torch.Tensor | None, in_features: int) -> Linear:
-    """As `rounded_linear`, of weights that are in 4 bits already."""
-    dequantized = weights.embedding_rows(torch.arange(len(weights.numbers), device=weights.numbers.device))
-    return plain_linear(dequantized[:, :in_features], bias)

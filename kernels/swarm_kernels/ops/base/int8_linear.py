@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from swarm.errors import KernelError
+from swarm_kernels.ops.base.matrix import CHUNK_WEIGHTS, Matrix
 
 ACTIVATION_GROUP_SIZE = 64
 """Inputs of a row that share a scale."""
@@ -20,21 +21,17 @@ ACTIVATION_GROUP_SIZE = 64
 MAX_INPUTS = 1 << 17
 """The int32 sum of products of a longer row could overflow."""
 
-_CHUNK = 1 << 18  # weights quantized at a time, so that temporaries stay in the CPU caches
 _LARGEST = 127.0
 _TINY = 1e-30  # a group with a smaller maximum is quantized to zeros
 
 
-def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
     """`[N, K]` of any float dtype -> int8 `[N, K]` and fp32 scales `[N]`."""
-    if weight.shape[1] > MAX_INPUTS:
-        raise KernelError(
-            f"a linear layer of {weight.shape[1]} inputs cannot be quantized to 8 bits: {MAX_INPUTS} at most"
-        )
     outputs, inputs = weight.shape
+    check_inputs(inputs)
     numbers = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
     scale = torch.empty(outputs, dtype=torch.float32, device=weight.device)
-    step = max(1, _CHUNK // max(1, inputs))
+    step = max(1, CHUNK_WEIGHTS // max(1, inputs))
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         wide = weight[rows].float()
@@ -42,6 +39,12 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scaled = wide.div(scale[rows].clamp_min(_TINY)[:, None]).round_().clamp_(-_LARGEST, _LARGEST)
         numbers[rows] = scaled.to(torch.int8)
     return numbers, scale
+
+
+def check_inputs(inputs: int) -> None:
+    """Raises KernelError."""
+    if inputs > MAX_INPUTS:
+        raise KernelError(f"a linear layer of {inputs} inputs cannot be quantized to 8 bits: {MAX_INPUTS} at most")
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,6 +89,6 @@ class Int8Linear:
         return self.numbers.index_select(0, ids).float() * self.scale.index_select(0, ids)[:, None]
 
 
-def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+def quantize_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Int8Linear:
     """Prepare `[N, K]` weights of any float dtype. Raises KernelError for more inputs than `MAX_INPUTS`."""
     return Int8Linear(*quantize_weight(weight), None if bias is None else bias.float())

@@ -162,6 +162,9 @@ class LayerWeights:
 
     `hidden += residual_scale * post_norm(part(norm(hidden)))`. All norms are RMS norms with weights `[hidden]`, and
     any may be missing: Llama has only those before the parts, OLMo 2 only those after them, Gemma 2 both.
+
+    Where hidden states travel in a narrower format than they are added in, `rounding` is that format (to nearest, ties
+    to even, as for the wire): then it does not matter after which layers they travel.
     """
 
     attention: Attention
@@ -172,6 +175,7 @@ class LayerWeights:
     attn_post_norm: torch.Tensor | None = None
     mlp_post_norm: torch.Tensor | None = None
     residual_scale: float = 1.0
+    rounding: torch.dtype | None = None  # of hidden states after the layer; None: they keep their own number format
 
     @property
     def width(self) -> int:

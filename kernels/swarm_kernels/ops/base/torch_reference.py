@@ -122,7 +122,8 @@ def decoder_layer(
     hidden = _add(hidden, mixed, w.attn_post_norm, w)
     normed = _normed(hidden, w.mlp_norm, w.eps)
     inner = _mixture(normed, w.mlp) if isinstance(w.mlp, Mixture) else _gated_mlp(normed, w.mlp)
-    return _add(hidden, inner, w.mlp_post_norm, w)
+    hidden = _add(hidden, inner, w.mlp_post_norm, w)
+    return hidden if w.rounding is None else hidden.to(w.rounding).to(hidden.dtype)
 
 
 def _gated_mlp(x: torch.Tensor, mlp: GatedMlp) -> torch.Tensor:

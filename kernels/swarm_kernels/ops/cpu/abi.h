@@ -19,11 +19,20 @@ enum SwarmStatus : int32_t {
   SWARM_BAD_EXPERT = 17,
 };
 
-enum SwarmFormat : int32_t { SWARM_FP32 = 0, SWARM_BF16 = 1, SWARM_INT8 = 2, SWARM_INT4 = 3 };
+enum SwarmFormat : int32_t {
+  SWARM_FP32 = 0,
+  SWARM_BF16 = 1,
+  SWARM_INT8 = 2,
+  SWARM_INT4 = 3,
+  SWARM_MXFP4 = 4,
+  SWARM_IQ4_NL = 5,
+  SWARM_IQ4_XS = 6,
+};
 
 // Weights packed in blocks of 16 outputs, zero-padded: fp32 [out/16][in][16]; bf16 [out/16][in/2][16][2], `in` even;
 // int8 [out/16][in/4][16][4], `in` rounded up to a multiple of 4, each plus 128; int4 [out/16][in/32] of int4.h's
-// Int4Block, `in` rounded up to a multiple of 32.
+// Int4Block, `in` rounded up to a multiple of 32; the others [out/16] of codebook.h's Codes::block_bytes(in), `in` a
+// multiple of 32, of 256 for IQ4_XS.
 struct SwarmLinear {
   const void* weight;
   const float* scale;  // int8: scale of each output, [out rounded up to 16]
@@ -60,7 +69,7 @@ struct SwarmLayer {
   int32_t rope;           // rotary table, -1: none
   SwarmActivation activation;
   float eps, residual_scale;
-  int32_t unused;
+  int32_t rounds_to_bf16;  // hidden states, after the layer
 };
 
 // experts.Gating: what an expert does between its two linear layers. g and u are the halves of the first one's outputs,

@@ -25,10 +25,14 @@ namespace {
 using swarm::Engine;
 
 #if defined(SWARM_X86)
-// Not every compiler's __builtin_cpu_supports has it.
+// Not every compiler's __builtin_cpu_supports has these.
 bool dots_bf16() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+}
+bool widens_fp16() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
 }
 #endif
 
@@ -37,7 +41,7 @@ const swarm::KernelTable* find(const char* name) {
   if (name && !*name) name = nullptr;
 #if defined(SWARM_X86)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && widens_fp16();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");

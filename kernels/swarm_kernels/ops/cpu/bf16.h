@@ -24,13 +24,12 @@ inline void round_inputs(const float* x, int64_t width, float* to) {
   const auto put = [&](const void* value, int64_t size) { std::memcpy(at, value, size), at += size; };
   int64_t k = 0;
   for (; k + LANES <= width; k += LANES) {
-    const U nearest = nearest_bf16(load(x + k));
     if constexpr (BF16_INPUTS == 2) {
       uint16_t halves[LANES];
-      store_halves(halves, nearest);
+      store_halves(halves, nearest_bf16(load(x + k)));
       put(halves, sizeof halves);
     } else {
-      const U whole = nearest & 0xffff0000u;
+      const V whole = rounded_to_bf16(load(x + k));
       put(&whole, sizeof whole);
     }
   }
@@ -92,6 +91,50 @@ void micro_kernel(const Bf16Input* x, int64_t tile_rows, int64_t in, const uint1
   for (int r = 0; r < ROWS; r++)
     SWARM_UNROLL
     for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
+}
+
+// Several tiles of rows share the widening: a stretch of a block's weights is widened into the first-level cache, and
+// sums wait in memory between stretches. With AVX-512 twelve rows at a time make that needless.
+constexpr bool WIDENS_FOR_TILES = BF16_INPUTS == 1 && LANES < 16;
+constexpr int64_t WIDE_INPUTS = 256, WIDE_TILES = 8;
+
+// [in / 2][16][2] -> [in][16] in fp32, of each pair the second first. `in`: even.
+inline void widen_block(const uint16_t* w, int64_t in, float* to) {
+  for (int64_t k = 0; k < in; k += 2, w += 2 * BLOCK, to += 2 * BLOCK) {
+    __builtin_prefetch(w + PREFETCH_BYTES / 2);
+    SWARM_UNROLL
+    for (int j = 0; j < VECS; j++) {
+      const U pairs = load_words(w + j * 2 * LANES);
+      store(to + j * LANES, high_half(pairs)), store(to + BLOCK + j * LANES, low_half(pairs));
+    }
+  }
+}
+
+// [ROWS] of a tile x a stretch of a widened block, added to c [ROWS][16]. `in`: even.
+template <int ROWS>
+void add_wide(const float* x, int64_t tile_rows, int64_t in, const float* wide, float* c) {
+  V acc[ROWS][VECS];
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < VECS; j++) acc[r][j] = load(c + (r * VECS + j) * LANES);
+  const auto add = [&](const float* inputs, const float* weights) __attribute__((always_inline)) {
+    V w[VECS];
+    SWARM_UNROLL
+    for (int j = 0; j < VECS; j++) w[j] = load(weights + j * LANES);
+    SWARM_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      SWARM_UNROLL
+      for (int j = 0; j < VECS; j++) acc[r][j] += inputs[r] * w[j];
+  };
+  for (int64_t k = 0; k < in; k += 2, x += 2 * tile_rows, wide += 2 * BLOCK) {
+    add(x + tile_rows, wide);
+    add(x, wide + BLOCK);
+  }
+  SWARM_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    SWARM_UNROLL
+    for (int j = 0; j < VECS; j++) store(c + (r * VECS + j) * LANES, acc[r][j]);
 }
 
 }  // namespace SWARM_ISA

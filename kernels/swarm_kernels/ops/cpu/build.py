@@ -26,14 +26,14 @@ FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # NaN and infinity keep their meaning
 )
 _AVX512 = (
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
     *("-mtune=skylake-avx512", "-mprefer-vector-width=512"),  # GCC's generic tuning costs a sixth of the speed
 )
 _X86_VARIANTS = {
     "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     "avx512vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "generic": (),
 }
 _COMPILERS = ("g++", "clang++", "c++")

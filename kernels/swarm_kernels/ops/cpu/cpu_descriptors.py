@@ -17,8 +17,9 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, Mixture
 from swarm_kernels.ops.cpu import binding, cpu_library
+from swarm_kernels.ops.cpu.code_blocks import BLOCK
 from swarm_kernels.ops.cpu.cpu_experts import describe_mixture, supports_mixture
-from swarm_kernels.ops.cpu.cpu_linear import BLOCK, PackedLinear, linear_desc
+from swarm_kernels.ops.cpu.cpu_linear import PackedLinear, linear_desc
 
 MAX_HEAD_DIM = 1024
 _CACHE_DTYPES = (torch.bfloat16, torch.float32)
@@ -64,8 +65,10 @@ def describe_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor, latent: int =
 
 
 def supports_layer(weights: LayerWeights, k_blocks: torch.Tensor) -> bool:
-    """Whether the linears are packed and the inner width of gated MLPs is a multiple of 16."""
-    if not supports_cache(k_blocks) or not _packed(weights.attention.qkv, weights.attention.o):
+    """Whether the linears are packed, the inner width of gated MLPs is a multiple of 16, and hidden states are rounded
+    to bf16 or not at all."""
+    attention, rounds = weights.attention, weights.rounding in (None, torch.bfloat16)
+    if not (rounds and supports_cache(k_blocks) and _packed(attention.qkv, attention.o)):
         return False
     if isinstance(weights.mlp, Mixture):
         return supports_mixture(weights.mlp)
@@ -165,6 +168,7 @@ def _describe_layer(weights: LayerWeights, vectors: list[torch.Tensor]) -> bindi
         0 if plain is None else plain.activation,
         weights.eps,
         weights.residual_scale,
+        weights.rounding is not None,
     )
 
 

@@ -12,7 +12,8 @@ from swarm.errors import KernelError
 from swarm_kernels.ops.base.experts import Gating, check_routing
 from swarm_kernels.ops.base.layer_weights import Mixture
 from swarm_kernels.ops.cpu import binding, cpu_library
-from swarm_kernels.ops.cpu.cpu_linear import BLOCK, PackedLinear, linear_desc
+from swarm_kernels.ops.cpu.code_blocks import BLOCK
+from swarm_kernels.ops.cpu.cpu_linear import PackedLinear, linear_desc
 
 
 @dataclass(frozen=True, slots=True, eq=False)

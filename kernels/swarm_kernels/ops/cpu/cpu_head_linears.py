@@ -8,7 +8,8 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.ops.cpu import cpu_library, cpu_linear
-from swarm_kernels.ops.cpu.cpu_linear import BLOCK, PackedLinear
+from swarm_kernels.ops.cpu.code_blocks import BLOCK
+from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True, eq=False)

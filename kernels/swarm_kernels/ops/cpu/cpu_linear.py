@@ -1,4 +1,7 @@
-"""Linear layers with their weights packed for the compiled CPU kernels."""
+"""Linear layers with their weights packed for the compiled CPU kernels.
+
+Weights are read, quantized and packed some rows at a time: beside the packed ones, memory holds a few megabytes.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import torch.nn.functional as F
 
 from swarm.errors import KernelError
 from swarm_kernels.ops.base import int4_linear, int8_linear
+from swarm_kernels.ops.base.codebook_linear import CodedWeights, CodeFormat
 from swarm_kernels.ops.base.layer_weights import Linear
+from swarm_kernels.ops.base.matrix import Matrix, row_chunks
 from swarm_kernels.ops.cpu import binding, cpu_library
-
-BLOCK = 16
-"""Outputs per packed weight block."""
+from swarm_kernels.ops.cpu.code_blocks import BLOCK, fill_blocks, rows_of_blocks, shape_of_blocks
 
 _INPUTS_PER_WORD = {binding.FP32: 1, binding.BF16: 2, binding.INT8: 4}
 """Consecutive inputs of one output stored next to each other."""
@@ -21,15 +24,25 @@ _INPUTS_PER_WORD = {binding.FP32: 1, binding.BF16: 2, binding.INT8: 4}
 _ZERO_POINT = 128
 """Added to int8 weights, because the dot-product instructions take them unsigned."""
 
+_INT4_BLOCK = 320
+"""Bytes of int4.h's Int4Block."""
+
+_CODES = {
+    CodeFormat.MXFP4: binding.MXFP4,
+    CodeFormat.IQ4_NL: binding.IQ4_NL,
+    CodeFormat.IQ4_XS: binding.IQ4_XS,
+}
+_CODE_FORMATS = {number: form for form, number in _CODES.items()}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """Weights in blocks of 16 outputs, the last padded: fp32 `[N/16, K, 16, 1]`, bf16 `[N/16, K/2, 16, 2]`, int8
-    `[N/16, K/4, 16, 4]`, int4 `[N/16, K/32, 320]` (see `_int4_blocks`).
+    `[N/16, K/4, 16, 4]`, int4 `[N/16, K/32, 320]` (see `_int4_blocks`), 4-bit codes `[N/16, bytes]` (`code_blocks`).
 
     fp32 and bf16: one chain of fp32 multiply-adds in ascending order of k (bf16, whose inputs are rounded to bf16 too:
-    of each pair the second first). int8 and int4: exact integer sums per group (see `int8_linear`, `int4_linear`).
-    Hence results are batch-invariant, bit for bit, on any number of threads.
+    of each pair the second first). int8, int4 and codes: exact integer sums per group (see `int8_linear`,
+    `int4_linear`, `codebook_linear`). Hence results are batch-invariant, bit for bit, on any number of threads.
     """
 
     packed: torch.Tensor
@@ -57,6 +70,10 @@ class PackedLinear:
     def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.desc.format == binding.INT4:
             return _int4_rows(self.packed, ids)[:, : self.in_features]
+        codes = _CODE_FORMATS.get(self.desc.format)
+        if codes is not None:
+            found = rows_of_blocks(self.packed, codes, self.in_features, ids)
+            return found.embedding_rows(torch.arange(len(ids)))
         weights = self.packed[ids // BLOCK, :, ids % BLOCK].flatten(1)[:, : self.in_features]
         if self.scale is None:
             return weights
@@ -71,30 +88,55 @@ def linear_desc(linear: Linear | None) -> binding.LinearDesc:
     return linear.desc
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+def pack_linear(weight: Matrix, bias: torch.Tensor | None) -> PackedLinear:
     """See `dispatch.pack_linear`; `weight` on the CPU, bf16 or fp32."""
-    if weight.shape[1] % 2:  # bf16 weights are read in pairs of inputs
-        weight = weight.float()
-    return _pack(weight, None, bias, binding.BF16 if weight.dtype == torch.bfloat16 else binding.FP32)
+    halves = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0  # bf16 weights are read in pairs of inputs
+    form, dtype = (binding.BF16, torch.bfloat16) if halves else (binding.FP32, torch.float32)
+    packed = _empty_blocks(weight.shape, dtype, form)
+    for rows, part in row_chunks(weight, BLOCK):
+        _fill_blocks(packed, rows, part.to(dtype))
+    return _describe(packed, None, _padded(bias), weight.shape, form)
 
 
-def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-    """See `ops.quantise_linear`; `weight` on the CPU."""
-    numbers, scale = int8_linear.quantize_weight(weight)
-    unsigned = (numbers.view(torch.uint8) ^ _ZERO_POINT).contiguous()  # int8 + 128
-    return _pack(unsigned, scale, bias, binding.INT8)
+def quantize_linear(weight: Matrix, bias: torch.Tensor | None) -> PackedLinear:
+    """See `dispatch.quantize_linear`; `weight` on the CPU."""
+    int8_linear.check_inputs(weight.shape[1])
+    packed, scale = _empty_blocks(weight.shape, torch.uint8, binding.INT8), torch.empty(weight.shape[0])
+    for rows, part in row_chunks(weight, BLOCK):
+        numbers, scale[rows] = int8_linear.quantize_weight(part)
+        _fill_blocks(packed, rows, numbers.view(torch.uint8) ^ _ZERO_POINT)  # int8 + 128
+    return _describe(packed, _padded(scale), _padded(bias), weight.shape, binding.INT8)
 
 
-def quantize_linear4(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-    """See `ops.quantise_linear`; `weight` on the CPU."""
-    return pack_four_bits(int4_linear.quantize_weight(weight), bias, weight.shape[1])
+def quantize_linear4(weight: Matrix, bias: torch.Tensor | None) -> PackedLinear:
+    """See `dispatch.quantize_linear`; `weight` on the CPU."""
+    packed = _empty_int4_blocks(weight.shape)
+    for rows, part in row_chunks(weight, BLOCK):
+        _fill_int4_blocks(packed, rows, int4_linear.quantize_weight(part))
+    return _describe(packed, None, _padded(bias), weight.shape, binding.INT4)
 
 
 def pack_four_bits(weights: int4_linear.FourBitWeights, bias: torch.Tensor | None, in_features: int) -> PackedLinear:
     """See `dispatch.pack_four_bits`; `weights` on the CPU."""
+    shape = torch.Size((weights.out_features, in_features))
+    packed = _empty_int4_blocks(shape)
+    for rows, _ in row_chunks(weights.numbers, BLOCK):
+        _fill_int4_blocks(packed, rows, weights.rows(rows))
+    return _describe(packed, None, _padded(bias), shape, binding.INT4)
+
+
+def pack_codes(weights: CodedWeights, bias: torch.Tensor | None) -> PackedLinear:
+    """See `dispatch.pack_four_bits`; `weights` on the CPU."""
+    packed = _empty_huge(shape_of_blocks(weights), torch.uint8).zero_()
+    fill_blocks(packed, weights)
+    shape = torch.Size((weights.out_features, weights.padded_inputs))
+    return _describe(packed, None, _padded(bias), shape, _CODES[weights.form])
+
+
+def _fill_int4_blocks(packed: torch.Tensor, rows: slice, weights: int4_linear.FourBitWeights) -> None:
+    """Outputs `rows`, a range of whole blocks but for the last one's end."""
     blocks = _int4_blocks(weights)
-    packed = _empty_huge(blocks.shape, torch.uint8).copy_(blocks)
-    return _describe(packed, None, _padded(bias), torch.Size((len(weights.numbers), in_features)), binding.INT4)
+    packed[rows.start // BLOCK :][: len(blocks)] = blocks
 
 
 def _int4_blocks(weights: int4_linear.FourBitWeights) -> torch.Tensor:
@@ -120,15 +162,22 @@ def _int4_rows(packed: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return (numbers * headers[..., :1].float() + headers[..., 1:].float()).flatten(1)
 
 
-def _pack(
-    weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, weight_format: int
-) -> PackedLinear:
-    """`weight [N, K]`, `scale` and `bias` `[N]`. Zero-padded; the padding inputs are zero too."""
+def _fill_blocks(packed: torch.Tensor, rows: slice, weight: torch.Tensor) -> None:
+    """Outputs `rows`, a range of whole blocks but for the last one's end. `weight [rows, K]`; padding is zero."""
+    _, words, _, per_word = packed.shape
+    padded = F.pad(weight, (0, words * per_word - weight.shape[1], 0, -weight.shape[0] % BLOCK))
+    source = padded.view(-1, BLOCK, words, per_word).permute(0, 2, 1, 3)
+    packed[rows.start // BLOCK :][: len(source)].copy_(source)
+
+
+def _empty_blocks(shape: torch.Size, dtype: torch.dtype, weight_format: int) -> torch.Tensor:
     per_word = _INPUTS_PER_WORD[weight_format]
-    padded = F.pad(weight, (0, -weight.shape[1] % per_word, 0, -weight.shape[0] % BLOCK))
-    source = padded.view(-1, BLOCK, padded.shape[1] // per_word, per_word).permute(0, 2, 1, 3)
-    packed = _empty_huge(source.shape, weight.dtype).copy_(source)
-    return _describe(packed, _padded(scale), _padded(bias), weight.shape, weight_format)
+    return _empty_huge(torch.Size((-(-shape[0] // BLOCK), -(-shape[1] // per_word), BLOCK, per_word)), dtype)
+
+
+def _empty_int4_blocks(shape: torch.Size) -> torch.Tensor:
+    groups = -(-shape[1] // int4_linear.GROUP_SIZE)
+    return _empty_huge(torch.Size((-(-shape[0] // BLOCK), groups, _INT4_BLOCK)), torch.uint8)
 
 
 def _empty_huge(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

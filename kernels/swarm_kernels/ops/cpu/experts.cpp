@@ -10,11 +10,6 @@ constexpr int64_t MAX_PAIRS = 2048;  // of a row and one of its experts, in one 
 constexpr int64_t MIN_BLOCKS = 2, MAX_BLOCKS = 64, ITEMS_A_THREAD = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t padded(SwarmFormat format, int64_t in) {
-  const int64_t unit = format == SWARM_INT4 ? 32 : format == SWARM_INT8 ? 4 : 1;
-  return ceil_div(in, unit) * unit;
-}
-bool quantized(SwarmFormat format) { return format == SWARM_INT4 || format == SWARM_INT8; }
 
 // The pairs of one expert, consecutive in the order of experts.
 struct Group {
@@ -71,7 +66,7 @@ class ExpertsPass {
       job.row_bytes = table_.row_bytes(w.format, w.in);
       const int64_t rows = ceil_div(group.count, job.tile_rows) * job.tile_rows;
       job.x = reinterpret_cast<char*>(scratch_.take(ceil_div(rows * job.row_bytes, sizeof(float))));
-      job.in = padded(w.format, w.in), job.out = w.out;
+      job.in = padded_inputs(w.format, w.in), job.out = w.out;
       job.weight = w.weight, job.scale = w.scale, job.bias = w.bias, job.format = w.format;
       job.epilogue = LinearJob::STORE;
       job.y = y + group.first * w.out, job.ldy = w.out;
@@ -87,12 +82,12 @@ class ExpertsPass {
     for (int64_t r = 0; r < tile.count; r++) {
       float* mine = buffer + r * in;
       const float* from = row(pair + r, mine);
-      if (quantized(job.format))
+      if (quantizes_inputs(job.format))
         table_.quantize(job.format, from, in, 1.0f, nullptr, job.tile_rows, r, to);
       else if (from != mine)
         std::copy(from, from + in, mine);
     }
-    if (!quantized(job.format))
+    if (!quantizes_inputs(job.format))
       table_.fill_tile(job.format == SWARM_BF16, buffer, in, tile.count, job.tile_rows, in, nullptr, nullptr,
                        reinterpret_cast<float*>(to));
   }

@@ -18,6 +18,8 @@ struct Int4Block {
 SWARM_INLINE V load_half(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
   H half;
   std::memcpy(&half, p, sizeof half);

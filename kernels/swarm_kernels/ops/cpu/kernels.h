@@ -11,11 +11,18 @@ constexpr int64_t CHUNK = 64;    // keys of one word of a tree mask
 constexpr int64_t STEP_WORDS = 2, STEP_KEYS = STEP_WORDS * CHUNK;  // one iteration of online softmax
 constexpr int64_t STEP_KV_BLOCKS = STEP_KEYS / KV_BLOCK;
 
+// Whether inputs are quantized to 8 bits for such weights, and what the inputs of a packed row are a multiple of.
+inline bool quantizes_inputs(SwarmFormat weights) { return weights != SWARM_FP32 && weights != SWARM_BF16; }
+inline int64_t padded_inputs(SwarmFormat weights, int64_t in) {
+  const int64_t unit = !quantizes_inputs(weights) ? 1 : weights == SWARM_INT8 ? 4 : 32;
+  return (in + unit - 1) / unit * unit;
+}
+
 // Activations are passed to a linear packed in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
 // k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile. For bf16
 // weights see bf16.h; for 8 and 4-bit weights `quantize` fills them.
 struct LinearJob {
-  enum Epilogue { STORE, ADD, GATE_UP };
+  enum Epilogue { STORE, ADD, ADD_BF16, GATE_UP };
   const char* x;
   int64_t row_bytes;  // of a row in x
   int64_t rows, tile_rows;
@@ -24,7 +31,7 @@ struct LinearJob {
   const float *scale, *bias;  // or null
   SwarmFormat format;
   int64_t out;  // of the weights; with GATE_UP the result has out / 2 columns
-  Epilogue epilogue;  // y = v; y += v; y = activation(gate) * up
+  Epilogue epilogue;  // y = v; y += v; y = bf16(y + v); y = activation(gate) * up
   SwarmActivation activation;  // with GATE_UP
   float* y;
   int64_t ldy;
@@ -71,7 +78,8 @@ struct KernelTable {
   void (*linear)(const LinearJob&, int64_t tile_begin, int64_t tile_end, int64_t block_begin, int64_t block_end);
   float (*inverse_rms)(const float* x, int64_t in, float eps);
   void (*scale_row)(const float* x, int64_t in, float scale, const float* norm, float* y);
-  void (*add_row)(const float* x, int64_t in, float scale, const float* norm, float* y);  // y += x * scale * norm
+  // y += x * scale * norm, rounded to bf16 if `bf16`
+  void (*add_row)(const float* x, int64_t in, float scale, const float* norm, bool bf16, float* y);
   void (*rope)(float* head, int64_t rot, const float* cos, const float* sin);
   void (*write_kv)(const float* k, const float* v, int64_t dim, int64_t value_dim, int64_t offset, bool bf16,
                    void* k_block, void* v_block);

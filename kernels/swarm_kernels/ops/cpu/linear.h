@@ -1,9 +1,11 @@
-// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, int8.h and int4.h. In fp32 a
-// result is one chain of fused multiply-adds over k in ascending order, whatever its tile: results are batch-invariant.
+// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, int8.h, int4.h and codebook.h. In
+// fp32 a result is one chain of fused multiply-adds over k in ascending order, whatever its tile: results are
+// batch-invariant.
 #pragma once
 #include <type_traits>
 
 #include "bf16.h"
+#include "codebook.h"
 #include "int4.h"
 #include "int8.h"
 #include "kernels.h"
@@ -17,7 +19,7 @@ namespace SWARM_ISA {
 #if defined(__AVX512F__)
 constexpr int ROW_TILE = 12, PAIR_ROWS = 12, BF16_ROW_TILE = 12;
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int ROW_TILE = 6, PAIR_ROWS = 3, BF16_ROW_TILE = 5;  // bf16: with 6, GCC runs out of registers
+constexpr int ROW_TILE = 6, PAIR_ROWS = 3, BF16_ROW_TILE = 6;
 #else
 constexpr int ROW_TILE = 3, PAIR_ROWS = 1, BF16_ROW_TILE = 3;
 #endif
@@ -83,7 +85,8 @@ inline void finish(const swarm::LinearJob& job, int64_t row, int64_t rows, int64
       V value = load(c + r * ld + j);
       if (job.scale) value = rounded(value * load(job.scale + column + j));
       if (job.bias) value += load(job.bias + column + j);
-      store(y + j, job.epilogue == swarm::LinearJob::ADD ? load(y + j) + value : value);
+      if (job.epilogue != swarm::LinearJob::STORE) value = load(y + j) + value;
+      store(y + j, job.epilogue == swarm::LinearJob::ADD_BF16 ? rounded_to_bf16(value) : value);
     }
     if (columns < BLOCK) std::memcpy(to, edge, sizeof(float) * columns);
   }
@@ -134,16 +137,30 @@ struct Rows {
         x(reinterpret_cast<const Input<W>*>(job.x + first * job.row_bytes)) {}
 };
 
+// Weights of 4 bits have two sums for each result: whole numbers and fp32.
+template <typename W>
+constexpr bool HAS_TWO_SUMS = std::is_same_v<Input<W>, char> && !std::is_same_v<W, uint8_t>;
+
+// Of a weight block, in elements.
+template <typename W>
+int64_t block_size(int64_t in) {
+  if constexpr (std::is_same_v<W, Int4Block>)
+    return in / WEIGHT_GROUP;
+  else if constexpr (HAS_TWO_SUMS<W>)
+    return W::block_bytes(in);
+  else
+    return in * BLOCK;
+}
+
 // The blocks of an item are taken in pairs, half the item apart: two streams, each of which goes on where it is.
 template <typename W>
 void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   const W* weight = static_cast<const W*>(job.weight);
-  const int64_t size = std::is_same_v<W, Int4Block> ? job.in / WEIGHT_GROUP : job.in * BLOCK;  // of a block
+  const int64_t size = block_size<W>(job.in);
   const bool gated = job.epilogue == swarm::LinearJob::GATE_UP;
   const int64_t apart = gated ? job.out / 2 / BLOCK : (end - begin) / 2;
   const int64_t middle = gated ? end : begin + apart;
-  // Weights of 4 bits have two sums for each result: whole numbers and fp32.
-  constexpr int PAIRED = std::is_same_v<W, Int4Block> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
+  constexpr int PAIRED = HAS_TWO_SUMS<W> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
   float c[2 * ROW_TILE * BLOCK];
   for (int64_t b = begin; b < middle; b++)
     for (int64_t t = tile_begin; t < tile_end; t++) {
@@ -174,6 +191,46 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
     }
 }
 
+template <int ROWS>
+SWARM_INLINE void add_wide_rows(int64_t rows, const float* x, int64_t tile_rows, int64_t in, const float* w, float* c) {
+  if constexpr (ROWS > 1) {
+    if (rows < ROWS) return add_wide_rows<ROWS - 1>(rows, x, tile_rows, in, w, c);
+  }
+  add_wide<ROWS>(x, tile_rows, in, w, c);
+}
+
+// linear_of<uint16_t> for whole tiles, see bf16.h.
+inline void linear_widened(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin,
+                           int64_t end) {
+  const uint16_t* weight = static_cast<const uint16_t*>(job.weight);
+  const bool gated = job.epilogue == swarm::LinearJob::GATE_UP;
+  const int64_t apart = job.out / 2 / BLOCK, parts = gated ? 2 : 1;
+  alignas(64) float wide[WIDE_INPUTS * BLOCK], c[2][WIDE_TILES][BF16_ROW_TILE * BLOCK];
+  for (; tile_begin < tile_end; tile_begin += WIDE_TILES) {
+    const int64_t tiles = tile_end - tile_begin < WIDE_TILES ? tile_end - tile_begin : WIDE_TILES;
+    for (int64_t b = begin; b < end; b++) {
+      std::memset(c, 0, sizeof c);
+      for (int64_t part = 0; part < parts; part++)
+        for (int64_t k = 0; k < job.in; k += WIDE_INPUTS) {
+          const int64_t in = job.in - k < WIDE_INPUTS ? job.in - k : WIDE_INPUTS;
+          widen_block(weight + ((b + part * apart) * job.in + k) * BLOCK, in, wide);
+          for (int64_t t = 0; t < tiles; t++) {
+            const Rows<uint16_t> rows(job, tile_begin + t);
+            const float* x = reinterpret_cast<const float*>(rows.x) + k * job.tile_rows;
+            add_wide_rows<BF16_ROW_TILE>(rows.count, x, job.tile_rows, in, wide, c[part][t]);
+          }
+        }
+      for (int64_t t = 0; t < tiles; t++) {
+        const Rows<uint16_t> rows(job, tile_begin + t);
+        if (gated)
+          finish_gated(job, rows.first, rows.count, b, b + apart, c[0][t], c[1][t], BLOCK);
+        else
+          finish(job, rows.first, rows.count, b, c[0][t], BLOCK);
+      }
+    }
+  }
+}
+
 inline void quantize(SwarmFormat weights, const float* x, int64_t in, float scale, const float* norm, int64_t tile_rows,
                      int64_t row, char* tile) {
   if (weights == SWARM_INT4)
@@ -183,19 +240,24 @@ inline void quantize(SwarmFormat weights, const float* x, int64_t in, float scal
 }
 inline int64_t row_bytes(SwarmFormat weights, int64_t in) {
   switch (weights) {
-    case SWARM_INT4: return (in + GROUP - 1) / GROUP * Tile4::GROUP_ROW_BYTES;
-    case SWARM_INT8: return (in + GROUP - 1) / GROUP * Tile8::GROUP_ROW_BYTES;
-    case SWARM_BF16: return in / BF16_INPUTS * (int64_t)sizeof(Bf16Input);
     case SWARM_FP32: return in * (int64_t)sizeof(float);
+    case SWARM_BF16: return in / BF16_INPUTS * (int64_t)sizeof(Bf16Input);
+    case SWARM_INT4: return (in + GROUP - 1) / GROUP * Tile4::GROUP_ROW_BYTES;
+    default: return (in + GROUP - 1) / GROUP * Tile8::GROUP_ROW_BYTES;
   }
-  return 0;
 }
 
 inline void linear(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end, int64_t begin, int64_t end) {
   switch (job.format) {
+    case SWARM_MXFP4: return linear_of<Mxfp4Codes>(job, tile_begin, tile_end, begin, end);
+    case SWARM_IQ4_NL: return linear_of<Iq4NlCodes>(job, tile_begin, tile_end, begin, end);
+    case SWARM_IQ4_XS: return linear_of<Iq4XsCodes>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT4: return linear_of<Int4Block>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT8: return linear_of<uint8_t>(job, tile_begin, tile_end, begin, end);
-    case SWARM_BF16: return linear_of<uint16_t>(job, tile_begin, tile_end, begin, end);
+    case SWARM_BF16:
+      if (WIDENS_FOR_TILES && job.rows >= BF16_ROW_TILE)
+        return linear_widened(job, tile_begin, tile_end, begin, end);
+      return linear_of<uint16_t>(job, tile_begin, tile_end, begin, end);
     case SWARM_FP32: return linear_of<float>(job, tile_begin, tile_end, begin, end);
   }
 }

@@ -23,7 +23,7 @@ void Engine::mixture(const SwarmLayer& layer, int64_t rows, float* hidden) {
   float* part = scratch_.take(rows * width);
   experts(all.experts, x, index.data(), scores, rows, chosen, part);
   if (all.shared_down.weight) add_shared(all, x, rows, part);
-  add_rows(layer, part, rows, width, layer.mlp_post_norm, hidden);
+  add_rows(layer, part, rows, width, layer.mlp_post_norm, layer.rounds_to_bf16, hidden);
 }
 
 void Engine::route(const SwarmMixture& all, const float* x, int64_t rows, int64_t* index, float* scores) {
@@ -55,7 +55,7 @@ void Engine::add_shared(const SwarmMixture& all, const float* x, int64_t rows, f
     float work[3], gate;
     int64_t sole;
     table_->route_row(sigmoid, nullptr, 1, gates + row, work, &sole, &gate);
-    table_->add_row(shared + row * width, width, gate, nullptr, part + row * width);
+    table_->add_row(shared + row * width, width, gate, nullptr, false, part + row * width);
   });
 }
 

@@ -24,12 +24,22 @@ inline void scale_row(const float* x, int64_t in, float scale, const float* norm
   for (int64_t k = 0; k < in; k++) y[k] = x[k] * scale * norm[k];
 }
 
+inline void round_row(float* x, int64_t in) {
+  int64_t k = 0;
+  for (; k + LANES <= in; k += LANES) store(x + k, rounded_to_bf16(load(x + k)));
+  for (; k < in; k++) {
+    const uint32_t bits = (uint32_t)to_bf16(x[k]) << 16;
+    std::memcpy(x + k, &bits, sizeof bits);
+  }
+}
+
 // `norm` may be null.
-inline void add_row(const float* x, int64_t in, float scale, const float* norm, float* y) {
+inline void add_row(const float* x, int64_t in, float scale, const float* norm, bool bf16, float* y) {
   if (norm)
     for (int64_t k = 0; k < in; k++) y[k] += x[k] * scale * norm[k];
   else
     for (int64_t k = 0; k < in; k++) y[k] += x[k] * scale;
+  if (bf16) round_row(y, in);
 }
 
 inline void fill_tile(bool bf16, const float* x, int64_t ldx, int64_t rows, int64_t tile_rows, int64_t in,

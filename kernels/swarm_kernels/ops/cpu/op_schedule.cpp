@@ -97,12 +97,11 @@ void Engine::gemm(const SwarmLinear& weights, const float* x, int64_t rows, cons
   if (rows == 0) return;
   const int64_t tile_rows = ceil_div(rows, ceil_div(rows, table_->row_tile(weights.format)));
   LinearJob job;
-  const int64_t padding = weights.format == SWARM_INT4 ? 32 : weights.format == SWARM_INT8 ? 4 : 1;
-  const bool whole = padding > 1;  // inputs are quantized
-  job.x = whole ? quantized_tiles(weights, x, rows, tile_rows, norm)
-                : packed_tiles(weights, x, rows, tile_rows, norm);
+  job.x = quantizes_inputs(weights.format)
+              ? quantized_tiles(weights, x, rows, tile_rows, norm)
+              : packed_tiles(weights, x, rows, tile_rows, norm);
   job.row_bytes = table_->row_bytes(weights.format, weights.in);
-  job.rows = rows, job.tile_rows = tile_rows, job.in = ceil_div(weights.in, padding) * padding;
+  job.rows = rows, job.tile_rows = tile_rows, job.in = padded_inputs(weights.format, weights.in);
   job.weight = weights.weight, job.scale = weights.scale, job.bias = weights.bias, job.format = weights.format;
   job.out = weights.out, job.epilogue = epilogue, job.activation = activation, job.y = y, job.ldy = ldy;
 

@@ -90,15 +90,15 @@ class Engine {
     const float* weight;
     float eps;
   };
-  // The parts of a layer: each adds to hidden.
+  // The parts of a layer: each adds to hidden; `bf16`: rounds it then.
   void attention(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const RotaryTables& tables,
                  float* hidden);
   void mlp(const SwarmLayer& layer, int64_t rows, float* hidden);
   void mixture(const SwarmLayer& layer, int64_t rows, float* hidden);
   void add_part(const SwarmLayer& layer, const SwarmLinear& last, const float* x, int64_t rows, const float* post_norm,
-                float* hidden);
+                bool bf16, float* hidden);
   void add_rows(const SwarmLayer& layer, const float* part, int64_t rows, int64_t width, const float* post_norm,
-                float* hidden);
+                bool bf16, float* hidden);
   // x [rows, hidden] -> index and scores [rows, chosen].
   void route(const SwarmMixture& all, const float* x, int64_t rows, int64_t* index, float* scores);
   void add_shared(const SwarmMixture& all, const float* x, int64_t rows, float* part);

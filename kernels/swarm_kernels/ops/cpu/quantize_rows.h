@@ -25,6 +25,21 @@ SWARM_INLINE I round_even(V v) {
 #endif
 }
 
+// Of all lanes.
+template <int HALF = LANES / 2>
+SWARM_INLINE int32_t largest(I v) {
+  const I other = (I)rotate<HALF>((V)v);
+  v = other > v ? other : v;
+  if constexpr (HALF > 1) return largest<HALF / 2>(v);
+  return v[0];
+}
+template <int HALF = LANES / 2>
+SWARM_INLINE int32_t sum(I v) {
+  v += (I)rotate<HALF>((V)v);
+  if constexpr (HALF > 1) return sum<HALF / 2>(v);
+  return v[0];
+}
+
 // The largest magnitude of GROUP values; NaN if one is NaN, which as an integer is larger than any number.
 SWARM_INLINE float peak_of(const float* values) {
   I most = {};
@@ -32,8 +47,7 @@ SWARM_INLINE float peak_of(const float* values) {
     const I bits = (I)load(values + k) & 0x7fffffff;
     most = bits > most ? bits : most;
   }
-  int32_t top = 0;
-  for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+  const int32_t top = largest(most);
   float peak;
   std::memcpy(&peak, &top, sizeof peak);
   return peak;
@@ -77,8 +91,7 @@ struct Tile {
           std::memcpy(numbers + i, &narrow, sizeof narrow);
           total += rounded;
         }
-        sums[half] = 0;
-        for (int i = 0; i < LANES; i++) sums[half] += total[i];
+        sums[half] = sum(total);
       }
       const float step = peak > TINY || peak != peak ? peak / LARGEST : 0.0f;
       const int32_t zero_point = -128 * (sums[0] + sums[1]);

@@ -92,6 +92,7 @@ SWARM_INLINE U nearest_bf16(V v) {
   const U bits = (U)v;
   return v == v ? bits + 0x7fffu + (bits >> 16 & 1u) : bits | 0x400000u;
 }
+SWARM_INLINE V rounded_to_bf16(V v) { return (V)(nearest_bf16(v) & 0xffff0000u); }
 SWARM_INLINE void store_halves(uint16_t* p, U upper) {
   const H halves = __builtin_convertvector(upper >> 16, H);
   std::memcpy(p, &halves, sizeof halves);

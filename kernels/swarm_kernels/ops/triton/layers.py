@@ -42,7 +42,8 @@ def attention_shape(weights: LayerWeights) -> AttentionShape:
 def supports_stack(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
     """Whether the kernels support every layer with activations and KV blocks of `dtype`, all of one attention shape.
 
-    Chunks, sinks and mixtures of experts are not supported."""
+    Chunks, sinks and mixtures of experts are not supported, nor is a rounding of hidden states: every sum is rounded to
+    `dtype`."""
     alike = len({attention_shape(w) for w in layers}) <= 1  # one tiling serves all layers
     return alike and all(_supports_layer(w, dtype) for w in layers)
 
@@ -50,7 +51,7 @@ def supports_stack(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
 def _supports_layer(w: LayerWeights, dtype: torch.dtype) -> bool:
     a, shape = w.attention, attention_shape(w)
     widest = max(w.width, shape.heads * shape.head_dim if a.norm_is_whole else 0)
-    plain = a.chunk is None and a.sinks is None and isinstance(w.mlp, GatedMlp)
+    plain = a.chunk is None and a.sinks is None and isinstance(w.mlp, GatedMlp) and w.rounding in (None, dtype)
     return plain and supports(shape, dtype) and widest <= MAX_WIDTH
 
 

@@ -1,0 +1,49 @@
+"""Who sees what of a text along a chain, in a sentence for people: peers, and what an attack of ours made of it.
+
+Owns the sentence and the measured shares (docs/privacy.md, `swarm-privacy measure`). Promises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swarm.types import Chain
+from swarm_client.home.local_layers import foreign
+
+RECOVERED: Mapping[str, Mapping[int, float]] = {"smollm2-135m": {}}
+"""Model -> layers that a state has passed -> the share of tokens that the best of our attacks recovered from it."""
+
+
+def exposure(chain: Chain, model: str) -> str:
+    """Which peers of `chain` see token ids, which hidden states after how many layers, and what those gave away."""
+    others = foreign(chain.hops)
+    if not others:
+        return ""
+    names = [hop.peer[-6:] for hop in others]
+    if len(others) < len(chain.hops):
+        who = f"token ids stay here; {_list(names)} {_see(names)} hidden states after {others[0].start} layers or more"
+        return f"{who}, {_leaked(model, others[0].start)}"
+    ends, between = [*names[:1], *names[1:][-1:]], names[1:-1]
+    ids = f"{_list(ends)} {_see(ends)} token ids"
+    if not between:
+        return f"{ids}, which is all of the text (docs/privacy.md)"
+    states = f"{_list(between)} {_see(between)} hidden states, {_leaked(model, others[1].start)}"
+    return f"{ids}, which is all of the text; {states}"
+
+
+def _leaked(model: str, depth: int) -> str:
+    """What was recovered from states that have passed `depth` layers or more."""
+    known = RECOVERED.get(model, {})
+    from_depth = max((at for at in known if at <= depth), default=None)
+    if from_depth is None:
+        return "which give most of a text away (docs/privacy.md)"
+    share = max(share for at, share in known.items() if at >= from_depth)
+    return f"from which our own attack recovered {share:.0%} of the tokens (docs/privacy.md)"
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _see(names: list[str]) -> str:
+    return "see" if len(names) > 1 else "sees"

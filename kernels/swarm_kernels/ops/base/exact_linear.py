@@ -1,0 +1,97 @@
+"""Linear layers in plain torch with float activations, which those of 8 and 4 bits are checked against.
+
+Their weights are read, rounded and dequantized again by each call, some rows at a time: a layer takes no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from swarm_kernels.ops.base import int4_linear
+from swarm_kernels.ops.base.codebook_linear import StoredFourBits
+from swarm_kernels.ops.base.layer_weights import Linear
+from swarm_kernels.ops.base.matrix import Matrix, row_chunks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExactLinear:
+    """See `layer_weights.Linear`. Computes in fp32."""
+
+    weight: Matrix
+    bias: torch.Tensor | None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.bias is None else self.bias.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        out = torch.cat([F.linear(wide, part.float()) for _, part in row_chunks(self.weight)], 1)
+        return (out if self.bias is None else out + self.bias.float()).to(x.dtype)
+
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.weight[row : row + 1].float() for row in ids.tolist()])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rounded:
+    """A Matrix: another one, rounded to 4 bits."""
+
+    weight: Matrix
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def __getitem__(self, rows: slice, /) -> torch.Tensor:
+        return _dequantized(int4_linear.quantize_weight(self.weight[rows]), self.shape[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Dequantized:
+    """A Matrix: what 4 bits stand for."""
+
+    weights: StoredFourBits
+    in_features: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.weights.out_features, self.in_features))
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    def __getitem__(self, rows: slice, /) -> torch.Tensor:
+        return _dequantized(self.weights.rows(rows), self.in_features)
+
+
+def rounded_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
+    """The layer with dequantized 4-bit weights: the exact result that `int4_linear.Int4Linear` approximates."""
+    return ExactLinear(_Rounded(weight), bias)
+
+
+def dequantized_linear(weights: StoredFourBits, bias: torch.Tensor | None, in_features: int) -> Linear:
+    """As `rounded_linear`, of weights that are in 4 bits already."""
+    return ExactLinear(_Dequantized(weights, in_features), bias)
+
+
+def _dequantized(weights: StoredFourBits, in_features: int) -> torch.Tensor:
+    return weights.embedding_rows(torch.arange(weights.out_features, device=weights.device))[:, :in_features]
