@@ -20,7 +20,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from swarm_kernels.device.device import INT4, dtype_name, physical_cores
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base.experts import Experts, Gating
+from swarm_kernels.ops.base.experts import Gating
+from swarm_kernels.ops.base.layer_weights import Experts
 from swarm_kernels.runtime.hf_experts import gating_of
 from swarm_kernels.runtime.weight_reader import packs_of
 

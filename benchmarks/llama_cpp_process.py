@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count as count_from
 from pathlib import Path
 
 from kernel_timing import Timed
@@ -24,11 +26,23 @@ class LlamaCpp:
     logits: Callable[[], list[float]]
 
 
+def other_tokens(turn: int, rows: int, vocabulary: int) -> range:
+    """Of step `turn` with so many rows: others than those of the steps before, until the vocabulary is used up."""
+    first = turn * rows % (vocabulary - rows)
+    return range(first, first + rows)
+
+
 @contextmanager
 def llama_cpp(
-    model: Path, threads: int, context: int, rows: Sequence[int], environment: Mapping[str, str] | None = None
+    model: Path,
+    threads: int,
+    context: int,
+    rows: Sequence[int],
+    environment: Mapping[str, str] | None = None,
+    vocabulary: int = 0,
 ) -> Iterator[LlamaCpp | None]:
-    """`model` with `context` tokens, 1000 and up, in its cache.
+    """`model` with `context` tokens, 1000 and up, in its cache. `vocabulary`: if not 0, every step has other tokens of
+    the last of so many.
 
     `environment`: of a build of `llama_cpp_build`, otherwise what the Python of `LLAMA_PYTHON` imports. None if it is
     not installed or does not start.
@@ -52,7 +66,12 @@ def llama_cpp(
             requests.flush()
             return replies.readline()
 
-        steps: dict[int, Timed] = {count: lambda count=count: float(ask(count)) for count in rows}  # type: ignore[misc]
+        turns = count_from(0)
+
+        def step(count: int) -> float:
+            return float(ask(f"{count} {other_tokens(next(turns), count, vocabulary)[0]}" if vocabulary else count))
+
+        steps: dict[int, Timed] = {count: partial(step, count) for count in rows}
         started = replies.readline() == "ready\n"
         yield LlamaCpp(steps, lambda: [float(value) for value in ask("logits").split()]) if started else None
         requests.close()

@@ -1,8 +1,8 @@
 """Times llama.cpp for llama_cpp_process.py, in a Python that has its bindings (nothing of swarm is imported here).
 
 `llama_cpp_timing.py MODEL.gguf THREADS CONTEXT`: fills the context, prints "ready", then answers each line "ROWS"
-with the milliseconds a batch of that many tokens takes, all of them with logits; the batch is forgotten again. Tokens
-are 1000, 1001 and so on. "logits" is answered with the first logits of the next token.
+or "ROWS FIRST" with the milliseconds a batch of that many tokens takes, all of them with logits; the batch is forgotten
+again. Tokens are 1000, 1001 and so on, or begin at FIRST. "logits" is answered with the first logits of the next token.
 """
 
 import sys
@@ -24,11 +24,11 @@ def main() -> None:
     running = llama_cpp.llama_init_from_model(model, params)
     memory = llama_cpp.llama_get_memory(running)
 
-    def decode(start: int, rows: int) -> float:
+    def decode(start: int, rows: int, first: int) -> float:
         batch = llama_cpp.llama_batch_init(rows, 0, 1)
         batch.n_tokens = rows
         for i in range(rows):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i] = 1000 + start + i, start + i, 1
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = first + i, start + i, 1
             batch.seq_id[i][0], batch.logits[i] = 0, True
         begun = time.perf_counter()
         if llama_cpp.llama_decode(running, batch) != 0:
@@ -39,11 +39,12 @@ def main() -> None:
         return 1e3 * taken
 
     for start in range(0, context, 64):  # all rows have logits: little by little
-        decode(start, min(64, context - start))
+        decode(start, min(64, context - start), 1000 + start)
     print("ready", flush=True)
     for line in sys.stdin:
         wants_logits = line == "logits\n"
-        taken = decode(context, 1 if wants_logits else int(line))
+        rows, _, first = ("1" if wants_logits else line).partition(" ")
+        taken = decode(context, int(rows), int(first or 1000 + context))
         llama_cpp.llama_memory_seq_rm(memory, 0, context, -1)
         print(*llama_cpp.llama_get_logits(running)[:LOGITS] if wants_logits else (taken,), flush=True)
 

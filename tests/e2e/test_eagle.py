@@ -132,10 +132,8 @@ class Recorded(EagleDrafter):
         super().set_taps(rows)
 
 
-@pytest.mark.parametrize("victim", [None, 0, 1, 2])
-@pytest.mark.parametrize("strategy", ["sequential-like", "tree", "pipelined-tree"])
-def test_the_rows_that_come_are_those_of_the_text(victim: int | None, strategy: str, tmp_path: Path) -> None:
-    """Also across a crash: every position but the last has its row, and it is what transformers computes."""
+def rows_come(tmp_path: Path, decoding: str, victim: int | None = None, **settings: Any) -> None:
+    """Every position but the last has its rows, and they are what transformers computes; also across a crash."""
     made = model()
     truth = hf_greedy(made, PROMPT, TOKENS)
     folder = accurate_head(made, truth, tmp_path)
@@ -152,9 +150,8 @@ def test_the_rows_that_come_are_those_of_the_text(victim: int | None, strategy: 
 
         async with (
             memory_swarm(source, cut(LAYERS, 3, 6) * 2, LINK) as swarm,
-            swarm.client(prefill_chunk=8, make_drafter=make) as client,
+            swarm.client(prefill_chunk=8, make_drafter=make, **settings) as client,
         ):
-            decoding = "pipedec" if strategy == "sequential-like" else strategy
             stream = client.stream(PROMPT, max_new_tokens=TOKENS, decoding=decoding)
             seen: list[int] = []
             killed = victim is None
@@ -176,6 +173,17 @@ def test_the_rows_that_come_are_those_of_the_text(victim: int | None, strategy: 
         for part, tap in zip(row, (5, 6, 7), strict=True):
             found, expected = decode(part, 96, 8)[0], read[tap][position]
             assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("victim", [None, 0, 1, 2])
+@pytest.mark.parametrize("decoding", ["pipedec", "tree", "pipelined-tree"])
+def test_the_rows_that_come_are_those_of_the_text(victim: int | None, decoding: str, tmp_path: Path) -> None:
+    rows_come(tmp_path, decoding, victim)
+
+
+@pytest.mark.parametrize("local", ["0:0", "1:1", "0:2", "6:0", "2:3"])
+def test_hops_at_home_have_taps_as_others_do(local: str, tmp_path: Path) -> None:
+    rows_come(tmp_path, "tree", local_layers=local)
 
 
 def test_only_the_end_of_a_long_prompt_is_sent(tmp_path: Path) -> None:

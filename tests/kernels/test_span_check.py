@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Chain, ModelTensors, hf_logits
+from tiny_models import Chain, ModelTensors, hf_logits, on_transformers_layers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from zoo.compare import compare
 from zoo.families import FAMILIES
@@ -41,7 +41,7 @@ SERVED = [
 @pytest.mark.parametrize("name", SERVED)
 def test_layers_trees_and_logits_are_transformers(name: str) -> None:
     kind, changes = FAMILIES[name]
-    verdict = compare(tiny_config(kind, **changes), thorough=False)
+    verdict = compare(tiny_config(kind, **changes), thorough=False, general=True)
     assert verdict.word == "equal", (verdict.refused, verdict.wrong)
     assert not verdict.fast
 
@@ -50,7 +50,7 @@ def test_layers_trees_and_logits_are_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "deepseek_v32", "llama4"])
 def test_generations_survive_cuts_kills_and_transfers(name: str) -> None:
     kind, changes = FAMILIES[name]
-    verdict = compare(tiny_config(kind, **changes), thorough=True)
+    verdict = compare(tiny_config(kind, **changes), thorough=True, general=True)
     assert verdict.word == "equal", (verdict.refused, verdict.wrong)
 
 
@@ -196,7 +196,7 @@ def test_a_tree_longer_than_the_window(kind: str) -> None:
 
 
 def _source(kind: str, **changes: Any) -> ModelTensors:
-    return ModelTensors(random_model(tiny_config(kind, **changes)))
+    return on_transformers_layers(ModelTensors(random_model(tiny_config(kind, **changes))))
 
 
 def test_a_window_that_is_not_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

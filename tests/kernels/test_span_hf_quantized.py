@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Chain, ModelTensors, tiny_model
+from tiny_models import Chain, ModelTensors, on_transformers_layers, tiny_model
 from transformers.pytorch_utils import Conv1D
 from zoo.compare import all_cuts, text
 from zoo.families import FAMILIES
@@ -39,7 +39,7 @@ NEAR = 0.05
 def random_source(name: str) -> tuple[Any, ModelTensors]:
     kind, changes = FAMILIES[name]
     model = random_model(tiny_config(kind, **changes))
-    return model, ModelTensors(model)
+    return model, on_transformers_layers(ModelTensors(model))
 
 
 @BITS

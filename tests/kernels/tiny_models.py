@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,9 @@ def hf_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits
+
+
+def on_transformers_layers(source: ModelTensors) -> ModelTensors:
+    """Its spans run on transformers' layers, though the compiled ones cover its family: as mixtures do on a GPU."""
+    source.config = replace(source.config, decoder=None)
+    return source

@@ -128,11 +128,10 @@ def run(
             "max_new_tokens": max_new_tokens,
             "temperature": 0.0 if greedy else temperature,
             "grammar": _grammar(json_schema, regex),
-            "seed": seed,
             "stop": tuple(stop or split_list(env_value("stop"))),
         }
         options |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
-        options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
+        options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "seed": seed}
         if prompt is None:
             from swarm_client.cli.repl import interact  # the terminal's libraries are not needed for --prompt
 

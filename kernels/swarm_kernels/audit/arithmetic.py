@@ -19,8 +19,10 @@ from swarm_kernels.ops.cpu.cpu_descriptors import supports_attention, supports_m
 def arithmetic(config: ModelConfig, weights: torch.dtype, device: torch.device) -> str:
     """The compiled kernels (sources, compiler, flags), their instruction set, and torch with its own. `weights`: their
     format, one of `device.DTYPES`."""
-    compiled = supports_attention(config.head_dim, state_dtype(weights)) and supports_mlp(config.intermediate_size)
-    if device.type != "cpu" or not config.has_fast_path or not compiled or cpu_library.isa() == cpu_library.REFERENCE:
+    if device.type != "cpu" or not config.has_fast_path:
+        return ""
+    compiled = supports_attention(config.head_dim, state_dtype(weights)) and all(map(supports_mlp, config.inner_widths))
+    if not compiled or cpu_library.isa() == cpu_library.REFERENCE:
         return ""
     parts = build.library().name, cpu_library.isa(), torch.__version__, torch.backends.cpu.get_cpu_capability()
     return f"{parts[1]} {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

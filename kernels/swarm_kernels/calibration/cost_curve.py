@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,7 @@ from swarm_kernels.device.device import INT4, physical_cores
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape, StepRequest
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base.layer_weights import Mixture
 from swarm_kernels.ops.base.torch_reference import decoder_layer
 from swarm_kernels.runtime.llama_span import LlamaSpan, load_layer
 from swarm_kernels.runtime.span import Span
@@ -28,6 +30,7 @@ _PREFILL_CHUNK = 128
 _OTHER_ROWS = 251  # a prime: batches of any width begin at all of them
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 1e-1, INT4: 1e-1}
 """By dtype of the weights: largest relative L2 error, against fp32, of what a layer adds to the residual stream."""
+_REROUTED, _MOST_REROUTED = 2.0, 0.25  # of a row's norm, if its experts are others; of the rows: as in `hf_check`
 
 
 class StepTimer:
@@ -127,13 +130,63 @@ def choose_threads(span: Span, max_threads: int | None = None, budget_s: float =
 
 
 def verify_layer(span: Span, source: ModelSource) -> None:
-    """Compare the span's first layer with the plain reference in fp32, on a chunk and a tree. `LlamaSpan` only.
+    """Compare the span's first layer, and its first mixture of experts, with the plain reference in fp32, on a chunk
+    and a tree. `LlamaSpan` only.
 
     Raises ResourceError if this machine's kernels give other results, CorruptModel if the layer cannot be read.
     """
     if not isinstance(span, LlamaSpan):
         return
-    layer = span.layers.start
+    mixtures = [place for place, weights in enumerate(span.weights) if isinstance(weights.mlp, Mixture)]
+    for place in sorted({0, *mixtures[:1]}):
+        layer = span.layers.start + place
+        error = _error_of_mixture(span, source, layer) if place in mixtures else _error_of_layer(span, source, layer)
+        if not error <= _TOLERANCE[span.weight_dtype]:
+            raise ResourceError(
+                f"this machine computes layer {layer} with an error of {error:.2g}; "
+                f"it must not join ({dispatch.describe()})"
+            )
+
+
+def _error_of_layer(span: LlamaSpan, source: ModelSource, layer: int) -> float:
+    """Of what the layer adds to the residual stream, relative; the worst step."""
+    return max(
+        float(step.beyond_rounding(None) / (step.expected - step.hidden).norm()) for step in _steps(span, source, layer)
+    )
+
+
+def _error_of_mixture(span: LlamaSpan, source: ModelSource, layer: int) -> float:
+    """Likewise, of rows: that which three of four rows do not exceed, as rounding sends some to other experts, where
+    two are as good as equal; infinite for a row that is far off."""
+    errors = []
+    for step in _steps(span, source, layer):
+        norms = (step.expected - step.hidden).norm(dim=-1)
+        errors.append(step.beyond_rounding(-1) / torch.maximum(norms, norms.mean()))
+    rows = torch.cat(errors)
+    if not float(rows.max()) <= _REROUTED:
+        return float("inf")
+    return float(rows.quantile(1 - _MOST_REROUTED, interpolation="higher"))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """`[n, hidden]` fp32 each: into a layer, out of it, and out of the reference. `state`: what the output is rounded
+    to."""
+
+    hidden: torch.Tensor
+    output: torch.Tensor
+    expected: torch.Tensor
+    state: torch.dtype
+
+    def beyond_rounding(self, dim: int | None) -> torch.Tensor:
+        """How far the output is off, by rows for -1; that it is rounded is no error."""
+        rounding = (self.expected.to(self.state).float() - self.expected).norm(dim=dim)
+        beyond: torch.Tensor = (self.output - self.expected).norm(dim=dim).square() - rounding.square()
+        return beyond.clamp_min(0).sqrt()
+
+
+def _steps(span: LlamaSpan, source: ModelSource, layer: int) -> list[_Step]:
+    """A chunk and trees through the span's layer and the reference."""
     # int4 is compared with rounded weights: the rounding error depends on the model
     reference = load_layer(source, layer, exact_packs_of(span.weight_dtype))
     config = span.config
@@ -147,6 +200,7 @@ def verify_layer(span: Span, source: ModelSource) -> None:
     )
     for each in (cache, reference_cache):
         each.open(_SESSION, 48)
+    done = []
     for step in steps:
         hidden = torch.randn(step.rows, config.hidden_size, generator=generator).to(span.dtype)
         output = span.forward(hidden, cache.schedule([step]), cache, layer, layer + 1)
@@ -155,16 +209,5 @@ def verify_layer(span: Span, source: ModelSource) -> None:
         expected = decoder_layer(
             hidden.float(), reference, cos.cpu(), sin.cpu(), reference_cache.k[0], reference_cache.v[0], metadata
         )
-        error = _error(output.cpu().float(), expected, hidden.float(), span.dtype)
-        if not error <= _TOLERANCE[span.weight_dtype]:
-            raise ResourceError(
-                f"this machine computes layer {layer} with an error of {error:.2g}; "
-                f"it must not join ({dispatch.describe()})"
-            )
-
-
-def _error(output: torch.Tensor, expected: torch.Tensor, hidden: torch.Tensor, state: torch.dtype) -> float:
-    """Of a layer's output, as a part of what the layer adds to `hidden`; that it is rounded to `state` is none."""
-    rounding = (expected.to(state).float() - expected).norm()
-    beyond = ((output - expected).norm().square() - rounding.square()).clamp_min(0).sqrt()
-    return float(beyond / (expected - hidden).norm())
+        done.append(_Step(hidden.float(), output.cpu().float(), expected, span.dtype))
+    return done

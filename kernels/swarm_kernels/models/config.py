@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 FAST_PATH_ARCHITECTURES = frozenset({
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "olmo3", "phi3", "smollm3",
+    "glm4_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 })  # fmt: skip
 """`model_type`s that `LlamaSpan` runs; SmolLM and SmolLM2 are `llama`. All others run on transformers' layers."""
 
@@ -31,6 +33,30 @@ class LayerSpec:
 
     window: int | None = None  # keys at a smaller distance; None: all
     rope: int | None = 0  # 0: `ModelConfig.rope`, above: `DecoderSpec.other_ropes`; None: no rotation
+    mixture: bool = False  # its MLP is `DecoderSpec.mixture`
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSpec:
+    """The mixture of experts in some layers of a decoder. What the fields of routing do is in `ops.base.routing`, those
+    of gating in `ops.base.experts`."""
+
+    experts: int
+    chosen: int
+    width: int  # inside an expert
+    scores: str = "softmax"  # or sigmoid, softmax_of_chosen
+    normalized: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    used_groups: int = 1
+    correction: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    interleaved: bool = False  # experts are stored transposed, their gates and ups in turns (gpt-oss)
+    gating: tuple[float, float, float] = (1.0, math.inf, 0.0)  # alpha, limit, shift
+    shared_width: int = 0  # inside the shared expert; 0: there is none
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +71,8 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What a decoder of attention and gated MLPs computes, beside the sizes in `ModelConfig`. The defaults are
-    Llama's."""
+    """What a decoder of attention and gated MLPs, or mixtures of them, computes, beside the sizes in `ModelConfig`. The
+    defaults are Llama's."""
 
     layers: tuple[LayerSpec, ...]
     norms: NormNames = NormNames()
@@ -54,6 +80,8 @@ class DecoderSpec:
     whole_qk_norm: bool = False  # queries and keys are normed over all heads at once (OLMo 2)
     fused: bool = False  # one tensor holds queries, keys and values, one gates and ups (Phi-3)
     activation: str = "silu"  # or gelu_tanh, gelu
+    mixture: MixtureSpec | None = None
+    sinks: bool = False  # of attention (gpt-oss)
     other_ropes: tuple[RopeConfig, ...] = ()
     score_scale: float | None = None  # None: head_dim ** -0.5
     score_softcap: float | None = None
@@ -107,9 +135,23 @@ class ModelConfig:
         return -(-sum(sizes[:2]) // _ALIGNMENT) * _ALIGNMENT + sum(sizes[2:])
 
     @property
+    def inner_widths(self) -> tuple[int, ...]:
+        """Of the gated MLPs in its layers, shared experts among them. It has a fast path."""
+        assert self.decoder is not None
+        mixture = self.decoder.mixture
+        dense = any(not layer.mixture for layer in self.decoder.layers)
+        shared = mixture.shared_width if mixture is not None else 0
+        return (*((self.intermediate_size,) if dense else ()), *((shared,) if shared else ()))
+
+    @property
     def has_fast_path(self) -> bool:
         """Whether `LlamaSpan` covers this model exactly; else `HfSpan` runs it."""
         return self.decoder is not None
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether it has a fast path on which some layers have a mixture of experts."""
+        return self.decoder is not None and self.decoder.mixture is not None
 
     @property
     def is_llama_like(self) -> bool:

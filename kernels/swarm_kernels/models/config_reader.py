@@ -52,6 +52,38 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32, "max_window_layers": 28,
         "sliding_window": 4096, "head_dim": 128,
     },
+    "glm4_moe": {
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64,
+        "sliding_window": 128, "num_experts_per_tok": 4, "attention_bias": True, "rope_theta": 150000.0,
+    },
+    "granitemoe": {
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "num_experts_per_tok": 2,
+    },
+    "minimax_m2": {
+        "max_position_embeddings": 196608, "rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128,
+        "num_experts_per_tok": 8, "rope_theta": 5000000.0,
+    },
+    "mixtral": {
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts_per_tok": 2,
+        "rope_theta": 1000000.0,
+    },
+    "olmoe": {
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8,
+    },
+    "qwen2_moe": {
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 16, "max_window_layers": 28,
+        "sliding_window": 4096, "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "qkv_bias": True,
+    },
+    "qwen3_moe": {
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 4, "sliding_window": 4096,
+        "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
+    },
 }  # fmt: skip
 _MAX_SIZE = 1 << 24
 MAX_LAYERS = 1 << 12

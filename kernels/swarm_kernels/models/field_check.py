@@ -21,19 +21,34 @@ _GEMMA = frozenset({
     "hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
     "use_bidirectional_attention",
 })  # fmt: skip
+_GRANITE = frozenset({"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"})
+_MIXTURE = frozenset({"num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts"})
+_QWEN_MOE = frozenset({"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"})
 _FAMILY_FIELDS: Mapping[str, frozenset[str]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA | {"sliding_window_pattern", "rope_local_base_freq"},
-    "granite": frozenset({"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}),
+    "granite": _GRANITE,
     "phi3": frozenset({"partial_rotary_factor"}),
     "smollm3": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
-}
+    "glm4_moe": _MIXTURE | {
+        "moe_intermediate_size", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob",
+        "first_k_dense_replace", "use_qk_norm", "partial_rotary_factor",
+    },
+    "gpt_oss": _MIXTURE | {"swiglu_alpha", "swiglu_limit"},
+    "granitemoe": _MIXTURE | _GRANITE,
+    "minimax_m2": _MIXTURE | {"rotary_dim", "partial_rotary_factor", "use_qk_norm"},
+    "mixtral": _MIXTURE,
+    "olmoe": _MIXTURE | {"clip_qkv", "norm_topk_prob"},
+    "qwen2_moe": _MIXTURE | _QWEN_MOE | {"shared_expert_intermediate_size", "qkv_bias"},
+    "qwen3_moe": _MIXTURE | _QWEN_MOE,
+}  # fmt: skip
+
 """What `families` reads beside the fields that all share."""
 
 HARMLESS_FIELDS = frozenset({
     "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp",
     "attention_dropout", "resid_pdrop", "embd_pdrop", "model_type", "architectures", "dtype", "torch_dtype",
-    "transformers_version",
+    "transformers_version", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "num_mtp_layers",
 })  # fmt: skip
 """Fields of the Llama-like classes that change no answer."""
 

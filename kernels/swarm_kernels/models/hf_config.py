@@ -9,13 +9,17 @@ from typing import Any
 from swarm.errors import CorruptModel, UnsupportedModel
 from swarm_kernels.models.config import FAST_PATH_ARCHITECTURES, ModelConfig
 from swarm_kernels.models.config_reader import CLASS_DEFAULTS, MAX_LAYERS, ConfigReader, brief
-from swarm_kernels.models.families import Beyond, decoder_spec
+from swarm_kernels.models.families import decoder_spec
 from swarm_kernels.models.field_check import known_fields, unknown_arithmetic
+from swarm_kernels.models.layer_kinds import Beyond
 from swarm_kernels.models.rope_config import rope_configs, rope_fault
 
-_ATTENTION_BIAS = ("llama", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "olmo3", "smollm3")
+_ATTENTION_BIAS = (
+    "llama", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "olmo3", "smollm3", "glm4_moe", "gpt_oss",
+    "granitemoe", "olmoe", "qwen3_moe",
+)  # fmt: skip
 _MLP_BIAS = ("llama", "granite", "smollm3")
-_QK_NORM = ("qwen3", "gemma3_text", "olmo2", "olmo3")
+_QK_NORM = ("qwen3", "gemma3_text", "olmo2", "olmo3", "minimax_m2", "olmoe", "qwen3_moe")
 _HIDDEN_ACTIVATION = ("gemma2", "gemma3_text")
 """Model types by what their classes read or do."""
 
@@ -57,10 +61,10 @@ def model_config(
         rope=rope,
         hidden_act=read.word("hidden_activation" if kind in _HIDDEN_ACTIVATION else "hidden_act", "silu"),
         tie_word_embeddings=read.flag("tie_word_embeddings", kind not in CLASS_DEFAULTS and not has_head),
-        qkv_bias=attention_bias or kind == "qwen2",
-        o_bias=attention_bias,
+        qkv_bias=attention_bias or kind == "qwen2" or (kind == "qwen2_moe" and read.flag("qkv_bias", True)),
+        o_bias=attention_bias and kind != "glm4_moe",
         mlp_bias=read.flag("mlp_bias", False) if kind in _MLP_BIAS else False,
-        qk_norm=kind in _QK_NORM,
+        qk_norm=kind in _QK_NORM or (kind == "glm4_moe" and read.flag("use_qk_norm", False)),
         sliding_window=_sliding_window(read),
         eos_token_ids=_eos_ids(where, hf.get("eos_token_id"), (generation or {}).get("eos_token_id")),
         hf={key: value for key, value in hf.items() if key != "quantization_config"},  # the source unpacks weights
@@ -96,6 +100,8 @@ def check_fields(hf: Mapping[str, Any], known: Collection[str], where: str) -> N
 def _sliding_window(read: ConfigReader) -> int | None:
     """The window of the layers that have one; None if all layers have full attention."""
     if read.get("sliding_window") is None:
+        return None
+    if read.model_type in ("qwen2_moe", "qwen3_moe") and not read.flag("use_sliding_window", False):
         return None
     if read.model_type in ("qwen2", "qwen3"):
         windowed_from = read.get("max_window_layers")

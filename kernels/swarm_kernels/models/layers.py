@@ -57,7 +57,8 @@ def tensors_of_span(source: HasTensors, layers: LayerSpan) -> Iterable[str]:
             needed = False
         elif is_embedding(name):
             needed = first or (last and tied)
-        else:  # transformers' layers read all norms; ours those of their own end
-            needed = last or (not config.has_fast_path and not _FINAL.search(name))
+        else:  # transformers' layers, on which a mixture runs on a GPU, read all norms; ours those of their own end
+            ours = config.has_fast_path and not config.is_mixture
+            needed = last or not (ours or _FINAL.search(name))
         if needed:
             yield name

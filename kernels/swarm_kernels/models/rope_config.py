@@ -35,6 +35,7 @@ _BY_KIND: Mapping[str, tuple[str, float, str, float]] = {
     "olmo3": ("rope_theta", 5e5, "", 5e5),
 }
 """Types with a table for full and one for sliding attention: the old names of their bases, and the defaults."""
+_ROTATES_PARTLY = ("phi3", "glm4_moe", "minimax_m2")
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -62,7 +63,10 @@ def _rope_config(
 ) -> RopeConfig:
     scaling = dict(given)
     theta = positive(read.where, "rope_theta", scaling.pop("rope_theta", None) or default_theta)
-    rotary = scaling.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor") or 1.0
+    rotary = scaling.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor")
+    if rotary is None and read.model_type == "minimax_m2" and read.get("rotary_dim") is not None:
+        rotary = read.size("rotary_dim") / head_dim
+    rotary = rotary or 1.0
     if positive(read.where, "partial_rotary_factor", rotary) > 1:
         raise CorruptModel(f"{read.where}: partial_rotary_factor is {brief(rotary)}, more than all dimensions")
     dim = int(head_dim * rotary)
@@ -118,4 +122,4 @@ def _table_fault(read: ConfigReader, key: str, given: Any) -> str:
 
 def _may_rotate(read: ConfigReader, factor: Any) -> bool:
     """Whether transformers and `RopeTable` agree on a `partial_rotary_factor`: most types pass over it."""
-    return factor is None or factor == 1 or read.model_type == "phi3"
+    return factor is None or factor == 1 or read.model_type in _ROTATES_PARTLY

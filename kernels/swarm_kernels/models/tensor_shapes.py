@@ -8,6 +8,9 @@ from typing import Protocol
 
 from swarm.errors import CorruptModel
 from swarm_kernels.models.config import DecoderSpec, ModelConfig
+from swarm_kernels.models.mixture_tensors import Has, mixture_shapes, mixture_tensors
+
+SINKS = "self_attn.sinks"
 
 
 class _Shaped(Protocol):
@@ -25,8 +28,9 @@ class LinearTensors:
     bias: bool
 
 
-def layer_linears(config: ModelConfig) -> dict[str, LinearTensors]:
-    """By the fields of `layer_weights.Attention` and `GatedMlp`. The config has a fast path."""
+def layer_linears(config: ModelConfig, layer: int) -> dict[str, LinearTensors]:
+    """By the fields of `layer_weights.Attention`, and of `GatedMlp` where the layer has no mixture of experts. The
+    config has a fast path."""
     c, spec = config, _spec(config)
     queries, keys, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
     hidden = c.hidden_size
@@ -37,12 +41,10 @@ def layer_linears(config: ModelConfig) -> dict[str, LinearTensors]:
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         qkv = LinearTensors(names, (queries, keys, keys), hidden, c.qkv_bias)
         gate_up = LinearTensors(("mlp.gate_proj", "mlp.up_proj"), (inner, inner), hidden, c.mlp_bias)
-    return {
-        "qkv": qkv,
-        "o": LinearTensors(("self_attn.o_proj",), (hidden,), queries, c.o_bias),
-        "gate_up": gate_up,
-        "down": LinearTensors(("mlp.down_proj",), (hidden,), inner, c.mlp_bias),
-    }
+    linears = {"qkv": qkv, "o": LinearTensors(("self_attn.o_proj",), (hidden,), queries, c.o_bias)}
+    if not spec.layers[layer].mixture:
+        linears |= {"gate_up": gate_up, "down": LinearTensors(("mlp.down_proj",), (hidden,), inner, c.mlp_bias)}
+    return linears
 
 
 def layer_norms(config: ModelConfig) -> dict[str, tuple[str, int]]:
@@ -74,7 +76,7 @@ def check_shapes(config: ModelConfig, tensors: Mapping[str, _Shaped], where: str
     """
     if not config.has_fast_path:
         return
-    for name, shape in expected_shapes(config):
+    for name, shape in expected_shapes(config, tensors.__contains__):
         if name not in tensors:
             raise CorruptModel(f"{where} has no tensor '{name}'; fetch the model again")
         if tensors[name].shape != shape:
@@ -82,19 +84,24 @@ def check_shapes(config: ModelConfig, tensors: Mapping[str, _Shaped], where: str
             raise CorruptModel(f"{where}: '{name}' has the shape {found}, but its config needs {list(shape)}")
 
 
-def expected_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors; the config has a fast path."""
+def expected_shapes(c: ModelConfig, has: Has) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors; the config has a fast path. `has`: which names the files have for experts.
+    Raises CorruptModel for experts that they do not have."""
     yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
     yield "model.norm.weight", (c.hidden_size,)
     if not c.tie_word_embeddings:
         yield "lm_head.weight", (c.vocab_size, c.hidden_size)
-    linears, norms = layer_linears(c).values(), layer_norms(c).values()
+    spec, norms = _spec(c), layer_norms(c).values()
     for layer in range(c.num_layers):
         prefix = f"model.layers.{layer}."
         for name, size in norms:
             yield f"{prefix}{name}.weight", (size,)
-        for linear in linears:
+        for linear in layer_linears(c, layer).values():
             for name, rows in zip(linear.names, linear.rows, strict=True):
                 yield f"{prefix}{name}.weight", (rows, linear.columns)
                 if linear.bias:
                     yield f"{prefix}{name}.bias", (rows,)
+        if spec.sinks:
+            yield f"{prefix}{SINKS}", (c.num_heads,)
+        if spec.mixture is not None and spec.layers[layer].mixture:
+            yield from mixture_shapes(c, spec.mixture, mixture_tensors(spec.mixture, prefix, has))

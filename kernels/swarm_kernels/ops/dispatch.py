@@ -15,10 +15,19 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
 from swarm_kernels.ops.base.codebook_linear import CodebookLinear, CodedWeights, StoredFourBits
-from swarm_kernels.ops.base.experts import Experts, Gating, PlainExperts, check_experts
+from swarm_kernels.ops.base.experts import Gating, PlainExperts, check_experts
 from swarm_kernels.ops.base.head_linears import HeadLinears, PlainHeadLinears
-from swarm_kernels.ops.base.layer_weights import Attention, GatedMlp, LayerWeights, Linear, plain_linear
+from swarm_kernels.ops.base.layer_weights import (
+    Attention,
+    Experts,
+    GatedMlp,
+    LayerWeights,
+    Linear,
+    Mixture,
+    plain_linear,
+)
 from swarm_kernels.ops.base.matrix import Matrix
+from swarm_kernels.ops.base.routing import Routing, Scores
 from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
 from swarm_kernels.ops.base.validate import (
     check_cache,
@@ -40,6 +49,9 @@ __all__ = [
     "Gating",
     "LayerWeights",
     "Linear",
+    "Mixture",
+    "Routing",
+    "Scores",
     "apply_rope",
     "attend",
     "attend_latent",

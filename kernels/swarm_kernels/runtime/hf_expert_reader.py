@@ -15,6 +15,7 @@ from swarm.errors import CorruptModel
 from swarm_kernels.ops.base.layer_weights import Linear
 from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.runtime.hf_conversions import StoredParameter
+from swarm_kernels.runtime.stacked_experts import StackedExperts
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
 
@@ -51,23 +52,10 @@ class ExpertReader:
             shapes = {part: self._reader.source.shape(part) for part in found.names}
             return [self._as_stored(found.piece_names(e), shapes, inputs, outputs, biases, e) for e in range(count)]
         read = self._pieces(found, (count, *sizes), apart)
-        order = _gates_first(outputs) if interleaved else slice(None)
-        pack = self._reader.pack_of(self._packs, found.names)
-        linears = []
-        for expert in range(count):
-            bias = None if biases is None else biases[expert][order]
-            linear = self._in_four_bits(found, expert, (outputs, inputs), order, bias)
-            if linear is None:
-                weight = read(expert)
-                weight = weight.T if self._module.is_transposed else weight
-                if tuple(weight.shape) != (outputs, inputs):
-                    raise CorruptModel(
-                        f"expert {expert} of {name} has shape {tuple(weight.shape)}, not {(outputs, inputs)}"
-                    )
-                weight = weight.to(device=self._reader.device, dtype=self._reader.dtype or weight.dtype)
-                linear = pack(weight[order].contiguous(), bias)
-            linears.append(linear)
-        return linears
+        stacked = StackedExperts(
+            name, found.names, found.sole, count, outputs, inputs, read, biases, self._module.is_transposed, interleaved
+        )
+        return stacked.packed(self._reader, self._packs)
 
     def _pieces(self, found: StoredParameter, shape: tuple[int, ...], apart: bool) -> Callable[[int], torch.Tensor]:
         """-> the number of an expert -> its part of the parameter."""
@@ -78,25 +66,6 @@ class ExpertReader:
         if tuple(whole.shape) != shape:
             raise CorruptModel(f"tensor {found.names[0]} has shape {tuple(whole.shape)}, its config needs {shape}")
         return lambda expert: whole[expert : expert + 1][0]
-
-    def _in_four_bits(
-        self,
-        found: StoredParameter,
-        expert: int,
-        shape: tuple[int, int],
-        order: torch.Tensor | slice,
-        bias: torch.Tensor | None,
-    ) -> Linear | None:
-        """An expert of a tensor that holds all of them, as it is stored in 4 bits; None if it is not."""
-        if self._packs.four_bits is None or found.sole is None:
-            return None
-        weights = self._reader.source.four_bits(found.sole, expert)
-        if weights is None:
-            return None
-        outputs, inputs = shape
-        if weights.out_features != outputs or weights.padded_inputs != inputs:
-            raise CorruptModel(f"expert {expert} of {found.sole} does not have the shape {shape} of its config")
-        return self._packs.four_bits.stored(weights.rows(order).to(self._reader.device), bias, inputs)
 
     def _as_stored(
         self,
@@ -121,8 +90,3 @@ class ExpertReader:
         if tuple(biases.shape) != (count, outputs):
             raise CorruptModel(f"tensor {name} has shape {tuple(biases.shape)}, its config needs {(count, outputs)}")
         return biases.to(self._reader.device, torch.float32)
-
-
-def _gates_first(outputs: int) -> torch.Tensor:
-    """The order of rows that alternate between gates and values."""
-    return torch.arange(outputs).view(-1, 2).T.flatten()

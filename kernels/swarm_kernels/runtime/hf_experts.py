@@ -13,8 +13,8 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base.experts import Experts, Gating, GatingKind
-from swarm_kernels.ops.base.layer_weights import Linear
+from swarm_kernels.ops.base.experts import Gating, GatingKind
+from swarm_kernels.ops.base.layer_weights import Experts, Linear
 
 EXPERTS = "swarm"
 """Our name in transformers' experts interface."""

@@ -1,4 +1,4 @@
-"""The fast path: decoders of attention and gated MLPs on this package's own kernels.
+"""The fast path: decoders of attention and gated MLPs, or mixtures of experts, on this package's own kernels.
 
 Owns what is read for such a layer, and what happens before the first and after the last one. What a family computes is
 in `models.families`, the arithmetic in `ops`, file formats in `models`.
@@ -19,11 +19,12 @@ from swarm_kernels.device.transfer import to_device
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
 from swarm_kernels.models.config import DecoderSpec, ModelConfig
 from swarm_kernels.models.source import ModelSource
-from swarm_kernels.models.tensor_shapes import layer_linears, layer_norms
+from swarm_kernels.models.tensor_shapes import SINKS, layer_linears, layer_norms
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int8_linear
 from swarm_kernels.ops.base.layer_weights import Activation, plain_linear
 from swarm_kernels.ops.base.matrix import Matrix
+from swarm_kernels.runtime.mixture_reader import read_mixture
 from swarm_kernels.runtime.rope import RopeTables, limited_context
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader, packs_of
@@ -198,7 +199,7 @@ def _load_layer(
 ) -> dispatch.LayerWeights:
     spec = _spec(config)
     kind, prefix, linears = spec.layers[layer], f"model.layers.{layer}.", {}
-    for field, tensors in layer_linears(config).items():
+    for field, tensors in layer_linears(config, layer).items():
         names = [f"{prefix}{name}.weight" for name in tensors.names]
         linears[field] = reader.linear(names, tensors.rows, tensors.columns, tensors.bias, packs)
     norms = {
@@ -217,8 +218,15 @@ def _load_layer(
         rope=kind.rope,
         window=kind.window,
         softcap=spec.score_softcap,
+        sinks=reader.vector(f"{prefix}{SINKS}", config.num_heads) if spec.sinks else None,
     )
-    mlp = dispatch.GatedMlp(linears["gate_up"], linears["down"], Activation[spec.activation.upper()])
+    activation = Activation[spec.activation.upper()]
+    mlp: dispatch.GatedMlp | dispatch.Mixture
+    if kind.mixture:
+        assert spec.mixture is not None  # `families` sees to it
+        mlp = read_mixture(reader, config, spec.mixture, prefix, packs, activation)
+    else:
+        mlp = dispatch.GatedMlp(linears["gate_up"], linears["down"], activation)
     before = {"attn_norm": None, "mlp_norm": None}
     return dispatch.LayerWeights(
         attention,

@@ -1,4 +1,5 @@
 """Loads a span of a model: a `LlamaSpan` where it covers the model exactly, else an `HfSpan` on transformers' layers.
+Mixtures of experts run on a `LlamaSpan` on CPUs alone: no GPU kernel groups rows by expert yet, and transformers' does.
 
 Owns that choice, and that the span's weights are on this machine before they are read.
 """
@@ -27,7 +28,7 @@ def load_span(
 ) -> Span:
     """Read the tensors of `layers` (and the embedding, norm and head where the span has an end of the model).
 
-    `dtype`: of the weights, one of `device.DTYPES`; int8 and int4 for `LlamaSpan` only. Each layer is read,
+    `dtype`: of the weights, one of `device.DTYPES`. Each layer is read,
     converted and packed before the next, so memory never holds the weights twice. `like`: a span of the same model,
     dtype and device, whose weights are reused for what both hold (`LlamaSpan` only). `fetching`: told of the
     bytes of weights that come from a hub first, if any have to. transformers' layers are checked against transformers
@@ -43,14 +44,15 @@ def load_span(
         if progress is not None:
             progress(fraction)
 
-    if source.config.has_fast_path:
+    device = torch.device(device)
+    if source.config.has_fast_path and (device.type == "cpu" or not source.config.is_mixture):
         shared = like if isinstance(like, LlamaSpan) else None
-        span: Span = LlamaSpan.load(source, layers, dtype, torch.device(device), report, shared)
+        span: Span = LlamaSpan.load(source, layers, dtype, device, report, shared)
     else:
         from swarm_kernels.runtime.hf_check import check_layers  # imports transformers, which takes seconds
         from swarm_kernels.runtime.hf_span import HfSpan
 
-        general = HfSpan.load(source, layers, dtype, torch.device(device), report)
+        general = HfSpan.load(source, layers, dtype, device, report)
         check_layers(general)
         span = general
     release_free_memory()

@@ -20,6 +20,7 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.codebook_linear import StoredFourBits, stacked
 from swarm_kernels.ops.base.exact_linear import ExactLinear, dequantized_linear, rounded_linear
+from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.ops.base.matrix import Matrix, StackedRows
 
 Pack = Callable[[Matrix, torch.Tensor | None], dispatch.Linear]
@@ -38,9 +39,10 @@ class FourBitPacks:
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """How the linear layers of a span are prepared. `four_bits`: of a 4-bit span."""
+    """How the linear layers of a span are prepared. `four_bits`: of a 4-bit span; `wide`: what stays in fp32."""
 
     plain: Pack
+    wide: Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear] = dispatch.pack_linear
     four_bits: FourBitPacks | None = None
 
 
@@ -51,15 +53,15 @@ def packs_of(weights: torch.dtype) -> Packs:
     if weights != INT4:
         return Packs(dispatch.quantize_linear)
     four_bits = FourBitPacks(partial(dispatch.quantize_linear, bits=4), dispatch.pack_four_bits, _pack_bf16)
-    return Packs(dispatch.quantize_linear, four_bits)
+    return Packs(dispatch.quantize_linear, four_bits=four_bits)
 
 
 def exact_packs_of(weights: torch.dtype) -> Packs:
     """The same layers in plain torch with float activations: what those of `packs_of` approximate. Their weights are
     read from the model by each call."""
     if weights != INT4:
-        return Packs(ExactLinear)
-    return Packs(ExactLinear, FourBitPacks(rounded_linear, dequantized_linear, ExactLinear))
+        return Packs(ExactLinear, plain_linear)
+    return Packs(ExactLinear, plain_linear, FourBitPacks(rounded_linear, dequantized_linear, ExactLinear))
 
 
 def _pack_bf16(weight: Matrix, bias: torch.Tensor | None) -> dispatch.Linear:
@@ -81,7 +83,18 @@ class WeightReader:
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """Norm weights, in fp32: they are small, and the kernels compute norms in fp32."""
-        return self._read(name, (size,)).to(device=self.device, dtype=torch.float32)
+        return self.wide(name, size)
+
+    def wide(self, name: str, *shape: int) -> torch.Tensor:
+        """In fp32, whatever the span's format: small tensors, and what decides where rows go."""
+        return self._read(name, shape).to(device=self.device, dtype=torch.float32)
+
+    def parts(self, name: str, *shape: int) -> Callable[[int], torch.Tensor]:
+        """Of a tensor whose first dimension counts its parts: the number of one -> the part as it is stored."""
+        self._check(name, self.source.shape(name), shape)
+        whole = self.source.sliced(name)
+        self._check(name, tuple(whole.shape), shape)
+        return lambda part: whole[part : part + 1][0]
 
     def pack_of(self, packs: Packs, names: Sequence[str]) -> Pack:
         """For a matrix that is made of these stored tensors."""

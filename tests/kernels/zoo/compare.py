@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tiny_models import ModelTensors, hf_greedy, hf_logits
+from tiny_models import ModelTensors, hf_greedy, hf_logits, on_transformers_layers
 from transformers import PretrainedConfig
 
 from swarm.errors import ModelError
@@ -143,14 +143,18 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
 
 
-def compare(config: PretrainedConfig, *, thorough: bool, stored: dict[str, Any] | None = None) -> Verdict:
+def compare(
+    config: PretrainedConfig, *, thorough: bool, stored: dict[str, Any] | None = None, general: bool = False
+) -> Verdict:
     """`thorough`: greedy tokens over every cut into 1, 2 and 3 spans, trees, rollback, a kill with replay, a transfer;
     otherwise logits and hidden states of one text, and a tree. `stored`: the config.json, by default what transformers
-    would save."""
+    would save. `general`: on transformers' layers, whatever the family."""
     model = random_model(config)
     verdict = Verdict()
     try:
         source = ModelTensors(model, stored)
+        if general:
+            on_transformers_layers(source)
         verdict.fast = source.config.has_fast_path
         pieces = Pieces(source)
         pieces.chain(())

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -55,24 +54,9 @@ class Gating:
         return gate * torch.sigmoid(gate * self.alpha) * (up + self.shift)
 
 
-class Experts(Protocol):
-    """Experts whose weights were packed once. Batch-invariant where their linear layers are."""
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def __call__(self, x: torch.Tensor, index: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`x [n, hidden]` -> likewise: the sum of the outputs of row i's experts, `index [n, k]` int64, times
-        `scores [n, k]`, in their order. Raises KernelError for an expert that is not there."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainExperts:
-    """The op in plain torch, on any device. `first`: hidden -> `[gates; values]`; `second`: back."""
+    """`layer_weights.Experts` in plain torch, on any device. `first`: hidden -> `[gates; values]`; `second`: back."""
 
     first: Sequence[Linear]
     second: Sequence[Linear]
@@ -83,11 +67,15 @@ class PlainExperts:
         return len(self.first)
 
     @property
+    def hidden(self) -> int:
+        return self.first[0].in_features
+
+    @property
     def nbytes(self) -> int:
         return sum(linear.nbytes for linear in (*self.first, *self.second))
 
     def __call__(self, x: torch.Tensor, index: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        check_routing(x, index, scores, self.first[0].in_features)
+        check_routing(x, index, scores, self.hidden)
         outputs = torch.zeros(*index.shape, x.shape[1], device=x.device)
         for expert in sorted(set(index.flatten().tolist())):
             if not 0 <= expert < self.count:

@@ -1,7 +1,8 @@
 """A decoder layer, as every backend takes it: its weights and which variant of attention and MLP it is; and the plain
 torch linear layer.
 
-Knows no backend: `cpu.cpu_linear`, `int8_linear` and `int4_linear` make other linear layers.
+Knows no backend: `cpu.cpu_linear`, `int8_linear` and `int4_linear` make other linear layers, `experts` and
+`cpu.cpu_experts` the experts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+from swarm_kernels.ops.base.routing import Routing
 
 
 class Linear(Protocol):
@@ -112,9 +115,50 @@ class GatedMlp:
         return self.gate_up.nbytes + self.down.nbytes
 
 
+class Experts(Protocol):
+    """Experts whose weights were packed once. Batch-invariant where their linear layers are."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def hidden(self) -> int:
+        """Width of their inputs and outputs."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor, index: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """`x [n, hidden]` -> likewise: the sum of the outputs of row i's experts, `index [n, k]` int64, times
+        `scores [n, k]`, in their order. Raises KernelError for an expert that is not there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixture:
+    """A mixture of experts: the sum of the outputs of a row's experts, times their scores, and of a shared expert that
+    all rows take, times the sigmoid of its gate if it has one.
+
+    Routers are computed in fp32, whatever the format of the experts: an error there sends rows elsewhere.
+    """
+
+    router: Linear  # hidden -> experts, fp32
+    routing: Routing
+    experts: Experts
+    correction: torch.Tensor | None = None  # [experts] fp32, see `Routing`
+    shared: GatedMlp | None = None
+    shared_gate: Linear | None = None  # hidden -> 1, fp32
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.router, self.experts, self.shared, self.shared_gate)
+        return sum(part.nbytes for part in parts if part is not None) + _nbytes(self.correction)
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LayerWeights:
-    """One decoder layer: attention, then an MLP, each added to the residual stream:
+    """One decoder layer: attention, then an MLP or a mixture of them, each added to the residual stream:
 
     `hidden += residual_scale * post_norm(part(norm(hidden)))`. All norms are RMS norms with weights `[hidden]`, and
     any may be missing: Llama has only those before the parts, OLMo 2 only those after them, Gemma 2 both.
@@ -124,7 +168,7 @@ class LayerWeights:
     """
 
     attention: Attention
-    mlp: GatedMlp
+    mlp: GatedMlp | Mixture
     attn_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
     eps: float

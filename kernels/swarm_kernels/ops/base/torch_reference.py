@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache, LayerStack
-from swarm_kernels.ops.base.layer_weights import Activation, Attention, LayerWeights
+from swarm_kernels.ops.base.layer_weights import Activation, Attention, GatedMlp, LayerWeights, Mixture
 
 LOG2_E = 1.44269504088896
 
@@ -120,9 +120,26 @@ def decoder_layer(
     w = weights
     mixed = _attention(_normed(hidden, w.attn_norm, w.eps), w, cos, sin, k_blocks, v_blocks, plan)
     hidden = _add(hidden, mixed, w.attn_post_norm, w)
-    gate, up = w.mlp.gate_up(_normed(hidden, w.mlp_norm, w.eps)).chunk(2, -1)
-    hidden = _add(hidden, w.mlp.down(activate(gate, w.mlp.activation) * up), w.mlp_post_norm, w)
+    normed = _normed(hidden, w.mlp_norm, w.eps)
+    inner = _mixture(normed, w.mlp) if isinstance(w.mlp, Mixture) else _gated_mlp(normed, w.mlp)
+    hidden = _add(hidden, inner, w.mlp_post_norm, w)
     return hidden if w.rounding is None else hidden.to(w.rounding).to(hidden.dtype)
+
+
+def _gated_mlp(x: torch.Tensor, mlp: GatedMlp) -> torch.Tensor:
+    gate, up = mlp.gate_up(x).chunk(2, -1)
+    return mlp.down(activate(gate, mlp.activation) * up)
+
+
+def _mixture(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    wide = x.float()
+    out = mixture.experts(x, *mixture.routing(mixture.router(wide), mixture.correction))
+    if mixture.shared is None:
+        return out
+    shared = _gated_mlp(x, mixture.shared)
+    if mixture.shared_gate is not None:
+        shared = shared * torch.sigmoid(mixture.shared_gate(wide)).to(x.dtype)
+    return out + shared
 
 
 def _attention(

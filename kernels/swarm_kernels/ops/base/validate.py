@@ -13,7 +13,7 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
-from swarm_kernels.ops.base.layer_weights import LayerWeights
+from swarm_kernels.ops.base.layer_weights import GatedMlp, LayerWeights, Linear, Mixture
 
 PLAN_ERRORS = {
     10: "a row's sequence is not in the block table",
@@ -76,20 +76,46 @@ def check_rows(
 def check_layer(weights: LayerWeights, k_blocks: torch.Tensor, v_blocks: torch.Tensor) -> None:
     """A layer's linears and norms fit each other, and the cache has its heads."""
     check_cache(k_blocks, v_blocks)
-    a, mlp = weights.attention, weights.mlp
+    a = weights.attention
     size = (a.kv_heads, a.head_dim)
     if k_blocks.shape[1:3] != size or (*v_blocks.shape[1::2],) != size or a.heads % a.kv_heads:
         raise KernelError(f"blocks of shape {tuple(k_blocks.shape)} are not of this layer's heads")
-    width, inner, dim = weights.width, mlp.down.in_features, a.head_dim
+    width, dim = weights.width, a.head_dim
     attended, shared = a.heads * dim, a.kv_heads * dim
-    shapes = [(linear.in_features, linear.out_features) for linear in (a.qkv, a.o, mlp.gate_up, mlp.down)]
-    if shapes != [(width, attended + 2 * shared), (attended, width), (width, 2 * inner), (inner, width)]:
-        raise KernelError(f"the linear layers of a decoder layer do not fit each other: {shapes}")
+    _check_linears((a.qkv, a.o), [(width, attended + 2 * shared), (attended, width)])
+    if isinstance(weights.mlp, Mixture):
+        _check_mixture(weights.mlp, width)
+    else:
+        _check_gated_mlp(weights.mlp, width)
     for norm in weights.norms:
         _check_vector("a norm", norm, width)
     _check_vector("q_norm", a.q_norm, attended if a.norm_is_whole else dim)
     _check_vector("k_norm", a.k_norm, shared if a.norm_is_whole else dim)
     check_variant(a.heads, a.window, a.chunk, a.sinks)
+
+
+def _check_gated_mlp(mlp: GatedMlp, width: int) -> None:
+    inner = mlp.down.in_features
+    _check_linears((mlp.gate_up, mlp.down), [(width, 2 * inner), (inner, width)])
+
+
+def _check_mixture(mixture: Mixture, width: int) -> None:
+    count = mixture.experts.count
+    mixture.routing.check(count)
+    _check_linears((mixture.router,), [(width, count)])
+    _check_vector("the correction of scores", mixture.correction, count)
+    if mixture.experts.hidden != width:
+        raise KernelError(f"experts of {mixture.experts.hidden} inputs do not fit a decoder layer of width {width}")
+    if mixture.shared is not None:
+        _check_gated_mlp(mixture.shared, width)
+    if mixture.shared_gate is not None:
+        _check_linears((mixture.shared_gate,), [(width, 1)])
+
+
+def _check_linears(linears: Sequence[Linear], needed: list[tuple[int, int]]) -> None:
+    shapes = [(linear.in_features, linear.out_features) for linear in linears]
+    if shapes != needed:
+        raise KernelError(f"the linear layers of a decoder layer do not fit each other: {shapes}, not {needed}")
 
 
 def check_variant(heads: int, window: int | None, chunk: int | None, sinks: torch.Tensor | None) -> None:

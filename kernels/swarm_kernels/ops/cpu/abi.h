@@ -55,9 +55,12 @@ struct SwarmScoring {
   float scale, softcap;   // softcap 0: none
 };
 
-// layer_weights.LayerWeights. Norms may be null.
+struct SwarmMixture;
+
+// layer_weights.LayerWeights. Norms may be null. gate_up and down: of its MLP, unless it has a mixture of experts.
 struct SwarmLayer {
   SwarmLinear qkv, o, gate_up, down;
+  const SwarmMixture* mixture;  // or null
   const float *attn_norm, *attn_post_norm, *mlp_norm, *mlp_post_norm;  // [hidden]
   const float *q_norm, *k_norm;  // [head_dim], or [heads * head_dim] and [kv_heads * head_dim]
   SwarmScoring scoring;
@@ -86,6 +89,26 @@ struct SwarmExperts {
   const SwarmLinear *first, *second;  // [experts]
   int64_t experts, hidden, intermediate;
   SwarmGating gating;
+};
+
+// routing.Scores, and routing.Routing.
+enum SwarmScores : int32_t { SWARM_SOFTMAX = 0, SWARM_SIGMOID = 1, SWARM_SOFTMAX_OF_CHOSEN = 2 };
+struct SwarmRouting {
+  SwarmScores scores;
+  int32_t normalized;
+  float epsilon, scale;
+  int64_t chosen, groups, used_groups;
+};
+
+// layer_weights.Mixture. Weights of a shared expert or its gate that it does not have are null.
+struct SwarmMixture {
+  SwarmLinear router;  // hidden -> experts
+  SwarmLinear shared_gate_up, shared_down, shared_gate;
+  const float* correction;  // [experts] or null
+  SwarmRouting routing;
+  SwarmExperts experts;
+  SwarmActivation shared_activation;
+  int32_t unused;
 };
 
 // One layer's KV cache: keys [blocks][kv_heads][dim][KV_BLOCK], values [blocks][kv_heads][KV_BLOCK][value_dim].

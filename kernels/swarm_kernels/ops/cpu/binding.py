@@ -34,12 +34,54 @@ class ScoringDesc(ctypes.Structure):
     ]
 
 
+class GatingDesc(ctypes.Structure):
+    _fields_ = [("kind", c_int32), ("alpha", c_float), ("limit", c_float), ("shift", c_float)]
+
+
+class ExpertsDesc(ctypes.Structure):
+    _fields_ = [
+        ("first", POINTER(LinearDesc)),
+        ("second", POINTER(LinearDesc)),
+        ("experts", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("gating", GatingDesc),
+    ]
+
+
+class RoutingDesc(ctypes.Structure):
+    _fields_ = [
+        ("scores", c_int32),
+        ("normalized", c_int32),
+        ("epsilon", c_float),
+        ("scale", c_float),
+        ("chosen", c_int64),
+        ("groups", c_int64),
+        ("used_groups", c_int64),
+    ]
+
+
+class MixtureDesc(ctypes.Structure):
+    _fields_ = [
+        ("router", LinearDesc),
+        ("shared_gate_up", LinearDesc),
+        ("shared_down", LinearDesc),
+        ("shared_gate", LinearDesc),
+        ("correction", c_void_p),
+        ("routing", RoutingDesc),
+        ("experts", ExpertsDesc),
+        ("shared_activation", c_int32),
+        ("unused", c_int32),
+    ]
+
+
 class LayerDesc(ctypes.Structure):
     _fields_ = [
         ("qkv", LinearDesc),
         ("o", LinearDesc),
         ("gate_up", LinearDesc),
         ("down", LinearDesc),
+        ("mixture", POINTER(MixtureDesc)),
         ("attn_norm", c_void_p),
         ("attn_post_norm", c_void_p),
         ("mlp_norm", c_void_p),
@@ -56,21 +98,6 @@ class LayerDesc(ctypes.Structure):
         ("eps", c_float),
         ("residual_scale", c_float),
         ("rounds_to_bf16", c_int32),
-    ]
-
-
-class GatingDesc(ctypes.Structure):
-    _fields_ = [("kind", c_int32), ("alpha", c_float), ("limit", c_float), ("shift", c_float)]
-
-
-class ExpertsDesc(ctypes.Structure):
-    _fields_ = [
-        ("first", POINTER(LinearDesc)),
-        ("second", POINTER(LinearDesc)),
-        ("experts", c_int64),
-        ("hidden", c_int64),
-        ("intermediate", c_int64),
-        ("gating", GatingDesc),
     ]
 
 

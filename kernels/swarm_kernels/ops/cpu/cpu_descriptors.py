@@ -15,10 +15,11 @@ import torch
 
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache, LayerStack
-from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear
+from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, Mixture
 from swarm_kernels.ops.cpu import binding, cpu_library
 from swarm_kernels.ops.cpu.code_blocks import BLOCK
-from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
+from swarm_kernels.ops.cpu.cpu_experts import describe_mixture, supports_mixture
+from swarm_kernels.ops.cpu.cpu_linear import PackedLinear, linear_desc
 
 MAX_HEAD_DIM = 1024
 _CACHE_DTYPES = (torch.bfloat16, torch.float32)
@@ -64,11 +65,18 @@ def describe_cache(k_blocks: torch.Tensor, v_blocks: torch.Tensor, latent: int =
 
 
 def supports_layer(weights: LayerWeights, k_blocks: torch.Tensor) -> bool:
-    """Whether the linears are packed, the MLP's inner width is a multiple of 16, and hidden states are rounded to bf16
-    or not at all."""
-    packed = all(isinstance(linear, PackedLinear) for linear in _linears(weights))
-    rounds = weights.rounding in (None, torch.bfloat16)
-    return packed and rounds and supports_mlp(weights.mlp.down.in_features) and supports_cache(k_blocks)
+    """Whether the linears are packed, the inner width of gated MLPs is a multiple of 16, and hidden states are rounded
+    to bf16 or not at all."""
+    attention, rounds = weights.attention, weights.rounding in (None, torch.bfloat16)
+    if not (rounds and supports_cache(k_blocks) and _packed(attention.qkv, attention.o)):
+        return False
+    if isinstance(weights.mlp, Mixture):
+        return supports_mixture(weights.mlp)
+    return _packed(weights.mlp.gate_up, weights.mlp.down) and supports_mlp(weights.mlp.down.in_features)
+
+
+def _packed(*linears: Linear) -> bool:
+    return all(isinstance(linear, PackedLinear) for linear in linears)
 
 
 def describe_scoring(
@@ -127,10 +135,6 @@ class CpuLayerStack(LayerStack):
         return out
 
 
-def _linears(weights: LayerWeights) -> tuple[Linear, ...]:
-    return weights.attention.qkv, weights.attention.o, weights.mlp.gate_up, weights.mlp.down
-
-
 def _describe_layer(weights: LayerWeights, vectors: list[torch.Tensor]) -> binding.LayerDesc:
     """Appends to `vectors` the fp32 tensors that the descriptor points into."""
 
@@ -140,12 +144,18 @@ def _describe_layer(weights: LayerWeights, vectors: list[torch.Tensor]) -> bindi
         vectors.append(vector.to(torch.float32).contiguous())
         return vectors[-1].data_ptr()
 
-    a = weights.attention
+    a, mlp = weights.attention, weights.mlp
+    plain = None if isinstance(mlp, Mixture) else mlp
+    mixture = describe_mixture(mlp, vectors) if isinstance(mlp, Mixture) else None
     sinks = None if a.sinks is None else a.sinks.to(torch.float32).contiguous()
     if sinks is not None:
         vectors.append(sinks)
     return binding.LayerDesc(
-        *(linear.desc for linear in _linears(weights) if isinstance(linear, PackedLinear)),
+        linear_desc(a.qkv),
+        linear_desc(a.o),
+        linear_desc(None if plain is None else plain.gate_up),
+        linear_desc(None if plain is None else plain.down),
+        None if mixture is None else ctypes.pointer(mixture),
         *map(pointer, weights.norms),
         pointer(a.q_norm),
         pointer(a.k_norm),
@@ -155,7 +165,7 @@ def _describe_layer(weights: LayerWeights, vectors: list[torch.Tensor]) -> bindi
         a.head_dim,
         a.norm_is_whole,
         -1 if a.rope is None else a.rope,
-        weights.mlp.activation,
+        0 if plain is None else plain.activation,
         weights.eps,
         weights.residual_scale,
         weights.rounding is not None,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from swarm.errors import KernelError
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.codebook_linear import CodedWeights, CodeFormat
+from swarm_kernels.ops.base.layer_weights import Linear
 from swarm_kernels.ops.base.matrix import Matrix, row_chunks
 from swarm_kernels.ops.cpu import binding, cpu_library
 from swarm_kernels.ops.cpu.code_blocks import BLOCK, fill_blocks, rows_of_blocks, shape_of_blocks
@@ -77,6 +78,14 @@ class PackedLinear:
         if self.scale is None:
             return weights
         return (weights.float() - _ZERO_POINT) * self.scale[ids, None]
+
+
+def linear_desc(linear: Linear | None) -> binding.LinearDesc:
+    """Of a packed one; without weights for None."""
+    if linear is None:
+        return binding.LinearDesc()
+    assert isinstance(linear, PackedLinear)  # the caller has looked
+    return linear.desc
 
 
 def pack_linear(weight: Matrix, bias: torch.Tensor | None) -> PackedLinear:

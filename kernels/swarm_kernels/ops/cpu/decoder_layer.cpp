@@ -1,19 +1,15 @@
 // A decoder layer and its parts, as sequences of ops. What the fields of SwarmLayer mean is in layer_weights.py.
-#include <algorithm>
-
 #include "op_schedule.h"
 
 namespace swarm {
-namespace {
-
-constexpr int64_t FEW_ROWS = 4;  // faster on one thread than starting a parallel region
-
-}  // namespace
 
 void Engine::layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const RotaryTables& tables,
                    float* hidden) {
   attention(layer, cache, plan, tables, hidden);
-  mlp(layer, plan.rows, hidden);
+  if (layer.mixture)
+    mixture(layer, plan.rows, hidden);
+  else
+    mlp(layer, plan.rows, hidden);
 }
 
 void Engine::attention(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan,
@@ -52,15 +48,17 @@ void Engine::add_part(const SwarmLayer& layer, const SwarmLinear& last, const fl
   }
   float* part = scratch_.take(rows * width);
   gemm(last, x, rows, nullptr, LinearJob::STORE, part, width);
-  const auto add = [&](int64_t row, int) {
+  add_rows(layer, part, rows, width, post_norm, bf16, hidden);
+}
+
+// hidden += residual_scale * post_norm(part), [rows, width], rounded to bf16 if `bf16`
+void Engine::add_rows(const SwarmLayer& layer, const float* part, int64_t rows, int64_t width, const float* post_norm,
+                      bool bf16, float* hidden) {
+  each_row(rows, [&](int64_t row) {
     const float* from = part + row * width;
     const float scale = post_norm ? table_->inverse_rms(from, width, layer.eps) : 1.0f;
     table_->add_row(from, width, scale * layer.residual_scale, post_norm, bf16, hidden + row * width);
-  };
-  if (rows > FEW_ROWS)
-    pool_->run(rows, add);
-  else
-    for (int64_t row = 0; row < rows; row++) add(row, 0);
+  });
 }
 
 }  // namespace swarm

@@ -119,9 +119,10 @@ void Engine::experts(const SwarmExperts& all, const float* x, const int64_t* ind
   const int64_t most = std::max<int64_t>(1, MAX_PAIRS / chosen);
   for (int64_t begin = 0; begin < rows; begin += most) {
     const int64_t count = std::min(most, rows - begin);
-    scratch_.reset();
+    const Scratch::Mark mark = scratch_.mark();
     some_experts(all, x + begin * all.hidden, index + begin * chosen, scores + begin * chosen, count, chosen,
                  y + begin * all.hidden);
+    scratch_.release(mark);
   }
 }
 

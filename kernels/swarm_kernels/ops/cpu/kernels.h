@@ -88,6 +88,8 @@ struct KernelTable {
   void (*attend)(const AttendJob&, int64_t word_begin, int64_t word_end, const SoftmaxState&);
   void (*merge)(int64_t m, int64_t value_dim, const SoftmaxState& into, const SoftmaxState& part);
   void (*gate_row)(const SwarmGating& how, const float* x, int64_t width, float* y);
+  void (*route_row)(const SwarmRouting& how, const float* correction, int64_t experts, float* logits, float* work,
+                    int64_t* index, float* scores);
 };
 
 }  // namespace swarm

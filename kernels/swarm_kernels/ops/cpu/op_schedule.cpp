@@ -34,11 +34,6 @@ float* Scratch::take(int64_t count) {
   return taken;
 }
 
-void Scratch::reset() {
-  current_ = 0;
-  used_ = 0;
-}
-
 void Engine::prepare(const KernelTable& table, int threads) {
   table_ = &table;
   if (threads != pool_->requested_threads()) set_core_groups(threads, {});

@@ -14,8 +14,14 @@ namespace swarm {
 // Floats that live until the call ends; the memory is kept for the next call.
 class Scratch {
  public:
+  struct Mark {
+    size_t chunk = 0;
+    int64_t used = 0;
+  };
   float* take(int64_t count);
-  void reset();
+  Mark mark() const { return {current_, used_}; }
+  void release(const Mark& since) { current_ = since.chunk, used_ = since.used; }  // what was taken since
+  void reset() { release({}); }
 
  private:
   struct Free {
@@ -36,6 +42,8 @@ struct HeadRows {
   T* first;
   int64_t head_stride, row_stride;
 };
+
+constexpr int64_t FEW_ROWS = 4;  // faster on one thread than starting a parallel region
 
 class Engine {
  public:
@@ -86,8 +94,22 @@ class Engine {
   void attention(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const RotaryTables& tables,
                  float* hidden);
   void mlp(const SwarmLayer& layer, int64_t rows, float* hidden);
+  void mixture(const SwarmLayer& layer, int64_t rows, float* hidden);
   void add_part(const SwarmLayer& layer, const SwarmLinear& last, const float* x, int64_t rows, const float* post_norm,
                 bool bf16, float* hidden);
+  void add_rows(const SwarmLayer& layer, const float* part, int64_t rows, int64_t width, const float* post_norm,
+                bool bf16, float* hidden);
+  // x [rows, hidden] -> index and scores [rows, chosen].
+  void route(const SwarmMixture& all, const float* x, int64_t rows, int64_t* index, float* scores);
+  void add_shared(const SwarmMixture& all, const float* x, int64_t rows, float* part);
+  // Calls work(row) for each.
+  template <typename Work>
+  void each_row(int64_t rows, const Work& work) {
+    if (rows > FEW_ROWS)
+      pool_->run(rows, [&](int64_t row, int) { work(row); });
+    else
+      for (int64_t row = 0; row < rows; row++) work(row);
+  }
   // `norm` of the rows of x, or null.
   void gemm(const SwarmLinear& weights, const float* x, int64_t rows, const Norm* norm, LinearJob::Epilogue epilogue,
             float* y, int64_t ldy, SwarmActivation activation = SWARM_SILU);

@@ -14,7 +14,7 @@ import triton
 
 from swarm_kernels.batch import BLOCK_SIZE, AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache
-from swarm_kernels.ops.base.layer_weights import Activation, LayerWeights
+from swarm_kernels.ops.base.layer_weights import Activation, GatedMlp, LayerWeights
 from swarm_kernels.ops.base.torch_reference import activate, rotary_table
 from swarm_kernels.ops.triton import cache_kernels, row_kernels
 from swarm_kernels.ops.triton.attention import (
@@ -42,7 +42,8 @@ def attention_shape(weights: LayerWeights) -> AttentionShape:
 def supports_stack(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
     """Whether the kernels support every layer with activations and KV blocks of `dtype`, all of one attention shape.
 
-    Chunks and sinks are not supported, nor is a rounding of hidden states: every sum is rounded to `dtype`."""
+    Chunks, sinks and mixtures of experts are not supported, nor is a rounding of hidden states: every sum is rounded to
+    `dtype`."""
     alike = len({attention_shape(w) for w in layers}) <= 1  # one tiling serves all layers
     return alike and all(_supports_layer(w, dtype) for w in layers)
 
@@ -50,8 +51,8 @@ def supports_stack(layers: Sequence[LayerWeights], dtype: torch.dtype) -> bool:
 def _supports_layer(w: LayerWeights, dtype: torch.dtype) -> bool:
     a, shape = w.attention, attention_shape(w)
     widest = max(w.width, shape.heads * shape.head_dim if a.norm_is_whole else 0)
-    as_is = w.rounding in (None, dtype)
-    return a.chunk is None and a.sinks is None and as_is and supports(shape, dtype) and widest <= MAX_WIDTH
+    plain = a.chunk is None and a.sinks is None and isinstance(w.mlp, GatedMlp) and w.rounding in (None, dtype)
+    return plain and supports(shape, dtype) and widest <= MAX_WIDTH
 
 
 def decoder_layers(
@@ -81,6 +82,7 @@ def decoder_layers(
         mixed = attend_cached(q, k_blocks, v_blocks, plan, tiles, a.scale, a.window, a.softcap)
         part = _as_added(a.o(mixed.view(rows, -1)), w.attn_post_norm, w)
         hidden, normed = _add_and_norm(hidden, part, w.mlp_norm, w.eps)
+        assert isinstance(w.mlp, GatedMlp)  # `supports_stack`
         delta = _as_added(w.mlp.down(_activated(w.mlp.gate_up(normed), w.mlp.activation)), w.mlp_post_norm, w)
     return hidden if delta is None else hidden + delta
 

@@ -1,0 +1,91 @@
+"""Reads and packs the mixture of experts of a compiled layer, one expert after another.
+
+`models.mixture_tensors` knows the names, `weight_reader` and `stacked_experts` the number formats.
+"""
+
+from __future__ import annotations
+
+from swarm_kernels.models.config import MixtureSpec, ModelConfig
+from swarm_kernels.models.mixture_tensors import MixtureTensors, mixture_tensors
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base.experts import Gating, GatingKind
+from swarm_kernels.ops.base.layer_weights import Activation, Linear
+from swarm_kernels.ops.base.routing import Routing, Scores
+from swarm_kernels.runtime.stacked_experts import StackedExperts
+from swarm_kernels.runtime.weight_reader import Packs, WeightReader
+
+
+def read_mixture(
+    reader: WeightReader, config: ModelConfig, spec: MixtureSpec, prefix: str, packs: Packs, activation: Activation
+) -> dispatch.Mixture:
+    """Of the layer with this prefix ("model.layers.3."). Raises CorruptModel."""
+    found, hidden = mixture_tensors(spec, prefix, reader.source.has), config.hidden_size
+    bias = found.router.removesuffix("weight") + "bias"
+    router = packs.wide(
+        reader.wide(found.router, spec.experts, hidden), reader.vector(bias, spec.experts) if spec.router_bias else None
+    )
+    first, second = (
+        _apart(reader, spec, found, hidden, packs) if found.are_apart else _together(reader, spec, found, hidden, packs)
+    )
+    return dispatch.Mixture(
+        router,
+        _routing(spec),
+        dispatch.pack_experts(first, second, _gating(spec, activation)),
+        reader.vector(found.correction, spec.experts) if found.correction else None,
+        _shared(reader, spec, found, hidden, packs, activation) if found.shared else None,
+        packs.wide(reader.wide(found.shared_gate, 1, hidden), None) if found.shared_gate else None,
+    )
+
+
+def _apart(
+    reader: WeightReader, spec: MixtureSpec, found: MixtureTensors, hidden: int, packs: Packs
+) -> tuple[list[Linear], list[Linear]]:
+    first, second, width = [], [], spec.width
+    for expert in range(spec.experts):
+        gate, up, down = (name.format(expert) for name in (found.gate, found.up, found.down))
+        first.append(reader.linear([gate, up], [width, width], hidden, False, packs))
+        second.append(reader.linear([down], [hidden], width, False, packs))
+    return first, second
+
+
+def _together(
+    reader: WeightReader, spec: MixtureSpec, found: MixtureTensors, hidden: int, packs: Packs
+) -> tuple[list[Linear], list[Linear]]:
+    sizes = {found.first: (2 * spec.width, hidden), found.second: (hidden, spec.width)}
+    linears = []
+    for name, (outputs, inputs) in sizes.items():
+        stored = (inputs, outputs) if spec.interleaved else (outputs, inputs)
+        experts = StackedExperts(
+            name,
+            [name],
+            name,
+            spec.experts,
+            outputs,
+            inputs,
+            reader.parts(name, spec.experts, *stored),
+            reader.wide(f"{name}_bias", spec.experts, outputs) if spec.expert_bias else None,
+            transposed=spec.interleaved,
+            interleaved=spec.interleaved and name == found.first,
+        )
+        linears.append(experts.packed(reader, packs))
+    return linears[0], linears[1]
+
+
+def _shared(
+    reader: WeightReader, spec: MixtureSpec, found: MixtureTensors, hidden: int, packs: Packs, activation: Activation
+) -> dispatch.GatedMlp:
+    width, names = spec.shared_width, [f"{found.shared}{name}.weight" for name in ("gate_proj", "up_proj")]
+    gate_up = reader.linear(names, [width, width], hidden, False, packs)
+    down = reader.linear([f"{found.shared}down_proj.weight"], [hidden], width, False, packs)
+    return dispatch.GatedMlp(gate_up, down, activation)
+
+
+def _routing(spec: MixtureSpec) -> Routing:
+    scores = Scores[spec.scores.upper()]
+    return Routing(spec.chosen, scores, spec.normalized, spec.epsilon, spec.scale, spec.groups, spec.used_groups)
+
+
+def _gating(spec: MixtureSpec, activation: Activation) -> Gating:
+    if activation is Activation.GELU_TANH:
+        return Gating(GatingKind.GEGLU_TANH)
+    return Gating(GatingKind.SWIGLU, *spec.gating)
