@@ -81,8 +81,9 @@ bench-gateway: setup ## the gateway: overhead, 100 streams, and a long load whil
 bench-grammar: setup ## answers within random JSON schemas against free text, over emulated links
 	$(BIN)/python benchmarks/bench_grammar.py
 
-bench-kernels: setup ## the CPU kernels against torch's, in one run
+bench-kernels: setup ## the CPU kernels against torch's, and against llama.cpp held to each instruction set (needs npm)
 	$(BIN)/python benchmarks/bench_kernels.py
+	$(BIN)/python benchmarks/bench_shapes.py
 
 bench-kernels-gpu: setup ## the GPU kernels against torch's and the memory bound; needs a GPU
 	$(BIN)/python benchmarks/bench_kernels_gpu.py

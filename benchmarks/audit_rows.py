@@ -134,8 +134,14 @@ class Folder:
             self._tails[machine] = MACHINES[machine].spans(self.source, self.dtype)[-1]
         return self._tails[machine]
 
+    def has(self, machine: str, way: str) -> bool:
+        return self._path(machine, way).exists()
+
+    def _path(self, machine: str, way: str) -> Path:
+        return self.path / f"{machine}-{way}-{self.part}.pt"
+
     def recorded(self, machine: str, way: str) -> list[Recorded]:
-        found = load(self.path / f"{machine}-{way}-{self.part}.pt")
+        found = load(self._path(machine, way))
         name = machine if way == REPLAY else f"{machine}, {way}"
         tail, isa = self.tail(machine), MACHINES[machine].isa
         return [Recorded(name, rows, tail, isa, prompt) for rows, (_, prompt) in zip(found, self.texts, strict=False)]

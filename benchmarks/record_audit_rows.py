@@ -42,7 +42,7 @@ from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
 
 SETS = {"calibration": CALIBRATION, "reporting": REPORTING}
 FORMATS = ("fp32", "bf16", "int8", "int4")
-WRITER = "avx512bf16"
+WRITER = "avx512"  # with BF16 instructions it computes the same bits
 CHEATS = "cheats"
 
 Recorder = Callable[[Sequence[Span], Sequence[Text]], list[Rows]]
@@ -106,14 +106,16 @@ def texts_of(hops: Sequence[Span], tokenizer: ChatTokenizer, questions: Sequence
     return [write_text(hops, tokenizer, question) for question in questions]
 
 
-def record(folder: Path, name: str, ways: Sequence[str], dtype: str) -> None:
-    """These ways of one kind of machine, or the cheats. `dtype`: of the weights, of all in one folder."""
+def record(folder: Path, name: str, ways: Sequence[str], dtype: str, texts_each: int) -> None:
+    """These ways of one kind of machine, or the cheats. `dtype`: of the weights, of all in one folder. `texts_each`: of
+    a set, if they are not there yet."""
     cpu_library.set_threads(1)
     model = open_model("smollm2-135m")
     source = cast(ModelSource, DitheredSource(model))
     hops = MACHINES[WRITER if name == CHEATS else name].spans(source, dtype)
     for part, questions in SETS.items():
-        texts = kept(folder / f"texts-{part}.pt", partial(texts_of, hops, load_tokenizer(model), questions))
+        write = partial(texts_of, hops, load_tokenizer(model), questions[:texts_each])
+        texts = kept(folder / f"texts-{part}.pt", write)
         if name == CHEATS:
             kept(folder / f"{CHEATS}-{part}.pt", partial(cheats, source, hops, texts, dtype))
             continue
@@ -127,17 +129,18 @@ def main() -> None:
     parser.add_argument("machine", nargs="*", help=f"of {', '.join(MACHINES)}, {CHEATS}; all if none is named")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="torch is slow under AVX2")
     parser.add_argument("--dtype", default="bf16", choices=FORMATS, help="of the weights; one folder, one format")
+    parser.add_argument("--texts", type=int, default=len(CALIBRATION), help="of each set; one folder, one number")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.here:
         for name in options.machine:
-            record(options.folder, name, options.ways, options.dtype)
+            record(options.folder, name, options.ways, options.dtype, options.texts)
         return
     for name in options.machine or [*MACHINES, CHEATS]:
         environment = MACHINES[name].environment if name in MACHINES else {}
         command = [sys.executable, __file__, str(options.folder), name, "--here", "--dtype", options.dtype]
-        command += ["--ways", *options.ways]
+        command += ["--texts", str(options.texts), "--ways", *options.ways]
         subprocess.run(command, env={**os.environ, **environment}, check=True)
 
 

@@ -112,7 +112,8 @@ class ClientConfig:
     decoding: str = "auto"
     outline_in_auto: bool = False  # may `auto` use an outline? It changes the text, not only the speed
     outline_templates: Path | None = None  # a TOML file, see docs/guide/outline.md
-    # Beside the n-gram drafter: "bundled" draft model, a .draft file or a model; "medusa": the tail's; "ngram": none
+    # Beside the n-gram drafter: "bundled" draft model, a .draft file, the folder of an EAGLE-3 drafter or a model;
+    # "medusa": the tail's; "ngram": none
     drafter: str = "bundled"
     prefill_chunk: Count | None = None  # tokens a step; None: planned from the chain's costs
     prefill_window: Count = 16  # prefill steps in flight, at most
@@ -127,7 +128,7 @@ class ClientConfig:
     # `generate` and `chat` return it once it is confirmed, or was redone
     audits: Audits = "auto"
     # "FIRST:LAST": embedding, so many first and last layers, norm and head are computed by the client itself, so that
-    # no token id leaves it; "none": nodes do all (docs/privacy.md)
+    # no token id leaves it; "auto": as many as cost little; "none": nodes do all (docs/privacy.md)
     local_layers: str = "none"
     limits: Limits = field(default_factory=Limits)
 

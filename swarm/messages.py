@@ -6,7 +6,7 @@ Owns the names, fields and size bounds of all messages between peers. Does not k
                     CloseSession, Ping
     hop -> hop      Step (body: hidden states), SessionFailed, KvFetch, KvBlocks (body: keys and values), Ping
     hop -> client   SessionOpened, SessionFailed, StepResult (from the tail), Step (on an edge that the client relays),
-                    ProgressReport, AuditReport, Pong
+                    ProgressReport, AuditReport, TapRows, Pong
 
     any -> hop      RecordsQuery, answered with Records (`gossip_messages`)
 
@@ -24,7 +24,8 @@ from swarm.audit_messages import MAX_CLAIMED, AuditQuery, AuditReport
 from swarm.block_hash import HASH_BYTES
 from swarm.gossip_messages import Records, RecordsQuery
 from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
-from swarm.receipt_messages import WorkReceipt
+from swarm.receipts import WorkReceipt
+from swarm.tap_messages import TapRows, WireTaps
 from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SLOTS, Grammar, Sampling, TokenLogprobs
 from swarm.wire_types import Count, Message, Serial, SessionId, Text, TokenId
 
@@ -123,7 +124,8 @@ class OpenSession(Message, frozen=True, tag="open"):
     tokens. The hop fetches them from there if it can, by `kv_source_token`; `SessionOpened.cached_tokens` is the
     outcome. `kv_key`: of this hop, for the tokens of those who may fetch from it once it has left (`kv_token`).
 
-    Peers are named by id alone: where they are dialed is in their own records, which the hop reads itself.
+    `taps`: hidden states that the client wants of this hop. Peers are named by id alone: where they are dialed is in
+    their own records, which the hop reads itself.
     """
 
     max_header: ClassVar[int] = 2 << 20  # a history of MAX_HISTORY takes 1.3 MB, and a grammar up to 0.25 MB
@@ -149,6 +151,7 @@ class OpenSession(Message, frozen=True, tag="open"):
     kv_source_token: KvToken = b""
     kv_key: KvKey = b""
     claimed: Annotated[list[TokenId], Meta(max_length=MAX_CLAIMED)] = []
+    taps: WireTaps | None = None
 
 
 class SessionOpened(Message, frozen=True, tag="opened"):
@@ -391,4 +394,5 @@ AnyMessage = (
     | WorkReceipt
     | AuditQuery
     | AuditReport
+    | TapRows
 )

@@ -14,13 +14,21 @@ import msgspec
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, ProtocolError
-from swarm.receipt_messages import WorkReceipt
 from swarm.records import MAX_LAYERS, PeerText, Sign, Verify
 from swarm.types import PeerId
-from swarm.wire_types import Count, SessionId
+from swarm.wire_types import Count, Message, SessionId
 
 MAX_SECONDS = 30 * 86400.0  # of one session
+MAX_RECEIPT = 512  # bytes of the payload
 _CONTEXT = b"swarm work receipt 1\0"  # domain separation: the signature is valid for nothing else
+
+
+class WorkReceipt(Message, frozen=True, tag="receipt"):
+    """From the client to a hop, before it closes `session`. At most one a session; never answered."""
+
+    session: SessionId
+    payload: Annotated[bytes, Meta(min_length=1, max_length=MAX_RECEIPT)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ import enum
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,8 @@ MAX_GRAMMAR_LENGTH = 64 << 10  # characters
 MAX_LOGPROBS = 20  # alternatives of one token
 MAX_LOGIT_BIAS = 1024  # tokens
 MAX_SLOTS = 4096  # tree slots of one session
+MAX_TAPS = 8  # of one drafter
+TAP_GROUP = 64  # numbers of a tapped row in 8 bits that share a bf16 scale
 
 PeerId = str
 """A libp2p peer id in base58; it embeds the peer's Ed25519 public key."""
@@ -278,6 +280,36 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+TappedRow = tuple[bytes, ...]
+"""The hidden states of one token, one for each tap, encoded (`swarm_kernels.runtime.taps`)."""
+
+TappedRows = Mapping[int, TappedRow]
+"""By position in the text; only positions that have all taps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """The hidden states that a drafter reads (`tap_messages`). `layers`: ascending. `window`: how many of the prompt's
+    last rows it wants: more cost bytes once, fewer leave the drafter less context."""
+
+    layers: tuple[int, ...]
+    hidden_size: int
+    bits: Literal[8, 16] = 8
+    window: int = 128
+
+    @property
+    def row_bytes(self) -> int:
+        return tapped_row_bytes(self.hidden_size, self.bits)
+
+    def of_hop(self, start: int, end: int, *, tail: bool) -> tuple[int, ...]:
+        """Those that the hop of layers `[start, end)` has."""
+        return tuple(layer for layer in self.layers if start <= layer < end + tail)
+
+
+def tapped_row_bytes(hidden_size: int, bits: int) -> int:
+    return 2 * hidden_size if bits == 16 else hidden_size + 2 * -(-hidden_size // TAP_GROUP)
 
 
 def coverage(spans: Iterable[LayerSpan], num_layers: int) -> list[int]:

@@ -26,6 +26,7 @@ from swarm.messages import (
     Step,
     StepResult,
 )
+from swarm.tap_messages import TapRows
 from swarm.types import MAX_SLOTS
 
 TAGS = [cls.__struct_config__.tag for cls in get_args(AnyMessage)]
@@ -48,6 +49,7 @@ messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.builds(DropInFlight, session, serial, slots),
     st.builds(SessionFailed, session, st.text(string.ascii_lowercase, max_size=20), text, st.floats(0, 3600)),
     st.builds(StepResult, session, serial, serial, tokens, trace),
+    st.builds(TapRows, session, serial, serial, st.integers(0, 1 << 20)),
     st.builds(Reroute, session, serial, text, text, st.integers(0, 1 << 20)),
     st.builds(Step, session, serial, serial, st.integers(0, 1 << 20), st.integers(0, MAX_ROWS), st.booleans(), tokens),
     st.builds(

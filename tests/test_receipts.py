@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from swarm import codec
 from swarm.errors import ProtocolError
 from swarm.net.security.identity import Identity, verify
-from swarm.receipt_messages import WorkReceipt
-from swarm.receipts import Receipt, check_receipt, sign_receipt
+from swarm.receipts import Receipt, WorkReceipt, check_receipt, sign_receipt
 
 CLIENT, NODE, OTHER = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
 RECEIPT = Receipt(NODE.peer, CLIENT.peer, b"s" * 16, 30, 8, 1e9, 2.0)

@@ -328,6 +328,7 @@ class SwarmClient:
             source.name,
             sampling,
             num_medusa_candidates=NUM_CANDIDATES if speculation is not None and self.config.drafter == MEDUSA else 0,
+            taps=speculation.drafter.drafter.taps if speculation is not None else None,
             plan_chunks=self.config.prefill_chunk is None,
             prefix_locations=self._prefix_locations,
             auditor=self._auditor,

@@ -242,6 +242,27 @@ async def test_only_the_tensors_of_the_ends_are_read_and_a_tied_embedding_once()
     assert source.read.count("model.embed_tokens.weight") == 1
 
 
+@virtual_time
+async def test_auto_takes_some_and_says_so() -> None:
+    async with swarm_of(2) as swarm, swarm.client(local_layers="auto") as client:
+        answer = await client.generate(prompt(), max_new_tokens=8)
+        assert list(answer.token_ids) == truth()[:8]
+        assert client.home is not None
+        layers = client.home.layers
+        assert (answer.chain.hops[0], answer.chain.hops[-1]) == layers.hops
+        assert f"layers {layers.hops[0].span}" in answer.explanation
+        assert "token ids stay here" in answer.exposure
+
+
+@virtual_time
+async def test_without_local_layers_the_ends_are_said_to_see_ids() -> None:
+    async with swarm_of(3) as swarm, swarm.client() as client:
+        answer = await client.generate(prompt(), max_new_tokens=8)
+    first, middle, last = (peer[-6:] for peer in answer.chain.peers)
+    assert f"{first} and {last} see token ids" in answer.exposure
+    assert f"{middle} sees hidden states" in answer.exposure
+
+
 @pytest.mark.parametrize("text", ["5:5", "1", "a:b", "-1:0", "1:1:1", "99999:0"])
 @virtual_time
 async def test_a_share_that_leaves_nothing_or_means_nothing_is_refused(text: str) -> None:

@@ -96,6 +96,34 @@ def test_layers_match_the_reference(shape: Shape, dtype: torch.dtype) -> None:
     close(mine[4], v_blocks, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", ["gelu", "norms around the parts", "norms after the parts", "scaled parts"])
+def test_a_stack_has_the_bits_of_its_layers_one_by_one(variant: str, dtype: torch.dtype) -> None:
+    """Every sum is rounded to the format in which hidden states travel, so cuts between layers change no bit. (Triton's
+    interpreter cuts bf16 off where GPUs and torch round.)"""
+    shape, generator = SHAPES[1], torch.Generator().manual_seed(18)
+    ours = [on_device(vary(random_layer(shape, dtype, generator)[1], **VARIANTS[variant])) for _ in range(3)]
+    plan, blocks = make_plan([Part(17, line=3), Part(0, tree=star(2))], generator)
+    caches = [random_blocks(blocks, shape.kv_heads, shape.dim, dtype, generator) for _ in ours]
+    mine = [(k.to(DEVICE, copy=True), v.to(DEVICE, copy=True)) for k, v in caches]
+    hidden = torch.randn(plan.rows, shape.hidden, generator=generator).to(dtype).to(DEVICE)
+    cos, sin = (table.to(DEVICE) for table in rotary(plan, shape))
+    there = selftest.on_device(plan, DEVICE)
+    whole = layers.decoder_layers(hidden, ours, cos, sin, [(k.clone(), v.clone()) for k, v in mine], there)
+    for layer, cache in zip(ours, mine, strict=True):
+        hidden = layers.decoder_layers(hidden, [layer], cos, sin, [cache], there)
+    assert torch.equal(hidden, whole)
+
+
+def test_a_rounding_of_hidden_states_is_left_to_others() -> None:
+    """They have that format on a GPU."""
+    plain = random_layer(SHAPES[1], torch.bfloat16, torch.Generator().manual_seed(19))[1]
+    rounding = replace(plain, rounding=torch.bfloat16)
+    assert layers.supports_stack([plain], torch.float32)
+    assert layers.supports_stack([rounding], torch.bfloat16)
+    assert not layers.supports_stack([rounding], torch.float32)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_a_layer_match_the_reference_or_are_refused(variant: str) -> None:
     shape, generator = SHAPES[1], torch.Generator().manual_seed(16)

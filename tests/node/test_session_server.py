@@ -23,7 +23,7 @@ from swarm.messages import (
     StepResult,
     WireSampling,
 )
-from swarm.receipt_messages import WorkReceipt
+from swarm.receipts import WorkReceipt
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan
 from swarm_hop.serving.session_server import SessionServer

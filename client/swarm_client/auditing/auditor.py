@@ -32,7 +32,7 @@ from swarm.planner.auditing.verdict import (
     inconsistency,
     same_inputs,
 )
-from swarm.receipt_messages import WorkReceipt
+from swarm.receipts import WorkReceipt
 from swarm.types import Chain, Hop, ModelId, PeerId
 from swarm_client.auditing.replay import replay
 from swarm_client.auditing.reports import Evidence, SignedReport, hop_report, signed_report

@@ -59,7 +59,7 @@ _Drafter = Annotated[
 _LocalLayers = Annotated[
     str | None,
     typer.Option(
-        help="FIRST:LAST, layers that are computed here, with embedding and head: no token id leaves this machine.",
+        help="FIRST:LAST or auto: layers computed here, with embedding and head, so that no token id leaves.",
         metavar="F:L",
     ),
 ]
@@ -128,18 +128,16 @@ def run(
             "max_new_tokens": max_new_tokens,
             "temperature": 0.0 if greedy else temperature,
             "grammar": _grammar(json_schema, regex),
-            "seed": seed,
             "stop": tuple(stop or split_list(env_value("stop"))),
         }
         options |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
-        options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
-        request = OneShotRequest(system, options, as_json)
+        options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "seed": seed}
         if prompt is None:
             from swarm_client.cli.repl import interact  # the terminal's libraries are not needed for --prompt
 
-            uvloop.run(interact(settings, request.system, options))
+            uvloop.run(interact(settings, system, options))
         else:
-            uvloop.run(answer_once(settings, prompt, request))
+            uvloop.run(answer_once(settings, prompt, OneShotRequest(system, options, as_json)))
     except SwarmError as error:
         _fail(error, as_json)
     except KeyboardInterrupt:

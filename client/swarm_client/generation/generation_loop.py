@@ -36,7 +36,7 @@ from swarm.planner.generation.state_machine import (
     SendStep,
     StepDone,
 )
-from swarm.types import Chain
+from swarm.types import Chain, TappedRows
 from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.session_manager import SessionManager
@@ -124,7 +124,9 @@ class GenerationLoop:
                             await self._discard_in_flight(action)
                         case EmitTokens():
                             if self.speculation is not None:
-                                await self.speculation.emitted(action.tokens, action.medusa_candidates)
+                                await self.speculation.emitted(
+                                    action.tokens, action.medusa_candidates, self._tapped_rows(action)
+                                )
                             yield action
                         case RepairChain():
                             if self.grammar is not None:
@@ -179,6 +181,11 @@ class GenerationLoop:
         except HopFailed as failed:
             return HopLost(failed.peer, str(failed))
         return None
+
+    def _tapped_rows(self, emitted: EmitTokens) -> TappedRows:
+        """Of the text up to the last of these tokens, that token left out: it has not been through the layers."""
+        assert self._session is not None  # tokens come along it
+        return self._session.taps.take(emitted.samples, len(self.generation.known) - len(emitted.tokens) - 1)
 
     async def _next_event(self) -> Event:
         session = self._session

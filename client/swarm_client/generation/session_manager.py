@@ -18,9 +18,8 @@ from swarm.messages import StepResult
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationState
 from swarm.planner.routing.prefix_affinity import prefer_cached_prefix
-from swarm.receipt_messages import WorkReceipt
-from swarm.receipts import Receipt, sign_receipt
-from swarm.types import Chain, Hop, PeerId, Sampling
+from swarm.receipts import Receipt, WorkReceipt, sign_receipt
+from swarm.types import Chain, Hop, PeerId, Sampling, Taps
 from swarm_client.auditing.auditor import Auditor
 from swarm_client.auditing.result import AuditResult
 from swarm_client.health.straggler_detector import StragglerSuspicion
@@ -49,6 +48,7 @@ class SessionManager:
     model: str
     sampling: Sampling
     num_medusa_candidates: int = 0  # per Medusa head of the tail, if it has any, with every token
+    taps: Taps | None = None  # that the drafter reads
     plan_chunks: bool = True  # chunk prompts by the chain's costs
     prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)  # of all generations of a client
     auditor: Auditor | None = None  # likewise
@@ -68,6 +68,7 @@ class SessionManager:
             self.sampling,
             self.num_medusa_candidates,
             prompt_tokens=len(generation.request.prompt),
+            taps=self.taps,
         )
         try:
             session = await InferenceSession.open(

@@ -7,6 +7,7 @@ process. Which layers these are is `local_layers`'; what crosses to the hops of 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,8 +19,9 @@ from swarm.config import ClientConfig
 from swarm.errors import UsageError
 from swarm.net.gossip.record_reader import RecordReader
 from swarm.planner.costs.chain_costs import Stage
-from swarm.types import ModelId, PeerId, Snapshot
-from swarm_client.home.local_layers import LocalLayers
+from swarm.types import LayerSpan, ModelId, PeerId, Snapshot
+from swarm_client.home.auto_share import choose_share, swarm_layer_ms
+from swarm_client.home.local_layers import AUTO, NONE, LocalLayers
 from swarm_client.home.loopback import HomeChannel, HomeLink, NoLinks
 from swarm_client.network.connection import ClientNetwork
 from swarm_hop.serving.compute_device import ThreadDevice
@@ -27,8 +29,9 @@ from swarm_hop.serving.executor import Executor
 from swarm_hop.serving.grammars import TailGrammars
 from swarm_hop.serving.session_server import SessionServer
 from swarm_hop.serving.span_engine import SpanEngine
+from swarm_kernels.calibration.cost_curve import StepTimer
 from swarm_kernels.calibration.span_steps import step_cost
-from swarm_kernels.device.device import dtype_name, parse_dtype, state_dtype
+from swarm_kernels.device.device import available_memory, dtype_name, parse_dtype, state_dtype
 from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.llama_span import LlamaSpan
@@ -36,6 +39,9 @@ from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 from swarm_kernels.tokenizer.tokenizer import ChatTokenizer
 
+logger = logging.getLogger(__name__)
+
+_TIMED_CONTEXT, _TIMED_STEPS = 64, 7  # tokens, and steps of one row of which the quickest counts
 MAX_KV_TOKENS = 1 << 17  # of all sessions at home; a block costs memory once it is written
 
 
@@ -74,14 +80,18 @@ async def hold_ends(
 
     Raises UsageError, ModelError, OutOfMemory, NetworkError.
     """
-    layers = LocalLayers.parse(config.local_layers, source.config.num_layers)
-    if layers is None:
+    if config.local_layers == NONE:
         yield None
         return
     if config.drafter == "medusa":
         raise UsageError("Medusa heads are at the nodes' tail, which --local-layers replaces; choose another --drafter")
-    dtype = config.dtype or _served_dtype(await reader.snapshot(), source)
-    loop = asyncio.get_running_loop()
+    loop, snapshot = asyncio.get_running_loop(), await reader.snapshot()
+    dtype = config.dtype or _served_dtype(snapshot, source)
+    if config.local_layers == AUTO:
+        layers = await loop.run_in_executor(None, _chosen, source, snapshot, parse_dtype(dtype))
+        logger.info("--local-layers auto takes %s", layers)
+    else:
+        layers = LocalLayers.parse(config.local_layers, source.config.num_layers)
     first, last = await loop.run_in_executor(None, _load, source, layers, parse_dtype(dtype))
     costs = [await loop.run_in_executor(None, step_cost, span) for span in (first, last)]
     device = ThreadDevice("swarm-home")  # of both: the kernels' threads are shared
@@ -107,6 +117,17 @@ async def hold_ends(
             (stages[0], stages[1]),
             weight_bytes(first, last),
         )
+
+
+def _chosen(source: ModelSource, snapshot: Snapshot, dtype: torch.dtype) -> LocalLayers:
+    """What "auto" takes, by one layer that is loaded and timed here. Blocks. Raises ModelError, OutOfMemory."""
+    span = load_span(source, LayerSpan(0, 1), dtype)
+    timer = StepTimer(span, _TIMED_CONTEXT, 1)
+    ms = min(timer.ms(1) for _ in range(_TIMED_STEPS))
+    at_least = 0 if source.config.has_fast_path else 1
+    return choose_share(
+        swarm_layer_ms(snapshot), ms, span.layer_bytes, available_memory(span.device), at_least=at_least
+    )
 
 
 def _engine(span: Span, source: ModelSource, tokenizer: ChatTokenizer) -> SpanEngine:

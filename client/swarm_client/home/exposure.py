@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from swarm.types import Chain
 from swarm_client.home.local_layers import foreign
 
-RECOVERED: Mapping[str, Mapping[int, float]] = {"smollm2-135m": {}}
+RECOVERED: Mapping[str, Mapping[int, float]] = {"smollm2-135m": {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}}
 """Model -> layers that a state has passed -> the share of tokens that the best of our attacks recovered from it."""
 
 
@@ -32,13 +32,12 @@ def exposure(chain: Chain, model: str) -> str:
 
 
 def _leaked(model: str, depth: int) -> str:
-    """What was recovered from states that have passed `depth` layers or more."""
+    """What was recovered from states that have passed `depth` layers, or fewer where so many were not tried."""
     known = RECOVERED.get(model, {})
     from_depth = max((at for at in known if at <= depth), default=None)
     if from_depth is None:
         return "which give most of a text away (docs/privacy.md)"
-    share = max(share for at, share in known.items() if at >= from_depth)
-    return f"from which our own attack recovered {share:.0%} of the tokens (docs/privacy.md)"
+    return f"from which our own attack recovered {known[from_depth]:.0%} after {from_depth} layers (docs/privacy.md)"
 
 
 def _list(names: list[str]) -> str:

@@ -13,7 +13,7 @@ from swarm.errors import NoRoute, UsageError
 from swarm.planner.routing.graph import no_route_sentence
 from swarm.types import Chain, Hop, LayerSpan, NodeProfile, Snapshot
 
-NONE = "none"
+NONE, AUTO = "none", "auto"
 FIRST, LAST = "home-1", "home-2"  # the names of the two hops at home in a chain; no peer id has a hyphen
 
 
@@ -29,13 +29,13 @@ class LocalLayers:
     num_layers: int
 
     @classmethod
-    def parse(cls, text: str, num_layers: int) -> LocalLayers | None:
-        """`"1:1"`, or `"none"`. Raises UsageError, also where nothing would be left for others."""
-        if text == NONE:
-            return None
+    def parse(cls, text: str, num_layers: int) -> LocalLayers:
+        """`"1:1"`. Raises UsageError, also where nothing would be left for others."""
         match = re.fullmatch(r"\s*(\d{1,4}):(\d{1,4})\s*", text)
         if match is None:
-            raise UsageError(f"'{text}' is no share of the model to hold here; write FIRST:LAST, as in 1:1, or none")
+            raise UsageError(
+                f"'{text}' is no share of the model to hold here; write FIRST:LAST, as in 1:1, auto or none"
+            )
         own = cls(int(match[1]), int(match[2]), num_layers)
         if own.first + own.last >= num_layers:
             raise UsageError(

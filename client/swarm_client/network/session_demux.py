@@ -11,8 +11,12 @@ from swarm.codec import Buffer
 from swarm.errors import NetworkError, ProtocolError
 from swarm.messages import AnyMessage, ProgressReport, SessionFailed, SessionOpened, Step, StepResult
 from swarm.net.pool.migratable_link import MigratableLink
+from swarm.tap_messages import TapRows
 from swarm.token_bucket import KeyedBuckets
 from swarm.types import PeerId
+
+OfASession = SessionOpened | ProgressReport | SessionFailed | StepResult | TapRows | Step | AuditReport
+"""What hops send to a client."""
 
 MAX_UNREAD = 256  # frames waiting in one session's queue; its steps in flight are far fewer
 CLOSED_SESSIONS = 256  # remembered, for what their hops had sent before they learned of the end
@@ -55,7 +59,7 @@ class SessionDemux:
 
     def receive(self, peer: PeerId, message: AnyMessage, body: Buffer) -> None:
         """A frame of `peer`, which may be a hop in this process. Raises ProtocolError."""
-        if not isinstance(message, SessionOpened | ProgressReport | SessionFailed | StepResult | Step | AuditReport):
+        if not isinstance(message, OfASession):
             raise ProtocolError(f"a node sent a client a {type(message).__name__}")
         queue = self._queues.get(message.session)
         if queue is None:

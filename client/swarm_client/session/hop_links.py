@@ -16,7 +16,7 @@ from swarm.codec import Buffer
 from swarm.errors import ConnectionLost, NetworkError
 from swarm.messages import MAX_BLOCK_HASHES, AnyMessage, CloseSession
 from swarm.net.pool.connection_pool import ConnectionPool
-from swarm.receipt_messages import WorkReceipt
+from swarm.receipts import WorkReceipt
 from swarm.types import PeerId
 from swarm_client.health.ping_failure_detector import PingFailureDetector
 from swarm_client.health.watchdog import wait_with_watchdog

@@ -34,7 +34,8 @@ from swarm.net.base.tasks import run_all
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.planner.generation.state_machine import SendStep
 from swarm.planner.routing.repair import Repair
-from swarm.receipt_messages import WorkReceipt
+from swarm.receipts import WorkReceipt
+from swarm.tap_messages import TapRows
 from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId
 from swarm_client.health.stall_locator import HopProgress, StallTimer, stalled_hops
 from swarm_client.health.watchdog import wait_with_watchdog
@@ -50,10 +51,11 @@ from swarm_client.session.session_messages import (
     leading_unchanged,
     open_message,
     remote_error,
+    replay_steps,
+    step_message,
 )
+from swarm_client.session.tap_buffer import TapBuffer
 from swarm_client.trust.failures import ReportedLost
-
-REPLAY_ROWS = 256  # tokens of one step that is replayed to a new first hop
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class InferenceSession:
     cached_tokens: int = 0  # tokens that all hops found in their prefix caches when the session was opened
     last_ready_chain: Chain = field(default_factory=lambda: Chain(()))
     _secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)  # of the hops' keys, see `kv_token`
+    taps: TapBuffer = field(init=False)
     _links: HopLinks = field(init=False)
     _detached: dict[PeerId, int] = field(default_factory=dict)  # departed nodes -> tokens whose KV they still hold
     _accusers: dict[PeerId, PeerId] = field(default_factory=dict)  # hop -> the first next hop it called unreachable
@@ -90,6 +93,7 @@ class InferenceSession:
     def __post_init__(self) -> None:
         self._relay, ping_s = EdgeRelay(self.home), self._limits.ping_timeout_s
         self._links = HopLinks(self.id, lambda: self.chain.peers, ping_s, self._pool, local=self._relay.links)
+        self.taps = TapBuffer(self.spec.taps)
 
     @classmethod
     async def open(
@@ -115,6 +119,7 @@ class InferenceSession:
             hashes = []  # cached rows have no logits
         inbox = demux.register(session)
         self = cls(session, chain, spec, pool, demux, limits, inbox, hashes, epoch, prefix_salts, home=home)
+        self.taps.begin(len(history))
         try:
             held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
             self.cached_tokens = min(held.values())
@@ -126,21 +131,9 @@ class InferenceSession:
 
     async def send(self, action: SendStep) -> None:
         """Send a step to the first hop. Raises HopFailed."""
-        step = Step(
-            session=self.id,
-            epoch=action.epoch,
-            step=action.step,
-            committed_before=action.committed_before,
-            causal_rows=len(action.tokens),
-            sample=action.sample,
-            tokens=[*action.tokens, *action.rows],
-            parents=list(action.parents),
-            slots=list(action.slots),
-            commit_slots=list(action.commit_slots),
-            forward_tokens=self.spec.sampling.needs_history,
-            sample_all=action.sample_all,
-        )
+        step = step_message(self.id, action, forward_tokens=self.spec.sampling.needs_history)
         self._relay.sent(step)
+        self.taps.sent(action)
         self._step = action.step
         await self._links.send_watched(self.chain.hops[0].peer, step)
 
@@ -244,6 +237,7 @@ class InferenceSession:
         needed = {hop.peer for hop in kept} | {source.peer for source in sources.values()}
         await self._links.close([p for p in self._links.peers if p not in needed])
         self.chain, self.epoch = repair.chain, epoch
+        self.taps.begin(len(tokens), committed)
         unchanged = leading_unchanged(self.last_ready_chain.hops, hops, kept)
         self.prefix_salts = {peer: salt for peer, salt in self.prefix_salts.items() if peer in unchanged}
         fresh: dict[Hop, int] = {}
@@ -278,10 +272,8 @@ class InferenceSession:
 
     async def _replay(self, tokens: Sequence[int]) -> None:
         """Replay to a new first hop what the others hold already."""
-        for start in range(0, len(tokens), REPLAY_ROWS):
-            part = list(tokens[start : start + REPLAY_ROWS])
-            forward = self.spec.sampling.needs_history
-            step = Step(self.id, self.epoch, 0, start, len(part), sample=False, tokens=part, forward_tokens=forward)
+        forward = self.spec.sampling.needs_history
+        for step in replay_steps(self.id, self.epoch, tokens, forward_tokens=forward):
             await self._links.send_watched(self.chain.hops[0].peer, step)
 
     # Opening ---------------------------------------------------------------------------------------------------------
@@ -321,8 +313,9 @@ class InferenceSession:
         message = open_message(self.id, self.spec, hop, before, after, history, source, hop_key(self._secret, hop.peer))
         salt = self.prefix_salts.get(hop.peer)
         hashes = salted(self.block_hashes, salt) if salt is not None else []
+        taps = self.taps.asked_of(hop, tail=not after)
         message = msgspec.structs.replace(
-            message, epoch=self.epoch, replay_silent_until=silent_until, block_hashes=hashes
+            message, epoch=self.epoch, replay_silent_until=silent_until, block_hashes=hashes, taps=taps
         )
         timeout_s = self._limits.next_hop_dial_timeout_s if self.epoch else self._limits.dial_timeout_s
         addresses = nodes[hop.peer].addresses if hop.peer in nodes else ()
@@ -347,6 +340,7 @@ class InferenceSession:
         while True:
             incoming = await self._next()
             if isinstance(incoming.message, StepResult) and incoming.peer == self.chain.peers[-1]:
+                self.taps.finished(incoming.message.step)
                 return incoming.message
 
     async def _next(self) -> ReceivedMessage:
@@ -360,17 +354,23 @@ class InferenceSession:
                 self._hop_progress[incoming.peer] = HopProgress(step.received, step.completed, step.compute_ms)
                 if self._hop_progress.keys() >= set(self.chain.peers):
                     self._progress_complete.set()
-                continue
-            if not isinstance(step, Step):
+            elif not isinstance(step, Step | TapRows):
                 return incoming
-            if step.epoch < self.epoch:
-                continue
-            try:
-                onward = self._relay.onward(self.chain.peers, incoming, step)
-            except ProtocolError as error:
-                raise self.mark_failed(incoming.peer, error) from None
-            if onward is not None:
-                await self._links.send(*onward, incoming.body)
+            elif step.epoch >= self.epoch:
+                await self._pass_on(incoming, step)
+
+    async def _pass_on(self, incoming: ReceivedMessage, message: Step | TapRows) -> None:
+        """A step to the next hop, taps to their buffer. Raises HopFailed."""
+        onward = None
+        try:
+            if isinstance(message, TapRows):
+                self.taps.add(self.chain, incoming.peer, message, incoming.body)
+            else:
+                onward = self._relay.onward(self.chain.peers, incoming, message)
+        except ProtocolError as error:
+            raise self.mark_failed(incoming.peer, error) from None
+        if onward is not None:
+            await self._links.send(*onward, incoming.body)
 
     def _dispatch(self, incoming: ReceivedMessage) -> ReceivedMessage | None:
         """None for what does not concern the chain in use: another session's node, or an evicted one.

@@ -6,12 +6,15 @@ Owns these messages and which KV may be transferred. Pure: `inference_session` s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import NetworkError, NodeBusy, RemoteError, WrongModel
-from swarm.messages import OpenSession, SessionFailed, WireSampling
-from swarm.types import Chain, Hop, KvSource, PeerId, Sampling
+from swarm.messages import OpenSession, SessionFailed, Step, WireSampling
+from swarm.planner.generation.state_machine import SendStep
+from swarm.types import Chain, Hop, KvSource, PeerId, Sampling, Taps
+
+REPLAY_ROWS = 256  # tokens of one step that is replayed to a new first hop
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class SessionSpec:
     num_medusa_candidates: int = 0  # of each of the tail's heads
     prompt_tokens: int = 0
     claimed: tuple[int, ...] = ()  # of a replay: the tokens after the prompt, as others sampled them
+    taps: Taps | None = None  # that a drafter reads
 
 
 def kv_sources(
@@ -106,3 +110,28 @@ def remote_error(peer: PeerId, failed: SessionFailed) -> NetworkError:
     if failed.error == WrongModel.code:
         return WrongModel(failed.detail)
     return RemoteError(failed.detail, failed.error, peer)
+
+
+def step_message(session: bytes, action: SendStep, *, forward_tokens: bool) -> Step:
+    """`forward_tokens`: as of a `Step`."""
+    return Step(
+        session=session,
+        epoch=action.epoch,
+        step=action.step,
+        committed_before=action.committed_before,
+        causal_rows=len(action.tokens),
+        sample=action.sample,
+        tokens=[*action.tokens, *action.rows],
+        parents=list(action.parents),
+        slots=list(action.slots),
+        commit_slots=list(action.commit_slots),
+        forward_tokens=forward_tokens,
+        sample_all=action.sample_all,
+    )
+
+
+def replay_steps(session: bytes, epoch: int, tokens: Sequence[int], *, forward_tokens: bool) -> Iterator[Step]:
+    """To a new first hop: `tokens`, which the others hold already."""
+    for start in range(0, len(tokens), REPLAY_ROWS):
+        part = list(tokens[start : start + REPLAY_ROWS])
+        yield Step(session, epoch, 0, start, len(part), sample=False, tokens=part, forward_tokens=forward_tokens)

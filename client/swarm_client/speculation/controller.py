@@ -29,8 +29,8 @@ from swarm.planner.generation.state_machine import (
 )
 from swarm.planner.speculation.controller import MAX_DEPTH, Decision, SpeculationController
 from swarm.planner.speculation.forecast import DrafterProfile, Strategy
-from swarm.types import Chain, Hop
-from swarm_client.speculation.drafters.base import CachedProposal, Candidate
+from swarm.types import Chain, Hop, TappedRows
+from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate
 from swarm_client.speculation.drafters.base import Drafter as DraftSource
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,9 @@ class AsyncDrafter(Protocol):
 
     async def reset(self, prompt_ids: Sequence[int]) -> None: ...
 
-    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = ()) -> None: ...
+    async def extend(
+        self, tokens: Sequence[int], medusa: MedusaCandidates = (), taps: TappedRows = NO_TAPS
+    ) -> None: ...
 
     async def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal: ...
 
@@ -147,12 +149,13 @@ class ClientSpeculation:
             self._choose()  # until now the cost of a draft-model call was unknown
         return DraftsProposed(tuple(map(tuple, drafts)))
 
-    async def emitted(self, tokens: Sequence[int], medusa: MedusaCandidates) -> None:
-        """These tokens are committed now; `medusa`: candidates of the tail's Medusa heads for what follows."""
+    async def emitted(self, tokens: Sequence[int], medusa: MedusaCandidates, taps: TappedRows = NO_TAPS) -> None:
+        """These tokens are committed now; `medusa`: candidates of the tail's Medusa heads for what follows; `taps`:
+        hidden states of the text before the last of them."""
         if self.failure:
             return
         try:
-            await self.drafter.extend(tokens, medusa)
+            await self.drafter.extend(tokens, medusa, taps)
         except DrafterFailed as error:
             self._fail(error)
 

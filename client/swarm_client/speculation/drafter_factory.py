@@ -1,7 +1,8 @@
 """Which drafters a client uses. Owns the draft model that is loaded once for all of its generations.
 
 The n-gram (prompt-lookup) drafter is always on, for it costs nothing. Beside it there may be a draft model (a file that
-`swarm-draft train` made, or any local model with the target's vocabulary) or the Medusa heads of the tail.
+`swarm-draft train` made, an EAGLE-3 drafter's folder, or any local model with the target's vocabulary) or the Medusa
+heads of the tail.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class DrafterFactory:
 
     @classmethod
     async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> DrafterFactory:
-        """`drafter`: NGRAM, MEDUSA, BUNDLED (if there is one for the target), a trained draft's file, or a model.
+        """`drafter`: NGRAM, MEDUSA, BUNDLED (if there is one for the target), a trained draft's file, the folder of an
+        EAGLE-3 drafter, or a model.
 
         One that cannot be used is logged and left out.
         """
@@ -75,7 +77,10 @@ class DrafterFactory:
 
 def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
     """Raises ModelError and DrafterFailed."""
+    from swarm_client.speculation.drafters.eagle import EagleDrafter
     from swarm_client.speculation.drafters.model import ModelDrafter, check_vocabulary
+    from swarm_kernels.draft.eagle import open_eagle
+    from swarm_kernels.draft.eagle_file import is_eagle
     from swarm_kernels.draft.models import LocalModel, open_draft
     from swarm_kernels.models.open import open_model
     from swarm_kernels.tokenizer.tokenizer import load_tokenizer
@@ -84,6 +89,9 @@ def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callab
     if path.suffix == TRAINED_SUFFIX:
         trained = open_draft(path, target)
         return lambda: ModelDrafter(trained, "trained draft")
+    if is_eagle(path):
+        eagle = open_eagle(path, target)
+        return lambda: EagleDrafter(eagle, path.name)
     source = open_model(drafter)
     check_vocabulary(source, load_tokenizer(source), target, tokenizer)
     local = LocalModel(source)

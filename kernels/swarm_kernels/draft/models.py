@@ -64,7 +64,7 @@ class FullHead:
         """Nothing to do: all tokens are allowed."""
 
     def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
-        return _pairs(*top_tokens(self._span.logits(hidden), width))
+        return candidate_pairs(*top_tokens(self._span.logits(hidden), width))
 
 
 class TrainedDraft:
@@ -137,7 +137,7 @@ class TrimmedVocabHead:
             context_ids, head = self._context_head
             logits, ids = torch.cat((logits, head(states)), 1), torch.cat((ids, context_ids))
         indices, logprobs = top_tokens(logits, width)
-        return _pairs(ids[indices], logprobs)
+        return candidate_pairs(ids[indices], logprobs)
 
 
 class _SharedSpan:
@@ -197,7 +197,8 @@ def top_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     return best.gather(1, indices // block) * block + indices % block, values - total
 
 
-def _pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[DraftCandidates]:
+def candidate_pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[DraftCandidates]:
+    """`top_tokens`' `[n, count]` ids and log-probabilities as pairs; what has no probability is left out."""
     rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
     return [[(token, min(0.0, p)) for token, p in zip(*row, strict=True) if p > -math.inf] for row in rows]
 

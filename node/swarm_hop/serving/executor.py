@@ -30,6 +30,7 @@ from swarm.types import LayerSpan, TokenLogprobs
 from swarm_hop.serving.compute_device import ComputeDevice
 from swarm_hop.serving.interruptible_batch import InterruptibleBatch, Ran, SlicedCompute
 from swarm_hop.serving.session import HopSession, InboundStep
+from swarm_kernels.runtime.taps import StepTaps
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ T = TypeVar("T")
 class StepOutput:
     """The result of a step: hidden rows as raw bytes, or on the tail the sampled tokens, their Medusa candidates and
     the log-probabilities (`messages.StepResult`). `margins`: of the claimed tokens, one for each sampled one, if there
-    are any (`OpenSession.claimed`)."""
+    are any (`OpenSession.claimed`). `taps`: what the client is sent beside it."""
 
     body: Buffer = b""
     tokens: tuple[int, ...] = ()
@@ -50,6 +51,7 @@ class StepOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     margins: tuple[float | None, ...] = ()
+    taps: StepTaps = ()
 
 
 Compute = Callable[[], Sequence[StepOutput | SwarmError]] | SlicedCompute[StepOutput | SwarmError]

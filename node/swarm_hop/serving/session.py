@@ -28,6 +28,7 @@ from swarm.messages import (
     Step,
 )
 from swarm.planner.scheduling.fair_shares import Share
+from swarm.tap_messages import WireTaps
 from swarm.types import KvSource, LayerSpan, PeerId, Sampling, layers_of_hop
 from swarm_hop.serving.token_history import StepTokens, TokenHistory
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
@@ -114,6 +115,7 @@ class HopSession:
     sending: asyncio.Timeout | None = None  # around a send to the next hop
     kv_key: bytes = b""  # for the token of who may fetch its keys and values, once it is detached
     kv_source: KvSource | None = None
+    taps: WireTaps | None = None  # that its client is sent
     acknowledged: bool = False  # its client has sent a receipt
     detached: bool = False  # it goes on elsewhere; its KV cache is kept for a transfer
     closed: bool = False
@@ -125,7 +127,7 @@ class HopSession:
         cls, message: OpenSession, client: PeerChannel, key: int, rows: ActivationSpec, share: Share = NO_SHARE
     ) -> HopSession:
         """Raises ContextOverflow, InvalidRequest for sampling parameters out of range, ProtocolError for an impossible
-        history."""
+        history or taps that are not here."""
         if len(message.history) > rows.context_length:  # at once: to copy and check the longest takes 20 ms
             raise ContextOverflow(f"a text of {len(message.history)} tokens for a context of {rows.context_length}")
         sampling, history = Sampling(), None
@@ -133,6 +135,8 @@ class HopSession:
             sampling = validate_sampling(message.sampling.to_sampling(), rows.vocab_size)
             if sampling.needs_history:
                 history = TokenHistory(message.history, message.prompt_tokens, message.max_tokens, rows.vocab_size)
+        if message.taps is not None:
+            check_taps(message.taps, layers_of_hop(message.start, message.end), rows.num_layers)
         return cls(
             id=message.session,
             key=key,
@@ -153,6 +157,7 @@ class HopSession:
             epoch=message.epoch,
             ran_epoch=message.epoch,
             kv_key=message.kv_key,
+            taps=message.taps,
             kv_source=KvSource(message.kv_source, message.kv_source_tokens, message.kv_source_token)
             if message.kv_source_tokens
             else None,
@@ -304,3 +309,10 @@ def check_form(step: Step, body_bytes: int, first: bool, rows: ActivationSpec) -
             raise ProtocolError(f"step {step.step} has {len(step.tokens)} token ids for {n} rows")
     if max(step.tokens, default=0) >= rows.vocab_size:
         raise ProtocolError(f"step {step.step} has a token id beyond the vocabulary of {rows.vocab_size}")
+
+
+def check_taps(taps: WireTaps, span: LayerSpan, num_layers: int) -> None:
+    """Raises ProtocolError unless they are different, ascending and those of the hop with the layers `span`."""
+    last = span.end if span.end == num_layers else span.end - 1
+    if taps.layers != sorted(set(taps.layers)) or not span.start <= taps.layers[0] <= taps.layers[-1] <= last:
+        raise ProtocolError(f"taps {taps.layers} of a hop that has those from {span.start} to {last}")

@@ -18,9 +18,10 @@ from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, OutOfMemory, PeerUnreachable, ProtocolError
 from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
 from swarm.planner.scheduling.fair_shares import Share
+from swarm.tap_messages import TapRows
 from swarm_hop.auditing.audit_replies import AuditReplies
 from swarm_hop.serving.activation_log import ActivationLog
-from swarm_hop.serving.executor import StepOutcome
+from swarm_hop.serving.executor import StepOutcome, StepOutput
 from swarm_hop.serving.hop_dialer import HopDialer
 from swarm_hop.serving.kv_transfer import KvTransfer
 from swarm_hop.serving.served_spans import ServedSpan
@@ -159,6 +160,7 @@ class SessionRunner:
         sessions = max(step.active_sessions, outcome.sessions)
         output = outcome.output
         if session.tail:
+            await self._send_taps(session, step, output)
             if output.tokens:
                 self.counters.tokens += 1 + len(step.commit_slots)
             await session.client.send(
@@ -194,6 +196,13 @@ class SessionRunner:
             sample_all=step.sample_all,
         )
         await self._forward(session, forwarded, output.body)
+        await self._send_taps(session, step, output)
+
+    async def _send_taps(self, session: HopSession, step: Step, output: StepOutput) -> None:
+        """To the client: at the tail before the result, which the drafter follows; else once the step went on."""
+        if step.epoch >= session.epoch:
+            for layer, rows in output.taps:
+                await session.client.send(TapRows(session.id, step.epoch, step.step, layer), rows)
 
     async def _forward(self, session: HopSession, step: Step, body: bytes | bytearray | memoryview) -> None:
         """Skip steps of an old epoch; a Reroute cuts the send short."""

@@ -36,7 +36,7 @@ from swarm.messages import (
     Step,
 )
 from swarm.net.base.tasks import TaskSet
-from swarm.receipt_messages import WorkReceipt
+from swarm.receipts import WorkReceipt
 from swarm.types import LayerSpan, ModelId, PeerId
 from swarm_hop.auditing.audit_replies import AuditReplies, Sign
 from swarm_hop.serving.activation_log import ActivationLog

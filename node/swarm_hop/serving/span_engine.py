@@ -7,12 +7,14 @@ last rows is in `tail_sampler`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from swarm.errors import ContextOverflow, SwarmError, UnsupportedRequest
 from swarm.planner.scheduling.fair_shares import Share
+from swarm.tap_messages import skipped_rows
 from swarm.types import Grammar, LayerSpan, PeerId
 from swarm_hop.serving.executor import Compute, ScheduledStep, StepOutput
 from swarm_hop.serving.grammars import TailGrammars
@@ -27,6 +29,7 @@ from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.kvcache.layer_transfer import LayerTransfer, LayerWriter
 from swarm_kernels.runtime.hidden_codec import from_wire, to_wire
 from swarm_kernels.runtime.span import Span
+from swarm_kernels.runtime.taps import BatchTaps, StepTaps, TappedPart
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 
 
@@ -41,19 +44,29 @@ class SpanBatch:
         self._span = steps[0].span  # one for all steps of a batch
         self._next = self._span.start
         self._hidden: torch.Tensor | None = None  # [rows, hidden], after the layers that have run
+        self._taps = BatchTaps(_tapped_parts(steps))
 
     def run_layers(self, count: int) -> Sequence[StepOutput | SwarmError] | None:
         if self._hidden is None:
             self._hidden = self._engine.input(self._steps)
         if self._next < self._span.end:
-            part = LayerSpan(self._next, min(self._next + count, self._span.end))
-            self._hidden = self._engine.forward(self._hidden, self._plan, part)
-            self._next = part.end
+            self._hidden = self._forward(self._hidden, min(self._next + count, self._span.end))
             if count < len(self._span) and (
                 self._next < self._span.end or any(step.session.tail for step in self._steps)
             ):
                 return None
-        return self._engine.outputs(self._steps, self._hidden, self._plan)
+        self._taps.collect(self._span.end, self._hidden)
+        outputs = self._engine.outputs(self._steps, self._hidden, self._plan)
+        return [_with_taps(output, self._taps.of(step)) for step, output in enumerate(outputs)]
+
+    def _forward(self, hidden: torch.Tensor, end: int) -> torch.Tensor:
+        """On to layer `end`; `hidden`: what the next layer reads."""
+        while self._next < end:
+            self._taps.collect(self._next, hidden)
+            part = LayerSpan(self._next, self._taps.next_stop(self._next, end))
+            hidden = self._engine.forward(hidden, self._plan, part)
+            self._next = part.end
+        return hidden
 
     def __call__(self) -> Sequence[StepOutput | SwarmError]:
         while (outputs := self.run_layers(len(self._span))) is None:
@@ -242,3 +255,23 @@ class SpanEngine:
 
 def _key(key: int) -> bytes:
     return key.to_bytes(8, "big")
+
+
+def _tapped_parts(steps: Sequence[ScheduledStep]) -> list[TappedPart | None]:
+    """For each step of a batch, which of its rows' hidden states its client is sent."""
+    parts: list[TappedPart | None] = []
+    at = 0
+    for scheduled in steps:
+        taps, step, end = scheduled.session.taps, scheduled.arrival.step, at + scheduled.rows
+        if taps is None:
+            parts.append(None)
+        else:
+            start = step.committed_before + len(step.commit_slots)
+            skipped = skipped_rows(start, step.causal_rows, taps.first_position)
+            parts.append(TappedPart(at + skipped, end, taps.layers, taps.bits))
+        at = end
+    return parts
+
+
+def _with_taps(output: StepOutput | SwarmError, taps: StepTaps) -> StepOutput | SwarmError:
+    return replace(output, taps=taps) if taps and isinstance(output, StepOutput) else output

@@ -13,6 +13,7 @@ import msgspec
 from swarm.codec import Buffer
 from swarm.messages import Step
 from swarm_hop.serving.executor import StepOutcome, StepOutput
+from swarm_kernels.runtime.taps import StepTaps
 
 
 def cut(step: Step, body: Buffer, rows: int) -> tuple[tuple[Step, Buffer], tuple[Step, Buffer] | None]:
@@ -59,8 +60,17 @@ def join(pieces: Sequence[StepOutcome]) -> StepOutcome:
             tuple(logprobs for output in outputs for logprobs in output.logprobs),
             tuple(logprobs for output in outputs for logprobs in output.prompt_logprobs),
             tuple(margin for output in outputs for margin in output.margins),
+            _joined_taps([output.taps for output in outputs]),
         ),
         sum(piece.queue_ms for piece in pieces),
         sum(piece.compute_ms for piece in pieces),
         max(piece.sessions for piece in pieces),
     )
+
+
+def _joined_taps(pieces: Sequence[StepTaps]) -> StepTaps:
+    """Of each tap the rows of all pieces; the first ones may have none."""
+    rows: dict[int, list[bytes]] = {}
+    for layer, part in (tap for piece in pieces for tap in piece):
+        rows.setdefault(layer, []).append(part)
+    return tuple((layer, b"".join(parts)) for layer, parts in sorted(rows.items()))

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from swarm.config import NodeConfig, peer_memory_dir
 from swarm.net.security.identity import verify
-from swarm.receipt_messages import WorkReceipt
-from swarm.receipts import check_receipt
+from swarm.receipts import WorkReceipt, check_receipt
 from swarm.records import MAX_OWNERS, owner_tag
 from swarm.types import PeerId, Snapshot
 from swarm_hop.serving.session import HopSession

@@ -27,6 +27,7 @@ from swarm.messages import (
     Step,
     StepResult,
 )
+from swarm.tap_messages import TapRows
 from swarm.token_bucket import KeyedBuckets, TokenBucket
 from swarm.types import PeerId
 
@@ -67,8 +68,9 @@ _PRICES: dict[type[AnyMessage], float] = {
     SessionOpened: 0.25,
     SessionFailed: 0.25,
     KvBlocks: 0.25,
+    TapRows: 0.25,
 }
-_WORK = (Step, StepResult, SessionOpened, SessionFailed, KvBlocks)
+_WORK = (Step, StepResult, SessionOpened, SessionFailed, KvBlocks, TapRows)
 _ITEMS_A_UNIT = 600  # integers decoded in 50 us
 _BYTES_A_UNIT = 3000  # of a header of such integers
 

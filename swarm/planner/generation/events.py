@@ -148,12 +148,15 @@ class EmitTokens:
     """Deliver new tokens. `trace`: (queue ms, compute ms) of each hop for the step that sampled them.
 
     `medusa_candidates`: what the tail's Medusa heads propose after them. `logprobs`: of each of `tokens`, if asked for.
+    `samples`: which of the tokens sampled in its step each of them is; they were sampled in one step, the last that is
+    done.
     """
 
     tokens: tuple[int, ...]
     trace: tuple[tuple[float, float], ...]
     medusa_candidates: MedusaCandidates = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,8 +233,9 @@ class GenerationState:
         if accepted:
             tokens = tuple(node.sampled for node in accepted if node.sampled is not None)
             logprobs = tuple(node.logprobs for node in accepted if node.logprobs is not None)
+            samples = tuple(map(sent.nodes.index, accepted))
             self.known.extend(tokens)
-            actions.append(EmitTokens(tokens, event.trace, accepted[-1].medusa_candidates, logprobs))
+            actions.append(EmitTokens(tokens, event.trace, accepted[-1].medusa_candidates, logprobs, samples))
         if reason is not None:
             self.phase = GenerationPhase.DONE
             return [*actions, Finish(reason)]
@@ -269,8 +270,7 @@ class GenerationState:
             return []
         self.stats.discarded_steps += len(self._in_flight)
         self._invalidate_in_flight()
-        # Hops that dropped steps may lack commits that others have made. All commits since the last token that every
-        # hop has are sent again, and each hop applies those it lacks (`messages.Step`).
+        # Hops that dropped steps may lack commits that others have made: all of these are sent again (`messages.Step`).
         self._sent_to, self._commits_in_flight = self._committed_to, 0
         return [DiscardInFlight(self.epoch)]
 

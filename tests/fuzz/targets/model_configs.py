@@ -1,17 +1,20 @@
-"""config.json: a config with a rotary embedding and a fingerprint, or a ModelError."""
+"""config.json: a config with a rotary embedding and a fingerprint, or that of a drafter, or a ModelError."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from swarm.errors import ModelError
+from swarm.errors import DrafterFailed, ModelError
+from swarm_kernels.draft.eagle_file import read_config
 from swarm_kernels.draft.file import DraftMetadata
+from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.models.quantized.checkpoint import unpacked_table
 from swarm_kernels.models.quantized.schemes import scheme_of
@@ -20,9 +23,12 @@ from swarm_kernels.models.tensor_shapes import check_shapes
 from swarm_kernels.runtime.rope import RopeTables
 
 INSTRUMENT = (
-    "swarm_kernels.models.hf_config", "swarm_kernels.models.quantized.checkpoint",
+    "swarm_kernels.draft.eagle_file", "swarm_kernels.models.hf_config", "swarm_kernels.models.quantized.checkpoint",
     "swarm_kernels.models.quantized.schemes", "swarm_kernels.models.tensor_shapes", "swarm_kernels.runtime.rope",
 )  # fmt: skip
+
+
+_TARGET = ModelConfig("llama", 8, 8, 2, 1, 4, 8, 6, 64)  # of drafters
 
 
 class _Entry(NamedTuple):
@@ -60,6 +66,11 @@ def run(data: bytes) -> None:
             )
         check_shapes(config, {}, "a folder")
     except ModelError:
+        pass
+    try:
+        drafter = read_config(parsed, _TARGET, Path())
+        assert 0 <= drafter.taps[0] <= drafter.taps[-1] <= _TARGET.num_layers
+    except (ModelError, DrafterFailed):
         pass
     try:
         quantization = parsed.get("quantization_config")
@@ -102,4 +113,15 @@ def seeds() -> Iterator[bytes]:
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
     ):
         yield msgspec.json.encode({**base, "quantization_config": quantization})
+    eagle = {"draft_vocab_size": 4, "norm_before_residual": False, "target_hidden_size": 8}
+    yield msgspec.json.encode({**base, **eagle, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}})
+    yield msgspec.json.encode(
+        {
+            **eagle,
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": base,
+            "norm_before_fc": True,
+            "eagle_aux_hidden_state_layer_ids": [2, 4, 8],
+        }
+    )
     yield msgspec.json.encode(DraftMetadata("m", "h", 1, 2))

@@ -1,8 +1,8 @@
 """The drafter interface: extended by committed tokens, queried for candidates after a draft path, scored by acceptance.
 
 Owns the contract between speculative decoding and any source of draft tokens, and the measuring of acceptance, which is
-the same for all of them. Knows neither the draft tree nor the chain that verifies it. A drafter sees token ids only:
-hidden states stay on the tail.
+the same for all of them. Knows neither the draft tree nor the chain that verifies it. A drafter sees token ids, and if
+it names `taps`, hidden states of the text that the hops send.
 
 A drafter is synchronous code for one generation, called from one thread at a time. Its drafts change the speed and
 never the text, so they may be arbitrarily bad, but it may also raise or stall: it is called through `ThreadedDrafter`,
@@ -18,11 +18,13 @@ from typing import NamedTuple
 
 from swarm.errors import UsageError
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.acceptance import AcceptanceRates
 
 TokenPath = tuple[int, ...]
 """Draft tokens after the committed ones, from the first level down; `()` is the end of the committed text."""
 
+NO_TAPS: TappedRows = {}
 MAX_REMEMBERED = 4096  # proposals not verified yet; a draft tree has far fewer nodes
 
 
@@ -72,6 +74,14 @@ class Drafter(ABC):
 
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:  # noqa: B027, most have no use for it
         """Candidates of the tail's Medusa heads after the committed tokens; called just after `extend`."""
+
+    @property
+    def taps(self) -> Taps | None:
+        """The hidden states that it reads, if any."""
+        return None
+
+    def set_taps(self, rows: TappedRows) -> None:  # noqa: B027, likewise
+        """Hidden states of the text that have come; called just before `extend`. Some may never come."""
 
     def propose(self, path: Sequence[int], width: int) -> list[Candidate]:
         """What follows the committed tokens and then `path`: at most `width` different tokens, likeliest first."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import MAX_REMEMBERED, CachedProposal, Candidate, Drafter, TokenPath
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 
@@ -57,6 +58,13 @@ class GrammarDrafter(Drafter):
 
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
         self._inner.set_medusa_candidates(candidates)
+
+    @property
+    def taps(self) -> Taps | None:
+        return self._inner.taps
+
+    def set_taps(self, rows: TappedRows) -> None:
+        self._inner.set_taps(rows)
 
     def close(self) -> None:
         super().close()

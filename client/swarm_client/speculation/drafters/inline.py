@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from swarm.errors import DrafterFailed
 from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter
+from swarm.types import TappedRows
+from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 
 _T = TypeVar("_T")
 
@@ -29,7 +30,9 @@ class InlineDrafter:
     async def reset(self, prompt_ids: Sequence[int]) -> None:
         await self._call(lambda: self.drafter.reset(prompt_ids))
 
-    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = ()) -> None:
+    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = (), taps: TappedRows = NO_TAPS) -> None:
+        if taps:
+            await self._call(lambda: self.drafter.set_taps(taps))
         await self._call(lambda: self.drafter.extend(tokens))
         await self._call(lambda: self.drafter.set_medusa_candidates(medusa))
 

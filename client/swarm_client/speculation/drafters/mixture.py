@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from swarm.errors import UsageError
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
 
 _BOUNDS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97)
@@ -47,6 +48,16 @@ class MixtureDrafter(Drafter):
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
         for member in self.members:
             member.set_medusa_candidates(candidates)
+
+    @property
+    def taps(self) -> Taps | None:
+        """Of one member at most."""
+        return next((member.taps for member in self.members if member.taps is not None), None)
+
+    def set_taps(self, rows: TappedRows) -> None:
+        for member in self.members:
+            if member.taps is not None:
+                member.set_taps(rows)
 
     def close(self) -> None:
         super().close()

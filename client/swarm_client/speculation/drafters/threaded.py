@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from swarm.errors import DrafterFailed
 from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter
+from swarm.types import TappedRows
+from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 
 _T = TypeVar("_T")
 _Work = tuple[Callable[[], object], "Future[object]"]
@@ -51,8 +52,10 @@ class ThreadedDrafter:
         await self._call(lambda: self.drafter.reset(prompt_ids), self._first_stall_s)
         self._prefilling = self._post(lambda: self.drafter.propose_many([()], 1))
 
-    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = ()) -> None:
+    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = (), taps: TappedRows = NO_TAPS) -> None:
         def learn() -> None:
+            if taps:
+                self.drafter.set_taps(taps)
             self.drafter.extend(tokens)
             self.drafter.set_medusa_candidates(medusa)
 

@@ -57,60 +57,67 @@ SWARM_INLINE GroupSums add_group_products(GroupSums sums, U words, const char* q
   return sums + even * (GroupSums)word_at(quad) + odd * (GroupSums)word_at(quad + 4);
 }
 #endif
-SWARM_INLINE I widen_sums(GroupSums sums) { return ((I)sums >> 16) + ((I)((U)sums << 16) >> 16); }
+SWARM_INLINE I widen_sums(GroupSums sums) {
+#if defined(__AVX512F__)
+  return (I)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  return (I)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#else
+  return ((I)sums >> 16) + ((I)((U)sums << 16) >> 16);
+#endif
+}
 #endif
 
 // [ROWS] of a tile x [BLOCKS] weight blocks, `stride` Int4Blocks apart -> c [ROWS][BLOCKS * 16]. `in`: a multiple of
 // 32.
 template <int ROWS, int BLOCKS>
 void micro_kernel(const char* x, int64_t tile_rows, int64_t in, const Int4Block* w, int64_t stride, float* c) {
-  constexpr int N = BLOCKS * VECS;
-  V totals[ROWS][N];
-  SWARM_UNROLL
-  for (int r = 0; r < ROWS; r++)
-    SWARM_UNROLL
-    for (int j = 0; j < N; j++) totals[r][j] = zero();
+  constexpr int N = BLOCKS * VECS, TOGETHER = together(N);
+  for (int i = 0; i < ROWS * N; i++) store(c + i * LANES, zero());
   for (int64_t k = 0; k < in; k += WEIGHT_GROUP, w++) {
     const char* group = x + k / GROUP * tile_rows * Tile4::GROUP_ROW_BYTES;
     const int64_t half = k % GROUP / WEIGHT_GROUP;
     const char* steps = Tile4::head(group, tile_rows, STEP);
     const char* wholes = Tile4::head(group, tile_rows, half ? HIGH_SUM : LOW_SUM);
-    const char* quad = Tile4::quads(group, tile_rows) + half * WEIGHT_GROUP / 4 * tile_rows * Tile4::QUAD;
-    GroupSums sums[ROWS][N];
     SWARM_UNROLL
-    for (int r = 0; r < ROWS; r++)
+    for (int start = 0; start < N; start += TOGETHER) {
+      const char* quad = Tile4::quads(group, tile_rows) + half * WEIGHT_GROUP / 4 * tile_rows * Tile4::QUAD;
+      GroupSums sums[ROWS][TOGETHER];
       SWARM_UNROLL
-      for (int j = 0; j < N; j++) sums[r][j] = GroupSums{};
-    for (int64_t q = 0; q < WEIGHT_GROUP / 8; q++, quad += 2 * tile_rows * Tile4::QUAD) {
-      SWARM_UNROLL
-      for (int j = 0; j < N; j++) {
-        const uint8_t* at = w[j / VECS * stride].pairs[q][j % VECS * LANES];
-        if (j % VECS == 0) __builtin_prefetch(at + PREFETCH_BYTES);
-        const U words = load_words(at);
-        const U first = words & 0x0f0f0f0fu, second = words >> 4 & 0x0f0f0f0fu;
+      for (int r = 0; r < ROWS; r++)
         SWARM_UNROLL
-        for (int r = 0; r < ROWS; r++) sums[r][j] = add_group_products(sums[r][j], first, quad + r * Tile4::QUAD);
+        for (int i = 0; i < TOGETHER; i++) sums[r][i] = GroupSums{};
+      SWARM_NO_UNROLL  // otherwise sums are spilled
+      for (int64_t q = 0; q < WEIGHT_GROUP / 8; q++, quad += 2 * tile_rows * Tile4::QUAD) {
         SWARM_UNROLL
-        for (int r = 0; r < ROWS; r++)
-          sums[r][j] = add_group_products(sums[r][j], second, quad + (tile_rows + r) * Tile4::QUAD);
+        for (int i = 0; i < TOGETHER; i++) {
+          const int j = start + i;
+          const uint8_t* at = w[j / VECS * stride].pairs[q][j % VECS * LANES];
+          if (j % VECS == 0) __builtin_prefetch(at + PREFETCH_BYTES);
+          const U words = load_words(at);
+          const U first = words & 0x0f0f0f0fu, second = words >> 4 & 0x0f0f0f0fu;
+          SWARM_UNROLL
+          for (int r = 0; r < ROWS; r++) sums[r][i] = add_group_products(sums[r][i], first, quad + r * Tile4::QUAD);
+          SWARM_UNROLL
+          for (int r = 0; r < ROWS; r++)
+            sums[r][i] = add_group_products(sums[r][i], second, quad + (tile_rows + r) * Tile4::QUAD);
+        }
       }
-    }
-    SWARM_UNROLL
-    for (int j = 0; j < N; j++) {
-      const Int4Block& at = w[j / VECS * stride];
-      const V scale = load_half(at.scale + j % VECS * LANES), minimum = load_half(at.minimum + j % VECS * LANES);
       SWARM_UNROLL
-      for (int r = 0; r < ROWS; r++) {
-        const V part = rounded(__builtin_convertvector(widen_sums(sums[r][j]), V) * scale) +
-                       rounded((V)word_at(wholes + 4 * r) * minimum);
-        totals[r][j] += rounded(part * (V)word_at(steps + 4 * r));
+      for (int i = 0; i < TOGETHER; i++) {
+        const int j = start + i;
+        const Int4Block& at = w[j / VECS * stride];
+        const V scale = load_half(at.scale + j % VECS * LANES), minimum = load_half(at.minimum + j % VECS * LANES);
+        SWARM_UNROLL
+        for (int r = 0; r < ROWS; r++) {
+          float* to = c + (r * N + j) * LANES;
+          const V part = rounded(__builtin_convertvector(widen_sums(sums[r][i]), V) * scale) +
+                         rounded((V)word_at(wholes + 4 * r) * minimum);
+          store(to, load(to) + rounded(part * (V)word_at(steps + 4 * r)));
+        }
       }
     }
   }
-  SWARM_UNROLL
-  for (int r = 0; r < ROWS; r++)
-    SWARM_UNROLL
-    for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, totals[r][j]);
 }
 
 }  // namespace SWARM_ISA

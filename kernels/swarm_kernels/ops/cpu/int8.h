@@ -52,35 +52,39 @@ SWARM_INLINE I add_products(I sums, const WeightQuads& w, const char* quad) {
 // scales. `in`: a multiple of 4.
 template <int ROWS, int BLOCKS>
 void micro_kernel(const char* x, int64_t tile_rows, int64_t in, const uint8_t* w, int64_t stride, float* c) {
-  constexpr int N = BLOCKS * VECS;
+  constexpr int N = BLOCKS * VECS, TOGETHER = together(N);
   for (int i = 0; i < ROWS * N; i++) store(c + i * LANES, zero());
-  for (int64_t k = 0; k < in; k += GROUP, x += tile_rows * Tile8::GROUP_ROW_BYTES) {
+  for (int64_t k = 0; k < in; k += GROUP, x += tile_rows * Tile8::GROUP_ROW_BYTES, w += GROUP * BLOCK) {
     const int64_t quads = (in - k < GROUP ? in - k : GROUP) / 4;
     const char *steps = Tile8::head(x, tile_rows, STEP), *starts = Tile8::head(x, tile_rows, ZERO_POINT);
-    const char* quad = Tile8::quads(x, tile_rows);
-    I sums[ROWS][N];
     SWARM_UNROLL
-    for (int r = 0; r < ROWS; r++)
+    for (int first = 0; first < N; first += TOGETHER) {
+      const char* quad = Tile8::quads(x, tile_rows);
+      I sums[ROWS][TOGETHER];
       SWARM_UNROLL
-      for (int j = 0; j < N; j++) sums[r][j] = UNSIGNED_WEIGHTS ? word_at(starts + 4 * r) : I{};
-    for (int64_t q = 0; q < quads; q++, w += 4 * BLOCK, quad += tile_rows * Tile8::QUAD) {
-      SWARM_UNROLL
-      for (int j = 0; j < N; j++) {
-        const uint8_t* at = w + (j / VECS) * stride + (j % VECS) * 4 * LANES;
-        if (j % VECS == 0) __builtin_prefetch(at + PREFETCH_BYTES);
-        const WeightQuads weights(UNSIGNED_WEIGHTS ? load_words(at) : load_words(at) ^ 0x80808080u);
+      for (int r = 0; r < ROWS; r++)
         SWARM_UNROLL
-        for (int r = 0; r < ROWS; r++) sums[r][j] = add_products(sums[r][j], weights, quad + r * Tile8::QUAD);
+        for (int i = 0; i < TOGETHER; i++) sums[r][i] = UNSIGNED_WEIGHTS ? word_at(starts + 4 * r) : I{};
+      for (int64_t q = 0; q < quads; q++, quad += tile_rows * Tile8::QUAD) {
+        SWARM_UNROLL
+        for (int i = 0; i < TOGETHER; i++) {
+          const int j = first + i;
+          const uint8_t* at = w + q * 4 * BLOCK + (j / VECS) * stride + (j % VECS) * 4 * LANES;
+          if (j % VECS == 0) __builtin_prefetch(at + PREFETCH_BYTES);
+          const WeightQuads weights(UNSIGNED_WEIGHTS ? load_words(at) : load_words(at) ^ 0x80808080u);
+          SWARM_UNROLL
+          for (int r = 0; r < ROWS; r++) sums[r][i] = add_products(sums[r][i], weights, quad + r * Tile8::QUAD);
+        }
       }
-    }
-    SWARM_UNROLL
-    for (int r = 0; r < ROWS; r++)
       SWARM_UNROLL
-      for (int j = 0; j < N; j++) {
-        float* to = c + (r * N + j) * LANES;
-        const V part = __builtin_convertvector(sums[r][j], V) * (V)word_at(steps + 4 * r);
-        store(to, load(to) + rounded(part));
-      }
+      for (int r = 0; r < ROWS; r++)
+        SWARM_UNROLL
+        for (int i = 0; i < TOGETHER; i++) {
+          float* to = c + (r * N + first + i) * LANES;
+          const V part = __builtin_convertvector(sums[r][i], V) * (V)word_at(steps + 4 * r);
+          store(to, load(to) + rounded(part));
+        }
+    }
   }
 }
 

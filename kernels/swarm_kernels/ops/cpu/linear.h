@@ -17,14 +17,21 @@ namespace SWARM_ISA {
 // sums, of 32 vector registers with AVX-512 and NEON, of 16 otherwise. Few rows need two blocks to keep enough sums in
 // flight.
 #if defined(__AVX512F__)
-constexpr int ROW_TILE = 12, PAIR_ROWS = 12, BF16_ROW_TILE = 12;
+constexpr int ROW_TILE = 12, PAIR_ROWS = 12, BF16_ROW_TILE = 12, QUANTIZED_ROW_TILE = 12;
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int ROW_TILE = 6, PAIR_ROWS = 3, BF16_ROW_TILE = 6;
+constexpr int ROW_TILE = 6, PAIR_ROWS = 3, BF16_ROW_TILE = 6, QUANTIZED_ROW_TILE = 8;
 #else
-constexpr int ROW_TILE = 3, PAIR_ROWS = 1, BF16_ROW_TILE = 3;
+constexpr int ROW_TILE = 3, PAIR_ROWS = 1, BF16_ROW_TILE = 3, QUANTIZED_ROW_TILE = 8;
 #endif
 
-inline int64_t row_tile(SwarmFormat weights) { return weights == SWARM_BF16 ? BF16_ROW_TILE : ROW_TILE; }
+inline int64_t row_tile(SwarmFormat weights) {
+  switch (weights) {
+    case SWARM_BF16: return BF16_ROW_TILE;
+    case SWARM_INT8:
+    case SWARM_INT4: return QUANTIZED_ROW_TILE;
+    default: return ROW_TILE;
+  }
+}
 
 // [ROWS] of a tile x [BLOCKS] weight blocks, `stride` elements apart -> c [ROWS][BLOCKS * 16].
 template <int ROWS, int BLOCKS>
@@ -137,9 +144,14 @@ struct Rows {
         x(reinterpret_cast<const Input<W>*>(job.x + first * job.row_bytes)) {}
 };
 
-// Weights of 4 bits have two sums for each result: whole numbers and fp32.
 template <typename W>
-constexpr bool HAS_TWO_SUMS = std::is_same_v<Input<W>, char> && !std::is_same_v<W, uint8_t>;
+constexpr bool IS_QUANTIZED = std::is_same_v<W, uint8_t> || std::is_same_v<W, Int4Block>;
+// Codes have two sums for each result: whole numbers and fp32.
+template <typename W>
+constexpr bool HAS_TWO_SUMS = std::is_same_v<Input<W>, char> && !IS_QUANTIZED<W>;
+template <typename W>
+constexpr int MOST_ROWS = IS_QUANTIZED<W> ? QUANTIZED_ROW_TILE
+                          : std::is_same_v<W, uint16_t> ? BF16_ROW_TILE : ROW_TILE;
 
 // Of a weight block, in elements.
 template <typename W>
@@ -161,18 +173,18 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
   const int64_t apart = gated ? job.out / 2 / BLOCK : (end - begin) / 2;
   const int64_t middle = gated ? end : begin + apart;
   constexpr int PAIRED = HAS_TWO_SUMS<W> ? (PAIR_ROWS + 1) / 2 : PAIR_ROWS;
-  float c[2 * ROW_TILE * BLOCK];
+  float c[2 * MOST_ROWS<W> * BLOCK];
   for (int64_t b = begin; b < middle; b++)
     for (int64_t t = tile_begin; t < tile_end; t++) {
       const Rows<W> rows(job, t);
       const bool pairs = rows.count <= PAIRED;
       const int64_t ld = pairs ? 2 * BLOCK : BLOCK;
-      float* second = pairs ? c + BLOCK : c + ROW_TILE * BLOCK;
+      float* second = pairs ? c + BLOCK : c + MOST_ROWS<W> * BLOCK;
       const W* w = weight + b * size;
       if (pairs) {
         micro_kernel_for<W, 2, PAIRED>(rows.count)(rows.x, job.tile_rows, job.in, w, apart * size, c);
       } else {
-        const MicroKernel<W> one = micro_kernel_for<W, 1, ROW_TILE>(rows.count);
+        const MicroKernel<W> one = micro_kernel_for<W, 1, MOST_ROWS<W>>(rows.count);
         one(rows.x, job.tile_rows, job.in, w, 0, c);
         one(rows.x, job.tile_rows, job.in, w + apart * size, 0, second);
       }
@@ -186,7 +198,7 @@ void linear_of(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile_end
   for (int64_t b = middle + (gated ? 0 : apart); b < end; b++)
     for (int64_t t = tile_begin; t < tile_end; t++) {
       const Rows<W> rows(job, t);
-      micro_kernel_for<W, 1, ROW_TILE>(rows.count)(rows.x, job.tile_rows, job.in, weight + b * size, 0, c);
+      micro_kernel_for<W, 1, MOST_ROWS<W>>(rows.count)(rows.x, job.tile_rows, job.in, weight + b * size, 0, c);
       finish(job, rows.first, rows.count, b, c, BLOCK);
     }
 }

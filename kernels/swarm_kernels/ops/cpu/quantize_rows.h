@@ -108,6 +108,10 @@ struct Tile {
   }
 };
 
+// How many of N vectors of a block's sums a kernel keeps at once: with 32 registers all of them, so that each input is
+// loaded once; with 16 one, so that no sum is spilled.
+constexpr int together(int vectors) { return LANES == 16 ? vectors : 1; }
+
 SWARM_INLINE I word_at(const char* p) {
   int32_t word;
   std::memcpy(&word, p, sizeof word);

@@ -27,8 +27,10 @@
 
 #if defined(__clang__)
 #define SWARM_UNROLL _Pragma("unroll")
+#define SWARM_NO_UNROLL _Pragma("nounroll")
 #else
 #define SWARM_UNROLL _Pragma("GCC unroll 64")
+#define SWARM_NO_UNROLL _Pragma("GCC unroll 1")
 #endif
 #define SWARM_INLINE inline __attribute__((always_inline))
 #define SWARM_NOINLINE __attribute__((noinline))  // its own register allocation
