@@ -26,9 +26,10 @@ from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 
-COMPILED_FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "phi3")
-"""Norms before, after and around the parts, scaled parts, scaled embeddings with a rounded and an exact scale."""
-TRANSFORMERS_FAMILIES = ("mixtral", "gpt_oss", "deepseek_v3", "falcon", "gemma", "qwen3_next")
+COMPILED_FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "phi3", "mixtral", "gpt_oss")
+"""Norms before, after and around the parts, scaled parts, scaled embeddings with a rounded and an exact scale;
+mixtures of experts."""
+TRANSFORMERS_FAMILIES = ("deepseek_v3", "falcon", "gemma", "qwen3_next")
 NARROW = [name for name in DTYPES if name not in ("fp32", "fp16")]
 
 STEPS = (
