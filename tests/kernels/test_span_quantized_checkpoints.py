@@ -23,8 +23,11 @@ from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.safetensors import SafetensorsSource
+from swarm_kernels.ops.base.layer_weights import LayerWeights, Mixture
 from swarm_kernels.ops.cpu import binding
-from swarm_kernels.runtime.hf_span import HfSpan
+from swarm_kernels.ops.cpu.cpu_experts import PackedExperts
+from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
+from swarm_kernels.runtime.llama_span import LlamaSpan
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 
@@ -200,7 +203,10 @@ def test_gpt_oss_is_served_in_mxfp4_as_it_is_stored(tmp_path: Path) -> None:
         found = chain.run([StepRequest(b"s", 0, len(PROMPT))], PROMPT)
         wanted = hf_logits(model, PROMPT)
         assert (found - wanted).norm() < 0.03 * wanted.norm()  # of the activations' 8 bits and the head's
-        experts = modules_of(chain.spans[0])["mlp.experts"].swarm_experts
+        layer = first_layer(chain.spans[0])
+        assert isinstance(layer.mlp, Mixture)
+        experts = layer.mlp.experts
+        assert isinstance(experts, PackedExperts)
         state = {name: value for name, value in model.state_dict().items() if name.startswith("model.layers.0.")}
         for expert in range(4):
             up, down = (linears[expert] for linears in (experts.first, experts.second))
@@ -208,11 +214,12 @@ def test_gpt_oss_is_served_in_mxfp4_as_it_is_stored(tmp_path: Path) -> None:
             stored = state["model.layers.0.mlp.experts.gate_up_proj"][expert].T
             assert torch.equal(up.embedding_rows(torch.arange(128)), torch.cat((stored[::2], stored[1::2])))
             bias = state["model.layers.0.mlp.experts.gate_up_proj_bias"][expert]
+            assert up.bias is not None
             assert torch.equal(up.bias, torch.cat((bias[::2], bias[1::2])))
             wanted_down = state["model.layers.0.mlp.experts.down_proj"][expert].T
             assert torch.equal(down.embedding_rows(torch.arange(64)), wanted_down)
-        queries = modules_of(chain.spans[0])["self_attn.q_proj"].linear
-        assert queries.desc.format == binding.BF16
+        assert isinstance(layer.attention.qkv, PackedLinear)
+        assert layer.attention.qkv.desc.format == binding.BF16
 
 
 def test_an_expert_of_a_tensor_of_all_is_read_without_the_others(tmp_path: Path) -> None:
@@ -245,6 +252,6 @@ def test_rows_of_a_matrix_are_read_without_the_others(tmp_path: Path) -> None:
         assert torch.equal(matrix[60:1000], source.tensor(name)[60:])
 
 
-def modules_of(span: Span) -> dict[str, Any]:
-    assert isinstance(span, HfSpan)
-    return dict(span.layer(0).named_modules())
+def first_layer(span: Span) -> LayerWeights:
+    assert isinstance(span, LlamaSpan)
+    return span.weights[0]

@@ -15,7 +15,7 @@ from swarm.errors import CorruptModel
 from swarm_kernels.ops.base.layer_weights import Linear
 from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.runtime.hf_conversions import StoredParameter
-from swarm_kernels.runtime.stacked_experts import StackedExperts
+from swarm_kernels.runtime.mixture_reader import StackedExperts
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
 
