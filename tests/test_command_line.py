@@ -15,6 +15,7 @@ PROGRAMS = {
     "swarm-gateway": "swarm_gateway.server.cli",
     "swarm-plan": "swarm.planner.cli.main",
     "swarm-draft": "swarm_training.cli",
+    "swarm-privacy": "swarm_privacy.cli",
 }
 
 

@@ -58,6 +58,7 @@ TEXT = {  # flag -> (its variable's text, the field and its value in the config)
     "relay-server": ("true", "relay_server", True),
     "relay-via": (MADDRS, "relay_via", tuple(MADDRS.split(","))),
     "json": ("1", "json", True),
+    "local-layers": ("1:2", "local_layers", "1:2"),
     "decoding": ("tree", "decoding", "tree"),
     "drafter": ("medusa", "drafter", "medusa"),
     "prompt": ("hello", "prompt", "hello"),
@@ -87,7 +88,7 @@ TEXT = {  # flag -> (its variable's text, the field and its value in the config)
 def flags_of(app: typer.Typer, name: str | None = None) -> list[str]:
     command: Any = typer.main.get_command(app)
     command = command.commands[name] if name else command
-    flags = [max(p.opts, key=len) for p in command.params if p.name != "help"]
+    flags = [max(p.opts, key=len) for p in command.params if p.expose_value and not p.is_eager]
     return sorted(flag.removeprefix("--") for flag in flags if flag.startswith("--"))  # arguments are no flags
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from swarm.command_line import program
 from swarm.errors import SwarmError, UsageError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="What hidden states give away of a text.")
+app = typer.Typer(no_args_is_help=True, help="What hidden states give away of a text.", **program.SETTINGS)
 
 
-@app.callback()
-def main_options() -> None:
-    """What hidden states give away of a text."""
+app.callback()(program.options_of_all)
 
 
 @app.command()
@@ -62,13 +62,13 @@ def _measure(
 
     if {path.resolve() for path in text} & {path.resolve() for path in train}:
         raise UsageError("a text is both attacked and trained on; the result would say nothing")
-    source = open_model(model)
-    num_layers = source.config.num_layers
-    depths = depth or [*(at for at in DEPTHS if at < num_layers), num_layers]
-    if any(not 0 <= at <= num_layers for at in depths):
-        raise UsageError(f"the model has {num_layers} layers; --depth is from 0 to that")
-    tokenizer = load_tokenizer(source)
-    span = load_span(source, LayerSpan(0, num_layers), parse_dtype(dtype))
+    with closing(open_model(model)) as source:
+        num_layers = source.config.num_layers
+        depths = depth or [*(at for at in DEPTHS if at < num_layers), num_layers]
+        if any(not 0 <= at <= num_layers for at in depths):
+            raise UsageError(f"the model has {num_layers} layers; --depth is from 0 to that")
+        tokenizer = load_tokenizer(source)
+        span = load_span(source, LayerSpan(0, num_layers), parse_dtype(dtype))
     known, attacked = ([token for path in paths for token in tokenizer.encode(_read(path))] for paths in (train, text))
 
     def show(leak: Leak) -> None:

@@ -63,5 +63,6 @@ def test_the_blocking_client_has_the_same_calls() -> None:
     assert names - {name for name in vars(SyncSwarmClient) if not name.startswith("_")} == {
         "chain_costs",
         "context_length",
+        "home",
         "tokenizer",
     }

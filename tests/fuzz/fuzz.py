@@ -49,7 +49,9 @@ def fuzz(target: str, seconds: float, crashes: Path, grow: Path | None = None, e
     """Run one target in a process of its own."""
     crashes.mkdir(parents=True, exist_ok=True)
     known = set(crashes.iterdir())
-    command = [sys.executable, str(HERE / "fuzz.py"), "--child", target, "--engine", engine, "--crashes", str(crashes)]
+    # A shell starts it, so that the memory of a large program that called us does not count as its own.
+    command = ["sh", "-c", '"$@"; exit $?', "fuzz", sys.executable, str(HERE / "fuzz.py")]
+    command += ["--child", target, "--engine", engine, "--crashes", str(crashes)]
     command += ["--seconds", str(seconds), *(["--grow", str(grow)] if grow else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
     started = time.monotonic()

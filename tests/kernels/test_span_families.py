@@ -19,6 +19,7 @@ from swarm_kernels.device.device import INT4
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.config import FAST_PATH_ARCHITECTURES
 from swarm_kernels.models.hf_config import model_config
+from swarm_kernels.models.mixture_families import MIXTURE_FAMILIES
 from swarm_kernels.models.tensor_shapes import check_shapes
 from swarm_kernels.ops.base import int4_linear
 from swarm_kernels.runtime.llama_span import LlamaSpan
@@ -218,4 +219,4 @@ def test_a_sound_span_passes_the_check_of_its_machine(kind: str) -> None:
 
 
 def test_every_fast_type_is_tried() -> None:
-    assert {kind for kind, _ in VARIANTS.values()} | {"llama"} == set(FAST_PATH_ARCHITECTURES)
+    assert {kind for kind, _ in VARIANTS.values()} | {"llama"} | MIXTURE_FAMILIES.keys() == set(FAST_PATH_ARCHITECTURES)
