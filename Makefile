@@ -15,11 +15,10 @@ setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.models.builtin
 
 $(STAMP): pyproject.toml requirements.lock swarm/planner/routing/_relax.c
-	@if test -e $(UNFINISHED); then echo 'the last set-up did not finish: it begins anew'; rm -rf .venv; fi
-	@mkdir -p .venv && touch $(UNFINISHED)
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@if test -e $(UNFINISHED); then rm -rf .venv; fi  # it was interrupted below
+	@test -x $(BIN)/python || (mkdir -p .venv && touch $(UNFINISHED) && $(PYTHON) -m venv .venv && rm $(UNFINISHED))
 	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[dev]'
-	@rm $(UNFINISHED) && touch $(STAMP)
+	@touch $(STAMP)
 
 check: $(STAMP) ## lint and types
 	$(BIN)/ruff check .
