@@ -34,6 +34,8 @@ Routes = Callable[[Gateway], Sequence[Endpoint]]
 APIS: tuple[Routes, ...] = (openai_routes, responses_routes, anthropic_routes, swarm_view_routes)
 """Every API of the gateway; a further one is a line here."""
 
+FIRST_TRY_S = 5.0  # that the first request need not be refused because the swarm is still being reached
+
 
 def create_app(gateway: Gateway, connect: Mapping[str, Connect] | None = None) -> Starlette:
     """All APIs, and the page. `connect`: for models without a client, by name: how to reach their swarms, done in the
@@ -51,6 +53,8 @@ def create_app(gateway: Gateway, connect: Mapping[str, Connect] | None = None) -
             for name, how in (connect or {}).items():
                 tasks.create_task(gateway.models[name].keep_connected(how, stop))
             try:
+                for name in connect or {}:  # all try at the same time
+                    await gateway.models[name].wait_for_first_try(FIRST_TRY_S)
                 yield
             finally:
                 stop.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class ServedModel:
         self.created = int(time.time())
         self.reason = "the swarm has not been reached yet"
         self._client = client
+        self._tried = asyncio.Event()
 
     @property
     def connected(self) -> bool:
@@ -79,13 +81,21 @@ class ServedModel:
             try:
                 async with connect() as client:
                     self._client = client
+                    self._tried.set()
                     await stop.wait()
                     self._client = None
             except SwarmError as error:
                 self._client, self.reason = None, str(error)
+                self._tried.set()
                 logger.warning("%s is not served: %s", self.name, error)
                 await _wait(stop, RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
+
+    async def wait_for_first_try(self, timeout_s: float) -> None:
+        """Until `keep_connected` has reached the swarm or failed once, or `timeout_s` has passed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._tried.wait()
 
     async def snapshot(self) -> Snapshot:
         """Raises ApiError."""
